@@ -1,3 +1,3 @@
-"""The objective: advantages (numpy alone, for a light worker) and losses (torch). Import the
-modules; this file loads neither.
+"""Advantages (numpy alone) and losses (torch) of the algorithms. Import the modules; this file
+imports neither.
 """

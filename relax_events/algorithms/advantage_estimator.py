@@ -1,8 +1,7 @@
-"""From what is known of a prompt group to the advantage of each of its tokens: shaping, KL in the
-reward, then the algorithm's own way, and what a teacher thinks of each token.
+"""Estimates the advantage of each token of a prompt group: reward shaping, KL in the reward, the
+algorithm's advantage function, and the teacher's term.
 
-Used where samples are judged: in the advantage role, and where a replay judges recorded ones anew.
-    Needs no torch.
+The advantage role uses it, and so does a replay that computes new advantages. Imports no torch.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardedSample:
-    """What an advantage is computed from.
+    """The inputs of an advantage.
 
-    Log-probabilities are needed where a KL estimate against their model is taken off, the values
+    Log-probabilities are needed where a KL estimate against their model is subtracted, the values
     where the algorithm has a critic. `turn_rewards`, one for each turn, and `token_rewards`, one
-    for each loss token, are parts of `reward`; an algorithm that has one advantage for the whole
-    sample takes `reward` alone.
+    for each loss token, are parts of `reward`; an algorithm with one advantage per sample uses
+    `reward` alone.
     """
 
     sample_id: str
@@ -48,12 +47,10 @@ class RewardedSample:
 
 
 class AdvantageEstimator:
-    """Gives the tokens of a prompt group's samples their advantages, as an `AlgorithmConfig`
-    says.
-    """
+    """Estimates the advantages of a prompt group's tokens as an `AlgorithmConfig` specifies."""
 
     def __init__(self, algorithm: AlgorithmConfig, *, max_new_tokens: int) -> None:
-        """Load the algorithm, once: a file that changes meanwhile changes nothing.
+        """Load the algorithm once; later changes of its file have no effect.
 
         Args:
             algorithm: The settings.
@@ -69,17 +66,16 @@ class AdvantageEstimator:
         self._advantage = resolve(self._spec.advantage)
 
     def __call__(self, samples: Sequence[RewardedSample]) -> list[NDArray[np.float32]]:
-        """Give the advantage of each token, 0 where the loss mask is.
+        """Return the advantage of each token, 0 where the loss mask is 0.
 
         Args:
             samples: All of the prompt group, by index.
         Returns:
             One array for each sample, as long as its tokens.
         Raises:
-            RewardError: A reward is not finite, not what the algorithm needs, or by turn or token
-                and of another number; the text says what is wrong.
-            ConfigError: An algorithm of one's own gave something else than a finite number for each
-                sample.
+            RewardError: A reward is not finite or not what the algorithm needs, or the number of
+                rewards by turn or token is wrong.
+            ConfigError: A custom algorithm did not return a finite number for each sample.
         """
         _require_finite(samples)
         if self._algorithm.truncated_samples != "drop" or not any(
@@ -87,34 +83,36 @@ class AdvantageEstimator:
         ):
             return self._estimate(samples)
         kept = [sample for sample in samples if not sample.is_truncated]
-        judged = iter(self._estimate(kept, num_left_out=len(samples) - len(kept)) if kept else ())
+        estimated = iter(
+            self._estimate(kept, num_excluded=len(samples) - len(kept)) if kept else ()
+        )
         return [
-            np.zeros(len(sample.loss_mask), np.float32) if sample.is_truncated else next(judged)
+            np.zeros(len(sample.loss_mask), np.float32) if sample.is_truncated else next(estimated)
             for sample in samples
         ]
 
     def _estimate(
-        self, samples: Sequence[RewardedSample], *, num_left_out: int = 0
+        self, samples: Sequence[RewardedSample], *, num_excluded: int = 0
     ) -> list[NDArray[np.float32]]:
         masks = [sample.loss_mask.astype(bool) for sample in samples]
-        earned = [_earned(sample) for sample in samples]
+        token_rewards = [_rewards_by_token(sample) for sample in samples]
         penalties = self._penalties(samples, masks)
         rewards = self._rewards(samples, masks)
         if self._spec.reward_kl == "sequence":
             rewards -= np.array([penalty.sum() for penalty in penalties] or 0.0)
             penalties = []
         if self._algorithm.needs_critic or self._spec.by_token:
-            return self._less_teacher(
-                self._by_token(samples, masks, rewards, earned, penalties), samples, masks
+            return self._subtract_teacher_penalties(
+                self._by_token(samples, masks, rewards, token_rewards, penalties), samples, masks
             )
         lengths, keywords = (
             np.array([mask.sum() for mask in masks], np.float64),
             self._algorithm.keywords(self._spec.advantage_settings),
         )
-        given = self._advantage(
-            GroupRewards(rewards, _components(samples), lengths, num_left_out), **keywords
+        returned = self._advantage(
+            GroupRewards(rewards, _components(samples), lengths, num_excluded), **keywords
         )
-        scalars = _checked(given, num_samples=len(samples), name=self._algorithm.name)
+        scalars = _check_scalars(returned, num_samples=len(samples), name=self._algorithm.name)
         advantages = [
             mask.astype(np.float32) * np.float32(scalar)
             for mask, scalar in zip(masks, scalars, strict=True)
@@ -122,17 +120,15 @@ class AdvantageEstimator:
         for index, penalty in enumerate(penalties):
             returns = scalars[index] - np.cumsum(penalty[::-1])[::-1]
             advantages[index] = np.where(masks[index], returns, 0.0).astype(np.float32)
-        return self._less_teacher(advantages, samples, masks)
+        return self._subtract_teacher_penalties(advantages, samples, masks)
 
-    def _less_teacher(
+    def _subtract_teacher_penalties(
         self,
         advantages: list[NDArray[np.float32]],
         samples: Sequence[RewardedSample],
         masks: Sequence[NDArray[np.bool_]],
     ) -> list[NDArray[np.float32]]:
-        """Take off each token's advantage what the teacher thinks of it, where the algorithm
-        does.
-        """
+        """Subtract the teacher's penalty from each token's advantage, where the algorithm has one."""
         if not self._algorithm.has_distill_advantage:
             return advantages
         penalised = zip(advantages, samples, masks, strict=True)
@@ -146,12 +142,10 @@ class AdvantageEstimator:
         samples: Sequence[RewardedSample],
         masks: Sequence[NDArray[np.bool_]],
         rewards: Float64[np.ndarray, " samples"],
-        earned: Sequence[Float64[np.ndarray, " loss_tokens"]],
+        token_rewards: Sequence[Float64[np.ndarray, " loss_tokens"]],
         penalties: Sequence[Float64[np.ndarray, " tokens"]],
     ) -> list[NDArray[np.float32]]:
-        """Lay the loss tokens of the samples into rows, and have the algorithm judge each of
-        them.
-        """
+        """Lay the loss tokens of the samples out in rows, and compute an advantage for each."""
         lengths = np.array([mask.sum() for mask in masks], np.int64)
         shape = len(samples), int(lengths.max())
         is_truncated, turns = (
@@ -166,21 +160,21 @@ class AdvantageEstimator:
             if penalties:
                 group.rewards[row, :length] = -penalties[row][mask]
             if length:
-                group.rewards[row, :length] += earned[row]
-                group.rewards[row, length - 1] += rewards[row] - earned[row].sum()
-        given = np.asarray(
+                group.rewards[row, :length] += token_rewards[row]
+                group.rewards[row, length - 1] += rewards[row] - token_rewards[row].sum()
+        returned = np.asarray(
             self._advantage(group, **self._algorithm.keywords(self._spec.advantage_settings)),
             np.float64,
         )
-        if given.shape != shape or not np.isfinite(given).all():
-            rule = f"its advantage must give finite numbers of shape {shape}, one for each token"
+        if returned.shape != shape or not np.isfinite(returned).all():
+            rule = f"its advantage must return finite numbers of shape {shape}, one for each token"
             raise ConfigError(
-                f"algorithm {self._algorithm.name}: {rule}, got shape {given.shape}: "
-                f"{given.tolist()!r:.200}"
+                f"algorithm {self._algorithm.name}: {rule}, got shape {returned.shape}: "
+                f"{returned.tolist()!r:.200}"
             )
         advantages = [np.zeros(len(mask), np.float32) for mask in masks]
-        for judged, mask, row_given in zip(advantages, masks, given, strict=True):
-            judged[mask] = row_given[: int(mask.sum())]
+        for estimated, mask, row_returned in zip(advantages, masks, returned, strict=True):
+            estimated[mask] = row_returned[: int(mask.sum())]
         return advantages
 
     def _rewards(
@@ -210,13 +204,13 @@ class AdvantageEstimator:
 def overlong_penalties(
     lengths: Float64[np.ndarray, " samples"], *, max_new_tokens: int, ratio: float, penalty: float
 ) -> Float64[np.ndarray, " samples"]:
-    """Give what overlong completions lose: nothing up to the last `ratio` of the length, then
-    linearly up to `penalty` at its end.
+    """Return the penalty of overlong completions: 0 until the last `ratio` of the length, then
+    linear up to `penalty` at its end.
 
     Args:
-        lengths: Tokens that the policy chose.
-        max_new_tokens: At this length the penalty is whole.
-        ratio: Of `max_new_tokens`, over which the penalty grows; 0 for none.
+        lengths: Tokens that the policy generated.
+        max_new_tokens: Length with the full penalty.
+        ratio: Fraction of `max_new_tokens` over which the penalty grows; 0 for no penalty.
         penalty: In the unit of the reward.
     Source: DAPO (arXiv 2503.14476), equation 13, where ratio is L_cache / L_max and penalty is 1.
     """
@@ -230,8 +224,8 @@ def overlong_penalties(
 def _kl_penalties(
     sample: RewardedSample, mask: NDArray[np.bool_], algorithm: AlgorithmConfig
 ) -> Float64[np.ndarray, " tokens"]:
-    """Give kl_coefficient times the estimate of KL(policy || reference) at each loss token, from
-    the policy that is the old one.
+    """Return kl_coefficient times the estimate of KL(old policy || reference) at each loss
+    token.
     """
     if sample.policy_logprobs is None or sample.ref_logprobs is None:
         raise RewardError(
@@ -252,7 +246,7 @@ def _kl_penalties(
     return penalties
 
 
-def _earned(sample: RewardedSample) -> Float64[np.ndarray, " loss_tokens"]:
+def _rewards_by_token(sample: RewardedSample) -> Float64[np.ndarray, " loss_tokens"]:
     return rewards_by_loss_token(
         sample.loss_mask,
         turn_rewards=sample.turn_rewards,
@@ -263,9 +257,7 @@ def _earned(sample: RewardedSample) -> Float64[np.ndarray, " loss_tokens"]:
 
 def _values(sample: RewardedSample) -> NDArray[np.float64]:
     if sample.values is None:
-        remedy = (
-            "is the critic role running, or was the sample recorded by an algorithm that has none?"
-        )
+        remedy = "is the critic role running, or was the sample recorded by an algorithm without a critic?"
         raise RewardError(f"sample {sample.sample_id} lacks the critic's values; {remedy}")
     if sample.values.shape != sample.loss_mask.shape or not np.isfinite(sample.values).all():
         rule = f"the critic's values must be finite, one for each of {len(sample.loss_mask)} tokens"
@@ -279,8 +271,8 @@ def _values(sample: RewardedSample) -> NDArray[np.float64]:
 def _teacher_penalties(
     sample: RewardedSample, mask: NDArray[np.bool_], algorithm: AlgorithmConfig
 ) -> NDArray[np.float32]:
-    """Give distill_coefficient times the log-ratio of policy and teacher at each loss token: what
-    the reverse KL is the mean of.
+    """Return distill_coefficient times the log-ratio of policy and teacher at each loss token: the
+    k1 estimate of the reverse KL.
     """
     if sample.policy_logprobs is None or sample.teacher_logprobs is None:
         raise RewardError(
@@ -314,8 +306,8 @@ def _components(samples: Sequence[RewardedSample]) -> dict[str, Float64[np.ndarr
                 ", ".join(sorted(keys)) or "none" for keys in (sample.components, names)
             )
             raise RewardError(
-                f"sample {sample.sample_id} has the reward components {found}, another of "
-                f"its prompt has {other}"
+                f"sample {sample.sample_id} has the reward components {found}, another sample "
+                f"of its prompt has {other}"
             )
     return {
         name: np.array([sample.components[name] for sample in samples], np.float64)
@@ -323,9 +315,11 @@ def _components(samples: Sequence[RewardedSample]) -> dict[str, Float64[np.ndarr
     }
 
 
-def _checked(given: object, *, num_samples: int, name: str) -> Float64[np.ndarray, " samples"]:
-    values = np.asarray(given, np.float64)
+def _check_scalars(
+    returned: object, *, num_samples: int, name: str
+) -> Float64[np.ndarray, " samples"]:
+    values = np.asarray(returned, np.float64)
     if values.shape != (num_samples,) or not np.isfinite(values).all():
-        rule = f"its advantage must give {num_samples} finite numbers, one for each sample"
+        rule = f"its advantage must return {num_samples} finite numbers, one for each sample"
         raise ConfigError(f"algorithm {name}: {rule}, got {values.tolist()!r:.200}")
     return values

@@ -113,9 +113,9 @@ def rloo_advantages(
             "a leave-one-out baseline needs at least 2 samples of a prompt, got 1; set "
             "run.samples_per_prompt"
         )
-    return grpo_advantages(
-        rewards, normalise_std=normalise_std, std_correction=std_correction
-    ) * (num_samples / (num_samples - 1))
+    return grpo_advantages(rewards, normalise_std=normalise_std, std_correction=std_correction) * (
+        num_samples / (num_samples - 1)
+    )
 
 
 def opo_advantages(rewards: GroupRewards) -> Float64[np.ndarray, " samples"]:
@@ -155,8 +155,7 @@ def maxrl_advantages(rewards: GroupRewards) -> Float64[np.ndarray, " samples"]:
     """
     if (lowest := rewards.total.min()) < 0:
         remedy = (
-            "shift the rewards to 0 and above, disable overlong penalties, or use another "
-            "algorithm"
+            "shift the rewards to 0 and above, disable overlong penalties, or use another algorithm"
         )
         raise RewardError(
             "maxrl divides by the prompt group's mean reward, so rewards must be at least "
@@ -198,7 +197,7 @@ def gdpo_advantages(
             f"the reward; components are {there}"
         )
     rows = np.stack([rewards.components[name] for name in weights])
-    advantages: Float64[np.ndarray, " samples"] = np.array(list(weights.values())) @ normalise_prompt_groups(
-        rows, normalise_std=normalise_std, std_correction=std_correction
-    )
+    advantages: Float64[np.ndarray, " samples"] = np.array(
+        list(weights.values())
+    ) @ normalise_prompt_groups(rows, normalise_std=normalise_std, std_correction=std_correction)
     return advantages

@@ -1,10 +1,10 @@
-"""How a step's mean is taken, in a form that does not depend on how the step was cut up.
+"""Aggregates token losses to the mean over a step, independent of how the step is split.
 
 A step's loss is
 
     sum over micro-batches of (token_weights * losses).sum()  /  sum over micro-batches of num_units
 
-so micro-batches, packs and ranks add up to the same number in whatever way the samples lay.
+so the sum over micro-batches, packed rows and ranks is the same for any split.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def token_weights(
     length_normaliser: int = 1,
     dtype: torch.dtype = torch.float32,
 ) -> Float[Tensor, " tokens"]:
-    """Give the raw weight of each loss token: 1 for `token_mean`, 1 / (loss tokens of its sample)
+    """Return the raw weight of each loss token: 1 for `token_mean`, 1 / (loss tokens of its sample)
     for `sample_mean`, 1 / length_normaliser.
 
     Divide the weighted sum over a whole step by the sum of `num_units` over the step, never by a
@@ -33,7 +33,7 @@ def token_weights(
 
     Args:
         num_loss_tokens: Of each sample in packed order; a sample may have none.
-        aggregation: How the step's mean is taken.
+        aggregation: How the step's mean is defined.
         length_normaliser: Of `constant_length`, in tokens.
         dtype: Of the weights.
     Returns:
@@ -48,12 +48,12 @@ def token_weights(
 
 
 def num_units(num_loss_tokens: Int[Tensor, " samples"], *, aggregation: Aggregation) -> int:
-    """Count what the step's mean is over: loss tokens for `token_mean`, samples that have any for
+    """Return the normaliser of the step's mean: loss tokens for `token_mean`, samples that have any for
     the others.
 
     Args:
         num_loss_tokens: Of each sample.
-        aggregation: How the step's mean is taken.
+        aggregation: How the step's mean is defined.
     Returns:
         This part's share of the step's normaliser.
     """

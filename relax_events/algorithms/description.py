@@ -1,4 +1,4 @@
-"""Algorithms in words: for the command line and for the reference."""
+"""Describes algorithms for the command line and the reference."""
 
 from __future__ import annotations
 
@@ -16,24 +16,23 @@ def installed_algorithms() -> list[AlgorithmSpec]:
 
 
 def describe_algorithm(name: str) -> dict[str, Any]:
-    """Return all that there is to say of an algorithm: its parts, its settings as they are when a
-    run file names it alone, what it needs.
+    """Return an algorithm's parts, its default settings, and what it needs.
 
     Raises:
-        ConfigError: There is no such algorithm, or its own settings don't hold.
+        ConfigError: There is no such algorithm, or its default settings are invalid.
     """
     spec = find_algorithm(name)
     try:
         algorithm = AlgorithmConfig(name=name)
     except ValueError as error:
         raise ConfigError(
-            f"algorithm {name!r} can't be used with its own settings: {error}"
+            f"algorithm {name!r} can't be used with its default settings: {error}"
         ) from None
-    left_out = {"name", "options", *(spec.excluded.keys() - spec.settings.keys())}
-    told = {
+    excluded = {"name", "options", *(spec.excluded.keys() - spec.settings.keys())}
+    settings = {
         key: value
         for key, value in algorithm.model_dump(mode="json").items()
-        if value is not None and key not in left_out
+        if value is not None and key not in excluded
     }
     return {
         "name": spec.name,
@@ -41,9 +40,9 @@ def describe_algorithm(name: str) -> dict[str, Any]:
         "source": spec.source,
         "needs": "; ".join(needs(spec, algorithm)) or "nothing but rewards",
         **({"notes": spec.notes} if spec.notes else {}),
-        "settings": {key: _written(value) for key, value in told.items()},
+        "settings": {key: _format_value(value) for key, value in settings.items()},
         **(
-            {"options": {key: _written(value) for key, value in spec.options.items()}}
+            {"options": {key: _format_value(value) for key, value in spec.options.items()}}
             if spec.options
             else {}
         ),
@@ -52,7 +51,7 @@ def describe_algorithm(name: str) -> dict[str, Any]:
 
 
 def needs(spec: AlgorithmSpec, algorithm: AlgorithmConfig) -> list[str]:
-    """Return what an algorithm asks of the run besides rewards, with the settings given."""
+    """Return what an algorithm needs besides rewards, with the given settings."""
     wanted = {
         "an answer with each prompt, no rewards": spec.learns_from == "answers",
         "a chosen and a rejected answer with each prompt, no rewards": spec.learns_from == "pairs",
@@ -66,8 +65,8 @@ def needs(spec: AlgorithmSpec, algorithm: AlgorithmConfig) -> list[str]:
     return [text for text, is_needed in wanted.items() if is_needed]
 
 
-def _written(value: Any) -> str:
-    """Write a value as a run file has it."""
+def _format_value(value: Any) -> str:
+    """Format a value as in a run file."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):

@@ -1,8 +1,8 @@
-"""How far a policy is from its teacher at each token, over a set of tokens or estimated from the
-drawn one.
+"""Computes divergences between policy and teacher at each token, over a set of token ids or
+estimated from the sampled token.
 
-Everything stands on one term for each token id, with p the policy's and q the teacher's probability
-of it:
+Each divergence is a sum of one term for each token id, with p the policy's and q the teacher's
+probability of it:
 
     reverse_kl   p log(p / q) - p + q
     forward_kl   q log(q / p) - q + p
@@ -68,31 +68,31 @@ def sampled_divergence(
     logprobs: Float[Tensor, " tokens"],
     *,
     teacher_logprobs: Float[Tensor, " tokens"],
-    drawn_logprobs: Float[Tensor, " tokens"],
+    behaviour_logprobs: Float[Tensor, " tokens"],
     kind: Divergence,
     mixture: float,
 ) -> Float[Tensor, " tokens"]:
-    """Estimate the divergence over the whole vocabulary from the drawn token: its term over the
-    probability that it was drawn with.
+    """Estimate the divergence over the whole vocabulary from the sampled token: its term over its
+    sampling probability.
 
-    Value and gradient are unbiased whichever policy drew the token, up to a clamp of the log-ratios
-    at 20, and the value is never negative. Of the reverse KL it is the ratio to the drawing policy
+    Value and gradient are unbiased for any behaviour policy, up to a clamp of the log-ratios
+    at 20, and the value is never negative. For the reverse KL it is the ratio to the behaviour policy
     times the estimator k3, whose gradient is ratio * log(p / q) * grad log p: that of the policy
-    gradient with log(q / p) for an advantage. The others weigh by q over the drawing probability,
-    which varies much where the teacher likes what the policy seldom draws: take a set of tokens for
-    them if you can.
+    gradient with advantage log(q / p). The others weigh by q over the sampling probability, whose
+    variance is high where the teacher prefers tokens that the policy rarely samples: prefer a set
+    of token ids for them.
 
     Args:
         logprobs: Of the policy, in nats; carries the gradient.
         teacher_logprobs: Of the teacher, in nats.
-        drawn_logprobs: Of the policy that drew the tokens, in nats.
+        behaviour_logprobs: Of the behaviour policy, in nats.
         kind: Which divergence.
         mixture: As in `divergence`.
     Returns:
         The estimate at each token, in nats.
     """
     ours, theirs = (
-        (values - drawn_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        (values - behaviour_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         for values in (logprobs, teacher_logprobs)
     )
     return _terms(ours, theirs, kind, mixture)

@@ -1,5 +1,5 @@
-"""Advantages of single tokens from rewards and a critic's values. Needs numpy alone, so that the
-advantage worker stays light.
+"""Computes advantages of single tokens from rewards and a critic's values. Imports numpy alone, so
+that the advantage worker stays light.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ from relax_events.errors import RewardError
 
 @dataclass(frozen=True, slots=True)
 class GroupValues:
-    """The loss tokens of a prompt group, a row for each sample: those of all its turns one after
-    another, and zeros behind the last.
+    """The loss tokens of a prompt group, a row for each sample: those of all its turns in order,
+    padded with zeros.
 
     Attributes:
-        rewards: Where they were earned: of a turn at its last loss token, of a token at that token,
-            and what else the sample's reward holds at its last loss token; less the KL in the
-            reward where a token has one.
-        values: Of the critic: what it expects to come from here on, before it sees the token. Zeros
-            where there is no critic.
+        rewards: A turn's reward at its last loss token, a token's reward at that token, and the
+            rest of the sample's reward at its last loss token; minus the KL in the reward, token
+            by token.
+        values: The critic's prediction of the return from each token on. Zeros without a critic.
         lengths: Loss tokens of each sample.
-        is_truncated: Whether a sample was cut off by its length.
+        is_truncated: Whether a sample was truncated.
         turns: Loss tokens of each turn, for each sample.
     """
 
@@ -39,8 +38,8 @@ class GroupValues:
 def discounted_returns(
     group: GroupValues, *, gamma: float
 ) -> Float64[np.ndarray, "samples tokens"]:
-    """Sum the rewards from each loss token on, each discounted by gamma for a loss token that it
-    lies ahead (REINFORCE++).
+    """Return the sum of rewards from each loss token on, discounted by gamma per token
+    (REINFORCE++).
 
     Source: REINFORCE++ (arXiv 2501.03262), token-level returns with the KL in the reward; gamma as
     in OpenRLHF and verl.
@@ -57,42 +56,42 @@ def gae_advantages(
     length_adaptive_alpha: float = 0.0,
     turn_gamma: float = 0.0,
 ) -> Float64[np.ndarray, "samples tokens"]:
-    """Sum the errors of the critic from each token on, each discounted by gamma * gae_lambda for a
-    token that it lies ahead (GAE).
+    """Return the sum of TD errors from each token on, discounted by gamma * gae_lambda per token
+    (GAE).
 
-    The error at a token is reward + gamma * next value - value. Behind a sample's last loss token
-    nothing comes.
+    The TD error at a token is reward + gamma * next value - value. After a sample's last loss token
+    the value is 0.
 
     Args:
         group: See `GroupValues`; the last three settings need its lengths, the last one its turns.
         gamma: Discount of rewards, 0 to 1.
-        gae_lambda: Discount of the critic's errors besides, 0 to 1.
-        bootstrap_truncated: Take the value at the last loss token for what comes behind it, where a
-            sample was cut off by its length. The value behind it is recorded nowhere.
+        gae_lambda: Additional discount of the TD errors, 0 to 1.
+        bootstrap_truncated: Use the value at the last loss token as the value after it, where a
+            sample was truncated. The value after it is not recorded.
         length_adaptive_alpha: Above 0, lambda is 1 - 1 / (alpha * loss tokens) of each sample, at
-            least 0, in place of gae_lambda.
-        turn_gamma: Above 0, the advantage at the last token of each turn is that of the turn, among
-            turns: errors go from one turn's last token to the next one's, discounted by turn_gamma
-            (* gae_lambda). From there it goes back over the tokens of its own turn as above.
+            least 0, instead of gae_lambda.
+        turn_gamma: Above 0, the advantage at the last token of each turn is computed by GAE over
+            turns, from one turn's last token to the next one's, discounted by turn_gamma *
+            gae_lambda. It then propagates to the earlier tokens of its turn as above.
     Returns:
-        Advantages, 0 behind a sample's last loss token.
+        Advantages, 0 after a sample's last loss token.
     Source: Generalized advantage estimation (arXiv 1506.02438), equations 11 and 16; lambda by
     length: VAPO (arXiv 2504.05118), section 4.2;
         by turn: bi-level GAE of VAGEN (arXiv 2510.16907).
     """
-    following, behind = np.zeros_like(group.values), np.zeros(len(group.values))
+    following, bootstrap_values = np.zeros_like(group.values), np.zeros(len(group.values))
     following[:, :-1] = group.values[:, 1:]
     if bootstrap_truncated and group.is_truncated is not None:
         lengths = _lengths(group)
         rows = np.flatnonzero(group.is_truncated & (lengths > 0))
-        behind[rows] = group.values[rows, lengths[rows] - 1]
-        following[rows, lengths[rows] - 1] = behind[rows]
+        bootstrap_values[rows] = group.values[rows, lengths[rows] - 1]
+        following[rows, lengths[rows] - 1] = bootstrap_values[rows]
     errors = group.rewards + gamma * following - group.values
     if turn_gamma:
         return _sums_within_turns(
             group,
             errors,
-            _turn_advantages(group, behind, turn_gamma, gae_lambda),
+            _turn_advantages(group, bootstrap_values, turn_gamma, gae_lambda),
             factor=gamma * gae_lambda,
         )
     if not length_adaptive_alpha:
@@ -103,24 +102,24 @@ def gae_advantages(
 
 def _turn_advantages(
     group: GroupValues,
-    behind: Float64[np.ndarray, " samples"],
+    bootstrap_values: Float64[np.ndarray, " samples"],
     turn_gamma: float,
     gae_lambda: float,
 ) -> list[Float64[np.ndarray, " turns"]]:
-    """Give the advantage of each turn: GAE over the last tokens of the turns, with the value behind
-    the last of them.
+    """Return the advantage of each turn: GAE over the last tokens of the turns, with the value
+    after the last one.
     """
-    found = []
+    advantages = []
     for row, lengths in enumerate(_turns(group)):
         ends = np.cumsum(lengths) - 1
         values = group.values[row, ends]
         errors = (
             group.rewards[row, ends]
-            + turn_gamma * np.append(values[1:], behind[row])[: len(ends)]
+            + turn_gamma * np.append(values[1:], bootstrap_values[row])[: len(ends)]
             - values
         )
-        found.append(discounted_sums(errors[None], factor=turn_gamma * gae_lambda)[0])
-    return found
+        advantages.append(discounted_sums(errors[None], factor=turn_gamma * gae_lambda)[0])
+    return advantages
 
 
 def _sums_within_turns(
@@ -130,22 +129,22 @@ def _sums_within_turns(
     *,
     factor: float,
 ) -> Float64[np.ndarray, "samples tokens"]:
-    """Sum errors from each token to the end of its turn, where the turn's advantage stands in place
-    of the error.
+    """Sum errors from each token to the end of its turn, where the turn's advantage respans
+    the error.
     """
     turns, advantages = _turns(group), np.zeros_like(errors)
-    places = [
+    spans = [
         (row, end - length, end)
         for row, lengths in enumerate(turns)
         for length, end in zip(lengths, np.cumsum(lengths), strict=True)
     ]
-    rows = np.zeros((len(places), max((end - begin for _, begin, end in places), default=0)))
+    rows = np.zeros((len(spans), max((end - begin for _, begin, end in spans), default=0)))
     for number, ((row, begin, end), turn_advantage) in enumerate(
-        zip(places, np.concatenate([np.zeros(0), *turn_advantages]), strict=True)
+        zip(spans, np.concatenate([np.zeros(0), *turn_advantages]), strict=True)
     ):
         rows[number, : end - begin] = errors[row, begin:end]
         rows[number, end - begin - 1] = turn_advantage
-    for (row, begin, end), sums in zip(places, discounted_sums(rows, factor=factor), strict=True):
+    for (row, begin, end), sums in zip(spans, discounted_sums(rows, factor=factor), strict=True):
         advantages[row, begin:end] = sums[: end - begin]
     return advantages
 
@@ -168,15 +167,15 @@ def _lengths(group: GroupValues) -> Int64[np.ndarray, " samples"]:
 def discounted_sums(
     values: Float64[np.ndarray, "rows tokens"], *, factor: float | Float64[np.ndarray, "rows 1"]
 ) -> Float64[np.ndarray, "rows tokens"]:
-    """Give at each place the sum over it and all that follow in its row, each times factor to the
-    power of its distance.
+    """Return at each position the sum of it and all later values in its row, each times factor to
+    the power of its distance.
 
-    Every pass doubles how far the sums reach, so there are log2(tokens) of them, and no division
-    that could overflow. What stands in other rows, or how many zeros are behind, changes no bit.
+    Every pass doubles the reach of the sums, so there are log2(tokens) passes, and no division that
+    could overflow. Other rows and the number of padding zeros change no bit.
 
     Args:
         values: In rows.
-        factor: 0 to 1; one for all rows, or one for each.
+        factor: 0 to 1; for all rows, or for each row.
     """
     sums, reach = values.copy(), 1
     while reach < values.shape[1]:

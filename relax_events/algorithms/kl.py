@@ -1,4 +1,4 @@
-"""Estimates of the KL divergence between two policies from the tokens that one of them drew."""
+"""Estimates the KL divergence between two policies from tokens sampled from one of them."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ def kl_estimate(
     *,
     base_logprobs: Float[Tensor, " tokens"],
     estimator: KlEstimator,
-    drawn_logprobs: Float[Tensor, " tokens"] | None = None,
+    behaviour_logprobs: Float[Tensor, " tokens"] | None = None,
 ) -> Float[Tensor, " tokens"]:
-    """Estimate KL(policy || base) from one drawn token: with d = logprobs - base_logprobs, k1 = d,
+    """Estimate KL(policy || base) from one sampled token: with d = logprobs - base_logprobs, k1 = d,
     k2 = d^2 / 2, k3 = exp(-d) - 1 + d.
 
     k1 is unbiased and may be negative; k2 is biased with low variance; k3 is unbiased, never
-    negative; low_variance is k3 kept within -10 and 10. The value of k1 is unbiased, its gradient
-    as a loss is zero in the mean: in a loss take another.
+    negative; low_variance is k3 kept within -10 and 10. The value of k1 is unbiased, the expected
+    gradient of k1 as a loss is zero, so use another one in a loss.
 
     Args:
         logprobs: Of the policy, in nats.
-        base_logprobs: Of the distribution compared with, in nats.
+        base_logprobs: Of the base distribution, in nats.
         estimator: Which of them.
-        drawn_logprobs: Of the policy that drew the tokens, in nats. With them the estimate is
-            multiplied by the ratio of the two, gradient and all, before it is bounded: so both
-            value and gradient are unbiased wherever the tokens came from.
+        behaviour_logprobs: Of the behaviour policy, in nats. If given, the estimate is multiplied by
+            the ratio of policy to behaviour policy, with its gradient, before it is bounded: value
+            and gradient are then unbiased off-policy too.
     Returns:
         The estimate at each token, in nats.
     Source: J. Schulman, Approximating KL divergence (joschu.net/blog/kl-approx.html); the ratio:
@@ -46,8 +46,10 @@ def kl_estimate(
         estimate = difference.square() / 2
     else:
         estimate = (-difference).clamp(max=MAX_LOG_RATIO).exp() - 1 + difference
-    if drawn_logprobs is not None:
-        estimate = (logprobs - drawn_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() * estimate
+    if behaviour_logprobs is not None:
+        estimate = (logprobs - behaviour_logprobs).clamp(
+            -MAX_LOG_RATIO, MAX_LOG_RATIO
+        ).exp() * estimate
     return (
         estimate.clamp(-LOW_VARIANCE_BOUND, LOW_VARIANCE_BOUND)
         if estimator == "low_variance"

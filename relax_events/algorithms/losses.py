@@ -1,7 +1,6 @@
-"""Policy losses of single tokens. None knows of a batch: what a step's mean is taken over is said
-in `aggregation`.
+"""Computes policy losses token by token. `aggregation` defines the mean over a step.
 
-Every function takes the loss tokens of a micro-batch, laid end to end without padding, and gives a
+Every function takes the loss tokens of a micro-batch, concatenated without padding, and returns a
 loss for each of them.
 """
 
@@ -24,11 +23,11 @@ NO_METRICS: Mapping[str, Float[Tensor, " tokens"]] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossTokens:
-    """What a policy loss is computed from.
+    """The inputs of a policy loss.
 
     Attributes:
         logprobs: Of the weights being trained, in nats; carries the gradient.
-        old_logprobs: Of the policy that the ratio is against, in nats.
+        old_logprobs: Of the old policy, the denominator of the ratio, in nats.
         advantages: Unitless.
         num_loss_tokens: Of each sample in packed order; a sample may have none.
         ref_logprobs: Of the reference model, in nats, where the algorithm or a KL term needs them.
@@ -42,21 +41,21 @@ class LossTokens:
 
     @property
     def log_ratio(self) -> Float[Tensor, " tokens"]:
-        """Of the trained policy to the old one."""
+        """Log of the ratio of the trained policy to the old one."""
         return self.logprobs - self.old_logprobs
 
     def sample_means(self, values: Float[Tensor, " tokens"]) -> Float[Tensor, " tokens"]:
-        """Give each token the mean of the values over its sample's loss tokens."""
+        """Return for each token the mean of the values over its sample's loss tokens."""
         return sample_sums(values, num_loss_tokens=self.num_loss_tokens, mean=True)
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyLossOutput:
-    """Per-token policy loss and what the clipping did. With a ratio of sequences all tokens of a
-    sample have the same.
+    """Per-token policy loss and clip marks. With a sequence-level ratio all tokens of a sample have
+    the same ratio.
 
-    `metrics` are what the algorithm's spec names in `metrics`, a value for each token, detached; a
-    step reports their means, taken as the loss's is.
+    `metrics` has the names in the spec's `metrics`, a detached value for each token; a step reports
+    their means, aggregated as the loss.
     """
 
     losses: Float[Tensor, " tokens"]
@@ -73,7 +72,7 @@ class PolicyLossOutput:
         ratio: Float[Tensor, " tokens"],
         metrics: Mapping[str, Float[Tensor, " tokens"]] = NO_METRICS,
     ) -> PolicyLossOutput:
-        """Make one that clips nothing; the ratio is only reported."""
+        """Create an output without clipping; the ratio is only reported."""
         none = torch.zeros_like(ratio, dtype=torch.bool)
         return cls(
             losses=losses,
@@ -90,7 +89,7 @@ def sample_sums(
     num_loss_tokens: Int[Tensor, " samples"],
     mean: bool = False,
 ) -> Float[Tensor, " tokens"]:
-    """Give each token the sum, or the mean, of the values over its sample's loss tokens."""
+    """Return for each token the sum, or the mean, of the values over its sample's loss tokens."""
     owners = torch.arange(len(num_loss_tokens), device=values.device).repeat_interleave(
         num_loss_tokens
     )
@@ -106,14 +105,14 @@ def ppo_clip_loss(
     """Compute max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A) for each token, with r =
     exp(logprobs - old_logprobs).
 
-    A token counts as clipped only where the clipped branch is the one taken, that is where its
-    gradient is zero.
+    A token counts as clipped only where the clipped branch is the one taken, so its gradient is
+    zero.
 
     Args:
         tokens: See `LossTokens`.
         clip_low: Lower clip range, 0.2 means a ratio of 0.8.
         clip_high: Upper clip range, 0.2 means a ratio of 1.2.
-        dual_clip: Where the advantage is negative the loss is at most -dual_clip A; 0 for no such
+        dual_clip: Bounds the loss by -dual_clip A where the advantage is negative; 0 for no
             bound.
     Returns:
         Losses, and the detached ratio and clip marks.
@@ -132,20 +131,20 @@ def ppo_clip_loss(
 def gspo_loss(
     tokens: LossTokens, *, clip_low: float, clip_high: float, dual_clip: float = 0.0
 ) -> PolicyLossOutput:
-    """Compute the same with one ratio for each sample: s = exp(mean over its loss tokens of
+    """Compute the clipped loss with one ratio for each sample: s = exp(mean over its loss tokens of
     logprobs - old_logprobs) (GSPO).
 
-    Every loss token of a sample carries the sample's loss, so that with `sample_mean` each sample
-    counts once, as in the paper. The whole sample is clipped or none of it. As s moves far less
-    than the ratio of a token, its clip ranges are around 3e-4 and 4e-4.
+    Every loss token of a sample has the sample's loss, so that with `sample_mean` each sample
+    counts once, as in the paper. A sample is clipped as a whole. As s varies far less than the
+    ratio of a token, the clip ranges are around 3e-4 and 4e-4.
 
     Args:
         tokens: See `LossTokens`; the advantages are the same at all tokens of a sample.
         clip_low: Lower clip range, 3e-4 means a ratio of 0.9997.
         clip_high: Upper clip range, 4e-4 means a ratio of 1.0004.
-        dual_clip: As in `clipped`.
+        dual_clip: As in `ppo_clip_loss`.
     Returns:
-        As `clipped`.
+        As `ppo_clip_loss`.
     Source: GSPO (arXiv 2507.18071), equations 5 and 7; clip ranges: section 5.1.
     """
     means = tokens.sample_means(tokens.log_ratio)
@@ -161,16 +160,16 @@ def gspo_loss(
 def gspo_token_loss(
     tokens: LossTokens, *, clip_low: float, clip_high: float, dual_clip: float = 0.0
 ) -> PolicyLossOutput:
-    """Compute the same with GSPO's ratio for a value, but with each token's own gradient, so that
-    advantages may differ within a sample.
+    """Compute the GSPO loss with the gradient of each token's own log-probability, so that
+    advantages may differ within a sample (GSPO-token).
 
     Args:
         tokens: See `LossTokens`.
         clip_low: As in `gspo_loss`.
         clip_high: As in `gspo_loss`.
-        dual_clip: As in `clipped`.
+        dual_clip: As in `ppo_clip_loss`.
     Returns:
-        As `clipped`.
+        As `ppo_clip_loss`.
     Source: GSPO (arXiv 2507.18071), section 4.3 (GSPO-token).
     """
     log_ratio = (
@@ -209,19 +208,20 @@ def _clip_loss(
     )
 
 
-def sapo_loss(tokens: LossTokens, *, gate_positive: float, gate_negative: float) -> PolicyLossOutput:
+def sapo_loss(
+    tokens: LossTokens, *, gate_positive: float, gate_negative: float
+) -> PolicyLossOutput:
     """Compute -(4 / tau) sigmoid(tau (r - 1)) A: a gradient that fades smoothly as the ratio leaves
     1 (SAPO).
 
-    A token counts as clipped where the gate passes less than half of the gradient that it has at r
-    = 1.
+    A token counts as clipped where the gradient of the gate is less than half of that at r = 1.
 
     Args:
         tokens: See `LossTokens`.
         gate_positive: Temperature tau where the advantage is positive.
         gate_negative: Temperature tau elsewhere; higher fades faster.
     Returns:
-        As `clipped`.
+        As `ppo_clip_loss`.
     Source: SAPO (arXiv 2511.20347), section 3.
     """
     ratio = tokens.log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
@@ -232,12 +232,12 @@ def sapo_loss(tokens: LossTokens, *, gate_positive: float, gate_negative: float)
     gate = torch.sigmoid(temperatures * (ratio - 1))
     losses = -4 / temperatures * gate * tokens.advantages
     ratio = ratio.detach()
-    faded = 4 * (gate * (1 - gate)).detach() < 0.5
+    is_faded = 4 * (gate * (1 - gate)).detach() < 0.5
     return PolicyLossOutput(
         losses=losses,
         ratio=ratio,
-        clipped_low=faded & (ratio < 1),
-        clipped_high=faded & (ratio > 1),
+        clipped_low=is_faded & (ratio < 1),
+        clipped_high=is_faded & (ratio > 1),
     )
 
 
@@ -245,14 +245,14 @@ def cispo_loss(tokens: LossTokens, *, clip_low: float, clip_high: float) -> Poli
     """Compute -w A logprobs with the weight w = clip(r, 1 - clip_low, 1 + clip_high), which carries
     no gradient (CISPO).
 
-    The weight is clipped alike for either sign of the advantage, and no token loses its gradient.
+    The weight is clipped for either sign of the advantage, and every token keeps its gradient.
 
     Args:
         tokens: See `LossTokens`.
         clip_low: Lower clip range; 1 for none.
         clip_high: Upper clip range, 4 means a weight of at most 5.
     Returns:
-        As `clipped`; the marks say where the weight was clipped.
+        As `ppo_clip_loss`; the marks are the tokens whose weight was clipped.
     Source: MiniMax-M1 (arXiv 2506.13585), equations 4 and 5.
     """
     ratio = tokens.log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
@@ -269,17 +269,17 @@ def gmpo_loss(tokens: LossTokens, *, clip_low: float, clip_high: float) -> Polic
     """Compute -g A with g = exp(mean over the sample's loss tokens of the clipped log-ratio)
     (GMPO).
 
-    The logarithm of each token's ratio is clipped before the mean is taken, and on one side alone:
+    The log-ratio of each token is clipped before the mean, on one side only:
     at most clip_high where the advantage is positive, at least -clip_low where it is negative. A
-    clipped token has no gradient, the others of its sample keep theirs. Every loss token carries
-    the sample's loss, so that with `sample_mean` each sample counts once, as in the paper.
+    clipped token has no gradient, the others of its sample keep theirs. Every loss token has the
+    sample's loss, so that with `sample_mean` each sample counts once, as in the paper.
 
     Args:
         tokens: See `LossTokens`; the advantages are the same at all tokens of a sample.
         clip_low: In nats, 0.4 means a ratio of e^-0.4.
         clip_high: In nats, 0.4 means a ratio of e^0.4.
     Returns:
-        As `clipped`, with g for a ratio; the marks are those of the tokens.
+        As `ppo_clip_loss`, with g as the ratio; the marks are per token.
     Source: Geometric-Mean Policy Optimization (arXiv 2507.20673), section 3, with its token-level
     clipping; range: section 4.
     """
@@ -297,23 +297,21 @@ def gmpo_loss(tokens: LossTokens, *, clip_low: float, clip_high: float) -> Polic
     )
 
 
-def dppo_tv_loss(
-    tokens: LossTokens, *, trust_radius: float, ratio_cap: float
-) -> PolicyLossOutput:
-    """Compute -w A logprobs, but 0 where the policy has left a trust region and A drives it on
-    (DPPO, binary total variation).
+def dppo_tv_loss(tokens: LossTokens, *, trust_radius: float, ratio_cap: float) -> PolicyLossOutput:
+    """Compute -w A logprobs, but 0 where the policy is outside a trust region and A pushes it
+    further (DPPO, binary total variation).
 
     With p and q the token's probability under the policy and the old one, the divergence is |p -
-    q|: of the two-way choice between this token and all others. Where it is above the radius,
+    q|, that of the binary choice between this token and all others. Where it exceeds the radius,
     tokens with A > 0 and p > q, or A < 0 and p < q, have no gradient. The weight w = min(p / q,
-    ratio_cap) carries none.
+    ratio_cap) has no gradient.
 
     Args:
         tokens: See `LossTokens`.
         trust_radius: Largest divergence, a difference of probabilities.
         ratio_cap: Largest weight.
     Returns:
-        As `clipped`; the marks are the tokens without a gradient, high where the advantage is
+        As `ppo_clip_loss`; the marks are the tokens without a gradient, high where the advantage is
         positive.
     Source: DPPO: Rethinking the trust region in LLM reinforcement learning (arXiv 2602.04879),
     Binary-TV; the weight as in its code.
@@ -325,7 +323,7 @@ def dppo_tv_loss(
 
 
 def dppo_kl_loss(tokens: LossTokens, *, trust_radius: float, ratio_cap: float) -> PolicyLossOutput:
-    """Compute the same with KL(old || policy) of the two-way choice: q log(q / p) + (1 - q) log((1
+    """Compute the DPPO loss with KL(old || policy) of the binary choice: q log(q / p) + (1 - q) log((1
     - q) / (1 - p)).
 
     Args:
@@ -367,8 +365,8 @@ def _trust_region_loss(
 
 
 def importance_sampling_loss(tokens: LossTokens) -> PolicyLossOutput:
-    """Compute -r A with r = exp(logprobs - old_logprobs), without a clip: the policy gradient of
-    samples that the old policy drew.
+    """Compute -r A with r = exp(logprobs - old_logprobs), without clipping: the policy gradient
+    on samples of the old policy.
 
     Source: PPO (arXiv 1707.06347), equation 6.
     """

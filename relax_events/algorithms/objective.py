@@ -1,5 +1,5 @@
-"""The whole objective of a run, token by token: policy loss, corrections, KL, entropy, teacher.
-Nothing here knows how the step was cut up.
+"""Computes a run's objective token by token: policy loss, corrections, KL, entropy, distillation.
+The result does not depend on how the step is split into micro-batches.
 """
 
 from __future__ import annotations
@@ -28,17 +28,16 @@ from relax_events.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveInputs:
-    """The loss tokens of a micro-batch, laid end to end. Log-probabilities and entropies are in
+    """The loss tokens of a micro-batch, concatenated. Log-probabilities and entropies are in
     nats.
 
     Attributes:
         logprobs: Of the weights being trained; carries the gradient.
-        entropies: Of the distributions that the tokens were drawn from; carries it where there is a
-            bonus for them.
-        rollout_logprobs: As the engine gave them.
-        old_logprobs: Of the policy that the ratio is against; None for the weights being trained
-            themselves.
-        ref_logprobs: Of the reference model, where the loss takes them.
+        entropies: Of the distributions that the tokens were sampled from; carries the gradient
+            where there is an entropy bonus.
+        rollout_logprobs: As the engine returned them.
+        old_logprobs: Of the old policy; None for the weights being trained.
+        ref_logprobs: Of the reference model, where the loss uses them.
         advantages: Unitless.
         num_loss_tokens: Of each sample in packed order.
         second_moment_cutoff: Largest squared log-ratio to the engine's policy that is trained, over
@@ -80,14 +79,14 @@ class TokenLosses:
 
 
 class Objective:
-    """What an `AlgorithmConfig` says, ready to be computed."""
+    """The objective that an `AlgorithmConfig` specifies."""
 
     def __init__(self, algorithm: AlgorithmConfig, *, max_new_tokens: int) -> None:
         """Load the algorithm's policy loss.
 
         Args:
             algorithm: The settings.
-            max_new_tokens: What `constant_length` divides by where no other number is set.
+            max_new_tokens: Default divisor of `constant_length`.
         Raises:
             ConfigError: There is no such algorithm.
         """
@@ -104,11 +103,11 @@ class Objective:
         """Compute the losses of a micro-batch.
 
         Raises:
-            ConfigError: An algorithm of one's own gave something else than a loss for each token.
+            ConfigError: A custom algorithm did not return a loss for each token.
         """
         algorithm = self.algorithm
         old = inputs.logprobs.detach() if inputs.old_logprobs is None else inputs.old_logprobs
-        surrogate = self._surrogate(inputs, old)
+        policy_loss_output = self._policy_loss_output(inputs, old)
         correction = correction_weights(
             old - inputs.rollout_logprobs,
             num_loss_tokens=inputs.num_loss_tokens,
@@ -129,7 +128,7 @@ class Objective:
         )
         dropped = self._dropped(inputs) | rejection.tokens(inputs.num_loss_tokens)
         factors = correction.values.masked_fill(dropped, 0.0)
-        policy_losses = factors * surrogate.losses
+        policy_losses = factors * policy_loss_output.losses
         losses, kl = self._with_kl(policy_losses, inputs)
         distillation = self._distillation(inputs)
         losses = losses + algorithm.distill_coefficient * distillation
@@ -146,13 +145,15 @@ class Objective:
             policy_losses=policy_losses,
             kl=kl,
             distillation=distillation,
-            policy_loss=surrogate,
+            policy_loss=policy_loss_output,
             correction=correction,
             rejection=rejection,
             masked=factors == 0,
         )
 
-    def _surrogate(self, inputs: ObjectiveInputs, old: Float[Tensor, " tokens"]) -> PolicyLossOutput:
+    def _policy_loss_output(
+        self, inputs: ObjectiveInputs, old: Float[Tensor, " tokens"]
+    ) -> PolicyLossOutput:
         tokens = LossTokens(
             logprobs=inputs.logprobs,
             old_logprobs=old,
@@ -160,22 +161,22 @@ class Objective:
             num_loss_tokens=inputs.num_loss_tokens,
             ref_logprobs=inputs.ref_logprobs,
         )
-        given = self._policy_loss(tokens, **self._settings)
-        losses = given.losses if isinstance(given, PolicyLossOutput) else given
+        returned = self._policy_loss(tokens, **self._settings)
+        losses = returned.losses if isinstance(returned, PolicyLossOutput) else returned
         if not isinstance(losses, Tensor) or losses.shape != inputs.logprobs.shape:
             got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
             raise ConfigError(
-                f"algorithm {self.algorithm.name}: its policy loss must give one loss for "
+                f"algorithm {self.algorithm.name}: its policy loss must return one loss for "
                 f"each of {len(old)} tokens, got {got}"
             )
-        if isinstance(given, PolicyLossOutput):
-            return given
+        if isinstance(returned, PolicyLossOutput):
+            return returned
         return PolicyLossOutput.unclipped(
             losses, ratio=tokens.log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
         )
 
     def _dropped(self, inputs: ObjectiveInputs) -> Bool[Tensor, " tokens"]:
-        """Mark the tokens that the masks against the engine's policy leave out."""
+        """Mark the tokens that the off-policy masks exclude."""
         dropped = torch.zeros_like(inputs.logprobs, dtype=torch.bool)
         if self.algorithm.opsm_threshold:
             dropped = mask_off_policy_sequences(
@@ -200,7 +201,7 @@ class Objective:
             inputs.logprobs,
             base_logprobs=inputs.ref_logprobs,
             estimator=algorithm.kl_estimator,
-            drawn_logprobs=inputs.rollout_logprobs if algorithm.kl_unbiased else None,
+            behaviour_logprobs=inputs.rollout_logprobs if algorithm.kl_unbiased else None,
         )
         return losses + algorithm.kl_coefficient * kl, kl
 
@@ -221,7 +222,7 @@ class Objective:
         return sampled_divergence(
             inputs.logprobs,
             teacher_logprobs=inputs.teacher_logprobs,
-            drawn_logprobs=inputs.rollout_logprobs,
+            behaviour_logprobs=inputs.rollout_logprobs,
             kind=kind,
             mixture=mixture,
         )

@@ -1,5 +1,5 @@
-"""Numbers that hold for a whole step, from its values in any order. Needs numpy alone; who gathers
-the values is not their concern.
+"""Computes statistics of a whole step from its values in any order. Imports numpy alone; the caller
+gathers the values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Whitening:
     eps: float = EPS
 
     def apply(self, values: Float64[np.ndarray, " values"]) -> Float64[np.ndarray, " values"]:
-        """Give the values mean 0 and deviation 1 over the step; all zeros where they are equal.
+        """Return the values with mean 0 and deviation 1 over the step; all zeros where they are equal.
 
         Source: REINFORCE++ (arXiv 2501.03262), global advantage normalisation; deviation with n.
         """
@@ -32,17 +32,17 @@ def second_moment_cutoff(squares: Float64[np.ndarray, " tokens"], *, threshold: 
     """Return the bound of the squared log-ratios that are trained: the mean over all below it is at
     most the threshold (M2PO).
 
-    It lies between the last value that is kept and the first that is not, out of reach of rounding
-    in a second forward pass. Equal values are kept or dropped together, so that the order of the
+    It lies between the largest kept and the smallest dropped value, so that rounding in a second
+    forward pass does not matter. Equal values are kept or dropped together, so that the order of the
     tokens does not matter.
 
     Args:
         squares: (logprobs - rollout_logprobs)^2 of every loss token of the step, in nats squared.
         threshold: Bound of their mean.
     Returns:
-        The bound, infinite where nothing has to go, -1 where everything has to.
-    Source: M2PO (arXiv 2510.01161): the tokens of the largest second moment go first, until the
-    mean of the others is small enough.
+        The bound, infinite where nothing is dropped, -1 where everything is.
+    Source: M2PO (arXiv 2510.01161): the tokens with the largest second moment are dropped first, until
+    the mean of the others is small enough.
     """
     ordered = np.sort(squares)
     if not len(ordered):

@@ -1,4 +1,6 @@
-"""The turns of a sample, and where in it a reward was earned. Needs numpy alone."""
+"""Finds the turns of a sample, and assigns rewards by turn and by token to loss tokens. Imports
+numpy alone.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,10 @@ from relax_events.errors import RewardError
 
 
 def turn_lengths(loss_mask: NDArray[np.generic]) -> Int64[np.ndarray, " turns"]:
-    """Count the loss tokens of each turn: tokens that the policy chose, one after another, with
-    nothing of others between.
-    """
-    places = np.flatnonzero(loss_mask)
-    begins = np.flatnonzero(np.diff(places, prepend=-2) > 1)
-    return np.diff(begins, append=len(places)).astype(np.int64)
+    """Count the loss tokens of each turn: consecutive tokens that the policy generated."""
+    positions = np.flatnonzero(loss_mask)
+    begins = np.flatnonzero(np.diff(positions, prepend=-2) > 1)
+    return np.diff(begins, append=len(positions)).astype(np.int64)
 
 
 def rewards_by_loss_token(
@@ -25,10 +25,10 @@ def rewards_by_loss_token(
     token_rewards: NDArray[np.generic] | None,
     sample_id: str,
 ) -> Float64[np.ndarray, " loss_tokens"]:
-    """Lay what a sample earned by turn and by token on its loss tokens: a turn's reward on the last
-    of its tokens.
+    """Return a sample's rewards by turn and by token at its loss tokens: a turn's reward at its last
+    token.
 
-    What the sample's reward holds besides was earned at its end, and is not among these.
+    The rest of the sample's reward belongs to its last loss token and is not included.
 
     Args:
         loss_mask: Of the sample.
@@ -36,10 +36,10 @@ def rewards_by_loss_token(
         token_rewards: One for each loss token; None for none.
         sample_id: For errors.
     Returns:
-        The rewards of the loss tokens; zeros where nothing was given by turn or token.
+        The rewards of the loss tokens; zeros without rewards by turn or token.
     Raises:
-        RewardError: There are more or fewer rewards than turns or loss tokens, or one is not
-            finite.
+        RewardError: The number of rewards differs from that of turns or loss tokens, or one
+            is not finite.
     """
     lengths = turn_lengths(loss_mask)
     rewards = np.zeros(int(lengths.sum()))
@@ -70,6 +70,6 @@ def _check_rewards(
             f"{number}, got {got}"
         )
     if not np.isfinite(rewards).all():
-        place = int(np.argmin(np.isfinite(rewards)))
-        raise RewardError(f"{what} must be finite, got {rewards[place]} at {place}")
+        position = int(np.argmin(np.isfinite(rewards)))
+        raise RewardError(f"{what} must be finite, got {rewards[position]} at {position}")
     return rewards

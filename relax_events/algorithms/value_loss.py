@@ -1,6 +1,4 @@
-"""The loss of a critic, token by token. What a step's mean is taken over is the critic's
-concern.
-"""
+"""Computes the value loss of a critic token by token. The critic takes the mean over a step."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ValueLosses:
-    """A loss for each token, and where the bound made it larger."""
+    """A loss for each token, and where clipping increased it."""
 
     losses: Float[Tensor, " tokens"]
     clipped: Bool[Tensor, " tokens"]
@@ -29,11 +27,11 @@ def value_losses(
     """Compute max((V - G)^2, (clip(V, Vo - value_clip, Vo + value_clip) - G)^2) / 2 for each token.
 
     Args:
-        values: V, of the critic being trained; carries the gradient.
-        old_values: Vo, as they were when the advantages were computed from them.
-        returns: G, what V should be.
+        values: V, of the critic being trained; with gradient.
+        old_values: Vo, the recorded values that the advantages were computed from.
+        returns: G, the target of V.
         value_clip: Beyond this distance from the old value there is no gradient towards the return;
-            0 for no bound.
+            0 for no clipping.
     Source: The N+ implementation details of RLHF with PPO (arXiv 2403.17031), value function loss
     clipping.
     """

@@ -1,3 +1,1 @@
-"""What all of our HTTP servers share: the listening socket, the request guard, and plain
-responses.
-"""
+"""Shared parts of our HTTP servers: the listening socket, the request guard, and text responses."""

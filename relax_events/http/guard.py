@@ -1,9 +1,8 @@
-"""What stands before every HTTP API of ours: who may call it, from where, and how much a call may
-bring.
+"""Guards every HTTP API: checks host, origin and token of a request, and bounds its body.
 
-In this order, and before a byte of a body is read: the Host header names this server (else a page
-could reach it under a name of its own), no page of another origin asks, and the token is right.
-Then the body is read whole, within a size and a time, and handed on.
+Before the body is read: the Host header must name this server (against DNS rebinding), the request
+must not come from a page of another origin, and the token must match. Then the body is read
+completely, within a size and time limit.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ DENIED = "no token, or the wrong one; send `Authorization: Bearer TOKEN`"
 
 
 class RequestGuard:
-    """An ASGI application before another one."""
+    """ASGI middleware that refuses unauthorized and oversized requests."""
 
     def __init__(
         self,
@@ -43,16 +42,16 @@ class RequestGuard:
         max_body_bytes: int = 64 * 1024,
         body_seconds: float = BODY_SECONDS,
     ) -> None:
-        """Stand before an application.
+        """Wrap an application.
 
         Args:
-            app: What answers the calls that pass.
-            problem: Makes the JSON body of a refusal from status and text, in the form of that API.
-            host: What the server listens on. Where that is every address, a token is what keeps
-                pages out, and any Host will do.
-            token: Without which nothing is answered; empty answers whoever reaches the server.
-            max_body_bytes: The largest body.
-            body_seconds: How long a body may take to arrive.
+            app: The application that handles accepted requests.
+            problem: Builds the JSON body of a refusal from status and text, in the API's format.
+            host: The address that the server listens on. With a token and a wildcard address, any
+                Host header is accepted.
+            token: The required bearer token; empty accepts requests without one.
+            max_body_bytes: The maximal size of a body.
+            body_seconds: The time limit for receiving a body.
         """
         self._app, self._problem, self._token = app, problem, token.encode()
         self._hosts = (
@@ -61,7 +60,7 @@ class RequestGuard:
         self._max_body_bytes, self._body_seconds = max_body_bytes, body_seconds
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        """Answer a call, or refuse it."""
+        """Handle a request, or refuse it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -136,18 +135,18 @@ class RequestGuard:
 
 
 class _TooLargeError(Exception):
-    """A body is."""
+    """A request body is too large."""
 
 
 def _parse_host_name(host: str) -> str:
-    """Return the name in a Host header, without the port."""
+    """Return the host name of a Host header, without the port."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0].lower()
 
 
 def _replay_body(body: bytes, receive: Receive) -> Receive:
-    """Give a body that was read once more, and behind it what else happens to the connection."""
+    """Return a receive function that first returns the body that was read, then later messages."""
     is_given = False
 
     async def again() -> Message:
@@ -160,18 +159,20 @@ def _replay_body(body: bytes, receive: Receive) -> Receive:
     return again
 
 
-def build_server_config(app: App, *, max_connections: int = MAX_CONNECTIONS, **settings: Any) -> Any:
+def build_server_config(
+    app: App, *, max_connections: int = MAX_CONNECTIONS, **settings: Any
+) -> Any:
     """Return uvicorn's configuration for a guarded application: bounded connections, and a deadline
-    for the head of a request.
+    for request headers.
     """
     import uvicorn
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     class Protocol(H11Protocol):
-        """Hangs up on a connection that brings no whole request in time."""
+        """Closes a connection that sends no complete request headers in time."""
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            """Start the clock."""
+            """Start the timer."""
             super().connection_made(transport)
             self._late = self.loop.call_later(HEAD_SECONDS, self._hang_up)
 
@@ -180,7 +181,7 @@ def build_server_config(app: App, *, max_connections: int = MAX_CONNECTIONS, **s
                 self.transport.close()
 
         def connection_lost(self, exc: Exception | None) -> None:
-            """Stop the clock."""
+            """Stop the timer."""
             self._late.cancel()
             super().connection_lost(exc)
 

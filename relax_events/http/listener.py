@@ -1,4 +1,4 @@
-"""A socket to serve HTTP on, or a clear reason why there is none."""
+"""Opens the listening socket of an HTTP server, or explains why that fails."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import socket
 from relax_events.errors import EnvironmentProblem
 
 PACKAGES = ("fastapi", "uvicorn")
-"""What our APIs are made with; the extra `api` installs them."""
+"""The packages of our HTTP APIs, which the extra `api` installs."""
 
 
 def find_missing_package() -> str:
-    """Return a package of the extra `api` that is not installed; empty where all are."""
+    """Return a missing package of the extra `api`; empty when all are installed."""
     return next((name for name in PACKAGES if importlib.util.find_spec(name) is None), "")
 
 
@@ -21,12 +21,12 @@ def open_listener(host: str, port: int, *, remedies: tuple[str, str], what: str)
     """Bind a TCP socket.
 
     Args:
-        host: Address or name of this machine.
-        port: 0 takes a free one.
-        remedies: What to do where the port is taken, and where the address is not ours.
-        what: Is to be served there, for the error.
+        host: An address or name of this machine.
+        port: The port; 0 uses a free one.
+        remedies: Remedies for a taken port and for an address of another machine.
+        what: The name of the service, for the error text.
     Raises:
-        EnvironmentProblem: It can't be bound.
+        EnvironmentProblem: The socket can't be bound.
     """
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -42,6 +42,6 @@ def open_listener(host: str, port: int, *, remedies: tuple[str, str], what: str)
 
 
 def build_url(listener: socket.socket) -> str:
-    """Give the address that a socket is bound to, as callers write it."""
+    """Return the URL of the address that a socket is bound to."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,4 +1,4 @@
-"""What our small HTTP servers have in common: short texts, whole at once, and no access log."""
+"""The base of our small HTTP servers: short text responses without an access log."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 
 class TextHandler(BaseHTTPRequestHandler):
-    """Answers with text; who is silent for `timeout` seconds is hung up on."""
+    """Sends text responses; closes connections that are silent for `timeout` seconds."""
 
     timeout = 10
 
     def respond(
         self, status: int, body: bytes, *, content_type: str = "text/plain; charset=utf-8"
     ) -> None:
-        """Send the whole answer."""
+        """Send a complete response."""
         self.send_response(status)
         self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(body)))
@@ -22,4 +22,4 @@ class TextHandler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *arguments: Any) -> None:  # noqa: A002
-        """Keep access logs out of the process's log."""
+        """Disable the access log."""

@@ -1,5 +1,7 @@
-"""Large things by content-addressed reference: the object store and the claim check. The only place
-that knows obstore.
+"""Stores large arrays and media outside of the log: the content-addressed object store and the
+claim check.
+
+The only package that imports obstore.
 """
 
 from relax_events.objects.claim_check import check_in, check_out

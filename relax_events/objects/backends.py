@@ -1,4 +1,4 @@
-"""Opens the storage behind a URI, and turns its errors into ours."""
+"""Opens the storage behind a URI, and translates its errors."""
 
 from __future__ import annotations
 
@@ -19,35 +19,33 @@ from relax_events.errors import ConfigError, ObjectError, StoreUnavailable
 
 SCHEMES = "file:///directory, memory://, s3://bucket/prefix or gs://bucket/prefix"
 errors: Counter[str] = Counter()
-"""What went wrong with any store of this process, by what was tried."""
+"""The number of errors of all stores of this process, by attempted action."""
 LOOK_UP = "look up"
 NO_SPACE = ("No space left", "os error 28", "quota exceeded", "os error 122")
 
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """How long a call to a remote store may take. A store on this machine answers or fails by
-    itself.
-    """
+    """Time limits of calls to a remote store. A local store needs none."""
 
     connect_seconds: float = 5.0
     """To open a connection."""
     request_seconds: float = 30.0
     """For one request, its body included; large objects go in parts, so that this bounds a part."""
     retry_seconds: float = 20.0
-    """After which a failed request is not tried again within the call: a worker sends no heartbeat
-    during one. See `outages` for what follows."""
+    """How long one call retries a failed request; a worker sends no heartbeat during a call. See
+    `outages` for what follows."""
     max_retries: int = 8
-    """Tries after the first, with a growing, jittered pause of at most 5 s."""
+    """The number of retries, with a growing, jittered pause of at most 5 s."""
 
     def options(self) -> dict[str, Any]:
-        """Give the same as obstore's options."""
+        """Return the limits as obstore's options."""
         return {
             "client_options": {
                 "connect_timeout": timedelta(seconds=self.connect_seconds),
                 "timeout": timedelta(seconds=self.request_seconds),
-                # Read here, since options of ours take the place of all those that obstore would
-                # read from the environment.
+                # Read here, because our options replace all those that obstore would read from the
+                # environment.
                 "allow_http": os.environ.get("AWS_ALLOW_HTTP", "").lower() in {"1", "true"},
             },
             "retry_config": {
@@ -64,32 +62,31 @@ class Deadlines:
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """An opened storage; `root` is the URI of its top, with a slash at the end."""
+    """An opened storage; `root` is its URI, with a slash at the end."""
 
     root: str
     storage: Any
     is_remote: bool
     directory: Path | None = None
-    """Of a store on this machine."""
+    """The directory of a local store."""
 
     def exists(self) -> bool:
-        """Tell whether a store on this machine has its directory; of a remote one only its answers
-        tell.
-        """
+        """Return whether a local store's directory exists; True for a remote store."""
         try:
             return self.directory is None or self.directory.is_dir()
-        except OSError:  # such as the stale handle of a network file system
+        except OSError:  # for example the stale handle of a network file system
             return False
 
 
 def open_backend(uri: str, *, deadlines: Deadlines) -> Backend:
-    """Open the storage that a URI names; a local directory is made if missing, a bucket is not.
+    """Open the storage that a URI names; a missing local directory is created, a missing bucket is
+    not.
 
-    Credentials, region and endpoint come from the environment, as the cloud's own tools take them;
-    an endpoint without TLS needs `AWS_ALLOW_HTTP=true`.
+    Credentials, region and endpoint come from the environment, as in the cloud provider's tools; an
+    endpoint without TLS needs `AWS_ALLOW_HTTP=true`.
 
     Raises:
-        ConfigError: The URI is of no known scheme, lacks a part, or can't be opened; the text names
+        ConfigError: The URI has an unknown scheme, lacks a part, or can't be opened; the text names
             it.
     """
     parts = urlsplit(uri)
@@ -129,15 +126,15 @@ def _open_directory(uri: str, parts: SplitResult) -> Backend:
 
 @contextmanager
 def translate_errors(backend: Backend, action: str, key: str) -> Iterator[None]:
-    """Raise storage errors as ours, naming the action, the object and the remedy.
+    """Translate storage errors in the block; the text names the action, the object and the remedy.
 
     Args:
-        backend: Which storage is asked.
-        action: What is tried, such as `read`.
-        key: Of the object.
+        backend: The storage.
+        action: The attempted action, such as `read`.
+        key: The object's key.
     Raises:
-        ObjectError: The storage answered, and there is something wrong with the object.
-        StoreUnavailable: The storage did not answer, refused to let us in, or is full.
+        ObjectError: The storage responded, and the object is missing or invalid.
+        StoreUnavailable: The storage did not respond, denied access, or is full.
     """
     try:
         yield
@@ -148,7 +145,7 @@ def translate_errors(backend: Backend, action: str, key: str) -> Iterator[None]:
                 f"can't {action} {backend.root}{key}: the store's directory is gone; mount "
                 f"or restore {backend.root}"
             ) from error
-        errors[action] += action != LOOK_UP  # where it is an answer
+        errors[action] += action != LOOK_UP  # for a look-up this is a valid result
         raise ObjectError(
             f"can't {action} {backend.root}{key}: there is no such object; was it deleted by "
             "retention, or does objects.uri name another store?"
@@ -174,5 +171,5 @@ def translate_errors(backend: Backend, action: str, key: str) -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
-    """Give an error's text without the storage's debug output."""
+    """Return an error's text without the storage's debug output."""
     return str(error).partition("\n")[0] or type(error).__name__

@@ -1,4 +1,6 @@
-"""Claim check: large arrays of an event travel by reference."""
+"""The claim check: large arrays of an event are stored in the object store and sent by
+reference.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,13 @@ def check_in(
 ) -> EventT:
     """Store the large arrays of an event and return the event with references in their place.
 
-    An event without large arrays is returned as it is, the same object.
+    An event without large arrays is returned unchanged.
 
     Args:
-        event: A dataclass; only its own fields are looked at.
-        store: Where the arrays go, by content.
-        claim_check_threshold_bytes: Arrays above this are stored.
-        folder: Of the store, with a slash at its end.
+        event: A dataclass; nested fields are not searched.
+        store: The content-addressed store of the arrays.
+        claim_check_threshold_bytes: Arrays of more bytes are stored.
+        folder: A folder of the store, with a slash at its end.
     Raises:
         ObjectError: The store failed.
     """
@@ -44,17 +46,17 @@ def check_in(
 
 
 def check_out(event: EventT, store: ObjectStore, *, leave: Collection[str] = ()) -> EventT:
-    """Fetch the stored arrays of an event and return the event with read-only views on them.
+    """Fetch the stored arrays of an event and return the event with read-only arrays.
 
-    An event without stored arrays is returned as it is, the same object.
+    An event without stored arrays is returned unchanged.
 
     Args:
         event: A dataclass.
-        store: Has the arrays.
-        leave: Fields whose arrays stay where they are; they may be passed on so.
+        store: The store that holds the arrays.
+        leave: Fields that keep their references, for example to be forwarded.
     Raises:
-        ObjectError: An object is missing, was altered, or is not of the promised dtype and shape;
-            the text names it.
+        ObjectError: An object is missing, altered, or not of the declared dtype and shape; the text
+            names it.
     """
     fetched = {}
     for name in _field_names(type(event)):
@@ -65,7 +67,7 @@ def check_out(event: EventT, store: ObjectStore, *, leave: Collection[str] = ())
 
 
 def store_array(array: NDArray[Any], store: ObjectStore, *, folder: str = "") -> StoredArray:
-    """Put one array into a folder of the store, little-endian and in C order.
+    """Store one array in a folder of the store, little-endian and in C order.
 
     Raises:
         ObjectError: The store failed.
@@ -79,10 +81,10 @@ def store_array(array: NDArray[Any], store: ObjectStore, *, folder: str = "") ->
 
 
 def fetch_array(stored: StoredArray, store: ObjectStore) -> NDArray[Any]:
-    """Read one array back, as a read-only view on the fetched bytes.
+    """Fetch one array, as a read-only view of the fetched bytes.
 
     Raises:
-        ObjectError: The object is missing, was altered, or is not of the promised dtype and shape.
+        ObjectError: The object is missing, altered, or not of the declared dtype and shape.
     """
     data = store.get(stored.reference)
     try:

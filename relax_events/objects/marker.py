@@ -1,10 +1,10 @@
-"""The marker of a store: an object that names the run whose objects lie there, with a random value
-that the run's log repeats.
+"""The marker of an object store: an object that names the run that owns the store, with a random
+value that the run's log repeats.
 
-A store without one is claimed by the first worker that opens it, with the id of its Kafka cluster.
-A second run with the same location is refused by name; so is a run of the same name on another
-cluster, unless its log repeats the value: then the run has moved there with its log. Nothing is
-deleted from a store whose marker does not say what the log says.
+The first worker that opens a store without a marker claims it, with the id of its Kafka cluster.
+Another run with the same location is refused. A run of the same name on another cluster is refused
+too, unless its log has the marker's value: then the run was moved there with its log. Nothing is
+deleted from a store whose marker differs from the log.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ MARKER = "relax-run.json"
 
 @dataclass(frozen=True, slots=True)
 class StoreMarker:
-    """What a marker holds."""
+    """The content of a marker."""
 
     run_id: str
     value: str
     """32 random hexadecimal digits."""
     cluster_id: str = ""
-    """Of the Kafka cluster on which the run was begun; empty where that is not known."""
+    """The id of the Kafka cluster on which the run was started; empty when unknown."""
 
 
 def read_marker(store: ObjectStore) -> StoreMarker | None:
-    """Return the marker of a store, None where there is none.
+    """Return the marker of a store, or None.
 
     Raises:
-        ConfigError: It is there and no marker of ours.
+        ConfigError: The object exists but is not a valid marker.
     """
     if not store.exists(MARKER):
         return None
@@ -54,17 +54,19 @@ def read_marker(store: ObjectStore) -> StoreMarker | None:
         raise ConfigError(f"{text}; give the run another objects.uri") from error
 
 
-def claim_store(store: ObjectStore, *, run_id: str, cluster_id: str = "", told: str = "") -> StoreMarker:
-    """Return the marker of a run's store; write it first where there is none. Of several workers
-    that do so at once one succeeds.
+def claim_store(
+    store: ObjectStore, *, run_id: str, cluster_id: str = "", told: str = ""
+) -> StoreMarker:
+    """Return the marker of a run's store, creating it if it is missing. Of several concurrent
+    workers, one creates it.
 
     Args:
         store: The store.
-        run_id: Whose it is to be.
-        cluster_id: Of the run's Kafka cluster; empty where that is not known.
-        told: The value on the run's log; empty where it tells none.
+        run_id: The run that claims the store.
+        cluster_id: The id of the run's Kafka cluster; empty when unknown.
+        told: The value on the run's log; empty when the log has none.
     Raises:
-        ConfigError: The store is another run's, or that of a run of the same name on another
+        ConfigError: The store belongs to another run, or to a run of the same name on another
             cluster; the text names both.
     """
     mark = read_marker(store)
@@ -97,17 +99,17 @@ def claim_store(store: ObjectStore, *, run_id: str, cluster_id: str = "", told: 
 
 
 def find_logged_marker(descriptions: Sequence[RunDescribed]) -> str:
-    """Return the newest value that a run's log tells; empty where it tells none."""
+    """Return the newest marker value on a run's log; empty when there is none."""
     return next((event.store_marker for event in reversed(descriptions) if event.store_marker), "")
 
 
 def require_marker(mark: StoreMarker, *, told: str, store_uri: str) -> None:
-    """Refuse a store that has the run's name, and is not the one that its log knows.
+    """Refuse a store that has the run's name but not the marker value of the run's log.
 
     Args:
-        mark: As read from the store.
-        told: The value on the run's log; empty where it tells none.
-        store_uri: For the error.
+        mark: The marker that was read from the store.
+        told: The value on the run's log; empty when the log has none.
+        store_uri: The store's URI, for the error text.
     Raises:
         ConfigError: They differ.
     """

@@ -1,10 +1,9 @@
-"""What a process does while an object store does not answer: a worker waits for it, everything else
-fails at once.
+"""Waits for unavailable object stores: workers retry until a deadline, other processes fail at
+once.
 
-A call that fails is made again after a pause, longer each time, until the store answers; the work
-loop's thread sends heartbeats in the pauses. A store that is away for longer than the deadline ends
-the worker with StoreUnavailable: whoever started it starts it again. So no record and no prompt
-group pays for an outage.
+A failed call is repeated after growing pauses until the store responds; the work loop sends
+heartbeats during the pauses. An outage beyond the deadline ends the worker with StoreUnavailable,
+and its supervisor restarts it. So no record and no prompt group fails because of an outage.
 """
 
 from __future__ import annotations
@@ -25,46 +24,47 @@ ResultT = TypeVar("ResultT")
 
 
 class Outages:
-    """The stores that do not answer this process, and who waits for them. Safe to use from several
-    threads.
-    """
+    """The object stores that are unavailable to this process. Thread-safe."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin without patience: a call that fails is not tried again. `arm` changes that."""
+        """Create it without waiting: failed calls are not retried until `start_waiting`."""
         self._clock = clock
         self._deadline_seconds = 0.0
         self._pause: Callable[[float], None] = time.sleep
         self._unavailable_since: dict[str, float] = {}
 
     def start_waiting(self, *, deadline_seconds: float, pause: Callable[[float], None]) -> None:
-        """Wait for stores from now on, until `disarm`.
+        """Retry failed calls from now on, until `stop_waiting`.
 
         Args:
-            deadline_seconds: A store that has been away for longer is given up.
-            pause: Waits for so many seconds and sends heartbeats meanwhile, in any thread. What it
-                raises ends the wait.
+            deadline_seconds: The longest outage that is waited for.
+            pause: Sleeps for the given seconds and sends heartbeats meanwhile, in any thread. An
+                exception from it ends the wait.
         """
         self._deadline_seconds, self._pause = deadline_seconds, pause
 
     def stop_waiting(self) -> None:
-        """Wait no more: the process ends."""
+        """Stop retrying, because the process ends."""
         self._deadline_seconds = 0.0
 
     @property
     def seconds(self) -> float:
-        """For how long the store that is away for the longest has not answered; 0 when all do."""
-        return self._clock() - min(self._unavailable_since.values()) if self._unavailable_since else 0.0
+        """The length of the longest current outage; 0 when all stores respond."""
+        return (
+            self._clock() - min(self._unavailable_since.values())
+            if self._unavailable_since
+            else 0.0
+        )
 
     def call_until_available(self, root: str, call: Callable[[], ResultT]) -> ResultT:
-        """Call a store until it answers.
+        """Call a store until it responds.
 
         Args:
-            root: URI of the store's top.
-            call: Raises StoreUnavailable when it does not answer; anything else that it raises is
-                an answer.
+            root: The store's root URI.
+            call: Raises StoreUnavailable when the store does not respond; any other exception
+                counts as a response.
         Raises:
-            StoreUnavailable: It has not answered for longer than the deadline, or nobody waits in
-                this process.
+            StoreUnavailable: The outage exceeded the deadline, or this process does not wait.
         """
         for pause_seconds in _pauses():
             try:
@@ -119,4 +119,4 @@ def _pauses() -> Iterator[float]:
 
 
 outages = Outages()
-"""Those of this process: every store that it opens shares them."""
+"""The outages of this process, shared by all its stores."""

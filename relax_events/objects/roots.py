@@ -1,5 +1,5 @@
-"""Which places references on the log may name: the run's own object store, and roots that the run
-file allows besides.
+"""Restricts media references on the log to the run's object store and to further roots that the run
+file allows.
 """
 
 from __future__ import annotations
@@ -15,22 +15,20 @@ from relax_events.objects.store import KEY_PATTERN
 
 @dataclass(frozen=True, slots=True)
 class AllowedRoots:
-    """Roots under which referenced media may lie. A reference that names anything else is never
-    opened.
-    """
+    """Roots of permitted media references. Any other reference is never opened."""
 
     roots: tuple[str, ...]
 
     @classmethod
     def for_store(cls, store_root: str, extra: Iterable[str] = ()) -> AllowedRoots:
-        """Allow a store, and the extra roots."""
+        """Allow a store and further roots."""
         return cls(tuple(root.rstrip("/") + "/" for root in (store_root, *extra)))
 
     def check(self, event: Any) -> None:
-        """Refuse an event whose media lie elsewhere.
+        """Refuse an event with a media reference outside of the roots.
 
         Raises:
-            ObjectError: One does; the text names it and the roots.
+            ObjectError: A reference lies outside; the text names it and the roots.
         """
         for media in list_media(event):
             if not self._contains(media.uri):
@@ -43,8 +41,8 @@ class AllowedRoots:
                 )
 
     def _contains(self, uri: str) -> bool:
-        # What follows the root is held to the names of our objects, so neither '..' nor an encoded
-        # one gets through.
+        # The rest of the URI must match our object keys, which excludes '..' and encoded forms of
+        # it.
         return any(
             uri.startswith(root) and KEY_PATTERN.fullmatch(uri.removeprefix(root))
             for root in self.roots
@@ -52,11 +50,11 @@ class AllowedRoots:
 
 
 def list_media(event: Any) -> list[MediaRef]:
-    """Return all media that an event refers to, in order."""
+    """Return all media references of an event, in order."""
     said = (*getattr(event, "messages", ()), *getattr(event, "turns", ()))
     return [*getattr(event, "media", ()), *list_message_media(said)]
 
 
 def list_message_media(messages: Iterable[ChatMessage]) -> list[MediaRef]:
-    """Return the media of a conversation, in order."""
+    """Return the media references of a conversation, in order."""
     return [part.media for message in messages for part in message.parts if part.media is not None]

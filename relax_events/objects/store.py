@@ -1,4 +1,4 @@
-"""The object store: content-addressed or named objects, verified on read."""
+"""The object store: content-addressed and named objects, verified when read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ from obstore.exceptions import AlreadyExistsError
 
 from relax_events.errors import ObjectError
 from relax_events.events.parts import ObjectRef
-from relax_events.objects.backends import LOOK_UP, Backend, Deadlines, open_backend, translate_errors
+from relax_events.objects.backends import (
+    LOOK_UP,
+    Backend,
+    Deadlines,
+    open_backend,
+    translate_errors,
+)
 from relax_events.objects.outages import ResultT, outages
 
 PART_BYTES = 16 * 1024**2
@@ -23,14 +29,14 @@ KEY_PATTERN = re.compile(r"[A-Za-z0-9_=-][A-Za-z0-9._=-]*(/[A-Za-z0-9_=-][A-Za-z
 
 
 class ObjectStore:
-    """Objects under one root. Writes are atomic: a reader sees the whole object or none. Safe to
-    use from several threads.
+    """Objects under one root. Writes are atomic: a reader sees the complete object or none.
+    Thread-safe.
     """
 
     def __init__(
         self, backend: Backend, *, uri_aliases: Iterable[str] = (), waits: bool = True
     ) -> None:
-        """Wrap an opened storage; `open` is the usual way."""
+        """Wrap an opened storage; most callers use `open`."""
         self._former_roots = tuple(f"{uri.rstrip('/')}/" for uri in uri_aliases)
         self._backend, self._waits = backend, waits
         self._storage = backend.storage
@@ -51,13 +57,13 @@ class ObjectStore:
         Args:
             uri: `file:///directory` (made if missing), `memory://`, `s3://bucket/prefix` or
                 `gs://bucket/prefix`.
-            deadlines: Of calls to a remote store.
-            uri_aliases: URIs of stores whose objects were copied here: what refers to those is found
-                here.
-            waits: Whether a worker waits when the store is away (see `outages`); else a call fails
-                after its own deadline.
+            deadlines: Time limits of calls to a remote store.
+            uri_aliases: URIs of stores whose objects were copied here; references to them are
+                resolved here.
+            waits: Whether a worker waits for the store during an outage (see `outages`); otherwise
+                a call fails after its own deadline.
         Raises:
-            ConfigError: The URI names no store, or one that can't be opened.
+            ConfigError: The URI is invalid, or the store can't be opened.
         """
         return cls(
             open_backend(uri, deadlines=deadlines or Deadlines()),
@@ -66,16 +72,16 @@ class ObjectStore:
         )
 
     def put(self, data: bytes | memoryview, *, suffix: str = "", folder: str = "") -> ObjectRef:
-        """Store bytes under their own digest, `sha256/ab/abcd...`; content that is there already is
-        not sent again.
+        """Store bytes under their digest, `sha256/ab/abcd...`; existing content is not sent again.
 
         Args:
             data: The content; any contiguous buffer.
-            suffix: Put behind the digest, such as `.png`.
-            folder: Put before it all, with a slash at its end; equal content in another folder is
-                stored again.
+            suffix: Appended to the digest, for example `.png`.
+            folder: A folder, with a slash at its end; equal content in another folder is stored
+                again.
         Raises:
-            StoreUnavailable: The store is full, refuses, or does not answer before the deadline.
+            StoreUnavailable: The store is full, denies access, or does not respond before the
+                deadline.
         """
         digest = sha256(data)
         key = f"{folder}sha256/{digest.hexdigest()[:2]}/{digest.hexdigest()}{suffix}"
@@ -85,7 +91,7 @@ class ObjectStore:
         return ObjectRef(self.uri(key), digest.digest(), num_bytes)
 
     def put_at(self, key: str, data: bytes | memoryview) -> ObjectRef:
-        """Store bytes under a name, in place of what had it.
+        """Store bytes under a name, replacing an existing object.
 
         Raises:
             ObjectError: As for `put`, or the name has other characters than letters, digits, `._=-`
@@ -95,7 +101,7 @@ class ObjectStore:
         return ObjectRef(self.uri(key), sha256(data).digest(), memoryview(data).nbytes)
 
     def put_new(self, key: str, data: bytes) -> None:
-        """Store bytes under a name unless it is taken; then nothing changes.
+        """Store bytes under a name unless an object has it.
 
         Raises:
             StoreUnavailable: As for `put`.
@@ -111,11 +117,11 @@ class ObjectStore:
                 raise
 
     def get(self, reference: ObjectRef) -> bytes:
-        """Read an object and prove that it is the one that was stored.
+        """Read an object and verify its size and digest.
 
         Raises:
-            ObjectError: It is missing, unreadable, of another size or digest, or lies outside this
-                store. One of another size is not read.
+            ObjectError: The object is missing, unreadable, of another size or digest, or outside of
+                this store. An object of another size is not read.
         """
         key = self.key(reference.uri)
         data = self._call("read", key, lambda: self._read(key, expected_bytes=reference.num_bytes))
@@ -127,23 +133,23 @@ class ObjectStore:
         return data
 
     def get_at(self, key: str) -> bytes:
-        """Read the object of a name, unverified.
+        """Read a named object without verification.
 
         Raises:
-            ObjectError: It is missing or unreadable.
+            ObjectError: The object is missing or unreadable.
         """
         return self._call("read", self._require_key(key), lambda: self._read(key))
 
     def exists(self, key: str) -> bool:
-        """Whether an object has this name."""
+        """Return whether an object has this name."""
         return self.num_bytes(key) is not None
 
     def list_folders(self, prefix: str) -> list[str]:
-        """Give the folders right under a folder, with a slash at their end, sorted; at the cost of
-        one request for a thousand of them.
+        """Return the sorted subfolders of a folder, with a slash at their end, at the cost of one
+        request per thousand.
 
         Raises:
-            StoreUnavailable: The store does not answer.
+            StoreUnavailable: The store does not respond.
         """
         found = self._call(
             "list",
@@ -153,7 +159,7 @@ class ObjectStore:
         return sorted(f"{folder.rstrip('/')}/" for folder in found)
 
     def list(self, prefix: str) -> list[str]:
-        """Give the names of all objects under a folder, sorted.
+        """Return the sorted names of all objects under a folder.
 
         Args:
             prefix: A folder, with or without the slash at its end; `""` lists the whole store.
@@ -169,11 +175,11 @@ class ObjectStore:
         )
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete objects by name, a local store in the given order; names that are gone already are
-        passed over.
+        """Delete objects by name, in the given order for a local store; missing objects are
+        skipped.
 
         Raises:
-            ObjectError: The store refuses.
+            ObjectError: The store refuses the deletion.
         """
         checked = [self._require_key(key) for key in keys]
         batches = ([checked] if checked else []) if self._is_remote else [[key] for key in checked]
@@ -185,11 +191,11 @@ class ObjectStore:
                     raise
 
     def uri(self, key: str) -> str:
-        """Give the URI of a name; `""` gives that of the store's top."""
+        """Return the URI of a name; `""` gives the store's root."""
         return self._root + key
 
     def key(self, uri: str) -> str:
-        """Give the name behind a URI.
+        """Return the name of a URI.
 
         Raises:
             ObjectError: The URI lies outside this store.
@@ -213,7 +219,7 @@ class ObjectStore:
         return key
 
     def num_bytes(self, key: str) -> int | None:
-        """Return the size of a named object, None where there is none."""
+        """Return the size of a named object, or None."""
         try:
             size: int = self._call(
                 LOOK_UP, self._require_key(key), lambda: obstore.head(self._storage, key)["size"]
@@ -237,9 +243,7 @@ class ObjectStore:
         self._call("write", self._require_key(key), put)
 
     def _call(self, action: str, key: str, call: Callable[[], ResultT]) -> ResultT:
-        """Do something with the storage, waiting for one that is away where this process waits at
-        all.
-        """
+        """Call the storage, waiting during an outage if this store waits."""
 
         def attempt() -> ResultT:
             with translate_errors(self._backend, action, key):
@@ -258,8 +262,8 @@ class ObjectStore:
         return self._read_parts(key, num_bytes=num_bytes)
 
     def _read_parts(self, key: str, *, num_bytes: int) -> bytes:
-        """Read in parts, side by side: the deadline of a request must not bound the size of an
-        object.
+        """Read in parallel parts, because the deadline of one request must not bound an object's
+        size.
         """
         if num_bytes <= PART_BYTES:
             return bytes(obstore.get(self._storage, key).bytes())

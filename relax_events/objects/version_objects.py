@@ -1,8 +1,8 @@
-"""Objects that records of one policy version refer to: they lie in a folder of the version, and go
-when its records go.
+"""Objects of one policy version: they lie in a folder of the version and are deleted with its
+records.
 
-    samples/<policy version>/sha256/ab/abcd...      large arrays of samples, media that an environment showed
-    sha256/ab/abcd...                               media of prompts, which later versions may show again: they stay
+    samples/<policy version>/sha256/ab/abcd...      large arrays of samples, media from environments
+    sha256/ab/abcd...                               media of prompts, which later versions may use: never deleted
 
 Equal content of one version is stored once. An object never lies in a folder older than a record
 that refers to it.
@@ -16,7 +16,7 @@ PREFIX = "samples/"
 
 
 def build_version_folder(policy_version: int) -> str:
-    """Return where the objects of a version lie, with a slash at the end."""
+    """Return the folder of a version's objects, with a slash at the end."""
     return f"{PREFIX}{policy_version:08d}/"
 
 
@@ -27,11 +27,11 @@ def list_stored_versions(store: ObjectStore) -> list[int]:
 
 
 def delete_objects_before(store: ObjectStore, policy_version: int) -> int:
-    """Delete the objects of all versions before this one; return how many went. What an interrupted
-    call has left goes with the next.
+    """Delete the objects of all versions before this one; return their number. The next call
+    completes an interrupted one.
 
     Raises:
-        StoreUnavailable: The store does not answer.
+        StoreUnavailable: The store does not respond.
     """
     num_deleted = 0
     for version in list_stored_versions(store):

@@ -44,7 +44,9 @@ class StepCommitter:
         self._writer = TransactionalWriter(
             worker.connection, transactional_id=worker.plan.transactional_id("trainer")
         )
-        self._control_offsets = self._control_end_offsets()  # no earlier trainer writes behind it any more
+        self._control_offsets = (
+            self._control_end_offsets()
+        )  # no earlier trainer writes behind it any more
         self._num_steps, self._ended = 0, Counter[str]()
 
     def resume(self, history: TrainingHistory) -> None:
@@ -173,7 +175,9 @@ class StepCommitter:
 
     def _outcome_record(self, ended: PromptGroupEnded) -> ProducerRecord:
         self._worker.metrics.ended(ended.outcome)
-        return self._worker.records.build("control.prompt-group-outcomes", ended, key=ended.prompt_group_id)
+        return self._worker.records.build(
+            "control.prompt-group-outcomes", ended, key=ended.prompt_group_id
+        )
 
     def _version_record(
         self, version: int, artifact: ObjectRef, *, headers: Mapping[str, str] = NO_HEADERS

@@ -94,7 +94,9 @@ class CriticLearner:
         judge = (
             None
             if own_returns is None
-            else AdvantageRelabeller(own_returns, max_new_tokens=worker.config.engine.sampling.max_new_tokens)
+            else AdvantageRelabeller(
+                own_returns, max_new_tokens=worker.config.engine.sampling.max_new_tokens
+            )
         )
         batches = RecordedBatches(worker, SingleRank(), judge=judge)
         begin = begin if first in digests else 0
@@ -146,9 +148,9 @@ class CriticLearner:
             )
         finally:
             reader.close()
-        return find_start_offsets([event for event in found if event.policy_version >= oldest], plan)[
-            "control.train-steps"
-        ]
+        return find_start_offsets(
+            [event for event in found if event.policy_version >= oldest], plan
+        )["control.train-steps"]
 
     def _recorded_digests(self, begin: int) -> dict[int, bytes]:
         place, digests = (self._worker.plan.topic("control.train-steps"), 0), {}
@@ -216,7 +218,9 @@ class CriticLearner:
             ) from error
         metrics = self._update()
         failpoint("critic.learning")
-        for at in (at for at in batch.step.consumed if TopicPlan.parse_entity(at.topic) == TRAINING_SAMPLES):
+        for at in (
+            at for at in batch.step.consumed if TopicPlan.parse_entity(at.topic) == TRAINING_SAMPLES
+        ):
             self._consumed[at.partition] = max(at.offset, self._consumed.get(at.partition, 0))
         if metrics is not None:
             self._report(metrics)
@@ -259,7 +263,9 @@ class CriticLearner:
         event = MetricsReported(
             worker_id=worker.worker_id, role=worker.role, policy_version=version, values=values
         )
-        worker.records.producer.send(worker.records.build(METRICS[worker.role], event, key=worker.worker_id))
+        worker.records.producer.send(
+            worker.records.build(METRICS[worker.role], event, key=worker.worker_id)
+        )
         log.info(
             "critic_step.learned",
             train_step=version - 1,

@@ -29,7 +29,11 @@ class IssueRules:
     @classmethod
     def from_config(cls, config: RunConfig) -> Self:
         """Read them off a run's configuration."""
-        return cls(TopicPlan.from_config(config), config.run.prompts_per_step, config.run.samples_per_prompt)
+        return cls(
+            TopicPlan.from_config(config),
+            config.run.prompts_per_step,
+            config.run.samples_per_prompt,
+        )
 
     def check_sample(self, record: Record, sample: SampleReady, *, trainer_version: int) -> None:
         """Check that a sample can be one of a prompt group that was issued by now, and stands where

@@ -33,7 +33,9 @@ class RankStepResult:
     trace_headers: list[dict[str, str]] = field(default_factory=list)
     """Trace context of each prompt group; empty for those without a trace."""
 
-    def add_micro_batch(self, micro_batch: Sequence[LocatedSample], *, trainer_version: int) -> None:
+    def add_micro_batch(
+        self, micro_batch: Sequence[LocatedSample], *, trainer_version: int
+    ) -> None:
         """Add a trained micro-batch."""
         for placed in micro_batch:
             sample = placed.sample
@@ -101,13 +103,17 @@ class StepRecord:
         lengths = [length for result in results for length in result.completion_lengths]
         staleness = np.array([value for result in results for value in result.staleness], np.int64)
         return cls(
-            prompt_group_ids=[group_id for result in results for group_id in result.prompt_group_ids],
+            prompt_group_ids=[
+                group_id for result in results for group_id in result.prompt_group_ids
+            ],
             sample_ids=[sample_id for result in results for sample_id in result.sample_ids],
             partitions=np.array(
                 [partition for result in results for partition in result.partitions], np.int32
             ),
             offsets=np.array([offset for result in results for offset in result.offsets], np.int64),
-            ranks=np.array([result.rank for result in results for _ in result.sample_ids], np.int32),
+            ranks=np.array(
+                [result.rank for result in results for _ in result.sample_ids], np.int32
+            ),
             micro_batches=np.array(
                 [index for result in results for index in result.micro_batches], np.int32
             ),

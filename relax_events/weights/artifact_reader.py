@@ -70,7 +70,9 @@ class CachedWeights:
     tensors: RawTensors
 
 
-def read_weights(store: ObjectStore, reference: ObjectRef, *, cached: CachedWeights | None = None) -> Weights:
+def read_weights(
+    store: ObjectStore, reference: ObjectRef, *, cached: CachedWeights | None = None
+) -> Weights:
     """Read an artifact, and hand out its tensors only when every digest, name, dtype and shape
     agrees.
 
@@ -117,7 +119,9 @@ def is_stored(store: ObjectStore, reference: ObjectRef) -> bool:
         return False
 
 
-def _chain(store: ObjectStore, reference: ObjectRef, cached: CachedWeights | None) -> list[WeightManifest]:
+def _chain(
+    store: ObjectStore, reference: ObjectRef, cached: CachedWeights | None
+) -> list[WeightManifest]:
     """Return the manifests that have to be read one on top of the other, the oldest first.
 
     Raises:

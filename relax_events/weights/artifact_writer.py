@@ -138,7 +138,9 @@ def write_weights(
     ), digest
 
 
-def _compute_tensor_delta(previous: WrittenWeights | None, name: str, tensor: Tensor) -> tuple[Tensor, Tensor] | None:
+def _compute_tensor_delta(
+    previous: WrittenWeights | None, name: str, tensor: Tensor
+) -> tuple[Tensor, Tensor] | None:
     old = previous.tensors.get(name) if previous is not None else None
     if old is None or (old.dtype, old.shape) != (tensor.dtype, tensor.shape):
         return None
@@ -168,7 +170,9 @@ def stored_versions(store: ObjectStore) -> list[int]:
     Raises:
         ObjectError: The store can't be read.
     """
-    return sorted(int(folder.removeprefix(PREFIX).rstrip("/")) for folder in store.list_folders(PREFIX))
+    return sorted(
+        int(folder.removeprefix(PREFIX).rstrip("/")) for folder in store.list_folders(PREFIX)
+    )
 
 
 def _folder(policy_version: int) -> str:

@@ -29,7 +29,9 @@ def open_weights_publisher(worker: Worker, store: ObjectStore) -> WeightsPublish
     from relax_events.weights.broadcast.transports import BroadcastPublisher
 
     def announce(enlisted: BroadcastMembership) -> None:
-        worker.records.producer.send(worker.records.build("control.broadcast-membership", enlisted, key="engines"))
+        worker.records.producer.send(
+            worker.records.build("control.broadcast-membership", enlisted, key="engines")
+        )
 
     last = worker.control.follower.broadcast_membership
     broadcaster = Broadcaster(

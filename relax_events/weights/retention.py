@@ -46,7 +46,11 @@ def deletable_versions(
         for version in found
         if version > newest - num_newest or version in best or (every and version % every == 0)
     }
-    needed = {base for version in kept for base in range(version - version % full_snapshot_interval, version)}
+    needed = {
+        base
+        for version in kept
+        for base in range(version - version % full_snapshot_interval, version)
+    }
     return [version for version in found if version > 0 and version not in kept | needed]
 
 

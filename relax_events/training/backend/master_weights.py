@@ -72,7 +72,9 @@ def nearest_value_rounding_to(
     exact = rounded.to(values.dtype)
     if rounded.dtype not in BITS or rounded.dtype == values.dtype:
         return exact
-    inside = torch.where(values.to(rounded.dtype) == rounded, values, _interval_ends(rounded, exact, values))
+    inside = torch.where(
+        values.to(rounded.dtype) == rounded, values, _interval_ends(rounded, exact, values)
+    )
     # The end of an interval lies as near to the neighbour, and rounds to the even one of the two:
     # then it is a step too far.
     inwards = torch.where(

@@ -279,7 +279,9 @@ class PolicyModel:
 
     @torch.no_grad()
     def _require_linear_head(self, path: Path) -> None:
-        ids, positions = build_probe([0, 1, 2, 3, 4], vocab_size=self.vocab_size, device=self.device)
+        ids, positions = build_probe(
+            [0, 1, 2, 3, 4], vocab_size=self.vocab_size, device=self.device
+        )
         whole = self.module(input_ids=ids, position_ids=positions, use_cache=False).logits
         if not torch.allclose(
             self._head(self._hidden(ids, positions)), whole, rtol=1e-3, atol=1e-3
@@ -378,7 +380,9 @@ def is_isolated(shared: str, *, apart: Tensor, tried: Tensor, leaking: Tensor) -
     return found
 
 
-def build_probe(positions: list[int], *, vocab_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def build_probe(
+    positions: list[int], *, vocab_size: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """Return token and position ids of one row, with which a model is tried out."""
     # Counting down, so that a sequence at the end of a row has the same ids as one that stands
     # alone.

@@ -96,7 +96,9 @@ class LogprobScorer:
         if choose_own:
             return self._score(samples, [NO_IDS] * len(samples), num_best=num_ids)
         given = [
-            read_topk_ids(sample, num_ids=num_ids, vocab_size=self._model.vocab_size).astype(np.int64)
+            read_topk_ids(sample, num_ids=num_ids, vocab_size=self._model.vocab_size).astype(
+                np.int64
+            )
             for sample in samples
         ]
         return [replace(scores, ids=None) for scores in self._score(samples, given, num_best=0)]
@@ -117,7 +119,9 @@ class LogprobScorer:
     def _score_rows(
         self, samples: Sequence[TokenSequence], ids: Sequence[NDArray[np.int64]], *, num_best: int
     ) -> list[SampleScores]:
-        batch = pack_in_own_rows(samples, vocab_size=self._model.vocab_size, experts=self._model.experts)
+        batch = pack_in_own_rows(
+            samples, vocab_size=self._model.vocab_size, experts=self._model.experts
+        )
         if self._media is not None:
             batch = self._media.add_to(batch, samples)
         wanted = None if ids[0] is NO_IDS else np.concatenate(ids)
@@ -170,16 +174,21 @@ def score_in_own_rows(
     return [scores[index] for index in range(len(samples))]
 
 
-def group_by_padded_length(samples: Sequence[TokenSequence], *, max_tokens: int) -> Iterator[list[int]]:
+def group_by_padded_length(
+    samples: Sequence[TokenSequence], *, max_tokens: int
+) -> Iterator[list[int]]:
     """Give the indices of samples of one padded length, as many at a time as the budget of one
     forward allows.
     """
     by_length: dict[int, list[int]] = defaultdict(list)
     for index, sample in enumerate(samples):
-        by_length[padded_length(len(read_array(sample, "tokens")), multiple=ROW_TOKENS)].append(index)
+        by_length[padded_length(len(read_array(sample, "tokens")), multiple=ROW_TOKENS)].append(
+            index
+        )
     for length, indices in by_length.items():
         yield from (
-            indices[part] for part in micro_batch_slices([length] * len(indices), max_tokens=max_tokens)
+            indices[part]
+            for part in micro_batch_slices([length] * len(indices), max_tokens=max_tokens)
         )
 
 

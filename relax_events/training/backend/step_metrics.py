@@ -62,7 +62,10 @@ def build_step_metrics(updates: Sequence[OptimizerStep], *, learning_rate: float
         num_loss_tokens=int(once.num_loss_tokens),
         num_tokens=int(once.num_tokens),
         num_samples=int(once.num_samples),
-        algorithm_metrics={name: sum(update.algorithm_metrics[name] for update in updates) / units for name in updates[0].algorithm_metrics},
+        algorithm_metrics={
+            name: sum(update.algorithm_metrics[name] for update in updates) / units
+            for name in updates[0].algorithm_metrics
+        },
     )
 
 

@@ -104,7 +104,9 @@ def sum_micro_batch(
     ]
     sums = torch.stack([row.detach().double().sum() for row in rows])
     largest = difference.abs().double().max() if len(difference) else sums.new_zeros(())
-    algorithm_metrics = [(weights * surrogate.metrics[name]).detach().double().sum() for name in metrics]
+    algorithm_metrics = [
+        (weights * surrogate.metrics[name]).detach().double().sum() for name in metrics
+    ]
     return torch.stack([*sums, largest, *algorithm_metrics])
 
 
@@ -141,7 +143,9 @@ def gather_totals(
     )
     broken = np.flatnonzero(~np.isfinite(device).all(axis=1))
     algorithm_metrics = device[:, NUM_DEVICE_SUMS + 1 : -1].sum(axis=0)
-    sums = np.concatenate([device[:, :NUM_DEVICE_SUMS].sum(axis=0), counts.sum(axis=0), algorithm_metrics])
+    sums = np.concatenate(
+        [device[:, :NUM_DEVICE_SUMS].sum(axis=0), counts.sum(axis=0), algorithm_metrics]
+    )
     row = np.array([len(broken), device[:, NUM_DEVICE_SUMS].max(initial=0.0), *sums])
     rows = ranks.all_gather(row)
     if rows[:, 0].any():

@@ -25,7 +25,11 @@ from relax_events.runtime.failpoints import failpoint
 from relax_events.training.backend.flat_parameters import FlatParameters
 from relax_events.training.backend.policy_model import PolicyModel
 from relax_events.training.backend.protocol import Critic, Scorer, StepMetrics, TrainerState
-from relax_events.training.backend.step_metrics import OptimizerStep, build_step_metrics, build_pass_metrics
+from relax_events.training.backend.step_metrics import (
+    OptimizerStep,
+    build_step_metrics,
+    build_pass_metrics,
+)
 from relax_events.training.backend.step_sums import (
     MicroBatchSums,
     Totals,
@@ -36,7 +40,11 @@ from relax_events.training.batch.loss_batch import LossBatch
 from relax_events.training.batch.mini_batches import MiniBatchBuffer
 from relax_events.training.batch.packing import cut_by_cells
 from relax_events.training.batch.sample_media import SampleMedia
-from relax_events.training.batch.step_statistics import compute_second_moment_cutoff, compute_reward_scaling, compute_whitening
+from relax_events.training.batch.step_statistics import (
+    compute_second_moment_cutoff,
+    compute_reward_scaling,
+    compute_whitening,
+)
 from relax_events.training.ranks import Ranks
 
 log = structlog.get_logger()
@@ -160,7 +168,8 @@ class TorchBackend:
         if algorithm.whiten_advantages == "none":
             return
         advantages = [
-            (deferred.values["advantages"], deferred.batch.num_loss_tokens) for deferred in self._deferred
+            (deferred.values["advantages"], deferred.batch.num_loss_tokens)
+            for deferred in self._deferred
         ]
         given = {} if algorithm.std_correction is None else {"correction": algorithm.std_correction}
         if algorithm.whiten_advantages == "rewards":

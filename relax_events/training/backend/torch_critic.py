@@ -23,7 +23,10 @@ from relax_events.models.causal_lm import choose_device
 from relax_events.training.backend.flat_parameters import FlatParameters
 from relax_events.training.backend.protocol import TrainerState, ValueMetrics
 from relax_events.training.backend.scoring import score_in_own_rows
-from relax_events.training.backend.torch_backend import make_deterministic, compute_scheduled_learning_rate
+from relax_events.training.backend.torch_backend import (
+    make_deterministic,
+    compute_scheduled_learning_rate,
+)
 from relax_events.training.backend.value_model import ValueModel
 from relax_events.training.batch.loss_batch import mask_truncated_samples
 from relax_events.training.batch.mini_batches import MiniBatchBuffer
@@ -114,7 +117,8 @@ class TorchCritic:
         samples = mask_truncated_samples(samples, algorithm=self._algorithm)
         batch = pack(samples, vocab_size=self._model.vocab_size, share_rows=self._model.shares_rows)
         advantages, old = (
-            gather_loss_values(samples, field).astype(np.float64) for field in ("advantages", "values")
+            gather_loss_values(samples, field).astype(np.float64)
+            for field in ("advantages", "values")
         )
         return _CriticBatch(self._media.add_to(batch, samples), advantages, old)
 
@@ -140,7 +144,9 @@ class TorchCritic:
             raise RunFailed(
                 f"train step {step} holds no loss token; do its samples have completions?"
             )
-        learning_rate = compute_scheduled_learning_rate(self._trainer, step=step, num_steps=self._num_steps)
+        learning_rate = compute_scheduled_learning_rate(
+            self._trainer, step=step, num_steps=self._num_steps
+        )
         try:
             updates = self._take_updates(learning_rate)
         finally:
@@ -247,7 +253,9 @@ class TorchCritic:
         self.policy_version = state.policy_version
 
 
-def compute_explained_variance(values: NDArray[np.float64], *, returns: NDArray[np.float64]) -> float:
+def compute_explained_variance(
+    values: NDArray[np.float64], *, returns: NDArray[np.float64]
+) -> float:
     """Return which share of the returns' variance the values knew: 1 - var(returns - values) /
     var(returns).
 

@@ -101,7 +101,7 @@ class BatchAssembler:
 
     def __init__(self, *, max_staleness: int, decided: set[str], forgotten_step: int = -1) -> None:
         self._max_staleness = max_staleness
-        self._done = DedupWindow(done, forgotten_step=forgotten_step)
+        self._done = DedupWindow(decided, forgotten_step=forgotten_step)
         self._partial_groups: dict[Key, _PartialGroup] = {}
         self._pending_offsets: dict[Partition, dict[int, str]] = {}
         self._offsets_by_group: dict[str, list[tuple[Partition, int]]] = {}
@@ -195,7 +195,9 @@ class BatchAssembler:
         samples = part.generations.setdefault(sample.key.generation_digest, {})
         if sample.sample_id in samples:
             return
-        samples[sample.sample_id] = _BufferedRecord(record, sample.key.sample_index, sample.key.samples_per_prompt)
+        samples[sample.sample_id] = _BufferedRecord(
+            record, sample.key.sample_index, sample.key.samples_per_prompt
+        )
 
     def advance(self, trainer_version: int) -> None:
         """End prompt groups that are too stale at `trainer_version`."""
@@ -271,7 +273,10 @@ class BatchAssembler:
     def consumed(self) -> list[TopicOffset]:
         """Return, for each partition, the offset below which every prompt group is done."""
         return [
-            TopicOffset(*topic_partition, next(iter(self._pending_offsets.get(topic_partition, ())), position))
+            TopicOffset(
+                *topic_partition,
+                next(iter(self._pending_offsets.get(topic_partition, ())), position),
+            )
             for topic_partition, position in sorted(self._positions.items())
         ]
 

@@ -19,7 +19,12 @@ from relax_events.events.parts import FinishReason
 from relax_events.events.routed_experts import ExpertShape
 from relax_events.events.types import SampleReady
 from relax_events.training.backend.policy_model import TokenLogprobs
-from relax_events.training.batch.packing import PackedBatch, gather_loss_values, pack, require_whole_prompt_groups
+from relax_events.training.batch.packing import (
+    PackedBatch,
+    gather_loss_values,
+    pack,
+    require_whole_prompt_groups,
+)
 from relax_events.training.batch.row_layout import PromptSharing
 from relax_events.training.batch.token_sequence import TokenSets, read_array
 
@@ -61,7 +66,10 @@ class LossBatch:
         batch = pack(
             samples, vocab_size=vocab_size, share_rows=share_rows, sharing=sharing, experts=experts
         )
-        values = {name: gather_loss_values(samples, field) for name, field in _per_token_fields(algorithm).items()}
+        values = {
+            name: gather_loss_values(samples, field)
+            for name, field in _per_token_fields(algorithm).items()
+        }
         sets = (
             TokenSets.from_samples(samples, num_ids=algorithm.distill_top_k, vocab_size=vocab_size)
             if algorithm.has_topk_loss

@@ -129,6 +129,8 @@ class MiniBatchBuffer:
         closed = [
             list(micro_batch)
             for group in mine
-            for micro_batch in batcher.feed(sorted(group, key=lambda sample: sample.key.sample_index))
+            for micro_batch in batcher.feed(
+                sorted(group, key=lambda sample: sample.key.sample_index)
+            )
         ]
         return closed + [rest for rest in [batcher.flush()] if rest]

@@ -125,7 +125,9 @@ class MicroBatcher:
         any (they start the next one).
         """
         length = sum(len(read_array(sample, "tokens")) for sample in samples)
-        closed = self.flush() if _exceeds_budget(self._num_tokens, length, self._max_tokens) else None
+        closed = (
+            self.flush() if _exceeds_budget(self._num_tokens, length, self._max_tokens) else None
+        )
         self._samples += samples
         self._num_tokens += length
         return closed
@@ -226,7 +228,9 @@ def pack(
     layout = layout_separate(lengths, share_rows=share_rows, row_multiple=row_multiple)
     if sharing is not None:
         layout = choose_layout(
-            layout, layout_shared_prompts(samples, lengths, same_routing=experts is not None), sharing
+            layout,
+            layout_shared_prompts(samples, lengths, same_routing=experts is not None),
+            sharing,
         )
     shape = layout.num_rows, layout.row_length
     input_ids = np.zeros(layout.num_rows * layout.row_length, np.int64)

@@ -66,7 +66,9 @@ class RowLayout:
         return self.num_rows * self.row_length**2
 
 
-def layout_separate(lengths: NDArray[np.int64], *, share_rows: bool, row_multiple: int) -> RowLayout:
+def layout_separate(
+    lengths: NDArray[np.int64], *, share_rows: bool, row_multiple: int
+) -> RowLayout:
     """Lay samples into rows as long as the longest of them.
 
     Args:
@@ -97,7 +99,8 @@ def layout_shared_prompts(
             prompt than its neighbour.
     """
     units = np.array(
-        [len(list(alike)) for alike in _group_by_prompt(samples, same_routing=same_routing)], np.int64
+        [len(list(alike)) for alike in _group_by_prompt(samples, same_routing=same_routing)],
+        np.int64,
     )
     if len(units) == len(samples):
         return None

@@ -47,7 +47,9 @@ class SampleMedia:
         sequences = [
             self._sequence(sample, cells) for sample, cells in zip(samples, places, strict=True)
         ]
-        return replace(batch, media=self._family.build_inputs(sequences, position_ids=batch.position_ids))
+        return replace(
+            batch, media=self._family.build_inputs(sequences, position_ids=batch.position_ids)
+        )
 
     def _sequence(self, sample: TokenSequence, places: np.ndarray) -> MediaSequence:
         name, given = f"sample {sample.sample_id}", ~read_array(sample, "loss_mask").astype(bool)

@@ -82,7 +82,9 @@ class StepBatch:
         return new
 
     def _train(self, samples: Sequence[SampleReady]) -> None:
-        micro_batch = [sample for sample in samples if sample.prompt_group_id not in self._untrainable]
+        micro_batch = [
+            sample for sample in samples if sample.prompt_group_id not in self._untrainable
+        ]
         if not micro_batch:
             return
         try:
@@ -109,7 +111,9 @@ class StepBatch:
             (placed.partition, placed.offset)
             for placed in (self._located[sample.sample_id] for sample in members)
         ]
-        self._untrainable[group_id] = UntrainableGroup(group_id, members[0].policy_version, places, error)
+        self._untrainable[group_id] = UntrainableGroup(
+            group_id, members[0].policy_version, places, error
+        )
         self.share.prompt_group_ids.remove(group_id)
         if not any(
             self._located[sample_id].sample.prompt_group_id == group_id

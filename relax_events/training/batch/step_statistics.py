@@ -82,7 +82,9 @@ def _units(
     return np.add.reduceat(values, first) / lengths if len(lengths) else np.zeros(0)
 
 
-def compute_second_moment_cutoff(squares: Iterable[NDArray[np.float64]], *, threshold: float, ranks: Ranks) -> float:
+def compute_second_moment_cutoff(
+    squares: Iterable[NDArray[np.float64]], *, threshold: float, ranks: Ranks
+) -> float:
     """Return the bound of the squared log-ratios that a step trains; see `second_moment_cutoff`.
 
     Args:

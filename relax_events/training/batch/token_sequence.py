@@ -66,7 +66,9 @@ class TokenSets:
     teacher_logprobs: Float32[np.ndarray, "loss_tokens ids"]
 
     @classmethod
-    def from_samples(cls, samples: Sequence[SampleReady], *, num_ids: int, vocab_size: int) -> TokenSets:
+    def from_samples(
+        cls, samples: Sequence[SampleReady], *, num_ids: int, vocab_size: int
+    ) -> TokenSets:
         """Lay the sets of samples end to end.
 
         Args:

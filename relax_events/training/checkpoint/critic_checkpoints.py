@@ -62,7 +62,9 @@ def stored_checkpoint_versions(store: ObjectStore) -> list[int]:
     """Return the versions of which there is a checkpoint, of whatever history and whole or not, in
     order.
     """
-    return sorted({int(key.removeprefix(FOLDER).partition("/")[0]) for key in _manifest_keys(store)})
+    return sorted(
+        {int(key.removeprefix(FOLDER).partition("/")[0]) for key in _manifest_keys(store)}
+    )
 
 
 def _manifest_keys(store: ObjectStore) -> list[str]:

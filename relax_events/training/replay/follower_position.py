@@ -69,7 +69,9 @@ class FollowerPosition:
         if (offsets := self._offsets_by_version.get(version)) is not None:
             self._commit(offsets)
         self._committed_checkpoint = self._newest_checkpoint
-        self._offsets_by_version = {at: offsets for at, offsets in self._offsets_by_version.items() if at > version}
+        self._offsets_by_version = {
+            at: offsets for at, offsets in self._offsets_by_version.items() if at > version
+        }
 
     def release_all(self) -> None:
         """Say that nothing of the source is needed any more."""
@@ -90,4 +92,6 @@ class FollowerPosition:
                 ],
             )
         except BrokerError as error:
-            log.warning("follower_position.commit_failed", consumer_group=self._group, error=str(error))
+            log.warning(
+                "follower_position.commit_failed", consumer_group=self._group, error=str(error)
+            )

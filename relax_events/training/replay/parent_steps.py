@@ -88,7 +88,9 @@ def open_recorded_batches(worker: Worker, source: SourceRun, ranks: Ranks) -> Re
         )
     elif needs_new_advantages(source.config.algorithm, config.algorithm):
         judge = AdvantageRelabeller(config.algorithm, max_new_tokens=max_new_tokens)
-    return RecordedBatches(worker, ranks, decode=ParentDecoder(source).decode_with_arrays, judge=judge)
+    return RecordedBatches(
+        worker, ranks, decode=ParentDecoder(source).decode_with_arrays, judge=judge
+    )
 
 
 def require_compatible_algorithm(source: RunConfig, config: RunConfig) -> None:
@@ -114,7 +116,9 @@ def require_compatible_algorithm(source: RunConfig, config: RunConfig) -> None:
         )
 
 
-def _read_rescored_rewards(worker: Worker, source: SourceRun) -> dict[TrajectoryKey, RelabelledReward]:
+def _read_rescored_rewards(
+    worker: Worker, source: SourceRun
+) -> dict[TrajectoryKey, RelabelledReward]:
     scores, run_id = worker.config.parent.scores, source.config.run.id
     topic = worker.plan.topic(f"reward.scores.{scores}")
     reader = LogReader(worker.connection)

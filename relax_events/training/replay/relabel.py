@@ -72,7 +72,9 @@ def _advantage_settings(algorithm: AlgorithmConfig) -> tuple[Any, ...]:
     )
 
 
-def require_recorded_teacher(recorded: AlgorithmConfig, wanted: AlgorithmConfig, *, run_id: str) -> None:
+def require_recorded_teacher(
+    recorded: AlgorithmConfig, wanted: AlgorithmConfig, *, run_id: str
+) -> None:
     """Refuse to distil from a teacher that was not asked, or not of these tokens, when the samples
     were recorded.
 

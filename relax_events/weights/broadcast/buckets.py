@@ -49,14 +49,19 @@ class Layout:
         ranges, end = [], 0
         for name in sorted(tensors):
             tensor = tensors[name]
-            ranges.append(TensorRange(name, dtype_name(tensor), tuple(tensor.shape), end, tensor.nbytes))
+            ranges.append(
+                TensorRange(name, dtype_name(tensor), tuple(tensor.shape), end, tensor.nbytes)
+            )
             end += -(-max(1, tensor.nbytes) // ALIGNMENT) * ALIGNMENT
         return cls(tuple(ranges), end)
 
     @cached_property
     def digest(self) -> str:
         """Digest of names, dtypes and shapes; nothing is sent unless it is equal on both sides."""
-        described = [(tensor_range.name, tensor_range.dtype, tensor_range.shape) for tensor_range in self.tensors]
+        described = [
+            (tensor_range.name, tensor_range.dtype, tensor_range.shape)
+            for tensor_range in self.tensors
+        ]
         return sha256(json.dumps(described).encode()).hexdigest()
 
     @cached_property
@@ -86,7 +91,8 @@ class Layout:
             if tensor_range.start >= bucket.stop:
                 return
             overlap = range(
-                max(tensor_range.start, bucket.start), min(tensor_range.start + tensor_range.num_bytes, bucket.stop)
+                max(tensor_range.start, bucket.start),
+                min(tensor_range.start + tensor_range.num_bytes, bucket.stop),
             )
             if overlap or tensor_range.start >= bucket.start:
                 yield tensor_range, overlap
@@ -103,7 +109,9 @@ class Layout:
             data = (
                 tensors[tensor_range.name]
                 .reshape(-1)
-                .view(torch.uint8)[overlap.start - tensor_range.start : overlap.stop - tensor_range.start]
+                .view(torch.uint8)[
+                    overlap.start - tensor_range.start : overlap.stop - tensor_range.start
+                ]
             )
             if len(overlap) == len(bucket):
                 return data
@@ -113,7 +121,9 @@ class Layout:
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
         """Return the tensors as views of a buffer."""
         return {
-            tensor_range.name: buffer[tensor_range.start : tensor_range.start + tensor_range.num_bytes]
+            tensor_range.name: buffer[
+                tensor_range.start : tensor_range.start + tensor_range.num_bytes
+            ]
             .view(getattr(torch, tensor_range.dtype))
             .reshape(tensor_range.shape)
             for tensor_range in self.tensors
@@ -130,7 +140,9 @@ class BufferDigest:
         """Add the next bucket."""
         for tensor_range, overlap in self._layout.overlapping(bucket):
             if tensor_range.start >= bucket.start:
-                self._digest.update(tensor_header(tensor_range.name, tensor_range.dtype, tensor_range.shape))
+                self._digest.update(
+                    tensor_header(tensor_range.name, tensor_range.dtype, tensor_range.shape)
+                )
             self._digest.update(self._bytes[overlap.start : overlap.stop])
 
     def value(self) -> bytes:

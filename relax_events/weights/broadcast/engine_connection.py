@@ -119,10 +119,14 @@ class EngineConnection:
         owner = self._owner
         deadline = Deadline(owner.config.deadline_seconds)
         request = self._control.receive(deadline)
-        if not hmac.compare_digest(str(request.get("join_token")).encode(), owner.join_token.encode()):
+        if not hmac.compare_digest(
+            str(request.get("join_token")).encode(), owner.join_token.encode()
+        ):
             raise ConnectionLost("an engine connected without the join token from the control log")
         self.worker_id = str(request.get("worker_id"))
-        use_shared_memory = owner.config.use_shared_memory and is_on_same_host(request.get("memory"))
+        use_shared_memory = owner.config.use_shared_memory and is_on_same_host(
+            request.get("memory")
+        )
         self.transport = "memory" if use_shared_memory else owner.backend
         self._control.send(
             deadline=deadline,
@@ -197,7 +201,9 @@ class EngineConnection:
         )
 
 
-def send_buckets(channel: Channel, snapshot: WeightsSnapshot, config: WeightsConfig, deadline: Deadline) -> None:
+def send_buckets(
+    channel: Channel, snapshot: WeightsSnapshot, config: WeightsConfig, deadline: Deadline
+) -> None:
     """Send a version's buckets; the next one is gathered while earlier ones are sent.
 
     Raises:

@@ -106,7 +106,10 @@ class Receiver:
         ignored.
         """
         with self._condition:
-            if self._list is not None and enlisted.membership_version <= self._list.membership_version:
+            if (
+                self._list is not None
+                and enlisted.membership_version <= self._list.membership_version
+            ):
                 return
             if self._list is None or enlisted.join_token != self._list.join_token:
                 hide(enlisted.join_token)
@@ -234,7 +237,9 @@ class Receiver:
             finally:
                 channel.abort()
 
-    def _open_channel(self, reply: JoinReply, control: ControlSocket, *, host: str, deadline: Deadline) -> Channel:
+    def _open_channel(
+        self, reply: JoinReply, control: ControlSocket, *, host: str, deadline: Deadline
+    ) -> Channel:
         if reply.transport == "memory":
             return SharedMemoryChannel(control)
         backend = require_backend(reply.transport)
@@ -252,7 +257,9 @@ class Receiver:
             if self._is_closed:
                 control.shut_down()
 
-    def _handle_offer(self, offer: Mapping[str, Any], control: ControlSocket, channel: Channel, reply: JoinReply) -> None:
+    def _handle_offer(
+        self, offer: Mapping[str, Any], control: ControlSocket, channel: Channel, reply: JoinReply
+    ) -> None:
         """Receive an offered version, or decline it with a reason."""
         deadline = Deadline(self._config.deadline_seconds)
         version, layout = offer.get("policy_version"), self._layout
@@ -270,7 +277,9 @@ class Receiver:
                 accepts=False,
                 reason="its tensors differ from those of the previous version",
             )
-            raise ConnectionLost(f"policy version {version} has other tensors than the previous version")
+            raise ConnectionLost(
+                f"policy version {version} has other tensors than the previous version"
+            )
         buffer = self._open_buffer(version, layout)
         try:
             control.send(deadline=deadline, accepts=True, buffer=channel.prepare_receive(buffer))
@@ -315,7 +324,8 @@ class Receiver:
             for coming in islice(ahead, MAX_PENDING_BUCKETS - len(pending)):
                 pending.append(
                     channel.receive(
-                        buffer[coming.start : coming.stop], deadline.within(self._config.stall_seconds)
+                        buffer[coming.start : coming.stop],
+                        deadline.within(self._config.stall_seconds),
                     )
                 )
             pending.popleft().wait()
@@ -330,7 +340,9 @@ class Receiver:
             if self._received is not None:
                 self._free_buffers.append(self._received.buffer)
                 self._received = None
-            fitting = [buffer for buffer in self._free_buffers if len(buffer.data) == layout.num_bytes]
+            fitting = [
+                buffer for buffer in self._free_buffers if len(buffer.data) == layout.num_bytes
+            ]
             self._free_buffers = fitting[1:]
         return fitting[0] if fitting else ReceiveBuffer(layout.num_bytes)
 

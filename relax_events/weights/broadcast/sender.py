@@ -83,7 +83,9 @@ class Broadcaster:
         self._announce_members()
         threading.Thread(target=self._accept_connections, name="broadcast", daemon=True).start()
 
-    def offer(self, tensors: Mapping[str, Tensor], *, policy_version: int) -> WeightsSnapshot | None:
+    def offer(
+        self, tensors: Mapping[str, Tensor], *, policy_version: int
+    ) -> WeightsSnapshot | None:
         """Send a version to every connected engine; return None if none is connected or too many
         versions are pending.
 
@@ -95,7 +97,9 @@ class Broadcaster:
             members = list(self._members)
         if not members:
             return None
-        pending = {id(connection.sending) for connection in members if connection.sending is not None}
+        pending = {
+            id(connection.sending) for connection in members if connection.sending is not None
+        }
         if len(pending) >= MAX_PENDING_VERSIONS:
             self.metrics.failed("skipped")
             log.warning(
@@ -153,7 +157,9 @@ class Broadcaster:
                 return
             with self._lock:
                 self._num_connections += 1
-                connection = EngineConnection(self, ControlSocket(accepted), group=str(self._num_connections))
+                connection = EngineConnection(
+                    self, ControlSocket(accepted), group=str(self._num_connections)
+                )
                 self._connections.append(connection)
             connection.thread.start()
 
@@ -174,7 +180,11 @@ class Broadcaster:
                     worker_ids=engines,
                 )
             )
-            log.info("broadcast_membership.published", membership_version=self._list_version, engines=engines)
+            log.info(
+                "broadcast_membership.published",
+                membership_version=self._list_version,
+                engines=engines,
+            )
 
 
 def listening_socket(host: str) -> socket.socket:

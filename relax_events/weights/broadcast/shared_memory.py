@@ -99,7 +99,9 @@ class SharedMemoryChannel:
         """See `Channel.begin_send`."""
         self._offset = self._peer_offset = 0
         key = json.dumps(buffer)
-        self._buffer = self._buffers.pop(key) if key in self._buffers else map_remote_buffer(buffer, num_bytes)
+        self._buffer = (
+            self._buffers.pop(key) if key in self._buffers else map_remote_buffer(buffer, num_bytes)
+        )
         self._buffers = dict([*self._buffers.items(), (key, self._buffer)][-NUM_BUFFERS:])
 
     def send(self, data: Tensor, deadline: Deadline) -> Transfer:

@@ -30,7 +30,11 @@ class BroadcastPublisher(StorePublisher):
         self._broadcaster = broadcaster
 
     def publish(
-        self, tensors: Mapping[str, Tensor], *, policy_version: int, sent_digest: bytes | None = None
+        self,
+        tensors: Mapping[str, Tensor],
+        *,
+        policy_version: int,
+        sent_digest: bytes | None = None,
     ) -> tuple[ObjectRef, bytes]:
         """Write the version to the store while it is sent to engines; sending may still be in
         progress when this returns.
@@ -40,7 +44,9 @@ class BroadcastPublisher(StorePublisher):
             return super().publish(tensors, policy_version=policy_version, sent_digest=sent_digest)
         try:
             sent_digest = transit_digest(tensors)
-            written = super().publish(tensors, policy_version=policy_version, sent_digest=sent_digest)
+            written = super().publish(
+                tensors, policy_version=policy_version, sent_digest=sent_digest
+            )
             snapshot.digest.set_result(sent_digest)
         finally:
             snapshot.digest.cancel()  # has no effect once it is set
