@@ -175,7 +175,7 @@ class Watched:
 def measure_round(run: Watched) -> dict[str, float]:
     """Have a worker come and go; return the seconds."""
     before, first_version = time.time(), run.num_versions
-    called, request_id, worker_id = run.call("out", "--to", "2")
+    called, request_id, worker_id = run.call("out", "--replicas", "2")
     times = {name: run.reaches(request_id, status) - called for name, status in OUT.items()}
     serving, serving_version = time.time(), run.num_versions
     has_written = run.until(
@@ -186,7 +186,7 @@ def measure_round(run: Watched) -> dict[str, float]:
     ends = time.monotonic() + SERVES_SECONDS
     run.until(lambda: time.monotonic() > ends, "it works for a while")
     called, worked, last_version = time.time(), time.time() - serving, run.num_versions
-    called, request_id, worker_id = run.call("in", "--to", "1", "--yes")
+    called, request_id, worker_id = run.call("in", "--replicas", "1", "--yes")
     times |= {name: run.reaches(request_id, status) - called for name, status in IN.items()}
     assert run.beats[worker_id].state is WorkerState.STOPPED
     return times | {

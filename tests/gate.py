@@ -46,7 +46,7 @@ CHOSEN = (
     "integration/test_dead_letters.py",
     "integration/test_embedded_broker.py",
     "integration/test_leases.py",
-    "integration/test_map_role.py",
+    "integration/test_sample_roles.py",
     "integration/test_step_commit.py",
     "integration/test_transactions.py",
     "e2e/test_bad_input.py",

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
-from jaxtyping import Float, Float32, Float64
+from jaxtyping import Float64
 
 from relax_events.errors import RewardError
 

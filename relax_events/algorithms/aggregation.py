@@ -48,8 +48,8 @@ def token_weights(
 
 
 def num_units(num_loss_tokens: Int[Tensor, " samples"], *, aggregation: Aggregation) -> int:
-    """Return the normaliser of the step's mean: loss tokens for `token_mean`, samples that have any for
-    the others.
+    """Return the normaliser of the step's mean: loss tokens for `token_mean`, samples that have any
+    for the others.
 
     Args:
         num_loss_tokens: Of each sample.

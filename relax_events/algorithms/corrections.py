@@ -101,9 +101,10 @@ def reject_samples(
     """Reject samples on which old and behaviour policy differ too much.
 
     With x = log w at each token: k1 = -x, k2 = x^2 / 2, k3 = e^x - 1 - x, estimates of KL(behaviour
-    policy || old). A sample is rejected where the estimate over its tokens is above `high`; with k1, where
-    exp(sum of x), or exp(mean of x), is outside [low, high]. It is vetoed where any token's w is
-    outside [veto_low, veto_high]. `correction_weights` handles the tokens of the other samples.
+    policy || old). A sample is rejected where the estimate over its tokens is above `high`; with
+    k1, where exp(sum of x), or exp(mean of x), is outside [low, high]. It is vetoed where any
+    token's w is outside [veto_low, veto_high]. `correction_weights` handles the tokens of the other
+    samples.
 
     Args:
         log_ratio: Old policy's log-probabilities minus the behaviour policy's, in nats.

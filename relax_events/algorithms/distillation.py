@@ -76,11 +76,11 @@ def sampled_divergence(
     sampling probability.
 
     Value and gradient are unbiased for any behaviour policy, up to a clamp of the log-ratios
-    at 20, and the value is never negative. For the reverse KL it is the ratio to the behaviour policy
-    times the estimator k3, whose gradient is ratio * log(p / q) * grad log p: that of the policy
-    gradient with advantage log(q / p). The others weigh by q over the sampling probability, whose
-    variance is high where the teacher prefers tokens that the policy rarely samples: prefer a set
-    of token ids for them.
+    at 20, and the value is never negative. For the reverse KL it is the ratio to the behaviour
+    policy times the estimator k3, whose gradient is ratio * log(p / q) * grad log p: that of the
+    policy gradient with advantage log(q / p). The others weigh by q over the sampling probability,
+    whose variance is high where the teacher prefers tokens that the policy rarely samples: prefer a
+    set of token ids for them.
 
     Args:
         logprobs: Of the policy, in nats; carries the gradient.

@@ -20,8 +20,8 @@ def kl_estimate(
     estimator: KlEstimator,
     behaviour_logprobs: Float[Tensor, " tokens"] | None = None,
 ) -> Float[Tensor, " tokens"]:
-    """Estimate KL(policy || base) from one sampled token: with d = logprobs - base_logprobs, k1 = d,
-    k2 = d^2 / 2, k3 = exp(-d) - 1 + d.
+    """Estimate KL(policy || base) from one sampled token: with d = logprobs - base_logprobs, k1 =
+    d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d.
 
     k1 is unbiased and may be negative; k2 is biased with low variance; k3 is unbiased, never
     negative; low_variance is k3 kept within -10 and 10. The value of k1 is unbiased, the expected
@@ -31,9 +31,9 @@ def kl_estimate(
         logprobs: Of the policy, in nats.
         base_logprobs: Of the base distribution, in nats.
         estimator: Which of them.
-        behaviour_logprobs: Of the behaviour policy, in nats. If given, the estimate is multiplied by
-            the ratio of policy to behaviour policy, with its gradient, before it is bounded: value
-            and gradient are then unbiased off-policy too.
+        behaviour_logprobs: Of the behaviour policy, in nats. If given, the estimate is multiplied
+            by the ratio of policy to behaviour policy, with its gradient, before it is bounded:
+            value and gradient are then unbiased off-policy too.
     Returns:
         The estimate at each token, in nats.
     Source: J. Schulman, Approximating KL divergence (joschu.net/blog/kl-approx.html); the ratio:

@@ -323,8 +323,8 @@ def dppo_tv_loss(tokens: LossTokens, *, trust_radius: float, ratio_cap: float) -
 
 
 def dppo_kl_loss(tokens: LossTokens, *, trust_radius: float, ratio_cap: float) -> PolicyLossOutput:
-    """Compute the DPPO loss with KL(old || policy) of the binary choice: q log(q / p) + (1 - q) log((1
-    - q) / (1 - p)).
+    """Compute the DPPO loss with KL(old || policy) of the binary choice: q log(q / p) + (1 - q)
+    log((1 - q) / (1 - p)).
 
     Args:
         tokens: See `LossTokens`.

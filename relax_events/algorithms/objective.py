@@ -12,8 +12,8 @@ from torch import Tensor
 
 from relax_events.algorithms.aggregation import num_units, token_weights
 from relax_events.algorithms.corrections import (
-    Rejection,
     CorrectionWeights,
+    Rejection,
     correction_weights,
     mask_off_policy_sequences,
     reject_samples,

@@ -21,7 +21,8 @@ class Whitening:
     eps: float = EPS
 
     def apply(self, values: Float64[np.ndarray, " values"]) -> Float64[np.ndarray, " values"]:
-        """Return the values with mean 0 and deviation 1 over the step; all zeros where they are equal.
+        """Return the values with mean 0 and deviation 1 over the step; all zeros where they are
+        equal.
 
         Source: REINFORCE++ (arXiv 2501.03262), global advantage normalisation; deviation with n.
         """
@@ -33,16 +34,16 @@ def second_moment_cutoff(squares: Float64[np.ndarray, " tokens"], *, threshold: 
     most the threshold (M2PO).
 
     It lies between the largest kept and the smallest dropped value, so that rounding in a second
-    forward pass does not matter. Equal values are kept or dropped together, so that the order of the
-    tokens does not matter.
+    forward pass does not matter. Equal values are kept or dropped together, so that the order of
+    the tokens does not matter.
 
     Args:
         squares: (logprobs - rollout_logprobs)^2 of every loss token of the step, in nats squared.
         threshold: Bound of their mean.
     Returns:
         The bound, infinite where nothing is dropped, -1 where everything is.
-    Source: M2PO (arXiv 2510.01161): the tokens with the largest second moment are dropped first, until
-    the mean of the others is small enough.
+    Source: M2PO (arXiv 2510.01161): the tokens with the largest second moment are dropped first,
+    until the mean of the others is small enough.
     """
     ordered = np.sort(squares)
     if not len(ordered):

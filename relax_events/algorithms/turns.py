@@ -25,8 +25,8 @@ def rewards_by_loss_token(
     token_rewards: NDArray[np.generic] | None,
     sample_id: str,
 ) -> Float64[np.ndarray, " loss_tokens"]:
-    """Return a sample's rewards by turn and by token at its loss tokens: a turn's reward at its last
-    token.
+    """Return a sample's rewards by turn and by token at its loss tokens: a turn's reward at its
+    last token.
 
     The rest of the sample's reward belongs to its last loss token and is not included.
 

@@ -39,7 +39,7 @@ def secure(
 
     Args:
         config: The run file, TOML.
-        overrides: section.key=value, laid over the run file.
+        overrides: section.key=value, overrides the run file.
         out: The folder, one for a cluster; broker.credentials or .relax/security when not given.
             What is there stays.
         hosts: Names of brokers that need a certificate, as clients use them; this machine always
@@ -168,7 +168,7 @@ def quota(
     bytes_per_second: float | None = None,
     request_percentage: float | None = None,
     mutations_per_second: float | None = None,
-    lift: bool = False,
+    remove: bool = False,
     dry_run: bool = False,
     yes: bool = False,
     output: Literal["table", "json"] = "table",
@@ -180,12 +180,12 @@ def quota(
 
     Args:
         config: The run file, TOML.
-        overrides: section.key=value, laid over the run file.
+        overrides: section.key=value, overrides the run file.
         bytes_per_second: To write, and to read; for each user of the run, or for each worker by its
             client id on a cluster without users.
         request_percentage: Of the time of one of the broker's threads; 200 is two threads.
         mutations_per_second: Partitions that are made, added or deleted.
-        lift: Take all quotas away.
+        remove: Take all quotas away.
         dry_run: Show what would be set and set nothing.
         yes: Don't ask.
         output: A table to read, or JSON for programs.
@@ -210,9 +210,9 @@ def quota(
         "mutations_per_second": mutations_per_second,
     }
     for name, value in given.items():
-        if value is not None and (lift or value <= 0):
+        if value is not None and (remove or value <= 0):
             raise ConfigError(
-                f"{name} must be above 0 and go without --lift, got {value:g}; --lift alone "
+                f"{name} must be above 0 and go without --remove, got {value:g}; --remove alone "
                 "takes quotas away"
             )
     values = {
@@ -222,7 +222,7 @@ def quota(
     }
     wanted: dict[str, float | None] = (
         dict.fromkeys(QUOTA_NAMES)
-        if lift
+        if remove
         else {name: value for name, value in values.items() if value is not None}
     )
     with locate_broker(load_run_config(config, overrides), by="relax broker quota") as settings:

@@ -11,14 +11,14 @@ COMMANDS = {
         "relax_events.cli.run:run",
         "Run everything on this machine, show progress, and end by itself.",
     ),
-    "doctor": ("relax_events.cli.run:doctor", "Check all that a run needs without starting it."),
+    "doctor": ("relax_events.cli.run:doctor", "Check everything a run needs, without starting it."),
     "worker": (
         "relax_events.cli.run:worker",
         "Run one worker of a role: what a container, a unit file or a shell starts.",
     ),
     "status": (
         "relax_events.cli.status:status",
-        "Show how a run stands, from another shell: live, or once.",
+        "Show the progress of a run from another shell, live or once.",
     ),
     "report": (
         "relax_events.cli.report:report",
@@ -26,44 +26,38 @@ COMMANDS = {
     ),
     "logs": (
         "relax_events.cli.logs:logs",
-        "Show what the workers of a run wrote into their logs, and follow them.",
+        "Show and follow the logs of a run's workers.",
     ),
     "health": (
         "relax_events.cli.health:health",
-        (
-            "Ask a worker on this machine, or all workers of a run, whether their work loops are "
-            "alive."
-        ),
+        ("Check a worker on this machine, or all workers of a run."),
     ),
     "topics": (
         "relax_events.cli.topics:app",
         (
-            "Plan, check and tend topics: plan, apply, check, describe, lag, tail, purge, reset, "
+            "Plan, check and operate topics: plan, apply, check, describe, lag, tail, purge, reset, "
             "export, import."
         ),
     ),
     "samples": (
         "relax_events.cli.samples:app",
-        "Look at what the model wrote and what became of it: tail, show, export.",
+        "Inspect samples and their outcomes: tail, show, export.",
     ),
     "runs": (
         "relax_events.cli.runs:app",
-        "The runs of a cluster: list, show, stop, timeline, replay, fork, delete.",
+        "List, inspect, replay, fork and delete runs: list, show, stop, timeline, replay, fork, delete.",
     ),
     "scale": (
         "relax_events.cli.scale:app",
-        "Have workers come and go while a run goes on: out, in, status, cancel.",
+        "Scale workers at runtime: out, in, status, cancel.",
     ),
     "lineage": (
         "relax_events.cli.lineage:app",
-        "Follow weights back to their data and data to the weights: version, sample, prompt.",
+        "Trace weights to their training data and back: version, sample, prompt.",
     ),
     "rewards": (
         "relax_events.cli.rewards:app",
-        (
-            "Look at the reward functions that score samples, and try them: list, show, score, "
-            "compare."
-        ),
+        ("List, inspect and try reward functions: list, show, score, compare."),
     ),
     "rescore": (
         "relax_events.cli.rescore:rescore",
@@ -71,19 +65,19 @@ COMMANDS = {
     ),
     "deadletter": (
         "relax_events.cli.deadletter:app",
-        "Look after records that roles could not use: list, show, requeue, drop.",
+        "Handle records that a role could not process: list, show, requeue, drop.",
     ),
     "schemas": (
         "relax_events.cli.schemas:app",
-        "Show and check the contract of the log: check, diff, show, release.",
+        "Show and check the event schemas: check, diff, show, release.",
     ),
     "alerts": (
         "relax_events.cli.alerts:app",
-        "Hand Prometheus's alerts on to chats, mails and pagers: forward.",
+        "Forward Prometheus alerts to chats, mail and pagers: forward.",
     ),
     "eval": (
         "relax_events.cli.eval:app",
-        "Look at how good the policy versions of a run are: show.",
+        "Show held-out evaluations of policy versions: show.",
     ),
     "ledger": (
         "relax_events.cli.ledger:app",
@@ -91,11 +85,11 @@ COMMANDS = {
     ),
     "algorithms": (
         "relax_events.cli.algorithms:app",
-        "Show what a run can be trained by: list, show.",
+        "List and describe the training algorithms: list, show.",
     ),
     "models": (
         "relax_events.cli.models:app",
-        "Make small models for trying things out: prepare, warm-start, make-tiny.",
+        "Make small models for experiments: prepare, sft-warmup, make-tiny.",
     ),
     "serve": (
         "relax_events.cli.serve:serve",
@@ -116,5 +110,5 @@ def help_text() -> str:
     """Return what `relax --help` prints."""
     width = max(map(len, COMMANDS)) + 2
     commands = "\n".join(f"  {name:<{width}}{text}" for name, (_, text) in COMMANDS.items())
-    more = "relax COMMAND --help tells more; relax --version tells the version."
+    more = "relax COMMAND --help shows more; relax --version shows the version."
     return "\n\n".join(["Usage: relax COMMAND", SUMMARY, EXAMPLE, f"Commands:\n{commands}", more])

@@ -1,4 +1,4 @@
-"""`relax deadletter`: records that roles could not use."""
+"""`relax deadletter`: records that a role could not process."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 app = App(
     name="deadletter",
     help=(
-        "Look after records that roles could not use.\n\nExample: relax deadletter list "
+        "List, show, requeue and drop records that a role could not process.\n\nExample: relax deadletter list "
         "configs/quickstart.toml"
     ),
 )
 Output = Literal["table", "json"]
-Letters = Annotated[list[str] | None, Parameter(name="--letter", negative="")]
-COLUMNS = ["letter", "time", "origin", "reason", "bytes", "key", "done"]
+Ids = Annotated[list[str] | None, Parameter(name="--id", negative="")]
+COLUMNS = ["id", "time", "origin", "reason", "bytes", "key", "resolution"]
 HEAD_BYTES = 256
 
 
@@ -34,7 +34,7 @@ def list_(
     *overrides: str,
     role: str = "",
     reason: str = "",
-    done: bool = False,
+    resolved: bool = False,
     output: Output = "table",
 ) -> None:
     """List dead letters, oldest first, and count them by reason.
@@ -43,10 +43,10 @@ def list_(
 
     Args:
         config: The run file, TOML.
-        overrides: section.key=value, laid over the run file.
+        overrides: section.key=value, overrides the run file.
         role: Only those of this role.
         reason: Only those with this class of error, such as PoisonSample.
-        done: Also those that were requeued or dropped.
+        resolved: Also those that were requeued or dropped.
         output: A table to read, or JSON for programs.
     """
     from relax_events.cli.output import print_json, print_table
@@ -59,13 +59,13 @@ def list_(
             for letter in read_dead_letters(log, roles=[role] if role else ())
             if reason in ("", letter.error_class)
         ]
-    letters = [letter for letter in letters if done or not letter.resolution]
+    letters = [letter for letter in letters if resolved or not letter.resolution]
     counts = Counter(f"{letter.role} {letter.error_class}" for letter in letters)
     if output == "json":
         print_json(
             {
                 "counts": counts,
-                "letters": [{"letter": letter.id, **asdict(letter)} for letter in letters],
+                "dead_letters": [{"id": letter.id, **asdict(letter)} for letter in letters],
             }
         )
         return
@@ -98,15 +98,20 @@ def _cells(letter: DeadLetter) -> list[Any]:
 
 
 @app.command
-def show(letter: str, config: Path, *overrides: str, output: Output = "table") -> None:
-    """Show one dead letter: where it came from, what is wrong with it, and what it holds.
+def show(
+    id_: Annotated[str, Parameter(name="ID")],
+    config: Path,
+    *overrides: str,
+    output: Output = "table",
+) -> None:
+    """Show one dead letter: its origin, its error and its content.
 
     Example: relax deadletter show reward@12 configs/quickstart.toml
 
     Args:
-        letter: As `list` names it.
+        id_: Id of the dead letter, as `list` shows it.
         config: The run file, TOML.
-        overrides: section.key=value, laid over the run file.
+        overrides: section.key=value, overrides the run file.
         output: Text to read, or JSON for programs.
     """
     from relax_events.cli.output import print_json, print_pairs
@@ -115,7 +120,7 @@ def show(letter: str, config: Path, *overrides: str, output: Output = "table") -
     from relax_events.ops.topic_tail import read_record
 
     with open_run_log(config, overrides, name="deadletter") as log:
-        found, record = read_dead_letter(log, letter)
+        found, record = read_dead_letter(log, id_)
         read = read_record(log, record)
     document = {
         **asdict(found),
@@ -148,34 +153,33 @@ def hex_lines(data: bytes) -> list[str]:
 def requeue(
     config: Path,
     *overrides: str,
-    letter: Letters = None,
+    ids: Ids = None,
     role: str = "",
     reason: str = "",
     all_: Annotated[bool, Parameter(name="--all", negative="")] = False,
-    again: bool = False,
+    force: bool = False,
     dry_run: bool = False,
     yes: bool = False,
 ) -> int:
-    """Write records back to where they came from, so that the role takes them again; what is done
-    already is refused.
+    """Write records back to their origin topic, so that the role processes them again.
 
     Example: relax deadletter requeue configs/quickstart.toml --role reward --dry-run
 
     Args:
         config: The run file, TOML.
-        overrides: section.key=value, laid over the run file.
-        letter: A letter as `list` names it; may be given several times.
+        overrides: section.key=value, overrides the run file.
+        ids: Id of a dead letter, as `list` shows it; may be given several times.
         role: Those of this role.
         reason: Those with this class of error.
         all_: Those of every role.
-        again: Also those that were requeued or dropped before.
+        force: Also those that were requeued or dropped before.
         dry_run: Show which, and write nothing.
         yes: Don't ask.
     """
     from relax_events.cli.run_reader import open_run_log
     from relax_events.ops import dead_letters
 
-    selection = dead_letters.Selection(letter or (), role, reason, all_, again)
+    selection = dead_letters.Selection(ids or (), role, reason, all_, force)
     with open_run_log(config, overrides, name="deadletter") as log:
         letters = _choose(log, selection, "requeue", dry_run=dry_run, yes=yes)
         if letters is None:
@@ -190,24 +194,24 @@ def requeue(
 def drop(
     config: Path,
     *overrides: str,
-    because: str,
-    letter: Letters = None,
+    comment: str,
+    ids: Ids = None,
     role: str = "",
     reason: str = "",
     all_: Annotated[bool, Parameter(name="--all", negative="")] = False,
     dry_run: bool = False,
     yes: bool = False,
 ) -> int:
-    """Mark dead letters as dealt with, with a reason; the records stay on the log.
+    """Mark dead letters as dropped, with a comment; the records stay on the log.
 
-    Example: relax deadletter drop configs/quickstart.toml --letter reward@12 --because "written by
+    Example: relax deadletter drop configs/quickstart.toml --id reward@12 --comment "written by
         a test"
 
     Args:
         config: The run file, TOML.
-        overrides: section.key=value, laid over the run file.
-        because: Why, for whoever looks later.
-        letter: A letter as `list` names it; may be given several times.
+        overrides: section.key=value, overrides the run file.
+        comment: Why the records are dropped, kept with the resolution.
+        ids: Id of a dead letter, as `list` shows it; may be given several times.
         role: Those of this role.
         reason: Those with this class of error.
         all_: Those of every role.
@@ -217,13 +221,13 @@ def drop(
     from relax_events.cli.run_reader import open_run_log
     from relax_events.ops import dead_letters
 
-    selection = dead_letters.Selection(letter or (), role, reason, all_)
+    selection = dead_letters.Selection(ids or (), role, reason, all_)
     with open_run_log(config, overrides, name="deadletter") as log:
         letters = _choose(log, selection, "drop", dry_run=dry_run, yes=yes)
         if letters is None:
             return 0 if dry_run else 6
         producer = _producer(log)
-        print(f"dropped {dead_letters.drop(log, letters, producer, reason=because)} records")
+        print(f"dropped {dead_letters.drop(log, letters, producer, reason=comment)} records")
         producer.close()
     return 0
 
@@ -231,11 +235,13 @@ def drop(
 def _choose(
     log: RunLog, selection: Selection, verb: str, *, dry_run: bool, yes: bool
 ) -> list[DeadLetter] | None:
-    """Show which letters are meant; return them if it may be done."""
+    """Show the selected dead letters; return them when the user agrees."""
     from relax_events.cli.output import agreed, print_table
     from relax_events.ops.dead_letters import read_dead_letters
 
-    letters = selection.choose(read_dead_letters(log, roles=[selection.role] if selection.role else ()))
+    letters = selection.choose(
+        read_dead_letters(log, roles=[selection.role] if selection.role else ())
+    )
     print_table(COLUMNS, [_cells(letter) for letter in letters])
     if dry_run:
         print(f"would {verb} {len(letters)} records", file=sys.stderr)

@@ -26,7 +26,7 @@ def show(
 
     Args:
         config: The run file, TOML.
-        overrides: section.key=value, laid over the run file.
+        overrides: section.key=value, overrides the run file.
         dataset: Show only this one.
         output: A table to read, or JSON for programs.
     """

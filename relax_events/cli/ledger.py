@@ -29,7 +29,7 @@ def check(config: Path, *overrides: str, output: Literal["table", "json"] = "tab
 
     Args:
         config: The run file, TOML.
-        overrides: section.key=value, laid over the run file.
+        overrides: section.key=value, overrides the run file.
         output: A table to read, or JSON for programs.
     """
     from relax_events.cli.output import print_json, print_pairs

@@ -38,7 +38,7 @@ def version(policy_version: int, config: Path, *overrides: str, output: Output =
     Args:
         policy_version: The version; 0 are the initial weights.
         config: The run file, TOML.
-        overrides: section.key=value, laid over the run file.
+        overrides: section.key=value, overrides the run file.
         output: Text to read, or JSON for programs.
     """
     from relax_events.cli.run_reader import note_unreadable, open_run_log
@@ -100,7 +100,7 @@ def sample(sample_id: str, config: Path, *overrides: str, output: Output = "tabl
     Args:
         sample_id: Such as 000012-0003-0/5.
         config: The run file, TOML.
-        overrides: section.key=value, laid over the run file.
+        overrides: section.key=value, overrides the run file.
         output: Text to read, or JSON for programs.
     """
     from relax_events.cli.run_reader import note_unreadable, open_run_log
@@ -156,7 +156,7 @@ def prompt(row_or_id: str, config: Path, *overrides: str, output: Output = "tabl
     Args:
         row_or_id: A row of the data, from 0, or the id of a prompt group.
         config: The run file, TOML.
-        overrides: section.key=value, laid over the run file.
+        overrides: section.key=value, overrides the run file.
         output: A table to read, or JSON for programs.
     """
     from relax_events.cli.run_reader import note_unreadable, open_run_log
@@ -204,7 +204,13 @@ def _print_uses(uses: list[PromptUse]) -> None:
         if use.samples:
             print()
             lines = [
-                [line.sample_id, line.policy_version, line.outcome, figure(line.reward), line.position]
+                [
+                    line.sample_id,
+                    line.policy_version,
+                    line.outcome,
+                    figure(line.reward),
+                    line.position,
+                ]
                 for line in use.samples
             ]
             print_table(["sample", "version", "outcome", "reward", "record"], lines)

@@ -37,7 +37,13 @@ def logs(
     import orjson
 
     from relax_events.cli.run_reader import reader_may_leave, run_folder
-    from relax_events.history.worker_logs import LogLine, LogTail, log_files, read_lines, filter_by_level
+    from relax_events.history.worker_logs import (
+        LogLine,
+        LogTail,
+        log_files,
+        read_lines,
+        filter_by_level,
+    )
 
     def show(line: LogLine) -> None:
         print(orjson.dumps(asdict(line)).decode() if output == "json" else line, flush=follow)

@@ -26,7 +26,7 @@ def prepare(config: Path, *overrides: str) -> None:
 
     Args:
         config: The run file, TOML.
-        overrides: section.key=value, laid over the run file.
+        overrides: section.key=value, overrides the run file.
     """
     from relax_events.config import load_run_config
     from relax_events.examples.model_preparation import prepare_model
@@ -39,16 +39,16 @@ def prepare(config: Path, *overrides: str) -> None:
         claim_store(ObjectStore.open(loaded.objects_uri, waits=False), run_id=loaded.run.id)
 
 
-@app.command(name="warm-start")
+@app.command(name="sft-warmup")
 def sft_warmup(config: Path, *overrides: str, output: Path | None = None) -> None:
     """Train the model of a run file on reference answers for `sft_warmup.steps` steps; print the
     folder written.
 
-    Example: relax models warm-start configs/quickstart.toml --output .relax/models/warm
+    Example: relax models sft-warmup configs/quickstart.toml --output .relax/models/warm
 
     Args:
         config: The run file, TOML.
-        overrides: section.key=value, laid over the run file.
+        overrides: section.key=value, overrides the run file.
         output: Where the trained model goes; the place of the old one when not given.
     """
     from relax_events.config import load_run_config

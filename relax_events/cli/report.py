@@ -16,7 +16,7 @@ def report(config: Path, *overrides: str) -> int:
 
     Args:
         config: The run file, TOML.
-        overrides: section.key=value, laid over the run file.
+        overrides: section.key=value, overrides the run file.
     """
     from relax_events.config import load_run_config
     from relax_events.history.runs.replay import resolve_parent
@@ -30,7 +30,9 @@ def report(config: Path, *overrides: str) -> int:
         with closing(open_admin(settings, name="report")) as admin:
             require_run(settings, admin.topics(TopicPlan.from_config(settings).topic("")))
         settings = resolve_parent(settings)
-        settings, _ = resolve_defaults(settings, known=known_settings(settings, read_last_session(settings)))
+        settings, _ = resolve_defaults(
+            settings, known=known_settings(settings, read_last_session(settings))
+        )
         written, ledger = rewrite_report(settings)
     outcome = "reached its goal" if written["succeeded"] else "did not reach its goal"
     print(

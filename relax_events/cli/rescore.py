@@ -39,7 +39,7 @@ def rescore(
 
     Args:
         config: The run file, TOML.
-        overrides: section.key=value, laid over the run file.
+        overrides: section.key=value, overrides the run file.
         reward: A name that `relax rewards list` knows, or path/to/file.py:function.
         option: A setting of the function, NAME=VALUE; may be given several times.
         name: Of the scores, for their topic `reward.scores.NAME`; by default after the function.
@@ -55,7 +55,10 @@ def rescore(
     from relax_events.history.samples.rescoring import rescore as rescore_run
     from relax_events.history.samples.rescoring import default_scores_name
 
-    versions, topic_name = parse_bounds(version, flag="--version"), name or default_scores_name(reward)
+    versions, topic_name = (
+        parse_bounds(version, flag="--version"),
+        name or default_scores_name(reward),
+    )
     with open_run_log(config, overrides, name="rescore") as log:
         run = log.config.reward
         if log.config.is_replay:  # in its run file stands what the log of its source says

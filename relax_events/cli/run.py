@@ -31,7 +31,7 @@ def run(config: Path, *overrides: str, accept_changes: bool = False) -> None:
 
     Args:
         config: The run file, TOML.
-        overrides: section.key=value, laid over the run file.
+        overrides: section.key=value, overrides the run file.
         accept_changes: Resume also with changes of the run file that change what is trained from
             here on.
     """
@@ -69,12 +69,15 @@ def worker(role: str, config: Path, *overrides: str, index: int | Literal["host"
         role: prompter, rollout, reward, judge, reference, actor-forward, critic, teacher,
             advantage, trainer, evaluator, controller or metrics.
         config: The run file, TOML.
-        overrides: section.key=value, laid over the run file.
+        overrides: section.key=value, overrides the run file.
         index: Tells workers of one role apart; `host` takes one from the machine's name, for
             replicas that are started alike.
     """
     from relax_events.config import load_run_config
-    from relax_events.launcher.parent_watch import drain_when_supervisor_exits, worker_index_from_hostname
+    from relax_events.launcher.parent_watch import (
+        drain_when_supervisor_exits,
+        worker_index_from_hostname,
+    )
     from relax_events.runtime.private_files import keep_private
     from relax_events.session.broker_address import attach, open_admin
     from relax_events.session.resume import resolve_worker_config
@@ -101,7 +104,7 @@ def doctor(config: Path, *overrides: str) -> int:
 
     Args:
         config: The run file, TOML.
-        overrides: section.key=value, laid over the run file.
+        overrides: section.key=value, overrides the run file.
     """
     from relax_events.cli.output import print_table
     from relax_events.config import load_run_config

@@ -79,7 +79,9 @@ def open_run(
 
     run_file = load_run_config(Path(run)) if is_run_file(run) else None
     cluster = (
-        Cluster.from_options(config=config, bootstrap_servers=bootstrap_servers, directory=directory)
+        Cluster.from_options(
+            config=config, bootstrap_servers=bootstrap_servers, directory=directory
+        )
         if run_file is None
         else Cluster.from_run_file(run_file)
     )

@@ -36,7 +36,9 @@ their goodbye us."""
 def _cluster(config: Path | None, bootstrap_servers: str, directory: Path) -> Cluster:
     from relax_events.history.cluster import Cluster
 
-    return Cluster.from_options(config=config, bootstrap_servers=bootstrap_servers, directory=directory)
+    return Cluster.from_options(
+        config=config, bootstrap_servers=bootstrap_servers, directory=directory
+    )
 
 
 @contextmanager
@@ -216,7 +218,7 @@ def timeline(
 
     Args:
         config: The run file.
-        overrides: section.key=value, laid over the run file.
+        overrides: section.key=value, overrides the run file.
         out: The file to write; one that is there is replaced.
     """
     import orjson
@@ -436,7 +438,9 @@ def _train(
         print(format_closing_line(report, settings.run_directory))
         if not verify:
             return 0
-        found = verify_replay(Cluster.from_run_file(settings).connection(name="runs"), choice.run, new)
+        found = verify_replay(
+            Cluster.from_run_file(settings).connection(name="runs"), choice.run, new
+        )
         same = f"{found.num_steps} steps are those of {choice.run}, bit for bit"
         print(f"differs from {choice.run}: {found.difference}" if found.difference else same)
         return 6 if found.difference else 0

@@ -81,7 +81,7 @@ HEAD = (
 )
 FIXED_WIDTH = len(HEAD) - len("completion")
 TOKEN_COLUMNS = [
-    "place",
+    "position",
     "token",
     "text",
     "trained",

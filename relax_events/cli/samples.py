@@ -44,7 +44,7 @@ def tail(
 
     Args:
         config: The run file, TOML.
-        overrides: section.key=value, laid over the run file.
+        overrides: section.key=value, overrides the run file.
         which: Which samples.
         from_: Start with the oldest sample, or with those that are generated from now on.
         last: Start with so many of the newest samples that are there.
@@ -90,7 +90,7 @@ def show(
     *overrides: str,
     tokens: bool = False,
     output: Output = "table",
-    to: Path | None = None,
+    output_file: Path | None = None,
 ) -> None:
     """Show a sample: the conversation, its reward, what became of it, and its tokens if asked for.
 
@@ -99,10 +99,10 @@ def show(
     Args:
         sample_id: Such as 000012-0003-0/5.
         config: The run file, TOML.
-        overrides: section.key=value, laid over the run file.
+        overrides: section.key=value, overrides the run file.
         tokens: Add a table of all tokens with their log-probabilities, advantages and loss mask.
         output: Text to read, or JSON for programs.
-        to: Write an HTML page instead, which shows pictures and clips and plays sounds.
+        output_file: Write an HTML page instead, with images, videos and audio.
     """
     from relax_events.cli.output import print_json
     from relax_events.cli.run_reader import note_unreadable, open_run_log
@@ -112,8 +112,8 @@ def show(
     with open_run_log(config, overrides, name="samples") as log:
         detail = read_detail(log, sample_id, with_tokens=tokens)
         note_unreadable(log)
-        if to is not None:
-            _write_page(log, detail.view, to)
+        if output_file is not None:
+            _write_page(log, detail.view, output_file)
             return
     if output == "json":
         print_json(sample_document(detail))
@@ -133,7 +133,7 @@ def _write_page(log: RunLog, view: SampleView, path: Path) -> None:
 def export(
     config: Path,
     *overrides: str,
-    to: Path | None = None,
+    output_file: Path | None = None,
     which: Annotated[Which, Parameter(name="*")] = EVERYTHING,
     tokens: bool = False,
     media: Path | None = None,
@@ -143,15 +143,15 @@ def export(
     """Write samples into a .jsonl or .parquet file, with their media beside it, or into an .html
     page that shows them.
 
-    Example: relax samples export configs/quickstart.toml --to samples.jsonl --reward 0.9..
+    Example: relax samples export configs/quickstart.toml --output-file samples.jsonl --reward 0.9..
 
     Args:
         config: The run file, TOML.
-        overrides: section.key=value, laid over the run file.
-        to: The file; without it JSON lines go to stdout.
+        overrides: section.key=value, overrides the run file.
+        output_file: File to write; without it JSON lines go to stdout.
         which: Which samples.
         tokens: Add token ids, loss mask and rollout log-probabilities.
-        media: Folder for images, sounds and clips; by default `<file>-media` beside the file.
+        media: Folder for images, videos and audio; by default `<file>-media` beside the file.
         last: Write only so many of the newest samples.
         limit: End after so many samples.
     """
@@ -163,11 +163,13 @@ def export(
     with open_run_log(config, overrides, name="samples") as log:
         views = read_last_samples(log, wanted, count=last) if last else read_samples(log, wanted)
         with (
-            reader_may_leave() if to is None else nullcontext(),
-            open_export(log, to, media=media, tokens=tokens) as exported,
+            reader_may_leave() if output_file is None else nullcontext(),
+            open_export(log, output_file, media=media, tokens=tokens) as exported,
         ):
             for view in islice(views, limit):
                 exported.add(view)
         note_unreadable(log)
-    if to is not None:
-        print(f"wrote {exported.num_rows} samples to {to}, with {exported.num_media} media")
+    if output_file is not None:
+        print(
+            f"wrote {exported.num_rows} samples to {output_file}, with {exported.num_media} media"
+        )

@@ -1,4 +1,4 @@
-"""`relax scale`: workers come and go while a run goes on, by the API of its controller."""
+"""`relax scale`: add and remove workers at runtime, by the API of the controller."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ if TYPE_CHECKING:
 app = App(
     name="scale",
     help=(
-        "Have workers come and go while a run goes on.\n\nExample: relax scale out "
-        "configs/quickstart.toml --to 3"
+        "Scale workers at runtime.\n\nExample: relax scale out configs/quickstart.toml --replicas 3"
     ),
 )
 Output = Literal["table", "json"]
 Target = Annotated[
     int,
     Parameter(
-        name=["--to", "-n"],
-        help="Workers that there shall be in all; 0 where --engine-url says it.",
+        name=["--replicas", "-n"],
+        help="Total number of workers after the change; leave out with --engine-url.",
     ),
 ]
 Urls = Annotated[
@@ -34,11 +33,11 @@ Urls = Annotated[
         help="An SGLang server, as http://host:port; may be given several times.",
     ),
 ]
-Api = Annotated[str, Parameter(help="Where the API is; by default what the run's folder says.")]
+Api = Annotated[str, Parameter(help="Address of the API; by default from the run's folder.")]
 TokenFile = Annotated[
     Path | None, Parameter(help="File that holds its token; by default the run's own.")
 ]
-COLUMNS = ("request", "status", "model", "workers", "what", "made", "error")
+COLUMNS = ("request", "status", "model", "workers", "kind", "created", "error")
 
 
 def _client(
@@ -60,7 +59,7 @@ def _client(
 def out(
     config: Path,
     *overrides: str,
-    to: Target = 0,
+    replicas: Target = 0,
     engine_url: Urls = (),
     model: str = "default",
     timeout_seconds: float | None = None,
@@ -73,26 +72,26 @@ def out(
     """Have as many workers as asked for, or attach to SGLang servers; returns at once, and `relax
     scale status` shows what becomes of it.
 
-    Example: relax scale out configs/quickstart.toml --to 3
+    Example: relax scale out configs/quickstart.toml --replicas 3
 
     Args:
         config: The run file, TOML.
-        overrides: section.key=value, laid over the run file.
-        to: Workers that there shall be in all; 0 where --engine-url says it.
+        overrides: section.key=value, overrides the run file.
+        replicas: Total number of workers after the change; leave out with --engine-url.
         engine_url: An SGLang server, as http://host:port; may be given several times.
         model: `default` are the rollout workers; reward, judge, reference, actor-forward and
             teacher can be scaled as well.
         timeout_seconds: How long they may take until they serve; by default
             scaling.timeout_seconds.
-        key: A call that is repeated with the same key makes no second request.
+        key: Idempotency key: a repeated call with the same key makes no second request.
         dry_run: Say what would be done, and do nothing.
-        url: Where the API is; by default what the run's folder says.
+        url: Address of the API; by default from the run's folder.
         token_file: File that holds its token; by default the run's own.
         output: A table to read, or JSON for programs.
     """
     body = {
         "model_name": model,
-        "num_replicas": to,
+        "num_replicas": replicas,
         "engine_urls": list(engine_url),
         "timeout_secs": timeout_seconds,
         "dry_run": dry_run,
@@ -106,7 +105,7 @@ def out(
 def scale_in(
     config: Path,
     *overrides: str,
-    to: Target = 0,
+    replicas: Target = 0,
     engine_url: Urls = (),
     model: str = "default",
     timeout_seconds: float | None = None,
@@ -118,32 +117,30 @@ def scale_in(
     token_file: TokenFile = None,
     output: Output = "table",
 ) -> int:
-    """Have no more workers than asked for: the newest finish what they hold and go, those that the
-    run started with stay.
+    """Remove workers: the newest drain and stop; those that the run started with stay.
 
-    Example: relax scale in configs/quickstart.toml --to 1 --dry-run
+    Example: relax scale in configs/quickstart.toml --replicas 1 --dry-run
 
     Args:
         config: The run file, TOML.
-        overrides: section.key=value, laid over the run file.
-        to: Workers that there shall be in all; 0 where --engine-url says it.
-        engine_url: An SGLang server to let go, as http://host:port; may be given several times.
+        overrides: section.key=value, overrides the run file.
+        replicas: Total number of workers after the change; leave out with --engine-url.
+        engine_url: An SGLang server to remove, as http://host:port; may be given several times.
         model: `default` are the rollout workers; reward, judge, reference, actor-forward and
             teacher can be scaled as well.
-        timeout_seconds: How long they may take to finish; by default workers.drain_seconds, and no
-            longer than that.
-        force: Don't wait for what they hold; others generate it again.
-        key: A call that is repeated with the same key makes no second request.
-        dry_run: Say who would go, and let nobody go.
+        timeout_seconds: Deadline for draining, at most workers.drain_seconds, the default.
+        force: Don't drain: other workers generate their prompt groups again.
+        key: Idempotency key: a repeated call with the same key makes no second request.
+        dry_run: Show which workers would be removed, and remove none.
         yes: Don't ask.
-        url: Where the API is; by default what the run's folder says.
+        url: Address of the API; by default from the run's folder.
         token_file: File that holds its token; by default the run's own.
         output: A table to read, or JSON for programs.
     """
     client = _client(config, overrides, url, token_file)
     body = {
         "model_name": model,
-        "num_replicas": to,
+        "num_replicas": replicas,
         "engine_urls": list(engine_url),
         "timeout_secs": timeout_seconds,
         "force": force,
@@ -152,7 +149,7 @@ def scale_in(
     if dry_run or not rehearsed["selected_engines"]:
         _show_answer(rehearsed, output)
         return 0
-    if not agreed(f"let {', '.join(rehearsed['selected_engines'])} go?", yes=yes):
+    if not agreed(f"Remove workers {', '.join(rehearsed['selected_engines'])}?", yes=yes):
         return 6
     _show_answer(client.call("POST", "scale_in", body, key=key), output)
     return 0
@@ -166,14 +163,14 @@ def status(
     token_file: TokenFile = None,
     output: Output = "table",
 ) -> None:
-    """Show a run's workers of the roles that can be scaled, and what was asked for.
+    """Show the workers of the scalable roles, and the scaling requests.
 
     Example: relax scale status configs/quickstart.toml
 
     Args:
         config: The run file, TOML.
-        overrides: section.key=value, laid over the run file.
-        url: Where the API is; by default what the run's folder says.
+        overrides: section.key=value, overrides the run file.
+        url: Address of the API; by default from the run's folder.
         token_file: File that holds its token; by default the run's own.
         output: A table to read, or JSON for programs.
     """
@@ -238,15 +235,15 @@ def cancel(
     token_file: TokenFile = None,
     output: Output = "table",
 ) -> None:
-    """Take a request for more workers back that is not over; whatever it has made goes.
+    """Cancel an open scale-out request; workers that it started are removed.
 
     Example: relax scale cancel configs/quickstart.toml scale-out-0123456789ab
 
     Args:
         config: The run file, TOML.
         request: Its id, as `relax scale status` shows it.
-        overrides: section.key=value, laid over the run file.
-        url: Where the API is; by default what the run's folder says.
+        overrides: section.key=value, overrides the run file.
+        url: Address of the API; by default from the run's folder.
         token_file: File that holds its token; by default the run's own.
         output: A table to read, or JSON for programs.
     """

@@ -35,7 +35,7 @@ def check(
 
     Args:
         config: A run file, TOML: checks also against what the run's writers have published.
-        overrides: section.key=value, laid over the run file.
+        overrides: section.key=value, overrides the run file.
         directory: Folder of .avsc files with their releases; by default the installed ones.
         output: A table to read, or JSON for programs.
     """

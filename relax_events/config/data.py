@@ -217,7 +217,10 @@ class DataConfig(RowsConfig):
                 "multimodal_keys need a chat template, which knows how media stand in a "
                 "prompt; leave data.chat_template out"
             )
-        if self.pass_rate_range is not None and not self.pass_rate_range[0] <= self.pass_rate_range[1]:
+        if (
+            self.pass_rate_range is not None
+            and not self.pass_rate_range[0] <= self.pass_rate_range[1]
+        ):
             raise ValueError(
                 "pass_rate_range must be [low, high] with low <= high, got "
                 f"{list(self.pass_rate_range)}; set data.pass_rate_range"

@@ -130,7 +130,9 @@ def _of_drain(
         f"an answer of {longest} tokens at {SLOW_TOKENS_PER_SECOND:g} a second, at least "
         f"{LEAST_DRAIN_SECONDS:g} s"
     )
-    yield Derived("workers.drain_seconds", min(wanted, config.health.progress_timeout_seconds), reason)
+    yield Derived(
+        "workers.drain_seconds", min(wanted, config.health.progress_timeout_seconds), reason
+    )
 
 
 def _of_threads(

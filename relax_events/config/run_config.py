@@ -308,9 +308,7 @@ class RunConfig(Section):
     def _ranks_have_shards(self) -> RunConfig:
         if self.trainer.ranks > self.broker.partitions_per_version:
             ranks = self.trainer.ranks
-            need = (
-                f"trainer.ranks = {ranks} needs broker.partitions_per_version >= {ranks}, got {self.broker.partitions_per_version}"
-            )
+            need = f"trainer.ranks = {ranks} needs broker.partitions_per_version >= {ranks}, got {self.broker.partitions_per_version}"
             raise ValueError(
                 f"every rank reads shards of its own: {need}; set broker.partitions_per_version or trainer.ranks"
             )

@@ -85,7 +85,10 @@ RULES: Mapping[str, tuple[Rule, str]] = {
     "broker": (FREE, "how the broker is reached"),
     "broker.partitions_per_version": (NEVER, "the partitions follow from it"),
     "broker.queue_partitions": (NEVER, "the queue of prompts has that many partitions"),
-    "broker.prompt_queue": (NEVER, "prompt groups that are leased in one way are not known in the other"),
+    "broker.prompt_queue": (
+        NEVER,
+        "prompt groups that are leased in one way are not known in the other",
+    ),
     "objects": (FREE, "what is stored from here on"),
     "objects.uri": (
         ACCEPTED,
@@ -141,7 +144,7 @@ RULES: Mapping[str, tuple[Rule, str]] = {
     "trainer.collective_timeout_seconds": (FREE, "when a rank counts as lost"),
     "sft_warmup": (NEVER, "the model has been made"),
     "weights": (FREE, "how versions travel"),
-"parent": (NEVER, "it is where the run began"),
+    "parent": (NEVER, "it is where the run began"),
     "parent.objects_uri": (FREE, "a store that was moved is the same store"),
     "parent.until_version": (FREE, "another goal of a replay"),
     "parent.follow": (FREE, "another goal of a replay"),

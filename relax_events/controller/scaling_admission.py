@@ -153,8 +153,8 @@ def _find_repeated_call(state: ScaleState, command: ScaleCommand) -> ScaleReques
     )
     if known is not None and known.digest != command.digest:
         raise ConflictError(
-            f"the key {command.key} belongs to request {known.request_id}, which command for "
-            "something else; take another key"
+            f"the key {command.key} belongs to request {known.request_id}, "
+            "with other arguments; take another key"
         )
     return known
 

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from relax_events.config import RowsConfig
-from relax_events.data.rows import PromptRow, InvalidRows, add_system_prompt
+from relax_events.data.rows import InvalidRows, PromptRow, add_system_prompt
 from relax_events.errors import ConfigError, EnvironmentProblem
 from relax_events.events.parts import ChatMessage
 

@@ -14,7 +14,7 @@ import orjson
 
 from relax_events.config import RowsConfig
 from relax_events.data.columns import ColumnReader
-from relax_events.data.rows import PromptRow, InvalidRows
+from relax_events.data.rows import InvalidRows, PromptRow
 from relax_events.errors import ConfigError
 from relax_events.regular_files import open_regular
 
@@ -41,7 +41,8 @@ class JsonlSource:
         Args:
             path: The file.
             config: Names the columns and the system prompt.
-            span: The rows to use. section: Section of the run file that names the file, for errors.
+            span: The rows to use.
+            section: Section of the run file that names the file, for errors.
         Raises:
             ConfigError: The file can't be read or has no rows, or more rows are invalid than
                 allowed; the text names file and line.

@@ -17,7 +17,7 @@ from typing import Any
 
 from relax_events.config import RowsConfig
 from relax_events.data.columns import ColumnReader
-from relax_events.data.rows import PromptRow, InvalidRows
+from relax_events.data.rows import InvalidRows, PromptRow
 from relax_events.errors import ConfigError, EnvironmentProblem
 
 try:
@@ -64,7 +64,8 @@ class ParquetSource:
         Args:
             path: A file, or a folder of files.
             config: Names split, columns and system prompt.
-            span: The rows to use. section: Section of the run file that names the path, for errors.
+            span: The rows to use.
+            section: Section of the run file that names the path, for errors.
         Raises:
             ConfigError: There is no such file, it is not Parquet or has no rows, or more rows are
                 invalid than allowed.
@@ -183,8 +184,8 @@ def parquet_files(path: Path, split: str, *, section: str) -> list[Path]:
     Args:
         path: A file, or a folder in Hugging Face layout: `train-00000-of-00002.parquet`, also in
             folders below, or `train/0000.parquet`.
-        split: Selects the files whose name begins with it, or whose folder has that name. section:
-            Section of the run file that names the path, for errors.
+        split: Selects the files whose name begins with it, or whose folder has that name.
+        section: Section of the run file that names the path, for errors.
     Raises:
         ConfigError: There are none; the text lists the known splits.
     """

@@ -65,9 +65,7 @@ class RewardHistory:
 
     def entries(self) -> Iterator[tuple[DatasetRow, float]]:
         """Yield all entries, oldest first by row; adding them to an empty history copies it."""
-        return (
-            (row, reward) for row, rewards in self._mean_rewards.items() for reward in rewards
-        )
+        return ((row, reward) for row, rewards in self._mean_rewards.items() for reward in rewards)
 
 
 class LengthFilter:
@@ -97,7 +95,9 @@ class LengthFilter:
     ) -> FilterResult:
         """See `Judge`."""
         try:
-            num_tokens = len(self._renderer.prompt_tokens(self._read_messages(row), tools=row.tools))
+            num_tokens = len(
+                self._renderer.prompt_tokens(self._read_messages(row), tools=row.tools)
+            )
         except PoisonSample:
             return "refused_by_template"
         if num_tokens < self._min:

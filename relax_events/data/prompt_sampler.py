@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from relax_events.data.prompt_filter import RewardHistory, PromptFilter, FilterResult
+from relax_events.data.prompt_filter import FilterResult, PromptFilter, RewardHistory
 from relax_events.data.stream import PromptStream
 from relax_events.errors import ConfigError
 

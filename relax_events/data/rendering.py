@@ -45,10 +45,10 @@ class PromptRenderer:
         """Use a loaded tokenizer.
 
         Args:
-            tokenizer: The policy's tokenizer. config: Whether the chat template is used, and its
-                options. stop_token_ids: Tokens that end a completion in addition to the tokenizer's
-                end token. layout: Token layout of media in a prompt; None for a model that reads
-                text only.
+            tokenizer: The policy's tokenizer.
+            config: Whether the chat template is used, and its options.
+            stop_token_ids: Tokens that end a completion in addition to the tokenizer's end token.
+            layout: Token layout of media in a prompt; None for a model that reads text only.
         Raises:
             ConfigError: The tokenizer lacks the chat template that the config requires, or no token
                 ends a completion.
@@ -76,7 +76,8 @@ class PromptRenderer:
 
         Args:
             path: The folder.
-            config: The data section. media: Preprocessing of media; None if prompts are text only.
+            config: The data section.
+            media: Preprocessing of media; None if prompts are text only.
         Raises:
             ConfigError: There is no such folder, it holds no tokenizer, or its settings for media
                 can't be used.
@@ -125,8 +126,8 @@ class PromptRenderer:
         discarded: sampled tokens are never rendered again.
 
         Args:
-            before: The conversation up to the completion. reply: The message that follows the
-                completion.
+            before: The conversation up to the completion.
+            reply: The message that follows the completion.
             tools: As for `prompt_tokens`.
         Raises:
             PoisonSample: The template rejects the conversation or leaves out the completion, or the

@@ -102,8 +102,9 @@ class PromptSourceKind(Protocol):
         """Open a source.
 
         Args:
-            name: Name of the entry point, as in run files. task: The text after the name in
-                `data.source`. config: Number of rows, options and system prompt.
+            name: Name of the entry point, as in run files.
+            task: The text after the name in `data.source`.
+            config: Number of rows, options and system prompt.
             seed: The run's seed.
         Raises:
             ConfigError: There is no such task, or it rejects these options.

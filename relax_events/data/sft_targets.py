@@ -75,8 +75,9 @@ def tokenize_completion(
 
     Args:
         prompt: The conversation so far.
-        completion: Messages that begin and end with the assistant's. renderer: The policy's
-            renderer. tools: JSON list of tools, as in the prompt.
+        completion: Messages that begin and end with the assistant's.
+        renderer: The policy's renderer.
+        tools: JSON list of tools, as in the prompt.
     Raises:
         PoisonSample: A message is empty, or the template changes earlier text when a message is
             added.

@@ -27,8 +27,8 @@ def open_source(config: RowsConfig, *, seed: int, section: str = "data") -> Prom
 
     Args:
         config: A dataset of the run file, or its data section if that names a single source.
-        seed: The run's seed; generated problems depend on it. section: Section of the run file that
-            names the source, for errors.
+        seed: The run's seed; generated problems depend on it.
+        section: Section of the run file that names the source, for errors.
     Raises:
         ConfigError: The kind of source is unknown, or its file, rows, task or options are invalid.
         EnvironmentProblem: The source needs a package that is not installed.
@@ -52,7 +52,8 @@ def open_stream(
     Args:
         config: The run file's data section.
         seed: The run's seed.
-        order_seed: A different seed for the order. shuffle: Overrides `data.shuffle`.
+        order_seed: A different seed for the order.
+        shuffle: Overrides `data.shuffle`.
     Raises:
         ConfigError: See `open_source`.
         EnvironmentProblem: See `open_source`.

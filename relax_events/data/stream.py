@@ -43,9 +43,10 @@ class PromptOrder:
         """Order datasets.
 
         Args:
-            num_rows: Number of rows of each dataset. seed: Seed of the order; each epoch derives
-                its own. shuffle: False keeps each dataset's own order in every epoch. weights:
-                Weight of each dataset, in any unit.
+            num_rows: Number of rows of each dataset.
+            seed: Seed of the order; each epoch derives its own.
+            shuffle: False keeps each dataset's own order in every epoch.
+            weights: Weight of each dataset, in any unit.
         """
         self._num_rows, self._seed, self._shuffle = tuple(num_rows), seed, shuffle
         self._counts = count_turns(weights)

@@ -125,7 +125,8 @@ def _png(canvas: Canvas) -> bytes:
         from PIL import Image
     except ImportError as error:
         raise EnvironmentProblem(
-            f"synthetic_images: sources need the package pillow ({error}); install relax-events[media]"
+            f"synthetic_images: sources need the package pillow ({error}); install "
+            "relax-events[media]"
         ) from None
     file = BytesIO()
     Image.fromarray(canvas).save(file, "PNG")

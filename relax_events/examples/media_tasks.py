@@ -1,5 +1,5 @@
-"""Questions about media that are made on demand: pictures of `synthetic_images`, `synthetic_videos` and `synthetic_audio`, each a
-file as anybody's would be.
+"""Questions about media that are made on demand: pictures of `synthetic_images`, `synthetic_videos`
+and `synthetic_audio`, each a file as anybody's would be.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from relax_events.config import RowsConfig
 from relax_events.config.base import Section
 from relax_events.data.placeholders import PLACEHOLDERS, split_at_placeholders
-from relax_events.data.rows import PromptRow, InvalidRows, add_system_prompt
+from relax_events.data.rows import InvalidRows, PromptRow, add_system_prompt
 from relax_events.errors import ConfigError
 from relax_events.events.parts import ChatMessage, Modality
 from relax_events.media.items import MediaItem

@@ -57,9 +57,7 @@ def prepare_model(config: RunConfig, *, report: Report = print) -> Path:
     return warm_up_model(config, report=report)
 
 
-def warm_up_model(
-    config: RunConfig, *, output: Path | None = None, report: Report = print
-) -> Path:
+def warm_up_model(config: RunConfig, *, output: Path | None = None, report: Report = print) -> Path:
     """Give a model its supervised start and write it to `output`, or in place of the old one.
 
     Args:
@@ -121,7 +119,11 @@ def make_tiny_for(
         path,
         corpus=[
             *prompts,
-            *(answer for row in rows for answer in read_assistant_turns(row, key=assistant_turns_key)),
+            *(
+                answer
+                for row in rows
+                for answer in read_assistant_turns(row, key=assistant_turns_key)
+            ),
             *(message.text for row in rows for learnt in row.completions for message in learnt),
         ],
         family=tiny.family,
@@ -173,15 +175,22 @@ def _train(config: RunConfig, path: Path, report: Report) -> None:
     with closing(WarmupConversations(config, model_path=path)) as played:
         sft_warmup(
             model,
-            batch=lambda step: [played.build_example(stream[step * size + offset]) for offset in range(size)],
+            batch=lambda step: [
+                played.build_example(stream[step * size + offset]) for offset in range(size)
+            ],
             config=config.sft_warmup,
             report=lambda step, loss: _report_step(step, loss, config.sft_warmup, report),
             family=family,
         )
         first_unseen = config.sft_warmup.steps * size
-        unseen = [played.build_example(stream[first_unseen + offset]) for offset in range(NUM_CHECKED_PROMPTS)]
+        unseen = [
+            played.build_example(stream[first_unseen + offset])
+            for offset in range(NUM_CHECKED_PROMPTS)
+        ]
     accuracy = count_correct(model, unseen, family=family) / NUM_CHECKED_PROMPTS
-    report(f"greedy accuracy after the SFT warm-up: {accuracy:.2f} on {NUM_CHECKED_PROMPTS} prompts")
+    report(
+        f"greedy accuracy after the SFT warm-up: {accuracy:.2f} on {NUM_CHECKED_PROMPTS} prompts"
+    )
     model.save_pretrained(path)
 
 

@@ -96,7 +96,9 @@ class WarmupConversations:
             prompt, np.concatenate(pieces), np.concatenate(chosen), tuple(media)
         )
 
-    def _said(self, task: EnvironmentContext, turns: Sequence[ChatMessage]) -> ProcessedReply | None:
+    def _said(
+        self, task: EnvironmentContext, turns: Sequence[ChatMessage]
+    ) -> ProcessedReply | None:
         if self._pool is None:
             return None
         answered: queue.SimpleQueue[Future[ProcessedReply | None]] = queue.SimpleQueue()
@@ -109,7 +111,8 @@ def read_assistant_turns(row: PromptRow, *, key: str) -> list[str]:
 
     Args:
         row: Brings its reference answer, and perhaps a list of answers in its metadata.
-        key: Of that list, see `sft_warmup.assistant_turns_key`; empty for the reference answer alone.
+        key: Of that list, see `sft_warmup.assistant_turns_key`; empty for the reference answer
+            alone.
     Raises:
         ConfigError: There is no list of texts of that name.
     """
@@ -121,6 +124,9 @@ def read_assistant_turns(row: PromptRow, *, key: str) -> list[str]:
         or not answers
         or not all(isinstance(answer, str) for answer in answers)
     ):
-        rule = "it must be a list of answers: set sft_warmup.assistant_turns_key to a column that holds one"
+        rule = (
+            "it must be a list of answers: set sft_warmup.assistant_turns_key to a column that "
+            "holds one"
+        )
         raise ConfigError(f"a row's metadata has {key} = {str(answers)[:80]!r}; {rule}")
     return answers

@@ -116,5 +116,5 @@ class ImageGeometry:
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
         """Return rows and columns of tokens."""
-        shown = self.target_size(width, height)
-        return shown[0] // self.token_side, shown[1] // self.token_side
+        target = self.target_size(width, height)
+        return target[0] // self.token_side, target[1] // self.token_side

@@ -152,9 +152,9 @@ class MediaItem:
             )
         return data
 
-    def _too_large(self, seen: str, max_bytes: int) -> MediaError:
+    def _too_large(self, found: str, max_bytes: int) -> MediaError:
         return MediaError(
-            f"{self.location} must be at most model.media.max_item_bytes = {max_bytes}, got {seen}",
+            f"{self.location} must be at most model.media.max_item_bytes = {max_bytes}, got {found}",
             reason="too_large",
         )
 

@@ -195,10 +195,10 @@ class VideoPreprocessor:
     @classmethod
     def from_settings(
         cls,
-        picture: ImagePreprocessor,
+        image: ImagePreprocessor,
         config: MediaConfig,
         *,
-        sound: AudioPreprocessor | None = None,
+        audio: AudioPreprocessor | None = None,
     ) -> Self:
         """Cut frames as pictures are cut, within the run file's bounds for clips.
 
@@ -210,8 +210,8 @@ class VideoPreprocessor:
             ConfigError: The number of frames would not fit the model.
         """
         together, token_pixels = (
-            picture.geometry.temporal_patch_size,
-            picture.geometry.token_side**2,
+            image.geometry.temporal_patch_size,
+            image.geometry.token_side**2,
         )
         if config.frame_factor % together:
             rule = f"must be a multiple of the {together} frames that the model looks at together"
@@ -220,14 +220,14 @@ class VideoPreprocessor:
             config.video_min_token_num * token_pixels,
             config.video_max_token_num * token_pixels,
         )
-        frame = ImagePreprocessor(replace(picture.geometry, min_pixels=fewest, max_pixels=most))
+        frame = ImagePreprocessor(replace(image.geometry, min_pixels=fewest, max_pixels=most))
         return cls(
             frame,
             config.video_fps,
             config.video_fps_min_frames,
             config.video_fps_max_frames,
             config.frame_factor,
-            sound,
+            audio,
         )
 
     @property
@@ -296,5 +296,5 @@ def _frames_and_rate(media: MediaRef) -> tuple[int, float]:
     return media.num_frames, media.rate_hertz
 
 
-def _digest(showing: Any) -> str:
-    return hashlib.sha256(repr(astuple(showing)).encode()).hexdigest()[:16]
+def _digest(preprocessor: Any) -> str:
+    return hashlib.sha256(repr(astuple(preprocessor)).encode()).hexdigest()[:16]

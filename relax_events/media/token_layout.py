@@ -73,7 +73,7 @@ class MediaBlock:
 
 
 def visual_block(
-    token: int, grid: tuple[int, int, int], *, interval: int = 0, first_feature: int = 0
+    token: int, grid: tuple[int, int, int], *, temporal_patch_positions: int = 0, first_feature: int = 0
 ) -> MediaBlock:
     """Lay out what is seen: moment by moment, row by row.
 
@@ -83,11 +83,11 @@ def visual_block(
         interval: Positions from one moment to the next.
         first_feature: Of the piece's features, the block's first.
     """
-    moments, rows, columns = (index.ravel() for index in np.indices(grid, np.int64))
-    size = len(moments)
+    num_patches, rows, columns = (index.ravel() for index in np.indices(grid, np.int64))
+    size = len(num_patches)
     return MediaBlock(
         np.full(size, token),
-        np.stack([moments * interval, rows, columns]),
+        np.stack([num_patches * temporal_patch_positions, rows, columns]),
         first_feature + np.arange(size),
     )
 
@@ -98,7 +98,7 @@ def audio_block(token: int, num_tokens: int, *, first_feature: int = 0) -> Media
     return MediaBlock(np.full(num_tokens, token), np.tile(line, (3, 1)), first_feature + line)
 
 
-def interleave_by_time(seen: MediaBlock, heard: MediaBlock) -> MediaBlock:
+def interleave_by_time(visual: MediaBlock, audio: MediaBlock) -> MediaBlock:
     """Lay out what is seen and heard at once, in the order of time; what is seen goes before what
     is heard at the same position.
 
@@ -108,12 +108,12 @@ def interleave_by_time(seen: MediaBlock, heard: MediaBlock) -> MediaBlock:
     Source: `Qwen3OmniMoeProcessor` and `get_rope_index` of transformers.
     """
     ids, offsets, features = (
-        np.concatenate([getattr(seen, name), getattr(heard, name)], axis=-1)
+        np.concatenate([getattr(visual, name), getattr(audio, name)], axis=-1)
         for name in ("ids", "offsets", "features")
     )
     order = np.argsort(offsets[0], kind="stable")
-    is_seen = order < len(seen)
-    first_last = int(np.flatnonzero(is_seen != is_seen[-1])[-1]) + 1
+    is_visual = order < len(visual)
+    first_last = int(np.flatnonzero(is_visual != is_visual[-1])[-1]) + 1
     return MediaBlock(ids[order], offsets[:, order], features[order], first_last)
 
 
@@ -187,11 +187,11 @@ class MediaLayout:
                 "model.media.use_audio_in_video needs a model that hears; take one of "
                 "Qwen3-Omni's family, or leave it out"
             )
-        pictures = ImagePreprocessor(ImageGeometry.from_settings(processor, config))
+        images = ImagePreprocessor(ImageGeometry.from_settings(processor, config))
         return cls(
             _tokens(settings, cls.MODALITIES),
-            pictures,
-            VideoPreprocessor.from_settings(pictures, config),
+            images,
+            VideoPreprocessor.from_settings(images, config),
         )
 
     @property
@@ -206,13 +206,13 @@ class MediaLayout:
             MediaError: The model can't read its kind; the text names it.
         """
         modality = modality_of(media)
-        if (showing := self.preprocessors.get(modality)) is None:
+        if (preprocessor := self.preprocessors.get(modality)) is None:
             kinds = ", ".join(known.value for known in self.preprocessors)
             raise MediaError(
                 f"{media.uri} is of modality {modality.value}, and the model reads {kinds}",
                 reason="not_for_this_model",
             )
-        return showing
+        return preprocessor
 
     def blocks(self, media: MediaRef) -> Sequence[MediaBlock]:
         """Return the runs of placeholders that a piece of media stands for; there is text between
@@ -221,11 +221,11 @@ class MediaLayout:
         Raises:
             MediaError: It can't be shown to the model; the text names it.
         """
-        moments, rows, columns = self.preprocessor_for(media).grid(media)
+        num_patches, rows, columns = self.preprocessor_for(media).grid(media)
         token, size = self.placeholders[modality_of(media)], rows * columns
         return [
-            visual_block(token, (1, rows, columns), first_feature=moment * size)
-            for moment in range(moments)
+            visual_block(token, (1, rows, columns), first_feature=patch * size)
+            for patch in range(num_patches)
         ]
 
     def expand_videos(self, text: str, media: Sequence[MediaRef]) -> str:
@@ -237,10 +237,10 @@ class MediaLayout:
         )
         return VIDEO_PLACEHOLDER.sub(lambda found: next(waiting, found[0]), text)
 
-    def _video_text(self, clip: MediaRef) -> str:
+    def _video_text(self, video: MediaRef) -> str:
         return "".join(
             f"<{second:.1f} seconds><|vision_start|><|video_pad|><|vision_end|>"
-            for second in self.videos.timestamps(clip)
+            for second in self.videos.timestamps(video)
         )
 
     def expand_placeholders(
@@ -339,39 +339,39 @@ class OmniLayout(MediaLayout):
     `interval` is how many rotary positions lie between two moments of a clip.
     """
 
-    READS: ClassVar[tuple[Modality, ...]] = (Modality.IMAGE, Modality.AUDIO, Modality.VIDEO)
+    MODALITIES: ClassVar[tuple[Modality, ...]] = (Modality.IMAGE, Modality.AUDIO, Modality.VIDEO)
 
     audio: AudioPreprocessor
     temporal_patch_positions: int
 
     @classmethod
-    def of(
+    def from_settings(
         cls, settings: Mapping[str, Any], processor: Mapping[str, Any], config: MediaConfig
     ) -> MediaLayout:
         """See `MediaLayout`; a folder that has the talker as well keeps the thinker's settings
         apart.
         """
         thinker = get_thinker_config(settings)
-        pictures, sounds = (
+        images, audio = (
             ImagePreprocessor(ImageGeometry.from_settings(processor, config)),
             AudioPreprocessor.from_settings(processor, thinker["audio_config"], config),
         )
-        clips = VideoPreprocessor.from_settings(
-            pictures, config, sound=sounds if config.use_audio_in_video else None
+        videos = VideoPreprocessor.from_settings(
+            images, config, sound=audio if config.use_audio_in_video else None
         )
-        interval = clips.temporal_patch_seconds * float(thinker["position_id_per_seconds"])
-        if interval != int(interval):
+        temporal_patch_positions = videos.temporal_patch_seconds * float(thinker["position_id_per_seconds"])
+        if temporal_patch_positions != int(temporal_patch_positions):
             rule = (
-                f"would put the moments of a clip {interval:g} positions apart, which must be whole"
+                f"would put the moments of a clip {temporal_patch_positions:g} positions apart, which must be whole"
             )
             raise ConfigError(
                 f"model.media.video_fps = {config.video_fps} {rule}; set it to 1, 2 or "
                 "another that fits"
             )
-        return cls(_tokens(thinker, cls.READS), pictures, clips, sounds, int(interval))
+        return cls(_tokens(thinker, cls.MODALITIES), images, videos, audio, int(temporal_patch_positions))
 
     @property
-    def showings(self) -> Mapping[Modality, MediaPreprocessor]:
+    def preprocessors(self) -> Mapping[Modality, MediaPreprocessor]:
         """See `MediaLayout`."""
         return {
             Modality.IMAGE: self.images,
@@ -384,19 +384,19 @@ class OmniLayout(MediaLayout):
         modality, grid = modality_of(media), self.preprocessor_for(media).grid(media)
         if modality is Modality.AUDIO:
             return [audio_block(self.placeholders[modality], grid[0])]
-        seen = visual_block(
-            self.placeholders[modality], grid, interval=self.temporal_patch_positions
+        visual = visual_block(
+            self.placeholders[modality], grid, temporal_patch_positions=self.temporal_patch_positions
         )
-        if modality is Modality.IMAGE or not (num_heard := self.videos.num_audio_tokens(media)):
-            return [seen]
+        if modality is Modality.IMAGE or not (num_audio := self.videos.num_audio_tokens(media)):
+            return [visual]
         return [
             interleave_by_time(
-                seen,
-                audio_block(self.placeholders[Modality.AUDIO], num_heard, first_feature=len(seen)),
+                visual,
+                audio_block(self.placeholders[Modality.AUDIO], num_audio, first_feature=len(visual)),
             )
         ]
 
-    def _spelt_clip(self, clip: MediaRef) -> str:
+    def _video_text(self, video: MediaRef) -> str:
         inner = (
             "<|audio_start|><|video_pad|><|audio_end|>" if self.videos.audio else "<|video_pad|>"
         )

@@ -42,29 +42,29 @@ class VisionTower:
             for one in frames
         ]
         grids = [self._grid(one) for one in frames]
-        for look in (
+        for part in (
             (slice(index, index + 1) for index in range(len(pieces)))
             if self.separately
             else (slice(None),)
         ):
-            seen = self.tower(
-                torch.cat(patches[look]),
-                grid_thw=torch.tensor(grids[look], device=weight.device),
+            visual = self.tower(
+                torch.cat(patches[part]),
+                grid_thw=torch.tensor(grids[part], device=weight.device),
                 return_dict=True,
             )
             sizes = [
-                moments * rows * columns // self.geometry.merge_size**2
-                for moments, rows, columns in grids[look]
+                num_patches * rows * columns // self.geometry.merge_size**2
+                for num_patches, rows, columns in grids[part]
             ]
-            deep = getattr(seen, "deepstack_features", ())  # which Qwen3.5 has not
+            deep = getattr(visual, "deepstack_features", ())  # which Qwen3.5 has not
             yield from map(
                 list,
-                zip(*(layer.split(sizes) for layer in (seen.pooler_output, *deep)), strict=True),
+                zip(*(layer.split(sizes) for layer in (visual.pooler_output, *deep)), strict=True),
             )
 
     def _grid(self, frames: Tensor) -> list[int]:
-        moments = len(frames) // self.geometry.temporal_patch_size if frames.ndim == 4 else 1
-        return [moments, *(side // self.geometry.patch_size for side in frames.shape[-3:-1])]
+        num_patches = len(frames) // self.geometry.temporal_patch_size if frames.ndim == 4 else 1
+        return [num_patches, *(side // self.geometry.patch_size for side in frames.shape[-3:-1])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,25 +86,25 @@ class AudioTower:
             log_mel_spectrogram(piece, self.extractor).to(weight.device, weight.dtype)
             for piece in pieces
         ]
-        heard: list[Layers] = [[] for _ in pieces]
-        for together in _batches_of_equal_length(
-            [spectrum.shape[1] for spectrum in spectra], apart=self.separately
+        audio: list[Layers] = [[] for _ in pieces]
+        for indices in _batches_of_equal_length(
+            [spectrum.shape[1] for spectrum in spectra], separately=self.separately
         ):
             lengths = torch.tensor(
-                [spectra[index].shape[1] for index in together], device=weight.device
+                [spectra[index].shape[1] for index in indices], device=weight.device
             )
             features = self.tower(
-                torch.cat([spectra[index] for index in together], dim=1),
+                torch.cat([spectra[index] for index in indices], dim=1),
                 feature_lens=lengths,
                 return_dict=True,
             ).last_hidden_state
-            for index, part in zip(together, features.chunk(len(together)), strict=True):
-                heard[index] = [part]
-        return heard
+            for index, part in zip(indices, features.chunk(len(indices)), strict=True):
+                audio[index] = [part]
+        return audio
 
 
-def _batches_of_equal_length(lengths: Sequence[int], *, apart: bool) -> Iterable[list[int]]:
-    if apart:
+def _batches_of_equal_length(lengths: Sequence[int], *, separately: bool) -> Iterable[list[int]]:
+    if separately:
         return ([index] for index in range(len(lengths)))
     return (
         [index for index, length in enumerate(lengths) if length == chosen]
@@ -160,19 +160,19 @@ def cut_patches(
 
     Source: `Qwen2VLImageProcessor` and `Qwen3VLVideoProcessor` of transformers.
     """
-    patch, merge, together = geometry.patch_size, geometry.merge_size, geometry.temporal_patch_size
+    patch, merge, indices = geometry.patch_size, geometry.merge_size, geometry.temporal_patch_size
     mean, std = (
         torch.tensor(values, device=frames.device) for values in (geometry.mean, geometry.std)
     )
     normal = (frames.float() / MAX_PIXEL_VALUE - mean) / std
     if len(normal) == 1:
-        normal = normal.expand(together, -1, -1, -1)
-    moments, rows, columns = (
-        len(normal) // together,
+        normal = normal.expand(indices, -1, -1, -1)
+    num_patches, rows, columns = (
+        len(normal) // indices,
         frames.shape[1] // (patch * merge),
         frames.shape[2] // (patch * merge),
     )
-    cut = normal.view(moments, together, rows, merge, patch, columns, merge, patch, 3).permute(
+    cut = normal.view(num_patches, indices, rows, merge, patch, columns, merge, patch, 3).permute(
         0, 2, 5, 3, 6, 8, 1, 4, 7
     )
-    return cut.reshape(moments * rows * columns * merge * merge, -1)
+    return cut.reshape(num_patches * rows * columns * merge * merge, -1)

@@ -155,7 +155,7 @@ class MediaFamily(Family):
     audio_name: str = ""
     extractor: Any = None
 
-    def language(self, module: Any) -> nn.Module:
+    def language_model(self, module: Any) -> nn.Module:
         """Return the model without its towers."""
         language: nn.Module = module.get_submodule(self.language_name)
         return language
@@ -165,7 +165,7 @@ class MediaFamily(Family):
         del module.lm_head
         return module
 
-    def hidden(
+    def hidden_states(
         self,
         module: Any,
         input_ids: Int[Tensor, "rows length"],
@@ -192,7 +192,7 @@ class MediaFamily(Family):
                 "visual_pos_masks": mask.view_as(input_ids),
                 "deepstack_visual_embeds": [layer.index_select(0, index) for layer in deep],
             }
-        output = self.language(module)(
+        output = self.language_model(module)(
             inputs_embeds=flat.view_as(embedded),
             position_ids=torch.cat(
                 [position_ids[None], torch.from_numpy(media.positions).to(device)]
@@ -211,44 +211,44 @@ class MediaFamily(Family):
     def _encode_media(self, module: Any, pieces: Sequence[ProcessedMedia]) -> list[Layers]:
         """Let the towers see and hear: of each piece what is seen, then what is heard."""
         assert self.layout is not None
-        seen, heard = (
+        visual, audio = (
             [piece for piece in pieces if getattr(piece, name) is not None]
             for name in ("pixels", "samples")
         )
-        eyes = (
+        visual_layers = (
             VisionTower(
                 module.get_submodule(self.vision_name), self.layout.images.geometry, self.separately
-            ).encode(seen)
-            if seen
+            ).encode(visual)
+            if visual
             else iter(())
         )
-        ears = (
+        audio_layers = (
             iter(
                 AudioTower(
                     module.get_submodule(self.audio_name), self.extractor, self.separately
-                ).encode(heard)
+                ).encode(audio)
             )
-            if heard
+            if audio
             else iter(())
         )
-        return [layers for piece in pieces for layers in _take_layers(piece, eyes, ears)]
+        return [layers for piece in pieces for layers in _take_layers(piece, visual_layers, audio_layers)]
 
 
 def _take_layers(
-    piece: ProcessedMedia, eyes: Iterator[Layers], ears: Iterator[Layers]
+    piece: ProcessedMedia, visual_layers: Iterator[Layers], audio_layers: Iterator[Layers]
 ) -> list[Layers]:
     return [
         next(part)
-        for array, part in ((piece.pixels, eyes), (piece.samples, ears))
+        for array, part in ((piece.pixels, visual_layers), (piece.samples, audio_layers))
         if array is not None
     ]
 
 
-def omni_family(path: Path, layout: OmniLayout, *, apart: bool) -> MediaFamily:
+def omni_family(path: Path, layout: OmniLayout, *, separately: bool) -> MediaFamily:
     """Return the family of Qwen3-Omni's thinker: its language model is a mixture of experts."""
     return MediaFamily(
         layout=layout,
-        separately=apart,
+        separately=separately,
         loader=Qwen3OmniMoeThinkerForConditionalGeneration,
         parts={
             "language": ("model.", "lm_head."),
@@ -268,7 +268,7 @@ def omni_family(path: Path, layout: OmniLayout, *, apart: bool) -> MediaFamily:
     )
 
 
-def read_family(path: Path, config: MediaConfig, *, apart: bool = False) -> Family:
+def read_family(path: Path, config: MediaConfig, *, separately: bool = False) -> Family:
     """Return the family of the model in a folder.
 
     Args:
@@ -282,9 +282,9 @@ def read_family(path: Path, config: MediaConfig, *, apart: bool = False) -> Fami
     if layout is None:
         return Family()
     return (
-        omni_family(path, layout, apart=apart)
+        omni_family(path, layout, separately=separately)
         if isinstance(layout, OmniLayout)
-        else MediaFamily(layout=layout, separately=apart)
+        else MediaFamily(layout=layout, separately=separately)
     )
 
 

@@ -169,7 +169,7 @@ class Selection:
         """
         if not (self.ids or self.role or self.reason or self.all_roles):
             raise ConfigError(
-                "say which dead letters: --letter NAME, --role ROLE, --reason CLASS or --all"
+                "say which dead letters: --id ID, --role ROLE, --reason CLASS or --all"
             )
         known = {letter.id: letter for letter in letters}
         for name in self.ids:
@@ -181,7 +181,7 @@ class Selection:
                 )
             if known[name].resolution and not self.include_resolved:
                 raise ConfigError(
-                    f"dead letter {name} is {known[name].resolution} already; give --again "
+                    f"dead letter {name} is {known[name].resolution} already; give --force "
                     "to do it once more"
                 )
         named = [known[name] for name in dict.fromkeys(self.ids)] or [

@@ -36,7 +36,7 @@ def build_table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list
         "tokens",
         "truncated",
         "unscored",
-        "refused",
+        "failed",
     ]
     cells = [
         [
@@ -48,7 +48,7 @@ def build_table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list
             _format(row["reward_stderr"]),
             *(_format(row["pass_at_k"].get(k)) for k in ks),
             _format(row["completion_tokens_mean"], digits=1),
-            *(str(row[f"num_{name}"]) for name in ("truncated", "unscored", "refused")),
+            *(str(row[f"num_{name}"]) for name in ("truncated", "unscored", "failed_prompts")),
         ]
         for row in rows
     ]

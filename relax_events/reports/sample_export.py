@@ -211,7 +211,7 @@ def open_writer(path: Path | None, *, tokens: bool) -> RowWriter:
         EnvironmentProblem: Parquet is wanted and pyarrow is not installed.
     """
     if path is not None and path.suffix not in (".jsonl", ".parquet"):
-        raise ConfigError(f"--to must end in .jsonl, .parquet or .html, got {path}")
+        raise ConfigError(f"--output-file must end in .jsonl, .parquet or .html, got {path}")
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".parquet":

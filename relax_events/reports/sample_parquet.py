@@ -42,7 +42,7 @@ COLUMNS = {
     "finish_reason": pa.string(),
     "worker_id": pa.string(),
     "rolled_out_at": pa.timestamp("us", tz="UTC"),
-    "place": pa.string(),
+    "position": pa.string(),
 }
 TOKEN_COLUMNS = {
     "tokens": pa.list_(pa.int64()),

@@ -48,13 +48,13 @@ def main() -> int:
         _send(answers, {"load_error": str(error) or needs})
         return 2
     caller = Caller(routes, timeout_seconds=setup["timeout_seconds"])
-    greeting = {
+    ready = {
         "digest": routes.digest,
         "takes_prompt_group": routes.takes_prompt_group,
         "is_async": routes.is_async,
-        "on_demand": routes.optional_arguments,
+        "optional_arguments": routes.optional_arguments,
     }
-    _send(answers, greeting | {"files": file_stamps(routes.files)})
+    _send(answers, ready | {"files": file_stamps(routes.files)})
     if routes.is_async:
         asyncio.run(
             _serve_concurrently(caller, requests, answers, concurrency=setup["concurrency"])

@@ -117,9 +117,11 @@ def compare_rewards(
     Args:
         first: One reward function.
         second: The other.
-        items: The completions to score. threshold: Rewards at or above it count as good, and only
-            good and bad differ; None compares the rewards themselves. limit: Maximum number of
-            examples, sampled uniformly; those that only one function could score come last.
+        items: The completions to score.
+        threshold: Rewards at or above it count as good, and only good and bad differ; None compares
+            the rewards themselves.
+        limit: Maximum number of examples, sampled uniformly; those that only one function could
+            score come last.
         report: Called after each batch.
     Raises:
         ConfigError: As `RewardTrial`.

@@ -48,8 +48,9 @@ def reward(
         packages: Distributions whose versions are part of the reward's version.
         prepare: Called once before the first call, outside of its time limit, for slow imports.
         require: Called with the options before `prepare`; raises EnvironmentProblem if this machine
-            lacks a requirement. explain: Called with the function's arguments; explains the reward
-            for `relax rewards score`.
+            lacks a requirement.
+        explain: Called with the function's arguments; explains the reward for `relax rewards
+            score`.
     """
     facts = RewardInfo(source, metadata or {}, packages, prepare, require, explain)
 

@@ -137,7 +137,8 @@ class RewardPool:
         group.
 
         Args:
-            items: The completions. on_answer: Called when responses have arrived, errors included.
+            items: The completions.
+            on_answer: Called when responses have arrived, errors included.
         Raises:
             ConfigError: The function changed on the disk, or a restarted child could not load it.
         """
@@ -251,14 +252,14 @@ class RewardPool:
         if any(answer.get("is_exhausted") for _, answer in answers):
             self._restart_child(child, retried)
 
-    def _check_version(self, greeting: ChildReady) -> None:
-        if self._ready is not None and greeting.digest != self._ready.digest:
-            versions = f"version {self._ready.digest[:12]}, now {greeting.digest[:12]}"
+    def _check_version(self, ready: ChildReady) -> None:
+        if self._ready is not None and ready.digest != self._ready.digest:
+            versions = f"version {self._ready.digest[:12]}, now {ready.digest[:12]}"
             raise ConfigError(
                 f"reward function {self.name} changed during the run ({versions}); start the "
                 "run again"
             )
-        self._ready = greeting
+        self._ready = ready
 
     def _store_results(self, request: Request, answer: dict[str, Any]) -> None:
         """Store the results of a call, or its error for each of its samples."""
@@ -326,14 +327,16 @@ class RewardPool:
         self._selector.register(child.stdout, selectors.EVENT_READ, child)
 
 
-def _build_request(numbered: Sequence[tuple[int, RewardItem]], on_demand: Sequence[str]) -> Request:
+def _build_request(
+    numbered: Sequence[tuple[int, RewardItem]], optional_arguments: Sequence[str]
+) -> Request:
     return Request(
         tuple(index for index, _ in numbered),
-        _encode_request([item for _, item in numbered], on_demand),
+        _encode_request([item for _, item in numbered], optional_arguments),
     )
 
 
-def _encode_request(items: Sequence[RewardItem], on_demand: Sequence[str]) -> bytes:
+def _encode_request(items: Sequence[RewardItem], optional_arguments: Sequence[str]) -> bytes:
     first = items[0]
     request = {
         "completions": [item.completion for item in items],
@@ -341,7 +344,7 @@ def _encode_request(items: Sequence[RewardItem], on_demand: Sequence[str]) -> by
         "metadata": first.metadata,
         "prompt": first.prompt,
     }
-    more = {name: [SERIALIZERS[name](item) for item in items] for name in on_demand}
+    more = {name: [SERIALIZERS[name](item) for item in items] for name in optional_arguments}
     return orjson.dumps(request | more) + b"\n"
 
 

@@ -203,10 +203,10 @@ class RewardChild:
             self._handle_ready(answers.pop(0))
         return [(self.requests.popleft(), answer) for answer in answers]
 
-    def _handle_ready(self, greeting: dict[str, Any]) -> None:
-        if "load_error" in greeting:
-            raise ConfigError(greeting["load_error"])
-        self.ready = ChildReady(**greeting)
+    def _handle_ready(self, ready: dict[str, Any]) -> None:
+        if "load_error" in ready:
+            raise ConfigError(ready["load_error"])
+        self.ready = ChildReady(**ready)
 
     def kill(self) -> str:
         """Kill the process and its descendants, and return how it ended."""

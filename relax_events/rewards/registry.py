@@ -87,8 +87,10 @@ class RewardFunction(Protocol):
         """Score a completion.
 
         Args:
-            completion: Text of the completion, without special tokens. answer: The reference answer
-                of the prompt. metadata: Metadata of the prompt. prompt: Text of the prompt.
+            completion: Text of the completion, without special tokens.
+            answer: The reference answer of the prompt.
+            metadata: Metadata of the prompt.
+            prompt: Text of the prompt.
         """
 
 
@@ -153,7 +155,7 @@ def load_reward(
     )
     bound = partial(function, **checked) if checked else function
     files = tuple(source_files(module).values())
-    on_demand = tuple(
+    optional_arguments = tuple(
         given for given in OPTIONAL_ARGUMENTS if given in inspect.signature(function).parameters
     )
     return LoadedReward(
@@ -164,7 +166,7 @@ def load_reward(
         inspect.iscoroutinefunction(function),
         weights or {},
         files,
-        on_demand,
+        optional_arguments,
     )
 
 

@@ -32,8 +32,9 @@ def parse_score(
     Args:
         value: A number, or named components. The total is the component `reward` if present, else
             the sum. The lists `turn_rewards` and `token_rewards` are not components; their values
-            are added to the total. weights: If given, the total is the weighted sum of these
-            components. seconds: Duration of the call.
+            are added to the total.
+        weights: If given, the total is the weighted sum of these components.
+        seconds: Duration of the call.
     Raises:
         TypeError: The value is neither a number nor a non-empty dict of numbers, or a list holds
             something else. ValueError: A number or the total is not finite, or a weighted component

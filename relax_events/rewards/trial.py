@@ -35,7 +35,7 @@ class ScoredCompletion:
     why: str | None = None
 
 
-class RewardTrial(AbstractContextManager["Trial"]):
+class RewardTrial(AbstractContextManager["RewardTrial"]):
     """Scores completions one by one in child processes with a run's limits, and explains the
     rewards.
     """

@@ -22,14 +22,14 @@ from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.worker import Worker
 from relax_events.staleness import end_of, is_guest
 from relax_events.telemetry.traces import NO_HEADERS
-from relax_events.training.step_record import StepRecord, RankStepResult
+from relax_events.training.step_record import RankStepResult, StepRecord
 
 log = structlog.get_logger()
 
 
 class StepCommitter:
-    """The one writer of control.train-steps, control.prompt-group-outcomes and control.policy-versions.
-    Rank 0 only.
+    """The one writer of control.train-steps, control.prompt-group-outcomes and
+    control.policy-versions. Rank 0 only.
 
     Opening it fences every earlier trainer of the run: what a zombie writes afterwards is refused
     by the broker.

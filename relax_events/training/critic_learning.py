@@ -3,7 +3,8 @@
     control.train-steps ──▶ the batch of each committed step, from advantage.samples ──▶ returns =
     advantages + values ──▶ value loss, AdamW
                                                                                                             │
-    control.metrics.critic ◀── metrics of the step             checkpoint in the object store, now and then ◀┘
+    control.metrics.critic ◀── metrics of the step             checkpoint in the object store, now
+    and then ◀┘
 
 Where `algorithm.critic_gae_lambda` or `length_adaptive_alpha` gives the critic another lambda than
 the policy, the advantages that its returns are made of are computed anew, from the rewards,

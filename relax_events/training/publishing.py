@@ -31,7 +31,7 @@ from relax_events.training.commit import StepCommitter
 from relax_events.training.step_record import RankStepResult
 from relax_events.weights.artifact_writer import delete_weights, stored_versions
 from relax_events.weights.factory import open_weights_publisher
-from relax_events.weights.retention import BestVersions, num_newest, deletable_versions
+from relax_events.weights.retention import BestVersions, deletable_versions, num_newest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -111,8 +111,8 @@ class StepPublisher:
         )
 
     def write_weights(self, tensors: Mapping[str, Tensor], *, policy_version: int) -> None:
-        """Write a version, which is a snapshot: nobody may change it. With `weights.async_publish` this
-        only begins.
+        """Write a version, which is a snapshot: nobody may change it. With `weights.async_publish`
+        this only begins.
 
         Raises:
             ObjectError: It can't be written.

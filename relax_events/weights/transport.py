@@ -104,7 +104,8 @@ class StorePublisher:
 
         Args:
             store: The run's.
-            full_snapshot_interval: As `weights.full_snapshot_interval`. Above 1 a copy of the newest version is kept.
+            full_snapshot_interval: As `weights.full_snapshot_interval`. Above 1 a copy of the
+                newest version is kept.
         """
         self._store, self._full_snapshot_interval = store, full_snapshot_interval
         self._written: WrittenWeights | None = None
@@ -150,7 +151,8 @@ class StoreReader:
 
         Args:
             store: The run's.
-            full_snapshot_interval: As `weights.full_snapshot_interval`. Above 1 the newest version is cached.
+            full_snapshot_interval: As `weights.full_snapshot_interval`. Above 1 the newest version
+                is cached.
         """
         self._store, self._full_snapshot_interval = store, full_snapshot_interval
         self._cached: CachedWeights | None = None

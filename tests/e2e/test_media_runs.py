@@ -224,7 +224,7 @@ def test_run_trains_on_all_media_and_hostile_ones_end_their_own_rows_alone(
             f"[{reference.media_type}, {extents[reference.media_type]}, "
             f"{reference.num_bytes} bytes: {reference.uri}]"
         ) in shown
-    assert relax("samples", "export", media_run, "--to", media_run.parent / "out.jsonl").code == 0
+    assert relax("samples", "export", media_run, "--output-file", media_run.parent / "out.jsonl").code == 0
     kept = {path.suffix: path for path in (media_run.parent / "out-media").iterdir()}
     assert sorted(kept) == [".mp4", ".png", ".wav"]
     assert {

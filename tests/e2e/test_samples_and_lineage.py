@@ -48,7 +48,7 @@ def test_samples_are_shown_and_exported(
 
     path = tmp_path / "samples.parquet"
     exported = relax(
-        "samples", "export", finished_run.run_file, "--to", path, "--tokens", "--version", "..1"
+        "samples", "export", finished_run.run_file, "--output-file", path, "--tokens", "--version", "..1"
     )
     assert exported.code == 0, exported.err
     rows = pyarrow.parquet.read_table(path).to_pylist()
@@ -102,7 +102,7 @@ def test_weights_lead_to_data_and_data_to_weights(relax: Relax, finished_run: Fi
     way = relax("lineage", "sample", sample["sample_id"], finished_run.run_file)
     assert way.code == 0, way.err
     assert f"data_row {sample['data_row']}, row {sample['row']}" in way.out
-    assert sample["place"] in way.out
+    assert sample["position"] in way.out
     assert "in version 2 and every later one" in way.out
 
     row = relax(

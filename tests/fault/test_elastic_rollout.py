@@ -31,15 +31,15 @@ def test_rollout_goes_from_one_worker_to_three_and_back_under_load_and_loses_not
     run.process.send_signal(
         signal.SIGSTOP
     )  # so that the request is open until it has been asked for again
-    code, answer = scale(run, "out", "--to", "3", "--key", "grow")
+    code, answer = scale(run, "out", "--replicas", "3", "--key", "grow")
     assert (code, answer["status"], answer["selected_engines"]) == (
         0,
         "PENDING",
         ["rollout-1", "rollout-2"],
     )
     grown = answer["request_id"]
-    assert scale(run, "out", "--to", "3", "--key", "grow")[1]["request_id"] == grown
-    assert scale(run, "in", "--to", "1", "--yes")[0] == 6, "the first request is open"
+    assert scale(run, "out", "--replicas", "3", "--key", "grow")[1]["request_id"] == grown
+    assert scale(run, "in", "--replicas", "1", "--yes")[0] == 6, "the first request is open"
     run.process.send_signal(signal.SIGCONT)
     run.until(
         lambda: run.is_ready("rollout-1") and run.is_ready("rollout-2"),
@@ -60,7 +60,7 @@ def test_rollout_goes_from_one_worker_to_three_and_back_under_load_and_loses_not
     )
 
     run.signal(signal.SIGSTOP, "trainer-0")  # so that the run is not over before they have left
-    code, shrunk = scale(run, "in", "--to", "1", "--yes")
+    code, shrunk = scale(run, "in", "--replicas", "1", "--yes")
     assert (code, shrunk["selected_engines"]) == (0, ["rollout-2", "rollout-1"])
     assert until_over(run, shrunk["request_id"]) is Status.COMPLETED
     left = state_of(run)
@@ -96,7 +96,7 @@ def test_judges_go_from_one_to_two_and_back_under_load_and_lose_nothing(
     run.signal(
         signal.SIGSTOP, "trainer-0"
     )  # so that there is work left, however long a worker takes to start
-    code, answer = scale(run, "out", "--model", "judge", "--to", "2")
+    code, answer = scale(run, "out", "--model", "judge", "--replicas", "2")
     assert (code, answer["selected_engines"]) == (0, ["judge-1"])
     assert scale(run, "out", "--model", "judge", "--engine-url", "http://127.0.0.1:1")[0] != 0, (
         "a server is the run file's to name"
@@ -107,7 +107,7 @@ def test_judges_go_from_one_to_two_and_back_under_load_and_lose_nothing(
     run.until(lambda: run.state.workers["judge-1"].num_processed > 0, "it has judged")
 
     run.signal(signal.SIGSTOP, "trainer-0")  # so that the run is not over before it has left
-    code, shrunk = scale(run, "in", "--model", "judge", "--to", "1", "--yes")
+    code, shrunk = scale(run, "in", "--model", "judge", "--replicas", "1", "--yes")
     assert (code, shrunk["selected_engines"]) == (0, ["judge-1"])
     assert until_over(run, shrunk["request_id"]) is Status.COMPLETED
     assert set(run.living()) == set(run.worker_ids)

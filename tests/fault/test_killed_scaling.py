@@ -57,10 +57,10 @@ def test_controller_that_dies_in_a_state_of_scaling_leaves_nothing_half_done(
     run.start()
     run.until_steps(1)
     run.signal(signal.SIGSTOP, "trainer-0")  # so that the run is not over before
-    grown = call(run, "out", "--to", "2", "--key", "grow")
+    grown = call(run, "out", "--replicas", "2", "--key", "grow")
     assert until_over(run, grown) is Status.ACTIVE
     run.until(lambda: run.is_ready("rollout-1"), "the new worker is ready")
-    shrunk = call(run, "in", "--to", "1", "--yes", "--key", "shrink")
+    shrunk = call(run, "in", "--replicas", "1", "--yes", "--key", "shrink")
     assert until_over(run, shrunk) is Status.COMPLETED
     run.signal(signal.SIGCONT, "trainer-0")
 

@@ -517,20 +517,20 @@ def test_dead_letters_are_requeued_by_command(
     )
     app(["deadletter", "list", run_file, "--output", "json"])
     listed = orjson.loads(capsys.readouterr().out)
-    assert (listed["counts"], [letter["letter"] for letter in listed["letters"]]) == (
+    assert (listed["counts"], [letter["id"] for letter in listed["dead_letters"]]) == (
         {"reward PoisonSample": 1},
         ["reward@0"],
     )
     app(["deadletter", "show", "reward@0", run_file])
     assert "000000  67 61 72 62 61 67 65" in capsys.readouterr().out
-    assert app(["deadletter", "drop", run_file, "--all", "--because", "a test", "--dry-run"]) == 0
+    assert app(["deadletter", "drop", run_file, "--all", "--comment", "a test", "--dry-run"]) == 0
     assert "would drop 1 records" in capsys.readouterr().err
     assert (
         app(
-            ["deadletter", "drop", run_file, "--letter", "reward@0", "--because", "a test", "--yes"]
+            ["deadletter", "drop", run_file, "--id", "reward@0", "--comment", "a test", "--yes"]
         )
         == 0
     )
     assert "dropped 1 records" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="dead letter reward@0 was dropped before"):
-        app(["deadletter", "requeue", run_file, "--letter", "reward@0", "--yes"])
+        app(["deadletter", "requeue", run_file, "--id", "reward@0", "--yes"])

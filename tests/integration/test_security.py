@@ -603,7 +603,7 @@ def test_commands_show_what_they_would_do_and_ask_before_they_do_it(
         r"relax.neighbour.metrics +none +none +200.0 +100.0 +5000000.0 +5000000.0", shown
     )
     with pytest.raises(
-        ConfigError, match=r"bytes_per_second must be above 0 and go without --lift, got -1"
+        ConfigError, match=r"bytes_per_second must be above 0 and go without --remove, got -1"
     ):
         quota(run_file, bytes_per_second=-1)
 

@@ -44,10 +44,9 @@ from relax_events.objects import ObjectStore
 from relax_events.projections.ledger import Ledger
 from relax_events.roles.worker_factory import StoreClaimCheck
 from relax_events.runtime import control_follower as control
-from relax_events.runtime import processors as map_role
-from relax_events.runtime import worker
-from relax_events.runtime.processors import SampleLoop
+from relax_events.runtime import processors, worker
 from relax_events.runtime.lifecycle import Lifecycle
+from relax_events.runtime.processors import SampleLoop
 from relax_events.runtime.worker import Worker
 from relax_events.topics import TopicPlan
 from relax_events.training import commit, publishing
@@ -334,7 +333,7 @@ class SimulatedRun:
         monkeypatch.setattr(control.ControlFollower, "_follow", lambda _: None)
         monkeypatch.setattr(control.ControlFollower, "wait_for_version", _wait_for_version)
         monkeypatch.setattr(Lifecycle, "tick", _tick)
-        for module in (map_role, prompter, advantage, trainer):
+        for module in (processors, prompter, advantage, trainer):
             monkeypatch.setattr(module, "IDLE_SECONDS", 0)
 
     def _worker(self, role: str, index: int) -> Worker:
@@ -458,7 +457,7 @@ class SimulatedRun:
         """End every process."""
         for process in self.processes.values():
             process.kill()
-        self.engine.control.close()
+        self.engine.control.follower.close()
         structlog.reset_defaults()
 
 

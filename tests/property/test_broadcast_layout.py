@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from relax_events.weights.artifact_writer import transit_digest
-from relax_events.weights.broadcast.buckets import ALIGNMENT, Layout, BufferDigest
+from relax_events.weights.broadcast.buckets import ALIGNMENT, BufferDigest, Layout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.int64)
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)

@@ -18,7 +18,10 @@ from relax_events.algorithms.objective import Objective, ObjectiveInputs
 from relax_events.config import AlgorithmConfig
 from relax_events.training.backend.torch_backend import TorchBackend
 from relax_events.training.batch.packing import micro_batch_slices
-from relax_events.training.batch.step_statistics import compute_second_moment_cutoff, compute_whitening
+from relax_events.training.batch.step_statistics import (
+    compute_second_moment_cutoff,
+    compute_whitening,
+)
 from relax_events.training.ranks import SingleRank
 from tests.unit.trainer_samples import make_samples, run_config
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_events.data.prompt_filter import PromptFilter, PassRateFilter, FilterResult
-from relax_events.data.prompt_sampler import SelectedRow, PromptSampler
-from relax_events.data.rows import PromptRow, InvalidRows
+from relax_events.data.prompt_filter import FilterResult, PassRateFilter, PromptFilter
+from relax_events.data.prompt_sampler import PromptSampler, SelectedRow
+from relax_events.data.rows import InvalidRows, PromptRow
 from relax_events.data.stream import PromptStream
 from relax_events.errors import ConfigError
 

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_events.data.rows import PromptRow, InvalidRows
+from relax_events.data.rows import InvalidRows, PromptRow
 from relax_events.data.stream import (
     MAX_CYCLE,
     DatasetRow,
     PromptOrder,
     PromptStream,
-    permute,
     count_turns,
+    permute,
 )
 
 SIZES = st.integers(min_value=1, max_value=300)

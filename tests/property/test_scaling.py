@@ -8,12 +8,17 @@ from dataclasses import dataclass, field, replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_events.controller.scaling_admission import ScaleCommand, ConflictError, require_cancellable, admit
+from relax_events.controller.scaling_admission import (
+    ConflictError,
+    ScaleCommand,
+    admit,
+    require_cancellable,
+)
 from relax_events.controller.scaling_bounds import ScalingBounds
 from relax_events.controller.scaling_decisions import decide
 from relax_events.events.parts import WorkerState
 from relax_events.events.types import Event, RunCommanded, WorkerHeartbeat
-from relax_events.projections.scale_requests import Kind, STAGES, ScaleRequest, Status
+from relax_events.projections.scale_requests import STAGES, Kind, ScaleRequest, Status
 from relax_events.projections.scaling import DesiredState, ExitReason, ScaleState
 from tests.unit.run_events import beat as made_beat
 from tests.unit.run_events import run_config

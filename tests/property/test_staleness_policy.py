@@ -24,7 +24,7 @@ from relax_events.staleness import (
     staleness_of,
     window,
 )
-from relax_events.topics import count_slots, compute_partition, list_slot_partitions, compute_slot
+from relax_events.topics import compute_partition, compute_slot, count_slots, list_slot_partitions
 
 STALENESS = st.integers(0, 5)
 VERSIONS = st.integers(0, 1000)

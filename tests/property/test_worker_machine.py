@@ -478,11 +478,15 @@ def test_promises_hold_under_many_more(machine: type[WorkerMachine]) -> None:
 
 def commit_before_output(role: SampleLoop) -> None:
     """Commit the input offsets, then write the output."""
-    records = list(role._fetched)
-    role._fetched.clear()
-    role._consumer.commit(next_offsets(records))
-    fit = [(record, sample) for record in records if (sample := role._sample(record)) is not None]
-    for out in role._outputs(fit):
+    records = list(role._input.fetched)
+    role._input.fetched.clear()
+    role._input._consumer.commit(next_offsets(records))
+    decoded = [
+        (record, sample)
+        for record in records
+        if (sample := role._input.decode(record)) is not None
+    ]
+    for out in role._outputs(decoded):
         role._worker.records.producer.send(out)
     role._worker.records.producer.flush()
 
@@ -512,8 +516,8 @@ def newest_read(assembler: BatchAssembler) -> list[TopicOffset]:
 
 unique = iter(range(1_000_000_000))
 MUTATIONS: dict[str, tuple[Any, str, Any]] = {
-    "offsets are committed before the output": (SampleLoop, "_process", commit_before_output),
-    "offsets pass open prompt groups": (GroupJoin, "low_watermarks", newest_positions),
+    "offsets are committed before the output": (SampleLoop, "_process_part", commit_before_output),
+    "offsets pass open prompt groups": (GroupJoin, "pending_offsets", newest_positions),
     "offsets pass undecided prompt groups": (BatchAssembler, "consumed", newest_read),
     "the trainer forgets what it decided": (DedupWindow, "__contains__", lambda *_: False),
     "the window is not looked at": (assembly, "is_expired", lambda *_, **__: False),

@@ -38,7 +38,7 @@ class WebhookSink(ThreadingHTTPServer):
 class _Handler(TextHandler):
     server: WebhookSink
 
-    def do_POST(self) -> None:  # noqa: N802 as http.server calls it
+    def do_POST(self) -> None:
         self.server.titles.append(
             json.loads(self.rfile.read(int(self.headers["Content-Length"])))["title"]
         )

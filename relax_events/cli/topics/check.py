@@ -15,7 +15,7 @@ def check(config: Path, *overrides: str, output: Output = "table") -> int:
 
     Args:
         config: The run file, TOML.
-        overrides: section.key=value, laid over the run file.
+        overrides: section.key=value, overrides the run file.
         output: A table to read, or JSON for programs.
     """
     from relax_events.ops.topic_check import check_topics

@@ -16,7 +16,7 @@ def describe(config: Path, *overrides: str, output: Output = "table") -> None:
 
     Args:
         config: The run file, TOML.
-        overrides: section.key=value, laid over the run file.
+        overrides: section.key=value, overrides the run file.
         output: A table to read, or JSON for programs.
     """
     from relax_events.topics import TopicPlan

@@ -27,7 +27,7 @@ def export_run(
     Args:
         config: The run file, TOML.
         folder: Where the files go.
-        overrides: section.key=value, laid over the run file.
+        overrides: section.key=value, overrides the run file.
         entity: Only these topics, for example rollout.samples; once for each.
         version: Samples of these policy versions only: 3, 3..7, 3.. or ..7.
         objects: Copy the object store too: weights, checkpoints, media.

@@ -29,7 +29,7 @@ def import_run(
     Args:
         folder: What `relax topics export` wrote.
         config: The run file, TOML: broker, object store, and the shape of the topics.
-        overrides: section.key=value, laid over the run file.
+        overrides: section.key=value, overrides the run file.
         run_id: The id of the new run; that of the run file when not given.
         verify: Read everything back and compare; exit code 6 when something differs.
         dry_run: Show what would be written and write nothing.

@@ -36,7 +36,7 @@ def lag(
 
     Args:
         config: The run file, TOML.
-        overrides: section.key=value, laid over the run file.
+        overrides: section.key=value, overrides the run file.
         by: What to sum up by.
         watch: Show it again and again, until Control-C.
         every: Seconds between two looks.

@@ -25,7 +25,7 @@ def plan(
 
     Args:
         config: The run file, TOML.
-        overrides: section.key=value, laid over the run file.
+        overrides: section.key=value, overrides the run file.
         allow: A danger that is agreed to, once for each.
         output: A table to read, or JSON for programs.
     """
@@ -48,7 +48,7 @@ def apply(
 
     Args:
         config: The run file, TOML.
-        overrides: section.key=value, laid over the run file.
+        overrides: section.key=value, overrides the run file.
         allow: A danger that is agreed to, once for each.
         dry_run: Show the changes and make none.
         yes: Don't ask.

@@ -26,7 +26,7 @@ def purge(
 
     Args:
         config: The run file, TOML.
-        overrides: section.key=value, laid over the run file.
+        overrides: section.key=value, overrides the run file.
         before_version: Records of older versions go; by default all but the newest
             `run.retain_versions`.
         dry_run: Show what would go and delete nothing.

@@ -31,7 +31,7 @@ def reset(
 
     Args:
         config: The run file, TOML.
-        overrides: section.key=value, laid over the run file.
+        overrides: section.key=value, overrides the run file.
         role: For example reward, judge, reference, actor-forward, critic, teacher, advantage.
         to_version: Read this policy version and what came after it.
         to_time: Read what was written since then, ISO 8601.

@@ -38,7 +38,7 @@ def tail(
     Args:
         entity: The topic without its run, for example rollout.samples or control.train-steps.
         config: The run file, TOML.
-        overrides: section.key=value, laid over the run file.
+        overrides: section.key=value, overrides the run file.
         from_: Where to begin: beginning, end, an offset, version:V or a time like
             2026-01-31T12:00:00Z.
         partition: Only this one.

@@ -218,7 +218,9 @@ async def genrm_pairwise(
         sides = [[*texts, answer][index] for index in (first, second)]
         try:
             return read_verdict(
-                await judge.complete(questions.safe_substitute(known, first=sides[0], second=sides[1]))
+                await judge.complete(
+                    questions.safe_substitute(known, first=sides[0], second=sides[1])
+                )
             )
         except RewardError as error:
             return error

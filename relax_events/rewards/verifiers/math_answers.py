@@ -71,7 +71,10 @@ def find_last_box(completion: str, *, answer: str, **_: Any) -> MathFinding:
 def find_answer_line(completion: str, *, answer: str, **_: Any) -> MathFinding:
     """Judge the last line "Answer:" as text."""
     lines = ANSWER_LINE.findall(completion[-TAIL_CHARACTERS:])
-    given, wanted = _normalize_dapo(lines[-1]) if lines else None, [_normalize_dapo(one) for one in references(answer)]
+    given, wanted = (
+        _normalize_dapo(lines[-1]) if lines else None,
+        [_normalize_dapo(one) for one in references(answer)],
+    )
     if given is None:
         return MathFinding(
             answer=None,

@@ -172,7 +172,10 @@ def parse_expressions(text: str) -> tuple[Any, ...]:
     config = (package.LatexExtractionConfig(boxed_match_priority=0),)
     return check_size(
         package.parse(
-            rf"\boxed{{{to_math_verify_latex(text)}}}", config, parsing_timeout=None, raise_on_error=True
+            rf"\boxed{{{to_math_verify_latex(text)}}}",
+            config,
+            parsing_timeout=None,
+            raise_on_error=True,
         )
     )
 

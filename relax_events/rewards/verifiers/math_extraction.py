@@ -16,13 +16,13 @@ from relax_events.rewards.verifiers.answer_extraction import (
 )
 from relax_events.rewards.verifiers.math_equality import (
     are_equal,
+    check_comparable,
     check_size,
     equals_parsed,
     import_math_verify,
+    normalize,
     plain_number,
     to_math_verify_latex,
-    check_comparable,
-    normalize,
 )
 from relax_events.rewards.verifiers.text_match import FINAL_ANSWER_MARK
 
@@ -96,7 +96,8 @@ def find_stated(text: str, answer: str) -> MathFinding:
     tail = _tail(text)
     clause = _stated_clause(tail)
     if clause is not None and (
-        plain_number(normalize(clause)) is not None or any(normalize(clause) == normalize(one) for one in wanted)
+        plain_number(normalize(clause)) is not None
+        or any(normalize(clause) == normalize(one) for one in wanted)
     ):
         return _verdict(
             clause, any(are_equal(clause, one) for one in wanted), "behind 'answer'", wanted
@@ -152,7 +153,9 @@ def _extract(tail: str) -> tuple[Any, ...]:
         package.LatexExtractionConfig(boxed_match_priority=-1),
         package.ExprExtractionConfig(),
     )
-    found = package.parse(to_math_verify_latex(tail), config, parsing_timeout=None, raise_on_error=True)
+    found = package.parse(
+        to_math_verify_latex(tail), config, parsing_timeout=None, raise_on_error=True
+    )
     for text in found:
         if isinstance(text, str):
             check_comparable(text)

@@ -31,7 +31,7 @@ from relax_events.media.model_inputs import MediaInputs
 from relax_events.models.causal_lm import attention_kinds, load_causal_lm, replace_weights
 from relax_events.models.families import read_family
 from relax_events.models.routers import Routers
-from relax_events.training.batch.packing import ReplayedExperts, PackedBatch
+from relax_events.training.batch.packing import PackedBatch, ReplayedExperts
 from relax_events.training.batch.row_layout import PromptSharing
 
 log = structlog.get_logger()

@@ -24,14 +24,14 @@ ENGINE_METRICS = frozenset((
     "num_rejected_by_veto", "num_rejected_by_divergence", "is_stopped_by_kl", "first_epoch_policy_kl", "last_epoch_policy_kl",
     "last_epoch_clip_fraction",
 ))  # fmt: skip
-"""Metrics that compare the policy with the one that generated the samples, or that describe off-policy
-corrections of the loss."""
+"""Metrics that compare the policy with the one that generated the samples, or that describe
+off-policy corrections of the loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """Metrics of one train step over all ranks. Means are over loss tokens, except those that follow
-    the algorithm's aggregation.
+    """Metrics of one train step over all ranks. Means are over loss tokens, except those that
+    follow the algorithm's aggregation.
 
     `mismatch_*` compares the engine's log-probabilities with the trainer's: at staleness 0 it is
     their numerical difference on the same weights, above that also how far the policy has moved.
@@ -124,8 +124,8 @@ class TokenScorer(Protocol):
     """Computes a number for every loss token of a sample."""
 
     def score(self, samples: Sequence[SampleRolledOut]) -> list[NDArray[np.float32]]:
-        """Return a number for every loss token and 0 elsewhere: an array for each sample, as long as
-        its tokens.
+        """Return a number for every loss token and 0 elsewhere: an array for each sample, as long
+        as its tokens.
 
         Raises:
             PoisonSample: A sample can't be scored; the text names it.
@@ -138,8 +138,8 @@ class Scorer(TokenScorer, Protocol):
     """
 
     def score(self, samples: Sequence[SampleRolledOut]) -> list[NDArray[np.float32]]:
-        """Return the tempered log-probability of every loss token, in nats, and 0 elsewhere: an array
-        for each sample, as long as its tokens.
+        """Return the tempered log-probability of every loss token, in nats, and 0 elsewhere: an
+        array for each sample, as long as its tokens.
 
         Raises:
             PoisonSample: A sample can't be scored; the text names it.
@@ -219,8 +219,8 @@ class Critic(TokenScorer, Protocol):
         """
 
     def state(self) -> TrainerState:
-        """Return the state of weights and optimizer. The tensors are live: copy them before the next
-        step.
+        """Return the state of weights and optimizer. The tensors are live: copy them before the
+        next step.
         """
 
     def load_state(self, state: TrainerState) -> None:
@@ -266,7 +266,9 @@ class TrainerBackend(Protocol):
         """
 
     def discard(self) -> None:
-        """Discard the gradients accumulated since the last step. Local to a rank, as `accumulate` is."""
+        """Discard the gradients accumulated since the last step. Local to a rank, as `accumulate`
+        is.
+        """
 
     def step(self) -> StepMetrics:
         """Reduce over ranks, normalise over the whole step, clip, update the weights, and count up

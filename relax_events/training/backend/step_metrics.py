@@ -1,5 +1,5 @@
-"""Builds the metrics of a train step from its optimizer steps: usually one, several with mini-batches
-or passes.
+"""Builds the metrics of a train step from its optimizer steps: usually one, several with
+mini-batches or passes.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ from relax_events.training.backend.policy_model import PolicyModel
 from relax_events.training.backend.protocol import Critic, Scorer, StepMetrics, TrainerState
 from relax_events.training.backend.step_metrics import (
     OptimizerStep,
-    build_step_metrics,
     build_pass_metrics,
+    build_step_metrics,
 )
 from relax_events.training.backend.step_sums import (
     MicroBatchSums,
@@ -41,8 +41,8 @@ from relax_events.training.batch.mini_batches import MiniBatchBuffer
 from relax_events.training.batch.packing import cut_by_cells
 from relax_events.training.batch.sample_media import SampleMedia
 from relax_events.training.batch.step_statistics import (
-    compute_second_moment_cutoff,
     compute_reward_scaling,
+    compute_second_moment_cutoff,
     compute_whitening,
 )
 from relax_events.training.ranks import Ranks

@@ -24,8 +24,8 @@ from relax_events.training.backend.flat_parameters import FlatParameters
 from relax_events.training.backend.protocol import TrainerState, ValueMetrics
 from relax_events.training.backend.scoring import score_in_own_rows
 from relax_events.training.backend.torch_backend import (
-    make_deterministic,
     compute_scheduled_learning_rate,
+    make_deterministic,
 )
 from relax_events.training.backend.value_model import ValueModel
 from relax_events.training.batch.loss_batch import mask_truncated_samples

@@ -1,8 +1,9 @@
 """Checkpoints of a trainer in the object store: each rank writes a share, in the background; the
 manifest makes it real.
 
-    checkpoints/<policy version>/<save id>/shard-<rank>-of-<ranks>.safetensors      each rank, on its own thread, from a copy
-    checkpoints/<policy version>/<save id>/manifest.json                            rank 0, once every rank's shard is acknowledged
+    checkpoints/<policy version>/<save id>/shard-<rank>-of-<ranks>.safetensors      each rank, on
+    its own thread, from a copy checkpoints/<policy version>/<save id>/manifest.json
+    rank 0, once every rank's shard is acknowledged
 
 A save never overwrites an earlier one, so a crash in the middle leaves the older checkpoints whole.
 The ranks agree in `poll` that all shards are there, rather than on the threads, so that no

@@ -34,8 +34,8 @@ from relax_events.training.replay.recorded_batches import (
     RecordedBatches,
 )
 from relax_events.training.replay.relabel import (
-    RelabelledReward,
     AdvantageRelabeller,
+    RelabelledReward,
     needs_new_advantages,
     read_rewards,
     require_recorded_teacher,

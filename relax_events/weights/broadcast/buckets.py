@@ -69,8 +69,8 @@ class Layout:
         return [tensor_range.start for tensor_range in self.tensors]
 
     def buckets(self, *, max_bytes: int) -> list[range]:
-        """Cut the buffer into ranges of at most `max_bytes`, a multiple of ALIGNMENT. A large tensor
-        shares no bucket, so it is sent without a copy.
+        """Cut the buffer into ranges of at most `max_bytes`, a multiple of ALIGNMENT. A large
+        tensor shares no bucket, so it is sent without a copy.
         """
         cuts, stops = [0], [*self._starts, self.num_bytes][1:]
         for tensor_range, stop in zip(self.tensors, stops, strict=True):

@@ -1,12 +1,14 @@
 """The control connection on which trainer and engine's worker agree about each transfer: JSON over
 TCP, one message a line.
 
-    worker    {"join_token", "worker_id", "memory"}                    --> trainer     request to join; can you map this memory?
-    trainer   {"transport", "rendezvous_port", "group", "bucket_bytes"}  --> worker    "memory": the trainer writes into the worker's buffers; else a process group
-    trainer   {"policy_version", "layout"}                             --> worker      a version is offered
-    worker    {"accepts": true, "buffer"} | {"accepts": false}         --> trainer     send the buckets, or skip the version
-    trainer   {"written"}, worker {"read"}                                             bytes of the buffer, with shared memory
-    worker    {"digest"}                                               --> trainer     digest of the received version
+    worker    {"join_token", "worker_id", "memory"}                    --> trainer     request to
+    join; can you map this memory? trainer   {"transport", "rendezvous_port", "group",
+    "bucket_bytes"}  --> worker    "memory": the trainer writes into the worker's buffers; else a
+    process group trainer   {"policy_version", "layout"}                             --> worker
+    a version is offered worker    {"accepts": true, "buffer"} | {"accepts": false}         -->
+    trainer     send the buckets, or skip the version trainer   {"written"}, worker {"read"} bytes
+    of the buffer, with shared memory worker {"digest"} --> trainer     digest of the received
+    version
 
 Either side notices at once when the other one closes the connection.
 """
@@ -27,8 +29,8 @@ MAX_MESSAGE_BYTES = 65536
 
 
 class ControlSocket:
-    """One end of the connection. Each message is sent and awaited within a deadline. `shut_down` may
-    be called from any thread.
+    """One end of the connection. Each message is sent and awaited within a deadline. `shut_down`
+    may be called from any thread.
     """
 
     def __init__(self, connection: socket.socket) -> None:

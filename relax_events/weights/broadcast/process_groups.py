@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from relax_events.deadline import Deadline
 from relax_events.errors import EnvironmentProblem
-from relax_events.weights.broadcast.channel import ConnectionLost, Channel, Transfer
+from relax_events.weights.broadcast.channel import Channel, ConnectionLost, Transfer
 from relax_events.weights.broadcast.receive_buffers import ReceiveBuffer
 
 Backend = Literal["gloo", "nccl"]

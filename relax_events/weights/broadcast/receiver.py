@@ -2,8 +2,9 @@
 is fetched.
 
     control log      a member list announces the trainer's address --> join: control socket, channel
-    own thread       a version arrives --> buffer, digest taken bucket by bucket --> kept; the worker is woken
-    worker's thread  take(version, digest) --> its tensors, if they match the published artifact
+    own thread       a version arrives --> buffer, digest taken bucket by bucket --> kept; the
+    worker is woken worker's thread  take(version, digest) --> its tensors, if they match the
+    published artifact
 
 A received version is not used before its artifact is published. A version that is incomplete at its
 deadline is dropped, and the connection is closed.

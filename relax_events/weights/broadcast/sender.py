@@ -1,7 +1,8 @@
 """Sends each policy version to the connected engines while the trainer continues.
 
-    trainer's step               offer(tensors)  --> returns at once     the store has the version: its digest is set
-    one thread per connection    engine joins or leaves --> new member list on the control log
+    trainer's step               offer(tensors)  --> returns at once     the store has the version:
+    its digest is set one thread per connection    engine joins or leaves --> new member list on the
+    control log
                                  version --> accepted? --> buckets --> compare digests
 
 A connection waits for its own engine only, within a deadline. An engine that refuses, hangs or dies
@@ -30,7 +31,7 @@ from relax_events.telemetry.redaction import hide
 from relax_events.weights.broadcast.buckets import Layout
 from relax_events.weights.broadcast.control_socket import ControlSocket
 from relax_events.weights.broadcast.engine_connection import EngineConnection, WeightsSnapshot
-from relax_events.weights.broadcast.process_groups import serve_rendezvous, require_backend
+from relax_events.weights.broadcast.process_groups import require_backend, serve_rendezvous
 
 log = structlog.get_logger()
 MAX_PENDING_VERSIONS = 2

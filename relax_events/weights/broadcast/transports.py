@@ -84,8 +84,8 @@ class BroadcastReader(StoreReader):
         return weights
 
     def subscribe(self, wake: Callable[[], None]) -> Callable[[Event], None]:
-        """Join the broadcast once a version has been read from the store, and again when the control
-        log announces another trainer.
+        """Join the broadcast once a version has been read from the store, and again when the
+        control log announces another trainer.
         """
         self._receiver.start(wake)
 

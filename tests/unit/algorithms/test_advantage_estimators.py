@@ -13,10 +13,10 @@ from relax_events.algorithms.advantage_estimator import AdvantageEstimator, Rewa
 from relax_events.algorithms.advantages import (
     GroupRewards,
     centred_advantages,
-    opo_advantages,
     gdpo_advantages,
-    rloo_advantages,
     maxrl_advantages,
+    opo_advantages,
+    rloo_advantages,
 )
 from relax_events.algorithms.step_statistics import Whitening
 from relax_events.config import AlgorithmConfig

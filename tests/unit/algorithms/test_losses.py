@@ -10,15 +10,15 @@ from relax_events.algorithms.kl import kl_estimate
 from relax_events.algorithms.losses import (
     MAX_LOG_RATIO,
     LossTokens,
-    ppo_clip_loss,
+    cispo_loss,
+    dppo_kl_loss,
+    dppo_tv_loss,
     gmpo_loss,
     gspo_loss,
     gspo_token_loss,
-    cispo_loss,
+    ppo_clip_loss,
     reinforce_loss,
     sapo_loss,
-    dppo_kl_loss,
-    dppo_tv_loss,
 )
 
 

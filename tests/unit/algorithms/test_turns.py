@@ -19,9 +19,9 @@ from relax_events.events.compatibility import compare
 from relax_events.events.schemas import current_schemas
 from relax_events.events.types import SampleScored
 from relax_events.rewards.scores import Score, parse_score
-from relax_events.rewards.scoring import build_sample_scored, build_reward_item
+from relax_events.rewards.scoring import build_reward_item, build_sample_scored
 from relax_events.training.batch.assembly import LocatedSample
-from relax_events.training.replay.relabel import RelabelledReward, AdvantageRelabeller
+from relax_events.training.replay.relabel import AdvantageRelabeller, RelabelledReward
 
 MASK = np.array([0, 1, 1, 0, 1, 0, 0, 1, 1, 1], np.uint8)
 """Turns of two tokens, one, and three."""

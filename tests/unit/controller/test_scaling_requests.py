@@ -240,7 +240,7 @@ def test_only_what_brings_workers_and_is_not_over_can_be_cancelled() -> None:
     ended(state, request, Status.CREATING, Status.ACTIVE)
     with pytest.raises(RejectedError, match="is ACTIVE; only what has not ended can be cancelled"):
         require_cancellable(state.requests[request.request_id])
-    with pytest.raises(RejectedError, match="which is not taken back; ask for as many again"):
+    with pytest.raises(RejectedError, match="which can't be cancelled; add them again"):
         require_cancellable(opened(state, kind=Kind.IN, target=1))
 
 

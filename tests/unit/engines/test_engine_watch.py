@@ -32,14 +32,17 @@ class Watched:
         )  # of a run that it was in before
         self.metrics = WorkerMetrics("rollout")
         self.reports: list[dict[str, float]] = []
-        beats = Heartbeat(self._send, worker_id="rollout-0", role="rollout", interval_seconds=1.0)
+        heartbeat = Heartbeat(self._send, worker_id="rollout-0", role="rollout", interval_seconds=1.0)
         looks: list[Any] = []
         config = SimpleNamespace(engine=EngineConfig(threads=1, max_running_samples=64))
         worker = SimpleNamespace(
-            metrics=self.metrics, beats=beats, config=config, with_beats=looks.append
+            metrics=self.metrics,
+            heartbeat=heartbeat,
+            config=config,
+            lifecycle=SimpleNamespace(on_heartbeat=looks.append),
         )
         self.watch = EngineWatch(cast("Any", worker), cast("Engine", self.engine))
-        self._beats, self._looks = beats, looks
+        self._heartbeat, self._looks = heartbeat, looks
 
     def _send(self, event: Any) -> None:
         if isinstance(event, MetricsReported):
@@ -54,7 +57,7 @@ class Watched:
     def beat(self) -> None:
         """Let a second pass, and beat as a worker does."""
         self.now += 1.0
-        if self._beats.tick(WorkerState.WORKING):
+        if self._heartbeat.tick(WorkerState.WORKING):
             for look in self._looks:
                 look()
 

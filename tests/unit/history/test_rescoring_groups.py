@@ -25,7 +25,7 @@ class Pool:
     """Counts what it is asked, prompt group by prompt group."""
 
     name, digest, takes_prompt_group = "rank", "d", True
-    on_demand: tuple[str, ...] = ()
+    optional_arguments: tuple[str, ...] = ()
 
     def __init__(self) -> None:
         self.asked: list[str] = []

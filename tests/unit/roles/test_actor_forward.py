@@ -35,8 +35,8 @@ class Stage:
         worker: Any = SimpleNamespace(
             plan=SimpleNamespace(num_slots=8),
             control=SimpleNamespace(latest=None),
-            beats=SimpleNamespace(policy_version=-1),
-            transfer=lambda name: nullcontext(),
+            heartbeat=SimpleNamespace(set_policy_version=lambda _: None),
+            lifecycle=SimpleNamespace(transfer=lambda name: nullcontext()),
         )
         scorer: Any = SimpleNamespace(
             load_weights=lambda weights: self.loaded.append(weights.policy_version)

@@ -24,13 +24,19 @@ class Sent:
 
     def __init__(self, config: Any) -> None:
         self.config, self.ready, self.ended = config, [], []
-        self.producer = SimpleNamespace(send=lambda record: None)
+        self.records = SimpleNamespace(
+            producer=SimpleNamespace(send=lambda record: None),
+            build_for_sample=self.build_for_sample,
+            build_end_request=self.build_end_request,
+        )
 
-    def sample_record(self, entity: str, event: SampleReady, **_: Any) -> None:
+    def build_for_sample(self, entity: str, event: SampleReady, **_: Any) -> None:
         assert entity == "advantage.samples"
         self.ready.append(event)
 
-    def tombstone(self, prompt_group_id: str, outcome: Outcome, reason: str, **_: Any) -> None:
+    def build_end_request(
+        self, prompt_group_id: str, outcome: Outcome, reason: str, **_: Any
+    ) -> None:
         self.ended.append((prompt_group_id, outcome, reason))
 
 
@@ -64,7 +70,9 @@ def finish(
             group.evaluations.setdefault("teacher", {})[sample.sample_id] = evaluated
     sent, loop = Sent(config), AdvantageLoop.__new__(AdvantageLoop)
     loop._worker = sent  # type: ignore[assignment]
-    loop._judge = AdvantageEstimator(config.algorithm, max_new_tokens=config.engine.sampling.max_new_tokens)
+    loop._judge = AdvantageEstimator(
+        config.algorithm, max_new_tokens=config.engine.sampling.max_new_tokens
+    )
     loop._join = SimpleNamespace(close=lambda closed: None)  # type: ignore[assignment]
     loop._finish(group)
     return sent

@@ -74,7 +74,8 @@ def test_critic_begins_a_checkpoint_by_steps_or_by_time(
     earlier, fresh = SimpleNamespace(poll=lambda: None), SimpleNamespace(poll=lambda: None)
     learning: Any = CriticLearner.__new__(CriticLearner)
     learning._worker = SimpleNamespace(
-        config=SimpleNamespace(trainer=TrainerConfig()), transfer=lambda _: nullcontext()
+        config=SimpleNamespace(trainer=TrainerConfig()),
+        lifecycle=SimpleNamespace(transfer=lambda _: nullcontext()),
     )
     learning._critic = SimpleNamespace(state=lambda: "state")
     learning._checkpoints = SimpleNamespace(

@@ -25,8 +25,8 @@ from relax_events.telemetry.metrics import WorkerMetrics
 from relax_events.topics import TopicPlan
 from relax_events.topics.role_inputs import list_role_inputs
 from tests.unit.trainer_samples import tiny_model
-from workers.judge import Judging, open_judge
-from workers.reward import Scoring
+from workers.judge import JudgeScorer, open_judge
+from workers.reward import RewardScorer
 
 pytestmark = pytest.mark.unit
 MakeRunConfig = Callable[..., RunConfig]
@@ -92,13 +92,13 @@ class Stage:
             tokens=lambda count: None, scored=self.counted.append, engine=engine
         )
         worker: Any = SimpleNamespace(
-            config=config, metrics=metrics, sample_record=lambda topic, event, **_: (topic, event)
+            config=config,
+            metrics=metrics,
+            records=SimpleNamespace(build_for_sample=lambda topic, event, **_: (topic, event)),
+            lifecycle=SimpleNamespace(on_heartbeat=lambda call: None),
+            heartbeat=SimpleNamespace(add_metrics_source=lambda source: None),
         )
-        worker.heartbeat, worker.lifecycle.on_heartbeat = (
-            SimpleNamespace(reports=lambda figures: None),
-            lambda look: None,
-        )
-        self.judging = Judging(worker, self.engine, load_judge_rewards(config))
+        self.judging = JudgeScorer(worker, self.engine, load_judge_rewards(config))
 
     def answers(self) -> list[SampleScored]:
         records: list[Any] = [
@@ -127,7 +127,7 @@ def test_question_is_the_template_in_the_judge_s_own_chat_template(
         reward={"function": "genrm", "options": {"template": "reference", "max_score": 1}},
         engine={"sampling": {"top_k": 1}},
     )
-    stage.judging.begin(
+    stage.judging.submit(
         KEYS[0],
         rolled_out(completion="<think>hm</think>four", answer="4", metadata='{"rubric": "none"}'),
     )
@@ -143,9 +143,9 @@ def test_score_is_read_from_the_last_line_and_its_text_is_kept(
     make_stage: Callable[..., Stage],
 ) -> None:
     stage = make_stage()
-    stage.judging.begin(KEYS[0], rolled_out(index=0))
-    stage.judging.begin(KEYS[1], rolled_out(index=1))
-    assert stage.judging.room == 62
+    stage.judging.submit(KEYS[0], rolled_out(index=0))
+    stage.judging.submit(KEYS[1], rolled_out(index=1))
+    assert stage.judging.capacity == 62
     stage.engine.say("Score: 1 would be unfair.\nScore: 7.5", to=1)
     (scored,) = stage.answers()
     assert (scored.sample_id, scored.reward, scored.components, scored.reward_name) == (
@@ -156,7 +156,7 @@ def test_score_is_read_from_the_last_line_and_its_text_is_kept(
     )
     assert scored.judge_response == "Score: 1 would be unfair.\nScore: 7.5"
     assert scored.error is None
-    assert (stage.judging.room, stage.counted) == (63, ["scored"])
+    assert (stage.judging.capacity, stage.counted) == (63, ["scored"])
 
 
 def test_sample_is_judged_alike_whenever_and_by_whomever(
@@ -166,7 +166,7 @@ def test_sample_is_judged_alike_whenever_and_by_whomever(
     for _ in range(2):
         stage = make_stage()
         for index in (0, 1):
-            stage.judging.begin(KEYS[index], rolled_out(index=index))
+            stage.judging.submit(KEYS[index], rolled_out(index=index))
         seeds.append([request.samples[0].seed for request in stage.engine.asked])
     assert seeds[0] == seeds[1]
     assert seeds[0][0] != seeds[0][1]
@@ -189,10 +189,14 @@ def test_judgement_without_a_score_is_a_failure_or_a_zero(
 ) -> None:
     for unreadable, reward in (("fail", None), ("zero", 0.0)):
         stage = make_stage(on_parse_error=unreadable)
-        stage.judging.begin(KEYS[0], rolled_out())
+        stage.judging.submit(KEYS[0], rolled_out())
         stage.engine.say(text, reason=reason)
         (scored,) = stage.answers()
-        assert (scored.reward, scored.judge_response, stage.counted) == (reward, text, ["unreadable"])
+        assert (scored.reward, scored.judge_response, stage.counted) == (
+            reward,
+            text,
+            ["unreadable"],
+        )
         assert (scored.error is None) == (unreadable == "zero")
         assert unreadable == "zero" or error in str(scored.error)
 
@@ -201,11 +205,11 @@ def test_sample_that_can_t_be_judged_has_failed_whatever_becomes_of_unreadable_o
     make_stage: Callable[..., Stage],
 ) -> None:
     stage = make_stage(on_parse_error="zero")
-    stage.judging.begin(KEYS[0], rolled_out(metadata="{"))
+    stage.judging.submit(KEYS[0], rolled_out(metadata="{"))
     stage.engine.refuses = True
-    stage.judging.begin(KEYS[1], rolled_out())
+    stage.judging.submit(KEYS[1], rolled_out())
     stage.engine.refuses = False
-    stage.judging.begin(KEYS[2], rolled_out())
+    stage.judging.submit(KEYS[2], rolled_out())
     stage.engine.say("Score: 1", reason=FinishReason.ERROR, error="the server is gone")
     errors = [scored.error for scored in stage.answers()]
     assert str(errors[0]).startswith("the judge can't be asked: the sample's metadata is no JSON: ")
@@ -219,8 +223,8 @@ def test_sample_that_can_t_be_judged_has_failed_whatever_becomes_of_unreadable_o
 def test_dropped_samples_are_aborted_and_never_answered(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage()
     for index in (0, 1):
-        stage.judging.begin(KEYS[index], rolled_out(index=index))
-    stage.judging.drop(KEYS[:1])
+        stage.judging.submit(KEYS[index], rolled_out(index=index))
+    stage.judging.cancel(KEYS[:1])
     assert stage.engine.aborted == [stage.engine.asked[0].prompt_group_id]
     stage.engine.say("Score: 1", to=0)
     stage.engine.say("Score: 2", to=1)
@@ -235,14 +239,19 @@ def test_judge_of_the_run_s_own_writes_side_by_side_and_alike(
         "max_running_samples": 4,
         "sampling": {"max_new_tokens": 6, "temperature": 1.0},
     }
-    judge = {"model_path": tiny_model(), "on_parse_error": "zero", "device": "cpu", "engine": engine}
+    judge = {
+        "model_path": tiny_model(),
+        "on_parse_error": "zero",
+        "device": "cpu",
+        "engine": engine,
+    }
     config, told = make_run_config(reward={"function": "genrm"}, judge=judge), []
     for order in ([0, 1, 2], [2, 0, 1]):
         stage = Stage(config)
         stage.judging._engine = opened = open_judge(config, metrics=WorkerMetrics("judge").routing)
         for index in order:
-            stage.judging.begin(KEYS[index], rolled_out(index=index))
-        assert stage.judging.room == 1
+            stage.judging.submit(KEYS[index], rolled_out(index=index))
+        assert stage.judging.capacity == 1
         answers: list[SampleScored] = []
         while len(answers) < 3:
             answers += stage.answers()
@@ -262,7 +271,7 @@ def test_each_sample_is_scored_by_one_role(
     ]
     stage = make_stage(reward=BY_ROUTE)
     for key, sample in zip(KEYS, samples, strict=False):
-        stage.judging.begin(key, sample)
+        stage.judging.submit(key, sample)
     stage.engine.say("Score: 1")
     assert [(scored.sample_id, scored.reward) for scored in stage.answers()] == [
         (samples[0].sample_id, 1.0)
@@ -271,7 +280,7 @@ def test_each_sample_is_scored_by_one_role(
     config = make_run_config(reward=BY_ROUTE, judge={"model_path": tiny_model()})
     assert config.computed_reward is not None
     assert config.computed_reward.routes == {}
-    scoring = Scoring(SimpleNamespace(config=config), SimpleNamespace())  # type: ignore[arg-type]
+    scoring = RewardScorer(SimpleNamespace(config=config), SimpleNamespace())  # type: ignore[arg-type]
     assert [scoring._is_ours(sample) for sample in samples] == [False, True, True]
     assert {"reward", "judge"} <= config.roles().keys()
     turned = {
@@ -297,7 +306,10 @@ def test_judge_takes_the_place_of_the_reward_role(make_run_config: MakeRunConfig
     assert inputs["judge"] == [SAMPLES]
     assert "reward.scores" in inputs["advantage"]
     pool = ScalingBounds.from_config(config, is_supervised=True).pools["judge"]
-    assert (pool.num_at_start, pool.max_workers) == (2, TopicPlan.from_config(config).num_sample_partitions)
+    assert (pool.num_at_start, pool.max_workers) == (
+        2,
+        TopicPlan.from_config(config).num_sample_partitions,
+    )
     assert "judge" not in make_run_config().roles()
     assert (
         "judge"

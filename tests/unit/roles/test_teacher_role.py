@@ -49,8 +49,8 @@ def worker_of(config: Any) -> Any:
     return SimpleNamespace(
         config=config,
         metrics=metrics,
-        sample_record=lambda topic, event, **_: (topic, event),
-        piece=lambda name: nullcontext(),
+        records=SimpleNamespace(build_for_sample=lambda topic, event, **_: (topic, event)),
+        lifecycle=SimpleNamespace(piece=lambda name: nullcontext()),
     )
 
 

@@ -24,10 +24,12 @@ def test_first_checkpoint_may_take_as_long_as_a_transfer(monkeypatch: pytest.Mon
         _ranks=None,
         _backend=SimpleNamespace(state=lambda: state, load_state=lambda _: None),
         _checkpoints=SimpleNamespace(save=lambda *_, **__: pending),
-        _worker=SimpleNamespace(transfer=lambda name: named.append(name) or nullcontext()),
+        _worker=SimpleNamespace(
+            lifecycle=SimpleNamespace(transfer=lambda name: named.append(name) or nullcontext())
+        ),
     )
     monkeypatch.setattr(
-        trainer, "read_start", lambda *_, **__: SimpleNamespace(state=state, kind="weights")
+        trainer, "read_initial_state", lambda *_, **__: SimpleNamespace(state=state, kind="weights")
     )
     source: Any = SimpleNamespace(config=SimpleNamespace(run=SimpleNamespace(id="old")))
     TrainLoop._start_from(loop, source)

@@ -157,7 +157,9 @@ def test_good_samples_pass_unchanged_and_other_events_do_not() -> None:
 )
 def test_end_that_nobody_may_ask_for_is_poison(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(PoisonSample, match=re.escape(text)) as caught:
-        check_ended(replace(ended("000001-0002-0"), **changes), allowed=outcomes_on(TRAINING_SAMPLES))
+        check_ended(
+            replace(ended("000001-0002-0"), **changes), allowed=outcomes_on(TRAINING_SAMPLES)
+        )
     assert len(str(caught.value)) < 300
     assert (
         check_ended(ended("000001-0002-0"), allowed=outcomes_on(TRAINING_SAMPLES)).prompt_group_id

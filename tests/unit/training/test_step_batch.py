@@ -14,7 +14,7 @@ from relax_events.errors import ObjectError, PoisonSample
 from relax_events.events.types import SampleReady
 from relax_events.training.batch.assembly import LocatedSample
 from relax_events.training.batch.packing import MicroBatcher
-from relax_events.training.batch.step_batch import UntrainableGroup, StepBatch
+from relax_events.training.batch.step_batch import StepBatch, UntrainableGroup
 from relax_events.training.step_record import RankStepResult
 
 PER_GROUP = 4

@@ -14,7 +14,7 @@ from relax_events.projections.training_history import TrainingHistory
 from relax_events.training.batch.assembly import LocatedSample
 from relax_events.training.commit import build_trained_outcomes
 from relax_events.training.phases import PhaseTimer
-from relax_events.training.step_record import StepRecord, RankStepResult
+from relax_events.training.step_record import RankStepResult, StepRecord
 
 
 def share_of(

@@ -9,7 +9,7 @@ import pytest
 
 from relax_events.config import RunConfig
 from relax_events.events.types import PolicyEvaluated
-from relax_events.weights.retention import BestVersions, num_newest, deletable_versions
+from relax_events.weights.retention import BestVersions, deletable_versions, num_newest
 
 STORED = range(21)
 

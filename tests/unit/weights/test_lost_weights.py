@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from relax_events.errors import WeightsError
 from relax_events.events.parts import Outcome
-from relax_events.events.types import PolicyVersionPublished, LogprobsComputed, SampleRolledOut
+from relax_events.events.types import LogprobsComputed, PolicyVersionPublished, SampleRolledOut
 from relax_events.roles.logprob_processor import Evaluating
 from relax_events.telemetry.metrics import WorkerMetrics
 from relax_events.weights.manifest import Weights

@@ -1,5 +1,6 @@
-"""Weights written as changes to the version before: the same bits come out, whoever cached what, and
-what is wrong is found out."""
+"""Weights written as changes to the version before: the same bits come out, whoever cached what,
+and what is wrong is found out.
+"""
 
 from __future__ import annotations
 

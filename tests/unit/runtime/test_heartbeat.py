@@ -1,4 +1,4 @@
-"""Heartbeat come from the work loop: once an interval, and at once when the state changes."""
+"""Heartbeats come from the work loop: once an interval, and at once when the state changes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from relax_events.runtime.heartbeat import REPORT_EVERY_HEARTBEATS, Heartbeat
 
 
 class Clocked:
-    """Heartbeat under a clock that the test moves, with what they sent."""
+    """Heartbeats under a clock that the test moves, with what they sent."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
@@ -59,11 +59,9 @@ def test_beat_carries_what_the_worker_did(clocked: Clocked) -> None:
     before = clocked.heartbeat.started_at
     clocked.heartbeat.record_processed(3, seconds=0.5)
     clocked.heartbeat.record_processed(4, seconds=0.5)
-    clocked.heartbeat.policy_version, clocked.heartbeat.metrics_port, clocked.heartbeat.num_in_flight = (
-        5,
-        9090,
-        2,
-    )
+    clocked.heartbeat.set_policy_version(5)
+    clocked.heartbeat.set_metrics_port(9090)
+    clocked.heartbeat.set_in_flight(2)
     clocked.tick(WorkerState.WORKING)
     (beat,) = clocked.sent
     assert isinstance(beat, WorkerHeartbeat)
@@ -179,7 +177,10 @@ def test_long_call_that_returns_is_progress_and_one_that_fails_or_only_waits_is_
     ):
         clocked.now += 10.0
         raise OSError("gone")
-    assert (clocked.heartbeat.seconds_without_progress, clocked.heartbeat.seconds_since_tick) == (20.0, 0.0)
+    assert (clocked.heartbeat.seconds_without_progress, clocked.heartbeat.seconds_since_tick) == (
+        20.0,
+        0.0,
+    )
     with clocked.heartbeat.activity("load weights", deadline_seconds=60.0):
         clocked.now += 10.0
     assert clocked.heartbeat.seconds_without_progress == 0.0

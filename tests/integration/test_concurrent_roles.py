@@ -22,7 +22,7 @@ from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord
 from relax_events.objects import ObjectStore
 from relax_events.roles.worker_factory import StoreClaimCheck
-from relax_events.runtime.concurrent_processor import Done, ConcurrentLoop, Key
+from relax_events.runtime.concurrent_processor import ConcurrentLoop, Done, Key
 from relax_events.runtime.worker import Worker
 from relax_events.topics import TopicPlan
 
@@ -44,7 +44,7 @@ class Holding:
     def progress(self) -> int:
         return len(self.held)
 
-    def begin(self, key: Key, sample: SampleRolledOut) -> None:
+    def submit(self, key: Key, sample: SampleRolledOut) -> None:
         self.held[key] = sample
 
     def poll(self, *, timeout_seconds: float) -> list[Done]:
@@ -52,7 +52,7 @@ class Holding:
         threading.Event().wait(0.0 if done else timeout_seconds / 10)
         return [(key, (self._answer(self.held.pop(key)),)) for key in done]
 
-    def drop(self, keys: Collection[Key]) -> None:
+    def cancel(self, keys: Collection[Key]) -> None:
         for key in keys:
             self.held.pop(key, None)
 

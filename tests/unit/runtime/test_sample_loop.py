@@ -1,5 +1,5 @@
-"""A map role works in parts: each is handled, made safe and committed before the next is taken.
-Worker and consumer are stand-ins."""
+"""The sample loop works in parts: each is processed, flushed and committed before the next is
+taken. Worker and consumer are stand-ins."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from relax_events.deadline import Deadline
 from relax_events.events.parts import TopicOffset
 from relax_events.events.types import SampleRolledOut
 from relax_events.kafka.records import ProducerRecord, Record
-from relax_events.runtime import processors as map_role
+from relax_events.runtime import sample_input
 from relax_events.runtime.drain import Drain
 from relax_events.runtime.processors import SampleLoop
 from relax_events.telemetry.traces import Traces
@@ -43,38 +43,45 @@ class Stage:
             (lambda: setattr(self, "is_paused", True)),
             (lambda: setattr(self, "is_paused", False)),
         )
-        monkeypatch.setattr(map_role, "SubscribedConsumer", lambda *_, **__: consumer)
+        monkeypatch.setattr(sample_input, "SubscribedConsumer", lambda *_, **__: consumer)
         self.drain, self.num_ticks = Drain(seconds=60), 0
         self.worker: Any = SimpleNamespace(
             role="reference",
             connection=None,
-            paused=False,
             plan=SimpleNamespace(topic=lambda entity: entity, consumer_group=lambda role: role),
             config=SimpleNamespace(run=SimpleNamespace(max_staleness=0)),
             drain=self.drain,
-            producer=SimpleNamespace(
-                send=lambda record: None, flush=lambda: self.did.append("flush")
-            ),
             metrics=SimpleNamespace(expired=lambda count: self.did.append(f"{count} expired")),
-            beats=SimpleNamespace(num_in_flight=0),
-            is_expired=lambda version: version is not None and version < 0,
-            decode=lambda record: self._sample(record),
-            await_published=lambda _: None,
-            finished=lambda *_: None,
-            progressed=lambda: None,
-            tick=self._tick,
-            follow=lambda *_: None,
-            traces=Traces(),
-            reads=lambda _: None,
+            heartbeat=SimpleNamespace(set_in_flight=lambda _: None),
+            control=SimpleNamespace(
+                policy_version=0,
+                is_paused=False,
+                is_expired=lambda version: version is not None and version < 0,
+                wait_until_published=lambda _: None,
+                follow=lambda *_: None,
+            ),
+            records=SimpleNamespace(
+                producer=SimpleNamespace(
+                    send=lambda record: None, flush=lambda: self.did.append("flush")
+                ),
+                decode=lambda record: self._sample(record),
+                traces=Traces(),
+            ),
+            lifecycle=SimpleNamespace(
+                record_processed=lambda *_: None,
+                record_progress=lambda: None,
+                tick=self._tick,
+                track_lag=lambda _: None,
+            ),
         )
-        self.role = SampleLoop(self.worker, self._handle, **limits)
+        self.loop = SampleLoop(self.worker, self._handle, **limits)
 
     def run(self, *, num_turns: int) -> list[Any]:
         """Let the loop take so many turns, and return what it did."""
         self.did.clear()
         self.num_ticks = num_turns
         self.drain._event.clear()
-        self.role.run()
+        self.loop.run()
         return list(self.did)
 
     def write(self, *num_tokens: int, partition: int = 0, version: int = 0) -> None:
@@ -138,7 +145,7 @@ def test_every_part_is_committed_and_the_consumer_polled_before_the_next_is_take
     ]  # fmt: skip
 
 
-def test_part_ends_after_so_many_records_where_tokens_don_t_matter(
+def test_part_ends_after_so_many_records_without_a_token_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stage = Stage(monkeypatch, max_part_records=2)
@@ -168,7 +175,7 @@ def test_drain_waits_for_one_part_and_leaves_the_rest_uncommitted(
     assert stage.run(num_turns=1) == ["poll", ["0@0"], "flush", {0: 1}]
 
 
-def test_paused_worker_polls_and_handles_nothing_until_it_goes_on(
+def test_paused_worker_polls_and_processes_nothing_until_it_resumes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stage = Stage(monkeypatch, max_tokens=10)
@@ -182,18 +189,20 @@ def test_paused_worker_polls_and_handles_nothing_until_it_goes_on(
     assert not stage.is_paused
 
 
-def test_partition_that_goes_takes_along_what_no_part_has_taken(
+def test_fetched_records_of_a_revoked_partition_are_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stage = Stage(monkeypatch, max_tokens=10)
     stage.write(10, 10)
     stage.write(10, partition=1, version=1)
     stage.run(num_turns=1)
-    stage.role._revoked([TopicOffset(SAMPLES, 0, 2)], Deadline(1.0))
+    stage.loop._input._revoke([TopicOffset(SAMPLES, 0, 2)], Deadline(1.0))
     assert stage.run(num_turns=1) == ["poll", ["1@0"], "flush", {1: 1}]
 
 
-def test_what_expired_is_committed_without_being_handled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expired_records_are_committed_without_being_processed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     stage = Stage(monkeypatch)
     stage.write(5, version=-1)
     assert stage.run(num_turns=1) == ["poll", "1 expired", "flush", {0: 1}]

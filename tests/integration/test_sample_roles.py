@@ -17,7 +17,7 @@ from event_samples import evaluated, published, rolled_out
 from relax_events.config import RunConfig
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import TopicOffset
-from relax_events.events.types import PromptGroupEnded, LogprobsComputed, SampleRolledOut
+from relax_events.events.types import LogprobsComputed, PromptGroupEnded, SampleRolledOut
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.log_reader import LogReader
