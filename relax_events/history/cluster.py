@@ -1,5 +1,5 @@
-"""Which broker a command means that looks at many runs: that of a run file, a cluster by address,
-or the embedded one of a directory.
+"""Selects the broker of a command that reads many runs: a run file's, a cluster by address, or the
+embedded one of a directory.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from relax_events.session.broker_address import (
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A broker table and the directory of runs that goes with it; `run_file` is the run file that
-    named them, if one did.
+    """A broker table and its directory of runs; `run_file` is the run file that named them, if one
+    did.
     """
 
     broker: BrokerConfig
@@ -40,8 +40,7 @@ class Cluster:
     ) -> Cluster:
         """Return the broker that a command's options name.
 
-        Raises:
-            ConfigError: They name two.
+        Raises: ConfigError: They name two.
         """
         if config is not None and bootstrap_servers:
             raise ConfigError(
@@ -67,8 +66,7 @@ class Cluster:
 
     @property
     def broker_with_address(self) -> BrokerConfig:
-        """The broker table, with the address of an embedded broker filled in and where its password
-        lies.
+        """The broker table, with the address and the password file of an embedded broker.
 
         Raises:
             BrokerUnavailable: The embedded broker was never started.
@@ -81,7 +79,7 @@ class Cluster:
         )
 
     def connection(self, *, name: str) -> Connection:
-        """Return how to reach a broker that has answered; the embedded one is kept up by `running`.
+        """Return a connection to a broker that has answered; `running` keeps the embedded one up.
 
         Raises:
             BrokerUnavailable: It does not run or does not answer; the text says where and what to
@@ -97,7 +95,7 @@ class Cluster:
 
     @contextmanager
     def running(self, *, by: str) -> Iterator[None]:
-        """Keep the embedded broker up while the block runs; nothing happens for a cluster.
+        """Keep the embedded broker running during the block; nothing happens for a cluster.
 
         Args:
             by: The command that needs it, for the record.
@@ -108,9 +106,7 @@ class Cluster:
             yield
             return
         if embedded.state is None:
-            rule = (
-                f"no broker was ever started in {embedded.directory}, so there is no run to look at"
-            )
+            rule = f"no broker was ever started in {embedded.directory}, so there is no run to read"
             raise BrokerUnavailable(f"{rule}; give --directory, --bootstrap-servers or a run file")
         with keep_running(embedded, by=by):
             yield

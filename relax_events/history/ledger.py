@@ -1,14 +1,11 @@
 """Reads a run's log into a ledger, each topic once and all in step with each other, so that a run
 of any length fits into memory.
 
-    policy versions: which offsets belong to which versions ──▶ the next versions that make a block
-        of records
-    block: prompt queue ─▶ samples, scores and ready samples of these versions ─▶ train steps, ends
-        ─▶ settle ─▶ the next block
+    policy versions: which offsets belong to which versions ──▶ the next versions that make a block of records
+    block: prompt queue ─▶ samples, scores and ready samples of these versions ─▶ train steps, outcomes ─▶ finalize ─▶ the next block
 
-Where a topic is not sorted by versions, it is read on until its newest record tells that the
-block's are read. That decides only how much is
-held in memory: a record that comes late is judged all the same.
+Where a topic is not sorted by versions, it is read until its newest record shows that the block's
+are read. That only decides how much is held in memory: a late record is checked all the same.
 """
 
 from __future__ import annotations
@@ -33,8 +30,8 @@ from relax_events.events.types import (
 from relax_events.history.stored_weights import StoredWeights
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.corruption import damage_error
+from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.records import Record
 from relax_events.projections.ledger import Ledger
 from relax_events.projections.purged_ranges import PurgedRanges
@@ -45,13 +42,13 @@ from relax_events.topics.plan import TRAINER_INPUTS
 
 log = structlog.get_logger()
 BLOCK_RECORDS = 20_000
-"""About how many records of samples are judged together; every block costs a few requests."""
+"""About how many records of samples are checked together; every block costs a few requests."""
 BLOCK_VERSIONS = 256
 CHUNK_RECORDS = 2_000
 LARGE_CHUNK_RECORDS = 64
-"""Of records that name all samples of a step, or all partitions of a version."""
+"""Chunk of records that name all samples of a step, or all partitions of a version."""
 REST = 2**62
-"""Stands for the version behind the last block."""
+"""Stands for the version after the last block."""
 # every stream begins with a new assignment, which would wait for the last request of the one before
 FETCH_WAIT_MS = 10
 DECISION_TOPICS = (
@@ -65,19 +62,17 @@ OffsetRange = tuple[int, int]
 
 
 class OffsetReader(Protocol):
-    """Tells the oldest and the next offset of a partition."""
+    """Reads the oldest and the next offset of a partition."""
 
     def watermarks(self, topic: str, partition: int) -> OffsetRange:
-        """Ask the broker."""
+        """Request them from the broker."""
 
 
 def read_ledger(config: RunConfig) -> Ledger:
-    """Read a run's log into a ledger; of a replay also which steps of its source it was to train.
+    """Read a run's log into a ledger; of a replay also the parent's steps that it was to train.
 
-    Raises:
-        BrokerError: A record that holds a decision of the trainer's fails its checksum: without it
-            nothing can be proved.
-        ConfigError: The broker has no topics of this run.
+    Raises: BrokerError: A record with a decision of the trainer fails its checksum: without it
+    nothing can be verified. ConfigError: The broker has no topics of this run.
     """
     connection = Connection.from_config(config.broker, client_id=f"{config.run.id}.ledger")
     admin = Admin(connection)
@@ -99,11 +94,11 @@ def read_ledger(config: RunConfig) -> Ledger:
 def stable_ranges(
     reader: OffsetReader, decisions: Sequence[TopicPartition]
 ) -> dict[TopicPartition, OffsetRange]:
-    """Return spans of these topics that end all before or all after any commit of the trainer's,
-    while it goes on.
+    """Return offset ranges of these topics that end all before or all after any commit of the
+    running trainer.
 
-    A step's records become visible together, but ends are asked for one after the other: so again
-    until none has moved meanwhile.
+    A step's records become visible together, but end offsets are requested one after the other. So
+    they are requested again until none has moved.
     """
     seen: dict[TopicPartition, OffsetRange] = {}
     while (spans := {place: (0, reader.watermarks(*place)[1]) for place in decisions}) != seen:
@@ -144,7 +139,7 @@ class LedgerReader:
         self._queue = queue
         self._spans |= {
             place: reader.watermarks(*place) for place in [*queue, *self._samples]
-        }  # what was decided on was written before
+        }  # samples were written before the decisions about them
         self._read_up_to = {place: span[0] for place, span in self._spans.items()}
         self._stamps: dict[TopicPartition, int] = {}
         self._starts: dict[int, dict[TopicPartition, int]] = {}
@@ -198,8 +193,8 @@ class LedgerReader:
         )
 
     def _next_block(self, below: int) -> int:
-        """Return the version up to which the next block goes: at least one more, and as many as
-        make a block of records; at the end the rest.
+        """Return the version that ends the next block: at least one more, and as many as make a
+        block of records; at the end the rest.
         """
         for version in [version for version in self._starts if version < below]:
             del self._starts[version]
@@ -214,7 +209,7 @@ class LedgerReader:
         return reached if reached <= self._newest_start else REST
 
     def _read_versions(self, below: int) -> None:
-        """Read where the versions begin that come next in each slot."""
+        """Read where the next versions in each slot start."""
         self._read_until(
             [self._versions_place], below + self._plan.num_slots, chunk=LARGE_CHUNK_RECORDS
         )
@@ -227,7 +222,7 @@ class LedgerReader:
         return sum(stop - self._read_up_to[place] for place, stop in self._stops(below).items())
 
     def _stops(self, below: int) -> dict[TopicPartition, int]:
-        """Return, for each sample partition, where records of versions from `below` on begin; its
+        """Return, for each sample partition, where records of versions from `below` on start; its
         end where there are none.
         """
         starts: dict[TopicPartition, int] = {}
@@ -242,11 +237,11 @@ class LedgerReader:
         }
 
     def _read_samples(self, below: int) -> None:
-        self._feed(self._stops(below))
+        self._read_ranges(self._stops(below))
 
     def _read_queue(self, below: int) -> None:
-        """Read what was issued before version `below`: step s is issued when version s -
-        max_staleness is out.
+        """Read the prompt groups issued before version `below`: step s is issued when version s -
+        max_staleness is published.
         """
         self._read_until(
             self._queue, below + self._config.run.max_staleness + 1, chunk=CHUNK_RECORDS
@@ -259,32 +254,32 @@ class LedgerReader:
                 return
 
     def _read_until(self, places: Sequence[TopicPartition], stamp: int, *, chunk: int) -> None:
-        """Read these partitions on until the newest record of each is stamped with this number, or
-        they end.
+        """Read these partitions until the newest record of each has this step or version, or they
+        end.
         """
         while spans := {
             place: min(self._read_up_to[place] + chunk, self._spans[place][1])
             for place in places
             if self._is_behind(place, stamp)
         }:
-            self._feed(spans)
+            self._read_ranges(spans)
 
     def _is_behind(self, place: TopicPartition, stamp: int) -> bool:
         return (
             self._stamps.get(place, -1) < stamp and self._read_up_to[place] < self._spans[place][1]
         )
 
-    def _feed(self, stops: Mapping[TopicPartition, int]) -> None:
+    def _read_ranges(self, stops: Mapping[TopicPartition, int]) -> None:
         spans = {
             place: (self._read_up_to[place], stop)
             for place, stop in stops.items()
             if stop > self._read_up_to[place]
         }
         for record in self._reader.stream(spans, with_damaged=True):
-            self._take(record)
+            self._process(record)
         self._read_up_to |= {place: stop for place, (_, stop) in spans.items()}
 
-    def _take(self, record: Record) -> None:
+    def _process(self, record: Record) -> None:
         place, at = (
             (record.topic, record.partition),
             TopicOffset(record.topic, record.partition, record.offset),
@@ -303,9 +298,9 @@ class LedgerReader:
             return
         self._ledger.apply(event, at)
         self._weights.apply(event)
-        self._note_stamp(place, event)
+        self._record_progress(place, event)
 
-    def _note_stamp(self, place: TopicPartition, event: Event) -> None:
+    def _record_progress(self, place: TopicPartition, event: Event) -> None:
         if isinstance(event, PolicyVersionPublished):
             starts = {(start.topic, start.partition): start.offset for start in event.start_offsets}
             self._starts[event.policy_version] = {

@@ -1,5 +1,5 @@
-"""A run as it is seen from outside of it, by its control log alone: for commands in another shell,
-or on another machine.
+"""Follows a running run by its control log alone: for commands in another shell, or on another
+machine.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ SILENT_HEARTBEATS = 10
 
 
 def silent_micros(config: RunConfig) -> int:
-    """Return after how long without a heartbeat a worker is not shown as alive: much sooner than it
-    is taken for hung and killed.
+    """Return after how long without a heartbeat a worker is no longer shown as alive: much sooner
+    than it is taken for hung and killed.
     """
     workers = config.workers
     return int(
@@ -42,14 +42,13 @@ def silent_micros(config: RunConfig) -> int:
 
 
 class RunFollower(AbstractContextManager["RunFollower"]):
-    """Follows a run while it is entered. `state` is that of the log; look at it under `lock`."""
+    """Follows a run while it is entered. `state` is folded from the log; read it under `lock`."""
 
     def __init__(self, config: RunConfig, *, name: str) -> None:
-        """Nothing is read yet.
+        """Read nothing yet.
 
-        Args:
-            config: The run, with the broker's address and the principal filled in.
-            name: Tells our clients apart in the broker's log.
+        Args: config: The run, with the broker's address and the principal filled in. name:
+        Distinguishes clients in the broker's log.
         """
         self.config, self.state = config, RunState()
         self.connection = Connection.from_config(config.broker, client_id=f"{config.run.id}.{name}")
@@ -86,10 +85,9 @@ class RunFollower(AbstractContextManager["RunFollower"]):
             return self.lock.wait_for(condition, timeout_seconds)
 
     def send(self, command: RunCommanded) -> None:
-        """Write a command, and wait until the broker has it.
+        """Write a command, and wait until the broker has acknowledged it.
 
-        Raises:
-            BrokerError: It did not take it.
+        Raises: BrokerError: The broker did not acknowledge it.
         """
         with closing(RecordProducer(self.connection)) as producer:
             producer.write(
@@ -102,8 +100,8 @@ class RunFollower(AbstractContextManager["RunFollower"]):
             )
 
     def alive(self) -> dict[str, WorkerHeartbeat]:
-        """Return the newest heartbeat of each worker that has sent one of late and not said
-        goodbye; hold the lock.
+        """Return the newest heartbeat of each worker that has sent one recently and not stopped;
+        hold the lock.
         """
         limit = now_micros() - silent_micros(self.config)
         return {
@@ -122,13 +120,11 @@ class RunFollower(AbstractContextManager["RunFollower"]):
 
 @dataclass(frozen=True, slots=True)
 class StopResult:
-    """What came of asking a run to stop.
+    """The result of stopping a run.
 
-    Attributes:
-        standing: How the run stood before: only one that was `running` is asked.
-        stopped: Workers that have drained, and said goodbye.
-        left: Workers that had not by the deadline.
-        seconds: How long it took.
+    Attributes: status: The run's status before: only a `running` one is stopped. drained: Workers
+    that have drained and sent STOPPED. not_drained: Workers that had not by the deadline. seconds:
+    How long it took.
     """
 
     run_id: str
@@ -140,11 +136,11 @@ class StopResult:
 
     @property
     def text(self) -> str:
-        """Say it to a person."""
+        """The result as text."""
         if self.status == "ended":
             return f"run {self.run_id} has ended already, at step {self.num_steps}"
         if self.status == "interrupted":
-            return f"no worker of run {self.run_id} is alive; it stands at step {self.num_steps}"
+            return f"no worker of run {self.run_id} is alive; its last step is {self.num_steps}"
         done = (
             f"run {self.run_id} was stopped at step {self.num_steps}: {len(self.drained)} "
             f"workers drained within {self.seconds:.0f} s"
@@ -153,14 +149,11 @@ class StopResult:
 
 
 def stop_run(config: RunConfig, *, timeout_seconds: float) -> StopResult:
-    """Ask all workers of a run to drain, wherever they run, and wait for it; the same `relax run`
-    resumes the run.
+    """Command all workers of a run to drain, wherever they run, and wait for it; the same `relax
+    run` resumes the run.
 
-    Args:
-        config: The run, with the broker's address and the principal filled in.
-        timeout_seconds: How long to wait for the workers.
-    Raises:
-        BrokerError: The log can't be read or written.
+    Args: config: The run, with the broker's address and the principal filled in. timeout_seconds:
+    How long to wait for the workers. Raises: BrokerError: The log can't be read or written.
     """
     started = time.monotonic()
     with RunFollower(config, name="stop") as watch:
@@ -170,7 +163,7 @@ def stop_run(config: RunConfig, *, timeout_seconds: float) -> StopResult:
             watch.send(
                 RunCommanded(
                     command=Command.STOP,
-                    reason="relax runs stop asked for it; the same relax run resumes it",
+                    reason="stopped by relax runs stop; the same relax run resumes it",
                 )
             )
             watch.wait_for(lambda: not _not_stopped(watch, alive), timeout_seconds=timeout_seconds)

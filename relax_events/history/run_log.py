@@ -1,8 +1,7 @@
-"""A run's log for those who look back: what its control topics say, and its records, read only
-where the question says.
+"""Reads a run's log: its control topics, and its other records only where a query needs them.
 
-A policy version owns its slot's partitions from the start offsets that its publication carries up
-to those of the slot's next owner. So records of a version are found without reading any others.
+A policy version owns its slot's partitions from the start offsets in its publication up to those of
+the slot's next owner. So records of a version are found without reading any others.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ FETCH_WAIT_MS = 10
 
 @dataclass(frozen=True, slots=True)
 class DecodedRecord(Generic[EventT]):
-    """An event and its record's place; `written_at` is the broker's time, in milliseconds since the
-    epoch.
+    """An event and its record's position; `written_at` is the broker's time, in milliseconds since
+    the epoch.
     """
 
     event: EventT
@@ -44,31 +43,28 @@ class DecodedRecord(Generic[EventT]):
 
 
 class Unreadable:
-    """Counts records that can't be read and names the first of them."""
+    """Counts unreadable records and names the first of them."""
 
     def __init__(self) -> None:
         self.count = 0
         self.named: list[str] = []
 
     def add(self, place: str, error: Exception) -> None:
-        """Note a record."""
+        """Count a record."""
         self.count += 1
         if len(self.named) < MAX_NAMED:
             self.named.append(f"{place}: {error}")
 
 
 class RunLog(AbstractContextManager["RunLog"]):
-    """Reads a run's log, each partition up to where it ended when it was first asked for."""
+    """Reads a run's log, each partition up to its end at the first request."""
 
     def __init__(self, config: RunConfig, *, name: str) -> None:
-        """Open the log and learn its schemas, versions and ends.
+        """Open the log, and read its schemas, versions and end offsets.
 
-        Args:
-            config: The run, with the broker's address filled in.
-            name: Tells our clients apart in the broker's log.
-        Raises:
-            BrokerUnavailable: No broker answered.
-            ConfigError: The broker has no topics of this run.
+        Args: config: The run, with the broker's address filled in. name: Distinguishes clients in
+        the broker's log. Raises: BrokerUnavailable: No broker answered. ConfigError: The broker has
+        no topics of this run.
         """
         self.config, self.plan, self.codec = config, TopicPlan.from_config(config), EventCodec()
         self.unreadable = Unreadable()
@@ -84,7 +80,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._owning_versions = self.versions
         if (
             self.plan.source_run_id
-        ):  # a replay's samples are another run's, and lie where that run's versions say
+        ):  # a replay's samples are another run's, at the offsets of that run's versions
             self._learn_schemas(self.plan.source_run_id)
             self._owning_versions = self._read_versions(self.plan.source_run_id)
         self._outcomes: dict[str, DecodedRecord[PromptGroupEnded]] | None = None
@@ -106,7 +102,7 @@ class RunLog(AbstractContextManager["RunLog"]):
 
     @property
     def outcomes(self) -> Mapping[str, DecodedRecord[PromptGroupEnded]]:
-        """How each prompt group ended, by id."""
+        """The outcome of each prompt group, by id."""
         if self._outcomes is None:
             self._outcomes = {}
             for found in self.read_control("control.prompt-group-outcomes", PromptGroupEnded):
@@ -114,7 +110,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         return self._outcomes
 
     def read_control(self, entity: str, kind: type[EventT]) -> Iterator[DecodedRecord[EventT]]:
-        """Give the events of a control topic, in log order."""
+        """Read the events of a control topic, in log order."""
         yield from self.read(self.full_ranges(entity, range(1)), kind)
 
     def read_control_events(self, *entities: str) -> Iterator[Event]:
@@ -134,8 +130,8 @@ class RunLog(AbstractContextManager["RunLog"]):
     def full_ranges(
         self, entity: str, partitions: Iterable[int]
     ) -> dict[TopicPartition, OffsetRange]:
-        """Return the spans of all that these partitions of a topic hold; they begin at 0, or at the
-        oldest record that is left.
+        """Return the offset ranges of all records in these partitions of a topic; they start at 0,
+        or at the oldest available record.
         """
         topic = self.plan.topic(entity)
         return {
@@ -148,15 +144,13 @@ class RunLog(AbstractContextManager["RunLog"]):
     def offset_ranges(
         self, entity: str, versions: range, *, shard: int | None = None
     ) -> dict[TopicPartition, OffsetRange]:
-        """Return where the records of these versions lie on a sample topic.
+        """Return the offset ranges of the records of these versions on a sample topic.
 
-        What was written for a version after its slot had passed on lies among the next owner's
-        records, and is not found.
+        A record that was written for a version after its slot had passed on lies among the next
+        owner's records, and is not found.
 
-        Args:
-            entity: A sample topic, for example `rollout.samples`.
-            versions: Policy versions; those that were never published are left out.
-            shard: Take only this shard's partitions.
+        Args: entity: A sample topic, for example `rollout.samples`. versions: Policy versions;
+        those that were never published are left out. shard: Take only this shard's partitions.
         """
         topic = self.plan.topic(entity)
         owners = {
@@ -196,12 +190,12 @@ class RunLog(AbstractContextManager["RunLog"]):
         wanted = (
             self.plan.parse_entity(topic),
             partition,
-        )  # a run that was imported under another id has the offsets, not the name
+        )  # a run that was imported under another id keeps the offsets, not the topic names
         events = [
             versions[version].event
             for versions in (self.versions, self._owning_versions)
             if version in versions
-        ]  # a replay may begin later
+        ]  # a replay may start later
         offsets = (place for event in events for place in event.start_offsets)
         return next(
             (
@@ -213,7 +207,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         )
 
     def _end_offsets(self, places: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
-        """Return where partitions ended when they were first asked for."""
+        """Return the end offsets of partitions at their first request."""
         wanted = list(places)
         self._seen_ends |= self._admin.end_offsets(
             [place for place in wanted if place not in self._seen_ends]
@@ -221,13 +215,13 @@ class RunLog(AbstractContextManager["RunLog"]):
         return {place: self._seen_ends[place] for place in wanted}
 
     def records(self, spans: Mapping[TopicPartition, OffsetRange]) -> Iterator[Record]:
-        """Give the records of these spans, in order per partition."""
+        """Read the records of these ranges, in order per partition."""
         with self._reader() as reader:
             yield from reader.stream(spans)
 
     @contextmanager
     def _reader(self) -> Iterator[LogReader]:
-        """Lend a reader: a stream that is begun while another is under way needs one of its own."""
+        """Lend a reader: a stream that starts while another is open needs one of its own."""
         if not self._idle:
             self._readers.append(LogReader(self.connection, fetch_wait_ms=FETCH_WAIT_MS))
             self._idle.append(self._readers[-1])
@@ -240,9 +234,7 @@ class RunLog(AbstractContextManager["RunLog"]):
     def read(
         self, spans: Mapping[TopicPartition, OffsetRange], kind: type[EventT]
     ) -> Iterator[DecodedRecord[EventT]]:
-        """Give the events of a kind in these spans; what can't be decoded is counted as
-        unreadable.
-        """
+        """Read the events of a kind in these ranges; undecodable records are counted as unreadable."""
         for record in self.records(spans):
             event = self.decode(record)
             if isinstance(event, kind) and belongs_on(self.plan.parse_entity(record.topic), event):
@@ -251,8 +243,8 @@ class RunLog(AbstractContextManager["RunLog"]):
     def read_at(
         self, entity: str, places: Iterable[tuple[int, int]], kind: type[EventT]
     ) -> list[DecodedRecord[EventT]]:
-        """Return the events of a kind at these (partition, offset) places of a topic, in the
-        places' order.
+        """Return the events of a kind at these (partition, offset) positions of a topic, in the
+        order of the positions.
 
         Raises:
             BrokerError: A record was purged or never written.
@@ -270,14 +262,14 @@ class RunLog(AbstractContextManager["RunLog"]):
     def read_records_at(
         self, topic: str, places: Iterable[tuple[int, int]]
     ) -> dict[tuple[int, int], Record]:
-        """Return the records at these (partition, offset) places of a topic, given with its full
-        name; raises as `exactly`.
+        """Return the records at these (partition, offset) positions of a topic, given by its full
+        name; raises as `read_at`.
         """
         with self._reader() as reader:
             return reader.read_at(topic, set(places))
 
     def decode(self, record: Record) -> Event | None:
-        """Return a record's event; None for what can't be decoded, which is counted and named."""
+        """Return a record's event; None for an undecodable record, which is counted and named."""
         try:
             return self.codec.decode(record.value)
         except (CorruptRecord, SchemaError) as error:
@@ -287,8 +279,8 @@ class RunLog(AbstractContextManager["RunLog"]):
     def follow(
         self, starts: Mapping[TopicPartition, int], *, turn_seconds: float = 0.5
     ) -> Iterator[Record | None]:
-        """Give records as they come, for ever; None when nothing came for a turn, so that the
-        caller can look at the clock.
+        """Read records as they come, forever; yield None when nothing came for a while, so that the
+        caller can check the time.
         """
         with self._reader() as reader:
             reader.assign(starts)

@@ -1,6 +1,4 @@
-"""Compares the weight manifests that are still in the object store with what was published and
-committed.
-"""
+"""Compares the weight manifests in the object store with what was published and committed."""
 
 from __future__ import annotations
 
@@ -17,9 +15,7 @@ PREFIX = "weights/"
 
 
 class StoredWeights:
-    """Remembers of each version that is in the store which manifest was published, and which digest
-    its step committed.
-    """
+    """The published manifest and the committed digest of each version that is in the store."""
 
     def __init__(self, config: RunConfig) -> None:
         self._store: ObjectStore | None = None
@@ -36,7 +32,7 @@ class StoredWeights:
             self._failure = str(error)
 
     def apply(self, event: Event) -> None:
-        """Take in what was published or committed of a version that is in the store."""
+        """Record what was published or committed of a stored version."""
         if isinstance(event, PolicyVersionPublished) and self._is_stored(event.artifact):
             self._artifacts[event.policy_version] = event.artifact
         elif isinstance(event, TrainStepCommitted) and event.policy_version in self._artifacts:
@@ -45,11 +41,11 @@ class StoredWeights:
     def _is_stored(self, artifact: ObjectRef) -> bool:
         try:
             return self._store is not None and self._store.key(artifact.uri) in self._stored
-        except ObjectError:  # of a store that this run no longer uses
+        except ObjectError:  # in a store that this run no longer uses
             return False
 
     def check(self, ledger: Ledger) -> None:
-        """Read the manifests and note in the ledger what does not fit."""
+        """Read the manifests, and add differences to the ledger."""
         if self._failure:
             ledger.add_unverified(
                 f"{{}} object store holds the weights as published ({self._failure})", 1
@@ -65,7 +61,7 @@ class StoredWeights:
         except (ObjectError, WeightsError) as error:
             was_deleted = self._store.key(artifact.uri) not in self._store.list(
                 PREFIX
-            )  # by the run, which goes on
+            )  # by the run, which still runs
             return "" if was_deleted else str(error)
         if manifest.policy_version != version:
             return f"{artifact.uri} is of version {manifest.policy_version}"

@@ -1,6 +1,4 @@
-"""The logs of a run's workers as readable lines: in order of time over all of them, and as they are
-written.
-"""
+"""The logs of a run's workers as readable lines: merged by time, and as they are written."""
 
 from __future__ import annotations
 
@@ -19,9 +17,9 @@ from relax_events.errors import ConfigError
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
 CONTEXT = frozenset({"event", "level", "timestamp", "role", "worker_id", "run_id", "exception"})
-"""Parts of a log event that stand elsewhere in a line, or that all lines of a log share."""
+"""Parts of a log event that are shown elsewhere in a line, or that all lines of a log share."""
 MAX_LINE = 10_000
-"""Characters of a line that are shown: what a reward function prints may have no end."""
+"""Maximum characters of a line: a reward function may print without end."""
 IN_MODIFY, IN_MOVED_TO, IN_CREATE, IN_CLOEXEC = 0x2, 0x80, 0x100, 0o2000000
 EVENT_BYTES = BLOCK_BYTES = 65_536
 
@@ -30,12 +28,9 @@ EVENT_BYTES = BLOCK_BYTES = 65_536
 class LogLine:
     """A line of a log.
 
-    Attributes:
-        worker: Who wrote it, as its file is named.
-        at: ISO 8601, UTC; of a line without a time, that of the line before it in the same log.
-        level: One of `LEVELS`; empty for a line that is no log event, such as a traceback or
-            something printed.
-        text: For people.
+    Attributes: worker: Its writer, by the name of its file. at: ISO 8601, UTC; of a line without a
+    time, that of the line before it in the same log. level: One of `LEVELS`; empty for a line that
+    is no log event, such as a traceback or printed text. text: The readable text.
     """
 
     worker: str
@@ -44,17 +39,17 @@ class LogLine:
     text: str
 
     def __str__(self) -> str:
-        """Write the line for a terminal."""
+        """Format the line for a terminal."""
         return (
             f"{self.at[:19].replace('T', ' '):<19}  {self.worker:<15}  {self.level:<8}  {self.text}"
         ).rstrip()
 
 
 class LogParser:
-    """Reads the lines of one log, in their order."""
+    """Parses the lines of one log, in their order."""
 
     def __init__(self, worker: str) -> None:
-        """Begin at the beginning of a log, or anywhere in it."""
+        """Start at the beginning of a log, or anywhere in it."""
         self._worker, self._at = worker, ""
 
     def parse_line(self, raw: bytes) -> LogLine | None:
@@ -89,13 +84,10 @@ def _value(value: object) -> str:
 
 
 def log_files(folder: Path, workers: Collection[str] = ()) -> dict[str, Path]:
-    """Return a run's logs by who wrote them: workers, `run` (`relax run` itself) and `starter`.
+    """Return a run's logs by writer: workers, `run` (`relax run` itself) and `starter`.
 
-    Args:
-        folder: Of the logs.
-        workers: Ids, or roles, whose logs are meant; none stands for all.
-    Raises:
-        ConfigError: There are none, or one that was named is not among them.
+    Args: folder: Of the logs. workers: Ids or roles of the wanted logs; none stands for all.
+    Raises: ConfigError: There are none, or a wanted one is missing.
     """
     found = {path.stem: path for path in sorted(folder.glob("*.log"))}
     if not found:
@@ -119,11 +111,9 @@ def _is_of(name: str, workers: Collection[str]) -> bool:
 def read_lines(
     files: Mapping[str, Path], *, ends: Mapping[str, int] | None = None
 ) -> Iterator[LogLine]:
-    """Give the lines of several logs in order of time.
+    """Read the lines of several logs in order of time.
 
-    Args:
-        files: As from `log_files`.
-        ends: Up to where each is read; by default up to its end.
+    Args: files: As from `log_files`. ends: End position of each file; by default its end.
     """
     known = ends or {}
     return merge(
@@ -144,7 +134,7 @@ def _lines_of(name: str, path: Path, *, end: int | None) -> Iterator[LogLine]:
 
 
 def _end_of_last_line(path: Path) -> int:
-    """Return the position behind the last whole line of a file."""
+    """Return the position after the last complete line of a file."""
     with path.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
         while end > 0:
@@ -157,26 +147,21 @@ def _end_of_last_line(path: Path) -> int:
 
 
 def filter_by_level(lines: Iterable[LogLine], level: str) -> Iterator[LogLine]:
-    """Leave out log events below a level; lines that are none stay, since a traceback is one of
-    them.
-    """
+    """Filter log events below a level; other lines stay, since a traceback is one of them."""
     least = LEVELS.index(level)
     return (line for line in lines if line.level not in LEVELS or LEVELS.index(line.level) >= least)
 
 
 class LogTail:
-    """Follows the logs in a folder from where they end now, those that are yet to come as well. The
-    kernel says when one has grown.
+    """Follows the logs in a folder from their current ends, including future files. The kernel
+    reports when one has grown.
     """
 
     def __init__(self, folder: Path, workers: Sequence[str] = ()) -> None:
         """Watch from now on.
 
-        Args:
-            folder: Of the logs.
-            workers: As for `log_files`.
-        Raises:
-            ConfigError: As for `log_files`; or the kernel has no watch left.
+        Args: folder: Of the logs. workers: As for `log_files`. Raises: ConfigError: As for
+        `log_files`; or the kernel has no watch left.
         """
         self._folder, self._workers = folder, tuple(workers)
         self._parsers: dict[str, LogParser] = {}
@@ -184,10 +169,10 @@ class LogTail:
         self.ends: dict[str, int] = {
             name: _end_of_last_line(path) for name, path in log_files(folder, workers).items()
         }
-        """Up to where each log was written when the watch began."""
+        """The end of each log when the watch started."""
 
     def lines(self) -> Iterator[LogLine]:
-        """Give whole lines as they are written; never ends."""
+        """Yield complete lines as they are written; never ends."""
         while True:
             found = [
                 line
@@ -204,18 +189,18 @@ class LogTail:
             file.seek(self.ends.get(name, 0))
             for raw in file:
                 if not raw.endswith(b"\n"):
-                    break  # the rest of it is yet to be written
+                    break  # an incomplete line
                 self.ends[name] = self.ends.get(name, 0) + len(raw)
                 if (line := parser.parse_line(raw)) is not None:
                     yield line
 
     def close(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         os.close(self._watch)
 
 
 def _open_watch(folder: Path) -> int:
-    """Return a descriptor that can be read whenever a file in the folder is new or has grown
+    """Return a descriptor that becomes readable whenever a file in the folder is new or has grown
     (inotify).
     """
     library = ctypes.CDLL(None, use_errno=True)

@@ -77,8 +77,7 @@ class ForkServer:
                     return worker
                 self.close()
         raise RunFailed(
-            "no worker can be started: the fork server ended twice; see "
-            f"{self._log_path}"
+            f"no worker can be started: the fork server ended twice; see {self._log_path}"
         )
 
     def close(self) -> None:

@@ -51,7 +51,9 @@ def require_fitting_model(config: RunConfig, newest: PolicyVersionPublished | No
         ObjectError,
         WeightsError,
     ) as error:  # the roles that load the weights report it, if they need them
-        log.warning("weights.comparison_skipped", policy_version=newest.policy_version, error=str(error))
+        log.warning(
+            "weights.comparison_skipped", policy_version=newest.policy_version, error=str(error)
+        )
         return f"not compared with policy version {newest.policy_version}: {error}"
     trained = {tensor.name: tuple(tensor.shape) for tensor in manifest.tensors}
     if difference := find_difference(read_shapes(path), trained):

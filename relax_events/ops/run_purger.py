@@ -25,8 +25,8 @@ from relax_events.events.types import (
 from relax_events.history.run_log import RunLog
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.inventory import Inventory
+from relax_events.kafka.log_reader import LogReader
 from relax_events.objects import ObjectStore
 from relax_events.objects.version_objects import delete_objects_before
 from relax_events.ops.dependent_runs import dependent_run_bounds, find_dependent_runs

@@ -143,7 +143,9 @@ class ScaleState:
         if (
             worker := self.workers.get(worker_id)
         ) is not None and worker.desired_state is not DesiredState.LEAVING:
-            self.workers[worker_id] = replace(worker, desired_state=desired_state, drain_micros=drain_micros)
+            self.workers[worker_id] = replace(
+                worker, desired_state=desired_state, drain_micros=drain_micros
+            )
 
     def _apply_exit(self, worker_id: str, event: RunCommanded) -> None:
         if self.workers.pop(worker_id, None) is None:

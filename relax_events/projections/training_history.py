@@ -19,7 +19,11 @@ from relax_events.events.types import (
 )
 from relax_events.kafka.log_reader import LogReader
 from relax_events.projections.base import apply_events
-from relax_events.runtime.control_follower import SUMMED_ENTITIES, find_start_offsets, read_newest_publications
+from relax_events.runtime.control_follower import (
+    SUMMED_ENTITIES,
+    find_start_offsets,
+    read_newest_publications,
+)
 from relax_events.runtime.worker import Worker
 from relax_events.staleness import is_guest
 from relax_events.topics import TopicPlan
@@ -93,7 +97,9 @@ class TrainingHistory:
         records = reader.stream(
             {place: (start, reader.watermarks(*place)[1]) for place, start in places.items()}
         )
-        events = (event for record in records if (event := worker.records.decode(record)) is not None)
+        events = (
+            event for record in records if (event := worker.records.decode(record)) is not None
+        )
         apply_events(events, history)
         history.require_no_gaps()
         return history
@@ -242,7 +248,10 @@ def _checkpoint_versions_since(
 ) -> set[int]:
     """Return the versions of the checkpoints that the steps since these publications name."""
     place = (worker.plan.topic("control.train-steps"), 0)
-    span = (find_start_offsets(published, worker.plan)["control.train-steps"], reader.watermarks(*place)[1])
+    span = (
+        find_start_offsets(published, worker.plan)["control.train-steps"],
+        reader.watermarks(*place)[1],
+    )
     events = map(worker.records.decode, reader.stream({place: span}))
     return {
         event.checkpoint.policy_version

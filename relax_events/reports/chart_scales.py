@@ -1,4 +1,4 @@
-"""The arithmetic of charts: domains, ticks, labels, and long curves made short."""
+"""The arithmetic of charts: ranges, ticks, labels, and buckets of long curves."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ ROUND_STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Neighbouring steps drawn as one point; without a known value `mean`, `low` and `high` are
-    None.
+    """Neighbouring steps that are drawn as one point; without a known value `mean`, `low` and
+    `high` are None.
     """
 
     first: int
@@ -25,7 +25,7 @@ class Bucket:
 
     @property
     def name(self) -> str:
-        """Name the steps."""
+        """The steps as text."""
         return (
             f"step {self.first}"
             if self.first == self.last
@@ -34,15 +34,15 @@ class Bucket:
 
     @property
     def middle(self) -> float:
-        """Where the bucket lies on the axis of steps."""
+        """Its position on the axis of steps."""
         return (self.first + self.last) / 2
 
 
 def bucket_curve(
     steps: Sequence[int], values: Sequence[float | None], *, limit: int
 ) -> list[Bucket]:
-    """Gather a curve into at most `limit` buckets of equally many steps; each step is a bucket
-    while there are no more than that.
+    """Group a curve into at most `limit` buckets of equally many steps; short curves have one step
+    a bucket.
     """
     size = max(math.ceil(len(steps) / limit), 1)
     buckets = []
@@ -58,7 +58,7 @@ def bucket_curve(
 
 def moving_mean(values: Sequence[float | None], *, reach: int) -> list[float | None]:
     """Return the centred moving mean over `reach` neighbours to each side; the window is cut at the
-    ends, unknown values count for nothing.
+    ends, unknown values are ignored.
     """
     means: list[float | None] = []
     for place in range(len(values)):
@@ -72,8 +72,8 @@ def moving_mean(values: Sequence[float | None], *, reach: int) -> list[float | N
 
 
 def domain(values: Sequence[float]) -> tuple[float, float]:
-    """Return the range that a chart shows: that of the values and a little more, also where they
-    are all alike; 0 to 1 when there are none.
+    """Return the range of a chart's axis: that of the values with padding, also where they are all
+    equal; 0 to 1 without values.
 
     Values that are nowhere negative get no negative range.
     """
@@ -87,7 +87,7 @@ def domain(values: Sequence[float]) -> tuple[float, float]:
 
 
 def ticks(low: float, high: float, *, count: int = 5, integral: bool = False) -> list[float]:
-    """Return round numbers within a range, about `count` of them; whole ones if asked."""
+    """Return round numbers within a range, about `count` of them; integers if `integral`."""
     if not math.isfinite(high - low) or high <= low:
         return [low]
     raw = (high - low) / count
@@ -103,7 +103,7 @@ def ticks(low: float, high: float, *, count: int = 5, integral: bool = False) ->
 
 
 def format_number(value: float, *, digits: int = 6) -> str:
-    """Write a number short enough for an axis, with at most so many significant digits."""
+    """Format a number briefly for an axis, with at most so many significant digits."""
     for size, unit, letter in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if abs(value) >= size:
             return f"{value / unit:.{digits}g}{letter}"

@@ -1,5 +1,5 @@
-"""Charts as inline SVG, drawn by hand so that the page needs nothing else: curves, bars, stacked
-bars.
+"""Charts as inline SVG, without a library so that the page needs nothing else: curves, bars,
+stacked bars.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BASE_LINE = (
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """The plane of a chart: data to pixels, axes with ticks."""
+    """The plane of a chart: maps data to pixels, and draws axes with ticks."""
 
     left: float
     right: float
@@ -39,12 +39,12 @@ class Frame:
     high: float
 
     def x(self, value: float) -> float:
-        """Place a value on the horizontal axis; a range of one point lies in the middle."""
+        """Map a value to the horizontal axis; a range of one point is centred."""
         share = (value - self.left) / (self.right - self.left) if self.right > self.left else 0.5
         return round(LEFT + share * (WIDTH - LEFT - RIGHT), 2)
 
     def y(self, value: float) -> float:
-        """Place a value on the vertical axis."""
+        """Map a value to the vertical axis."""
         share = (value - self.low) / (self.high - self.low)
         return round(HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM), 2)
 
@@ -59,7 +59,7 @@ class Frame:
         )
 
     def horizontal(self, name: str) -> str:
-        """Draw the horizontal axis: a mark and a number per tick, and what it counts."""
+        """Draw the horizontal axis: a mark and a number per tick, and its name."""
         base = HEIGHT - BOTTOM
         marks = "".join(
             f'<line class="axis" x1="{self.x(tick)}" x2="{self.x(tick)}" y1="{base}" '
@@ -72,7 +72,7 @@ class Frame:
 
 
 def axis_name(name: str) -> str:
-    """Write what the horizontal axis counts."""
+    """Draw the name of the horizontal axis."""
     return (
         f'<text class="tick" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 4}" '
         f'text-anchor="middle">{escape(name)}</text>'
@@ -80,7 +80,7 @@ def axis_name(name: str) -> str:
 
 
 def figure(title: str, text: str, body: str) -> str:
-    """Wrap a drawing with its caption; the SVG carries both for readers that do not see it."""
+    """Wrap a drawing with its caption; the SVG carries both for screen readers."""
     head = f"<figcaption><b>{escape(title)}</b> {escape(text)}</figcaption>"
     svg = (
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" '
@@ -90,7 +90,7 @@ def figure(title: str, text: str, body: str) -> str:
 
 
 def no_data() -> str:
-    """Say that there is nothing to draw."""
+    """Draw a note that there is no data."""
     return (
         f'<text class="empty" x="{WIDTH / 2}" y="{HEIGHT / 2}" text-anchor="middle">no data</text>'
     )
@@ -106,20 +106,15 @@ def line_chart(
     beside: Sequence[float | None] | None = None,
     beside_name: str = "",
 ) -> str:
-    """Draw a curve over train steps, with a hover text for each point.
+    """Draw a curve over train steps, with a tooltip for each point.
 
-    Above `MAX_POINTS` steps neighbours are drawn as their mean, with the band from the lowest to
-    the highest behind it. Where a value is unknown the line is broken.
+    Above `MAX_POINTS` steps, neighbours are drawn as their mean, over a band from the lowest to the
+    highest. The line is interrupted where a value is unknown.
 
-    Args:
-        title: What is drawn.
-        text: Its definition, and its unit.
-        steps: Train steps, growing.
-        values: One for each step.
-        smooth: Draw the curve pale, and its moving mean over a tenth of the steps on top (buckets
-            are smooth already).
-        beside: Another run's values at the same steps, drawn dashed behind the curve.
-        beside_name: That run, for the caption.
+    Args: title: Of the chart. text: Its definition, and its unit. steps: Train steps, ascending.
+    values: One for each step. smooth: Draw the curve pale, and its moving mean over a tenth of the
+    steps on top (buckets are smooth already). beside: Another run's values at the same steps, drawn
+    dashed behind the curve. beside_name: That run, for the caption.
     """
     others = [] if beside is None else bucket_curve(steps, beside, limit=MAX_POINTS)
     text = text if beside is None else f"{text}; dashed: run {beside_name}"
@@ -149,7 +144,7 @@ def line_chart(
 
 
 def path(frame: Frame, buckets: Sequence[Bucket], values: Sequence[float | None]) -> str:
-    """Return a line through known values, lifted over unknown ones."""
+    """Return a path through known values, interrupted at unknown ones."""
     words = []
     pen = "M"
     for bucket, value in zip(buckets, values, strict=True):
@@ -162,7 +157,7 @@ def path(frame: Frame, buckets: Sequence[Bucket], values: Sequence[float | None]
 
 
 def band(frame: Frame, buckets: Sequence[Bucket]) -> str:
-    """Return the outline from the highest values, and back along the lowest."""
+    """Return the outline along the highest values, and back along the lowest."""
     known = [
         (frame.x(bucket.middle), bucket.low, bucket.high)
         for bucket in buckets
@@ -173,8 +168,8 @@ def band(frame: Frame, buckets: Sequence[Bucket]) -> str:
 
 
 def points(frame: Frame, buckets: Sequence[Bucket]) -> list[str]:
-    """Draw a point for each known value: seen where they are few, otherwise under the pointer, with
-    its hover text.
+    """Draw a point for each known value with its tooltip; visible where they are few, otherwise
+    under the pointer.
     """
     width = (WIDTH - LEFT - RIGHT) / len(buckets)
     kind = "dot" if len(buckets) <= MAX_DOTTED else "dot hidden"
@@ -198,7 +193,7 @@ def points(frame: Frame, buckets: Sequence[Bucket]) -> list[str]:
 
 
 def bar_chart(title: str, text: str, bars: Mapping[str, float], *, axis: str) -> str:
-    """Draw a bar for each name, with its value above it and its share as hover text."""
+    """Draw a bar for each name, with its value above it and its share as tooltip."""
     total = sum(bars.values())
     if not total:
         return figure(title, text, no_data())
@@ -236,14 +231,11 @@ def bar_chart(title: str, text: str, bars: Mapping[str, float], *, axis: str) ->
 def stacked_chart(
     title: str, text: str, steps: Sequence[int], layers: Mapping[str, Sequence[float]]
 ) -> str:
-    """Draw a bar for each step (or for the mean of neighbours, above `MAX_BARS` steps), made of a
-    piece for each layer.
+    """Draw a bar for each step (or for the mean of neighbours, above `MAX_BARS` steps), stacked
+    from the layers.
 
-    Args:
-        title: What is drawn.
-        text: Its definition, and its unit.
-        steps: Train steps, growing.
-        layers: Values by name, one for each step, none below 0; the first lies at the bottom.
+    Args: title: Of the chart. text: Its definition, and its unit. steps: Train steps, ascending.
+    layers: Values by name, one for each step, none below 0; the first is at the bottom.
     """
     columns = {name: bucket_curve(steps, values, limit=MAX_BARS) for name, values in layers.items()}
     buckets = next(iter(columns.values()), [])
@@ -276,7 +268,7 @@ def stacked_chart(
 
 
 def shares_bar(shares: Mapping[str, float]) -> str:
-    """Draw the parts of a whole as one bar, in the colours of `stacked_chart`."""
+    """Draw the shares of a total as one bar, in the colours of `stacked_chart`."""
     total = sum(shares.values())
     if not total:
         return ""

@@ -13,7 +13,7 @@ ENTITY = "control.evaluations"
 
 
 def read_evaluations(log: RunLog) -> list[dict[str, Any]]:
-    """Return a run's evaluations as its report shows them; a run of an earlier release has none."""
+    """Return a run's evaluations as its report shows them; nothing without the topic."""
     if log.plan.topic(ENTITY) not in log.topics:
         return []
     first: dict[tuple[int, str], PolicyEvaluated] = {}
@@ -23,7 +23,7 @@ def read_evaluations(log: RunLog) -> list[dict[str, Any]]:
 
 
 def build_table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Return heads and cells of a table of evaluations."""
+    """Return the headings and cells of a table of evaluations."""
     ks = sorted({k for row in rows for k in row["pass_at_k"]}, key=int)
     heads = [
         "version",

@@ -1,9 +1,8 @@
-"""What is left of a run to look at: `report.json` for programs, `report.html` for people, in the
-run's directory.
+"""Writes a run's report into its directory: `report.json` for programs, `report.html` for people.
 
-The figures; one that nothing is known of, or that is not finite, is None:
+The fields; an unknown or not finite value is None:
 
-run_id, succeeded, reason, num_steps: Which run, whether it reached its goal of `num_steps` train
+run_id, succeeded, reason, num_steps: The run, whether it reached its goal of `num_steps` train
     steps, and why it ended.
 ended_at: When this invocation ended, ISO 8601, UTC.
 wall_seconds: How long this invocation took.
@@ -19,13 +18,12 @@ tokens_trained: Tokens of all trained samples, prompt and completion.
 tokens_per_second, samples_per_second: Those trained per second of `train_seconds`, over the steps
     of this invocation (of the whole run if this invocation committed none).
 train_seconds: The sum of `curves.step_seconds` of the same steps.
-outcomes: Prompt groups: `issued` in all, how they ended (`trained`, `filtered`, `expired`,
+outcomes: Prompt groups: `issued` in all, by outcome (`trained`, `filtered`, `expired`,
     `failed`), and those `in_flight`.
 samples_rolled_out, samples_trained: Distinct samples that were generated, and that were trained.
-samples_foreign, records_unreadable: What strangers wrote into the run's topics: samples of prompt
-    groups that were never issued, and records that are no event.
-samples_lost: Samples that were generated for a prompt group that ended as trained, but that no step
-    trained.
+samples_foreign, records_unreadable: Records of unknown producers in the run's topics: samples of
+    prompt groups that were never issued, and records that are no event.
+samples_lost: Generated samples of a trained prompt group that no step trained.
 samples_trained_twice: Samples that more than one step, or one step more than once, trained.
 rollouts_regenerated: Samples that were generated again after the first time, for example after a
     worker died.
@@ -34,13 +32,13 @@ the step that trained it, over
     all trained samples; `staleness_counts[k]` samples were k versions behind. `max_staleness` is
     the bound.
 phase_seconds: Trainer's seconds by phase (rank 0), summed over all steps.
-curves: Lists with one entry per step in order: `train_step`, every figure of the step (as the
+curves: Lists with one entry per step in order: `train_step`, every metric of the step (as the
     trainer committed it, floats exact), `staleness_max`, `step_seconds` (from the commit before to
     this one; of the first step of the run and of this invocation the sum of its phases) and
-    `tokens_per_second`. `curves.phase_seconds` holds such a list for each phase. Where there is a
-    critic its figures stand here as well.
-source: Of a run that goes back to another: its `run_id`, the `from_version`, and its `curves` at
-    the same train steps, None where it has none. None for a run of its own.
+    `tokens_per_second`. `curves.phase_seconds` holds such a list for each phase. The critic's
+    metrics are here too.
+source: The parent of a replay or fork: its `run_id`, the `from_version`, and its `curves` at
+    the same train steps, None where it has none. None for a run without a parent.
 prompts_skipped: Rows of the prompt stream that were not issued, by reason.
 evaluations: One for each version and dataset, oldest version first, as `PolicyEvaluated` has it,
     less the digests.
@@ -49,7 +47,7 @@ ledger_problems: Broken promises that the ledger found; none is the proof.
 config, config_digest: The run file as resolved, less the raw client settings; SHA-256 of it without
     the broker's address, so that equal digests mean equal runs. These are the last settings:
     `config_changes` has what was changed before, and from which version on.
-machine: Where this was written: cores, memory_bytes, python, platform.
+machine: The machine that wrote the report: cores, memory_bytes, python, platform.
 """
 
 from __future__ import annotations
@@ -94,24 +92,17 @@ def write_report(
     source: Mapping[str, Any] | None = None,
     samples: str = "",
 ) -> dict[str, Any]:
-    """Write `report.json` and `report.html` into the run's directory and return what the first
-    holds.
+    """Write `report.json` and `report.html` into the run's directory and return the report.
 
-    Each file appears whole or not at all, and an earlier report of the run is replaced. The
-    module's docstring names the figures.
+    Each file is written atomically, and an earlier report of the run is replaced. The module's
+    docstring lists the fields.
 
-    Args:
-        config: The run, as it was started.
-        state: What the control log has said.
-        ledger: The books of the whole run.
-        wall_seconds: How long this invocation took, start of the broker and end of the workers
-            included.
-        succeeded: Whether the goal was reached.
-        reason: Why the run ended, for people.
-        total_seconds: How long all invocations took together; None where this is the only one.
-        ended_at: When this invocation ended, microseconds since the epoch; None is now.
-        source: Curves of the run that this one goes back to.
-        samples: Some samples as HTML, for the page alone.
+    Args: config: The run, as it was started. state: The folded control log. ledger: Of the whole
+    run. wall_seconds: How long this invocation took, including start and stop of broker and
+    workers. succeeded: Whether the goal was reached. reason: Why the run ended. total_seconds: How
+    long all invocations took together; None where this is the only one. ended_at: When this
+    invocation ended, microseconds since the epoch; None is now. source: Curves of the parent run.
+    samples: Some samples as HTML, for the page alone.
     """
     report = build_report(
         config,
@@ -146,18 +137,13 @@ def build_report(
     total_seconds: float | None = None,
     source: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Gather the figures of a run, as the module's docstring names them.
+    """Build the report of a run; the module's docstring lists the fields.
 
-    Args:
-        config: The run.
-        state: What the control log has said.
-        ledger: The books.
-        wall_seconds: See the module's docstring, as for `succeeded` and `reason`.
-        succeeded: Whether the run's goal was reached.
-        reason: Why it ended.
-        ended_at: Microseconds since the epoch.
-        total_seconds: See the module's docstring; None where this is the only invocation.
-        source: Curves of the run that this one goes back to.
+    Args: config: The run. state: The folded control log. ledger: Of the whole run. wall_seconds:
+    See the module's docstring, as for `succeeded` and `reason`. succeeded: Whether the run's goal
+    was reached. reason: Why it ended. ended_at: Microseconds since the epoch. total_seconds: See
+    the module's docstring; None where this is the only invocation. source: Curves of the parent
+    run.
     """
     steps = state.steps
     started_at = ended_at - int(wall_seconds * MICROS)
@@ -231,7 +217,7 @@ def step_curves(steps: Sequence[TrainStepCommitted], *, started_at: int) -> dict
 
 def critic_curves(state: RunState) -> dict[str, Any]:
     """Return the critic's curves, one entry per train step, None where it has not learned from one;
-    nothing where there is no critic.
+    nothing without a critic.
     """
     names = dict.fromkeys(name for figures in state.critic_metrics.values() for name in figures)
     return {
@@ -243,7 +229,7 @@ def critic_curves(state: RunState) -> dict[str, Any]:
 
 
 def step_seconds(steps: Sequence[TrainStepCommitted], *, started_at: int) -> list[float]:
-    """Return the seconds of each step, without the pause before this invocation took the run up;
+    """Return the seconds of each step, without the pause before this invocation resumed the run;
     see the module's docstring.
     """
     seconds = []
@@ -263,7 +249,9 @@ def step_seconds(steps: Sequence[TrainStepCommitted], *, started_at: int) -> lis
 def throughput(
     steps: Sequence[TrainStepCommitted], curves: Mapping[str, Any], *, started_at: int
 ) -> dict[str, float | None]:
-    """Return tokens in all, and rates over this invocation; see the module's docstring."""
+    """Return the number of trained tokens, and rates over this invocation; see the module's
+    docstring.
+    """
     mine = [place for place, step in enumerate(steps) if step.committed_at >= started_at] or list(
         range(len(steps))
     )
@@ -278,7 +266,7 @@ def throughput(
 
 
 def mean(values: Sequence[float | None]) -> float | None:
-    """Return the mean of what is known; None when nothing is."""
+    """Return the mean of the known values; None when there are none."""
     known = [value for value in values if value is not None]
     return math.fsum(known) / len(known) if known else None
 
@@ -289,7 +277,7 @@ def ratio(value: float | None, seconds: float) -> float | None:
 
 
 def finite(value: float | None) -> float | None:
-    """Return a figure, or None for what JSON can't hold."""
+    """Return a metric, or None where JSON can't hold it."""
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -304,7 +292,7 @@ def machine() -> dict[str, str | int]:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a file whole: whoever reads it sees the old one or the new one."""
+    """Write a file atomically."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     part.write_bytes(data)
     part.replace(path)

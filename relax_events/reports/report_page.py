@@ -1,5 +1,5 @@
-"""A run's report as one HTML file that needs nothing else: no network, no scripts. Every text from
-outside is escaped.
+"""Renders a run's report as one HTML file that needs nothing else: no network, no scripts. All
+external text is escaped.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from relax_events.reports.charts import (
     stacked_chart,
 )
 
-CURVES = {  # figure -> title, definition
+CURVES = {  # metric -> title, definition
     "reward_mean": ("Reward", "mean over the step's samples; strong: moving mean"),
     "loss": ("Loss", "of the whole step, as it was differentiated"),
     "preference_accuracy": (
         "Preferences",
-        "share of the pairs whose chosen answer the policy takes to be worth more",
+        "share of the pairs whose chosen completion has the higher implied reward",
     ),
     "reward_margin": (
         "Margin",
-        "of the rewards that the policy implies, chosen less rejected, mean over pairs",
+        "of the policy's implied rewards, chosen minus rejected, mean over pairs",
     ),
     "kl_estimate": ("KL", "estimate against the reference policy, nats per token"),
     "teacher_kl": (
@@ -60,22 +60,19 @@ CURVES = {  # figure -> title, definition
     "value_loss": ("Value loss", "of the critic in the whole step"),
     "explained_variance": (
         "Explained variance",
-        "share of the returns' variance that the critic's recorded values knew",
+        "share of the returns' variance that the critic's recorded values explain",
     ),
     "tokens_per_second": ("Throughput", "trained tokens per second, prompt and completion"),
 }
 TEACHER_METRICS = {"teacher_kl", "distill_loss"}
-"""Drawn where a run has one: all zeros say that it has none."""
+"""Drawn only where a run has a teacher: all zeros mean that it has none."""
 SMOOTHED = {"reward_mean", "loss", "grad_norm", "completion_tokens_mean", "tokens_per_second"}
 
 
 def render_report(report: Mapping[str, Any], *, samples: str = "") -> str:
-    """Return the page for a report as `build_report` makes it; figures that are None are shown as a
-    dash.
+    """Return the page of a report as `build_report` makes it; unknown values are shown as a dash.
 
-    Args:
-        report: The figures.
-        samples: Some samples of the run, as HTML.
+    Args: report: The report. samples: Some samples of the run, as HTML.
     """
     parts = [
         render_header(report),
@@ -91,7 +88,7 @@ def render_report(report: Mapping[str, Any], *, samples: str = "") -> str:
 
 
 def render_page(title: str, body: str) -> str:
-    """Return a whole page; browsers are told to let it reach nothing outside of itself, and run no
+    """Return a complete page; a content policy forbids it to load anything external and to run
     scripts.
     """
     style = files("relax_events.reports").joinpath("page.css").read_text(encoding="utf-8")
@@ -105,7 +102,7 @@ def render_page(title: str, body: str) -> str:
 
 
 def render_header(report: Mapping[str, Any]) -> str:
-    """Say which run it was, and how it ended."""
+    """Render which run it was, and how it ended."""
     verdict = (
         '<span class="verdict good">goal reached</span>'
         if report["succeeded"]
@@ -122,16 +119,16 @@ def render_header(report: Mapping[str, Any]) -> str:
 
 
 def render_tiles(report: Mapping[str, Any]) -> str:
-    """Show the key figures."""
+    """Render the key metrics."""
     outcomes = report["outcomes"]
     ends = ", ".join(
         f"{outcomes[name]:,} {name.replace('_', ' ')}"
         for name in ("filtered", "expired", "failed", "in_flight")
     )
-    passed_over = report["prompts_skipped"]
+    skipped = report["prompts_skipped"]
     reasons = (
-        ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in passed_over.items())
-        or "no filter took any"
+        ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in skipped.items())
+        or "no filter skipped any"
     )
     shown = [
         *learning_tiles(report),
@@ -151,7 +148,7 @@ def render_tiles(report: Mapping[str, Any]) -> str:
             f"{outcomes['trained']:,}",
             f"of {outcomes['issued']:,} issued; {ends}",
         ),
-        ("prompts passed over", f"{sum(passed_over.values()):,}", escape(reasons)),
+        ("prompts skipped", f"{sum(skipped.values()):,}", escape(reasons)),
         (
             "samples trained",
             f"{report['samples_trained']:,}",
@@ -184,8 +181,8 @@ def render_tiles(report: Mapping[str, Any]) -> str:
 
 
 def _time_text(report: Mapping[str, Any]) -> str:
-    """Say what the time was spent on: train steps of this invocation, which is all there is unless
-    the run was resumed.
+    """Return how long the train steps of this invocation took, which is the whole time unless the
+    run was resumed.
     """
     trained = f"{format_duration(report['train_seconds'])} of it in train steps"
     if report["steps_of_session"] == report["steps"]:
@@ -194,7 +191,7 @@ def _time_text(report: Mapping[str, Any]) -> str:
 
 
 def learning_tiles(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Say what the run came to: by its rewards, or by its loss where nothing was rewarded."""
+    """Return the learning progress: by rewards, or by loss where nothing was rewarded."""
     losses = report["curves"].get("loss")
     if report["reward_first"] is None and losses:
         return [
@@ -219,7 +216,7 @@ def learning_tiles(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def render_ledger(report: Mapping[str, Any]) -> str:
-    """Show what the ledger proved, or found."""
+    """Render the ledger's findings, or that there are none."""
     problems = report["ledger_problems"]
     if not problems:
         text = (
@@ -235,7 +232,7 @@ def render_ledger(report: Mapping[str, Any]) -> str:
 
 
 def render_charts(report: Mapping[str, Any]) -> str:
-    """Draw the curves, the staleness of all samples, and how prompt groups ended."""
+    """Render the curves, the staleness of all samples, and the outcomes of prompt groups."""
     curves, steps = report["curves"], report["curves"]["train_step"]
     source = report["source"] or {"run_id": "", "curves": {}}
     drawn = [
@@ -281,7 +278,7 @@ def render_charts(report: Mapping[str, Any]) -> str:
 
 
 def render_evaluations(report: Mapping[str, Any]) -> str:
-    """Draw what each dataset says about the policy versions; nothing where none was evaluated."""
+    """Render the metrics of each dataset by policy version; nothing without evaluations."""
     drawn = []
     for name in dict.fromkeys(row["dataset"] for row in report["evaluations"]):
         rows = [row for row in report["evaluations"] if row["dataset"] == name]
@@ -317,7 +314,7 @@ def render_evaluations(report: Mapping[str, Any]) -> str:
 
 
 def render_phases(report: Mapping[str, Any]) -> str:
-    """Show where the trainer's time went, largest phase first."""
+    """Render the trainer's time by phase, largest first."""
     totals = dict(sorted(report["phase_seconds"].items(), key=lambda item: -item[1]))
     layers = {name: report["curves"]["phase_seconds"][name] for name in totals}
     chart = stacked_chart(
@@ -325,10 +322,10 @@ def render_phases(report: Mapping[str, Any]) -> str:
     )
     total = sum(totals.values())
     rows = "".join(
-        f'<tr><td><span class="key c{place % NUM_COLOURS}"></span>{escape(name)}</td><td '
+        f'<tr><td><span class="key c{index % NUM_COLOURS}"></span>{escape(name)}</td><td '
         f'class="number">{seconds:.2f}</td>'
         f'<td class="number">{seconds / total if total else 0:.1%}</td></tr>'
-        for place, (name, seconds) in enumerate(totals.items())
+        for index, (name, seconds) in enumerate(totals.items())
     )
     head = '<tr><th>phase</th><th class="number">seconds</th><th class="number">share</th></tr>'
     table = f'<div class="card">{shares_bar(totals)}<table>{head}{rows}</table></div>'
@@ -336,7 +333,7 @@ def render_phases(report: Mapping[str, Any]) -> str:
 
 
 def render_run_file(report: Mapping[str, Any]) -> str:
-    """Show the run file as resolved, and the digest of the newest weights."""
+    """Render the resolved run file, and the digest of the newest weights."""
     text = orjson.dumps(report["config"], option=orjson.OPT_INDENT_2).decode()
     newest = report["weights_digests"][-1] if report["weights_digests"] else "-"
     rows = "".join(
@@ -353,12 +350,12 @@ def render_run_file(report: Mapping[str, Any]) -> str:
 
 
 def format_metric(value: float | None, digits: int = 4) -> str:
-    """Write a figure with so many significant digits; a dash when it is not known."""
+    """Format a metric with so many significant digits; a dash when it is unknown."""
     return "-" if value is None else format_number(value, digits=digits)
 
 
 def format_duration(seconds: float) -> str:
-    """Write a duration for people."""
+    """Format a duration."""
     if round(seconds, 1) < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

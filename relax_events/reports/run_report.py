@@ -1,10 +1,5 @@
-"""Reads what a report tells of a whole run: a run that goes on keeps only the newest of it in
-memory.
-
-Makes the report of a run from its log and its folder: at the end of `relax run`, however it came,
-and afterwards.
-
-The line with which a run that has reached its goal ends.
+"""Writes the report of a run from its log and its folder: when `relax run` ends, however it ends,
+and again later.
 """
 
 from __future__ import annotations
@@ -36,11 +31,10 @@ REPORTED_ENTITIES = (
 
 
 def read_state(config: RunConfig) -> RunState:
-    """Return every step of a run, without its samples, every evaluation, its run files, how it
-    ended, and what is left of the critic's figures.
+    """Return every step of a run without its samples, every evaluation, its descriptions, how it
+    ended, and the available metrics of the critic.
 
-    Raises:
-        BrokerUnavailable: The log could not be read.
+    Raises: BrokerUnavailable: The log could not be read.
     """
     state = RunState(keeps_all=True)
     with RunLog(config, name="report") as log:
@@ -49,7 +43,7 @@ def read_state(config: RunConfig) -> RunState:
 
 
 MICROS = 1e6
-NOT_ENDED = "it has not ended: this is how it stands"
+NOT_ENDED = "it has not ended: this is its current state"
 TotalSeconds = Callable[[Sequence[int]], float]
 
 
@@ -61,14 +55,11 @@ def write_final_report(
     succeeded: bool,
     reason: str,
 ) -> tuple[dict[str, Any], Ledger]:
-    """Prove the books of a run that ends now, write its report, and return both.
+    """Check the ledger of a run that ends now, write its report, and return both.
 
-    Args:
-        config: The run, with the broker's address filled in.
-        wall_seconds: How long this invocation took.
-        total_seconds: Gives how long all took, from when train steps were committed.
-        succeeded: Whether the goal was reached.
-        reason: Why the run ended.
+    Args: config: The run, with the broker's address filled in. wall_seconds: How long this
+    invocation took. total_seconds: Returns how long all invocations took, given when train steps
+    were committed. succeeded: Whether the goal was reached. reason: Why the run ended.
     """
     ledger, state = read_ledger(config), read_state(config)
     steps = [step.train_step for step in state.steps]
@@ -89,7 +80,7 @@ def write_final_report(
 
 
 def rewrite_report(config: RunConfig) -> tuple[dict[str, Any], Ledger]:
-    """Write the report of a run as its log has it: how it ended, or how it stands. Times are those
+    """Write the report of a run from its log: how it ended, or its current state. Times are those
     of the newest `relax run` in its folder.
     """
     ledger, state = read_ledger(config), read_state(config)
@@ -128,12 +119,10 @@ def rewrite_report(config: RunConfig) -> tuple[dict[str, Any], Ledger]:
 
 
 def format_closing_line(report: Mapping[str, Any], folder: Path) -> str:
-    """Say what came of a run: its rewards, or its loss where nothing is rewarded, over all its
-    steps and sessions.
+    """Return the result of a run in one line: its rewards, or its loss where nothing is rewarded,
+    over all its steps and sessions.
 
-    Args:
-        report: As in `report.json`.
-        folder: Where that is.
+    Args: report: As in `report.json`. folder: The report's.
     """
     name, curve = ("loss", "loss") if report["reward_first"] is None else ("reward", "reward_mean")
     first, last = report["curves"][curve][0], report["curves"][curve][-1]

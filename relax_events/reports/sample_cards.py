@@ -1,5 +1,5 @@
-"""A prompt group as a card of an HTML page: what was asked, with its media, and a line for each
-sample. Every text from outside is escaped.
+"""Renders a prompt group as a card of an HTML page: the prompt with its media, and a row for each
+sample. All external text is escaped.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from relax_events.history.samples.view import SampleView
 from relax_events.reports.chart_scales import format_number
 
 MAX_CHARACTERS = 4000
-"""Of one text; what is longer is cut."""
+"""Maximum length of one text."""
 HEAD = (
     '<tr><th>sample</th><th class="number">reward</th><th>outcome</th><th '
     'class="number">tokens</th><th>end</th><th>answer</th></tr>'
@@ -20,20 +20,20 @@ HEAD = (
 RenderMedia = Callable[[MediaRef], str]
 
 
-def render_group(views: Sequence[SampleView], *, newest_version: int, draw: RenderMedia) -> str:
+def render_group(
+    views: Sequence[SampleView], *, newest_version: int, render_media: RenderMedia
+) -> str:
     """Return the card of samples of one prompt group.
 
-    Args:
-        views: The samples, at least one.
-        newest_version: Of the run, for the staleness of what was not trained.
-        draw: Turns media into HTML.
+    Args: views: The samples, at least one. newest_version: Of the run, for the staleness of
+    untrained samples. render_media: Renders media as HTML.
     """
     sample = views[0].sample
     origin = (
         f"version {sample.policy_version}, issued for step {sample.key.train_step}, row {sample.key.row} "
         "of the prompt stream"
     )
-    prompt = "".join(render_message(message, draw) for message in sample.messages)
+    prompt = "".join(render_message(message, render_media) for message in sample.messages)
     answer = (
         f'<div class="message"><b>reference answer</b>{render_text(sample.answer)}</div>'
         if sample.answer
@@ -44,10 +44,10 @@ def render_group(views: Sequence[SampleView], *, newest_version: int, draw: Rend
     return f'<article class="card">{title}{prompt}{answer}<table>{HEAD}{rows}</table></article>'
 
 
-def render_message(message: ChatMessage, draw: RenderMedia) -> str:
-    """Return a message: its texts, and its media where they stand between them."""
+def render_message(message: ChatMessage, render_media: RenderMedia) -> str:
+    """Return a message: its texts, with its media between them."""
     parts = "".join(
-        render_text(part.text or "") if part.media is None else draw(part.media)
+        render_text(part.text or "") if part.media is None else render_media(part.media)
         for part in message.parts
     )
     return f'<div class="message"><b>{escape(message.role)}</b>{parts}</div>'
@@ -85,6 +85,6 @@ def render_cell(text: str, is_number: bool) -> str:
 
 
 def render_text(text: str) -> str:
-    """Return a text as it was written, cut where it is long."""
+    """Return a text, truncated where it is long."""
     more = f" ... ({len(text):,} characters)" if len(text) > MAX_CHARACTERS else ""
     return f'<span class="said">{escape(text[:MAX_CHARACTERS])}{more}</span>'

@@ -1,4 +1,4 @@
-"""Writes samples into a file, one row each, with their media beside it. Streaming: one sample is
+"""Exports samples into a file, one row each, with their media in a folder. Streaming: one sample is
 held at a time.
 """
 
@@ -36,26 +36,26 @@ Row = dict[str, Any]
 
 
 class RowWriter(Protocol):
-    """Takes rows and closes; what was written appears whole or not at all."""
+    """Writes rows to a file, atomically."""
 
     def write(self, row: Row) -> None:
         """Add a row."""
 
     def close(self, *, is_whole: bool) -> None:
-        """End the file; one that is not whole is removed."""
+        """Close the file; an incomplete one is removed."""
 
 
 def open_export(
     log: RunLog, path: Path | None, *, media: Path | None = None, tokens: bool = False
 ) -> Export | SamplePage:
-    """Open what the file's ending names; arguments and errors as for `Export`. A page holds its
-    media itself, and no tokens.
+    """Open the export that the file's suffix names; arguments and errors as for `Export`. A page
+    embeds its media, and has no tokens.
     """
     if path is None or path.suffix != ".html":
         return Export(log, path, media=media, tokens=tokens)
     if media is not None or tokens:
         raise ConfigError(
-            "a page holds its media itself, and shows no tokens; leave out --media and "
+            "a page embeds its media, and shows no tokens; leave out --media and "
             "--tokens, or export .jsonl"
         )
     return SamplePage(log, path)
@@ -69,14 +69,11 @@ class Export(AbstractContextManager["Export"]):
     ) -> None:
         """Open the file and the run's object store.
 
-        Args:
-            log: The run's log, which also counts what can't be read.
-            path: The file; stdout when None. Its ending says the format.
-            media: Folder for media; by default `<file>-media` beside the file, or `media` here.
-            tokens: Add the columns tokens, loss_mask and rollout_logprobs.
-        Raises:
-            ConfigError: The file has another ending, or the object store can't be opened.
-            EnvironmentProblem: Parquet is wanted and pyarrow is not installed.
+        Args: log: The run's log, which also counts unreadable records. path: The file; stdout when
+        None. Its suffix selects the format. media: Folder for media; by default `<file>-media`
+        beside the file, or `media` here. tokens: Add the columns tokens, loss_mask and
+        rollout_logprobs. Raises: ConfigError: The file has another suffix, or the object store
+        can't be opened. EnvironmentProblem: Parquet is wanted and pyarrow is not installed.
         """
         self._log, self._tokens = log, tokens
         self._store = ObjectStore.open(
@@ -101,11 +98,11 @@ class Export(AbstractContextManager["Export"]):
 
     @property
     def num_media(self) -> int:
-        """Media files that the rows name."""
+        """Number of exported media files."""
         return len(self._media.saved)
 
     def add(self, view: SampleView) -> None:
-        """Write a sample; one whose stored arrays or media can't be read is left out, counted and
+        """Write a sample; one whose stored arrays or media can't be read is skipped, counted and
         named.
         """
         try:
@@ -123,10 +120,8 @@ class Export(AbstractContextManager["Export"]):
 def build_row(view: SampleView, *, newest_version: int, save: Callable[[MediaRef], str]) -> Row:
     """Return a sample as a row; media become relative paths.
 
-    Args:
-        view: The sample with what is known of it.
-        newest_version: Of the run, for the staleness of what was not trained.
-        save: Saves media and returns the path.
+    Args: view: The sample with its score and outcome. newest_version: Of the run, for the staleness
+    of untrained samples. save: Saves media and returns the path.
     """
     line, sample, score = asdict(view.line(newest_version)), view.sample, view.score
     return line | {
@@ -183,11 +178,10 @@ class MediaFolder:
         self.saved: dict[bytes, str] = {}
 
     def save(self, media: MediaRef) -> str:
-        """Fetch a piece of media unless it is there; return its path, relative to the export's
+        """Fetch a media object unless it is there; return its path, relative to the export's
         folder.
 
-        Raises:
-            ObjectError: It is missing or not the one that was stored.
+        Raises: ObjectError: It is missing or differs from its digest.
         """
         if media.digest not in self.saved:
             path = (
@@ -204,11 +198,10 @@ class MediaFolder:
 
 
 def open_writer(path: Path | None, *, tokens: bool) -> RowWriter:
-    """Open a writer of the format that the file's ending names.
+    """Open a writer of the format that the file's suffix names.
 
-    Raises:
-        ConfigError: It names none.
-        EnvironmentProblem: Parquet is wanted and pyarrow is not installed.
+    Raises: ConfigError: The suffix is unknown. EnvironmentProblem: Parquet is wanted and pyarrow is
+    not installed.
     """
     if path is not None and path.suffix not in (".jsonl", ".parquet"):
         raise ConfigError(f"--output-file must end in .jsonl, .parquet or .html, got {path}")

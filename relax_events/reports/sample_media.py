@@ -1,5 +1,5 @@
-"""Media of samples as pieces of an HTML page: drawn anew from what the model was shown, never the
-file as it came from a stranger.
+"""Renders media of samples as parts of an HTML page: re-encoded from the model's inputs, never the
+original file of an untrusted producer.
 """
 
 from __future__ import annotations
@@ -26,19 +26,17 @@ Frame = UInt8[np.ndarray, "height width 3"]
 
 
 class MediaRenderer:
-    """Draws media into a page, until the page holds as much as it may: what comes then is named
-    only. Used by one thread.
+    """Renders media into a page, until the page reaches its size limit; further media are only
+    named. Used by one thread.
     """
 
     def __init__(
         self, config: RunConfig, *, max_bytes: int, store: ObjectStore | None = None
     ) -> None:
-        """Read how the model is shown media.
+        """Read the model's media preprocessing.
 
-        Args:
-            config: The run.
-            max_bytes: Of all that is drawn, as it stands in the page.
-            store: The run's object store, where it is open already.
+        Args: config: The run. max_bytes: Size limit of all media in the page. store: The run's
+        object store, where it is open already.
         """
         self._config, self._left = config, max_bytes
         self._store = store
@@ -46,14 +44,14 @@ class MediaRenderer:
         self.num_rendered = 0
 
     def render(self, media: MediaRef) -> str:
-        """Return a piece as HTML; of one that can't be shown its name, and why."""
+        """Return media as HTML; where it can't be shown, its name and the reason."""
         name = caption(media)
         try:
-            piece = self._opened().load(media)
+            media_input = self._opened().load(media)
             body = "".join(
                 [
-                    *(render_image(frame) for frame in select_frames(piece)),
-                    *render_audio(piece, self._config.model.media.audio_sample_rate),
+                    *(render_image(frame) for frame in select_frames(media_input)),
+                    *render_audio(media_input, self._config.model.media.audio_sample_rate),
                 ]
             )
         except (MediaError, ObjectError, EnvironmentProblem, ConfigError) as error:
@@ -77,7 +75,7 @@ class MediaRenderer:
 
 
 def caption(media: MediaRef) -> str:
-    """Name a piece by its type and extent, and under the pointer by its address."""
+    """Describe media by type and size, with its URI as tooltip."""
     extent = f"{media.extent}, " if media.extent else ""
     return (
         "<span "
@@ -85,24 +83,24 @@ def caption(media: MediaRef) -> str:
     )
 
 
-def select_frames(piece: ProcessedMedia) -> list[Frame]:
-    """Return the picture, or frames of the clip: all that are shown to the model, or of many some
-    that are spread over it.
+def select_frames(media_input: ProcessedMedia) -> list[Frame]:
+    """Return the image, or frames of the video: all that the model gets, or an even selection of
+    many.
     """
-    if piece.pixels is None:
+    if media_input.pixels is None:
         return []
-    frames = piece.pixels if piece.pixels.ndim == 4 else piece.pixels[None]
+    frames = media_input.pixels if media_input.pixels.ndim == 4 else media_input.pixels[None]
     chosen = np.linspace(0, len(frames) - 1, min(len(frames), MAX_FRAMES)).round().astype(int)
-    return [frames[place] for place in chosen]
+    return [frames[index] for index in chosen]
 
 
 def render_image(frame: Frame) -> str:
-    """Draw a frame as PNG, reduced where it is large."""
+    """Render a frame as PNG, reduced where it is large."""
     try:
         from PIL import Image
     except ImportError as error:
         raise EnvironmentProblem(
-            f"pictures in a page need the package pillow ({error}); install relax-events[media]"
+            f"images in a page need the package pillow ({error}); install relax-events[media]"
         ) from None
     image, file = Image.fromarray(frame), BytesIO()
     image.thumbnail((MAX_SIDE, MAX_SIDE))
@@ -110,11 +108,11 @@ def render_image(frame: Frame) -> str:
     return f'<img alt="" src="{data_uri("image/png", file.getvalue())}">'
 
 
-def render_audio(piece: ProcessedMedia, rate_hertz: int) -> list[str]:
-    """Return what is heard, as WAV, or its begin."""
-    if piece.samples is None:
+def render_audio(media_input: ProcessedMedia, rate_hertz: int) -> list[str]:
+    """Render audio as WAV, truncated to its start."""
+    if media_input.samples is None:
         return []
-    begin = piece.samples[: MAX_SECONDS * rate_hertz].astype(np.float64)
+    begin = media_input.samples[: MAX_SECONDS * rate_hertz].astype(np.float64)
     return [
         (
             "<audio controls "
@@ -124,5 +122,5 @@ def render_audio(piece: ProcessedMedia, rate_hertz: int) -> list[str]:
 
 
 def data_uri(kind: str, data: bytes) -> str:
-    """Write bytes into an address."""
+    """Return bytes as a data URI."""
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"

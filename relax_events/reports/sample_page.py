@@ -1,6 +1,4 @@
-"""Samples to look at: an HTML file that needs nothing else, and what a run's report shows of
-them.
-"""
+"""Pages of samples: an HTML file that needs nothing else, and the samples of a run's report."""
 
 from __future__ import annotations
 
@@ -26,18 +24,16 @@ from relax_events.reports.sample_media import MediaRenderer
 log = structlog.get_logger()
 MIB = 1024**2
 MAX_SAMPLES = 1000
-"""Of a page: a browser has to hold them."""
+"""Maximum samples of a page: a browser has to hold them."""
 PAGE_BYTES, REPORT_BYTES = 32 * MIB, 4 * MIB
-"""Of all media on a page, and in a report."""
+"""Maximum size of all media on a page, and in a report."""
 REPORT_GROUPS, REPORT_SAMPLES, MAX_CONSIDERED = 3, 4, 256
-"""Prompt groups of a step that a report shows, samples of each, and how many samples it chooses
-from."""
+"""Prompt groups of a step that a report shows, samples of each, and the number of samples that it
+selects from."""
 
 
 class SamplePage(AbstractContextManager["SamplePage"]):
-    """Gathers samples by prompt group and writes them into one file, which appears whole or not at
-    all.
-    """
+    """Collects samples by prompt group and writes them into one file, atomically."""
 
     def __init__(self, log: RunLog, path: Path) -> None:
         """Write nothing yet.
@@ -63,14 +59,13 @@ class SamplePage(AbstractContextManager["SamplePage"]):
 
     @property
     def num_media(self) -> int:
-        """Media that the page shows."""
+        """Number of media on the page."""
         return self._media.num_rendered
 
     def add(self, view: SampleView) -> None:
-        """Take in a sample.
+        """Add a sample.
 
-        Raises:
-            ConfigError: There are more than a page can hold.
+        Raises: ConfigError: There are more than a page can hold.
         """
         if self.num_rows == MAX_SAMPLES:
             raise ConfigError(
@@ -95,11 +90,12 @@ class SamplePage(AbstractContextManager["SamplePage"]):
 
 
 def render_cards(
-    groups: Iterable[list[SampleView]], newest_version: int, gallery: MediaRenderer
+    groups: Iterable[list[SampleView]], newest_version: int, media: MediaRenderer
 ) -> list[str]:
     """Return the cards of prompt groups."""
     return [
-        render_group(views, newest_version=newest_version, draw=gallery.render) for views in groups
+        render_group(views, newest_version=newest_version, render_media=media.render)
+        for views in groups
     ]
 
 
@@ -110,10 +106,9 @@ def render_report_samples(config: RunConfig, train_steps: Iterable[int]) -> str:
     steps = sorted(train_steps)
     try:
         with RunLog(config, name="report") as run_log:
-            gallery = MediaRenderer(config, max_bytes=REPORT_BYTES)
+            media = MediaRenderer(config, max_bytes=REPORT_BYTES)
             parts = [
-                _of_step(run_log, step, gallery)
-                for step in dict.fromkeys([*steps[:1], *steps[-1:]])
+                _of_step(run_log, step, media) for step in dict.fromkeys([*steps[:1], *steps[-1:]])
             ]
     except RelaxError as error:
         log.warning("sample_page.render_failed", error=str(error))
@@ -121,7 +116,7 @@ def render_report_samples(config: RunConfig, train_steps: Iterable[int]) -> str:
     return "".join(parts)
 
 
-def _of_step(run_log: RunLog, step: int, gallery: MediaRenderer) -> str:
+def _of_step(run_log: RunLog, step: int, media: MediaRenderer) -> str:
     groups: dict[tuple[str, int], list[SampleView]] = {}
     for view in islice(read_samples(run_log, SampleFilter(train_step=step)), MAX_CONSIDERED):
         groups.setdefault((view.sample.prompt_group_id, view.sample.policy_version), []).append(
@@ -130,14 +125,14 @@ def _of_step(run_log: RunLog, step: int, gallery: MediaRenderer) -> str:
     chosen = [best_and_worst(views) for views in islice(groups.values(), REPORT_GROUPS)]
     return (
         f"<h2>Samples of step {step}</h2>"
-        + "".join(render_cards(chosen, run_log.newest_version, gallery))
+        + "".join(render_cards(chosen, run_log.newest_version, media))
         if chosen
         else ""
     )
 
 
 def best_and_worst(views: list[SampleView]) -> list[SampleView]:
-    """Choose samples of a prompt group: as many of its best as of its worst, best first; unscored
+    """Select samples of a prompt group: as many of its best as of its worst, best first; unscored
     ones are the worst.
     """
     ranked = sorted(views, key=lambda view: (view.reward is None, -(view.reward or 0.0)))

@@ -1,4 +1,4 @@
-"""How a run stands, for somebody who did not start it here."""
+"""The status of a run, for a user who did not start it here."""
 
 from __future__ import annotations
 
@@ -25,12 +25,10 @@ LAG_TIMEOUT_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """A run at a moment.
+    """A run's status at one time.
 
-    Attributes:
-        standing: `ended`, `running` or `interrupted`.
-        reason: Why it ended; empty where it has not.
-        lag: Records behind, by role and slot.
+    Attributes: status: `ended`, `running` or `interrupted`. reason: Why it ended; empty where it
+    has not. lag: Records behind, by role and slot.
     """
 
     run_id: str
@@ -42,7 +40,7 @@ class RunStatus:
 
     @staticmethod
     def row(worker: WorkerRow) -> list[str | float | None]:
-        """Return a worker's values as a table shows them; None stands for what is not known."""
+        """Return a worker's values as a table shows them; None where unknown."""
         version, processed, in_flight = (
             worker.policy_version,
             worker.num_processed,
@@ -64,13 +62,12 @@ class RunStatus:
 
 
 class StatusReader(AbstractContextManager["StatusReader"]):
-    """Reads a run's status off its control log, any number of times while it is entered."""
+    """Reads a run's status from its control log, any number of times while it is entered."""
 
     def __init__(self, config: RunConfig) -> None:
-        """Nothing is read yet.
+        """Read nothing yet.
 
-        Args:
-            config: The run, with the broker's address and the principal filled in.
+        Args: config: The run, with the broker's address and the principal filled in.
         """
         self._config, self._run = config, RunFollower(config, name="status")
 
@@ -91,7 +88,7 @@ class StatusReader(AbstractContextManager["StatusReader"]):
         self._run.__exit__(kind, error, trace)
 
     def read(self) -> RunStatus:
-        """Return how the run stands now."""
+        """Return the run's current status."""
         lag = self._lag()
         with self._run.lock:
             state, alive = self._run.state, dict.fromkeys(self._run.alive(), True)
@@ -107,9 +104,7 @@ class StatusReader(AbstractContextManager["StatusReader"]):
     def show(self, stream: TextIO, *, turn_seconds: float) -> None:
         """Draw the run on a terminal until it has ended.
 
-        Args:
-            stream: The terminal.
-            turn_seconds: Between two pictures.
+        Args: stream: The terminal. turn_seconds: Interval between two updates.
         """
         since = self._run.state.resumed_at
         with ProgressDisplay(
@@ -131,8 +126,8 @@ class StatusReader(AbstractContextManager["StatusReader"]):
                     return
 
     def _heartbeats_since(self) -> int:
-        """Return since when a worker must have sent a heartbeat to be shown: the log keeps the last
-        one of every worker there ever was.
+        """Return the oldest time of a heartbeat that is shown: the log keeps the last one of every
+        worker that ever ran.
         """
         return now_micros() - silent_micros(self._config)
 

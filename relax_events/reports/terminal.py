@@ -1,4 +1,4 @@
-"""Shows a run while it works: a live picture on a terminal, a line now and then in a log."""
+"""Shows a run's progress: a live panel on a terminal, or periodic lines in a log."""
 
 from __future__ import annotations
 
@@ -32,29 +32,25 @@ class ProgressOutput(Protocol):
     """Where progress is shown."""
 
     def show(
-        self, figures: ProgressMetrics, workers: list[WorkerRow], *, lag: Lag, is_last: bool
+        self, metrics: ProgressMetrics, workers: list[WorkerRow], *, lag: Lag, is_last: bool
     ) -> None:
-        """Show the run as it stands; the last call stays for good."""
+        """Show the run's current state; the last one stays."""
 
     def print_line(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a permanent line."""
 
     def close(self) -> None:
-        """Leave what was shown last, and the stream as it was."""
+        """Keep what was shown last, and restore the stream."""
 
 
 class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
-    """Shows a run's progress until it is closed. What is not known yet is shown as a dash.
+    """Shows a run's progress until it is closed. Unknown values are shown as a dash.
 
-    Args:
-        config: The run.
-        tty: Whether to draw for a person at a terminal; by default if the stream is one and can
-            move the cursor.
-        stream: Where to write; the process's stderr by default.
-        clock: Seconds that only grow, for the pace of lines.
-        steps_since: Of what time on rates are taken over steps, microseconds since the epoch; from
-            now on by default.
-        beats_since: Older heartbeats are left out; likewise.
+    Args: config: The run. tty: Whether to draw a live panel; by default if the stream is a terminal
+    that can move the cursor. stream: Where to write; the process's stderr by default. clock:
+    Monotonic seconds, for the interval of lines. steps_since: Rates are computed over steps since
+    then, microseconds since the epoch; from now on by default. beats_since: Older heartbeats are
+    ignored; likewise.
     """
 
     def __init__(
@@ -80,19 +76,16 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         self._newest: tuple[RunState, Lag, Mapping[str, bool]] | None = None
 
     def update(self, state: RunState, *, lag: Lag, alive: Mapping[str, bool]) -> None:
-        """Show the run as it stands now.
+        """Show the run's current state.
 
-        Args:
-            state: What the control log has said.
-            lag: Records behind, by role and slot.
-            alive: Whether a worker process of this machine lives, by worker id; one that is not
-                named does not.
+        Args: state: The folded control log. lag: Records behind, by role and slot. alive: Whether a
+        worker process of this machine runs, by worker id; missing ones do not.
         """
         self._newest = (state, lag, alive)
         self._show(is_last=False)
 
     def print_line(self, text: str) -> None:
-        """Print a line above the live picture."""
+        """Print a line above the live panel."""
         self._surface.print_line(text)
 
     def __exit__(
@@ -101,7 +94,7 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Show the last state once more and give the terminal back."""
+        """Show the last state once more and restore the terminal."""
         try:
             if self._newest is not None:
                 self._show(is_last=True)
@@ -112,18 +105,20 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         if self._newest is None:
             return
         state, lag, alive = self._newest
-        figures = ProgressMetrics.from_state(self._config, state, lag=lag, since_micros=self._since)
+        metrics = ProgressMetrics.from_state(self._config, state, lag=lag, since_micros=self._since)
         workers = self._workers.rows(state, alive=alive, now_micros=now_micros())
-        self._surface.show(figures, workers, lag=lag, is_last=is_last)
+        self._surface.show(metrics, workers, lag=lag, is_last=is_last)
 
 
 class PanelOutput:
-    """A picture that is redrawn in place. It takes the terminal with the first state, so that what
-    runs before it may draw too.
+    """A panel that is redrawn in place. It takes over the terminal with the first state, so that
+    earlier steps may draw too.
     """
 
     def __init__(self, config: RunConfig, stream: TextIO, clock: Clock) -> None:
-        from rich.console import Console  # a tenth of a second that only a watched run pays
+        from rich.console import (
+            Console,  # imported only for a terminal: it takes a tenth of a second
+        )
 
         self._config, self._clock = config, clock
         self._console = Console(file=stream, force_terminal=True)
@@ -131,7 +126,7 @@ class PanelOutput:
         self._opened = clock()
 
     def show(
-        self, figures: ProgressMetrics, workers: list[WorkerRow], *, lag: Lag, is_last: bool
+        self, metrics: ProgressMetrics, workers: list[WorkerRow], *, lag: Lag, is_last: bool
     ) -> None:
         """Redraw."""
         from rich.live import Live
@@ -141,7 +136,7 @@ class PanelOutput:
         panel = ProgressPanel(
             run_id=self._config.run.id,
             elapsed_seconds=self._clock() - self._opened,
-            metrics=figures,
+            metrics=metrics,
             workers=workers,
             lag=lag,
             num_slots=count_slots(self._config.run.max_staleness),
@@ -152,20 +147,20 @@ class PanelOutput:
         self._live.update(panel, refresh=not is_last)  # closing draws it once more
 
     def print_line(self, text: str) -> None:
-        """Print a line above the picture."""
+        """Print a line above the panel."""
         self._console.print(printable(text), markup=False, highlight=False)
 
     def close(self) -> None:
-        """Leave the last picture and give the cursor back."""
+        """Keep the last panel and restore the cursor."""
         if self._live is not None:
             self._live.stop()
 
 
 class LineOutput:
-    """Plain lines for a log: the first step, then every few seconds or tenth of the run while steps
-    come, and the last.
+    """Plain lines for a log: the first step, then one every few seconds or tenth of the run while
+    steps commit, and the last.
 
-    When nothing comes for half a minute a line says so, with what is there.
+    After half a minute without a step, a line shows the current state.
     """
 
     def __init__(self, stream: TextIO, clock: Clock) -> None:
@@ -174,21 +169,21 @@ class LineOutput:
         self._shown_step = 0
 
     def show(
-        self, figures: ProgressMetrics, workers: list[WorkerRow], *, lag: Lag, is_last: bool
+        self, metrics: ProgressMetrics, workers: list[WorkerRow], *, lag: Lag, is_last: bool
     ) -> None:
         """Print a line if one is due."""
-        del lag  # its sum is in the figures
-        if self._is_due(figures, is_last=is_last):
-            self._shown_at, self._shown_step = self._clock(), figures.step
-            self.print_line(format_progress(figures, workers))
+        del lag  # its sum is in the metrics
+        if self._is_due(metrics, is_last=is_last):
+            self._shown_at, self._shown_step = self._clock(), metrics.step
+            self.print_line(format_progress(metrics, workers))
 
-    def _is_due(self, figures: ProgressMetrics, *, is_last: bool) -> bool:
+    def _is_due(self, metrics: ProgressMetrics, *, is_last: bool) -> bool:
         waited = self._clock() - self._shown_at
-        if figures.step <= self._shown_step:
+        if metrics.step <= self._shown_step:
             return waited >= QUIET_SECONDS and not is_last
-        if self._shown_step == 0 or is_last or figures.step >= figures.num_steps:
+        if self._shown_step == 0 or is_last or metrics.step >= metrics.num_steps:
             return True
-        is_far = figures.step - self._shown_step >= LINE_STEP_RATIO * figures.num_steps
+        is_far = metrics.step - self._shown_step >= LINE_STEP_RATIO * metrics.num_steps
         return waited >= (LINE_LEAST_SECONDS if is_far else LINE_SECONDS)
 
     def print_line(self, text: str) -> None:
@@ -199,17 +194,17 @@ class LineOutput:
         """Leave the stream as it is."""
 
 
-def format_progress(figures: ProgressMetrics, workers: list[WorkerRow]) -> str:
-    """Write a run's progress in one line; workers are named when one is not well."""
-    parts = [f"step {figures.step}/{figures.num_steps}"]
-    if figures.step:
-        parts += [f"{name} {_format(value)}" for name, value in figures.learning_metrics.items()]
+def format_progress(metrics: ProgressMetrics, workers: list[WorkerRow]) -> str:
+    """Format a run's progress in one line; unhealthy workers are named."""
+    parts = [f"step {metrics.step}/{metrics.num_steps}"]
+    if metrics.step:
+        parts += [f"{name} {_format(value)}" for name, value in metrics.learning_metrics.items()]
         parts.append(
-            f"staleness {_format(figures.staleness_mean)} max {_format(figures.staleness_max)}"
+            f"staleness {_format(metrics.staleness_mean)} max {_format(metrics.staleness_max)}"
         )
         parts.append(
             "tokens/s "
-            f"{'-' if figures.tokens_per_second is None else round(figures.tokens_per_second)}"
+            f"{'-' if metrics.tokens_per_second is None else round(metrics.tokens_per_second)}"
         )
     else:
         parts += [
@@ -219,7 +214,7 @@ def format_progress(figures: ProgressMetrics, workers: list[WorkerRow]) -> str:
                 f"{sum(row.heartbeat_age_seconds is not None for row in workers)}/{len(workers)} ready"
             ),
         ]
-    parts.append(f"lag {figures.num_lagging}")
+    parts.append(f"lag {metrics.num_lagging}")
     parts += [f"{row.worker_id} {row.state}" for row in workers if not row.is_healthy]
     return "  ".join(parts)
 

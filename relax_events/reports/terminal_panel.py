@@ -1,4 +1,4 @@
-"""Draws the progress of a run for a terminal: figures, workers and lag, fitted to the window."""
+"""Draws the progress of a run for a terminal: metrics, workers and lag, fitted to the window."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STATE_STYLES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgressPanel:
-    """One picture of the run; it draws itself for whatever window it is printed to."""
+    """One frame of the live panel; it fits itself to the window that it is printed to."""
 
     run_id: str
     elapsed_seconds: float
@@ -44,9 +44,7 @@ class ProgressPanel:
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> Iterable[RenderableType]:
-        """Draw. Columns are left out where the window is narrow, rows where it is low; the figures
-        stay.
-        """
+        """Draw the panel. Narrow windows have fewer columns, low ones fewer rows; the metrics stay."""
         room = options.max_height - FRAME_ROWS - TABLE_HEAD_ROWS
         tables: list[Table] = []
         for table in (self._lag_table(options.max_width), self._engine_table(options.max_width)):
@@ -61,29 +59,29 @@ class ProgressPanel:
         yield Group(*parts)
 
     def _frame(self, options: ConsoleOptions) -> Panel:
-        figures = self.metrics
+        metrics = self.metrics
         inner = options.max_width - 4
         head = Table.grid(padding=(0, 2), expand=True)
         for ratio in (None, 1, None, None):
             head.add_column(no_wrap=True, ratio=ratio)
-        done = min(figures.step / figures.num_steps, 1.0)
-        bar = ProgressBar(total=figures.num_steps, completed=min(figures.step, figures.num_steps))
+        done = min(metrics.step / metrics.num_steps, 1.0)
+        bar = ProgressBar(total=metrics.num_steps, completed=min(metrics.step, metrics.num_steps))
         head.add_row(
-            Text(f"step {figures.step}/{figures.num_steps}", "bold"),
+            Text(f"step {metrics.step}/{metrics.num_steps}", "bold"),
             bar,
             f"{done:.0%}",
-            f"ETA {format_clock(figures.remaining_seconds)}",
+            f"ETA {format_clock(metrics.remaining_seconds)}",
         )
-        first, pace = format_learning(figures), format_pace(figures)
+        first, pace = format_learning(metrics), format_pace(metrics)
         spark = sparkline(
-            figures.rewards[-max(inner - first.cell_len - 2, 0) :],
+            metrics.rewards[-max(inner - first.cell_len - 2, 0) :],
             blocks=ASCII_BLOCKS if options.ascii_only else BLOCKS,
         )
         body = Group(
             head,
             Text.assemble(first, "  ", (spark, "cyan"), no_wrap=True),
             pace,
-            format_outcomes(figures),
+            format_outcomes(metrics),
         )
         title, box = (
             Text(f"relax run {self.run_id}", "bold"),
@@ -113,7 +111,7 @@ class ProgressPanel:
         return table
 
     def _engine_table(self, width: int) -> Table | None:
-        """Draw what the inference engines do."""
+        """Draw the state of the inference engines."""
         engines = [row for row in self.workers if row.engine]
         if not engines:
             return None
@@ -130,8 +128,8 @@ class ProgressPanel:
         return table
 
     def _lag_table(self, width: int) -> Table | None:
-        """Draw records behind by role and slot, the newest version's slot marked; the oldest slots
-        go first where room is short.
+        """Draw the lag in records by role and slot, with the newest version's slot marked; the
+        oldest slots are omitted where space is short.
         """
         if not self.lag:
             return None
@@ -139,7 +137,7 @@ class ProgressPanel:
         room = max((width - LAG_NAME_WIDTH) // LAG_COLUMN_WIDTH, 1)
         ages = range(
             min(self.num_slots, room)
-        )  # the slot of version - age; the last is the one that is cleared for the next version
+        )  # the slot of version - age; the last one is cleared for the next version
         slots = sorted(compute_slot(version - age, num_slots=self.num_slots) for age in ages)
         current = compute_slot(version, num_slots=self.num_slots)
         table = Table(box=SIMPLE_HEAD, padding=(0, 1), show_edge=False)
@@ -158,8 +156,8 @@ class ProgressPanel:
 
 
 def select_workers(workers: Sequence[WorkerRow], room: int) -> tuple[Sequence[WorkerRow], int]:
-    """Return the workers that fit into so many rows, those with trouble before the others, and how
-    many are left out.
+    """Return the workers that fit into so many rows, unhealthy ones first, and the number of
+    omitted ones.
     """
     if len(workers) <= room:
         return workers, 0
@@ -169,46 +167,44 @@ def select_workers(workers: Sequence[WorkerRow], room: int) -> tuple[Sequence[Wo
     return [workers[place] for place in sorted(chosen)], len(workers) - len(chosen)
 
 
-def format_learning(figures: ProgressMetrics) -> Text:
-    """Return the newest step's figures of learning."""
+def format_learning(metrics: ProgressMetrics) -> Text:
+    """Return the newest step's learning metrics."""
     styles = {"reward": "bold"}
     return Text("  ").join(
         Text.assemble(f"{name} ", (format_decimal(value), styles.get(name, "")))
-        for name, value in figures.learning_metrics.items()
+        for name, value in metrics.learning_metrics.items()
     )
 
 
-def format_pace(figures: ProgressMetrics) -> Text:
+def format_pace(metrics: ProgressMetrics) -> Text:
     """Return version, staleness and throughput."""
-    version = figures.policy_version if figures.policy_version >= 0 else "-"
+    version = metrics.policy_version if metrics.policy_version >= 0 else "-"
     staleness = (
-        f"staleness {format_decimal(figures.staleness_mean, 2)} max "
-        f"{figures.staleness_max if figures.staleness_max is not None else '-'}"
+        f"staleness {format_decimal(metrics.staleness_mean, 2)} max "
+        f"{metrics.staleness_max if metrics.staleness_max is not None else '-'}"
     )
     rates = (
-        f"tokens/s {format_integer(figures.tokens_per_second)}  samples/s "
-        f"{format_decimal(figures.samples_per_second)}"
+        f"tokens/s {format_integer(metrics.tokens_per_second)}  samples/s "
+        f"{format_decimal(metrics.samples_per_second)}"
     )
     return Text(
         f"policy version {version}  {staleness}  {rates}", no_wrap=True, overflow="ellipsis"
     )
 
 
-def format_outcomes(figures: ProgressMetrics) -> Text:
-    """Return how prompt groups ended, and the records that wait."""
+def format_outcomes(metrics: ProgressMetrics) -> Text:
+    """Return the outcomes of prompt groups, and the lag in records."""
     ended = "  ".join(
-        f"{name} {figures.outcomes.get(name, 0)}"
+        f"{name} {metrics.outcomes.get(name, 0)}"
         for name in ("trained", "filtered", "expired", "failed")
     )
     return Text(
-        f"prompt groups: {ended}  lag {figures.num_lagging}", no_wrap=True, overflow="ellipsis"
+        f"prompt groups: {ended}  lag {metrics.num_lagging}", no_wrap=True, overflow="ellipsis"
     )
 
 
 def sparkline(values: Sequence[float], *, blocks: str = BLOCKS) -> str:
-    """Draw a value per character between the lowest and the highest; equal values lie in the
-    middle.
-    """
+    """Draw a value per character between the lowest and the highest; equal values are centred."""
     low, high = min(values, default=0.0), max(values, default=0.0)
     if not high > low:
         return blocks[len(blocks) // 2] * len(values)
@@ -219,7 +215,7 @@ def sparkline(values: Sequence[float], *, blocks: str = BLOCKS) -> str:
 
 
 def format_clock(seconds: float | None) -> str:
-    """Write a duration as h:mm:ss; a dash when it is not known."""
+    """Format a duration as h:mm:ss; a dash when it is unknown."""
     if seconds is None:
         return "-"
     minutes, rest = divmod(round(seconds), 60)
@@ -227,17 +223,17 @@ def format_clock(seconds: float | None) -> str:
 
 
 def format_decimal(value: float | None, digits: int = 3) -> str:
-    """Write a figure with so many significant digits; a dash when it is not known."""
+    """Format a metric with so many significant digits; a dash when it is unknown."""
     return "-" if value is None else f"{value:.{digits}g}"
 
 
 def format_integer(value: float | None) -> str:
-    """Write a count or a rate in whole units; a dash when it is not known."""
+    """Format a count or a rate as an integer; a dash when it is unknown."""
     return "-" if value is None else f"{value:.0f}"
 
 
 def format_percent(value: float | None) -> str:
-    """Write a share; a dash when it is not known."""
+    """Format a share; a dash when it is unknown."""
     return "-" if value is None else f"{value:.0%}"
 
 

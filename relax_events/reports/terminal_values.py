@@ -1,4 +1,4 @@
-"""What the progress display shows, worked out from the run's state: plain values, no terminal."""
+"""The values of the progress display, computed from the run's state: plain values, no terminal."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ RECENT_STEPS = 20
 SPARK_STEPS = 40
 SILENT_SECONDS = 5.0
 ENGINE_METRIC = "decoding_samples"
-"""Reported by workers that have an inference engine."""
+"""A metric that only workers with an inference engine report."""
 MICROS = 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgressMetrics:
-    """How far a run is and how it does; None stands for what is not known yet.
+    """A run's progress; None where a value is unknown.
 
     `reward`, `loss`, `kl_estimate` and the staleness are the newest step's; `rewards` are those of
     the last steps, oldest first. Rates and the remaining time come from the last steps that were
-    committed since the display was opened, so the pause of a run that is taken up again counts for
-    nothing.
+    committed since the display was opened, so the pause before a resumed session does not count.
     """
 
     step: int
@@ -46,7 +45,7 @@ class ProgressMetrics:
 
     @property
     def learning_metrics(self) -> Mapping[str, float | None]:
-        """Reward, loss and KL by name, but for those that the newest step does not have."""
+        """Reward, loss and KL by name, without those that the newest step does not have."""
         named = {"reward": self.reward, "loss": self.loss, "kl": self.kl_estimate}
         return {name: value for name, value in named.items() if value is not None or not self.step}
 
@@ -59,13 +58,10 @@ class ProgressMetrics:
         lag: Mapping[str, Mapping[int, int]],
         since_micros: int,
     ) -> ProgressMetrics:
-        """Work out the figures.
+        """Compute the metrics.
 
-        Args:
-            config: The run's goal.
-            state: What the control log has said.
-            lag: Records behind, by role and slot.
-            since_micros: When the display was opened, microseconds since the epoch.
+        Args: config: The run's goal. state: The folded control log. lag: Records behind, by role
+        and slot. since_micros: When the display was opened, microseconds since the epoch.
         """
         newest = state.steps[-1] if state.steps else None
         figures = newest.metrics if newest else {}
@@ -101,10 +97,10 @@ class ProgressMetrics:
 
 
 def recent_steps(steps: Sequence[TrainStepCommitted]) -> tuple[Sequence[TrainStepCommitted], float]:
-    """Return the steps that a rate is taken over, and the seconds that they took together.
+    """Return the steps that a rate is computed over, and their total seconds.
 
-    Time is counted from commit to commit, so the first step only opens the interval; standing
-    alone, it counts with its own phases.
+    Time is counted from commit to commit, so the first step only opens the interval; a single step
+    counts with its own phases.
     """
     if len(steps) < 2:
         return steps, sum(sum(step.phase_seconds.values()) for step in steps)
@@ -113,14 +109,11 @@ def recent_steps(steps: Sequence[TrainStepCommitted]) -> tuple[Sequence[TrainSte
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRow:
-    """A worker as the display shows it; None stands for what it has not told yet.
+    """A worker as the display shows it; None where a value is unknown.
 
-    Attributes:
-        beat_age_seconds: The time since its last heartbeat.
-        activity: The long call that it is inside of, as `publish weights 12 s`; empty where there
-            is none.
-        engine: Figures of its inference engine, by name, as in its newest report; empty where it
-            has none.
+    Attributes: heartbeat_age_seconds: The time since its last heartbeat. activity: Its current long
+    call, as `publish weights 12 s`; empty where there is none. engine: Metrics of its inference
+    engine, by name, from its newest report; empty where it has none.
     """
 
     worker_id: str
@@ -137,9 +130,7 @@ class WorkerRow:
 
 
 class WorkerTable:
-    """Follows the workers from turn to turn. A heartbeat from another process than before is a
-    restart.
-    """
+    """Follows the workers over time. A heartbeat from another process counts as a restart."""
 
     def __init__(self, config: RunConfig, *, since_micros: int) -> None:
         self._since = since_micros
@@ -154,11 +145,11 @@ class WorkerTable:
     def rows(
         self, state: RunState, *, alive: Mapping[str, bool], now_micros: int
     ) -> list[WorkerRow]:
-        """Return a row for each worker that should be there, lives here, or has given a sign since
+        """Return a row for each worker that is expected, runs here, or has sent a heartbeat since
         the display was opened.
 
-        The heartbeat topic keeps the last beat of every worker there ever was, so beats of an
-        earlier session say nothing and are left out.
+        The heartbeat topic keeps the last heartbeat of every worker that ever ran, so heartbeats of
+        an earlier session are ignored.
         """
         beats = {name: beat for name, beat in state.workers.items() if beat.sent_at >= self._since}
         self._local |= alive.keys()
@@ -224,7 +215,7 @@ class WorkerTable:
 
 
 def format_activity(beat: WorkerHeartbeat) -> str:
-    """Return the long call that a heartbeat names, with how long it had taken by then."""
+    """Return the long call that a heartbeat names, with its duration at that time."""
     return (
         ""
         if beat.activity_since is None

@@ -1,4 +1,4 @@
-"""Where the run's broker is."""
+"""The address of the run's broker: an embedded broker's, or a cluster's."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from relax_events.topics import TopicPlan
 
 OPERATOR = "operator"
 EMBEDDED = "embedded"
-"""`broker.bootstrap_servers` of a run that brings its broker along."""
+"""`broker.bootstrap_servers` of a run with an embedded broker."""
 ANSWER_SECONDS = 5.0
-"""How long a person at the command line waits to learn that no broker is there."""
+"""Time limit of commands until they report that no broker answers."""
 
 
 def embedded_broker(config: RunConfig) -> EmbeddedBroker | None:
-    """Return the broker that the run brings along, or None when it uses a cluster; workers are
-    given its address in place of its name.
+    """Return the run's embedded broker, or None when it uses a cluster; workers get its address in
+    place of `embedded`.
     """
     broker = EmbeddedBroker(
         config.run.directory / "broker",
@@ -38,9 +38,7 @@ def embedded_broker(config: RunConfig) -> EmbeddedBroker | None:
 
 
 def with_broker_address(config: RunConfig, broker: EmbeddedBroker) -> RunConfig:
-    """Return the configuration with the address of an embedded broker filled in, and with where its
-    password lies.
-    """
+    """Return the configuration with the address and the password file of an embedded broker."""
     return config.model_copy(
         update={
             "broker": with_address(config.broker, broker.bootstrap_servers, broker.password_file)
@@ -51,9 +49,7 @@ def with_broker_address(config: RunConfig, broker: EmbeddedBroker) -> RunConfig:
 def with_address(
     config: BrokerConfig, bootstrap_servers: str, password_file: Path | None
 ) -> BrokerConfig:
-    """Return a broker table with the address of an embedded broker filled in, and with where its
-    password lies.
-    """
+    """Return a broker table with the address and the password file of an embedded broker."""
     return config.model_copy(
         update={"bootstrap_servers": bootstrap_servers, "embedded_password_file": password_file}
     )
@@ -63,18 +59,14 @@ def with_address(
 def attach(
     config: RunConfig, *, by: str, principal: str = OPERATOR, brings_up: bool = True
 ) -> Iterator[RunConfig]:
-    """Give the configuration of a process that reaches the broker: with its address, and with who
-    it is there.
+    """Yield the configuration of a process that connects to the broker: with its address and its
+    principal.
 
-    Args:
-        config: The run.
-        by: The command, for the record of who uses the embedded broker.
-        principal: Who the process is to a secured broker.
-        brings_up: Start an embedded broker that is down; the last user that leaves stops it again.
-    Raises:
-        BrokerUnavailable: The embedded broker is down and is not to be brought up, or there never
-            was one.
-        ConfigError: `broker.credentials` has no password for the principal.
+    Args: config: The run. by: The command, for the list of the embedded broker's users. principal:
+    The process's identity at a secured broker. brings_up: Start a stopped embedded broker; the last
+    user that leaves stops it again. Raises: BrokerUnavailable: The embedded broker is stopped and
+    is not to be started, or there never was one. ConfigError: `broker.credentials` has no password
+    for the principal.
     """
     with locate_broker(config, by=by, brings_up=brings_up) as found:
         yield apply_principal(found, principal)
@@ -82,12 +74,11 @@ def attach(
 
 @contextmanager
 def locate_broker(config: RunConfig, *, by: str, brings_up: bool = True) -> Iterator[RunConfig]:
-    """Give the configuration with the address of the embedded broker, which is up while the block
-    runs; a cluster's stays as it is.
+    """Yield the configuration with the address of the embedded broker, which runs during the block;
+    a cluster's is unchanged.
 
-    Raises:
-        BrokerUnavailable: The embedded broker is down and is not to be brought up, or there never
-            was one.
+    Raises: BrokerUnavailable: The embedded broker is stopped and is not to be started, or there
+    never was one.
     """
     broker = embedded_broker(config)
     if broker is None:
@@ -100,7 +91,7 @@ def locate_broker(config: RunConfig, *, by: str, brings_up: bool = True) -> Iter
             f"--directory {where}"
         )
     if broker.state is None:
-        rule = f"no broker was ever started in {where}, so no run is there"
+        rule = f"no broker was ever started in {where}, so there is no run"
         raise BrokerUnavailable(
             f"{rule}; start a run, or the broker with: relax broker start --directory {where}"
         )
@@ -110,8 +101,8 @@ def locate_broker(config: RunConfig, *, by: str, brings_up: bool = True) -> Iter
 
 @contextmanager
 def keep_running(broker: EmbeddedBroker, *, by: str) -> Iterator[None]:
-    """Keep an embedded broker up for a command, which says on stderr that it starts one: that takes
-    seconds.
+    """Keep an embedded broker running for a command, which reports on stderr that it starts one:
+    that takes seconds.
     """
     if not broker.is_running:
         print(
@@ -126,11 +117,8 @@ def keep_running(broker: EmbeddedBroker, *, by: str) -> Iterator[None]:
 def require_run(config: RunConfig, topics: Container[str]) -> None:
     """Refuse a run that the broker does not know.
 
-    Args:
-        config: The run.
-        topics: Names of the broker's topics, at least of this run's.
-    Raises:
-        ConfigError: The run's schemas have no topic there.
+    Args: config: The run. topics: Names of the broker's topics, at least of this run's. Raises:
+    ConfigError: The run's schemas have no topic there.
     """
     if TopicPlan.from_config(config).topic("control.schemas") not in topics:
         raise ConfigError(
@@ -142,14 +130,11 @@ def require_run(config: RunConfig, topics: Container[str]) -> None:
 def open_admin(config: RunConfig, *, name: str, timeout_seconds: float = ANSWER_SECONDS) -> Admin:
     """Return an admin client of a broker that has answered.
 
-    Args:
-        config: The run, with the broker's address filled in.
-        name: Tells our clients apart in the broker's log.
-        timeout_seconds: How long to wait for an answer; `broker.request_timeout_seconds` where that
-            is less.
-    Raises:
-        BrokerUnavailable: None answered in time; the text names the address and the remedy.
-        BrokerRefused: One is there and does not let us in; the text says why.
+    Args: config: The run, with the broker's address filled in. name: Distinguishes clients in the
+    broker's log. timeout_seconds: Time limit of the answer; `broker.request_timeout_seconds` where
+    that is less. Raises: BrokerUnavailable: No broker answered in time; the text names the address
+    and the remedy. BrokerRefused: A broker answered and refused the client; the text gives the
+    reason.
     """
     admin = Admin(Connection.from_config(config.broker, client_id=f"{config.run.id}.{name}"))
     admin.ping(timeout_seconds=min(timeout_seconds, config.broker.request_timeout_seconds))

@@ -1,5 +1,5 @@
-"""Settles the keys that a run file leaves out: those of an earlier session stay as they were, the
-others are derived, once.
+"""Resolves the keys that a run file leaves out: values of an earlier session are kept, the others
+are derived, once.
 """
 
 from __future__ import annotations
@@ -17,21 +17,18 @@ from relax_events.session.machine import inspect_machine
 
 log = structlog.get_logger()
 RESOLVED_FILE = "run.json"
-"""In a run's folder: the run file with everything filled in."""
+"""In a run's folder: the resolved run file."""
 
 
 def resolve_defaults(
     config: RunConfig, *, known: RunConfig | None = None, role: str = ""
 ) -> tuple[RunConfig, list[Derived]]:
-    """Return the configuration with the keys that its run file leaves out, and what they became and
-    why.
+    """Return the configuration with the keys that its run file leaves out, and their values with
+    reasons.
 
-    Args:
-        config: The run file as read.
-        known: The run as it was in its last session, or the run that this one goes back to.
-        role: The only role on this machine; by default the whole run is on it.
-    Raises:
-        ConfigError: A checkpoint can't be read.
+    Args: config: The run file as read. known: The run as it was in its last session, or the parent
+    run. role: The only role on this machine; by default the whole run is on it. Raises:
+    ConfigError: A checkpoint can't be read.
     """
     if not (missing := missing_keys(config)):
         return with_values(config, {}), []
@@ -55,14 +52,14 @@ def resolve_defaults(
 def _kept(known: RunConfig, keys: list[str]) -> list[Derived]:
     values = {key: value_of(known, key) for key in keys}
     return [
-        Derived(key, value, f"run {known.run.id} began with it")
+        Derived(key, value, f"run {known.run.id} started with it")
         for key, value in values.items()
         if value is not None
     ]
 
 
 def read_checkpoint_facts(config: RunConfig) -> dict[str, CheckpointFacts]:
-    """Return what the run's checkpoints are, as far as they are there or will be made."""
+    """Return the properties of the run's checkpoints, as far as they exist or will be made."""
     tiny = config.model.tiny
     paths: dict[str, Path | None] = {
         "model": config.model.path,
@@ -78,8 +75,8 @@ def read_checkpoint_facts(config: RunConfig) -> dict[str, CheckpointFacts]:
 
 
 def read_resolved(config: RunConfig) -> RunConfig | None:
-    """Return what a run's last session on this machine was resolved to; None where there was none,
-    or it can't be read any more.
+    """Return the resolved configuration of a run's last session on this machine; None where there
+    was none, or it can't be read any more.
     """
     try:
         return RunConfig.model_validate_json((config.run_directory / RESOLVED_FILE).read_bytes())
@@ -88,7 +85,7 @@ def read_resolved(config: RunConfig) -> RunConfig | None:
 
 
 def log_derived(settings: list[Derived]) -> None:
-    """Write down what was derived, and why."""
+    """Log the derived values with their reasons."""
     for derived in settings:
-        tell = log.warning if derived.is_warning else log.info
-        tell("default.derived", key=derived.key, value=derived.value, reason=derived.reason)
+        write = log.warning if derived.is_warning else log.info
+        write("default.derived", key=derived.key, value=derived.value, reason=derived.reason)

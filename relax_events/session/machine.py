@@ -1,4 +1,4 @@
-"""The machine that workers are on: its processors, its memory and its GPUs, found without torch."""
+"""The machine that the workers run on: its processors, memory and GPUs, found without torch."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ import psutil
 from relax_events.config.inventory import Machine, num_processors
 
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-ASK_GPUS = ("--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits")
-ANSWER_SECONDS = 20.0
+GPU_QUERY = ("--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits")
+QUERY_SECONDS = 20.0
 
 
 def inspect_machine(roles: Mapping[str, int]) -> Machine:
-    """Return what this process may use of its machine.
+    """Return the resources of the machine that this process may use.
 
-    Args:
-        roles: How many workers of each role are on it; a trainer counts as its ranks.
+    Args: roles: Number of workers of each role on it; a trainer counts as its ranks.
     """
     return Machine(num_processors(), _memory(), _gpus(), dict(roles))
 
 
 def _memory() -> int:
-    """Return the machine's memory, or what this process's container may have of it."""
+    """Return the machine's memory, or the limit of this process's container."""
     found: int = psutil.virtual_memory().total
     for path in CGROUP_LIMITS:
         try:
@@ -45,24 +44,24 @@ def _gpus() -> tuple[int, ...]:
     if program is None:
         return ()
     try:
-        answer = subprocess.run(
-            [program, *ASK_GPUS], capture_output=True, text=True, timeout=ANSWER_SECONDS, check=True
+        output = subprocess.run(
+            [program, *GPU_QUERY], capture_output=True, text=True, timeout=QUERY_SECONDS, check=True
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return ()
-    return parse_gpu_memory(answer, visible=os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return parse_gpu_memory(output, visible=os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
-def parse_gpu_memory(answer: str, *, visible: str | None) -> tuple[int, ...]:
+def parse_gpu_memory(output: str, *, visible: str | None) -> tuple[int, ...]:
     """Return the bytes of each visible GPU.
 
     Args:
-        answer: Lines of `nvidia-smi`: index, UUID, MiB.
+        output: Lines of `nvidia-smi`: index, UUID, MiB.
         visible: `CUDA_VISIBLE_DEVICES`; None shows all.
     """
     found: list[int] = []
     wanted = None if visible is None else [name.strip() for name in visible.split(",")]
-    for line in answer.splitlines():
+    for line in output.splitlines():
         index, uuid, mib = (word.strip() for word in line.split(","))
         if mib.isdigit() and (
             wanted is None

@@ -1,5 +1,5 @@
-"""The sessions of a run in its folder: each `relax run`, from when to when, and whether another one
-works on the run now.
+"""The sessions of a run in its folder: start and end of each `relax run`, and whether another one
+is active.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ SESSIONS_FILE = "sessions.jsonl"
 class Session:
     """One `relax run`; times in microseconds since the epoch.
 
-    Attributes:
-        ended_at: None while it goes on, and where it was killed.
+    Attributes: ended_at: None while it runs, and where it was killed.
     """
 
     pid: int
@@ -36,23 +35,22 @@ class Session:
 
 
 class RunSessions(AbstractContextManager["RunSessions"]):
-    """Enter it to note that this process works on the run; a lock that ends with the process tells
-    others that it still does.
+    """Records that this process works on the run; a lock that ends with the process shows others
+    that it is active.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Nothing is read or written yet.
+        """Read and write nothing yet.
 
-        Args:
-            folder: Of the run.
+        Args: folder: Of the run.
         """
         self._path = folder / SESSIONS_FILE
         self._file: IO[bytes] | None = None
-        self._mine = Session(os.getpid(), socket.gethostname(), now_micros())
+        self._own = Session(os.getpid(), socket.gethostname(), now_micros())
         self.earlier: list[Session] = []
         """Oldest first."""
         self.others: list[Session] = []
-        """Those that may be at work on the run now; empty where this one is alone."""
+        """Sessions that may be active now; empty where this one is alone."""
 
     def __enter__(self) -> Self:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -65,7 +63,7 @@ class RunSessions(AbstractContextManager["RunSessions"]):
             if is_alone
             else [session for session in self.earlier if session.ended_at is None][-1:]
         )
-        self._file.write(_line(self._mine))
+        self._file.write(_line(self._own))
         return self
 
     def __exit__(
@@ -75,31 +73,27 @@ class RunSessions(AbstractContextManager["RunSessions"]):
         trace: TracebackType | None,
     ) -> None:
         if self._file is not None:
-            with suppress(
-                OSError
-            ):  # the disk may be full, which is no reason to end otherwise; the session counts as killed
-                self._file.write(_line(replace(self._mine, ended_at=now_micros())))
+            with suppress(OSError):  # the disk may be full; the session then counts as killed
+                self._file.write(_line(replace(self._own, ended_at=now_micros())))
             self._file.close()
 
     def is_alone(self) -> bool:
-        """Tell whether no other session works on the run now."""
+        """Return whether no other session is active."""
         return self._file is not None and _lock(self._file)
 
     def total_seconds(self, wall_seconds: float, commits: Sequence[int]) -> float:
         """Return how long all sessions took together, this one included.
 
-        Args:
-            wall_seconds: How long this one took.
-            commits: When train steps were committed. A session that was killed counts up to its
-                last one.
+        Args: wall_seconds: How long this one took. commits: When train steps were committed. A
+        session that was killed counts up to its last one.
         """
         return wall_seconds + sum(
-            session_seconds(self.earlier, commits, until=self._mine.started_at)
+            session_seconds(self.earlier, commits, until=self._own.started_at)
         )
 
 
 def _lock(file: IO[bytes]) -> bool:
-    """Hold a lock that all sessions of the run share; return whether nobody else holds it."""
+    """Take a lock that all sessions of the run share; return whether no other session holds it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         is_alone = True
@@ -114,12 +108,14 @@ def _line(session: Session) -> bytes:
 
 
 def parse_sessions(content: bytes) -> list[Session]:
-    """Return the sessions in a file's content, oldest first: each has a line of its start, and
-    mostly one of its end.
+    """Parse the sessions from the file's content, oldest first: each has a line for its start, and
+    usually one for its end.
     """
     found: dict[tuple[str, int, int], Session] = {}
     for line in content.splitlines():
-        with suppress(orjson.JSONDecodeError, TypeError):  # a line that a full disk has cut
+        with suppress(
+            orjson.JSONDecodeError, TypeError
+        ):  # a line that was truncated by a full disk
             session = Session(**orjson.loads(line))
             found[session.host, session.pid, session.started_at] = session
     return sorted(found.values(), key=lambda session: session.started_at)
@@ -129,12 +125,10 @@ def session_seconds(
     sessions: Sequence[Session], commits: Sequence[int], *, until: int
 ) -> list[float]:
     """Return how long each session took; one that was killed counts up to the last step before the
-    next one began.
+    next one started.
 
-    Args:
-        sessions: Oldest first.
-        commits: When train steps were committed.
-        until: When the session began that follows them all.
+    Args: sessions: Oldest first. commits: When train steps were committed. until: Start of the
+    session that follows them all.
     """
     nexts = [*(later.started_at for later in sessions[1:]), until]
     ends = [
@@ -144,7 +138,7 @@ def session_seconds(
         )
         for session, after in zip(
             sessions, nexts, strict=False
-        )  # without any session the end stands alone
+        )  # without any session there is only the end
     ]
     return [
         max(0, end - session.started_at) / 1e6 for session, end in zip(sessions, ends, strict=True)

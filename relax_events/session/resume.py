@@ -1,4 +1,4 @@
-"""A run is resumed with the run file that it was begun with, or with changes that somebody has
+"""Resumes a run with the run file that it was started with, or with changes that the user has
 accepted.
 """
 
@@ -26,22 +26,18 @@ from relax_events.topics import TopicPlan
 
 log = structlog.get_logger()
 WITHOUT_MODEL = frozenset({"reward", "metrics"})
-"""Roles that ask nothing of the model, and may be where it is not."""
+"""Roles that don't need the model, and may run where it is missing."""
 
 
 class ChangesNotAccepted(ConfigError):
-    """The run file has changed since the run's last session in a way that changes what is
-    trained.
-    """
+    """The run file has changed since the run's last session in a way that changes what is trained."""
 
 
 def read_last_session(config: RunConfig) -> RunDescribed | None:
-    """Return what the log says of the run's last session; None for a run that has had none.
+    """Return the log's description of the run's last session; None for a run without one.
 
-    Args:
-        config: The run as it is wanted, with the broker's address filled in.
-    Raises:
-        BrokerError: The log can't be read.
+    Args: config: The wanted run, with the broker's address filled in. Raises: BrokerError: The log
+    can't be read.
     """
     plan = TopicPlan.from_config(config)
     with closing(open_admin(config, name="run")) as admin:
@@ -54,8 +50,8 @@ def read_last_session(config: RunConfig) -> RunDescribed | None:
 
 
 def known_settings(config: RunConfig, described: RunDescribed | None) -> RunConfig | None:
-    """Return whose values the keys have that the run file leaves out: those of the run's last
-    session, or of the run that it goes back to.
+    """Return the settings that fill in the keys that the run file leaves out: those of the run's
+    last session, or of its parent.
     """
     if described is None:
         return (
@@ -75,12 +71,9 @@ def resolve_worker_config(config: RunConfig, role: str) -> RunConfig:
     """Return the configuration of a worker that is started by itself, with the keys that its run
     file leaves out.
 
-    Args:
-        config: The run, with the broker's address filled in; what `relax run` has written has
-            everything in it already.
-        role: The worker's.
-    Raises:
-        ConfigError: A key follows from the model, which is not here; the text names both.
+    Args: config: The run, with the broker's address filled in; a file that `relax run` has written
+    is complete already. role: The worker's. Raises: ConfigError: A key is derived from the model,
+    which is not here; the text names both.
     """
     if not missing_keys(config):
         return config
@@ -102,8 +95,8 @@ def resolve_worker_config(config: RunConfig, role: str) -> RunConfig:
 
 
 def find_changes(described: RunDescribed, config: RunConfig) -> list[Change]:
-    """Return what differs between the log's description of a run and what is wanted; nothing where
-    it is of a release that this one can't read.
+    """Return the differences between the log's description of a run and the wanted configuration;
+    nothing where the description is of an unreadable release.
     """
     try:
         old = described_config(described, run_id=config.run.id, own=config)
@@ -115,16 +108,13 @@ def find_changes(described: RunDescribed, config: RunConfig) -> list[Change]:
 
 
 def refuse_changes(run_id: str, changes: Sequence[Change], *, is_accepted: bool) -> None:
-    """Refuse what a run can't go on with, and what changes the training unless that was accepted.
+    """Refuse changes that a run can't continue with, and changes of the training unless they were
+    accepted.
 
-    Args:
-        run_id: The run.
-        changes: Since its last session.
-        is_accepted: Whether somebody has accepted those that change what is trained.
-    Raises:
-        ConfigError: A change is none that a run can go on with; the text names all, and says how a
-            fork is made.
-        ChangesNotAccepted: The others change what is trained.
+    Args: run_id: The run. changes: Since its last session. is_accepted: Whether the user has
+    accepted those that change what is trained. Raises: ConfigError: A run can't continue with a
+    change; the text names all, and the command of a fork. ChangesNotAccepted: The others change
+    what is trained.
     """
     if fixed := [change for change in changes if change.rule is Rule.NEVER]:
         keys = " ".join(
@@ -135,14 +125,14 @@ def refuse_changes(run_id: str, changes: Sequence[Change], *, is_accepted: bool)
             f"runs fork {run_id} NEW_ID {keys}"
         ).rstrip()
         raise ConfigError(
-            f"run {run_id} can't go on with these changes of its run file; "
+            f"run {run_id} can't continue with these changes of its run file; "
             f"{remedy}\n{format_changes(fixed)}"
         )
     if not is_accepted and (
         asked := [change for change in changes if change.rule is Rule.ACCEPTED]
     ):
         remedy = (
-            "give --accept-changes to go on with them, keep them as they were, or fork the run "
+            "give --accept-changes to continue with them, keep them as they were, or fork the run "
             "(relax runs fork)"
         )
         raise ChangesNotAccepted(

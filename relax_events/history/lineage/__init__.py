@@ -1,1 +1,1 @@
-"""Where versions, samples and prompts come from, and what became of them."""
+"""The lineage of versions, samples and prompts: their origin and outcome."""

@@ -1,5 +1,5 @@
-"""What became of a row of the data, or of one prompt group: when it was issued, how it ended, which
-steps trained it.
+"""The history of a data row or of one prompt group: when it was issued, its outcome, and the steps
+that trained it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from relax_events.staleness import IssuedGroup
 class PromptUse:
     """A prompt group as it was issued and as it ended; times in microseconds since the epoch.
 
-    `train_step` is the step that trained it: from version `train_step + 1` on, every version has
-        learnt from it.
+    `train_step` is the step that trained it: every version from `train_step + 1` on has learned
+    from it.
     """
 
     prompt_group_id: str
@@ -45,12 +45,9 @@ class PromptUse:
 def prompt_lineage(log: RunLog, prompt: str) -> list[PromptUse]:
     """Return every use of a prompt, in the order of its ids; for a prompt group with its samples.
 
-    Args:
-        log: The run's log.
-        prompt: The number of a row of the data, from 0, or the id of a prompt group.
-    Raises:
-        ConfigError: It is neither, or was never issued, or the data that tells the row is not at
-            hand.
+    Args: log: The run's log. prompt: The number of a row of the data, from 0, or the id of a prompt
+    group. Raises: ConfigError: It is neither, or was never issued, or the data that maps rows is
+    not available.
     """
     uses = _uses_of_row(log, int(prompt)) if prompt.isdecimal() else _use_of_group(log, prompt)
     if not uses:

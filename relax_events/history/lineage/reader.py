@@ -60,16 +60,13 @@ DataRow = Callable[[int], int | None]
 
 
 def data_rows(config: RunConfig, *, required: bool = False) -> DataRow:
-    """Return what tells the row of the data at a position of the prompt stream; None where the data
-    is not at hand.
+    """Return a function that maps a position of the prompt stream to a data row; None where the
+    data is not available.
 
     Rows are counted through all datasets of the run, one after the other.
 
-    Args:
-        config: The run.
-        required: Fail when the data is not at hand.
-    Raises:
-        ConfigError: It is required and can't be opened.
+    Args: config: The run. required: Fail when the data is not available. Raises: ConfigError: It is
+    required and can't be opened.
     """
     try:
         # of generated ones without the package that makes them, which takes seconds to import
@@ -92,9 +89,7 @@ def data_rows(config: RunConfig, *, required: bool = False) -> DataRow:
 def issued_groups(
     log: RunLog, prompt_group_id: str = ""
 ) -> Iterator[DecodedRecord[PromptGroupIssued]]:
-    """Give the prompt groups that were issued, or all issues of one; for one only its partition is
-    read.
-    """
+    """Read the issued prompt groups, or all issues of one; for one only its partition is read."""
     count = log.plan.queue_partitions
     partitions = [compute_shard(prompt_group_id, shards=count)] if prompt_group_id else range(count)
     for found in log.read(log.full_ranges("prompt.groups", partitions), PromptGroupIssued):
@@ -115,11 +110,10 @@ def find_step(log: RunLog, train_step: int) -> DecodedRecord[TrainStepCommitted]
 
 
 def sample_lineage(log: RunLog, sample_id: str) -> SampleLineage:
-    """Follow a sample through every record that made it what it is. Of several generations it is
-    the trained one, or else the newest.
+    """Follow a sample through all its records. Of several generations it is the trained one, or
+    else the newest.
 
-    Raises:
-        ConfigError: The id is none, or the log has no such sample.
+    Raises: ConfigError: The id is malformed, or the log has no such sample.
     """
     views = read_generations(log, sample_id)
     view, row = views[-1], data_rows(log.config)
@@ -176,7 +170,7 @@ def _outcome_stages(log: RunLog, view: SampleView) -> Iterator[Stage]:
 
 
 def issued_stage(found: DecodedRecord[PromptGroupIssued] | None, row: DataRow) -> Stage | None:
-    """Say which prompt it was and for which step it was issued."""
+    """Describe which prompt it was and for which step it was issued."""
     if found is None:
         return None
     event = found.event
@@ -195,7 +189,7 @@ def issued_stage(found: DecodedRecord[PromptGroupIssued] | None, row: DataRow) -
 
 
 def rolled_out_stage(view: SampleView) -> Stage:
-    """Say who generated it on which versions."""
+    """Describe who generated it on which versions."""
     sample = view.sample
     facts = {
         "worker_id": sample.worker_id,
@@ -208,7 +202,7 @@ def rolled_out_stage(view: SampleView) -> Stage:
 
 
 def scored_stage(found: DecodedRecord[SampleScored]) -> Stage:
-    """Say what which version of the reward function gave."""
+    """Describe the reward and the version of the reward function."""
     event = found.event
     facts = {
         "reward": event.reward,
@@ -222,7 +216,7 @@ def scored_stage(found: DecodedRecord[SampleScored]) -> Stage:
 def trained_stage(
     found: DecodedRecord[TrainStepCommitted], sample_id: str, staleness: int
 ) -> Stage:
-    """Say where in which step it was trained."""
+    """Describe the step and the micro-batch that trained it."""
     step = found.event
     facts: dict[str, Any] = {"train_step": step.train_step, "staleness": staleness}
     if sample_id in step.sample_ids:
@@ -235,7 +229,7 @@ def trained_stage(
 
 
 def ended_stage(found: DecodedRecord[PromptGroupEnded]) -> Stage:
-    """Say how its prompt group ended."""
+    """Describe its prompt group's outcome."""
     event = found.event
     facts = {
         "outcome": event.outcome.value,
@@ -247,8 +241,8 @@ def ended_stage(found: DecodedRecord[PromptGroupEnded]) -> Stage:
 
 
 def read_advantage(ready: SampleReady) -> float | None:
-    """Return a sample's advantage, which all its trained tokens share; None when it lies in the
-    object store or nothing is trained.
+    """Return a sample's advantage, which all its trained tokens share; None when it is in the
+    object store or no token is trained.
     """
     if (
         not isinstance(ready.advantages, np.ndarray)

@@ -1,6 +1,4 @@
-"""What made a policy version: its train step, prompt groups, samples, rewards and rows of the
-data.
-"""
+"""The origin of a policy version: its train step, prompt groups, samples, rewards and data rows."""
 
 from __future__ import annotations
 
@@ -18,8 +16,8 @@ from relax_events.history.run_log import DecodedRecord, RunLog
 
 @dataclass(frozen=True, slots=True)
 class TrainedSample:
-    """A sample of a train step; `place` is its record on `advantage.samples`, `data_row` None where
-    the data is not at hand.
+    """A sample of a train step; `position` is its record on `advantage.samples`, `data_row` is None
+    where the data is not available.
     """
 
     sample_id: str
@@ -36,7 +34,7 @@ class TrainedSample:
 
 @dataclass(frozen=True, slots=True)
 class RewardUse:
-    """A version of a reward function, with how many samples it scored and their mean reward."""
+    """A version of a reward function, with the number of samples it scored and their mean reward."""
 
     reward_name: str
     reward_digest: str
@@ -63,12 +61,10 @@ class VersionLineage:
 
 
 def version_lineage(log: RunLog, policy_version: int) -> VersionLineage:
-    """Read back what made a version; its samples are read at their recorded places, and nothing
+    """Read the origin of a version; its samples are read at their recorded positions, and nothing
     else of their topic.
 
-    Raises:
-        ConfigError: The version was never published.
-        BrokerError: Its samples were purged.
+    Raises: ConfigError: The version was never published. BrokerError: Its samples were purged.
     """
     published = log.versions.get(policy_version)
     if published is None:
@@ -148,7 +144,7 @@ def _trained(
 
 
 def reward_uses(samples: Sequence[TrainedSample]) -> list[RewardUse]:
-    """Return which versions of which reward functions scored these samples."""
+    """Return the versions of reward functions that scored these samples."""
     rewards: dict[tuple[str, str], list[float]] = {}
     for sample in samples:
         rewards.setdefault((sample.reward_name, sample.reward_digest), []).append(sample.reward)

@@ -1,7 +1,7 @@
 """Deletes a run: its topics, groups and objects, and nothing else.
 
-The order makes an interrupted deletion repeatable: objects go first, the topic that describes the
-run goes last, and what is gone already counts as deleted.
+The order makes an interrupted deletion repeatable: objects are deleted first, the topic with the
+run's description last, and a missing object counts as deleted.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from relax_events.objects.marker import MARKER, read_marker
 from relax_events.topics import TopicPlan
 
 FOLDERS = ("weights/", "checkpoints/", "partials/", "samples/", "sha256/")
-"""All that a run writes into its store, besides the marker; whatever else lies under the same URI
-is somebody else's."""
+"""Prefixes of all objects that a run writes, besides the marker; other objects under the same URI
+belong to others."""
 DESCRIPTION = "control.commands"
 
 
 @dataclass(frozen=True, slots=True)
 class Deletion:
-    """What goes with a run. `note` says why objects stay, where they do."""
+    """What is deleted with a run. `note` gives the reason where objects stay."""
 
     run_id: str
     topics: Mapping[str, int]
@@ -50,12 +50,8 @@ def plan_deletion(
 ) -> Deletion:
     """Return what belongs to a run and to no other.
 
-    Args:
-        connection: To the cluster.
-        run_id: The run.
-        run_file: Its run file, for a run whose log does not describe it.
-    Raises:
-        ConfigError: There is no such run.
+    Args: connection: To the cluster. run_id: The run. run_file: Its run file, for a run whose log
+    does not describe it. Raises: ConfigError: There is no such run.
     """
     run = read_run(connection, run_id)
     config = run.config or (
@@ -75,10 +71,10 @@ def plan_deletion(
 def _objects_of(
     run: RunSummary, config: RunConfig | None, runs: Iterable[RunSummary]
 ) -> tuple[str, list[str], str]:
-    """Return where a run's objects lie, those that go with it, and why none do.
+    """Return a run's object store, the objects that are deleted with it, and why none are.
 
-    What the log says is a claim of whoever wrote it, so the store has to agree: by its marker,
-    which only the run that keeps its objects there could repeat on its log.
+    The log is only a claim, so the store must confirm it by its marker. Only the run that owns the
+    store could repeat the marker on its log.
     """
     if config is None:
         return (
@@ -116,7 +112,7 @@ def _objects_of(
 
 
 def stores_overlap(one: str, other: str) -> bool:
-    """Tell whether two stores are the same, or one lies inside the other, however their URIs are
+    """Return whether two stores are the same, or one contains the other, however their URIs are
     written.
     """
     first, second = store_root(one), store_root(other)
@@ -125,8 +121,8 @@ def stores_overlap(one: str, other: str) -> bool:
 
 
 def store_root(uri: str) -> tuple[str, ...]:
-    """Return the parts of a store's root: on this machine with links resolved, and always without
-    dots and percent signs.
+    """Return the path parts of a store's root: on this machine with links resolved, and always
+    without dots and percent signs.
     """
     parts = urlsplit(uri)
     path = posixpath.normpath(f"/{unquote(parts.path)}")
@@ -136,10 +132,9 @@ def store_root(uri: str) -> tuple[str, ...]:
 
 
 def require_deletable(run: RunSummary, runs: Iterable[RunSummary]) -> None:
-    """Refuse to delete a run that somebody works on or goes back to.
+    """Refuse to delete a run that is active or has dependent runs.
 
-    Raises:
-        BrokerRefused: The text names who.
+    Raises: BrokerRefused: The text names them.
     """
     if run.live_workers:
         raise BrokerRefused(
@@ -159,15 +154,14 @@ def require_deletable(run: RunSummary, runs: Iterable[RunSummary]) -> None:
 def delete_run(connection: Connection, deletion: Deletion) -> None:
     """Delete what the plan names.
 
-    Raises:
-        BrokerRefused: A group has members: workers of the run still live.
-        ObjectError: The store refused; topics and groups are untouched.
+    Raises: BrokerRefused: A group has members: workers of the run are alive. ObjectError: The store
+    refused; topics and groups are untouched.
     """
     inventory = Inventory(connection)
     if deletion.objects:
         store = ObjectStore.open(deletion.store_uri)
         store.delete(key for key in deletion.objects if key != MARKER)
-        store.delete([MARKER])  # last: with it an interrupted deletion may go on
+        store.delete([MARKER])  # last: an interrupted deletion needs it to continue
     inventory.delete_groups(deletion.groups)
     inventory.delete_group_settings(deletion.groups)
     last = TopicPlan.build_topic_name(deletion.run_id, DESCRIPTION)

@@ -1,5 +1,5 @@
-"""All that a run's log says about the run, for one who looks back: curves, outcomes, and from where
-it can be trained again.
+"""The details of a run from its log: curves, outcomes, and the versions from which it can be
+trained again.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class RunDetails:
 
     @property
     def replayable_versions(self) -> tuple[int, int] | None:
-        """The versions between which a replay may start and end: the newest unbroken stretch of
-        steps whose records are on the log.
+        """The first and last version of a replay: the newest uninterrupted range of steps whose
+        records are on the log.
         """
         if not self.steps or not self.steps[-1].is_on_log:
             return None
@@ -66,7 +66,7 @@ class RunDetails:
     @property
     def start_versions(self) -> list[int]:
         """The versions that another run may start from: the first one is the model itself, the
-        others lie in the object store.
+        others are in the object store.
         """
         config = self.summary.config
         first = [config.first_version] if config and not config.parent.run else []
@@ -74,7 +74,7 @@ class RunDetails:
 
 
 def read_details(connection: Connection, summary: RunSummary) -> RunDetails:
-    """Read a run's steps and ends, one by one, and look into its object store."""
+    """Read a run's steps and outcomes, one by one, and list its object store."""
     details = RunDetails(
         summary,
         forks=list_forks(read_runs(connection, with_progress=False).values(), summary.run_id),
@@ -116,7 +116,7 @@ def read_details(connection: Connection, summary: RunSummary) -> RunDetails:
 
 
 def list_forks(runs: Iterable[RunSummary], run_id: str) -> list[str]:
-    """Return the runs that started from this one or replay it, as `other (replay from 0)`."""
+    """Return the runs that forked or replay this one, as `other (replay from 0)`."""
     found = []
     for run in runs:
         if run.description is not None and run.description.parent_run == run_id:
@@ -126,7 +126,7 @@ def list_forks(runs: Iterable[RunSummary], run_id: str) -> list[str]:
 
 
 def _oldest_samples(admin: Admin, summary: RunSummary) -> dict[int, int]:
-    """Return the oldest offset that is left in each partition of the topic that the run was trained
+    """Return the oldest available offset in each partition of the topic that the run was trained
     on.
     """
     described = summary.description
@@ -153,12 +153,11 @@ def _oldest_samples(admin: Admin, summary: RunSummary) -> dict[int, int]:
 def find_missing_record(
     step: TrainStepCommitted, oldest: Mapping[int, int]
 ) -> tuple[int, int] | None:
-    """Return the place of a record that a step was trained on and that is not left; None when all
-    are there.
+    """Return the partition and offset of a record that a step was trained on and that is purged;
+    None when all are available.
 
-    Args:
-        step: As committed.
-        oldest: The oldest offset that is left, by partition of advantage.samples.
+    Args: step: As committed. oldest: The oldest available offset, by partition of
+    advantage.samples.
     """
     partitions, offsets = np.asarray(step.partitions), np.asarray(step.offsets)
     for partition in np.unique(partitions).tolist():
@@ -169,9 +168,7 @@ def find_missing_record(
 
 
 def open_existing_store(config: RunConfig) -> ObjectStore | None:
-    """Open a run's object store to look into it; None where it is a folder of this machine that is
-    not there.
-    """
+    """Open a run's object store for reading; None where it is a missing folder of this machine."""
     parts = urlsplit(config.objects_uri)
     if parts.scheme == "memory" or (
         parts.scheme == "file" and not Path(unquote(parts.path)).is_dir()
@@ -187,7 +184,7 @@ def list_versions(store: ObjectStore, folder: str) -> list[int]:
 
 
 def details_as_dict(details: RunDetails) -> dict[str, Any]:
-    """Return what `relax runs show` prints."""
+    """Return the output of `relax runs show`."""
     summary, config = details.summary, details.summary.config
     described, ended = summary.description, summary.state.ended
     recorded = details.replayable_versions
@@ -230,7 +227,7 @@ def details_as_dict(details: RunDetails) -> dict[str, Any]:
 
 
 def highlights(config: RunConfig) -> dict[str, Any]:
-    """Return the keys of a run file that tell runs apart."""
+    """Return the keys of a run file that distinguish runs."""
     run, algorithm, trainer = config.run, config.algorithm, config.trainer
     return {
         "model": str(config.model.path),

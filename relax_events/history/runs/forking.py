@@ -1,6 +1,4 @@
-"""Makes the run file of a run that goes back to another: a replay or a fork, from what the source's
-log says.
-"""
+"""Writes the run file of a replay or a fork from the parent's description on the log."""
 
 from __future__ import annotations
 
@@ -49,23 +47,17 @@ def make_run_file(
     *,
     accept: Accept,
 ) -> RunConfig:
-    """Write the run file of a new run into its directory, and return what it says.
+    """Write the run file of a new run into its directory, and return its configuration.
 
-    It holds the source's settings with the overrides on top; another algorithm begins with its own.
-    Called again for the same run it gives the same file, so that an interrupted run is taken up.
-    Code, programs, addresses and files that the source names are taken over only where a run file
-    of the caller says the same or the caller accepts them; nothing of them is used before.
+    It holds the parent's settings with the overrides on top; another algorithm starts with its own
+    defaults. A repeated call for the same run gives the same file, so that an interrupted run is
+    resumed. Code, programs, addresses and files that the parent names are inherited only where a
+    run file of the caller agrees or the caller accepts them; none is used before.
 
-    Args:
-        cluster: Where both runs are.
-        source: The run that the new one goes back to.
-        run_id: The new run.
-        choice: Which versions of the source, and how.
-        overrides: section.key=value.
-        accept: See `require_trust`.
-    Raises:
-        ConfigError: A key or value is not allowed, or what the source names was not accepted.
-        BrokerRefused: The cluster has another run of this id.
+    Args: cluster: Where both runs are. source: The parent run. run_id: The new run. choice: Which
+    versions of the parent, and how. overrides: section.key=value. accept: See `require_trust`.
+    Raises: ConfigError: A key or value is not allowed, or the parent's external values were not
+    accepted. BrokerRefused: The cluster has another run of this id.
     """
     _refuse_other_names(overrides)
     _refuse_other_run(source.connection, run_id, choice.run)
@@ -85,7 +77,7 @@ def make_run_file(
     tree["run"] |= {"id": run_id, "directory": str(cluster.directory.resolve())}
     broker = (
         cluster.run_file.broker if cluster.run_file else cluster.broker
-    )  # without the principal that we are
+    )  # without this process's principal
     tree["broker"] = broker.model_dump(mode="json") | {
         key: tree["broker"][key] for key in SHAPE_KEYS
     }
@@ -102,8 +94,8 @@ def make_run_file(
 
 
 def inherited_algorithm(algorithm: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """Return the settings of the source's algorithm that hold under the overrides: another
-    algorithm or correction comes with its own.
+    """Return the settings of the parent's algorithm that hold under the overrides: another
+    algorithm or correction starts with its own.
     """
     named = {
         key.strip(): value.strip().strip("\"'")
@@ -159,11 +151,11 @@ def _refuse_other_names(overrides: Iterable[str]) -> None:
 
 
 def find_first_row(source: SourceRun, version: int) -> int:
-    """Return the row of the prompt stream that the source issued first for the step at a version:
-    there a fork goes on.
+    """Return the row of the prompt stream that the parent issued first for the step at a version: a
+    fork continues there.
 
-    Where that step was never issued it is the row behind the last one; where the queue was purged,
-    the row that a run has come to if none of its prompt groups was replaced.
+    Where that step was never issued it is the row after the last one. Where the queue was purged it
+    is the row that a run reaches if no prompt group was replaced.
     """
     topic, codec = source.plan.topic("prompt.groups"), source.codec()
     behind, rows = 0, []
@@ -177,7 +169,7 @@ def find_first_row(source: SourceRun, version: int) -> int:
             try:
                 event = codec.decode(record.value)
             except (CorruptRecord, SchemaError):
-                continue  # a stranger's record, which the rollout role keeps among its dead letters
+                continue  # a record of an untrusted producer, which the rollout role dead-letters
             if isinstance(event, PromptGroupIssued):
                 behind = max(behind, event.row + 1)
                 if event.train_step == version and event.attempt == 0:
@@ -188,11 +180,10 @@ def find_first_row(source: SourceRun, version: int) -> int:
 
 
 def require_verifiable(source: SourceRun, config: RunConfig) -> None:
-    """Refuse to compare a replay bit for bit that can't come out the same.
+    """Refuse a bit-for-bit comparison of a replay that can't be equal.
 
-    Raises:
-        ConfigError: It was told to do something else, or starts where no optimizer state is left;
-            the text names what.
+    Raises: ConfigError: It has other settings, or starts where no optimizer state is left; the text
+    names the difference.
     """
     store, version = open_existing_store(source.config), config.parent.from_version
     checkpoints = list_versions(store, "checkpoints/") if store else []

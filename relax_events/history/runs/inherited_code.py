@@ -1,9 +1,9 @@
-"""What a run that goes back to another would take over from the log: code, programs, addresses,
-files, variables. It is data until the caller agrees.
+"""External values that a replay or fork would inherit from the log: code, programs, addresses,
+files, variables. They are inert data until the caller agrees.
 
-The description on a log was written by whoever may write there, and an imported one by whoever made
-the files. So what it names is taken over where a run file of one's own says the same, where an
-argument says something else, or where a person has seen the list.
+The description on a log comes from any process that may write there, and an imported one from the
+author of the files. So a value is inherited only where the caller's own run file or an argument
+sets it, or where the user has seen the list and accepted it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from relax_events.errors import ConfigError
 from relax_events.runtime.run_description import describe
 
 NOT_INHERITED: tuple[str, ...] = ("broker.", "parent.", "run.id")
-"""These are of the new run file alone."""
+"""Keys that the new run file sets."""
 UNUSED_BY_REPLAY = ("data.", "engine.", "environment.", "reward.", "judge.", "teacher.")
-"""A replay trains what was generated, rendered and scored before."""
+"""Keys that a replay does not use: it trains recorded and scored rollouts."""
 MAX_SHOWN = 1000
 
 
 class UntrustedSettingsError(ConfigError):
-    """The log of a run names what nobody here has agreed to."""
+    """The log of a run names external values that the caller has not accepted."""
 
     def __init__(self, source: str, named: Sequence[Named]) -> None:
         self.source, self.named = source, named
@@ -41,7 +41,7 @@ class UntrustedSettingsError(ConfigError):
         )
         remedy = (
             "give --config with a run file that does, set these keys by arguments, or give "
-            "--trust-source to take them over as they are"
+            "--trust-source to inherit them as they are"
         )
         super().__init__(f"{begin}; {remedy}\n{format_values(named)}")
 
@@ -58,17 +58,13 @@ def require_trust(
     overrides: Sequence[str],
     accept: Accept,
 ) -> None:
-    """Go on if everything that the source's description names is known here, or is accepted.
+    """Return if everything external in the parent's description is known here, or is accepted.
 
-    Args:
-        source: As the log describes it.
-        is_replay: Whether nothing is to be generated.
-        own: Run files of whoever asks.
-        directory: Where the new run keeps its files.
-        overrides: section.key=value, laid over the source's settings; the environment lies below.
-        accept: Is given the rest, and raises it if nobody agrees.
-    Raises:
-        NotTrusted: Something is not known, and `accept` has raised it.
+    Args: source: As the log describes it. is_replay: Whether nothing is to be generated. own: The
+    caller's run files. directory: Where the new run keeps its files. overrides: section.key=value,
+    applied over the parent's settings; the environment is below. accept: Is given the rest, and
+    raises it if the caller does not agree. Raises: UntrustedSettingsError: Something is not known,
+    and `accept` has raised it.
     """
     given = [
         *(override.partition("=")[0].strip() for override in overrides),
@@ -82,7 +78,7 @@ def require_trust(
     known.add(("run.directory", str(directory.resolve())))
     evaluates = any(
         key.startswith(("evaluation", "model.path", "model.tiny")) for key in given
-    )  # then more may be used than the source says
+    )  # then more may be used than by the parent
     wanted = external_values(source, is_replay=is_replay and not evaluates)
     if left := [
         named for named in wanted if _mark(named) not in known and not _is_given(named.key, given)
@@ -93,11 +89,10 @@ def require_trust(
 def require_trusted_reward(
     source: RunConfig, *, own: Iterable[RunConfig], accept: Accept
 ) -> RewardConfig:
-    """Return the reward section of a run as its log describes it, if everything that it names is
+    """Return the reward section of a run as its log describes it, if everything external in it is
     known here, or is accepted.
 
-    Raises:
-        NotTrusted: Something is not known, and `accept` has raised it.
+    Raises: UntrustedSettingsError: Something is not known, and `accept` has raised it.
     """
     known = {_mark(named) for config in own for named in _named_by_reward(config)}
     if left := [named for named in _named_by_reward(source) if _mark(named) not in known]:
@@ -114,11 +109,9 @@ def _named_by_reward(config: RunConfig) -> list[Named]:
 
 
 def external_values(config: RunConfig, *, is_replay: bool) -> list[Named]:
-    """Return what a run named by its run file or description would use.
+    """Return the external values of a run file or description.
 
-    Args:
-        config: The run.
-        is_replay: Whether it is used to train what was generated before: then less.
+    Args: config: The run. is_replay: Whether it trains recorded rollouts only: then fewer are used.
     """
     tree: Mapping[str, Any] = orjson.loads(describe(config).config)
     unused = NOT_INHERITED
@@ -130,8 +123,8 @@ def external_values(config: RunConfig, *, is_replay: bool) -> list[Named]:
 
 
 def _generates(config: RunConfig) -> bool:
-    """Tell whether a replay generates after all: for evaluations, or for the SFT warm-up of a model
-    that is to be made.
+    """Return whether a replay generates after all: for evaluations, or for the SFT warm-up of a
+    model that is to be made.
     """
     return bool(config.evaluation.datasets) or (
         config.model.tiny is not None and not config.model.path.exists()
@@ -141,19 +134,19 @@ def _generates(config: RunConfig) -> bool:
 def read_own_run_files(
     directory: Path, *run_ids: str, named: RunConfig | None
 ) -> Iterator[RunConfig]:
-    """Give the run files of whoever asks: the one that was named, and those with which these runs
-    were started from this directory.
+    """Yield the caller's run files: the one that was named, and those with which these runs were
+    started from this directory.
     """
     if named is not None:
         yield named
     for run_id in filter(None, run_ids):
         for name in ("run.json", "run-file.json"):
-            with suppress(ConfigError):  # there is none, or it is of another release
+            with suppress(ConfigError):  # missing, or of another release
                 yield load_run_config(directory / "runs" / run_id / name, environment={})
 
 
 def format_values(named: Iterable[Named]) -> str:
-    """Return a line for each value, with what would become of it."""
+    """Return a line for each value, with its use."""
     return "\n".join(
         f"  {_key_shown(one.key)} = {_shown(one.value)}  ({one.what.value})" for one in named
     )

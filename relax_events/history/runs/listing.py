@@ -1,5 +1,5 @@
-"""The runs of a cluster, each read back from its own log: what it is, how far it came, whether
-anybody works on it.
+"""Lists the runs of a cluster, each read from its own log: its description, its progress, its live
+workers.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from relax_events.events.parts import WorkerState, now_micros
 from relax_events.events.types import Event, RunDescribed
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.inventory import Inventory
+from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.records import Record
 from relax_events.projections.run_state import RunState
 from relax_events.runtime.run_description import described_config
@@ -31,16 +31,16 @@ PREFIX = "relax."
 COMMANDS = ".control.commands"
 ATTEMPTS = 4
 TAIL_OFFSETS = 64
-"""A commit takes two offsets, its record and the mark behind it; so this many hold the newest step,
-unless tries failed in a row."""
+"""A commit takes two offsets, its record and the transaction marker; so this many hold the newest
+step, unless many attempts failed in a row."""
 DEFAULT_HUNG_SECONDS = WorkersConfig().heartbeat_timeout_seconds
 Place = tuple[str, int]
 
 
 @dataclass(slots=True)
 class RunSummary:
-    """A run as its log shows it. `state` is fed the commands, the newest train step and the young
-    heartbeats, no more.
+    """A run as its log shows it. `state` is folded from the commands, the newest train step and
+    recent heartbeats only.
     """
 
     run_id: str
@@ -52,14 +52,12 @@ class RunSummary:
 
     @property
     def description(self) -> RunDescribed | None:
-        """What the run says it is; None for one of an earlier release, and for one that is half
-        deleted.
-        """
+        """The run's description; None for a partly deleted run."""
         return self.state.description
 
     @property
     def config(self) -> RunConfig | None:
-        """The run file, where the log knows it and this release can read it."""
+        """The run file, where the log has it and this release can read it."""
         try:
             return (
                 described_config(self.description, run_id=self.run_id) if self.description else None
@@ -70,8 +68,8 @@ class RunSummary:
 
     @property
     def source(self) -> str:
-        """The source and the version that the run started from, as `quickstart@12`; empty for a run
-        of its own.
+        """The parent and the version that the run started from, as `quickstart@12`; empty without a
+        parent.
         """
         described = self.description
         return (
@@ -82,7 +80,7 @@ class RunSummary:
 
     @property
     def live_workers(self) -> list[str]:
-        """The workers that have beaten within `workers.heartbeat_timeout_seconds` and not said goodbye."""
+        """The workers that sent a heartbeat within the heartbeat timeout and have not stopped."""
         config = self.config
         limit = self.asked_at - int(
             (config.workers.heartbeat_timeout_seconds if config else DEFAULT_HUNG_SECONDS) * 1e6
@@ -102,9 +100,7 @@ class RunSummary:
 
     @property
     def policy_version(self) -> int:
-        """The newest version that a step made; the first one before any, -1 where that is not
-        known.
-        """
+        """The newest version that a step made; the first one before any, -1 where that is unknown."""
         if self.state.steps:
             return self.state.steps[-1].policy_version
         config = self.config
@@ -118,26 +114,22 @@ class RunSummary:
 
 
 def parse_run_id(name: str) -> str:
-    """Return the run that a topic or group belongs to: ids hold no dot, so `a` is never taken for
-    `a-b`.
-    """
+    """Return the run of a topic or group: ids hold no dot, so `a` is never taken for `a-b`."""
     return name.split(".")[1]
 
 
 def read_runs(
     connection: Connection, only: Collection[str] = (), *, with_progress: bool = True
 ) -> dict[str, RunSummary]:
-    """Read the cluster's runs by id, or only those of these ids that are there.
+    """Read the cluster's runs by id, or only those of these ids that exist.
 
-    Of each run's log the commands are read whole, of steps and heartbeats the end: the time does
-    not grow with the length of runs. Where a run is deleted while we look, we look again.
+    Of each run's log the commands are read completely, of steps and heartbeats the end: the time
+    does not grow with the length of runs. Where a run is deleted meanwhile, the runs are read
+    again.
 
-    Args:
-        connection: To the cluster.
-        only: Ids; none stands for all.
-        with_progress: Read steps, heartbeats and sizes too, beside what the runs are.
-    Raises:
-        BrokerUnavailable: The log could not be read.
+    Args: connection: To the cluster. only: Ids; none stands for all. with_progress: Read steps,
+    heartbeats and sizes too, besides the descriptions. Raises: BrokerUnavailable: The log could not
+    be read.
     """
     for attempt in range(ATTEMPTS):
         runs = _list_runs(connection, only)
@@ -162,8 +154,7 @@ def _list_runs(connection: Connection, only: Collection[str]) -> dict[str, RunSu
 def read_run(connection: Connection, run_id: str) -> RunSummary:
     """Read one run.
 
-    Raises:
-        ConfigError: The cluster has no topic of it; the text names the run that was meant, perhaps.
+    Raises: ConfigError: The cluster has no topic of it; the text suggests a similar id.
     """
     if (found := read_runs(connection, [run_id]).get(run_id)) is not None:
         return found
@@ -174,7 +165,7 @@ def read_run(connection: Connection, run_id: str) -> RunSummary:
     hint = (
         f"did you mean {close[0]}?"
         if close
-        else f"relax runs list shows the {len(there)} that are there"
+        else f"relax runs list lists the {len(there)} existing runs"
     )
     raise ConfigError(f"there is no run {run_id!r} on {connection.bootstrap_servers}; {hint}")
 
@@ -246,11 +237,11 @@ def _heartbeat_ranges(
 def decode_records(
     reader: LogReader, spans: Mapping[Place, tuple[int, int]]
 ) -> Iterator[tuple[Record, Event]]:
-    """Give the events of control topics of any runs, in log order by topic; what can't be read is
-    named in the log.
+    """Yield the events of control topics of any runs, in log order by topic; unreadable records are
+    logged.
 
-    A run whose writers used schemas that are not ours gets a codec of its own, which has learnt
-    them: ids of schema registries mean something within one run alone.
+    A run whose writers used other schemas gets a codec of its own with them: ids of schema
+    registries are only valid within one run.
     """
     codec, unknown = EventCodec(), dict[str, list[Record]]()
     for record in reader.stream(spans):
@@ -270,7 +261,7 @@ def decode_records(
 
 
 def _read_codec(reader: LogReader, run_id: str) -> EventCodec:
-    """Return a codec that knows what the writers of a run have published."""
+    """Return a codec with the schemas that the writers of a run have published."""
     codec, place = EventCodec(), (TopicPlan.build_topic_name(run_id, "control.schemas"), 0)
     for record in reader.stream({place: reader.watermarks(*place)}):
         if record.value:

@@ -1,5 +1,5 @@
-"""What a replay needs before it starts: where it ends, and the proof that everything it will train
-is still on the log.
+"""Checks and completes a replay before it starts: where it ends, and that all records it will train
+are still on the log.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ ROLLOUT_KEYS = ("max_staleness", "prompts_per_step", "samples_per_prompt")
 
 
 def resolve_parent(config: RunConfig) -> RunConfig:
-    """Return the configuration of a run that goes back to another, with the end and the source's
-    store filled in; any other run's stays as it is.
+    """Return the configuration of a replay or fork, with the end and the parent's object store
+    filled in; any other run's is unchanged.
 
-    Raises:
-        ConfigError: The source is not there, is itself a replay, has not come so far, its log names
-            another store, or its records are gone; the text names the first record that is missing.
+    Raises: ConfigError: The parent does not exist, is itself a replay, has not advanced that far,
+    its log names another store, or its records are purged; the text names the first missing record.
     """
     if not config.parent.run:
         return config
@@ -59,7 +58,7 @@ def resolve_parent(config: RunConfig) -> RunConfig:
 
 
 def _with_store(config: RunConfig, source: SourceRun) -> RunConfig:
-    """Fill in where the source's objects lie, once its log says the same as the run file."""
+    """Fill in the parent's object store, once its log and the run file agree."""
     told, usual = (
         source.config.objects_uri,
         config.model_copy(
@@ -94,9 +93,7 @@ def _require_same_rollouts(config: RunConfig, source: SourceRun) -> None:
 
 
 def _require_records(config: RunConfig, source: SourceRun) -> int:
-    """Return the source's newest version, once the records of all steps that are to be trained are
-    there.
-    """
+    """Return the parent's newest version, once the records of all steps to train are available."""
     topic = source.plan.topic("advantage.samples")
     places = [(topic, partition) for partition in range(source.plan.num_sample_partitions)]
     admin = Admin(source.connection)
@@ -128,8 +125,8 @@ def _is_wanted(config: RunConfig, step: TrainStepCommitted) -> bool:
 
 
 def read_source_curves(config: RunConfig, train_steps: list[int]) -> dict[str, Any] | None:
-    """Return the figures of the source's steps beside those of a run, None where it has none; None
-    for a run of its own.
+    """Return the metrics of the parent's steps beside those of a run, None where it has none; None
+    for a run without a parent.
     """
     if not config.parent.run:
         return None

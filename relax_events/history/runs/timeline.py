@@ -1,9 +1,8 @@
-"""A run on a time axis, in Chrome's trace format: what ui.perfetto.dev and chrome://tracing open.
+"""A run on a time axis, in Chrome's trace format, which ui.perfetto.dev and chrome://tracing open.
 
-Read off the control log: train steps with their phases, versions as they were published,
-    evaluations, commands with their reasons, how busy
-each worker was. Phases of a step are told as sums; they are drawn one behind the other, in the
-order in which a step comes to them.
+Read from the control log: train steps with their phases, published versions, evaluations, commands
+with their reasons, and how busy each worker was. Phases of a step are sums; they are drawn one
+after the other, in their order within a step.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from relax_events.topics.plan import METRICS
 
 MICROS = 1e6
 TRACKS = {"train steps": 1, "policy versions": 2, "evaluations": 3, "commands": 4, "workers": 5}
-"""Chrome's processes, by what they show."""
+"""Chrome's process ids, by track."""
 METRICS_SHOWN = ("reward_mean", "staleness_mean", "loss")
 SHOWN: dict[str, type[Event]] = {
     "control.train-steps": TrainStepCommitted,
@@ -37,7 +36,7 @@ Entry = dict[str, Any]
 
 
 def read_timeline(log: RunLog) -> Iterator[Entry]:
-    """Give the trace's entries, one topic after the other; nothing of the log is held."""
+    """Yield the trace's entries, one topic after the other; nothing of the log is held in memory."""
     yield from track_names()
     for entity, kind in ((entity, kind) for entity, kind in SHOWN.items() if log.plan.has(entity)):
         for found in log.read_control(entity, kind):
@@ -45,7 +44,7 @@ def read_timeline(log: RunLog) -> Iterator[Entry]:
 
 
 def track_names() -> Iterator[Entry]:
-    """Give the entries that name the tracks and put them in order."""
+    """Yield the entries that name and order the tracks."""
     for name, pid in TRACKS.items():
         yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}}
         yield {
@@ -58,7 +57,7 @@ def track_names() -> Iterator[Entry]:
 
 
 def build_entries(event: Event) -> Iterator[Entry]:
-    """Give the entries of an event; times are in microseconds, as the log has them."""
+    """Yield the entries of an event; times are in microseconds, as on the log."""
     if isinstance(event, TrainStepCommitted):
         yield from _step(event)
     elif isinstance(event, PolicyVersionPublished):
@@ -98,7 +97,7 @@ def build_entries(event: Event) -> Iterator[Entry]:
 
 
 def _step(step: TrainStepCommitted) -> Iterator[Entry]:
-    """Give a step that ended when it was committed, its phases inside it, and its figures."""
+    """Yield a step that ended at its commit, its phases inside it, and its metrics."""
     micros = sum(step.phase_seconds.values()) * MICROS
     begin = step.committed_at - micros
     args = {
@@ -162,7 +161,7 @@ def _counter(track: str, name: str, *, at: int, values: dict[str, float]) -> Ent
 
 
 def format_trace(entries: Iterable[str]) -> Iterator[str]:
-    """Give the text of a trace file, piece by piece, of entries as JSON."""
+    """Yield the text of a trace file, piece by piece, from entries as JSON."""
     yield '{"displayTimeUnit": "ms", "traceEvents": [\n'
     for number, entry in enumerate(entries):
         yield f",\n{entry}" if number else entry

@@ -1,4 +1,4 @@
-"""Compares a replay with its source, step by step and bit for bit: figures and weights."""
+"""Compares a replay with its parent, step by step and bit for bit: metrics and weights."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from relax_events.runtime.parent_run import SourceRun
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """How many steps were compared, and the first difference in words; empty when there is none."""
+    """Number of compared steps, and the first difference as text; empty when there is none."""
 
     num_steps: int
     difference: str
 
 
 def verify_replay(connection: Connection, source_id: str, replay_id: str) -> Verification:
-    """Compare every step of a replay with the same step of its source."""
+    """Compare every step of a replay with the same step of its parent."""
     recorded = {step.train_step: step for step in SourceRun.read(connection, source_id).steps()}
     num_steps = 0
     for step in SourceRun.read(connection, replay_id).steps():
@@ -29,8 +29,8 @@ def verify_replay(connection: Connection, source_id: str, replay_id: str) -> Ver
 
 
 def first_difference(recorded: TrainStepCommitted, replayed: TrainStepCommitted) -> str:
-    """Say in what two commits of a step differ; times don't count, nor do figures that a newer
-    release added.
+    """Return the difference between two commits of a step; times don't count, nor do metrics that a
+    newer release added.
     """
     if recorded.sample_ids != replayed.sample_ids:
         return "other samples, or in another order"

@@ -1,1 +1,1 @@
-"""Reads samples back from the log, exports them, scores them anew."""
+"""Reads samples back from the log, exports and rescores them."""

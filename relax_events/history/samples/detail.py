@@ -1,4 +1,4 @@
-"""All that the log knows of one sample."""
+"""All records of one sample."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from relax_events.objects import ObjectStore, check_out
 
 @dataclass(frozen=True, slots=True)
 class TokenRow:
-    """A token with what was computed of it; None where nothing was."""
+    """A token with its computed values; None where there is none."""
 
     token: int
     text: str
@@ -35,9 +35,7 @@ class TokenRow:
 
 @dataclass(frozen=True, slots=True)
 class SampleDetail:
-    """A sample with its advantage record, the scores that rescoring gave it, and its tokens when
-    asked for.
-    """
+    """A sample with its advantage record, the scores of rescorings, and its tokens when requested."""
 
     view: SampleView
     newest_version: int
@@ -48,15 +46,11 @@ class SampleDetail:
 
 
 def read_detail(log: RunLog, sample_id: str, *, with_tokens: bool = False) -> SampleDetail:
-    """Look one sample up. Of several generations it is the trained one, or else the newest.
+    """Read one sample. Of several generations it is the trained one, or else the newest.
 
-    Args:
-        log: The run's log.
-        sample_id: The sample.
-        with_tokens: Fetch its arrays and decode its tokens.
-    Raises:
-        ConfigError: The id is none, or the log has no such sample, or the tokenizer is missing.
-        ObjectError: Its stored arrays can't be fetched.
+    Args: log: The run's log. sample_id: The sample. with_tokens: Fetch its arrays and decode its
+    tokens. Raises: ConfigError: The id is malformed, or the log has no such sample, or the
+    tokenizer is missing. ObjectError: Its stored arrays can't be fetched.
     """
     views = read_generations(log, sample_id)
     view = views[-1]
@@ -70,8 +64,7 @@ def read_detail(log: RunLog, sample_id: str, *, with_tokens: bool = False) -> Sa
 def read_generations(log: RunLog, sample_id: str) -> list[SampleView]:
     """Return every generation of a sample, oldest first, but the trained one last; at least one.
 
-    Raises:
-        ConfigError: The id is none, or the log has no such sample.
+    Raises: ConfigError: The id is malformed, or the log has no such sample.
     """
     if "/" not in sample_id:
         raise ConfigError(f"{sample_id!r} is no sample id; they look like 000012-0003-0/5")
@@ -88,7 +81,7 @@ def read_generations(log: RunLog, sample_id: str) -> list[SampleView]:
 
 
 def other_scores(log: RunLog, sample: SampleRolledOut) -> dict[str, SampleScored]:
-    """Return what rescoring gave a sample, by the name of the scores."""
+    """Return the scores that rescorings gave a sample, by the name of the scores."""
     prefix, scores = log.plan.topic("reward.scores."), {}
     partition = log.plan.partition(sample.prompt_group_id, sample.policy_version)
     for topic in sorted(name for name in log.topics if name.startswith(prefix)):
@@ -126,8 +119,7 @@ def token_rows(log: RunLog, sample: SampleRolledOut, ready: SampleReady | None) 
 def to_numbers(array: Array | None, length: int) -> Sequence[float | None]:
     """Return an array's values as numbers.
 
-    Raises:
-        ObjectError: It is not as long as the sample.
+    Raises: ObjectError: Its length differs from the sample's.
     """
     if array is None:
         return [None] * length

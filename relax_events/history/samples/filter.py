@@ -1,4 +1,4 @@
-"""Which samples are asked for, as a value; and where on the log that says to look."""
+"""Selects samples, and the part of the log that can hold them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,10 @@ UNBOUNDED: Bounds = (-math.inf, math.inf)
 
 
 def parse_bounds(text: str, *, flag: str) -> Bounds:
-    """Read `3`, `3..7`, `..0.2` or `0.9..`; both ends are included.
+    """Parse `3`, `3..7`, `..0.2` or `0.9..`; both ends are included.
 
-    Args:
-        text: What was given; empty means everything.
-        flag: Names the flag in the error.
-    Raises:
-        ConfigError: It is none of these, or its ends are the wrong way round.
+    Args: text: The given text; empty means everything. flag: The flag's name, for the error.
+    Raises: ConfigError: The text is malformed, or its ends are swapped.
     """
     low_text, separator, high_text = text.partition("..")
     try:
@@ -44,7 +41,7 @@ def parse_bounds(text: str, *, flag: str) -> Bounds:
 
 @dataclass(frozen=True, slots=True)
 class VersionRange:
-    """Where to look: policy versions, and one shard or all."""
+    """The policy versions to read, of one shard or all."""
 
     versions: range
     shard: int | None = None
@@ -52,7 +49,7 @@ class VersionRange:
 
 @dataclass(frozen=True, slots=True)
 class SampleFilter:
-    """All that is given must hold."""
+    """Matches samples for which every given condition holds."""
 
     versions: Bounds = UNBOUNDED
     rewards: Bounds = UNBOUNDED
@@ -81,9 +78,9 @@ class SampleFilter:
         *,
         newest_version: int,
     ) -> VersionRange:
-        """Tell where matching samples can lie.
+        """Return the versions that can hold matching samples.
 
-        A prompt group lies in one shard; it was generated on no version older than its step allows,
+        A prompt group lies in one shard. It was generated on no version older than its step allows,
         and, if it was trained, on the version that its outcome names. A train step takes no version
         outside its window.
         """
@@ -102,7 +99,7 @@ class SampleFilter:
         )
 
     def matches_sample(self, sample: SampleRolledOut) -> bool:
-        """Tell whether a sample matches as far as its own record says."""
+        """Return whether a sample matches, judging by its own record."""
         return (
             self.versions[0] <= sample.policy_version <= self.versions[1]
             and self.prompt_group_id in ("", sample.prompt_group_id)
@@ -112,8 +109,8 @@ class SampleFilter:
         )
 
     def matches(self, view: SampleView) -> bool:
-        """Tell whether a sample matches with its score and end; one without a reward matches no
-        span of rewards.
+        """Return whether a sample matches with its score and outcome; a sample without a reward
+        matches no range of rewards.
         """
         if self.rewards != UNBOUNDED and (
             view.reward is None or not self.rewards[0] <= view.reward <= self.rewards[1]

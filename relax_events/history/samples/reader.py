@@ -1,4 +1,4 @@
-"""Reads samples back from a run's log, with their scores and what became of them."""
+"""Reads samples back from a run's log, with their scores and outcomes."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ Scores = dict[TrajectoryKey, SampleScored]
 
 
 def read_samples(log: RunLog, wanted: SampleFilter) -> Iterator[SampleView]:
-    """Give the samples that match, by blocks of versions, within a block by partition and offset;
-    arrays that were stored stay stored.
+    """Yield the matching samples, by blocks of versions, within a block by partition and offset;
+    stored arrays stay in the object store.
 
-    A sample that was written again in the same generation is given once; of several scores the
-    first counts, as it does for training. Samples are held one at a time.
+    A sample that was written again in the same generation is yielded once; of several scores the
+    first counts, as in training. One sample is held at a time.
     """
     extent = wanted.version_range(log.plan, log.outcomes, newest_version=log.newest_version)
     for versions in version_blocks(extent.versions):
@@ -42,8 +42,8 @@ def read_samples(log: RunLog, wanted: SampleFilter) -> Iterator[SampleView]:
 
 
 def read_generated_samples(log: RunLog, versions: Bounds) -> Iterator[SampleRolledOut]:
-    """Give the samples of these versions as they were generated, once in each generation; neither
-    scores nor ends are read.
+    """Yield the samples of these versions as they were generated, once in each generation; neither
+    scores nor outcomes are read.
 
     Samples are held one at a time, their ids for a block of versions in one partition.
     """
@@ -59,8 +59,8 @@ def read_generated_samples(log: RunLog, versions: Bounds) -> Iterator[SampleRoll
 
 
 def read_last_lines(log: RunLog, wanted: SampleFilter, *, count: int) -> list[SampleLine]:
-    """Return the newest samples that match, oldest first; reads back from the newest version only
-    as far as it must.
+    """Return the newest matching samples, oldest first; read backwards from the newest version only
+    as far as necessary.
     """
     extent = wanted.version_range(log.plan, log.outcomes, newest_version=log.newest_version)
     lines: list[SampleLine] = []
@@ -76,7 +76,7 @@ def read_last_lines(log: RunLog, wanted: SampleFilter, *, count: int) -> list[Sa
 
 
 def read_last_samples(log: RunLog, wanted: SampleFilter, *, count: int) -> Iterator[SampleView]:
-    """Give the newest samples that match, in the order of `read_samples`."""
+    """Yield the newest matching samples, in the order of `read_samples`."""
     lines = read_last_lines(log, wanted, count=count)
     places = {line.position for line in lines}
     oldest = min((line.policy_version for line in lines), default=0)
@@ -85,7 +85,7 @@ def read_last_samples(log: RunLog, wanted: SampleFilter, *, count: int) -> Itera
 
 
 def read_lines(log: RunLog, wanted: SampleFilter) -> Iterator[SampleLine]:
-    """Give all samples that match, those of a block of versions sorted by time."""
+    """Yield all matching samples, those of a block of versions sorted by time."""
     extent = wanted.version_range(log.plan, log.outcomes, newest_version=log.newest_version)
     for versions in version_blocks(extent.versions):
         lines = (
@@ -101,7 +101,7 @@ def by_time(line: SampleLine) -> tuple[int, str]:
 
 
 def version_blocks(versions: range) -> list[range]:
-    """Cut a span of versions into pieces that are read at once."""
+    """Split a range of versions into blocks that are read at once."""
     return [
         versions[start : start + VERSIONS_AT_ONCE]
         for start in range(0, len(versions), VERSIONS_AT_ONCE)
@@ -109,8 +109,8 @@ def version_blocks(versions: range) -> list[range]:
 
 
 def version_blocks_backwards(versions: range) -> Iterator[range]:
-    """Cut a span of versions into pieces from its end: the newest version alone, then twice as many
-    each time.
+    """Split a range of versions into blocks from its end: the newest version alone, then twice as
+    many each time.
     """
     stop, size = len(versions), 1
     while stop > 0:

@@ -39,8 +39,8 @@ Rewards = dict[TrajectoryKey, float | None]
 
 @dataclass(slots=True)
 class RescoringProgress:
-    """How far it is: samples scored now, of them failed, those that were scored before, and
-    partitions of the log.
+    """The progress of a rescoring: scored samples, failed ones, earlier scores, and partitions of
+    the log.
     """
 
     num_scored: int = 0
@@ -54,7 +54,7 @@ Report = Callable[[RescoringProgress], None]
 
 
 def default_scores_name(function: str) -> str:
-    """Return the default name for the scores of a reward function: `gsm8k`, or `judge-strict` for
+    """Return the default name of a reward function's scores: `gsm8k`, or `judge-strict` for
     `rewards/judge.py:strict`.
     """
     path, _, name = function.rpartition(":")
@@ -72,20 +72,14 @@ def rescore(
     threshold: float,
     report: Report,
 ) -> Comparison:
-    """Score the samples of some or all versions, and compare with the scores that the run has.
+    """Score the samples of some or all versions, and compare with the run's scores.
 
-    Args:
-        log: The run's log.
-        reward: The other reward function, with its limits.
-        name: Of the scores: they go to the topic `reward.scores.<name>`.
-        versions: Policy versions whose samples are scored.
-        threshold: Rewards from here on count as good, for the agreement.
-        report: Called after every record batch.
-    Returns:
-        The comparison, over all these samples, also those that were scored before.
-    Raises:
-        ConfigError: The name is unfit, the function can't be loaded, or the topic holds scores of
-            another function.
+    Args: log: The run's log. reward: The other reward function, with its limits. name: Of the
+    scores: they are written to the topic `reward.scores.<name>`. versions: Policy versions whose
+    samples are scored. threshold: Rewards of at least this count as good, for the agreement.
+    report: Called after every record batch. Returns: The comparison over all these samples,
+    including those that were scored before. Raises: ConfigError: The name is invalid, the function
+    can't be loaded, or the topic holds scores of another function.
     """
     log.plan.scores_entity(name)
     extent = integer_range(max(versions[0], 0), min(versions[1], log.newest_version))
@@ -116,10 +110,9 @@ def rescore(
 
 
 def open_topic(log: RunLog, name: str) -> str:
-    """Make the topic for the scores unless it is there; return its entity.
+    """Create the topic of the scores unless it exists; return its entity.
 
-    Raises:
-        ConfigError: The topic has other partitions than the samples.
+    Raises: ConfigError: The topic has other partitions than the samples.
     """
     spec = log.plan.scores_spec(name)
     admin = open_admin(log.config, name="rescore")
@@ -152,9 +145,7 @@ class PartitionRescorer:
     open_groups: dict[GroupKey, list[ScoredPair]] = field(default_factory=dict)
 
     def run(self, place: TopicPartition, span: OffsetRange, originals: Rewards) -> None:
-        """Score a partition's samples and add them to the comparison, prompt group by prompt
-        group.
-        """
+        """Score a partition's samples and add them to the comparison, prompt group by prompt group."""
         _, partition = place
         new = read_rewards(
             self.log,
@@ -172,8 +163,8 @@ class PartitionRescorer:
         self.open_groups.clear()
 
     def _batches(self, place: TopicPartition, span: OffsetRange) -> Iterator[list[SampleRolledOut]]:
-        """Give each sample once, in lists of bounded length; side by side with its prompt group
-        where the function takes those.
+        """Yield each sample once, in lists of bounded length; together with its prompt group where
+        the function requires it.
         """
         seen: set[TrajectoryKey] = set()
         batch: list[SampleRolledOut] = []
@@ -192,14 +183,14 @@ class PartitionRescorer:
                 batch = []
         batch += [
             sample for samples in gathered.values() for sample in samples
-        ]  # of generations that were cut short
+        ]  # of incomplete generations
         if batch:
             yield batch
 
     def _gather(
         self, sample: SampleRolledOut, gathered: dict[GroupKey, list[SampleRolledOut]]
     ) -> list[SampleRolledOut]:
-        """Return the sample's whole prompt group when it is the last of it, else nothing."""
+        """Return the sample's complete prompt group when it is the last of it, else nothing."""
         samples = gathered.setdefault(group_key(sample), [])
         samples.append(sample)
         return (
@@ -207,7 +198,7 @@ class PartitionRescorer:
         )
 
     def _unscored(self, samples: list[SampleRolledOut], new: Rewards) -> list[SampleRolledOut]:
-        """Return those to be scored: all without a score, and the others of their prompt groups
+        """Return the samples to score: all without a score, and the others of their prompt groups
         where the function needs them.
         """
         open_groups = {group_key(sample) for sample in samples if trajectory_of(sample) not in new}
@@ -219,9 +210,7 @@ class PartitionRescorer:
         ]
 
     def _score(self, samples: list[SampleRolledOut], partition: int, new: Rewards) -> None:
-        """Score samples, write the scores that are new, and remember them once they are
-        acknowledged.
-        """
+        """Score samples, write the new scores, and record them once they are acknowledged."""
         if self.pool.optional_arguments and samples:
             store = ObjectStore.open(
                 self.log.config.objects_uri, uri_aliases=self.log.config.objects.uri_aliases
@@ -280,7 +269,7 @@ def read_rewards(
     *,
     check: Callable[[SampleScored], None] = lambda _: None,
 ) -> Rewards:
-    """Return the first reward of each sample in these spans; `check` may refuse a score."""
+    """Return the first reward of each sample in these ranges; `check` may refuse a score."""
     rewards: Rewards = {}
     for found in log.read(spans, SampleScored):
         check(found.event)
@@ -289,5 +278,5 @@ def read_rewards(
 
 
 def group_key(event: SampleRolledOut) -> GroupKey:
-    """Return what tells the generations of prompt groups apart."""
+    """Return the key that distinguishes generations of prompt groups."""
     return event.prompt_group_id, event.policy_version, event.key.generation_digest

@@ -1,5 +1,5 @@
-"""Compares two reward functions on the same samples. Pure arithmetic over what is added; memory
-grows by some 40 bytes a sample.
+"""Compares two reward functions on the same samples. Pure arithmetic; memory grows by some 40 bytes
+a sample.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NUM_EXTREMES = 10
 
 @dataclass(frozen=True, slots=True)
 class ScoredPair:
-    """A sample with its original and its new reward; None where scoring failed or never was."""
+    """A sample with its original and its new reward; None where scoring failed or is missing."""
 
     sample_id: str
     policy_version: int
@@ -29,12 +29,11 @@ class ScoredPair:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What came out. Figures of an empty or constant set of samples, which don't exist, are None.
+    """The result. Metrics that are undefined for an empty or constant set of samples are None.
 
     `num_compared` of the `num_samples` have both rewards; the means, the difference, the
     correlations and the agreement are of those. A prompt group counts when all its samples have
-    both. It is informative when its rewards are not all equal: only then is there something to
-    learn from it.
+    both. It is informative when its rewards are not all equal: only then it has a training signal.
     """
 
     num_samples: int
@@ -56,7 +55,7 @@ class Comparison:
 
 
 class ScoreComparison:
-    """Add the samples prompt group by prompt group; ask for the result at the end."""
+    """Accumulates samples prompt group by prompt group, and returns the result at the end."""
 
     def __init__(self, *, threshold: float) -> None:
         """Start empty.
@@ -80,20 +79,20 @@ class ScoreComparison:
             if pair.original is not None and pair.new is not None:
                 original.append(pair.original)
                 new.append(pair.new)
-                self._note_extreme(abs(pair.original - pair.new), pair)
+                self._add_extreme(abs(pair.original - pair.new), pair)
         self._original += original
         self._new += new
         if pairs and len(original) == len(pairs):
-            self._note_group(np.array(original), np.array(new))
+            self._add_rankings(np.array(original), np.array(new))
 
-    def _note_extreme(self, difference: float, pair: ScoredPair) -> None:
+    def _add_extreme(self, difference: float, pair: ScoredPair) -> None:
         entry = (difference, pair.sample_id, pair.policy_version, pair)
         if difference > 0 and len(self._extremes) < NUM_EXTREMES:
             heapq.heappush(self._extremes, entry)
         elif difference > 0 and entry[:3] > self._extremes[0][:3]:
             heapq.heapreplace(self._extremes, entry)
 
-    def _note_group(self, original: Floats, new: Floats) -> None:
+    def _add_rankings(self, original: Floats, new: Floats) -> None:
         self._groups += 1
         self._reranked += not np.array_equal(ranks(original), ranks(new))
         was, is_now = np.ptp(original) > 0, np.ptp(new) > 0
@@ -101,7 +100,7 @@ class ScoreComparison:
         self._uninformed += bool(was and not is_now)
 
     def result(self) -> Comparison:
-        """Return the figures over all that was added."""
+        """Return the metrics over all added samples."""
         original, new = np.array(self._original), np.array(self._new)
         is_empty = not len(original)
         agree = (original >= self._threshold) == (new >= self._threshold)

@@ -14,15 +14,15 @@ from relax_events.history.samples.view import SampleLine
 from relax_events.kafka.records import Record
 
 SCORE_SECONDS = 30.0
-"""How long a sample is held back for its score."""
+"""How long a sample waits for its score."""
 MAX_WAITING = 10_000
 
 
 class LiveSamples:
     """Joins samples with their scores as the records come, in any order between the topics.
 
-    A sample is given once it is scored, or unscored when its score does not come. Memory is
-    bounded: the oldest sample goes first.
+    A sample is returned once it is scored, or unscored when its score is overdue. Memory is
+    bounded: the oldest sample is returned first.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class LiveSamples:
     def add(
         self, found: DecodedRecord[SampleRolledOut | SampleScored | PolicyVersionPublished]
     ) -> SampleLine | None:
-        """Take in an event; return the sample that it makes whole, if it is wanted."""
+        """Add an event; return the sample that it completes, if it matches."""
         event = found.event
         if isinstance(event, PolicyVersionPublished):
             self._newest_version = max(self._newest_version, event.policy_version)
@@ -58,7 +58,7 @@ class LiveSamples:
         return None
 
     def pop_overdue(self) -> Iterator[SampleLine]:
-        """Give the samples that have waited too long for their score."""
+        """Yield the samples that have waited too long for their score."""
         while self._waiting:
             key, (since, found) = next(iter(self._waiting.items()))
             if self._clock() - since < SCORE_SECONDS and len(self._waiting) <= MAX_WAITING:
@@ -68,8 +68,8 @@ class LiveSamples:
                 yield line
 
     def _remember(self, key: TrajectoryKey, score: SampleScored) -> None:
-        """Keep a score whose sample has not come; it is of a sample before our time when none
-        comes.
+        """Keep a score whose sample has not come; without one it belongs to a sample before the
+        start.
         """
         self._scores[key] = score
         if len(self._scores) > MAX_WAITING:
@@ -85,12 +85,10 @@ class LiveSamples:
 def follow_samples(
     log: RunLog, wanted: SampleFilter, starts: dict[TopicPartition, int]
 ) -> Iterator[SampleLine]:
-    """Give samples that match as they come, for ever.
+    """Yield matching samples as they come, forever.
 
-    Args:
-        log: The run's log.
-        wanted: Which samples.
-        starts: Where to begin, as `live_starts` gave it before what is older was read.
+    Args: log: The run's log. wanted: Which samples. starts: Start offsets, as `live_starts` gave
+    them before older samples were read.
     """
     live = LiveSamples(wanted, newest_version=log.newest_version)
     for record in log.follow(starts):
@@ -101,7 +99,7 @@ def follow_samples(
 
 
 def live_starts(log: RunLog) -> dict[TopicPartition, int]:
-    """Return where the followed topics end now."""
+    """Return the current end offsets of the followed topics."""
     every, one = range(log.plan.num_sample_partitions), range(1)
     spans = (
         log.full_ranges("rollout.samples", every)

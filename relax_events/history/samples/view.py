@@ -1,4 +1,4 @@
-"""A sample with what became of it."""
+"""A sample with its score and outcome."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ OPEN, SUPERSEDED = "open", "superseded"
 
 @dataclass(frozen=True, slots=True)
 class SampleView:
-    """A generated sample, where its record lies, its score and the end of its prompt group as far
-    as the log has them.
+    """A generated sample, its record's position, its score and its prompt group's outcome as far as
+    the log has them.
     """
 
     sample: SampleRolledOut
@@ -29,7 +29,7 @@ class SampleView:
 
     @property
     def outcome(self) -> str:
-        """How its prompt group ended, `open` before that, or `superseded` when another generation
+        """Its prompt group's outcome, `open` before that, or `superseded` when another generation
         of the prompt group was trained.
         """
         if self.outcome_event is None:
@@ -61,7 +61,7 @@ class SampleView:
         return len(self.sample.tokens) - self.sample.num_prompt_tokens
 
     def line(self, newest_version: int) -> SampleLine:
-        """Return what a list shows of it."""
+        """Return its row in a list."""
         sample = self.sample
         return SampleLine(
             sample_id=sample.sample_id,

@@ -176,6 +176,7 @@ def test_json_lines_go_to_stdout_when_there_is_no_file(
 
 def test_other_ending_is_refused(log: RunLog, tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"--output-file must end in \.jsonl, \.parquet or \.html, got .*samples\.csv"
+        ConfigError,
+        match=r"--output-file must end in \.jsonl, \.parquet or \.html, got .*samples\.csv",
     ):
         Export(log, tmp_path / "samples.csv")
