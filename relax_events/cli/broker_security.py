@@ -94,8 +94,8 @@ def _change(
     from relax_events.ops.security import (
         apply_security,
         missing_quotas,
-        plan_security,
         plan_removal,
+        plan_security,
         remove_security,
     )
 
@@ -194,8 +194,8 @@ def quota(
     from relax_events.config import load_run_config
     from relax_events.errors import ConfigError
     from relax_events.kafka.protocol.quotas import (
-        QUOTA_NAMES,
         MUTATION_RATE,
+        QUOTA_NAMES,
         RATES,
         REQUEST_PERCENTAGE,
         read_quotas,

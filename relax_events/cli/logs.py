@@ -40,9 +40,9 @@ def logs(
     from relax_events.history.worker_logs import (
         LogLine,
         LogTail,
+        filter_by_level,
         log_files,
         read_lines,
-        filter_by_level,
     )
 
     def show(line: LogLine) -> None:

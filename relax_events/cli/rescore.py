@@ -52,8 +52,8 @@ def rescore(
     from relax_events.cli.output import print_json
     from relax_events.cli.run_reader import note_unreadable, open_run_log
     from relax_events.history.samples.filter import parse_bounds
-    from relax_events.history.samples.rescoring import rescore as rescore_run
     from relax_events.history.samples.rescoring import default_scores_name
+    from relax_events.history.samples.rescoring import rescore as rescore_run
 
     versions, topic_name = (
         parse_bounds(version, flag="--version"),

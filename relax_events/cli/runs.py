@@ -224,7 +224,7 @@ def timeline(
     import orjson
 
     from relax_events.cli.run_reader import note_unreadable, open_run_log
-    from relax_events.history.runs.timeline import read_timeline, format_trace
+    from relax_events.history.runs.timeline import format_trace, read_timeline
 
     with open_run_log(config, overrides, name="timeline") as log, out.open("w") as file:
         file.writelines(format_trace(orjson.dumps(entry).decode() for entry in read_timeline(log)))

@@ -71,7 +71,7 @@ def tail(
 def _lines(
     log: RunLog, which: Which, *, from_beginning: bool, last: int, follow: bool
 ) -> Iterator[SampleLine]:
-    from relax_events.history.samples.reader import read_lines, read_last_lines
+    from relax_events.history.samples.reader import read_last_lines, read_lines
     from relax_events.history.samples.tail import follow_samples, live_starts
 
     wanted, starts = which.as_filter(), live_starts(log)

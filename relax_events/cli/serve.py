@@ -57,7 +57,7 @@ def serve(
             those who bring the token, and none where there is no token.
     """
     from relax_events.errors import ConfigError, EnvironmentProblem
-    from relax_events.http.listener import find_missing_package, open_listener, build_url
+    from relax_events.http.listener import build_url, find_missing_package, open_listener
     from relax_events.kafka.security.folder import read_secret
     from relax_events.model_folder import has_experts
 

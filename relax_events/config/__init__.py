@@ -15,16 +15,16 @@ from relax_events.config.media import MediaConfig
 from relax_events.config.reward import ChosenReward, RewardConfig
 from relax_events.config.run_config import (
     HealthConfig,
+    ParentSection,
     RunConfig,
     RunSection,
-    ParentSection,
     TelemetryConfig,
     WorkersConfig,
 )
 from relax_events.config.scaling import AutoscalerConfig, ScalingConfig
 from relax_events.config.teacher import TeacherConfig
 from relax_events.config.tracing import TracesConfig
-from relax_events.config.training import TrainerConfig, SftWarmupConfig
+from relax_events.config.training import SftWarmupConfig, TrainerConfig
 from relax_events.config.weights import WeightsConfig
 
 __all__ = [

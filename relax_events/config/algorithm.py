@@ -33,39 +33,37 @@ Positive = Annotated[float, Field(gt=0)]
 
 
 class AlgorithmConfig(Section):
-    """The policy-gradient objective. What is left out is as the algorithm's own paper has it, see
+    """The policy-gradient objective. Omitted settings are those of the algorithm's paper, see
     [algorithms](algorithms.md); the defaults below are grpo's. A setting that the algorithm does
-    not use is refused, and null in what a run says of itself.
+    not use is refused, and null in the run description.
     """
 
     name: Code = "grpo"
-    """Installed algorithm, or `path/to/file.py:NAME`; `relax algorithms list` prints those that are
-    installed."""
+    """Installed algorithm, or `path/to/file.py:NAME`; `relax algorithms list` prints the installed
+    ones."""
     normalise_std: bool | None = True
     """Divide centred rewards by the prompt group's standard deviation."""
     std_correction: Literal[0, 1] | None = None
-    """What is taken off the number of values in a standard deviation that is divided by: 1 for n -
-    1, 0 for n. Left out, it is 1 within a prompt group and over a step's rewards, 0 over a step's
-    tokens or samples."""
+    """Bessel correction of standard deviations: 1 divides by n - 1, 0 by n. Default: 1 within a
+    prompt group and over a step's rewards, 0 over a step's tokens or samples."""
     reward_weights: Annotated[dict[str, float], Names.NOTHING] | None = None
-    """Weight of each reward component, where they are normalised apart; empty takes all that there
-    are, with weight 1."""
+    """Weight of each reward component, where components are normalised separately; empty uses all
+    with weight 1."""
     overlong_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of `engine.sampling.max_new_tokens` over which a completion's reward falls linearly; 0
-    for no such penalty."""
+    disables the penalty."""
     overlong_penalty: NonNegative = 1.0
-    """By how much the reward has fallen at `engine.sampling.max_new_tokens`."""
+    """Reward penalty reached at `engine.sampling.max_new_tokens`."""
     truncated_samples: Literal["train", "mask", "drop"] = "train"
-    """Samples cut off by their length: train them as any other; give them no loss but count their
-    reward in the prompt group's statistics (`mask`); or neither (`drop`). A prompt group of
-    such samples alone is then filtered."""
+    """Samples truncated by their length: `train` them as any other; `mask` their loss but count
+    their reward in the prompt group's statistics; or `drop` them from both. A prompt group of only
+    such samples is then filtered."""
     filter_uniform_rewards: bool = False
-    """Drop prompt groups whose rewards are all equal and issue others in their place (dynamic
-    sampling)."""
+    """Drop prompt groups whose rewards are all equal and issue replacements (dynamic sampling)."""
     whiten_advantages: Literal["none", "tokens", "samples", "rewards"] = "none"
-    """Give a step's advantages mean 0 and deviation 1, over its loss tokens or over its samples; or
-    divide them by the deviation of the step's rewards, and centre nothing (`rewards`). The trainer
-    then waits for the whole step before its first backward pass."""
+    """Scale a step's advantages to mean 0 and deviation 1, over its loss `tokens` or its `samples`;
+    or divide them by the deviation of the step's `rewards`, without centring. The trainer then
+    waits for the whole step before its first backward pass."""
     clip_low: Annotated[float, Field(ge=0, le=1)] | None = 0.2
     """The probability ratio is clipped below at 1 - clip_low; with gmpo its logarithm at
     -clip_low."""
@@ -73,124 +71,120 @@ class AlgorithmConfig(Section):
     """The probability ratio is clipped above at 1 + clip_high; with gmpo its logarithm at
     clip_high."""
     dual_clip: NonNegative | None = 0.0
-    """Bound, above 1, of the ratio by which a loss with negative advantage may grow; 0 for none."""
+    """Dual clip: upper bound, above 1, of the ratio for negative advantages; 0 disables it."""
     gate_positive: Positive | None = None
     """Temperature of the soft gate where the advantage is positive."""
     gate_negative: Positive | None = None
-    """Temperature of the soft gate where it is not."""
+    """Temperature of the soft gate where the advantage is negative."""
     trust_radius: Positive | None = None
-    """How far the policy may go from the one that drew a token before the token is left out: a
-    difference of probabilities with dppo_tv, nats with dppo_kl."""
+    """Maximum distance of the policy from the sampling policy at a token before the token is
+    masked: a difference of probabilities with dppo_tv, nats with dppo_kl."""
     ratio_cap: Annotated[float, Field(ge=1)] | None = None
-    """Largest weight that the ratio gives a token."""
+    """Upper bound of the importance weight of a token."""
     gamma: Annotated[float, Field(ge=0, le=1)] | None = None
-    """By how much a reward counts less for each token that it lies ahead."""
+    """Discount of rewards per token."""
     gae_lambda: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Between the critic's word alone (0) and the rewards to come alone (1); the critic role is
-    needed where an algorithm has this."""
+    """Lambda of GAE: 0 is the one-step TD error, 1 the Monte Carlo return minus the value.
+    Algorithms with this need the critic role."""
     critic_gae_lambda: Annotated[float, Field(ge=0, le=1)] | None = None
-    """The same for the returns that the critic learns; `gae_lambda` when left out. VAPO takes 1."""
+    """Lambda of the returns that the critic learns; `gae_lambda` by default. VAPO uses 1."""
     turn_gamma: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Above 0, advantages go from turn to turn first, a reward counting less by this for each turn
-    that it lies ahead, and then from the end of each turn over its own tokens, by `gamma` (bi-level
-    GAE); 0 knows no turns. With `turn_rewards`."""
+    """Discount of rewards per turn. Above 0, bi-level GAE: advantages pass from turn to turn with
+    this discount first, then over each turn's tokens with `gamma`. 0 ignores turns. With
+    `turn_rewards`."""
     length_adaptive_alpha: NonNegative | None = None
     """Above 0, the policy's lambda is 1 - 1 / (length_adaptive_alpha * loss tokens of the sample)
-    in place of `gae_lambda`; VAPO takes 0.05."""
+    instead of `gae_lambda`; VAPO uses 0.05."""
     bootstrap_truncated: bool | None = None
-    """Where a sample was cut off by its length, take the critic's value at its last loss token for
-    what would have come, in place of 0."""
+    """For samples truncated by their length, bootstrap with the critic's value at the last loss
+    token instead of 0."""
     dpo_beta: Positive | None = None
-    """How much a log-probability against the reference model's is worth as a reward; higher stays
-    nearer to the reference."""
+    """Beta of DPO and IPO: strength of the KL constraint to the reference model."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] | None = None
-    """Share of the pairs that are taken to be labelled the wrong way round."""
+    """Assumed share of preference pairs with swapped labels."""
     length_normalised: bool | None = None
-    """Whether an answer's log-probability is the mean over its tokens, and not the sum: then long
-    answers weigh no more than short ones."""
+    """Use the mean of a completion's token log-probabilities instead of the sum, so that long
+    completions weigh no more than short ones."""
     nll_coefficient: NonNegative | None = None
-    """Weight of the chosen answer's negative log-likelihood beside the preference; 0 for none."""
+    """Weight of the chosen completion's negative log-likelihood, added to the preference loss; 0
+    disables it."""
     aggregation: Literal["token_mean", "sample_mean", "constant_length"] = "token_mean"
     """Mean over all tokens of the step; over tokens of a sample first and then over samples; or the
     sum over a sample's tokens divided by `length_normaliser`, and then the mean over samples."""
     length_normaliser: Annotated[int, Field(ge=0)] = 0
-    """Tokens by which `constant_length` divides; 0 takes `engine.sampling.max_new_tokens`."""
+    """Tokens by which `constant_length` divides; 0 is `engine.sampling.max_new_tokens`."""
     kl_coefficient: NonNegative = 0.0
-    """Weight of the KL estimate against the reference model; above 0 the reference role is
-    needed."""
+    """Weight of the KL estimate against the reference model; above 0 needs the reference role."""
     kl_estimator: Literal["k1", "k2", "k3", "low_variance"] = "k3"
-    """Schulman's estimators of KL(policy || reference); `low_variance` is k3 kept within -10 and
-    10."""
+    """Schulman's estimators of KL(policy || reference); `low_variance` is k3 clamped to [-10,
+    10]."""
     kl_placement: Literal["loss", "reward"] = "loss"
-    """Whether the KL estimate is a term of the loss, or taken off the reward."""
+    """Whether the KL estimate is a term of the loss, or subtracted from the reward."""
     kl_unbiased: bool = False
-    """Multiply the loss's KL estimate by the ratio of the policy to the one that drew the tokens,
-    which makes its gradient unbiased."""
+    """Multiply the loss's KL estimate by the ratio of the policy to the sampling policy, which
+    makes its gradient unbiased."""
     entropy_coefficient: NonNegative = 0.0
-    """Weight of the bonus for the policy's entropy."""
+    """Weight of the policy's entropy bonus."""
     distill_coefficient: NonNegative = 0.0
-    """Weight of the divergence from the teacher; above 0 the teacher role is needed, and
+    """Weight of the divergence from the teacher; above 0 needs the teacher role and
     `teacher.model_path`."""
     distill_placement: Literal["loss", "advantage"] = "loss"
-    """Whether the divergence is a term of the loss, or its estimate at each drawn token is taken
-    off that token's advantage."""
+    """Whether the divergence is a term of the loss, or its estimate at each sampled token is
+    subtracted from that token's advantage."""
     distill_tokens: Literal["sampled", "teacher_topk", "student_topk"] = "sampled"
-    """Tokens at which policy and teacher are compared: the drawn one; the teacher's most probable
-    ones; or those of the policy when it drew the sample."""
+    """Tokens at which policy and teacher are compared: the sampled one; the teacher's most probable
+    ones; or the policy's most probable ones at sampling time."""
     distill_top_k: Annotated[int, Field(ge=0)] = 0
-    """How many most probable tokens; 0 for `sampled`."""
+    """Number of most probable tokens; 0 for `sampled`."""
     distill_divergence: Literal["reverse_kl", "forward_kl", "jsd"] = "reverse_kl"
     """KL(policy || teacher), KL(teacher || policy), or the Jensen-Shannon divergence of the two."""
     distill_mixture: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """The teacher's share of the mixture that `jsd` compares both with. At the ends, where it
-    vanishes, 0 is the forward and 1 the reverse KL."""
+    """The teacher's share of the mixture with which `jsd` compares both. The limits are the forward
+    KL at 0 and the reverse KL at 1."""
     distill_tail: Literal["tail", "renormalise", "truncate"] = "tail"
-    """What becomes of the probability outside the most probable tokens: one more bin, scaled away,
-    or left out of the comparison."""
+    """Probability outside the most probable tokens: one more bin, renormalised away, or left out of
+    the comparison."""
     old_logprobs: Literal["rollout", "actor", "trainer"] = "rollout"
-    """Whose log-probabilities stand below the ratio: the engine's; the actor-forward role's; or
-    those of the weights before the step, as
-    the trainer finds them itself: then the ratio is 1, and a correction takes over what engine and
-        trainer differ by."""
+    """Old policy of the ratio: the engine's log-probabilities; the actor-forward role's; or the
+    trainer's own before the step. With the last the ratio is 1, and a correction covers the
+    difference of engine and trainer."""
     correction: Literal["none", "decoupled", "tis", "icepop", "mask"] = "none"
-    """What is done with w, the ratio of the old policy to the engine's: multiply the policy loss by
-    it (`decoupled`), by w kept within a range (`tis`), by w where it lies in the range and else by
-    0 (`icepop`), or by 1 and 0 likewise (`mask`)."""
+    """Importance correction by w, the ratio of the old policy to the engine's: multiply the policy
+    loss by w (`decoupled`), by w clamped to a range (`tis`), by w inside the range and 0 outside
+    (`icepop`), or by 1 inside and 0 outside (`mask`)."""
     correction_level: Literal["token", "sequence", "sequence_mean"] = "token"
-    """Whether w is a token's, or one for the whole sample: the product over its tokens, or their
+    """Whether w is per token, or one for the whole sample: the product over its tokens, or their
     geometric mean."""
     correction_low: NonNegative | None = None
-    """Lower end of the range; 0 for tis, 0.5 for icepop and mask when left out."""
+    """Lower end of the range; by default 0 for tis, 0.5 for icepop and mask."""
     correction_high: NonNegative | None = None
-    """Upper end of the range; 2 for tis and mask, 5 for icepop when left out."""
+    """Upper end of the range; by default 2 for tis and mask, 5 for icepop."""
     rejection: Literal["none", "k1", "k2", "k3"] = "none"
-    """Samples whose divergence of the old policy from the engine's is too large carry no policy
-    gradient, whatever the correction makes of
-    the others: Schulman's estimate at each token, put together by `rejection_over`."""
+    """Estimator that rejects samples: those whose old policy diverges too far from the engine's
+    carry no policy gradient, independent of `correction`. Schulman's estimate at each token,
+    reduced by `rejection_over`."""
     rejection_over: Literal["mean", "sum", "max"] = "mean"
-    """Whether the estimate is the mean, the sum or the largest over a sample's tokens."""
+    """Whether the estimate is the mean, the sum or the maximum over a sample's tokens."""
     rejection_low: Positive | None = None
-    """With k1, a ratio: samples below it are left out; 1 / rejection_high when left out."""
+    """With k1, a ratio: samples below it are rejected; by default 1 / rejection_high."""
     rejection_high: Positive | None = None
-    """Samples above it are left out: in nats with k2 and k3; with k1 it is a ratio, that of the
-    product over the tokens (`sum`), or of their geometric mean (`mean`)."""
+    """Samples above it are rejected: in nats with k2 and k3; with k1 a ratio, of the product over
+    the tokens (`sum`) or of their geometric mean (`mean`)."""
     veto_low: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Samples with a token whose w lies below this carry no policy gradient; 0 for no such
-    bound."""
+    """Samples with a token whose w is below this carry no policy gradient; 0 disables it."""
     veto_high: NonNegative = 0.0
-    """Samples with a token whose w lies above this carry no policy gradient; 0 for no such
-    bound."""
+    """Samples with a token whose w is above this carry no policy gradient; 0 disables it."""
     opsm_threshold: NonNegative = 0.0
-    """Samples with negative advantage that are so far, in nats a token, below what the engine gave
-    them carry no gradient; 0 for none."""
+    """Samples with negative advantage whose log-probability is this far below the engine's, in nats
+    per token, carry no gradient; 0 disables it."""
     m2_threshold: NonNegative = 0.0
-    """The tokens farthest from the engine's policy carry no gradient, until the mean square of the
-    log-ratio over the step's others is at most this; 0 for none, the paper takes 0.04. It takes a
-    forward pass over the whole step before the first backward pass."""
+    """Mask the tokens farthest from the engine's policy until the mean squared log-ratio of the
+    step's other tokens is at most this; 0 disables it, the paper uses 0.04. Needs a forward pass
+    over the whole step before the first backward pass."""
     options: Annotated[dict[str, float | int | bool | str], Names.OPTIONS] = Field(
         default_factory=dict
     )
-    """Settings that an algorithm of one's own declares."""
+    """Settings declared by a custom algorithm."""
 
     _is_from_log: bool = PrivateAttr(default=False)
 

@@ -52,74 +52,73 @@ def secret_remedy(key: str) -> str:
 
 
 class BrokerConfig(Section):
-    """Where the log is, and how its clients behave."""
+    """The Kafka broker, and its clients' settings."""
 
     bootstrap_servers: Address = "embedded"
     """`embedded` starts a real broker on this machine; otherwise `host:port,host:port`."""
     partitions_per_version: Positive = 2
-    """Partitions for each policy-version slot: how many workers of a role, or trainer ranks, can
-    share one version."""
+    """Partitions of each policy-version slot: the number of workers of a role, or of trainer ranks,
+    that can share one version."""
     queue_partitions: Positive = 1
-    """Partitions of the prompt queue: one for a share group, which divides it by records; as many
-    as rollout workers for a consumer group."""
+    """Partitions of the prompt queue: one for a share group, which divides it by record; for a
+    consumer group as many as rollout workers."""
     replication_factor: Positive = 1
-    """Copies of each partition."""
+    """Replicas of each partition."""
     prompt_queue: Literal["share_group", "consumer_group"] = "share_group"
-    """How rollout workers divide the prompt queue; `consumer_group` is for brokers without share
+    """How rollout workers share the prompt queue; `consumer_group` is for brokers without share
     groups."""
     lease_seconds: Seconds = 3600.0
-    """How long a prompt group may take before another worker may have it too (share groups). What a
-    dead worker held is free at once, so this is to exceed the longest generation; brokers allow an
-    hour at most, and no lease can be renewed."""
+    """Lease time of a prompt group, after which another worker may receive it too (share groups). A
+    dead worker's leases are released at once, so set this above the longest generation. Brokers
+    allow an hour at most, and a lease can't be renewed."""
     session_timeout_seconds: Seconds = 6.0
-    """After how long the broker gives a silent member's partitions to another."""
+    """After this time without a heartbeat the broker reassigns a member's partitions."""
     request_timeout_seconds: Seconds = 30.0
-    """Deadline of every single call to the broker."""
+    """Deadline of every request to the broker."""
     linger_ms: Annotated[float, Field(ge=0)] = 2.0
-    """How long a producer waits to fill a record batch, in milliseconds."""
+    """Time that a producer waits to fill a record batch, in milliseconds."""
     compression: Literal["none", "lz4", "zstd"] = "none"
     """Compression of sample topics."""
     segment_seconds: Seconds = 300.0
-    """After so long the broker closes a file of the log, where `run.retain_versions` purges: only
-    closed files leave the disk."""
+    """Age at which the broker closes a log segment, where `run.retain_versions` purges: only closed
+    segments are deleted from disk."""
     heap_mib: Annotated[int, Field(ge=0)] = 0
-    """The most that the embedded broker's heap may grow to, in MiB, from its next start on; 0 is a
-    sixteenth of the machine's memory, 512 at the least and 4096 at the most. The requests that it
-    holds at a time are bounded to a quarter of it; clients wait for their turn."""
+    """Maximum heap of the embedded broker in MiB, from its next start; 0 is a sixteenth of the
+    machine's memory, between 512 and 4096. Requests in memory are bounded to a quarter of it;
+    clients wait for their turn."""
     credentials: FilePath | None = None
-    """Folder made by `relax broker secure`. Every process takes its own principal's password from
-    it, and the embedded broker lets nobody else in. Empty means no security, or what the next four
-    keys say."""
+    """Folder made by `relax broker secure`. Every process takes its principal's password from it,
+    and the embedded broker accepts only these principals. Empty means no security, or the settings
+    of the next four keys."""
     principal: Text = ""
-    """Whom to be among the folder's principals; empty means the worker's role, and `operator` for
+    """Principal of the folder to authenticate as; empty means the worker's role, and `operator` for
     all other commands."""
     username: Text = ""
     """User of SASL/SCRAM-SHA-512 over TLS; its password is in `password_file`, or in the
     environment as `BROKER_PASSWORD`."""
     password_file: FilePath | None = None
-    """File that holds nothing but the password."""
+    """File that holds only the password."""
     ca_file: FilePath | None = None
-    """PEM file of the authority that signed the brokers' certificates; empty means those that this
-    machine trusts."""
+    """PEM file of the authority that signed the brokers' certificates; empty means the machine's
+    trusted authorities."""
     embedded_password_file: FilePath | None = None
-    """File with the password of an embedded broker, where `bootstrap_servers` is the address of
-    one: the file `password` in its folder. The commands and workers of a run find that of their own
-    broker by themselves."""
+    """File with the password of an embedded broker whose address is `bootstrap_servers`: the file
+    `password` in its folder. The commands and workers of a run find their own broker's file."""
     secret_files: dict[str, FilePath] = Field(default_factory=dict)
-    """librdkafka settings that are secrets, each in a file of its own, for example
-    `"ssl.key.password" = "/run/secrets/key"`."""
+    """librdkafka settings that are secrets, each in a file, for example `"ssl.key.password" =
+    "/run/secrets/key"`."""
     schema_registry: Address = ""
     """Address of a schema registry with Confluent's interface, `http://host:port/path`, whose
-    schema ids then frame the records; empty means Avro's single-object encoding. Records of both
-    kinds are read either way."""
+    schema ids then prefix the records; empty means Avro's single-object encoding. Records of both
+    kinds can be read either way."""
     schema_registry_login_file: FilePath | None = None
-    """File that holds `user:password` for the registry, which may also stand in the environment as
+    """File that holds `user:password` for the registry; in the environment
     `SCHEMA_REGISTRY_LOGIN`."""
     client: Annotated[dict[str, str | int | float | bool], Names.OPTIONS] = Field(
         default_factory=dict
     )
-    """Raw librdkafka settings, for security and tuning. Keys that carry a promise of ours are
-    refused, and so are secrets."""
+    """Raw librdkafka settings, for security and tuning. Secrets are refused, and so are keys that
+    this project's guarantees depend on."""
 
     @model_validator(mode="after")
     def _shared_queue_is_whole(self) -> BrokerConfig:
@@ -181,25 +180,26 @@ class BrokerConfig(Section):
 
 
 class ObjectsConfig(Section):
-    """Where large things lie: weights, checkpoints, media, big tensors."""
+    """The object store for large data: weights, checkpoints, media, large tensors."""
 
     uri: Address = ""
     """`file:///path`, `s3://bucket/prefix` or `gs://bucket/prefix`; empty means `<run
     directory>/objects`."""
     by_run: bool = True
-    """Objects lie in a folder below `uri` that is named by the run's id. `false` takes `uri` as it
-    is: no other run may use it."""
+    """Put objects in a folder below `uri` named by the run's id. `false` uses `uri` unchanged: no
+    other run may use it."""
     allowed_roots: Addresses = ()
-    """Where media that a record refers to may lie besides the run's own store, for example
-    `s3://pictures/`; empty means nowhere."""
+    """Other stores from which media of a record may be read, for example `s3://images/`; empty
+    allows none."""
     uri_aliases: Annotated[tuple[str, ...], Names.NOTHING] = ()
-    """Stores whose objects were copied into this one, as `relax topics import` names them:
-    references to those are found here."""
+    """Former URIs of stores whose objects were copied into this one, as `relax topics import`
+    prints them: references to them resolve here."""
     outage_deadline_seconds: Seconds = 14_400.0
-    """How long a worker waits for a store that does not answer, sending heartbeats; then it ends
-    with exit code 8 and is started again."""
+    """Time that a worker waits for a store that does not answer, while it sends heartbeats; then it
+    ends with exit code 8 and is restarted."""
     claim_check_threshold_bytes: Positive = 262_144
-    """Tensors above this travel by reference (claim check) rather than inside the record."""
+    """Tensors larger than this are stored by reference (claim check) instead of inside the
+    record."""
 
     @field_validator("uri")
     @classmethod

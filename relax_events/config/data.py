@@ -23,75 +23,73 @@ LEARNT_KEYS = ("completion_key", "conversation_key", "chosen_key", "rejected_key
 
 
 class RowsConfig(Section):
-    """Where rows come from and which of their columns are what."""
+    """A source of rows, and the roles of its columns."""
 
     source: Annotated[str, Names.DATA]
     """`jsonl:<file>` (also .gz, .zst and .bz2), `parquet:<file or folder>`, `reasoning_gym:<task>`
-    for generated problems with their own verifier, or for media that are made on demand
-    `synthetic_images:<task>` (pictures: colour, count, where, and zoom for the environment of this name),
-    `synthetic_videos:<task>` (direction, order) or `synthetic_audio:<task>` (pitch, order). `[100:200]` at the end takes
-    a slice of a file's rows, counted from 0, the last one not included."""
+    for generated problems with their own verifier, or synthetic media: `synthetic_images:<task>`
+    (colour, count, where, and zoom for the environment of this name), `synthetic_videos:<task>`
+    (direction, order) or `synthetic_audio:<task>` (pitch, order). A suffix `[100:200]` takes a
+    slice of a file's rows, counted from 0, without the last one."""
     split: Text = ""
-    """Of a folder in Hugging Face layout: take the files of this split only, such as `train`; empty
-    takes all."""
+    """Split of a folder in Hugging Face layout, such as `train`; empty takes all files."""
     prompt_key: Text = "prompt"
-    """Column that holds the prompt: a string, or a list of chat messages. Dots lead into objects,
-    here and in the other keys."""
+    """Column of the prompt: a string, or a list of chat messages. Dots lead into objects, here and
+    in the other keys."""
     prompt_template: Text = ""
-    """In place of `prompt_key`, a text that the prompt is made from: `{name}` stands for a column,
-    which holds a string, a number, or a list of strings, one a line. `"<image>{problem}"` puts a
-    picture before a question that does not say where it stands."""
+    """Template of the prompt, in place of `prompt_key`: `{name}` is replaced by a column that holds
+    a string, a number, or a list of strings, one a line. `"<image>{problem}"` puts an image before
+    a question that does not say where it belongs."""
     completion_key: Text = ""
-    """Column that holds the answer to learn: a string, or the messages that follow the prompt.
-    Without it the reference answer is learnt."""
+    """Column of the target completion: a string, or the messages that follow the prompt. Without it
+    the reference answer is the target."""
     conversation_key: Text = ""
-    """Column that holds a whole conversation to learn from: a list of chat messages, in place of
-    prompt and completion."""
+    """Column of a whole conversation to train on: a list of chat messages, in place of prompt and
+    completion."""
     train_on: Literal["all", "last"] = "all"
-    """Which of a conversation's assistant messages are learnt."""
+    """Which assistant messages of a conversation are trained on."""
     chosen_key: Text = ""
-    """Column that holds the better answer of a pair: a string, or messages, with or without those
-    of the prompt before them."""
+    """Column of the chosen completion of a preference pair: a string, or messages, with or without
+    those of the prompt before them."""
     rejected_key: Text = ""
-    """Column that holds the worse one. With an empty `prompt_key` the prompt is what both begin
-    with."""
+    """Column of the rejected completion. With an empty `prompt_key` the prompt is the common prefix
+    of both."""
     answer_key: Text = "answer"
-    """Column that holds the reference answer for the reward; empty where there is none, as is usual
-    where the row brings what is learnt."""
+    """Column of the reference answer for the reward; empty for none, as is usual where the row has
+    target completions."""
     metadata_keys: Texts | None = None
-    """Columns that reach the reward function as metadata; without it all that are not prompt,
-    answer or tools."""
+    """Columns passed to the reward function as metadata; by default all except prompt, answer and
+    tools."""
     multimodal_keys: Annotated[dict[Literal["image", "audio", "video"], str], Names.NOTHING] = (
         Field(default_factory=dict)
     )
-    """Columns that hold media, by modality: `{ image = "images" }`. Each `<image>`, `<audio>` or
-    `<video>` in the prompt stands for one piece of its column, in order. A column holds one or a
-    list: paths, web addresses, bytes, data URIs, or objects with `bytes` or `path` as Hugging Face
-    datasets have them; beside the path of a tar file, `member` names a file in it."""
+    """Columns of media, by modality: `{ image = "images" }`. Each `<image>`, `<audio>` or `<video>`
+    in the prompt is replaced by the next item of its column. A column holds one item or a list:
+    paths, web addresses, bytes, data URIs, or objects with `bytes` or `path` as in Hugging Face
+    datasets; with the path of a tar file, `member` names a file in it."""
     media_root: FilePath | None = None
-    """Folder in which the paths in those columns begin, and outside of which nothing is read;
-    without it a row can't name files."""
+    """Root folder of the paths in those columns; nothing outside it is read. Without it a row can't
+    name files."""
     media_hosts: Addresses = ()
-    """Hosts whose web addresses those columns may hold; empty means none. Their addresses must be
-    public ones."""
+    """Hosts that the web addresses in those columns may name; empty allows none. Their addresses
+    must be public."""
     tools_key: Text = ""
-    """Column that holds the tools that the chat template shows to the model: a list of JSON
-    schemas."""
+    """Column of the tools that the chat template renders: a list of JSON schemas."""
     system_prompt: Text = ""
-    """Put before every prompt as a system message, when not empty."""
+    """System message put before every prompt, when not empty."""
     max_invalid_rows: Annotated[int, Field(ge=0)] = 0
-    """Unfit rows that are left out, each named in the log; with one more than that the run does not
+    """Invalid rows that are skipped, each with a log event; one more, and the run does not
     start."""
     max_unpacked_bytes: Positive = 256 * 1024**3
-    """Of a compressed JSON-lines file: what it may take on the disk (folder for temporary files)
+    """Maximum unpacked size of a compressed JSON-lines file, in the folder for temporary files,
     while the run reads it."""
     max_unpacked_ratio: Positive = 200
-    """How many times its own size it may take there. Text comes to 3 to 30 times; a file that was
-    made to fill disks to 1,000 and more."""
+    """Maximum ratio of unpacked to packed size. Text has 3 to 30; a file made to fill disks has
+    1,000 and more."""
     num_problems: Positive = 1000
     """Number of generated problems (generated sources only)."""
     options: Options = Field(default_factory=dict)
-    """Passed to the problem generator (generated sources only)."""
+    """Options of the problem generator (generated sources only)."""
 
     @model_validator(mode="before")
     @classmethod
@@ -145,37 +143,36 @@ class DatasetConfig(RowsConfig):
     """One of several datasets that are mixed."""
 
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
-    """Share of the prompts, beside those of the other datasets; a small dataset with a large weight
-    comes round more often."""
+    """Relative share of the prompts among the datasets; a small dataset with a large weight repeats
+    more often."""
 
 
 class DataConfig(RowsConfig):
-    """The prompts: either one source, by the keys below, or several in `[[data.datasets]]`."""
+    """The prompts: either one source, with the keys below, or several in `[[data.datasets]]`."""
 
     source: Annotated[str, Names.DATA] = ""
-    """See `[[data.datasets]]`, whose other keys stand here as well where the run has one source."""
+    """See `[[data.datasets]]`; its other keys are set here when the run has one source."""
     chat_template: bool = True
-    """Render by the tokenizer's chat template; false takes the prompt as it stands."""
+    """Render by the tokenizer's chat template; false uses the prompt unchanged."""
     chat_template_file: FilePath | None = None
-    """A Jinja file to take in place of the tokenizer's own template."""
+    """A Jinja file to use instead of the tokenizer's own template."""
     chat_template_options: Annotated[dict[str, Any], Names.NOTHING] = Field(default_factory=dict)
     """Variables for the template, such as `enable_thinking = false`."""
     shuffle: bool = True
-    """A new order each epoch, derived from the run's seed."""
+    """Shuffle again each epoch, by an order derived from the run's seed."""
     min_prompt_tokens: Annotated[int, Field(ge=0)] = 0
-    """Shorter prompts are passed over; 0 takes any."""
+    """Shorter prompts are skipped; 0 skips none."""
     max_prompt_tokens: Annotated[int, Field(ge=0)] = 0
-    """Longer prompts are passed over; 0 takes any."""
+    """Longer prompts are skipped; 0 skips none."""
     max_sample_tokens: Annotated[int, Field(ge=0)] = 0
-    """Rows whose prompt and longest answer are longer together are passed over, where the data
-    bring the answers; 0 takes any."""
+    """Rows whose prompt and longest target completion exceed this are skipped; 0 skips none."""
     pass_rate_range: tuple[float, float] | None = None
-    """Pass over a prompt whose newest mean reward lies outside of [low, high]; prompts that were
-    never trained are taken."""
+    """Skip a prompt whose newest mean reward is outside [low, high]; prompts without a reward are
+    used."""
     prompt_filter: Code = ""
-    """`path/to/file.py:function` that gives each row a place in the order, or drops it."""
+    """`path/to/file.py:function` that gives each row a sort key, or drops it."""
     filter_window_rows: Positive = 256
-    """Rows of the stream among which the hook's order chooses."""
+    """Rows of the stream that the filter sorts at a time."""
     datasets: tuple[DatasetConfig, ...] = ()
     """Several sources, mixed by weight."""
 

@@ -12,8 +12,8 @@ from relax_events.config.media import MediaConfig
 
 
 class TinyModelConfig(Section):
-    """A small model of a real architecture, made on this machine with random weights and a
-    tokenizer of its own.
+    """A small model of a real architecture, created on this machine with random weights and its own
+    tokenizer.
     """
 
     family: Literal[
@@ -25,16 +25,16 @@ class TinyModelConfig(Section):
         "qwen3_5_moe",
         "qwen3_omni_moe_thinker",
     ] = "qwen3"
-    """Architecture; `qwen3_vl`, `qwen3_vl_moe`, `qwen3_5` and `qwen3_5_moe` read pictures and
-    clips, `qwen3_omni_moe_thinker` sounds as well."""
+    """Architecture; `qwen3_vl`, `qwen3_vl_moe`, `qwen3_5` and `qwen3_5_moe` accept images and
+    videos, `qwen3_omni_moe_thinker` audio as well."""
     hidden_size: Annotated[int, Field(ge=32, multiple_of=32)] = 64
     """Width of the model, a multiple of 32."""
     num_layers: Positive = 2
     """Decoder layers."""
     vocab_size: Annotated[int, Field(ge=256)] = 256
-    """Byte symbols and learnt merges; 256 leaves one token per byte."""
+    """Byte symbols and learned merges; 256 leaves one token per byte."""
     corpus_rows: Positive = 1000
-    """Prompts and answers of the data that the tokenizer is trained on."""
+    """Rows of prompts and answers that the tokenizer is trained on."""
 
 
 class ModelConfig(Section):
@@ -52,12 +52,12 @@ class ModelConfig(Section):
     media: MediaConfig = MediaConfig()
     """Which media are taken, and how the model is shown them."""
     routing_replay: Literal["none", "rollout"] = "none"
-    """Which experts trainer and actor-forward send a token through, where the model is a mixture of
-    experts: those that the router of their own weights chooses, or those that the rollout engine
-    sent it through, weighed by that router (rollout routing replay, R3)."""
+    """Replay the engine's expert routing in the trainer (R3), for mixture-of-experts models.
+    `none`: trainer and actor-forward route by their own weights. Otherwise they use the experts
+    that the rollout engine chose, weighted by their own router."""
     frozen: tuple[Literal["language", "vision", "audio", "projection"], ...] = ()
-    """Parts that training leaves as they are: the language model, the vision or audio tower, or
-    what leads from them to the language model."""
+    """Parts without training: the language model, the vision or audio tower, or the projector from
+    a tower to the language model."""
     tiny: TinyModelConfig | None = None
     """How `relax models prepare` makes the model where `path` does not exist; without it the folder
     must be there."""
@@ -78,7 +78,7 @@ class ModelConfig(Section):
 
 
 class SamplingConfig(Section):
-    """How the next token is drawn."""
+    """Sampling of the next token."""
 
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Divides the logits; log-probabilities are those of the tempered distribution."""
@@ -93,32 +93,33 @@ class SamplingConfig(Section):
 
 
 class SGLangConfig(Section):
-    """The servers of engine `sglang`."""
+    """Servers of engine `sglang`."""
 
     urls: Addresses = ()
-    """Of servers that run already and serve nobody else; without any, each worker starts its own,
-    which end with it."""
+    """URLs of running servers that no one else uses; when empty, each worker starts its own, which
+    end with it."""
     num_servers: Positive = 1
     """Servers that each worker starts."""
     python: Annotated[str, Names.PROGRAM] = ""
-    """Interpreter with SGLang in it, by which servers are started; empty is this one."""
+    """Python interpreter with SGLang that starts the servers; empty is this one."""
     arguments: Annotated[tuple[str, ...], Names.ARGUMENTS] = ()
-    """Further arguments of every server, as `["--tp-size", "2"]`."""
+    """Additional arguments of every server, as `["--tp-size", "2"]`."""
     server_arguments: Annotated[tuple[tuple[str, ...], ...], Names.ARGUMENTS] = ()
-    """Further arguments of each server by itself, as `[["--base-gpu-id", "0"], ["--base-gpu-id",
-    "2"]]`; as many as `num_servers`, or none."""
+    """Additional arguments of each server, as `[["--base-gpu-id", "0"], ["--base-gpu-id", "2"]]`;
+    as many as `num_servers`, or none."""
     start_seconds: Seconds = 600.0
-    """How long a server may take until it is ready, and to load or hash all weights."""
+    """Deadline for a server to become ready, and to load or hash all weights."""
     stall_seconds: Seconds = 120.0
-    """A server that gives no token for so long, though it was asked for some, is lost."""
+    """A server that returns no token of a pending request for this long counts as lost."""
     stream_interval_tokens: Positive = 16
-    """Tokens that come at a time: what is lost of each sample when its server dies."""
+    """Tokens of a stream chunk: what each sample loses when its server dies."""
     weights_directory: FilePath | None = None
-    """Where policy versions are written for a server to load: a folder that both see. By default in
+    """Folder, visible to both, where policy versions are written for a server to load. Default: in
     memory (`/dev/shm`) where three models fit for each server, else among temporary files."""
     on_unverified_weights: Literal["refuse", "accept"] = "refuse"
-    """What to do with a server whose checksums can't be computed here (on GPUs, of several ranks,
-    of other architectures): not start, or take its word that it has loaded what it was told to."""
+    """What to do when a server's checksums can't be computed here (on GPUs, of several ranks, of
+    other architectures): refuse to start, or accept the server's word that it has loaded the
+    weights."""
 
     @model_validator(mode="after")
     def _servers_are_as_many(self) -> SGLangConfig:
@@ -144,17 +145,15 @@ class EngineConfig(Section):
     name: Code = "transformers"
     """Entry point in the group `relax_events.engines`, or `path/to/file.py:Class`."""
     max_prompt_groups: Annotated[int, Field(ge=0)] = 0
-    """Prompt groups that one worker holds at a time; 0 stands for as many as fill the engine,
-    `max_running_samples` by `run.samples_per_prompt`. Each is leased by a member of a share
-    group of its own, and the brokers bound the members of all workers together
-    (`group.share.max.size`)."""
+    """Prompt groups that one worker holds at a time; 0 is as many as fill the engine,
+    `max_running_samples` divided by `run.samples_per_prompt`. Each is leased by a share-group
+    member of its own, and brokers limit the members of all workers (`group.share.max.size`)."""
     max_running_samples: Positive = 256
-    """Samples decoded side by side."""
+    """Samples decoded concurrently."""
     max_context_tokens: OrDerived[Positive] = DERIVED
-    """Prompt and completion together; longer prompts fail with a reason. Derived: the model's
-    `max_position_embeddings`, at most 8,192, or the longest prompt and
-    `engine.sampling.max_new_tokens` where that is given; 512 for a model that `[model.tiny]`
-    makes."""
+    """Maximum tokens of prompt and completion together; longer prompts fail with a reason. Derived:
+    the model's `max_position_embeddings`, at most 8,192, or the longest prompt and
+    `engine.sampling.max_new_tokens` where that is given; 512 for a model made by `[model.tiny]`."""
     threads: OrDerived[Annotated[int, Field(ge=0)]] = DERIVED
     """CPU threads of the engine; 0 takes all processors that the process may use. Derived as
     `trainer.threads`."""

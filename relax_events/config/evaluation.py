@@ -15,16 +15,16 @@ from relax_events.config.reward import RewardConfig
 
 
 class EvaluationDatasetConfig(RowsConfig):
-    """A dataset that policy versions are evaluated on, whole and in order."""
+    """A held-out dataset, evaluated whole and in order."""
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9][a-zA-Z0-9._-]{0,47}$"), Names.NOTHING]
-    """Names its figures."""
+    """Name of the dataset in metrics and reports."""
     samples_per_prompt: Positive = 1
-    """Samples drawn for each prompt."""
+    """Samples generated for each prompt."""
     pass_at: tuple[Positive, ...] = (1,)
     """The k of pass@k, each at most `samples_per_prompt`."""
     pass_reward: float = 1.0
-    """A sample passes with this reward or a higher one."""
+    """Minimum reward of a sample that passes."""
     sampling: SamplingConfig | None = None
     """Sampling here; without it that of `engine.sampling`. `top_k = 1` is greedy."""
     reward: RewardConfig | None = None
@@ -39,12 +39,12 @@ class EvaluationDatasetConfig(RowsConfig):
 
 
 class EvaluationConfig(Section):
-    """When to evaluate, and on what; without datasets nothing is evaluated."""
+    """Held-out evaluation of policy versions; without datasets nothing is evaluated."""
 
     every: Positive = 10
     """Policy versions between evaluations; the first and the last version are always evaluated."""
     final_seconds: Seconds = 600.0
-    """How long the end of the run waits for the evaluation of its last version."""
+    """Time that the end of the run waits for the evaluation of its last version."""
     datasets: tuple[EvaluationDatasetConfig, ...] = ()
     """What is evaluated on."""
 

@@ -19,36 +19,37 @@ JUDGED = "genrm"
 
 
 class JudgeSamplingConfig(SamplingConfig):
-    """How a judgement is drawn."""
+    """Sampling of the judge's response."""
 
     temperature: Annotated[float, Field(gt=0)] = 0.2
     """Divides the logits."""
     max_new_tokens: Positive = 1024
-    """Ends a judgement; one that has come to no score by then can't be read."""
+    """Maximum tokens of a response; one without a score by then can't be parsed."""
 
 
 class JudgeEngineConfig(EngineConfig):
-    """The inference engine of a judge worker. `max_prompt_groups` is of no meaning here."""
+    """The inference engine of a judge worker. `max_prompt_groups` has no effect here."""
 
     max_running_samples: Positive = 64
-    """Judgements that one worker writes side by side."""
+    """Responses that one worker generates concurrently."""
     max_context_tokens: Positive = 8192
-    """Question and judgement together; a sample whose question is longer fails with a reason."""
+    """Maximum tokens of the judge's prompt and response together; a sample with a longer prompt
+    fails with a reason."""
     sampling: JudgeSamplingConfig = JudgeSamplingConfig()
-    """Sampling of judgements."""
+    """Sampling of the judge's response."""
 
 
 class JudgeConfig(Section):
-    """The judging model. With `model_path` the judge role holds it on engines of its own and scores
-    what `genrm` is the reward function of.
+    """The LLM judge. With `model_path` the judge role runs it on its own engines, and scores the
+    samples whose reward function is `genrm`.
 
-    What is asked stands in `reward.options`: `template`, `rubric` and `max_score`, as for `genrm`
-        with the `url` of a server.
+    The judge's prompt is set in `reward.options`: `template`, `rubric` and `max_score`, as for
+    `genrm` with the `url` of a server.
     """
 
     model_path: FilePath | None = None
-    """A folder in Hugging Face layout: config, safetensors, tokenizer with a chat template. It need
-    not have the policy's tokenizer."""
+    """A folder in Hugging Face layout: config, safetensors, tokenizer with a chat template. Its
+    tokenizer may differ from the policy's."""
     dtype: OrDerived[Literal["float32", "bfloat16"]] = DERIVED
     """Type of the weights. Derived: that of its checkpoint."""
     device: Text = "auto"
@@ -58,8 +59,8 @@ class JudgeConfig(Section):
     chat_template_options: Annotated[dict[str, Any], Names.NOTHING] = Field(default_factory=dict)
     """Variables for its chat template, such as `enable_thinking = false`."""
     on_parse_error: Literal["fail", "zero"] = "fail"
-    """What becomes of a sample whose judgement holds no score in range: scoring it has failed, or
-    its reward is 0."""
+    """What happens to a sample whose judge response holds no score in range: scoring fails, or its
+    reward is 0."""
     engine: JudgeEngineConfig = JudgeEngineConfig()
     """The engine of each worker: `name = "sglang"` starts servers, or attaches to those at
     `sglang.urls`."""

@@ -17,53 +17,53 @@ BOUNDS = (
 
 
 class MediaConfig(Section):
-    """Engine, scorers and trainer process by the same settings, so that all of them see and hear
-    the same.
+    """Media preprocessing. Engine, scorers and trainer use the same settings, so all of them get
+    the same inputs.
     """
 
     image_min_token_num: Positive = 4
-    """Tokens of a picture at least: a smaller one is enlarged."""
+    """Minimum tokens of an image; a smaller image is enlarged."""
     image_max_token_num: Positive = 16_384
-    """Tokens of a picture at most: a larger one is reduced."""
+    """Maximum tokens of an image; a larger image is reduced."""
     image_resize_scale_factor: Annotated[int, Field(ge=0)] = 1
-    """Sides are brought to multiples of so many tokens' width. 0 resizes nothing: pictures and
-    frames must then have such sides already."""
+    """Image sides are resized to multiples of this many tokens' width. 0 disables resizing: images
+    and frames must then have such sides already."""
     video_fps: Annotated[float, Field(gt=0, le=1000)] = 2.0
-    """Frames that the model is shown of each second of a clip, evenly spread over the whole of
-    it."""
+    """Frames sampled per second of a video, evenly spread over its whole length."""
     video_fps_min_frames: Positive = 4
-    """Of a clip at least, unless it has fewer."""
+    """Minimum frames of a video, unless it has fewer."""
     video_fps_max_frames: Positive = 768
-    """Of a clip at most."""
+    """Maximum frames of a video."""
     frame_factor: Positive = 2
-    """The number of frames is brought down to a multiple of this."""
+    """The number of frames is rounded down to a multiple of this."""
     video_min_token_num: Positive = 128
-    """Tokens of a frame at least: a smaller one is enlarged. A model that looks at several frames
-    at a time makes so many of all of them."""
+    """Minimum tokens of a video frame; a smaller frame is enlarged. Models with temporal patches
+    make this many tokens of each patch."""
     video_max_token_num: Positive = 768
-    """Tokens of a frame at most: a larger one is reduced."""
+    """Maximum tokens of a video frame; a larger frame is reduced."""
     use_audio_in_video: bool = False
-    """Let the model hear a clip as well, where its family can; every clip must then have sound."""
+    """Feed the audio track of videos to the model, where its family supports it; every video must
+    then have one."""
     audio_sample_rate: Positive = 16_000
-    """What sounds are brought to, in hertz and on one channel; the model must have been made for
-    it."""
+    """Sample rate to which audio is converted, in hertz, one channel; it must be the model's."""
     max_item_bytes: Positive = 20 * 1024**2
-    """Of one file; larger ones are refused unread."""
+    """Maximum size of one file; a larger file is rejected before it is read."""
     fetch_seconds: Seconds = 30.0
-    """For one file by web address, redirects and all."""
+    """Deadline for fetching one file from a web address, including redirects."""
     max_image_pixels: Positive = 64 * 1024**2
-    """Of one picture or frame as it comes; one that claims more is refused before it is decoded."""
+    """Maximum pixels of one image or frame before resizing; a larger one is rejected before it is
+    decoded."""
     max_media_seconds: Seconds = 600.0
-    """Length of one sound or clip; a longer one is refused."""
+    """Maximum length of one audio file or video."""
     max_video_frames: Positive = 100_000
-    """Of one clip as it comes."""
+    """Maximum frames of one video before sampling."""
     decode_seconds: Seconds = 60.0
-    """For decoding one file, in a process of its own that is ended when it takes longer."""
+    """Deadline for decoding one file, in a separate process that is killed after it."""
     decode_bytes: Annotated[int, Field(ge=512 * 1024**2)] = 4 * 1024**3
-    """Memory that this process may take."""
+    """Memory limit of the decoding process."""
     cache_bytes: Positive = 4 * 1024**3
-    """Of processed media that the workers of a machine share on disk, below the run's directory;
-    the longest unused go first."""
+    """Size of the disk cache of preprocessed media, shared by the workers of a machine in the run's
+    directory; the least recently used are evicted."""
 
     @model_validator(mode="after")
     def _bounds_leave_something(self) -> MediaConfig:

@@ -26,38 +26,36 @@ class ChosenReward(Section):
     function: Code = "exact_match"
     """A name that `relax rewards list` knows, or `path/to/file.py:function`."""
     options: Options = Field(default_factory=dict)
-    """Settings of the function: further keyword arguments that it takes. `relax rewards show NAME`
-    lists them."""
+    """Settings of the function, passed as keyword arguments; `relax rewards show NAME` lists
+    them."""
     weights: Annotated[dict[str, Finite], Names.NOTHING] = Field(default_factory=dict)
-    """Makes the reward of the function's components: the sum of each named one times its weight.
-    Empty leaves it to the function."""
+    """Weights of the reward's components: the reward becomes their weighted sum. Empty uses the
+    function's own reward."""
 
 
 class RewardConfig(ChosenReward):
-    """How a sample is scored."""
+    """The reward function that scores samples."""
 
     routes: dict[str, ChosenReward] = Field(default_factory=dict)
     """Other functions for the samples of other sources: tables by the value that `route_key` has in
     a sample's metadata, each with `function`, `options` and `weights`. All other samples go to the
     function above."""
     route_key: Text = "data_source"
-    """Key of the metadata that chooses among `routes`."""
+    """Metadata key that selects one of `routes`."""
     timeout_seconds: Seconds = 10.0
-    """A call that takes longer is killed and counted as failed."""
+    """Deadline of a call; after it the process is killed and the call counts as failed."""
     processes: Annotated[int, Field(ge=0)] = 0
-    """Child processes that run the function; 0 takes one for each core that this process may use,
-    up to 8."""
+    """Child processes that run the function; 0 is one for each available core, up to 8."""
     concurrency: Positive = 16
-    """Calls that one child process has under way at a time when the function is `async def`; others
-    run one after the other."""
+    """Concurrent calls of one child process when the function is `async def`; other functions run
+    one call at a time."""
     memory_bytes: Positive = 4 * 1024**3
-    """Address space that one child process may take."""
+    """Address space limit of one child process."""
     environment: Annotated[tuple[str, ...], Names.VARIABLE] = ()
-    """Names of environment variables that the function may read. The child process that runs it
-    finds these, those that its options name (`token_variable`), and what is no secret: where
-    programs and caches lie. Everything else stays with the worker. An option may name a variable
-    that stands here, or one like `JUDGE_TOKEN`, `REWARD_MATH_TOKEN` or `RELAX_TOKEN`; its value is
-    never sent unencrypted to another machine."""
+    """Names of environment variables that the function may read. Its child process gets these,
+    those that its options name (`token_variable`), and non-secret ones such as paths of programs
+    and caches. An option may name a variable listed here, or one like `JUDGE_TOKEN`,
+    `REWARD_MATH_TOKEN` or `RELAX_TOKEN`; its value is never sent unencrypted to another machine."""
 
     @model_validator(mode="after")
     def _sends_only_tokens(self) -> RewardConfig:

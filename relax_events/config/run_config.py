@@ -29,50 +29,49 @@ from relax_events.config.reward import RewardConfig
 from relax_events.config.scaling import ScalingConfig
 from relax_events.config.teacher import TeacherConfig
 from relax_events.config.tracing import TracesConfig
-from relax_events.config.training import TrainerConfig, SftWarmupConfig
+from relax_events.config.training import SftWarmupConfig, TrainerConfig
 from relax_events.config.weights import WeightsConfig
 
 RUN_ID_PATTERN = r"^[a-z0-9]([a-z0-9-]{0,46}[a-z0-9])?$"
 
 
 class RunSection(Section):
-    """What is trained for how long, and how stale a sample may be."""
+    """Length of the training and the staleness bound."""
 
     id: Annotated[str, Field(pattern=RUN_ID_PATTERN), Names.NOTHING]
-    """Names the run: its topics start with `relax.<id>.`, its files lie in
+    """Id of the run: its topics start with `relax.<id>.`, its files are in
     `<directory>/runs/<id>`."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    """Seeds data order, sampling and initialisation."""
+    """Seed of data order, sampling and initialisation."""
     num_steps: Positive = 100
-    """Train steps until the run has reached its goal; a fork counts on from its source's."""
+    """Train steps of the run. A fork continues the parent's count."""
     prompts_per_step: Positive = 16
     """Prompt groups in one train step."""
     samples_per_prompt: Positive = 8
-    """Samples drawn for each prompt, at least 2. Where the data bring what is learnt it is 1
-    answer, or the 2 of a pair, and may be left out."""
+    """Samples generated for each prompt, at least 2. Fixed at 1 for SFT and 2 for preference pairs;
+    omit it there."""
     mode: Literal["sync", "async"] = "async"
     """`sync`: engine and trainer alternate on the same devices, strictly on-policy. `async`: both
     work all the time."""
     max_staleness: Annotated[int, Field(ge=0)] = 1
-    """How many policy versions a sample may be behind the trainer; 0 is strictly on-policy."""
+    """Maximum staleness of a trained sample in policy versions; 0 is strictly on-policy."""
     weight_update_mode: Literal["drain", "in_flight", "recompute"] = "drain"
-    """What an engine does with running samples when a version arrives: finish them first, swap the
-    weights under them
-    (approximate: the kept cache is of the old weights), or recompute their prefix under the new
-        weights."""
+    """What an engine does with running samples when a new policy version arrives. `drain`: finish
+    them first. `in_flight`: swap the weights under them (approximate: the KV cache is of the old
+    weights). `recompute`: recompute their prefix under the new weights."""
     sample_order: Literal["fifo", "ready_first"] = "fifo"
-    """`"fifo"`: step s trains the prompt groups issued for it. `ready_first`: whatever in the
-    window is complete."""
+    """`fifo`: step s trains the prompt groups issued for it. `ready_first`: any complete prompt
+    group within the staleness bound."""
     max_failed_prompt_groups: Positive = 64
-    """The run stops with an error after so many prompt groups failed in a row."""
+    """Consecutive prompt groups that may fail before the run ends with an error."""
     retain_versions: Annotated[int, Field(ge=0)] = 0
-    """How many of the newest policy versions keep their records on the log; 0 keeps all, so that
-    every version can be replayed."""
+    """Number of newest policy versions whose records stay on the log; 0 keeps all, so that every
+    version can be replayed."""
     follower_versions: Annotated[int, Field(ge=0)] = 200
-    """How many versions more keep their trained samples while a run that replays this one
-    (`parent.run`) has not trained them; 0 keeps none."""
+    """How many more versions keep their trained samples until a replay of this run (`parent.run`)
+    has trained them; 0 keeps none."""
     directory: FilePath = Path(".relax")
-    """Where runs, models and the embedded broker keep their files."""
+    """Folder for runs, models and the embedded broker."""
 
     @model_validator(mode="after")
     def _sync_is_on_policy(self) -> RunSection:
@@ -95,7 +94,9 @@ class RunSection(Section):
 
 
 class WorkersConfig(Section):
-    """How many processes of each role `relax run` starts, and how it tends them."""
+    """Number of worker processes of each role that `relax run` starts, and how it supervises
+    them.
+    """
 
     rollout: Positive = 1
     """Rollout workers."""
@@ -112,68 +113,66 @@ class WorkersConfig(Section):
     advantage: Positive = 1
     """Advantage workers."""
     drain_seconds: OrDerived[Seconds] = DERIVED
-    """How long a worker may take to finish its work after SIGTERM. Derived: the time of
+    """Deadline for a worker to finish its work after SIGTERM. Derived: the time of
     `engine.sampling.max_new_tokens` at 20 tokens a second, at least 20 s and at most
     `health.progress_timeout_seconds`."""
     heartbeat_seconds: Seconds = 1.0
     """Interval of heartbeats."""
     heartbeat_timeout_seconds: Seconds = 600.0
-    """A worker that has sent no heartbeat for so long is killed and started again. Inside a long
-    call heartbeats go on, and the call has a
-    deadline of its own: see `health`."""
+    """A worker without a heartbeat for this long is killed and restarted. Heartbeats continue
+    inside a long call, which has a deadline of its own: see `health`."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
-    """Restarts in a row of a worker that dies without progress: no record of its own is finished
-    and no train step committed in between. At the next such death the run ends with the worker's
-    error; an elastic worker is given up alone."""
+    """Consecutive restarts of a worker that dies without progress: no record processed and no train
+    step committed in between. At the next such death the run ends with the worker's error; an
+    elastic worker is abandoned alone."""
 
 
 class HealthConfig(Section):
-    """What the controller does about workers that are silent (`workers.heartbeat_timeout_seconds`), stuck or
-    slow to start (ADR 13).
+    """How the controller handles workers that are silent (`workers.heartbeat_timeout_seconds`),
+    stuck or slow to start (ADR 13).
     """
 
     progress_timeout_seconds: Seconds = 900.0
-    """A worker that has work and does not get on with it for so long is started again; if nobody
-    has had any for so long, the run is restored.
-    Also the deadline of one piece of work: a micro-batch, an optimizer step, one part of a record
-        batch."""
+    """A worker that has work but makes no progress for this long is restarted. When no worker makes
+    progress for this long, the pipeline is restarted. Also the deadline of one piece of work: a
+    micro-batch, an optimizer step, one part of a record batch."""
     transfer_seconds: Seconds = 3600.0
-    """How long writing or reading a whole model may take: a version of the weights, or a
-    checkpoint."""
+    """Deadline for writing or reading a whole model: a policy version or a checkpoint."""
     start_seconds: Seconds = 3600.0
-    """How long a worker may take to start, which is mostly to load its model."""
+    """Deadline for a worker's start, which is mostly loading its model."""
     max_restarts: Positive = 3
-    """Restarts of a worker that may be in vain before the run is restored: all workers of the
-    pipeline begin anew from checkpoint and log."""
+    """Failed restarts of a worker before the pipeline is restarted: all its workers resume from
+    checkpoint and log."""
     max_pipeline_restarts: Annotated[int, Field(ge=0)] = 3
-    """Restores that may be in vain before the run is given up. Steps that are committed afterwards
-    make restarts and restores count no more."""
+    """Failed pipeline restarts before the run is aborted. A restart counts as failed unless at
+    least `max_staleness + 2` train steps commit after it."""
     backoff_seconds: Seconds = 10.0
-    """Waited before a worker's second restart, and before a second restore; doubled each time, up
-    to five minutes."""
+    """Delay before a worker's second restart, and before a second pipeline restart; doubled each
+    time, up to five minutes."""
 
 
 class TelemetryConfig(Section):
     """Logs, metrics and traces."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least severe log event that is written."""
+    """Minimum level of log events."""
     log_format: Literal["auto", "json", "console"] = "auto"
-    """`auto` writes for people on a terminal and JSON elsewhere."""
+    """`auto` writes readable lines on a terminal and JSON elsewhere."""
     metrics_host: Listener = "127.0.0.1"
     """Address on which a worker serves `/metrics`, `/healthz` and `/readyz`."""
     metrics_port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Port of the same; 0 takes a free one and logs it. Above 0 it is that of the first worker on a
-    machine: `relax run` gives the others the ports behind it, and so do the ranks of a trainer."""
+    """Port of these endpoints; 0 takes a free port and logs it. Above 0 it is the port of the first
+    worker on a machine: other workers, and the ranks of a trainer, take the following ports."""
     trackers: Annotated[tuple[str, ...], Names.CODE] = ("tensorboard",)
-    """Where the metrics role writes figures besides `metrics.jsonl`: `tensorboard`, `wandb`,
-    `clearml`, `mlflow` (the last three are extras of these names), or one's own as
+    """Where the metrics role writes metrics in addition to `metrics.jsonl`: `tensorboard`, `wandb`,
+    `clearml`, `mlflow` (the last three are extras of these names), or your own as
     `path/to/file.py:Class`."""
     notification_urls_file: FilePath | None = None
-    """File with the Apprise URLs that are told of the run's start, end, failures and recoveries,
-    one a line (extra `notifications`); they are secrets. In the environment `RELAX_NOTIFICATION_URLS`."""
+    """File with Apprise URLs, one a line, that receive notifications of the run's start, end,
+    failures and recoveries (extra `notifications`). The URLs are secrets. In the environment
+    `RELAX_NOTIFICATION_URLS`."""
     tracker_project: Text = "relax-events"
-    """What trackers gather runs under: project or experiment."""
+    """Project or experiment under which trackers group runs."""
     traces: TracesConfig = TracesConfig()
 
     @model_validator(mode="before")
@@ -198,31 +197,28 @@ class TelemetryConfig(Section):
 
 
 class ParentSection(Section):
-    """The run that this one goes back to: for its weights, and for its rollouts when it replays
-    them. Empty for a run of its own.
+    """The parent run, for replays and forks; empty for an independent run.
 
-    Versions are counted on from the source's, so a run from version 30 begins with train step 30.
+    Policy versions continue the parent's count: a run from version 30 begins with train step 30.
     """
 
     run: Annotated[str, Field(pattern=rf"{RUN_ID_PATTERN}|^$"), Names.NOTHING] = ""
-    """Id of the source, on the same cluster."""
+    """Id of the parent run, on the same cluster."""
     mode: Literal["replay", "fork"] = "replay"
-    """`recorded`: a replay, which trains the batches that the source's log names. `live`: a fork,
-    which generates its own."""
+    """`replay`: train the batches that the parent's log records. `fork`: generate new samples."""
     from_version: Annotated[int, Field(ge=0)] = 0
-    """The source's policy version to start from; its first one is the model of `model.path`."""
+    """The parent's policy version to start from; its first version is the model of `model.path`."""
     until_version: Annotated[int, Field(ge=-1)] = -1
-    """Version at which a replay has reached its goal; -1 is the end of the source's log."""
+    """Version at which a replay ends; -1 is the end of the parent's log."""
     follow: bool = False
-    """A second learner: a replay that goes on as the source goes on, and ends after it."""
+    """Replay a running parent as its second learner, until the parent ends."""
     scores: Text = ""
-    """Train a replay on these scores of a rescoring instead of the recorded rewards."""
+    """Name of a rescoring whose scores replace the recorded rewards in a replay."""
     objects_uri: Address = ""
-    """Where the source's objects lie, which `relax runs replay` and `relax runs fork` fill in;
-    empty stands for where they would lie if the source had this run file. What the source's log
-    says must agree."""
+    """Object store of the parent, filled in by `relax runs replay` and `relax runs fork`. Empty:
+    where this run file would put the parent's objects. It must agree with the parent's log."""
     from_row: Annotated[int, Field(ge=0)] = 0
-    """Row of the prompt stream with which a fork goes on."""
+    """Row of the prompt stream at which a fork continues."""
 
     @model_validator(mode="after")
     def _is_possible(self) -> ParentSection:

@@ -13,76 +13,73 @@ Ratio = Annotated[float, Field(ge=0, le=1)]
 
 
 class AutoscalerConfig(Section):
-    """When rollout workers are added and taken away by themselves, one request after the other,
-    between `workers.rollout` and `scaling.max_workers`.
-
-    They are added when any of the `out` conditions holds, unless the trainer has more samples at
-    hand than it can use, and taken away when all of the `in` conditions do. Defaults are Relax's.
+    """Automatic scaling of rollout workers, one request at a time, between `workers.rollout` and
+    `scaling.max_workers`. It scales out when any `out` condition holds, unless the trainer is the
+    bottleneck, and scales in when all `in` conditions hold. Defaults are Relax's.
     """
 
     enabled: bool = False
-    """Whether it does."""
+    """Whether the autoscaler runs."""
     interval_seconds: Seconds = 10.0
-    """Between two looks at the figures."""
+    """Time between two observations of the metrics."""
     out_usage_ratio: Ratio = 0.85
-    """Prompt groups that workers hold, of those that they have room for
-    (`engine.max_prompt_groups`): above this is out."""
+    """Scale out when workers hold more than this share of the prompt groups that they have room for
+    (`engine.max_prompt_groups`)."""
     out_usage_seconds: Seconds = 30.0
-    """For so long."""
+    """Time for which that usage must hold."""
     out_queue_prompt_groups: Annotated[float, Field(ge=0)] = 10.0
-    """Consumer lag of the prompt queue: prompt groups that nobody holds, for each worker; more than
-    these is out."""
+    """Scale out when the consumer lag of the prompt queue exceeds this many prompt groups per
+    worker."""
     out_queue_seconds: Seconds = 20.0
-    """For so long."""
+    """Time for which that lag must hold."""
     out_wait_ratio: Ratio = 0.5
-    """Share of a train step that the trainer waits for samples: above this, over
-    `out_usage_seconds`, is out."""
+    """Scale out when the trainer waits for samples for more than this share of a train step, over
+    `out_usage_seconds`."""
     out_cooldown_seconds: Seconds = 60.0
-    """After it has added some."""
+    """Minimum time between two scale-outs."""
     out_workers: Positive = 4
-    """At most so many at a time."""
+    """Maximum workers added at a time."""
     trainer_bound_staleness_ratio: Ratio = 0.9
-    """Mean staleness of a train step, of `run.max_staleness`: from this on, while the trainer waits
-    for less than `trainer_bound_wait_ratio`, samples wait for the trainer, and nothing is out."""
+    """The trainer is the bottleneck when the mean staleness of a train step is at least this share
+    of `run.max_staleness`, and it waits less than `trainer_bound_wait_ratio`."""
     trainer_bound_wait_ratio: Ratio = 0.05
-    """See there."""
+    """Share of a train step that the trainer waits for samples, below which it can be the
+    bottleneck."""
     in_usage_ratio: Ratio = 0.3
-    """As above: below this is in."""
+    """Scale in when workers hold less than this share of the prompt groups that they have room
+    for."""
     in_usage_seconds: Seconds = 120.0
-    """For so long, with an empty queue."""
+    """Time for which that usage must hold, with an empty queue."""
     in_projected_usage_ratio: Ratio = 0.5
-    """Usage that the others would have: in only below this."""
+    """Scale in only if the usage of the remaining workers would be below this."""
     in_throughput_variance: Annotated[float, Field(ge=0)] = 0.1
-    """Variance of the workers' prompt groups a second over that time, by the square of their mean:
-    in only up to this."""
+    """Scale in only if the variance of the workers' throughput (prompt groups per second), divided
+    by its squared mean, is at most this."""
     in_cooldown_seconds: Seconds = 300.0
-    """After it has changed anything."""
+    """Minimum time between any change and a scale-in."""
     in_workers: Positive = 1
-    """At most so many at a time."""
+    """Maximum workers removed at a time."""
 
 
 class ScalingConfig(Section):
-    """Workers that come and go while the run goes on, and the HTTP API by which they are asked for
-    (extra `api`, ADR 16).
-    """
+    """Scaling of workers at runtime, and its HTTP API (extra `api`, ADR 16)."""
 
     api: Literal["auto", "on", "off"] = "auto"
-    """Whether the controller serves the API; `auto` does where the extra `api` is installed."""
+    """Whether the controller serves the API; `auto` serves it when the extra `api` is installed."""
     host: Listener = "127.0.0.1"
-    """Address on which it does."""
+    """Address on which the API listens."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Port of the same; 0 takes a free one, which `relax scale` finds in the run's folder."""
+    """Port of the API; 0 takes a free port, which `relax scale` reads from the run's folder."""
     token_file: FilePath | None = None
-    """File that holds the token without which no call is answered; by default one is made in the
-    run's folder, as `api-token`."""
+    """File with the token that every request must carry; by default `api-token` in the run's
+    folder, created at the start."""
     max_workers: Positive = 32
-    """How many workers of a role may be asked for."""
+    """Maximum workers of a role."""
     timeout_seconds: Annotated[float, Field(ge=0)] = 0.0
-    """How long workers that were asked for may take until they serve, unless the request says
-    otherwise; 0 stands for as long as a worker of the role may take to start
-    (`health.start_seconds`), and its server to load the newest version."""
+    """Deadline for requested workers to serve, unless the request sets one. 0 is the deadline of a
+    worker's start (`health.start_seconds`) plus that of its server to load the newest version."""
     on_partial_failure: Literal["rollback", "keep"] = "rollback"
-    """What becomes of the other workers of a request when one of them does not come up: they go as
-    well, or stay."""
+    """What happens to the other workers of a request when one fails to start: they are removed, or
+    stay."""
     autoscaler: AutoscalerConfig = AutoscalerConfig()
     """When the number of rollout workers is changed by itself."""

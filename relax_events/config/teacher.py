@@ -1,6 +1,4 @@
-"""The section `teacher`: the model that the policy learns from beside its rewards, or in their
-place.
-"""
+"""The section `teacher`: the model that a distillation learns from."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from relax_events.config.external_values import FilePath, Text
 
 
 class TeacherConfig(Section):
-    """The teacher of a distillation, which `algorithm.distill_coefficient` above 0 asks for. Its
+    """The teacher of a distillation, which `algorithm.distill_coefficient` above 0 needs. Its
     tokenizer must be the policy's.
     """
 

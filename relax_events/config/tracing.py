@@ -1,4 +1,4 @@
-"""The section `telemetry.traces`: where the path of single prompt groups is shown."""
+"""The section `telemetry.traces`: tracing of prompt groups and train steps."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class TracesConfig(Section):
     """OpenTelemetry spans of prompt groups and train steps (extra `tracing`)."""
 
     endpoint: Annotated[str, AfterValidator(_is_address), Names.ADDRESS] = ""
-    """Where a collector takes OTLP over HTTP, such as `http://127.0.0.1:4318/v1/traces`; empty
-    traces nothing. Headers and certificates are given by OpenTelemetry's own variables,
+    """OTLP/HTTP endpoint of a collector, such as `http://127.0.0.1:4318/v1/traces`; empty disables
+    tracing. Headers and certificates are set by OpenTelemetry's variables
     `OTEL_EXPORTER_OTLP_HEADERS` and `OTEL_EXPORTER_OTLP_CERTIFICATE`."""
     ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Share of the prompt groups that are traced. The prompter chooses by trace id, and whoever
-    reads its records goes by that: a trace is whole or not there. Train steps are always traced."""
+    """Share of the prompt groups that are traced. The prompter samples by trace id, and all roles
+    follow it, so a trace is always complete. Train steps are always traced."""

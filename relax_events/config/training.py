@@ -1,4 +1,4 @@
-"""The sections `trainer` and `sft_warmup`: what moves the weights."""
+"""The sections `trainer` and `sft_warmup`: the optimizer's settings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from relax_events.config.external_values import Code, Text
 
 
 class TrainerConfig(Section):
-    """The optimizer and what surrounds it."""
+    """The optimizer, batching and checkpoints."""
 
     backend: Code = "torch"
     """Entry point in the group `relax_events.trainer_backends`, or `path/to/file.py:Class`."""
@@ -19,24 +19,23 @@ class TrainerConfig(Section):
     """Data-parallel processes on this machine."""
     learning_rate: OrDerived[Annotated[float, Field(gt=0)]] = DERIVED
     """AdamW's learning rate. Derived: 1e-6, for training all parameters of a pretrained model; 1e-3
-    for a model that `[model.tiny]` makes."""
+    for a model made by `[model.tiny]`."""
     num_epochs: Positive = 1
-    """Passes over each train batch; each goes through it in another order, which follows from
-    `run.seed` and the train step."""
+    """Passes over each train batch, each in a different order derived from `run.seed` and the train
+    step."""
     num_mini_batches: Positive = 1
-    """Parts into which each pass deals the prompt groups of a train batch, whole: each part is an
-    optimizer step. At most `run.prompts_per_step`. However many optimizer steps a train step has, it
-    makes one policy version."""
+    """Mini-batches of each pass, each an optimizer step over whole prompt groups. At most
+    `run.prompts_per_step`. A train step makes one policy version, whatever its number of optimizer
+    steps."""
     max_kl: Annotated[float, Field(ge=0)] = 0.0
-    """Above 0, a train step of several optimizer steps ends before the one on whose mini-batch the
-    mean KL estimate (k3, in nats a token) of the policy against the old one, below the ratio, has
-    grown larger; the first is always taken."""
+    """Above 0, a train step ends early, before the first mini-batch whose mean KL estimate (k3,
+    nats per token) between policy and old policy exceeds this. The first mini-batch is always
+    trained."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Train steps over which the learning rate grows linearly from 0. All optimizer steps of a
-    train step have its rate."""
+    train step use the same rate."""
     schedule: Literal["constant", "linear"] = "constant"
-    """What follows the warm-up: the same rate to the end, or a linear fall that would reach 0 at
-    `run.num_steps`."""
+    """Learning rate after the warm-up: constant, or a linear decay to 0 at `run.num_steps`."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's decay rates."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
@@ -44,37 +43,35 @@ class TrainerConfig(Section):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """AdamW's decoupled weight decay."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    """Gradients are scaled down to this norm."""
+    """Gradients are clipped to this norm."""
     max_abs_advantage: Annotated[float, Field(gt=0)] = 10_000.0
-    """A sample whose advantage is larger at any token, either way, is refused, and its prompt group
+    """A sample with a larger absolute advantage at any token is rejected, and its prompt group
     fails."""
     max_steps_not_finite: Positive = 3
-    """So many train steps in a row whose loss or gradient is not finite end the run. Each of them
-    skips its update: the next version has the same weights."""
+    """Consecutive train steps with a loss or gradient that is not finite before the run ends. Each
+    of them skips its update: the next version has the same weights."""
     max_tokens_per_micro_batch: OrDerived[Positive] = DERIVED
-    """Budget of one micro-batch in cells: its tokens, and where samples can't share rows their
-    padding too. A longer sample stands alone.
-    Derived: the memory of the trainer, less parameters, gradients, optimizer and the other models
-        there, divided by the
-    activations of a cell; at most 16,384 on a GPU and 8,192 on the CPU."""
+    """Budget of one micro-batch in token cells, including padding where samples can't share rows. A
+    longer sample gets a micro-batch of its own. Derived: free memory of the trainer, after
+    parameters, gradients, optimizer and other models, divided by the activations of a cell; at most
+    16,384 on a GPU and 8,192 on the CPU."""
     share_prompts: bool = True
-    """Compute a prompt once for the samples of its group in a micro-batch, where that is cheaper;
-    the same within rounding."""
+    """Compute a prompt once for all samples of its prompt group in a micro-batch, where that is
+    cheaper; the same result within rounding."""
     checkpoint_every: Positive = 50
-    """Steps between checkpoints at most; between them recovery replays the log."""
+    """Maximum steps between checkpoints; recovery replays the log from the newest one."""
     checkpoint_seconds: Seconds = 900.0
-    """Time between checkpoints, as far as steps allow: one is also begun at the end of the first
-    step that ends so long after the last one began. So recovery replays about as much work, however
-    long a step takes."""
+    """Maximum time between checkpoints: one also begins at the end of the first step that ends this
+    long after the last checkpoint began. So recovery replays about the same amount of work for slow
+    and fast steps."""
     keep_checkpoints: Positive = 2
-    """Newest checkpoints that are kept."""
+    """Number of newest checkpoints to keep."""
     threads: OrDerived[Annotated[int, Field(ge=0)]] = DERIVED
-    """CPU threads of a rank, and of scorers; 0 takes all processors that the process may use.
-    Derived: the processors, divided among the workers that compute on this machine."""
+    """CPU threads of a rank and of scorers; 0 uses all available processors. Derived: the
+    processors, divided among the workers that compute on this machine."""
     collective_timeout_seconds: Seconds = 1800.0
-    """Deadline of a collective between ranks: longer than the slowest rank needs for its part of
-    a step and rank 0 for writing a version. A rank that dies is noticed at once, whatever this
-    says."""
+    """Deadline of a collective between ranks: longer than the slowest rank's part of a step, and
+    than rank 0's writing of a version. A dead rank is detected at once, whatever this is."""
 
     @property
     def has_mini_batches(self) -> bool:
@@ -92,20 +89,19 @@ class TrainerConfig(Section):
 
 
 class SftWarmupConfig(Section):
-    """A short supervised start, where reinforcement learning from random weights finds nothing to
-    reinforce.
+    """A short supervised warm-up, for models with random weights that would get no reward
+    otherwise.
     """
 
     steps: Annotated[int, Field(ge=0)] = 0
-    """Supervised steps at most; 0 means none."""
+    """Maximum supervised steps; 0 disables the warm-up."""
     target_loss: Annotated[float, Field(ge=0)] = 0.0
-    """End the SFT warm-up once the loss per answer token, in nats, is below this: what is left is
-    for reinforcement learning."""
+    """End the warm-up once the loss per target token, in nats, is below this."""
     batch_size: Positive = 64
     """Problems in a supervised step."""
     learning_rate: Annotated[float, Field(gt=0)] = 3e-3
     """AdamW's learning rate in the supervised steps."""
     assistant_turns_key: Text = ""
-    """Where the run has an environment: what of a row's metadata lists the answers that a policy
-    would give one after the other. The environment is asked between them, and all of them are
-    learnt. Empty learns the reference answer, as the only one."""
+    """For runs with an environment: metadata key of a row that lists the assistant turns in order.
+    The environment is called between them, and all of them are trained on. Empty trains on the
+    reference answer alone."""

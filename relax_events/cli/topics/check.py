@@ -24,7 +24,7 @@ def check(config: Path, *overrides: str, output: Output = "table") -> int:
         findings = check_topics(settings, admin)
     rows = [
         [
-            "note" if item.is_note else "ok" if item.is_good else "NO",
+            "note" if item.is_note else "ok" if item.is_good else "FAIL",
             item.what,
             item.text,
             item.remedy,

@@ -72,7 +72,7 @@ def _show_changes(
     settings: RunConfig, admin: Admin, allow: tuple[str, ...], output: Output
 ) -> list[Change]:
     """Show the whole plan; return what `apply` would have to do."""
-    from relax_events.ops.topic_apply import DANGERS, plan_changes, count_records_at_risk
+    from relax_events.ops.topic_apply import DANGERS, count_records_at_risk, plan_changes
     from relax_events.topics import TopicPlan
 
     topics = TopicPlan.from_config(settings)

@@ -47,9 +47,9 @@ def reset(
     from relax_events.ops.offset_reset import (
         ResetTarget,
         apply_reset,
+        parse_time_ms,
         plan_reset,
         require_safe_reset,
-        parse_time_ms,
     )
 
     with open_run(config, overrides) as (settings, admin):
