@@ -2,16 +2,11 @@
 
 from benchmarks import (
     bus,
-    codec,
     curves,
     elastic,
-    endurance,
     footprint,
     kernels,
     log_size,
-    media,
-    rewards,
-    scrape,
     shared_prompts,
     skip,
     starting,
@@ -22,16 +17,12 @@ from benchmarks import (
     workloads,
 )
 
-codec.main()
-rewards.main()
 kernels.main()
 shared_prompts.main()
 bus.main()
 skip.main()
 footprint.main()
 log_size.main()
-media.main()
-scrape.main()
 sync_async.main()
 weights.main()
 weight_changes.main()
@@ -40,4 +31,3 @@ curves.main()
 workloads.main()
 starting.main()
 elastic.main()
-endurance.main()

@@ -22,7 +22,7 @@ from relax_events.kafka.embedded import EmbeddedBroker
 from relax_events.staleness import IssuedGroup, Place
 from relax_events.topics import count_slots
 from workers.prompter import seed_of
-from workers.rollout import sample_seed
+from relax_events.roles.generation_request import sample_seed
 
 FOLDER = Path(__file__).parent
 PROMPTS = [

@@ -17,16 +17,16 @@ from relax_events.kafka.records import ProducerRecord, Record
 TIMEOUT_SECONDS = 60.0
 MEMBER = """
 import sys
-from relax_events.broker.connection import Connection
-from relax_events.broker.consumer import GroupConsumer
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.consumer import SubscribedConsumer
 bootstrap_servers, client_id, group, topic = sys.argv[1:]
-consumer = GroupConsumer(Connection(bootstrap_servers, client_id=client_id), consumer_group=group, topics=[topic])
+consumer = SubscribedConsumer(Connection(bootstrap_servers, client_id=client_id), consumer_group=group, topics=[topic])
 while len(consumer.positions) < 4:
     consumer.fetch(timeout_seconds=0.2)
 print("assigned")
 sys.stdin.read()
 """
-"""Joins a group at four partitions and says so: for `other_process`, with bootstrap servers, client
+"""Program that joins a group, prints a line once it has four partitions, and waits: for `other_process`, with bootstrap servers, client
 id, group and topic."""
 
 LOG_APART = "import sys, structlog\nstructlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))\n"

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from relax_events.config import RunConfig
 from relax_events.errors import PoisonSample, WeightsError
 from relax_events.events.types import Event, PolicyVersionPublished
-from relax_events.roles.logprob_processor import Evaluating, open_scorer
+from relax_events.roles.logprob_processor import LogprobScorer, open_scorer
 from relax_events.roles.worker_factory import open_store, open_worker
 from relax_events.runtime.processors import SampleLoop
 from relax_events.runtime.worker import Worker
@@ -40,7 +40,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
             scorer,
             StoreReader(store, full_snapshot_interval=config.weights.full_snapshot_interval),
         )
-        evaluate = Evaluating(
+        evaluate = LogprobScorer(
             worker, scorer, model_role="actor", topic="actor.logprobs", use_version=versions.use
         )
         SampleLoop(

@@ -14,7 +14,7 @@ An input offset is committed when the values are acknowledged; learning commits 
 from __future__ import annotations
 
 from relax_events.config import RunConfig
-from relax_events.roles.logprob_processor import Evaluating
+from relax_events.roles.logprob_processor import LogprobScorer
 from relax_events.roles.worker_factory import open_store, open_worker
 from relax_events.runtime.processors import SampleLoop
 from relax_events.training.backend.factory import find_backend
@@ -27,7 +27,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
     with open_worker("critic", config, index=index, store=store) as worker:
         critic = find_backend(config).open_critic(config)
         with CriticLearner(worker, critic, store) as learning:
-            evaluate = Evaluating(
+            evaluate = LogprobScorer(
                 worker,
                 critic,
                 model_role="critic",

@@ -29,6 +29,7 @@ from relax_events.errors import WeightsError
 from relax_events.events.types import Event, PolicyEvaluated, PolicyVersionPublished
 from relax_events.media.library import MediaLibrary
 from relax_events.rewards.pool import RewardPool
+from relax_events.roles.engine_factory import open_rollout_engine
 from relax_events.roles.evaluation_pass import EvaluationPass
 from relax_events.roles.worker_factory import open_store, open_worker
 from relax_events.runtime.control_follower import RECENT_VERSIONS
@@ -36,7 +37,6 @@ from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.worker import Worker
 from relax_events.weights.manifest import Weights
 from relax_events.weights.transport import StoreReader, WeightsReader
-from workers.rollout import open_rollout_engine
 
 log = structlog.get_logger()
 IDLE_SECONDS = 0.5

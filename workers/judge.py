@@ -30,13 +30,13 @@ from relax_events.kafka.records import ProducerRecord
 from relax_events.rewards.run_judge import JudgeReward, load_judge_rewards
 from relax_events.rewards.scores import Score, parse_score
 from relax_events.rewards.scoring import build_reward_item, build_sample_scored, read_source
-from relax_events.roles.engine_monitor import EngineWatch
+from relax_events.roles.engine_factory import open_engine
+from relax_events.roles.engine_monitor import EngineMonitor
 from relax_events.roles.worker_factory import open_worker
 from relax_events.runtime.concurrent_processor import ConcurrentLoop, Done, Key
 from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.worker import Worker
 from relax_events.telemetry.component_metrics import RoutingMetrics
-from workers.rollout import open_engine
 
 log = structlog.get_logger()
 
@@ -98,7 +98,7 @@ class JudgeScorer:
             judged,
             worker.config.judge,
         )
-        self._watch = EngineWatch(worker, engine, config=worker.config.judge.engine)
+        self._monitor = EngineMonitor(worker, engine, config=worker.config.judge.engine)
         self._renderer = load_judge_renderer(worker.config.judge, worker.config.data)
         self._numbers = count()
         self._asked: dict[str, PendingSample] = {}
@@ -134,7 +134,7 @@ class JudgeScorer:
     def poll(self, *, timeout_seconds: float) -> list[Done]:
         """Give what is judged, waiting for the first."""
         if self._asked:
-            with self._watch.doing("generating"):
+            with self._monitor.activity("generating"):
                 generated = self._engine.poll(
                     timeout_seconds=0.0 if self._done else timeout_seconds
                 )

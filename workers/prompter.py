@@ -121,7 +121,7 @@ class PrompterLoop:
             if self._config.data.prompt_filter
             else 1,
             first_row=self._config.parent.from_row,
-            beat=self._beat,
+            heartbeat=self._beat,
         )
         # A record batch for each prompt group, so that a share consumer can lease one at a time.
         self._producer = RecordProducer(worker.connection, one_record_per_batch=True)

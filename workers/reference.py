@@ -6,7 +6,7 @@ Consumes rollout.samples, produces LogprobsComputed on reference.logprobs.
 from __future__ import annotations
 
 from relax_events.config import RunConfig
-from relax_events.roles.logprob_processor import Evaluating, open_scorer
+from relax_events.roles.logprob_processor import LogprobScorer, open_scorer
 from relax_events.roles.worker_factory import open_worker
 from relax_events.runtime.processors import SampleLoop
 
@@ -15,7 +15,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
     """Run the role until it is asked to stop."""
     with open_worker("reference", config, index=index) as worker:
         scorer = open_scorer(worker, model=config.model.routing_freely)
-        evaluate = Evaluating(
+        evaluate = LogprobScorer(
             worker,
             scorer,
             model_role="reference",

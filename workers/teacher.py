@@ -15,7 +15,7 @@ from relax_events.config import RunConfig
 from relax_events.errors import ConfigError
 from relax_events.events.types import SampleRolledOut
 from relax_events.models.token_table import require_same_vocabulary
-from relax_events.roles.logprob_processor import Evaluating, open_scorer
+from relax_events.roles.logprob_processor import LogprobScorer, open_scorer
 from relax_events.roles.worker_factory import open_worker
 from relax_events.runtime.processors import SampleLoop
 from relax_events.runtime.worker import Worker
@@ -27,7 +27,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
     with open_worker("teacher", config, index=index) as worker:
         SampleLoop(
             worker,
-            Teaching(worker, open_teacher(worker)),
+            TeacherScorer(worker, open_teacher(worker)),
             max_tokens=config.trainer.max_tokens_per_micro_batch,
         ).run()
 
@@ -50,7 +50,7 @@ def open_teacher(worker: Worker) -> Scorer:
     return open_scorer(worker, model=model, threads=config.teacher.threads)
 
 
-class Teaching(Evaluating):
+class TeacherScorer(LogprobScorer):
     """Turns record batches of samples into what the algorithm compares the policy with."""
 
     def __init__(self, worker: Worker, scorer: Scorer) -> None:

@@ -112,7 +112,7 @@ def doctor(config: Path, *overrides: str) -> int:
 
     findings, derived = run_checks_with_defaults(load_run_config(config, overrides))
     for finding in findings:
-        print(f"{'ok ' if finding.is_good else 'NO '} {finding.what}: {finding.text}")
+        print(f"{'ok  ' if finding.is_good else 'FAIL'} {finding.what}: {finding.text}")
     if derived:
         print("\nthe run file leaves out, and the run takes:")
         print_table(

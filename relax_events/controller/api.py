@@ -84,9 +84,11 @@ def build_app(
 ) -> RequestGuard:
     """Build the application.
 
-    Args: service: Answers the calls, in the controller's thread. put: Hands a task to that thread.
-    token: Required of every call, before its body is read. host: The address that the server
-    listens on.
+    Args:
+        service: Answers the calls, in the controller's thread.
+        put: Hands a task to that thread.
+        token: Required of every call, before its body is read.
+        host: The address that the server listens on.
     """
     app = FastAPI(
         title="Relax Events", version=__version__, summary=SUMMARY, docs_url=None, redoc_url=None

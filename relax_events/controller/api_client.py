@@ -28,8 +28,9 @@ class ScaleClient:
     ) -> dict[str, Any]:
         """Call a route under `/rollout` and return its response.
 
-        Raises: ConfigError: The call is rejected for its arguments. CheckFailed: The API does not
-        respond, or another request must finish first.
+        Raises:
+            ConfigError: The call is rejected for its arguments.
+            CheckFailed: The API does not respond, or another request must finish first.
         """
         headers = {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"} | (
             {"Idempotency-Key": key} if key else {}

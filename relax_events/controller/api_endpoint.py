@@ -73,7 +73,8 @@ class ApiEndpointFile:
     def read_url(self) -> str:
         """Return the address of the API.
 
-        Raises: CheckFailed: No address was written here.
+        Raises:
+            CheckFailed: No address was written here.
         """
         try:
             return str(orjson.loads(self.address_file.read_bytes())["url"])

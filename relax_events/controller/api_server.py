@@ -38,8 +38,8 @@ def is_served(config: ScalingConfig) -> bool:
 def require_api_port(config: RunConfig) -> str:
     """Return the address of the API, once it belongs to this machine and its port is free.
 
-    Raises: EnvironmentProblem: The address or the port can't be used; the text names the key to
-    set.
+    Raises:
+        EnvironmentProblem: The address or the port can't be used; the text names the key to set.
     """
     if not is_served(config.scaling):
         return (
@@ -72,8 +72,9 @@ class ApiServer:
     ) -> None:
         """Listen.
 
-        Raises: EnvironmentProblem: The port is taken, or the address is not this machine's.
-        ConfigError: There is no token.
+        Raises:
+            EnvironmentProblem: The port is taken, or the address is not this machine's.
+            ConfigError: There is no token.
         """
         endpoint = ApiEndpointFile.from_config(config)
         self._endpoint, self._host = endpoint, config.scaling.host

@@ -30,11 +30,15 @@ MIN_COVERAGE = 0.8
 class Observation:
     """The load at one time; None where it is unknown.
 
-    Attributes: at: Microseconds since the epoch. num_workers: Rollout workers that take work.
-    usage: Prompt groups that they hold, as a share of their capacity. queued: Queued prompt groups
-    without a lease, per worker. groups_per_second: Prompt groups that all workers finish per
-    second. wait: Share of the newest train step that the trainer waited for samples. staleness:
-    Mean staleness of the newest train step, as a share of the bound; 0 where the bound is 0.
+    Attributes:
+        at: Microseconds since the epoch.
+        num_workers: Rollout workers that take work.
+        usage: Prompt groups that they hold, as a share of their capacity.
+        queued: Queued prompt groups without a lease, per worker.
+        groups_per_second: Prompt groups that all workers finish per second.
+        wait: Share of the newest train step that the trainer waited for samples.
+        staleness: Mean staleness of the newest train step, as a share of the bound; 0 where the
+            bound is 0.
     """
 
     at: int
@@ -66,10 +70,13 @@ def decide(
 ) -> Decision | None:
     """Return the decision to scale now, or None.
 
-    Args: looks: Observations, oldest first; the time of the newest is the current time. rules: Of
-    the run file. pool: Bounds of the rollout workers. num_wanted: Current desired number of
-    workers. last_out_at: When the autoscaler last added workers; 0 for never. last_in_at: When it
-    last removed workers; 0 for never.
+    Args:
+        looks: Observations, oldest first; the time of the newest is the current time.
+        rules: Of the run file.
+        pool: Bounds of the rollout workers.
+        num_wanted: Current desired number of workers.
+        last_out_at: When the autoscaler last added workers; 0 for never.
+        last_in_at: When it last removed workers; 0 for never.
     """
     if not looks or not looks[-1].num_workers:
         return None
@@ -201,8 +208,10 @@ class Autoscaler:
     def poll(self, *, now: int, num_unfinished: int | None) -> None:
         """Observe the load if an observation is due, and request what the policy decides.
 
-        Args: now: Microseconds since the epoch. num_unfinished: Unfinished prompt groups on the
-        queue; None where the broker does not report it.
+        Args:
+            now: Microseconds since the epoch.
+            num_unfinished: Unfinished prompt groups on the queue; None where the broker does not
+                report it.
         """
         pool = self._service.bounds.pools.get(DEFAULT_MODEL)
         is_due = (

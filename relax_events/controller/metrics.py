@@ -54,12 +54,12 @@ class HealthMetrics(Collector):
         labels = ["role", "symptom"]
         restarts = CounterMetricFamily(
             "relax_health_restarts",
-            "Workers that the health manager had start again, by what was wrong.",
+            "Workers that the health manager restarted, by symptom.",
             labels=labels,
         )
         sick = GaugeMetricFamily(
             "relax_health_unhealthy_workers",
-            "Workers with which something is wrong now.",
+            "Workers that are unhealthy now, by symptom.",
             labels=labels,
         )
         for role in sorted({*self._roles, *(role for role, _ in (*restarted, *troubled))}):
@@ -68,7 +68,7 @@ class HealthMetrics(Collector):
                 sick.add_metric([role, symptom], troubled[role, symptom])
         starts = CounterMetricFamily(
             "relax_worker_starts",
-            "Workers that were started, by whoever, while the controller was there.",
+            "Worker starts since the controller started, of any cause.",
             labels=["role"],
         )
         for role in sorted({*self._roles, *self._state.num_starts}):
@@ -77,7 +77,7 @@ class HealthMetrics(Collector):
         num_restores = len({act.at for act in acts if act.level is RecoveryLevel.PIPELINE_RESTART})
         yield CounterMetricFamily(
             "relax_pipeline_restarts",
-            "Times that all workers of the pipeline were made to begin anew.",
+            "Restarts of all workers of the pipeline.",
             value=num_restores,
         )
         yield GaugeMetricFamily(
@@ -106,17 +106,17 @@ class ScaleMetrics(Collector):
         labels = ["role", "direction", "status"]
         pending = GaugeMetricFamily(
             "relax_scale_requests_open",
-            "Requests for which something is still to be done.",
+            "Scaling requests that are not finished.",
             labels=labels,
         )
         over = CounterMetricFamily(
             "relax_scale_requests",
-            "Requests for more or fewer workers that are over.",
+            "Finished scaling requests.",
             labels=labels,
         )
         wanted = GaugeMetricFamily(
             "relax_workers_desired",
-            "Workers that there shall be, those of the start among them.",
+            "Desired number of workers, including those started with the run.",
             labels=["role"],
         )
         for pool in self._bounds.pools.values():
@@ -160,7 +160,7 @@ class RunMetrics(Collector):
         """Give every metric family, from what the state holds now."""
         yield CounterMetricFamily(
             "relax_train_steps",
-            "Train steps that were committed, in all of the run.",
+            "Committed train steps, in the whole run.",
             value=self._state.num_steps,
         )
         for name, text, value in self._standing():
@@ -190,42 +190,42 @@ class RunMetrics(Collector):
         return [
             (
                 "relax_train_steps_target",
-                "Train steps at which the run has reached its goal.",
+                "Train step at which the run ends.",
                 config.num_train_steps,
             ),
             (
                 "relax_run_ended",
-                "1 when the run has reached its goal or was given up, else 0.",
+                "1 when the run has completed or was aborted, else 0.",
                 int(state.ended is not None),
             ),
             (
                 "relax_run_inactive",
-                "1 when the run has ended or is paused, else 0; alerts go by it.",
+                "1 when the run has ended or is paused, else 0; alerts use it.",
                 int(bool(state.ended) or state.is_paused),
             ),
             (
                 "relax_published_policy_version",
-                "The newest policy version; it is that of the starting weights at first.",
+                "The newest policy version; initially that of the starting weights.",
                 state.policy_version,
             ),
             (
                 "relax_staleness_bound_versions",
-                "Policy versions that a sample may be behind when it is trained.",
+                "Maximum staleness of a trained sample, in policy versions.",
                 config.run.max_staleness,
             ),
             (
                 "relax_prompt_groups_consecutive_failures",
-                "Prompt groups that failed one after the other, since one was trained last.",
+                "Prompt groups that failed since the last one was trained.",
                 state.num_consecutive_failures,
             ),
             (
                 "relax_prompt_groups_consecutive_failures_limit",
-                "So many failures in a row end the run.",
+                "Consecutive failures that end the run.",
                 config.run.max_failed_prompt_groups,
             ),
             (
                 "relax_train_step_samples",
-                "Samples that a train step takes.",
+                "Samples of a train step.",
                 config.run.prompts_per_step * config.run.samples_per_prompt,
             ),
             (
@@ -246,17 +246,17 @@ class RunMetrics(Collector):
         )
         figures = GaugeMetricFamily(
             "relax_train_step_metric",
-            "Figures of the newest train step, by name.",
+            "Metrics of the newest train step, by name.",
             labels=["metric"],
         )
         phases = GaugeMetricFamily(
             "relax_train_step_phase_seconds",
-            "Time that the newest train step took, by phase.",
+            "Duration of the phases of the newest train step.",
             labels=["phase"],
         )
         staleness = GaugeMetricFamily(
             "relax_staleness_max_versions",
-            "Policy versions that the oldest sample of the newest train step was behind.",
+            "Largest staleness of a sample of the newest train step, in policy versions.",
         )
         for step in steps:
             committed.add_metric([], step.committed_at / MICROS)
@@ -286,7 +286,9 @@ class RunMetrics(Collector):
         ]
         counts = Counter((beat.role, standing) for beat, standing in standings)
         family = GaugeMetricFamily(
-            "relax_workers", "Workers by role and by what they said last.", labels=["role", "state"]
+            "relax_workers",
+            "Workers by role and by state of their newest heartbeat.",
+            labels=["role", "state"],
         )
         for role in sorted({*self._config.roles(), *(role for role, _ in counts)}):
             for state in (*LIVE, *GONE):
@@ -301,7 +303,7 @@ class RunMetrics(Collector):
         ]
         behind = GaugeMetricFamily(
             "relax_engine_behind_versions",
-            "Policy versions that the slowest live engine is behind the newest.",
+            "Policy versions by which the slowest live engine is behind the newest.",
         )
         if served and self._state.policy_version >= 0:
             behind.add_metric([], self._state.policy_version - min(served))
@@ -317,7 +319,7 @@ class RunMetrics(Collector):
         }
         version = GaugeMetricFamily(
             "relax_evaluation_policy_version",
-            "Policy version that was evaluated last.",
+            "Newest policy version that was evaluated.",
             labels=["dataset"],
         )
         reward = GaugeMetricFamily(
@@ -337,20 +339,20 @@ class RunMetrics(Collector):
         """
         queued = GaugeMetricFamily(
             "relax_prompt_groups_queued",
-            "Prompt groups on the queue that are not finished, those in work included.",
+            "Unfinished prompt groups on the queue, including those in flight.",
         )
         if self.num_queued is not None:
             queued.add_metric([], self.num_queued)
         free = GaugeMetricFamily(
             "relax_disk_free_ratio",
-            "Share of the disk that is free where the controller has the run's directory.",
+            "Free share of the disk that holds the run's directory, on the controller's machine.",
         )
         if self._config.run.directory.exists():
             usage = shutil.disk_usage(self._config.run.directory)
             free.add_metric([], usage.free / usage.total)
         partitions = GaugeMetricFamily(
             "relax_partitions",
-            "Partitions of the run's topics by what is wrong with them.",
+            "Unhealthy partitions of the run's topics, by problem.",
             labels=["state"],
         )
         for state, count in self.partitions.items():

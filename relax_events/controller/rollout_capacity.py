@@ -45,8 +45,11 @@ def max_rollout_workers(config: RunConfig, size: int) -> int:
 def require_rollout_capacity(config: RunConfig, size: int | None) -> str:
     """Return the capacity for rollout workers as text.
 
-    Args: config: The run. size: As `read_share_group_size` returns it. Raises: ConfigError: The
-    initial rollout workers do not fit.
+    Args:
+        config: The run.
+        size: As `read_share_group_size` returns it.
+    Raises:
+        ConfigError: The initial rollout workers do not fit.
     """
     if not has_share_group(config):
         return "no share group"

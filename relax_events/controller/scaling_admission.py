@@ -40,11 +40,14 @@ class ConflictError(RejectedError):
 class ScaleCommand:
     """A caller's wish.
 
-    Attributes: kind: Add or remove workers. model: The model whose workers are meant. target:
-    Wanted number of workers, the initial ones included; 0 when `urls` are given. urls: Servers to
-    attach to, or to detach. timeout_seconds: Time limit of the request; None for the run file's.
-    force: Remove workers without draining them. key: Idempotency key, by which a repeated call is
-    recognised; empty for none.
+    Attributes:
+        kind: Add or remove workers.
+        model: The model whose workers are meant.
+        target: Wanted number of workers, the initial ones included; 0 when `urls` are given.
+        urls: Servers to attach to, or to detach.
+        timeout_seconds: Time limit of the request; None for the run file's.
+        force: Remove workers without draining them.
+        key: Idempotency key, by which a repeated call is recognised; empty for none.
     """
 
     kind: Kind
@@ -85,8 +88,13 @@ def admit(
 ) -> Admission:
     """Decide on a command, and change nothing.
 
-    Args: state: The folded log. bounds: Of the run. command: Of the caller. now: Microseconds since
-    the epoch. Raises: RejectedError, NotFoundError, ConflictError: The command is not accepted.
+    Args:
+        state: The folded log.
+        bounds: Of the run.
+        command: Of the caller.
+        now: Microseconds since the epoch.
+    Raises:
+        RejectedError, NotFoundError, ConflictError: The command is not accepted.
     """
     if (known := _find_repeated_call(state, command)) is not None:
         return Admission(known, False, f"request {known.request_id} was made by an identical call")
@@ -295,8 +303,9 @@ def _describe(command: ScaleCommand, pool: WorkerPool, found: Sequence[ElasticWo
 def require_cancellable(request: ScaleRequest) -> ScaleRequest:
     """Return a request that may be cancelled.
 
-    Raises: RejectedError: The request is over, or removes workers: a drain that has begun is not
-    undone.
+    Raises:
+        RejectedError: The request is over, or removes workers: a drain that has begun is not
+            undone.
     """
     if request.kind is Kind.IN:
         raise RejectedError(

@@ -26,12 +26,16 @@ CONFIRM_SECONDS = 30.0
 class WorkerPool:
     """The workers of a model by the run file.
 
-    Attributes: model: Name of the model in the API. role: The role that serves it. num_at_start:
-    Initial number of workers; they are never removed. max_workers: Upper bound, for the reason
-    `limit`. limit: The origin of the bound, with the remedy. timeout: Microseconds that added
-    workers may take until they serve, by default. least_timeout: Microseconds that their server may
-    take by its own limit to start and load; the minimum of a request's timeout. urls: Servers that
-    the initial workers are attached to, one worker each.
+    Attributes:
+        model: Name of the model in the API.
+        role: The role that serves it.
+        num_at_start: Initial number of workers; they are never removed.
+        max_workers: Upper bound, for the reason `limit`.
+        limit: The origin of the bound, with the remedy.
+        timeout: Microseconds that added workers may take until they serve, by default.
+        least_timeout: Microseconds that their server may take by its own limit to start and load;
+            the minimum of a request's timeout.
+        urls: Servers that the initial workers are attached to, one worker each.
     """
 
     model: str

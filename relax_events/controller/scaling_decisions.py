@@ -23,8 +23,10 @@ OUT_STAGES = (Status.CREATING, Status.HEALTH_CHECKING, Status.WEIGHT_SYNCING, St
 def decide(state: ScaleState, bounds: ScalingBounds, *, now: int) -> list[RunCommanded]:
     """Return the next command of each request that has one; apply them and call again.
 
-    Args: state: The folded log. Commands must be applied to it as soon as they are sent. bounds: Of
-    the run. now: Microseconds since the epoch.
+    Args:
+        state: The folded log. Commands must be applied to it as soon as they are sent.
+        bounds: Of the run.
+        now: Microseconds since the epoch.
     """
     if state.is_over:
         return []

@@ -51,7 +51,8 @@ class MainThreadTask(Generic[Result]):
     def wait(self, timeout_seconds: float) -> Result:
         """Wait for the result; a call that has not begun by then is dropped.
 
-        Raises: TimeoutError: The controller's thread did not run it in time.
+        Raises:
+            TimeoutError: The controller's thread did not run it in time.
         """
         try:
             return self._future.result(timeout_seconds)
@@ -74,7 +75,8 @@ class ScalingService:
     def scale(self, command: ScaleCommand, *, dry_run: bool) -> ApiResponse:
         """Open a request, unless there is nothing to do or this is a dry run.
 
-        Raises: RejectedError: The command can't be carried out; the text names the reason.
+        Raises:
+            RejectedError: The command can't be carried out; the text names the reason.
         """
         found = admission.admit(self.state, self.bounds, command, now=now_micros())
         request = found.request

@@ -65,7 +65,7 @@ class WarmupConversations:
         Raises:
             ConfigError: It does not bring its answers, or the environment ends the sample before
                 the last of them.
-            PoisonSample: The environment failed; or the chat template refuses the conversation.
+            PoisonSample: The environment failed; or the chat template rejects the conversation.
         """
         answers = read_assistant_turns(row, key=self._config.sft_warmup.assistant_turns_key)
         references = [self._library.add(item) for item in row.media]

@@ -40,7 +40,8 @@ class Cluster:
     ) -> Cluster:
         """Return the broker that a command's options name.
 
-        Raises: ConfigError: They name two.
+        Raises:
+            ConfigError: They name two.
         """
         if config is not None and bootstrap_servers:
             raise ConfigError(

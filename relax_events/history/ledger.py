@@ -71,8 +71,10 @@ class OffsetReader(Protocol):
 def read_ledger(config: RunConfig) -> Ledger:
     """Read a run's log into a ledger; of a replay also the parent's steps that it was to train.
 
-    Raises: BrokerError: A record with a decision of the trainer fails its checksum: without it
-    nothing can be verified. ConfigError: The broker has no topics of this run.
+    Raises:
+        BrokerError: A record with a decision of the trainer fails its checksum: without it nothing
+            can be verified.
+        ConfigError: The broker has no topics of this run.
     """
     connection = Connection.from_config(config.broker, client_id=f"{config.run.id}.ledger")
     admin = Admin(connection)

@@ -47,8 +47,9 @@ class RunFollower(AbstractContextManager["RunFollower"]):
     def __init__(self, config: RunConfig, *, name: str) -> None:
         """Read nothing yet.
 
-        Args: config: The run, with the broker's address and the principal filled in. name:
-        Distinguishes clients in the broker's log.
+        Args:
+            config: The run, with the broker's address and the principal filled in.
+            name: Distinguishes clients in the broker's log.
         """
         self.config, self.state = config, RunState()
         self.connection = Connection.from_config(config.broker, client_id=f"{config.run.id}.{name}")
@@ -87,7 +88,8 @@ class RunFollower(AbstractContextManager["RunFollower"]):
     def send(self, command: RunCommanded) -> None:
         """Write a command, and wait until the broker has acknowledged it.
 
-        Raises: BrokerError: The broker did not acknowledge it.
+        Raises:
+            BrokerError: The broker did not acknowledge it.
         """
         with closing(RecordProducer(self.connection)) as producer:
             producer.write(
@@ -122,9 +124,11 @@ class RunFollower(AbstractContextManager["RunFollower"]):
 class StopResult:
     """The result of stopping a run.
 
-    Attributes: status: The run's status before: only a `running` one is stopped. drained: Workers
-    that have drained and sent STOPPED. not_drained: Workers that had not by the deadline. seconds:
-    How long it took.
+    Attributes:
+        status: The run's status before: only a `running` one is stopped.
+        drained: Workers that have drained and sent STOPPED.
+        not_drained: Workers that had not by the deadline.
+        seconds: How long it took.
     """
 
     run_id: str
@@ -152,8 +156,11 @@ def stop_run(config: RunConfig, *, timeout_seconds: float) -> StopResult:
     """Command all workers of a run to drain, wherever they run, and wait for it; the same `relax
     run` resumes the run.
 
-    Args: config: The run, with the broker's address and the principal filled in. timeout_seconds:
-    How long to wait for the workers. Raises: BrokerError: The log can't be read or written.
+    Args:
+        config: The run, with the broker's address and the principal filled in.
+        timeout_seconds: How long to wait for the workers.
+    Raises:
+        BrokerError: The log can't be read or written.
     """
     started = time.monotonic()
     with RunFollower(config, name="stop") as watch:

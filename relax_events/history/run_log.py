@@ -62,9 +62,12 @@ class RunLog(AbstractContextManager["RunLog"]):
     def __init__(self, config: RunConfig, *, name: str) -> None:
         """Open the log, and read its schemas, versions and end offsets.
 
-        Args: config: The run, with the broker's address filled in. name: Distinguishes clients in
-        the broker's log. Raises: BrokerUnavailable: No broker answered. ConfigError: The broker has
-        no topics of this run.
+        Args:
+            config: The run, with the broker's address filled in.
+            name: Distinguishes clients in the broker's log.
+        Raises:
+            BrokerUnavailable: No broker answered.
+            ConfigError: The broker has no topics of this run.
         """
         self.config, self.plan, self.codec = config, TopicPlan.from_config(config), EventCodec()
         self.unreadable = Unreadable()
@@ -149,8 +152,10 @@ class RunLog(AbstractContextManager["RunLog"]):
         A record that was written for a version after its slot had passed on lies among the next
         owner's records, and is not found.
 
-        Args: entity: A sample topic, for example `rollout.samples`. versions: Policy versions;
-        those that were never published are left out. shard: Take only this shard's partitions.
+        Args:
+            entity: A sample topic, for example `rollout.samples`.
+            versions: Policy versions; those that were never published are left out.
+            shard: Take only this shard's partitions.
         """
         topic = self.plan.topic(entity)
         owners = {

@@ -28,9 +28,12 @@ EVENT_BYTES = BLOCK_BYTES = 65_536
 class LogLine:
     """A line of a log.
 
-    Attributes: worker: Its writer, by the name of its file. at: ISO 8601, UTC; of a line without a
-    time, that of the line before it in the same log. level: One of `LEVELS`; empty for a line that
-    is no log event, such as a traceback or printed text. text: The readable text.
+    Attributes:
+        worker: Its writer, by the name of its file.
+        at: ISO 8601, UTC; of a line without a time, that of the line before it in the same log.
+        level: One of `LEVELS`; empty for a line that is no log event, such as a traceback or
+            printed text.
+        text: The readable text.
     """
 
     worker: str
@@ -86,8 +89,11 @@ def _value(value: object) -> str:
 def log_files(folder: Path, workers: Collection[str] = ()) -> dict[str, Path]:
     """Return a run's logs by writer: workers, `run` (`relax run` itself) and `starter`.
 
-    Args: folder: Of the logs. workers: Ids or roles of the wanted logs; none stands for all.
-    Raises: ConfigError: There are none, or a wanted one is missing.
+    Args:
+        folder: Of the logs.
+        workers: Ids or roles of the wanted logs; none stands for all.
+    Raises:
+        ConfigError: There are none, or a wanted one is missing.
     """
     found = {path.stem: path for path in sorted(folder.glob("*.log"))}
     if not found:
@@ -113,7 +119,9 @@ def read_lines(
 ) -> Iterator[LogLine]:
     """Read the lines of several logs in order of time.
 
-    Args: files: As from `log_files`. ends: End position of each file; by default its end.
+    Args:
+        files: As from `log_files`.
+        ends: End position of each file; by default its end.
     """
     known = ends or {}
     return merge(
@@ -160,8 +168,11 @@ class LogTail:
     def __init__(self, folder: Path, workers: Sequence[str] = ()) -> None:
         """Watch from now on.
 
-        Args: folder: Of the logs. workers: As for `log_files`. Raises: ConfigError: As for
-        `log_files`; or the kernel has no watch left.
+        Args:
+            folder: Of the logs.
+            workers: As for `log_files`.
+        Raises:
+            ConfigError: As for `log_files`; or the kernel has no watch left.
         """
         self._folder, self._workers = folder, tuple(workers)
         self._parsers: dict[str, LogParser] = {}

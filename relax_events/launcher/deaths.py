@@ -21,7 +21,9 @@ show their progress."""
 class Progress:
     """The progress of the run according to the control log.
 
-    Attributes: num_steps: Committed train steps. heartbeats: The newest heartbeat of each worker.
+    Attributes:
+        num_steps: Committed train steps.
+        heartbeats: The newest heartbeat of each worker.
     """
 
     num_steps: int = 0
@@ -42,9 +44,11 @@ class Progress:
 class DeathCount:
     """Consecutive deaths of a worker.
 
-    Attributes: num_idle: Deaths without progress of the worker itself; they lengthen the delay of
-    its restart. num_stalled: Deaths without that and without a committed step of the run.
-    num_steps: Committed steps at the newest death.
+    Attributes:
+        num_idle: Deaths without progress of the worker itself; they lengthen the delay of its
+            restart.
+        num_stalled: Deaths without that and without a committed step of the run.
+        num_steps: Committed steps at the newest death.
     """
 
     num_idle: int = 0
@@ -54,8 +58,11 @@ class DeathCount:
     def count_death(self, progress: Progress, *, worker_id: str, role: str, pid: int) -> Self:
         """Return the count after another death.
 
-        Args: progress: The run's progress by now. worker_id: The worker that died. role: Its role.
-        pid: Of the process that died.
+        Args:
+            progress: The run's progress by now.
+            worker_id: The worker that died.
+            role: Its role.
+            pid: Of the process that died.
         """
         has_stepped = progress.num_steps > self.num_steps
         is_own = progress.has_processed(worker_id, pid) or (

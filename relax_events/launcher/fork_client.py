@@ -35,8 +35,9 @@ class ForkServer:
     def __init__(self, environment: Mapping[str, str], log_path: Path) -> None:
         """Start nothing yet; the first request starts the process.
 
-        Args: environment: The environment of all workers, without secrets. log_path: Log of the
-        fork server itself.
+        Args:
+            environment: The environment of all workers, without secrets.
+            log_path: Log of the fork server itself.
         """
         self._environment, self._log_path = dict(environment), log_path
         self._process: ForkServerProcess | None = None
@@ -60,9 +61,13 @@ class ForkServer:
     ) -> ForkedWorker:
         """Start a worker in a session of its own.
 
-        Args: request: The worker to start. log_path: The file that its output is appended to.
-        listener: A socket that the worker inherits, named by `request.socket_variable`; it stays
-        open here. Raises: RunFailed: The fork server can't be started.
+        Args:
+            request: The worker to start.
+            log_path: The file that its output is appended to.
+            listener: A socket that the worker inherits, named by `request.socket_variable`; it
+                stays open here.
+        Raises:
+            RunFailed: The fork server can't be started.
         """
         log_path.parent.mkdir(
             parents=True, exist_ok=True
@@ -179,7 +184,8 @@ class ForkServerProcess:
 class ForkedWorker:
     """A forked worker, with the interface of `subprocess.Popen`.
 
-    Attributes: pid: Of its process and of its process group.
+    Attributes:
+        pid: Of its process and of its process group.
     """
 
     def __init__(self, parent: ForkServerProcess, pid: int, handle: int) -> None:
@@ -194,7 +200,8 @@ class ForkedWorker:
     def wait(self, timeout: float | None = None) -> int:
         """Wait for its exit, and return its exit code.
 
-        Raises: subprocess.TimeoutExpired: It still runs.
+        Raises:
+            subprocess.TimeoutExpired: It still runs.
         """
         code = self._exit_code(timeout, report_seconds=EXIT_REPORT_SECONDS)
         if code is None:

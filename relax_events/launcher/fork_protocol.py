@@ -23,10 +23,13 @@ MAX_DESCRIPTORS = 2
 class SpawnRequest:
     """A worker to start.
 
-    Attributes: module: The module to run, as `python -m` does. arguments: Its command-line
-    arguments. environment: Its whole environment. imports: Modules that are imported before the
-    fork; the first worker that needs them pays. socket_variable: The environment variable that
-    names the descriptor of an inherited socket; empty where there is none.
+    Attributes:
+        module: The module to run, as `python -m` does.
+        arguments: Its command-line arguments.
+        environment: Its whole environment.
+        imports: Modules that are imported before the fork; the first worker that needs them pays.
+        socket_variable: The environment variable that names the descriptor of an inherited socket;
+            empty where there is none.
     """
 
     module: str

@@ -36,8 +36,10 @@ def main() -> None:
 def serve(channel: socket.socket) -> tuple[SpawnRequest, list[int]] | None:
     """Fork a worker for each spawn request, and report each exit.
 
-    Returns: In a worker, its request and the descriptors that came with it; in the fork server
-    None, once the supervisor is gone.
+    Returns:
+        In a worker, its request and the descriptors that came with it; in the fork server None,
+            once
+        the supervisor is gone.
     """
     with (
         selectors.DefaultSelector() as selector,
@@ -118,8 +120,9 @@ def fork() -> int:
 def exec_worker(request: SpawnRequest, descriptors: Sequence[int]) -> None:
     """Become the worker process, as a shell would have started it.
 
-    Args: request: The worker. descriptors: Of the log, and of the socket where the request names
-    one.
+    Args:
+        request: The worker.
+        descriptors: Of the log, and of the socket where the request names one.
     """
     log, *sockets = descriptors
     for output in (sys.stdout.fileno(), sys.stderr.fileno()):

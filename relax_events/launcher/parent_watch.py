@@ -18,8 +18,9 @@ SUPERVISOR_PID_VARIABLE = "RELAX_SUPERVISOR_PID"
 def drain_when_supervisor_exits(*, drain_seconds: float) -> None:
     """Drain when the supervisor exits. A worker that was started by hand has none.
 
-    Args: drain_seconds: Time limit of the drain; then the process exits at once, and uncommitted
-    work is delivered again.
+    Args:
+        drain_seconds: Time limit of the drain; then the process exits at once, and uncommitted work
+            is delivered again.
     """
     supervisor = os.environ.get(SUPERVISOR_PID_VARIABLE)
     if supervisor is None:

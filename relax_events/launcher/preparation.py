@@ -27,9 +27,11 @@ def prepare_run(config: RunConfig) -> None:
     """Refuse a run that can't work before anything starts, and make the model if it is configured
     and missing.
 
-    Raises: ConfigError: The run file names a role, a model, a data file or a row that is missing or
-    invalid. EnvironmentProblem: A package is not installed, or a port is taken. RunFailed: Making
-    the model failed; its output is above.
+    Raises:
+        ConfigError: The run file names a role, a model, a data file or a row that is missing or
+            invalid.
+        EnvironmentProblem: A package is not installed, or a port is taken.
+        RunFailed: Making the model failed; its output is above.
     """
     for require in REQUIREMENTS.values():
         require(config)

@@ -49,7 +49,8 @@ def require_roles(config: RunConfig) -> str:
     """Return the roles with their worker counts, once every role, engine, environment, backend and
     algorithm is installed.
 
-    Raises: ConfigError: One is not installed; the text names its key and the installed ones.
+    Raises:
+        ConfigError: One is not installed; the text names its key and the installed ones.
     """
     for role in config.roles():
         find_plugin(ROLES, role, what=f"role {role!r}")
@@ -103,8 +104,10 @@ def _require_own_servers(config: RunConfig) -> None:
 def require_model(config: RunConfig) -> str:
     """Return the model's origin: its folder is complete, or the run will make it.
 
-    Raises: ConfigError: The folder is missing and not configured to be made, or lacks a file; the
-    text names it. EnvironmentProblem: A library is not installed.
+    Raises:
+        ConfigError: The folder is missing and not configured to be made, or lacks a file; the text
+            names it.
+        EnvironmentProblem: A library is not installed.
     """
     if missing := [name for name in MODEL_PACKAGES if importlib.util.find_spec(name) is None]:
         raise EnvironmentProblem(f"{missing[0]} is not installed; install relax-events[model]")
@@ -228,8 +231,9 @@ def _require_critic(config: RunConfig) -> None:
 def require_teacher(config: RunConfig) -> str:
     """Return the teacher, once its folder is complete and it has the policy's vocabulary.
 
-    Raises: ConfigError: The folder is missing, lacks a file, or holds another tokenizer; the text
-    names both.
+    Raises:
+        ConfigError: The folder is missing, lacks a file, or holds another tokenizer; the text names
+            both.
     """
     path = config.teacher.model_path
     if not config.algorithm.distills or config.is_replay:
@@ -262,8 +266,9 @@ def require_teacher(config: RunConfig) -> str:
 def require_judge(config: RunConfig) -> str:
     """Return the LLM judge, once its model is complete and its prompts can be rendered.
 
-    Raises: ConfigError: The folder is missing or lacks a file or a chat template, or an option does
-    not fit; the text names it.
+    Raises:
+        ConfigError: The folder is missing or lacks a file or a chat template, or an option does not
+            fit; the text names it.
     """
     path = config.judge.model_path
     if path is None or not config.has_judge:
@@ -292,8 +297,9 @@ def require_metrics_ports(config: RunConfig) -> str:
     """Return the ports of the workers' metrics, once the address is this machine's and the ports
     are free.
 
-    Raises: EnvironmentProblem: A port is taken or the address is not this machine's; the text names
-    both.
+    Raises:
+        EnvironmentProblem: A port is taken or the address is not this machine's; the text names
+            both.
     """
     host, first = config.telemetry.metrics_host, config.telemetry.metrics_port
     last = config.telemetry.port_of(sum(config.roles().values()) + config.trainer.ranks - 2)
@@ -309,7 +315,8 @@ def require_metrics_ports(config: RunConfig) -> str:
 def require_folder(config: RunConfig) -> str:
     """Return the run's folder, once this user may write it.
 
-    Raises: EnvironmentProblem: The folder, or its nearest existing parent, can't be written.
+    Raises:
+        EnvironmentProblem: The folder, or its nearest existing parent, can't be written.
     """
     wanted = config.run_directory.absolute()
     there = next(path for path in (wanted, *wanted.parents) if path.exists())
@@ -327,9 +334,12 @@ def require_context_length(
     """Return how many of the first prompts leave the engine no token to generate. Only text prompts
     are checked, and only where the model exists.
 
-    Args: config: The run. num_rows: Rows of each source that are rendered. with_generated: Check
-    generated problems too, whose libraries take seconds to import. Raises: ConfigError: No prompt
-    leaves a token; the text names the shortest.
+    Args:
+        config: The run.
+        num_rows: Rows of each source that are rendered.
+        with_generated: Check generated problems too, whose libraries take seconds to import.
+    Raises:
+        ConfigError: No prompt leaves a token; the text names the shortest.
     """
     limit = config.engine.max_context_tokens
     if config.is_replay or not config.model.path.exists():

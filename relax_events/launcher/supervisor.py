@@ -66,9 +66,11 @@ class Fencing:
         """Return whether the work is abandoned: the other instance sent STOPPED, or was silent for
         too long.
 
-        Args: heartbeat: The newest heartbeat in the worker's name. One of this process's own worker
-        is ignored: it may be newer than the other instance's. now: Microseconds since the epoch.
-        hung_seconds: Heartbeat timeout of a worker.
+        Args:
+            heartbeat: The newest heartbeat in the worker's name. One of this process's own worker
+                is ignored: it may be newer than the other instance's.
+            now: Microseconds since the epoch.
+            hung_seconds: Heartbeat timeout of a worker.
         """
         other = beat if beat is not None and beat.pid != self.pid else None
         patience = (
@@ -158,8 +160,10 @@ class Supervisor:
     ) -> None:
         """Start nothing yet.
 
-        Args: config: Of the run. config_path: The resolved run file, for the workers. fork_server:
-        Spawns the workers; it is closed with them.
+        Args:
+            config: Of the run.
+            config_path: The resolved run file, for the workers.
+            fork_server: Spawns the workers; it is closed with them.
         """
         self._config, self._config_path = config, config_path
         self._logs = config.run_directory / "logs"
@@ -291,10 +295,14 @@ class Supervisor:
     def poll(self, progress: Progress) -> list[str]:
         """Check the processes once, and restart those that are due.
 
-        Args: progress: The run's progress by now. Returns: A line for each worker that died: its
-        name, its error and its log. Raises: ConfigError, SchemaError: A worker exited with an error
-        that a restart won't fix; the text names it and the log. RunFailed, BrokerRefused: A worker
-        died too often without progress; likewise.
+        Args:
+            progress: The run's progress by now.
+        Returns:
+            A line for each worker that died: its name, its error and its log.
+        Raises:
+            ConfigError, SchemaError: A worker exited with an error that a restart won't fix; the
+                text names it and the log.
+            RunFailed, BrokerRefused: A worker died too often without progress; likewise.
         """
         now = time.monotonic()
         notes: list[str] = []

@@ -31,8 +31,12 @@ def require_fitting_model(config: RunConfig, newest: PolicyVersionPublished | No
     """Return what was compared, once `model.path` holds the model whose weights the run has
     published.
 
-    Args: config: The run. newest: The run's newest version; None before the first. Raises:
-    ConfigError: A tensor has another shape, or the number of layers differs; the text names both.
+    Args:
+        config: The run.
+        newest: The run's newest version; None before the first.
+    Raises:
+        ConfigError: A tensor has another shape, or the number of layers differs; the text names
+            both.
     """
     path = config.model.path
     if newest is None or not path.exists():
@@ -93,7 +97,9 @@ def find_difference(model: Mapping[str, Shape], trained: Mapping[str, Shape]) ->
     Only tensors that both name are compared: a folder may keep experts one by one, or parts that
     are not trained.
 
-    Args: model: Shapes in the folder, by name. trained: Shapes of the trained weights, by name.
+    Args:
+        model: Shapes in the folder, by name.
+        trained: Shapes of the trained weights, by name.
     """
     for name in sorted(model.keys() & trained.keys()):
         if model[name] != trained[name]:
@@ -118,7 +124,8 @@ def read_shapes(folder: Path) -> dict[str, Shape]:
     """Return the shape of each tensor in a model's folder, by name, from the headers of its
     safetensors files.
 
-    Raises: ConfigError: A file is truncated or is not safetensors; the text names it.
+    Raises:
+        ConfigError: A file is truncated or is not safetensors; the text names it.
     """
     shapes: dict[str, Shape] = {}
     for path in sorted(folder.glob("*.safetensors")):

@@ -41,8 +41,11 @@ CLIENT_ABORT_TEXT = (
 class WorkerExit:
     """A worker's exit, described by the rank that caused it.
 
-    Attributes: worker_id: Of that rank. code: Its exit code, -N if signal N ended it. log_path: Its
-    log. error: The error that it ended with; None where it could not write one.
+    Attributes:
+        worker_id: Of that rank.
+        code: Its exit code, -N if signal N ended it.
+        log_path: Its log.
+        error: The error that it ended with; None where it could not write one.
     """
 
     worker_id: str
@@ -113,8 +116,12 @@ class WorkerProcesses:
     ) -> Self:
         """Start the processes.
 
-        Args: fork_server: Forks them. requests: By worker id, rank 0 first. logs: The folder of
-        their logs, one each. Raises: RunFailed: The fork server can't be started.
+        Args:
+            fork_server: Forks them.
+            requests: By worker id, rank 0 first.
+            logs: The folder of their logs, one each.
+        Raises:
+            RunFailed: The fork server can't be started.
         """
         if len(requests) == 1:
             return cls(
@@ -222,7 +229,8 @@ class WorkerProcesses:
     def wait(self, timeout: float) -> int:
         """Wait until all have exited, and return the exit code; see `poll`.
 
-        Raises: subprocess.TimeoutExpired: One still runs.
+        Raises:
+            subprocess.TimeoutExpired: One still runs.
         """
         deadline = time.monotonic() + timeout
         for process in self._processes.values():

@@ -1,3 +1,1 @@
-"""Media from the row of a dataset to what a model is shown: read, checked, stored, fetched,
-processed and shared.
-"""
+"""Media from a dataset row to a model's input: read, check, store, fetch, preprocess and cache."""

@@ -1,8 +1,7 @@
-"""Members of tar files, read where they lie: an archive's heads are read once, and nothing is
-unpacked.
+"""Read members of tar files in place: headers are indexed once, and nothing is unpacked.
 
-A name that a row gives is looked up among the archive's own, and never becomes a path. Only plain
-archives are read: in a compressed one, what stands before a member would have to be unpacked each
+A member's name is only looked up in the archive's index, and never used as a path. Only
+uncompressed archives are supported: otherwise everything before a member would be decompressed each
 time.
 """
 
@@ -18,17 +17,17 @@ from relax_events.errors import MediaError
 from relax_events.regular_files import open_regular
 
 MAX_MEMBERS = 200_000
-"""Of an archive; one with more is refused."""
+"""Members of an archive; one with more is rejected."""
 MAX_HEAD_BYTES = 1024**2
-"""What is read of one head, long names and all."""
+"""Largest header read, long names included."""
 OPEN_ARCHIVES = 64
-"""Archives whose contents are remembered."""
+"""Archives whose index is cached."""
 BLOCK = 512
 
 
 @dataclass(frozen=True, slots=True)
 class ArchiveMember:
-    """Where a member's bytes lie. `kind` says what it is if it is no file."""
+    """Position of a member's bytes. `kind` describes a member that is no file."""
 
     start: int
     size: int
@@ -37,8 +36,8 @@ class ArchiveMember:
 
 @dataclass(frozen=True, slots=True)
 class ArchiveIndex:
-    """An archive's members by name; of two with one name the later, as tar has it. `damage` says
-    why there may be more.
+    """An archive's members by name; of two with one name the later, as in tar. `damage` describes
+    why the index may be incomplete.
     """
 
     members: dict[str, ArchiveMember]
@@ -52,18 +51,18 @@ def read_member(file: BinaryIO, name: str, *, path: Path, max_bytes: int, locati
         file: The archive, open.
         name: Of the member.
         path: Of the archive.
-        max_bytes: A larger member is refused unread.
+        max_bytes: A larger member is rejected unread.
         location: For errors.
     Raises:
-        MediaError: There is no such member, it is a link or another thing that is no file, its name
-            leads out, it is too large, or the archive is damaged, too full or compressed.
+        MediaError: There is no such member, it is no regular file, its name is unsafe, it is too
+            large, or the archive is damaged, too full or compressed.
     """
     if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
         _refuse(
             location,
             path,
             name,
-            "members must have names that lead nowhere else, without / in front and ..",
+            "members must have relative names without ..",
             "unsafe_name",
         )
     contents = _read_index(path, path.stat().st_size, path.stat().st_mtime_ns)
@@ -107,7 +106,7 @@ def _refuse(location: str, path: Path, name: str, why: str, reason: str) -> NoRe
 
 @lru_cache(maxsize=OPEN_ARCHIVES)
 def _read_index(path: Path, num_bytes: int, changed: int) -> ArchiveIndex:
-    """Read the heads of an archive, once for as long as its size and time of change stay."""
+    """Read the headers of an archive, once until its size or modification time changes."""
     del changed
     members: dict[str, ArchiveMember] = {}
     with open_regular(path) as file:
@@ -142,7 +141,7 @@ def _read_index(path: Path, num_bytes: int, changed: int) -> ArchiveIndex:
 
 
 def _describe_non_file(info: tarfile.TarInfo) -> str:
-    """Say what a member is that is no file."""
+    """Describe a member that is no regular file; empty for a file."""
     if info.issym() or info.islnk():
         return f"a link to {info.linkname[:80]!r}"
     if info.issparse():
@@ -151,12 +150,12 @@ def _describe_non_file(info: tarfile.TarInfo) -> str:
 
 
 class _BoundedFile:
-    """A file of which nobody reads much at a time: what a head claims of itself is not believed."""
+    """A file with limited reads: a header's claimed sizes are not trusted."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.seek, self.tell, self._read = file.seek, file.tell, file.read
 
     def read(self, size: int) -> bytes:
         if not 0 <= size <= MAX_HEAD_BYTES:
-            raise tarfile.ReadError(f"a head claims {size} bytes")
+            raise tarfile.ReadError(f"a header claims {size} bytes")
         return self._read(size)

@@ -1,4 +1,4 @@
-"""Sounds as they come: checked, counted, and brought to one rate and one channel."""
+"""Check and decode audio files: count samples, resample and mix to one channel."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ MAX_CHANNELS = 64
 
 
 def inspect_audio(data: bytes, *, limits: MediaConfig, location: str) -> MediaFacts:
-    """Count a sound's samples; formats that compress don't say how many there are.
+    """Check an audio file and count its samples, which compressed formats don't store.
 
     Raises:
-        MediaError: See `streams.opened`; or it is too long, cut off or broken, or of a rate that
-            nobody hears.
+        MediaError: See `av_files.open_stream`; or it is too long, truncated, damaged, or of an
+            unsupported rate.
     """
     with open_stream(data, Modality.AUDIO, limits=limits, location=location) as found:
         rate, total = _read_rate(found, location), 0
@@ -32,7 +32,7 @@ def inspect_audio(data: bytes, *, limits: MediaConfig, location: str) -> MediaFa
             total += frame.samples
             require_seconds(total / rate, limits, location)
         if not total:
-            raise broken_file(location, "it holds no sound")
+            raise broken_file(location, "it holds no audio")
         require_whole(found, total / rate, location=location)
         return MediaFacts(found.media_type, num_frames=total, rate_hertz=float(rate))
 
@@ -40,11 +40,11 @@ def inspect_audio(data: bytes, *, limits: MediaConfig, location: str) -> MediaFa
 def decode_audio(
     data: bytes, *, plan: DecodePlan, limits: MediaConfig, location: str
 ) -> Float32[np.ndarray, " samples"]:
-    """Decode a sound, all its channels mixed into one, at the plan's rate; what resampling leaves
-    over or lacks at the end is cut or silent.
+    """Decode an audio file, mixed to one channel, at the plan's rate; the end is cut or filled with
+    silence.
 
     Raises:
-        MediaError: As for `inspect_sound`.
+        MediaError: As for `inspect_audio`.
     """
     return decode_samples(
         data,
@@ -58,10 +58,10 @@ def decode_audio(
 def decode_samples(
     data: bytes, *, num_samples: int, rate_hertz: int, limits: MediaConfig, location: str
 ) -> Float32[np.ndarray, " samples"]:
-    """Decode so many samples of a sound, or of what goes with a clip.
+    """Decode a number of samples of an audio file or of a video's audio.
 
     Raises:
-        MediaError: As for `inspect_sound`.
+        MediaError: As for `inspect_audio`.
     """
     samples, count = np.zeros(num_samples, np.float32), 0
     with open_stream(data, Modality.AUDIO, limits=limits, location=location) as found:
@@ -84,7 +84,7 @@ def _resample(found: OpenedStream, rate_hertz: int) -> Iterator[Float32[np.ndarr
 
 
 def _frames(found: OpenedStream) -> Iterator[Any]:
-    """Give the decoded frames, and None at the end, for what the resampler still holds."""
+    """Yield the decoded frames, then None to flush the resampler."""
     yield from found.container.decode(found.stream)
     yield None
 
@@ -93,7 +93,7 @@ def _read_rate(found: OpenedStream, location: str) -> int:
     rate, channels = int(found.stream.rate or 0), int(found.stream.codec_context.channels or 0)
     if rate not in RATES or not 0 < channels <= MAX_CHANNELS:
         rule = (
-            f"a sound has a rate of {RATES.start} to {RATES.stop - 1} Hz and at most "
+            f"audio must have a rate of {RATES.start} to {RATES.stop - 1} Hz and at most "
             f"{MAX_CHANNELS} channels"
         )
         raise MediaError(f"{location}: {rule}, got {rate} Hz and {channels}", reason="bad_shape")

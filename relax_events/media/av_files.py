@@ -1,7 +1,7 @@
-"""Files of sound and clips as they come: opened as what their first bytes say, and as nothing else.
+"""Open audio and video files strictly by the format of their first bytes.
 
-The library would try over a hundred formats, lists of other files and addresses among them; here a
-file is one of a few kinds, and no name in it is followed.
+The library would try over a hundred formats, including playlists of files and URLs; here only a few
+formats are accepted, and no name in a file is followed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ HEAD_BYTES = 4096
 MICROSECONDS = 1_000_000
 FIRST_LENIENT = 19  # release of PyAV
 CLAIMED_SHARE, CLAIMED_SECONDS = 0.95, 0.25
-"""How much of what a file's head claims must be there; heads round, and codecs begin with
-silence."""
+"""How much of the header's claimed duration must be there; headers round, and codecs begin with
+silence.
+"""
 NAMES = {
     "mov": "mp4",
     "matroska": "x-matroska",
@@ -44,13 +45,13 @@ KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class OpenedStream:
-    """The first sound or clip of a file.
+    """The first audio or video stream of a file.
 
     Attributes:
         container: The file.
-        stream: Of the modality that was asked for.
-        media_type: Of the file, as that modality.
-        claimed_seconds: By the file's head, 0 where it claims nothing that can be relied on.
+        stream: Of the requested modality.
+        media_type: Of the file, for that modality.
+        claimed_seconds: Duration in the file's header; 0 if it has no reliable one.
     """
 
     container: InputContainer
@@ -60,8 +61,8 @@ class OpenedStream:
 
 
 def detect_format(head: bytes) -> str | None:
-    """Tell a file's kind by its first bytes, in the library's words; None where it is none that is
-    read.
+    """Return a file's format by its first bytes, in the library's terms; None if it is not
+    supported.
     """
     if head[:4] == b"RIFF":
         return {b"WAVE": "wav", b"AVI ": "avi"}.get(head[8:12])
@@ -83,30 +84,30 @@ def detect_format(head: bytes) -> str | None:
 def open_stream(
     data: bytes, modality: Modality, *, limits: MediaConfig, location: str
 ) -> Iterator[OpenedStream]:
-    """Open a file and find its sound or clip; what it raises while it is open is raised as a file
-    that is cut off or broken.
+    """Open a file and find its audio or video stream; library errors while it is open become a
+    truncated or damaged file.
 
     Args:
         data: The file.
-        modality: What is wanted of it.
-        limits: Bounds of bytes and seconds.
+        modality: The requested stream.
+        limits: Limits of bytes and seconds.
         location: For errors.
     Raises:
-        MediaError: It is too large or too long, of no known kind, has nothing of the modality, or
-            is broken.
+        MediaError: It is too large or too long, of no supported format, has no stream of the
+            modality, or is damaged.
     """
     require_bytes(data, limits, location)
     try:
         import av
     except ImportError as error:
         raise EnvironmentProblem(
-            f"sounds and clips need the package av ({error}); install relax-events[media]"
+            f"audio and video need the package av ({error}); install relax-events[media]"
         ) from None
     kind = detect_format(data[:HEAD_BYTES])
     if kind is None:
         raise MediaError(
             (
-                f"{location} begins with {data[:8]!r}, which is no {modality.value} of the kinds "
+                f"{location} begins with {data[:8]!r}, which is no {modality.value} of the formats "
                 f"{KINDS[modality]}"
             ),
             reason="wrong_type",
@@ -116,19 +117,19 @@ def open_stream(
         and (missing := int.from_bytes(data[4:8], "little") + 8 - len(data)) > 1
         and data[4:8] != b"\xff\xff\xff\xff"
     ):
-        raise broken_file(location, f"its head promises {missing} bytes more")
+        raise broken_file(location, f"its header claims {missing} more bytes")
     try:
         with av.open(BytesIO(data), "r", format=kind, **_open_options(av.__version__)) as container:
             yield _find_stream(container, modality, data, location=location, limits=limits)
-    except MemoryError:  # the library's own is one of its errors, too
+    except MemoryError:  # the library's MemoryError is also an FFmpegError
         raise
     except (av.FFmpegError, IndexError, OverflowError, ZeroDivisionError) as error:
         raise broken_file(location, error) from None
 
 
 def _open_options(version: str) -> dict[str, Any]:
-    """Return what has PyAV open a file whose tags are no UTF-8: from 19 on it does so by itself,
-    and has no setting for it.
+    """Return the options that let PyAV open a file whose tags are not UTF-8; from version 19 on it
+    needs none.
     """
     return {"metadata_errors": "ignore"} if int(version.partition(".")[0]) < FIRST_LENIENT else {}
 
@@ -146,10 +147,10 @@ def _find_stream(
         container.streams.audio if modality is Modality.AUDIO else container.streams.video
     )
     if not len(container.streams):
-        raise broken_file(location, "nothing is in it")
+        raise broken_file(location, "it has no streams")
     if not streams:
         raise MediaError(
-            f"{location} is a file of kind {kind} without {modality.value}", reason="wrong_type"
+            f"{location} is a file of format {kind} without {modality.value}", reason="wrong_type"
         )
     if streams[0].codec_context is None:
         raise MediaError(
@@ -166,12 +167,12 @@ def _find_stream(
 
 
 def require_whole(found: OpenedStream, seconds: float, *, location: str) -> None:
-    """Refuse a file that holds less than its head claims.
+    """Reject a file that is shorter than its header claims.
 
     Raises:
-        MediaError: It is cut off.
+        MediaError: It is truncated.
     """
     if seconds < found.claimed_seconds * CLAIMED_SHARE - CLAIMED_SECONDS:
         raise broken_file(
-            location, f"{found.claimed_seconds:g} s are claimed and {seconds:g} s are there"
+            location, f"its header claims {found.claimed_seconds:g} s, and it has {seconds:g} s"
         )

@@ -1,5 +1,5 @@
-"""Decodes files from strangers in a process of its own: one that hangs, grows or crashes costs its
-file, and never the worker.
+"""Decode untrusted files in a child process: one that hangs, grows or crashes fails its file, and
+never the worker.
 """
 
 from __future__ import annotations
@@ -15,38 +15,38 @@ from relax_events.media.preprocessing import DecodePlan
 from relax_events.runtime.subprocess_rpc import AnsweringChild, ChildLost
 
 START_SECONDS = 60.0
-"""On top of the limit for the first file, for the process to start."""
+"""Extra time for the first file, for the process to start."""
 
 
 class Decoder:
-    """A child process that is started when the first file comes, and again when a file has cost it.
-    It ends with us. Used by one thread.
+    """A child process, started with the first file and restarted after a crash. It ends with the
+    worker. Used by one thread.
     """
 
     def __init__(self, limits: MediaConfig) -> None:
-        """Start nothing yet.
+        """Create the decoder; the child starts later.
 
         Args:
-            limits: Bounds of all that is decoded.
+            limits: Of files and decoding.
         """
         self._limits = limits
         self._child: AnsweringChild | None = None
 
     @property
     def pid(self) -> int | None:
-        """Of the child, if there is one."""
+        """Process id of the child; None without one."""
         return None if self._child is None else self._child.pid
 
     def inspect(self, data: bytes, modality: Modality, *, location: str) -> MediaFacts:
-        """Check a file, and say what it holds.
+        """Check a file and return its facts.
 
         Args:
             data: The file.
-            modality: What it must be.
+            modality: The expected modality.
             location: For errors.
         Raises:
-            MediaError: It is too large, too long, of no known kind, cut off or broken, or decoding
-                it takes too long or too much.
+            MediaError: It is too large, too long, of no supported format, truncated or damaged, or
+                decoding it needs too much time or memory.
             EnvironmentProblem: A library is not installed.
         """
         answer, _ = self._request(data, modality, None, location)
@@ -56,7 +56,8 @@ class Decoder:
         """Decode a file by a plan; errors as for `inspect`.
 
         Returns:
-            The bytes of the plan's array; behind it, of a clip that is heard, those of its sound.
+            The bytes of the plan's array, followed by those of a video's audio if the plan includes
+            it.
         """
         return self._request(data, modality, plan, location)[1]
 

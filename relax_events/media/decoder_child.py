@@ -1,7 +1,7 @@
-"""A decoding child: reads files from strangers, and nothing else. Started by `Decoder` alone.
+"""Child process that decodes untrusted files. Started only by `Decoder`.
 
-A question is what to do with the file behind it; behind the answer stand, where arrays were asked
-for, their bytes. The first line says how much memory there is.
+A request names the operation and is followed by the file; a response is followed by the bytes of
+decoded arrays. The first line has the limits.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ INSPECTORS: dict[Modality, Callable[..., MediaFacts]] = {
 
 
 def main() -> int:
-    """Answer requests until stdin ends."""
+    """Serve requests until stdin ends."""
     answers, requests = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(0), "rb")
-    os.dup2(2, 1)  # what a codec prints must not get between the answers
+    os.dup2(2, 1)  # codecs must not print into the responses
     setup = orjson.loads(requests.readline())
     with failing_aloud(answers):
         limits = MediaConfig.model_validate(setup)
@@ -75,7 +75,7 @@ def decode(
     """Decode a file by its plan.
 
     Raises:
-        MediaError: It is not what the plan was made for, cut off or broken.
+        MediaError: It doesn't match the plan, or is truncated or damaged.
     """
     if modality is Modality.IMAGE:
         return [

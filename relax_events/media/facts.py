@@ -1,4 +1,4 @@
-"""What a file says of itself, and what is raised when it says something else than it holds."""
+"""Facts of a media file, and checks of its limits."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from relax_events.errors import MediaError
 
 @dataclass(frozen=True, slots=True)
 class MediaFacts:
-    """What a reference tells of a file; width and height as it is to be looked at, frames of a clip
-    or sample frames of a sound.
+    """Facts of a file, as in its reference; width and height in upright orientation, frames of a
+    video or samples of audio.
     """
 
     media_type: str
@@ -22,15 +22,15 @@ class MediaFacts:
 
 
 def broken_file(location: str, error: object) -> MediaError:
-    """Make the error of a file that ends early, or whose content is damaged."""
-    return MediaError(f"{location} is cut off or broken: {error}", reason="truncated")
+    """Build the error of a truncated or damaged file."""
+    return MediaError(f"{location} is truncated or damaged: {error}", reason="truncated")
 
 
 def require_bytes(data: bytes, limits: MediaConfig, location: str) -> None:
-    """Refuse a large file.
+    """Reject a file that is too large.
 
     Raises:
-        MediaError: It is larger than the limits let it be.
+        MediaError: It exceeds the limit.
     """
     if len(data) > limits.max_item_bytes:
         raise MediaError(
@@ -43,10 +43,10 @@ def require_bytes(data: bytes, limits: MediaConfig, location: str) -> None:
 
 
 def require_pixels(width: int, height: int, limits: MediaConfig, location: str) -> None:
-    """Refuse a large picture or frame by what it claims.
+    """Reject an image or frame with too many pixels.
 
     Raises:
-        MediaError: It has more pixels than the limits let it have.
+        MediaError: It exceeds the limit.
     """
     if (pixels := width * height) > limits.max_image_pixels:
         rule = f"model.media.max_image_pixels = {limits.max_image_pixels}"
@@ -57,10 +57,10 @@ def require_pixels(width: int, height: int, limits: MediaConfig, location: str) 
 
 
 def require_seconds(seconds: float, limits: MediaConfig, location: str) -> None:
-    """Refuse a long sound or clip.
+    """Reject audio or video that is too long.
 
     Raises:
-        MediaError: It takes longer than the limits let it take.
+        MediaError: It exceeds the limit.
     """
     if seconds > limits.max_media_seconds:
         rule = f"model.media.max_media_seconds = {limits.max_media_seconds:g}"

@@ -1,8 +1,8 @@
-"""Files by web address, from hosts that the run file allows and from nowhere else.
+"""Download files by URL, only from hosts that the run file allows.
 
-A name is resolved once, every address that it has must be public, and the connection goes to one of
-these: a name that means another address a moment later leads nowhere. Each redirect is judged as
-the first address was. Size and time are bounded for all of it together.
+A name is resolved once, all its addresses must be public, and the connection goes to one of them,
+which prevents DNS rebinding. Each redirect is checked like the first URL. Limits of size and time
+apply to the whole download.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ SCHEMES = {"http": 80, "https": 443}
 MAX_REDIRECTS = 3
 UNICAST = ipaddress.IPv6Network("2000::/3")
 SPECIAL = (ipaddress.ip_network("192.88.99.0/24"), ipaddress.ip_network("3fff::/20"))
-"""Relays of 6to4 (RFC 7526) and addresses for documentation (RFC 9637), which the interpreter takes
-for public ones."""
+"""Relays of 6to4 (RFC 7526) and addresses for documentation (RFC 9637), which Python's ipaddress
+calls public.
+"""
 REDIRECTS = (301, 302, 303, 307, 308)
 
 
 def is_public(address: str) -> bool:
-    """Tell whether an address belongs to the internet at large: neither to this machine, nor to a
-    private or special network.
+    """Return whether an address is public: not of this machine, nor of a private or special
+    network.
     """
     found = ipaddress.ip_address(address)
     if found.version == 6 and (
         found not in UNICAST or found.sixtofour or found.teredo
-    ):  # others carry an older address, or mean something special
+    ):  # others embed an IPv4 address, or are special
         return False
     return (
         found.is_global
@@ -46,13 +47,13 @@ def is_public(address: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class WebFetcher:
-    """Fetches files.
+    """Downloads files.
 
     Attributes:
-        hosts: That may be asked.
+        hosts: Allowed hosts.
         max_bytes: Of a file.
-        seconds: For a file, from the resolution of the name to the last byte.
-        may_connect: Judges an address; a test gives its own.
+        seconds: For a file, from name resolution to the last byte.
+        may_connect: Checks an address; tests pass their own.
         tls: How certificates are checked.
     """
 
@@ -63,14 +64,14 @@ class WebFetcher:
     tls: ssl.SSLContext | None = None
 
     def fetch(self, url: str, *, location: str) -> bytes:
-        """Return the file behind an address.
+        """Return the file at a URL.
 
         Args:
             url: Of scheme http or https.
             location: For errors.
         Raises:
-            MediaError: Its host or address is not allowed, it is too large or too slow, or the host
-                does not give it.
+            MediaError: Its host or address is not allowed, it is too large or too slow, or the
+                download fails.
         """
         deadline = time.monotonic() + self.seconds
         for _ in range(MAX_REDIRECTS + 1):
@@ -79,14 +80,14 @@ class WebFetcher:
                 answer = self._request(parts, deadline, location)
             except (OSError, http.client.HTTPException) as error:  # a timeout is an OSError too
                 raise MediaError(
-                    f"{location}: {_without_query(url)} can't be fetched: {error or type(error).__name__}",
+                    f"{location}: {_without_query(url)} can't be downloaded: {error or type(error).__name__}",
                     reason="not_fetched",
                 ) from None
             if isinstance(answer, bytes):
                 return answer
             url = urljoin(url, answer)
         raise MediaError(
-            f"{location}: {_without_query(url)} is the end of {MAX_REDIRECTS} redirects and redirects again",
+            f"{location}: {_without_query(url)} redirects again after {MAX_REDIRECTS} redirects",
             reason="not_fetched",
         )
 
@@ -96,7 +97,7 @@ class WebFetcher:
             host, _ = parts.hostname, parts.port
         except ValueError as error:
             raise MediaError(
-                f"{location}: {_without_query(url)} is no address: {error}",
+                f"{location}: {_without_query(url)} is no URL: {error}",
                 reason="forbidden_address",
             ) from None
         if parts.scheme not in SCHEMES or host is None or parts.username is not None:
@@ -113,7 +114,7 @@ class WebFetcher:
         return parts
 
     def _request(self, parts: SplitResult, deadline: float, location: str) -> bytes | str:
-        """Return a file, or where it has moved to."""
+        """Return a file, or the target of a redirect."""
         host, port = parts.hostname or "", parts.port or SCHEMES[parts.scheme]
         with socket.create_connection(
             (self._resolve(host, port, location), port), timeout=_seconds_left(deadline)
@@ -127,7 +128,7 @@ class WebFetcher:
             connection.sock = secured
             watch = threading.Timer(
                 _seconds_left(deadline), secured.shutdown, [socket.SHUT_RDWR]
-            )  # a host that sends a byte now and then meets no timeout
+            )  # a host that sends single bytes slowly triggers no timeout
             watch.start()
             try:
                 connection.request(
@@ -148,11 +149,11 @@ class WebFetcher:
             return target
         if response.status != http.client.OK:
             raise MediaError(
-                f"{location}: {_without_query(parts.geturl())} answers {response.status} {response.reason}",
+                f"{location}: {_without_query(parts.geturl())} responds {response.status} {response.reason}",
                 reason="not_fetched",
             )
         data = response.read(self.max_bytes + 1)
-        _seconds_left(deadline)  # a connection that was cut off at the deadline ends like any other
+        _seconds_left(deadline)  # a connection that was closed at the deadline ends normally
         if len(data) > self.max_bytes:
             raise MediaError(
                 f"{location} must be at most model.media.max_item_bytes = {self.max_bytes}, got more",
@@ -175,12 +176,10 @@ class WebFetcher:
 def _seconds_left(deadline: float) -> float:
     left = deadline - time.monotonic()
     if left <= 0:
-        raise TimeoutError("it took too long")
+        raise TimeoutError("the deadline has passed")
     return left
 
 
 def _without_query(url: str) -> str:
-    """Return an address without what stands behind the question mark, which may be a secret, for
-    errors.
-    """
+    """Return a URL without its query, which may hold a secret, for errors."""
     return repr(url.partition("?")[0][:200])

@@ -1,6 +1,4 @@
-"""What becomes of a picture's size on its way to a model's tokens. Pure arithmetic, without
-torch.
-"""
+"""Compute an image's target size and number of tokens. Pure arithmetic, without torch."""
 
 from __future__ import annotations
 
@@ -23,9 +21,9 @@ KNOWN_PROCESSORS = (
 
 @dataclass(frozen=True, slots=True)
 class ImageGeometry:
-    """How a model cuts a picture into patches, and how many of them make a token.
+    """How a model cuts an image into patches, and how many of them make a token.
 
-    `side_multiple` is what sides are brought to, in pixels; 0 leaves a picture as it is.
+    Sides are resized to multiples of `side_multiple` pixels; 0 leaves an image unchanged.
     """
 
     patch_size: int
@@ -39,15 +37,16 @@ class ImageGeometry:
 
     @classmethod
     def from_settings(cls, processor: Mapping[str, Any], config: MediaConfig) -> Self:
-        """Take the cut from a model's `preprocessor_config.json`, and the bounds from the run file.
+        """Take the patches from a model's `preprocessor_config.json`, and the limits from the run
+        file.
 
         Raises:
-            ConfigError: The model's pictures are processed in a way that is not known here.
+            ConfigError: The model's image processor is not supported.
         """
         name = str(processor.get("image_processor_type", KNOWN_PROCESSORS[0]))
         if name not in KNOWN_PROCESSORS:
             raise ConfigError(
-                f"the model's image processor is a {name}; known are "
+                f"the model's image processor is a {name}; supported are "
                 f"{', '.join(KNOWN_PROCESSORS)}: take a model of their family"
             )
         patch, merge = int(processor["patch_size"]), int(processor["merge_size"])
@@ -78,16 +77,14 @@ class ImageGeometry:
 
     @property
     def digest(self) -> str:
-        """Tells what is processed by these settings from what is processed by others, in
-        hexadecimal.
-        """
+        """Identifies these settings in cache names, in hexadecimal."""
         return hashlib.sha256(repr(astuple(self)).encode()).hexdigest()[:16]
 
     def target_size(self, width: int, height: int) -> tuple[int, int]:
-        """Return height and width of a picture as the model is shown it.
+        """Return height and width of the preprocessed image.
 
         Raises:
-            ValueError: Its sides differ too much, or must not be changed and don't fit.
+            ValueError: Its aspect ratio is too large, or it must not be resized and doesn't fit.
         Source: `smart_resize` of Qwen2-VL's image processor.
         """
         if max(width, height) > MAX_ASPECT_RATIO * min(width, height):

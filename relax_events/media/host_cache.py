@@ -1,6 +1,4 @@
-"""Results that all workers of a machine share: files by name, made once, verified, within a bound
-of bytes.
-"""
+"""A cache of files shared by all workers of a machine: computed once, verified, of limited size."""
 
 from __future__ import annotations
 
@@ -15,37 +13,37 @@ from blake3 import blake3
 
 DIGEST_BYTES = 32
 LOW_WATER = 3 / 4
-"""Share of the bound that trimming leaves."""
+"""Share of the limit that trimming leaves."""
 TRIM_CHECK_SHARE = 1 / 32
-"""Share of the bound that one worker adds before it looks at the whole folder: eight workers
-together stay within the bound."""
+"""Share of the limit that one worker adds before it checks the whole folder: eight workers together
+stay within the limit.
+"""
 
 
 class HostCache:
-    """A folder of files; each begins with the BLAKE3 digest of the rest, so that what was torn or
-    altered is made again.
+    """A folder of files; each begins with the BLAKE3 digest of the rest, so that damaged ones are
+    computed again.
     """
 
     def __init__(self, folder: Path, *, max_bytes: int) -> None:
-        """Use a folder; it is made when something is put into it.
+        """Use a folder; it is created with the first file.
 
         Args:
             folder: Of this cache alone.
-            max_bytes: Of all files together; when they come near it, those that were read longest
-                ago go.
+            max_bytes: Of all files together; near it the least recently read ones are deleted.
         """
         self._folder, self._max_bytes = folder, max_bytes
         self._num_added_bytes = (
-            max_bytes  # so that the first addition looks at what earlier runs have left
+            max_bytes  # so that the first addition checks the files of earlier runs
         )
 
     def get(self, name: str, make: Callable[[], bytes]) -> bytes | memoryview:
-        """Return what is kept under a name, or make it; a worker that wants what another is making
-        waits for that one.
+        """Return the file of a name, or compute it; a worker that needs a file that another one
+        computes waits.
 
         Args:
-            name: Of a file; what is most alike in names stands at their end.
-            make: Makes it; what it raises is raised, and nothing is kept.
+            name: Of the file; similar names must differ at the beginning.
+            make: Computes the content; on an error nothing is stored.
         """
         if (found := self._read(name)) is not None:
             return found
@@ -57,7 +55,7 @@ class HostCache:
             return made
 
     def contains(self, name: str) -> bool:
-        """Whether something is kept under a name."""
+        """Return whether there is a file of this name."""
         return self._path(name).is_file()
 
     def _path(self, name: str) -> Path:
@@ -87,7 +85,7 @@ class HostCache:
 
     @contextmanager
     def _locked(self, name: str) -> Iterator[None]:
-        """Hold one of 256 locks; the system frees it if we die."""
+        """Hold one of 256 locks; the system releases it if the process dies."""
         folder = self._folder / "locks"
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / name[:2]).open("wb") as file:

@@ -1,6 +1,4 @@
-"""Pictures as they come: what their head says, checked before anything is decoded, and their
-pixels.
-"""
+"""Check image headers before decoding, and decode images."""
 
 from __future__ import annotations
 
@@ -23,12 +21,13 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-"""What is tried; other decoders of the library are never handed a stranger's bytes."""
+"""Accepted formats; Pillow's other decoders never read untrusted bytes."""
 ORIENTATION = 0x0112
 SIDEWAYS = (5, 6, 7, 8)
 UNTURNED = ("PNG",)
-"""Kinds that keep an orientation, if at all, behind the pixels: it is not looked for, since the
-head alone must tell width and height."""
+"""Formats that store an orientation, if any, after the pixels; it is ignored, since the header
+alone must give width and height.
+"""
 BROKEN = (
     OSError,
     SyntaxError,
@@ -40,19 +39,19 @@ BROKEN = (
     struct.error,
     zlib.error,
 )
-"""What the library raises of a file that is not what its head says."""
+"""Errors that Pillow raises for a file that differs from its header."""
 Pixels = UInt8[np.ndarray, "height width 3"]
 
 
 def inspect_image(data: bytes, *, limits: MediaConfig, location: str) -> MediaFacts:
-    """Read a picture's head; nothing is decoded.
+    """Read an image's header; nothing is decoded.
 
     Args:
         data: The file.
-        limits: Bounds of bytes and pixels.
+        limits: Limits of bytes and pixels.
         location: For errors.
     Raises:
-        MediaError: It is too large, claims too many pixels, or is no picture of a known kind.
+        MediaError: It is too large, claims too many pixels, or has no supported format.
     """
     with _open_image(data, limits, location) as image:
         width, height = image.size[::-1] if _orientation(image) in SIDEWAYS else image.size
@@ -62,8 +61,8 @@ def inspect_image(data: bytes, *, limits: MediaConfig, location: str) -> MediaFa
 def decode_image(
     data: bytes, *, size: tuple[int, int], limits: MediaConfig, location: str
 ) -> Pixels:
-    """Decode a picture, turned upright, without transparency, at the given size; of several frames
-    the first.
+    """Decode an image, upright, without transparency, at the given size; of several frames the
+    first.
 
     Args:
         data: The file.
@@ -71,7 +70,7 @@ def decode_image(
         limits: Bounds of bytes and pixels.
         location: For errors.
     Raises:
-        MediaError: As for `inspect_picture`, or it is cut off or broken.
+        MediaError: As for `inspect_image`, or it is truncated or damaged.
     """
     from PIL import ImageOps
 
@@ -86,7 +85,7 @@ def decode_image(
 
 
 def resize(image: Image, size: tuple[int, int]) -> Pixels:
-    """Return the pixels of a picture or frame at a height and width."""
+    """Return the pixels of an image or frame at a height and width."""
     from PIL.Image import Resampling
 
     height, width = size
@@ -105,12 +104,12 @@ def _open_image(data: bytes, limits: MediaConfig, location: str) -> Iterator[Ima
         from PIL import Image, UnidentifiedImageError
     except ImportError as error:
         raise EnvironmentProblem(
-            f"pictures need the package pillow ({error}); install relax-events[media]"
+            f"images need the package pillow ({error}); install relax-events[media]"
         ) from None
     with warnings.catch_warnings():
         warnings.simplefilter(
             "ignore"
-        )  # the limit is ours, and what a file's odd head makes the library say is nobody's concern
+        )  # we apply our own limit, and ignore Pillow's warnings about odd headers
         try:
             image = Image.open(BytesIO(data), formats=FORMATS)
         except Image.DecompressionBombError as error:
@@ -120,7 +119,7 @@ def _open_image(data: bytes, limits: MediaConfig, location: str) -> Iterator[Ima
         except (UnidentifiedImageError, *BROKEN):
             raise MediaError(
                 (
-                    f"{location} begins with {data[:8]!r}, which is no picture of the kinds "
+                    f"{location} begins with {data[:8]!r}, which is no image of the formats "
                     f"{', '.join(FORMATS)}"
                 ),
                 reason="wrong_type",

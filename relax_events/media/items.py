@@ -1,5 +1,5 @@
-"""A piece of media as a row of the data names it: a path, a tar file's member, a web address, a
-data URI or bytes. Read when it is asked for.
+"""A media file as a dataset row names it: a path, a tar member, a URL, a data URI or bytes. Read on
+demand.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ MediaKey = tuple[bytes, str, Modality, Path | None]
 
 @dataclass(frozen=True, slots=True)
 class MediaAccess:
-    """What rows may name besides their own content.
+    """What rows may refer to.
 
     Attributes:
-        root: Folder in which paths begin, and outside of which nothing is read; None where rows
-            can't name files.
-        hosts: That web addresses may name.
+        root: Base folder of paths, outside of which nothing is read; None if rows must not name
+            files.
+        hosts: Allowed hosts of URLs.
     """
 
     root: Path | None = None
@@ -43,14 +43,14 @@ NO_ACCESS = MediaAccess()
 
 @dataclass(frozen=True, slots=True)
 class MediaItem:
-    """What a row names.
+    """A media file of a row.
 
     Attributes:
-        modality: What it must be.
-        source: The bytes, a data URI, a web address, or a path.
+        modality: The expected modality.
+        source: The bytes, a data URI, a URL, or a path.
         location: File, row and column, for errors.
-        access: What it may name.
-        member: Of the tar file that the path names; empty for the file itself.
+        access: What it may refer to.
+        member: Member of the tar file at the path; empty for the file itself.
     """
 
     modality: Modality
@@ -61,7 +61,7 @@ class MediaItem:
 
     @property
     def key(self) -> MediaKey:
-        """Tells what is named, and as what, from everything else that may be, in few bytes."""
+        """A short unique key of source and modality."""
         named = (
             self.source
             if isinstance(self.source, bytes)
@@ -73,9 +73,9 @@ class MediaItem:
         """Return the content.
 
         Args:
-            limits: Larger ones are refused before they are read, and slower ones given up.
+            limits: Larger files are rejected before they are read, and slower downloads cancelled.
         Raises:
-            MediaError: It is missing, too large, no data URI, or lies where nothing may be read.
+            MediaError: It is missing, too large, an invalid data URI, or at a forbidden location.
         """
         max_bytes = limits.max_item_bytes
         if isinstance(self.source, bytes):
@@ -102,8 +102,8 @@ class MediaItem:
             )
         if (
             len(text) > 3 * max_bytes
-        ):  # percent-encoding takes three letters for a byte, base64 fewer
-            raise self._too_large(f"a data URI of {len(text)} letters", max_bytes)
+        ):  # percent-encoding takes three characters per byte, base64 fewer
+            raise self._too_large(f"a data URI of {len(text)} characters", max_bytes)
         try:
             return (
                 base64.b64decode(text, validate=True)
@@ -119,8 +119,8 @@ class MediaItem:
         if self.access.root is None:
             raise MediaError(
                 (
-                    f"{self.location} names the file {path!r}, and rows may name none; set "
-                    "media_root beside multimodal_keys"
+                    f"{self.location} names the file {path!r}, and rows may not name files; set "
+                    "media_root next to multimodal_keys"
                 ),
                 reason="no_root",
             )
@@ -128,7 +128,7 @@ class MediaItem:
             root, file = self.access.root.resolve(), (self.access.root / path).resolve()
             if not file.is_relative_to(root):
                 raise MediaError(
-                    f"{self.location} names {path!r}, which lies outside of media_root = {root}",
+                    f"{self.location} names {path!r}, which is outside of media_root = {root}",
                     reason="outside_root",
                 )
             with open_regular(file) as opened:
@@ -140,7 +140,8 @@ class MediaItem:
         except (OSError, ValueError) as error:  # ValueError: a path with a null byte
             what = getattr(error, "strerror", None) or error
             raise MediaError(
-                f"{self.location} names {path!r} in {self.access.root}, which can't be read: {what}",
+                f"{self.location} names {path!r} in {self.access.root}, which can't be read: "
+                f"{what}",
                 reason="missing",
             ) from None
         return self._require_size(data, max_bytes)
@@ -154,7 +155,8 @@ class MediaItem:
 
     def _too_large(self, found: str, max_bytes: int) -> MediaError:
         return MediaError(
-            f"{self.location} must be at most model.media.max_item_bytes = {max_bytes}, got {found}",
+            f"{self.location} must be at most model.media.max_item_bytes = {max_bytes}, got "
+            f"{found}",
             reason="too_large",
         )
 
@@ -162,7 +164,7 @@ class MediaItem:
 def read_items(
     value: Any, *, modality: Modality, location: str, access: MediaAccess = NO_ACCESS
 ) -> list[MediaItem]:
-    """Read a column's value: one piece of media, or a list of them, none where it is null.
+    """Read a column's value: one media file, a list of them, or null for none.
 
     Raises:
         MediaError: It is something else; the text names it.
@@ -192,7 +194,7 @@ def _source(value: Any, location: str) -> str | bytes:
     if isinstance(value, str | bytes) and value:
         return value
     rule = (
-        "media are paths, web addresses, data URIs, bytes, or objects with one of the keys bytes "
-        "and path, to which member may stand beside"
+        "media are paths, URLs, data URIs, bytes, or objects with one of the keys bytes "
+        "and path, and optionally member"
     )
     raise MediaError(f"{location} is a {type(value).__name__}; {rule}", reason="wrong_type")

@@ -1,12 +1,10 @@
-"""A run's media, where its workers put them and get them from: every piece is stored once, and
-processed once on each machine.
+"""Store and load a run's media: each file is stored once, and preprocessed once on each machine.
 
-    row of the data --admit--> checks --> arrays into the machine's cache, bytes into the object
-    store --> MediaRef on the log MediaRef --processed--> memory, or the machine's cache, or: fetch,
-    verify, check, decode --> what the model is shown
+    dataset row --add--> checks --> arrays into the machine's cache, bytes into the object store
+    --> MediaRef on the log
+    MediaRef --load--> memory, or the machine's cache, or: fetch, verify, check, decode --> arrays
 
-What goes wrong with a piece of media is a `MediaError` that names it: it ends one row, or one
-prompt group, and nothing else.
+A problem with a file is a `MediaError` that names it; it fails one row or one prompt group only.
 """
 
 from __future__ import annotations
@@ -34,17 +32,18 @@ from relax_events.media.token_layout import MediaLayout, modality_of
 from relax_events.objects.store import ObjectStore
 
 MEMORY_BYTES = 256 * 1024**2
-"""Processed media that one worker keeps in memory."""
+"""Preprocessed media that one worker keeps in memory."""
 MAX_REMEMBERED = 4096
-"""References of admitted pieces that are remembered: a row is looked at when it is judged, and
-again when it is issued."""
+"""References of added files that are remembered: a row is read when it is filtered, and again when
+it is issued.
+"""
 CACHE_FOLDER = "media-cache"
 OWN_ROOT = ""
-"""Stands for the run's own store among those that a reference may lie in."""
+"""Key of the run's own store among the stores of references."""
 
 
 class MediaLibrary:
-    """Of a run whose model may read media. Used by one thread."""
+    """The media of a run. Used by one thread."""
 
     def __init__(
         self,
@@ -54,17 +53,15 @@ class MediaLibrary:
         store: ObjectStore | None = None,
         folder: Callable[[], str] = lambda: "",
     ) -> None:
-        """Read how the model is shown media; where it reads text alone nothing else will be asked
-        of the library.
+        """Read the model's preprocessing settings; for a text model the other methods are not used.
 
         Args:
             config: The run.
             model_path: Another model than the run's.
-            store: The run's object store, where it is open already; else it is opened when
-                something is wanted from it.
-            folder: Of the store, where the next piece is put.
+            store: The run's object store, if it is open already; else it is opened when needed.
+            folder: Returns the store's folder for the next file.
         Raises:
-            ConfigError: The model's settings for media are missing or not known.
+            ConfigError: The model's settings for media are missing or not supported.
         """
         self._config, self._bounds = config, config.model.media
         self._layout = MediaLayout.from_folder(model_path or config.model.path, self._bounds)
@@ -78,12 +75,10 @@ class MediaLibrary:
         self._added: OrderedDict[tuple[str, MediaKey], MediaRef] = OrderedDict()
 
     def add(self, item: MediaItem) -> MediaRef:
-        """Check a piece of media and put it into the store; one that is there already is not sent
-        again.
+        """Check a media file and put it into the store, unless it is there already.
 
         Raises:
-            MediaError: It is missing, hostile, or nothing that the model can be shown; the text
-                names it.
+            MediaError: It is missing, invalid, or not supported by the model; the text names it.
             ObjectError: The store failed.
         """
         folder = self._folder()
@@ -100,16 +95,16 @@ class MediaLibrary:
         return reference
 
     def preprocess(self, item: MediaItem) -> ProcessedMedia:
-        """Check a piece of media and return it as the model is shown it; nothing is stored, and its
-        address is its place in the data.
+        """Check and preprocess a media file without storing it; its reference has its location in
+        the data as URI.
 
         Raises:
-            MediaError: As for `admit`.
+            MediaError: As for `add`.
         """
         return self._check_and_process(item.read(self._bounds), item)
 
     def _check_and_process(self, data: bytes, item: MediaItem) -> ProcessedMedia:
-        """Check and process; a file that is cut off fails here, before its row is issued."""
+        """Check and preprocess; a truncated file fails here, before its row is issued."""
         self._require_layout()
         facts = self._decoder.inspect(data, item.modality, location=item.location)
         reference = MediaRef(
@@ -118,11 +113,10 @@ class MediaLibrary:
         return self._process(reference, data)
 
     def load(self, reference: MediaRef) -> ProcessedMedia:
-        """Return a piece of media as the model is shown it.
+        """Return a preprocessed media file.
 
         Raises:
-            MediaError: It has vanished, was altered, or is not what the reference says; the text
-                names it.
+            MediaError: It is gone, was modified, or doesn't match its reference; the text names it.
             ObjectError: The store failed.
         """
         name = self._cache_key(reference)
@@ -136,7 +130,9 @@ class MediaLibrary:
         return processed
 
     def prefetch(self, references: Iterable[MediaRef]) -> None:
-        """See to it that pieces of media are at hand on this machine; errors as for `processed`."""
+        """Preprocess media files into this machine's cache, unless they are there; errors as for
+        `load`.
+        """
         for reference in references:
             name = self._cache_key(reference)
             if name not in self._memory and not self._cache.contains(name):
@@ -148,15 +144,15 @@ class MediaLibrary:
         given: Bool[np.ndarray, " tokens"],
         media: Sequence[MediaRef],
     ) -> None:
-        """Refuse a token sequence that does not hold the placeholders of its media.
+        """Reject a token sequence whose placeholders don't match its media.
 
         Args:
             tokens: Prompt and completion.
-            given: Which of them the policy did not choose.
+            given: Which of them the policy did not sample.
             media: In the order of the sequence.
         Raises:
-            PoisonSample: The placeholders are more, fewer, or of other kinds; or the model reads
-                text alone.
+            PoisonSample: The placeholders are more, fewer, or of other modalities; or the model
+                reads text only.
         """
         if media:
             self._require_layout().find_media_tokens(tokens, given, media)
@@ -165,7 +161,7 @@ class MediaLibrary:
         if self._layout is None:
             raise MediaError(
                 (
-                    "the model reads text alone, and the prompt brings media; take a model of a "
+                    "the model reads text only, and the prompt has media; take a model of a "
                     "family that reads them"
                 ),
                 reason="text_model",
@@ -176,16 +172,14 @@ class MediaLibrary:
         return self._require_layout().preprocessor_for(reference)
 
     def _cache_key(self, reference: MediaRef) -> str:
-        """Tell apart what differs in content, in what the reference says of it, or in how it is
-        shown.
-        """
+        """Build the cache key: content, facts of the reference, and preprocessing settings."""
         said = (reference.width, reference.height, reference.num_frames, reference.rate_hertz)
         facts = "x".join(str(value) for value in said if value is not None)
         return f"{reference.digest.hex()}-{facts}-{self._preprocessor_for(reference).digest}"
 
     def _process(self, reference: MediaRef, data: bytes | None = None) -> ProcessedMedia:
-        """Return what the model is shown, from the machine's cache or from the file, which is
-        fetched if it is not at hand.
+        """Return the preprocessed media, from the machine's cache or from the file, which is
+        fetched if needed.
         """
         plan = self._preprocessor_for(reference).plan(reference)
 
@@ -196,7 +190,7 @@ class MediaLibrary:
         return _split_arrays(reference, plan, self._cache.get(self._cache_key(reference), make))
 
     def fetch_file(self, reference: MediaRef) -> bytes:
-        """Fetch a file as it came, and verify it; errors as for `processed`."""
+        """Fetch an original file and verify it; errors as for `load`."""
         if reference.num_bytes > self._bounds.max_item_bytes:
             bound = f"model.media.max_item_bytes = {self._bounds.max_item_bytes}"
             raise MediaError(
@@ -230,14 +224,12 @@ class MediaLibrary:
         return data
 
     def _require_match(self, reference: MediaRef, data: bytes) -> None:
-        """Refuse a file that is another than its reference says, which its tokens were counted
-        by.
-        """
+        """Reject a file that differs from its reference, from which its tokens were counted."""
         facts = self._decoder.inspect(data, modality_of(reference), location=reference.uri)
         found = replace(reference, **asdict(facts)).extent
         if found != reference.extent:
             raise MediaError(
-                f"{reference.uri} is {found}, and its reference says {reference.extent}",
+                f"{reference.uri} is {found}, and its reference has {reference.extent}",
                 reason="wrong_size",
             )
 
@@ -253,7 +245,7 @@ class MediaLibrary:
 def _split_arrays(
     reference: MediaRef, plan: DecodePlan, content: bytes | memoryview
 ) -> ProcessedMedia:
-    """Take the arrays out of what decoding has left; they may be written to, as torch wants it."""
+    """Split the decoder's output into arrays; they are writable, as torch requires."""
     whole = bytearray(content)
     first = np.frombuffer(whole, plan.dtype, count=int(np.prod(plan.shape))).reshape(plan.shape)
     if modality_of(reference) is Modality.AUDIO:

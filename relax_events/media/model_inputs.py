@@ -1,5 +1,5 @@
-"""Media beside the token ids of a forward: which rows of features go to which cells, and all rotary
-positions. Numpy alone.
+"""Media inputs of a forward: which features replace which cells, and all rotary positions. Only
+numpy.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from relax_events.media.token_layout import MediaLayout
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProcessedMedia:
-    """A piece of media as a model is shown it.
+    """A preprocessed media file.
 
     Attributes:
-        reference: Where it came from, and what it is.
-        pixels: Of a picture, or of the chosen frames of a clip, at their final size.
-        samples: Of a sound, or of what is heard of a clip, from -1 to 1 at the model's rate.
+        reference: Its URI and facts.
+        pixels: Of an image, or of the selected frames of a video, at their final size.
+        samples: Of audio, or of a video's audio, from -1 to 1 at the model's rate.
     """
 
     reference: MediaRef
@@ -44,9 +44,9 @@ class MediaSequence:
     Attributes:
         name: For errors.
         tokens: Prompt and completion.
-        given: Which of them the policy did not choose.
+        given: Which of them the policy did not sample.
         media: In the order of the sequence.
-        places: Cell of each token, counted through all rows laid end to end.
+        cells: Cell of each token, counted through all rows concatenated.
     """
 
     name: str
@@ -57,14 +57,14 @@ class MediaSequence:
 
     @property
     def references(self) -> list[MediaRef]:
-        """Of its media."""
+        """References of its media."""
         return [piece.reference for piece in self.media]
 
     def find_media_tokens(self, layout: MediaLayout) -> Int64[np.ndarray, " media_tokens"]:
-        """Return where in the sequence its media stand.
+        """Return the indices of the sequence's media tokens.
 
         Raises:
-            PoisonSample: It holds more or fewer placeholders than its media have tokens; the text
+            PoisonSample: It has more or fewer placeholders than its media have tokens; the text
                 names the sequence.
         """
         try:
@@ -75,14 +75,13 @@ class MediaSequence:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MediaInputs:
-    """What a forward takes besides token ids.
+    """Inputs of a forward besides token ids.
 
     Attributes:
         positions: Rotary positions: time, row and column of every cell.
-        cells: Where features stand in for embeddings, ascending.
-        features: Which row of the features takes each of those cells; the rows of all of `media`
-            are counted one after the other.
-        media: Every piece once, however often it stands in the forward.
+        cells: Where features replace embeddings, ascending.
+        features: Index of the feature for each of those cells, counted through all of `media`.
+        media: Every file once, however often it occurs in the forward.
     """
 
     positions: Int64[np.ndarray, "3 rows length"]
@@ -97,20 +96,19 @@ def build_media_inputs(
     layout: MediaLayout,
     position_ids: Int64[np.ndarray, "rows length"],
 ) -> MediaInputs:
-    """Lay the media of sequences out for one forward.
+    """Build the media inputs of one forward.
 
-    A cell that several sequences share, as where they have one prompt, is filled once.
+    A cell that several sequences share, such as a common prompt, is filled once.
 
     Args:
-        sequences: Each with its places in the rows.
+        sequences: Each with its cells in the rows.
         layout: Of the model.
-        position_ids: Of the rows without media; cells of no sequence keep them.
-    Raises:
-        PoisonSample: A sequence holds more or fewer placeholders than its media have tokens; the
-            text names it.
+        position_ids: Of the rows without media; cells outside all sequences keep them.
+        Raises: PoisonSample: A sequence has more or fewer placeholders than its media have tokens;
+            the text names it.
     """
     positions = np.tile(position_ids.reshape(-1), (3, 1))
-    first_rows: dict[tuple[bytes, str], int] = {}  # a file may be there as a clip and as a sound
+    first_rows: dict[tuple[bytes, str], int] = {}  # a file may occur as video and as audio
     pieces: list[ProcessedMedia] = []
     num_rows = 0
     cells, features = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]

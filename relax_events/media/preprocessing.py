@@ -1,5 +1,5 @@
-"""How a model is shown pictures, clips and sounds: what becomes of a piece of media follows from
-its reference alone. Pure arithmetic.
+"""How images, video and audio are preprocessed for a model, determined by a file's reference alone.
+Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -17,21 +17,20 @@ from relax_events.events.parts import MediaRef
 from relax_events.media.geometry import ImageGeometry
 
 AUDIO_CHUNK_TOKENS = 13
-"""What Qwen3-Omni's audio tower makes of a whole window."""
+"""Tokens that Qwen3-Omni's audio tower makes of a full window."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """What decoding makes of a file: an array.
+    """The arrays to decode from a file.
 
     Attributes:
-        shape: Height, width and 3 colours of a picture; of a clip the number of frames before them;
-            of a sound its sample frames.
-        dtype: Eight bits a colour, or float32 from -1 to 1.
-        frames: Which of a clip's frames, counted from 0 in the order in which they are seen.
-        num_samples: Sample frames of the sound that goes with a clip, as a second array; 0 where it
-            is not heard.
-        rate_hertz: Of a sound.
+        shape: Height, width and 3 colours of an image; for a video the number of frames before
+            them; for audio the number of samples.
+        dtype: Eight bits per colour, or float32 from -1 to 1.
+        frames: Indices of a video's frames, in presentation order.
+        num_samples: Samples of a video's audio, as a second array; 0 if it is not used.
+        rate_hertz: Of audio.
     """
 
     shape: tuple[int, ...]
@@ -42,38 +41,34 @@ class DecodePlan:
 
     @property
     def num_bytes(self) -> int:
-        """Of the first array."""
+        """Size of the first array."""
         return int(np.prod(self.shape)) * np.dtype(self.dtype).itemsize
 
 
 class MediaPreprocessor(Protocol):
-    """How pieces of one modality are shown."""
+    """Preprocessing of one modality."""
 
     @property
     def digest(self) -> str:
-        """Tells what is processed by these settings from what is processed by others, in
-        hexadecimal.
-        """
+        """Identifies these settings in cache names, in hexadecimal."""
         ...
 
     def plan(self, media: MediaRef) -> DecodePlan:
-        """Tell what decoding makes of a piece.
+        """Return what to decode from a file.
 
         Raises:
-            MediaError: It can't be shown to the model; the text names it.
+            MediaError: The model can't read it; the text names it.
         """
         ...
 
     def grid(self, media: MediaRef) -> tuple[int, int, int]:
-        """Return how many tokens a piece has in time, in rows and in columns; errors as for
-        `plan`.
-        """
+        """Return how many tokens a file has in time, in rows and in columns; errors as for `plan`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ImagePreprocessor:
-    """Pictures, brought to a size that patches fit into."""
+    """Resizes images to a multiple of the patch size."""
 
     geometry: ImageGeometry
 
@@ -94,26 +89,26 @@ class ImagePreprocessor:
     def _size(self, media: MediaRef) -> tuple[int, int]:
         if media.width is None or media.height is None or min(media.width, media.height) < 1:
             raise MediaError(
-                f"{media.uri} says no width and height, which its tokens follow from",
+                f"{media.uri} has no width and height, which determine its tokens",
                 reason="no_size",
             )
         try:
             return self.geometry.target_size(media.width, media.height)
         except ValueError as error:
             raise MediaError(
-                f"{media.uri} can't be shown to the model: {error}", reason="bad_shape"
+                f"{media.uri} can't be read by the model: {error}", reason="bad_shape"
             ) from None
 
 
 @dataclass(frozen=True, slots=True)
 class AudioPreprocessor:
-    """Sounds, brought to one rate and one channel; the model hears their log-mel spectrogram.
+    """Resamples audio to one rate and one channel; the model reads its log-mel spectrogram.
 
     Attributes:
         rate_hertz: Of the samples.
         hop: Samples from one frame of the spectrogram to the next.
-        window: Samples that a frame looks at.
-        chunk: Frames that the tower takes together.
+        window: Samples of a frame.
+        chunk: Frames that the tower processes together.
     """
 
     rate_hertz: int
@@ -129,12 +124,12 @@ class AudioPreprocessor:
         from its `config.json`.
 
         Raises:
-            ConfigError: The model was made for another rate than the run file wants.
+            ConfigError: The model needs another rate than the run file has.
         """
         rate = int(extractor.get("sampling_rate", 16_000))
         if rate != config.audio_sample_rate:
             rule = (
-                f"the model hears sounds of {rate} Hz, and model.media.audio_sample_rate is "
+                f"the model reads audio of {rate} Hz, and model.media.audio_sample_rate is "
                 f"{config.audio_sample_rate}"
             )
             raise ConfigError(f"{rule}; set it to {rate}")
@@ -156,21 +151,21 @@ class AudioPreprocessor:
         return self.num_tokens(self.num_samples(media)), 1, 1
 
     def num_samples(self, media: MediaRef) -> int:
-        """Return how many samples a piece has at the model's rate: a sound, or what is heard of a
-        clip. Errors as for `plan`.
+        """Return the number of samples of an audio file, or of a video's audio, at the model's
+        rate. Errors as for `plan`.
         """
         total, rate = _frames_and_rate(media)
         num_samples = -int(-total * self.rate_hertz // rate)
         if num_samples < self.window:
             need = f"must have {self.window / self.rate_hertz:g} s at least"
             raise MediaError(
-                f"{media.uri} can't be played to the model: a sound {need}, got {total / rate:g} s",
+                f"{media.uri} can't be read by the model: audio {need}, got {total / rate:g} s",
                 reason="bad_shape",
             )
         return num_samples
 
     def num_tokens(self, num_samples: int) -> int:
-        """Return how many features the tower makes of a sound. Source:
+        """Return the number of features of the audio tower. Source:
         `_get_feat_extract_output_lengths` of Qwen3-Omni.
         """
         whole, rest = divmod(num_samples // self.hop, self.chunk)
@@ -181,8 +176,8 @@ class AudioPreprocessor:
 
 @dataclass(frozen=True, slots=True)
 class VideoPreprocessor:
-    """Frames spread over a clip, so many of each of its seconds; several at a time make the tokens
-    of one moment. `sound` goes with them if heard.
+    """Samples frames evenly over a video; several frames make the tokens of one temporal patch.
+    `audio` is used if set.
     """
 
     frame: ImagePreprocessor
@@ -200,12 +195,12 @@ class VideoPreprocessor:
         *,
         audio: AudioPreprocessor | None = None,
     ) -> Self:
-        """Cut frames as pictures are cut, within the run file's bounds for clips.
+        """Preprocess frames like images, within the run file's limits for video.
 
         Args:
-            picture: How pictures are shown.
-            config: The bounds.
-            sound: How a clip's sound is heard; None where it is not.
+            image: Preprocessing of images.
+            config: The limits.
+            audio: Preprocessing of a video's audio; None to ignore it.
         Raises:
             ConfigError: The number of frames would not fit the model.
         """
@@ -214,7 +209,7 @@ class VideoPreprocessor:
             image.geometry.token_side**2,
         )
         if config.frame_factor % together:
-            rule = f"must be a multiple of the {together} frames that the model looks at together"
+            rule = f"must be a multiple of the model's {together} frames per temporal patch"
             raise ConfigError(f"model.media.frame_factor {rule}, got {config.frame_factor}")
         fewest, most = (
             config.video_min_token_num * token_pixels,
@@ -255,19 +250,19 @@ class VideoPreprocessor:
         return len(self._frames(media)) // self.frame.geometry.temporal_patch_size, rows, columns
 
     def num_audio_tokens(self, media: MediaRef) -> int:
-        """Return how many tokens the sound of a clip has; 0 where it is not heard."""
+        """Return the number of tokens of a video's audio; 0 if it is not used."""
         return 0 if self.audio is None else self.audio.num_tokens(self.audio.num_samples(media))
 
     @property
     def temporal_patch_seconds(self) -> float:
-        """What lies between two moments in a model's count of time, however many frames a short or
-        long clip has.
+        """Seconds between two temporal patches in the model's time, independent of the video's
+        number of frames.
         """
         return self.frame.geometry.temporal_patch_size / self.fps
 
     def timestamps(self, media: MediaRef) -> list[float]:
-        """Return when each moment of a clip is, counted from its begin: half way between its first
-        and its last frame.
+        """Return the time of each temporal patch from the start of the video: half way between its
+        first and last frame.
         """
         together, (_, rate) = self.frame.geometry.temporal_patch_size, _frames_and_rate(media)
         frames = self._frames(media)
@@ -277,8 +272,8 @@ class VideoPreprocessor:
         ]
 
     def _frames(self, media: MediaRef) -> tuple[int, ...]:
-        """Choose frames. Source: `smart_nframes` of qwen-vl-utils; a clip with too few shows its
-        frames more than once.
+        """Choose frames. Source: `smart_nframes` of qwen-vl-utils; a video with too few frames
+        repeats them.
         """
         total, rate = _frames_and_rate(media)
         wanted = min(max(total / rate * self.fps, self.min_frames), self.max_frames, total)
@@ -287,10 +282,10 @@ class VideoPreprocessor:
 
 
 def _frames_and_rate(media: MediaRef) -> tuple[int, float]:
-    """Return a piece's frames, and how many of them a second has."""
+    """Return the number of frames or samples of a file, and its rate."""
     if not media.num_frames or not media.rate_hertz or min(media.num_frames, media.rate_hertz) <= 0:
         raise MediaError(
-            f"{media.uri} says no number and rate of frames, which its tokens follow from",
+            f"{media.uri} has no number and rate of frames, which determine its tokens",
             reason="no_size",
         )
     return media.num_frames, media.rate_hertz

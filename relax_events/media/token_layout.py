@@ -1,24 +1,20 @@
-"""Runs of placeholders that stand together in a sequence: which tokens, at which rotary positions,
-for which features of a piece.
+"""How a model family writes media into a token sequence, and the rotary positions of its tokens.
+Only numpy, no torch.
 
-How a model family writes media into a token sequence, and which rotary positions its tokens have.
-Numpy alone, without torch.
-
-A picture of r rows and c columns stands in the sequence as r * c placeholder tokens. Its tokens
-share the first coordinate of their position, and count rows and columns in the two others; the text
-behind it goes on max(r, c) further, not r * c:
+An image of r rows and c columns has r * c placeholder tokens. They share the first coordinate of
+their position, and count rows and columns in the two others; the text after it continues max(r, c)
+positions further, not r * c:
 
     token      a  b  [ 2 x 3 ........ ]  d  e
     time       0  1  2  2  2  2  2  2    5  6
     row        0  1  2  2  2  3  3  3    5  6
     column     0  1  2  3  4  2  3  4    5  6
 
-A clip is written by Qwen3-VL as a picture for each of its moments, with the time before it in
-words: `<0.2 seconds>` and a block, again and again. Qwen3-Omni writes it as one block whose first
-coordinate goes on with time; a sound is a line of tokens there, with positions as text has.
+Qwen3-VL writes a video as one image per temporal patch, each after its time as text: `<0.2
+seconds>` and a block, repeated. Qwen3-Omni writes it as one block whose first coordinate increases
+with time; audio is a line of tokens there, with positions like text.
 
-Placeholders that the policy wrote itself are tokens like any other: only those that it was given
-stand for something.
+Placeholders that the policy sampled are ordinary tokens: only given ones stand for media.
 """
 
 from __future__ import annotations
@@ -48,13 +44,13 @@ from relax_events.model_folder import get_thinker_config, read_model_json
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MediaBlock:
-    """Placeholders one after the other.
+    """A run of placeholders.
 
     Attributes:
         ids: Their tokens.
-        offsets: Time, row and column of each, counted from where the block begins.
-        features: Which of its piece's features each stands for.
-        first_last: The text behind goes on one behind the largest offset from here on.
+        offsets: Time, row and column of each, relative to the start of the block.
+        features: Index of the file's feature that each stands for.
+        first_ending: The text continues one after the largest offset from this index on.
     """
 
     ids: Int64[np.ndarray, " cells"]
@@ -73,15 +69,19 @@ class MediaBlock:
 
 
 def visual_block(
-    token: int, grid: tuple[int, int, int], *, temporal_patch_positions: int = 0, first_feature: int = 0
+    token: int,
+    grid: tuple[int, int, int],
+    *,
+    temporal_patch_positions: int = 0,
+    first_feature: int = 0,
 ) -> MediaBlock:
-    """Lay out what is seen: moment by moment, row by row.
+    """Lay out an image or video: one temporal patch after the other, row by row.
 
     Args:
         token: The placeholder.
         grid: Tokens in time, in rows and in columns.
-        interval: Positions from one moment to the next.
-        first_feature: Of the piece's features, the block's first.
+        temporal_patch_positions: Positions from one temporal patch to the next.
+        first_feature: Index of the block's first feature.
     """
     num_patches, rows, columns = (index.ravel() for index in np.indices(grid, np.int64))
     size = len(num_patches)
@@ -93,17 +93,16 @@ def visual_block(
 
 
 def audio_block(token: int, num_tokens: int, *, first_feature: int = 0) -> MediaBlock:
-    """Lay out what is heard: one token after the other, as text."""
+    """Lay out audio: one token after the other, like text."""
     line = np.arange(num_tokens)
     return MediaBlock(np.full(num_tokens, token), np.tile(line, (3, 1)), first_feature + line)
 
 
 def interleave_by_time(visual: MediaBlock, audio: MediaBlock) -> MediaBlock:
-    """Lay out what is seen and heard at once, in the order of time; what is seen goes before what
-    is heard at the same position.
+    """Interleave visual and audio tokens by time; visual tokens come first at equal positions.
 
-    Once one of them has ended, what is left of the other says alone where the text goes on, as the
-    model was trained.
+    After one of them has ended, only the rest of the other determines where the text continues, as
+    the model was trained.
 
     Source: `Qwen3OmniMoeProcessor` and `get_rope_index` of transformers.
     """
@@ -118,21 +117,21 @@ def interleave_by_time(visual: MediaBlock, audio: MediaBlock) -> MediaBlock:
 
 
 VIDEO_PLACEHOLDER = re.compile(r"<\|vision_start\|><\|video_pad\|><\|vision_end\|>|<\|video_pad\|>")
-"""A clip's placeholder as chat templates write it."""
+"""A video's placeholder as chat templates write it."""
 
 
 def modality_of(media: MediaRef) -> Modality:
-    """Return what a piece of media is, by its type.
+    """Return the modality of a media file, by its media type.
 
     Raises:
-        MediaError: It is none of the three.
+        MediaError: It is neither image, audio nor video.
     """
     kind = media.media_type.partition("/")[0]
     if kind not in (Modality.IMAGE, Modality.AUDIO, Modality.VIDEO):
         raise MediaError(
             (
                 f"{media.uri} is of type {media.media_type!r}; image/, audio/ or video/ "
-                "something can be shown"
+                "something is supported"
             ),
             reason="wrong_type",
         )
@@ -141,8 +140,8 @@ def modality_of(media: MediaRef) -> Modality:
 
 @dataclass(frozen=True, slots=True)
 class MediaLayout:
-    """Of one model: a picture is a block, and so is each moment of a clip. `placeholders` are its
-    token ids by modality.
+    """Layout of a model: an image is a block, and so is each temporal patch of a video.
+    `placeholders` are its token ids by modality.
     """
 
     MODALITIES: ClassVar[tuple[Modality, ...]] = (Modality.IMAGE, Modality.VIDEO)
@@ -153,11 +152,10 @@ class MediaLayout:
 
     @classmethod
     def from_folder(cls, path: Path, config: MediaConfig) -> MediaLayout | None:
-        """Read a model folder's settings; None where the model reads text alone, or is not there
-        yet.
+        """Read a model folder's settings; None if the model reads text only, or does not exist yet.
 
         Raises:
-            ConfigError: Its settings for media are missing or not known.
+            ConfigError: Its settings for media are missing or not supported.
         """
         settings = read_model_json(path / "config.json") if (path / "config.json").is_file() else {}
         family = MEDIA_FAMILIES.get(str(settings.get("model_type")))
@@ -176,15 +174,15 @@ class MediaLayout:
     def from_settings(
         cls, settings: Mapping[str, Any], processor: Mapping[str, Any], config: MediaConfig
     ) -> MediaLayout:
-        """Take what is needed from `config.json`, `preprocessor_config.json` and the run file.
+        """Build the layout from `config.json`, `preprocessor_config.json` and the run file.
 
         Raises:
-            ConfigError: They don't fit each other.
-            KeyError, TypeError, ValueError: Something is missing, or of another kind.
+            ConfigError: They contradict each other.
+            KeyError, TypeError, ValueError: Something is missing, or of another type.
         """
         if config.use_audio_in_video:
             raise ConfigError(
-                "model.media.use_audio_in_video needs a model that hears; take one of "
+                "model.media.use_audio_in_video needs a model that reads audio; take one of "
                 "Qwen3-Omni's family, or leave it out"
             )
         images = ImagePreprocessor(ImageGeometry.from_settings(processor, config))
@@ -196,14 +194,14 @@ class MediaLayout:
 
     @property
     def preprocessors(self) -> Mapping[Modality, MediaPreprocessor]:
-        """How pieces are shown, by modality."""
+        """The preprocessor of each modality."""
         return {Modality.IMAGE: self.images, Modality.VIDEO: self.videos}
 
     def preprocessor_for(self, media: MediaRef) -> MediaPreprocessor:
-        """Return how a piece of media is shown.
+        """Return the preprocessor of a media file.
 
         Raises:
-            MediaError: The model can't read its kind; the text names it.
+            MediaError: The model can't read its modality; the text names it.
         """
         modality = modality_of(media)
         if (preprocessor := self.preprocessors.get(modality)) is None:
@@ -215,11 +213,10 @@ class MediaLayout:
         return preprocessor
 
     def blocks(self, media: MediaRef) -> Sequence[MediaBlock]:
-        """Return the runs of placeholders that a piece of media stands for; there is text between
-        them.
+        """Return the runs of placeholders of a media file; there is text between them.
 
         Raises:
-            MediaError: It can't be shown to the model; the text names it.
+            MediaError: The model can't read it; the text names it.
         """
         num_patches, rows, columns = self.preprocessor_for(media).grid(media)
         token, size = self.placeholders[modality_of(media)], rows * columns
@@ -229,8 +226,8 @@ class MediaLayout:
         ]
 
     def expand_videos(self, text: str, media: Sequence[MediaRef]) -> str:
-        """Write out what a family says about the clips of a rendered prompt; more or fewer of them
-        are left for `expanded` to refuse.
+        """Replace the video placeholders of a rendered prompt by the family's text for them;
+        `expand_placeholders` rejects more or fewer.
         """
         waiting = iter(
             [self._video_text(piece) for piece in media if modality_of(piece) is Modality.VIDEO]
@@ -246,29 +243,26 @@ class MediaLayout:
     def expand_placeholders(
         self, tokens: NDArray[np.int32], media: Sequence[MediaRef]
     ) -> NDArray[np.int32]:
-        """Repeat each placeholder as often as its piece of media has tokens there.
+        """Repeat each placeholder by the number of its tokens.
 
         Args:
-            tokens: A prompt that was rendered and spelt, with one placeholder for each block.
+            tokens: A rendered prompt after `expand_videos`, with one placeholder for each block.
             media: In the order of the prompt.
         Raises:
-            PoisonSample: There are more or fewer placeholders than the pieces need, or of other
-                kinds.
+            PoisonSample: There are more or fewer placeholders than the files need, or of other
+                modalities.
         """
         blocks = list(self._blocks_of(media))
         places = np.flatnonzero(np.isin(tokens, list(self.placeholders.values())))
         if len(places) != len(blocks):
             rule = (
-                f"the prompt renders to {len(places)} media placeholders and brings {len(media)} "
-                "pieces"
+                f"the prompt renders to {len(places)} media placeholders and has {len(media)} files"
             )
-            raise PoisonSample(
-                f"{rule}, which need {len(blocks)}; does its text hold one by itself?"
-            )
+            raise PoisonSample(f"{rule}, which need {len(blocks)}; does its text contain one?")
         if any(tokens[place] not in block.ids for place, block in zip(places, blocks, strict=True)):
             raise PoisonSample(
-                "the prompt's media placeholders are of other kinds than its media; does its "
-                "text hold one by itself?"
+                "the prompt's media placeholders are of other modalities than its media; does its "
+                "text contain one?"
             )
         counts = np.ones(len(tokens), np.int64)
         counts[places] = [len(block) for block in blocks]
@@ -281,15 +275,15 @@ class MediaLayout:
     def find_media_tokens(
         self, tokens: NDArray[Any], given: Bool[np.ndarray, " tokens"], media: Sequence[MediaRef]
     ) -> Int64[np.ndarray, " media_tokens"]:
-        """Return where in a sequence its media stand, all pieces one after the other.
+        """Return the indices of a sequence's media tokens, all files in order.
 
         Args:
             tokens: The sequence.
-            given: Which of them the policy did not choose.
+            given: Which of them the policy did not sample.
             media: In the order of the sequence.
         Raises:
-            PoisonSample: There are more or fewer placeholders than the pieces have tokens, or of
-                other kinds.
+            PoisonSample: There are more or fewer placeholders than media tokens, or of other
+                modalities.
         """
         if not media:
             return np.zeros(0, np.int64)
@@ -297,12 +291,12 @@ class MediaLayout:
         ids = _ids(list(self._blocks_of(media)))
         if len(cells) != len(ids):
             raise PoisonSample(
-                f"{len(media)} pieces of media have {len(ids)} tokens, and the sequence "
-                f"holds {len(cells)} placeholders for them"
+                f"{len(media)} media files have {len(ids)} tokens, and the sequence "
+                f"has {len(cells)} placeholders for them"
             )
         if not np.array_equal(tokens[cells], ids):
             raise PoisonSample(
-                "the sequence's media placeholders are of other kinds than its media, or in "
+                "the sequence's media placeholders are of other modalities than its media, or in "
                 "another order"
             )
         return cells
@@ -314,7 +308,7 @@ class MediaLayout:
 
         Args:
             num_tokens: Of the whole sequence.
-            cells: From `cells`.
+            cells: From `find_media_tokens`.
             media: In the order of the sequence.
         """
         positions = np.tile(np.arange(num_tokens, dtype=np.int64), (3, 1))
@@ -333,10 +327,11 @@ class MediaLayout:
 
 @dataclass(frozen=True, slots=True)
 class OmniLayout(MediaLayout):
-    """Of a model that hears: a clip is one block, its sound in it where the run file wants it
-    heard.
+    """Layout of a model that reads audio: a video is one block, with its audio if
+    `use_audio_in_video` is set.
 
-    `interval` is how many rotary positions lie between two moments of a clip.
+    `temporal_patch_positions` is the number of rotary positions between two temporal patches of a
+    video.
     """
 
     MODALITIES: ClassVar[tuple[Modality, ...]] = (Modality.IMAGE, Modality.AUDIO, Modality.VIDEO)
@@ -348,8 +343,8 @@ class OmniLayout(MediaLayout):
     def from_settings(
         cls, settings: Mapping[str, Any], processor: Mapping[str, Any], config: MediaConfig
     ) -> MediaLayout:
-        """See `MediaLayout`; a folder that has the talker as well keeps the thinker's settings
-        apart.
+        """See `MediaLayout`; a complete Qwen3-Omni has the thinker's settings in a section of their
+        own.
         """
         thinker = get_thinker_config(settings)
         images, audio = (
@@ -357,18 +352,20 @@ class OmniLayout(MediaLayout):
             AudioPreprocessor.from_settings(processor, thinker["audio_config"], config),
         )
         videos = VideoPreprocessor.from_settings(
-            images, config, sound=audio if config.use_audio_in_video else None
+            images, config, audio=audio if config.use_audio_in_video else None
         )
-        temporal_patch_positions = videos.temporal_patch_seconds * float(thinker["position_id_per_seconds"])
+        temporal_patch_positions = videos.temporal_patch_seconds * float(
+            thinker["position_id_per_seconds"]
+        )
         if temporal_patch_positions != int(temporal_patch_positions):
-            rule = (
-                f"would put the moments of a clip {temporal_patch_positions:g} positions apart, which must be whole"
-            )
+            rule = f"would place the temporal patches of a video {temporal_patch_positions:g} positions apart, which must be an integer"
             raise ConfigError(
                 f"model.media.video_fps = {config.video_fps} {rule}; set it to 1, 2 or "
                 "another that fits"
             )
-        return cls(_tokens(thinker, cls.MODALITIES), images, videos, audio, int(temporal_patch_positions))
+        return cls(
+            _tokens(thinker, cls.MODALITIES), images, videos, audio, int(temporal_patch_positions)
+        )
 
     @property
     def preprocessors(self) -> Mapping[Modality, MediaPreprocessor]:
@@ -385,14 +382,18 @@ class OmniLayout(MediaLayout):
         if modality is Modality.AUDIO:
             return [audio_block(self.placeholders[modality], grid[0])]
         visual = visual_block(
-            self.placeholders[modality], grid, temporal_patch_positions=self.temporal_patch_positions
+            self.placeholders[modality],
+            grid,
+            temporal_patch_positions=self.temporal_patch_positions,
         )
         if modality is Modality.IMAGE or not (num_audio := self.videos.num_audio_tokens(media)):
             return [visual]
         return [
             interleave_by_time(
                 visual,
-                audio_block(self.placeholders[Modality.AUDIO], num_audio, first_feature=len(visual)),
+                audio_block(
+                    self.placeholders[Modality.AUDIO], num_audio, first_feature=len(visual)
+                ),
             )
         ]
 

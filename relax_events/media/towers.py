@@ -1,5 +1,5 @@
-"""What a model's towers make of pieces of media: features in the order of the pieces, for the first
-layer and, of what is seen, for the next ones.
+"""Encode media with a model's vision and audio towers: features for the first layer and, for images
+and video, the next ones.
 """
 
 from __future__ import annotations
@@ -19,22 +19,20 @@ from relax_events.media.model_inputs import ProcessedMedia
 
 MAX_PIXEL_VALUE = 255.0
 Layers = list[Float[Tensor, "features hidden"]]
-"""Of a piece: what goes before the first layer, and then what is added behind each of the next
-ones."""
+"""Features of a file: the input of the first layer, then the additions after each of the next ones.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class VisionTower:
-    """The vision tower; it looks at all pictures and clips of a forward together, or `apart` at
-    each by itself.
-    """
+    """The vision tower; encodes all images and videos of a forward together, or each `separately`."""
 
     tower: Any
     geometry: ImageGeometry
     separately: bool
 
     def encode(self, pieces: Sequence[ProcessedMedia]) -> Iterator[Layers]:
-        """Give the layers of each piece."""
+        """Yield the layers of each file."""
         weight = next(self.tower.parameters())
         frames = [torch.from_numpy(piece.pixels).to(weight.device) for piece in pieces]
         patches = [
@@ -56,7 +54,7 @@ class VisionTower:
                 num_patches * rows * columns // self.geometry.merge_size**2
                 for num_patches, rows, columns in grids[part]
             ]
-            deep = getattr(visual, "deepstack_features", ())  # which Qwen3.5 has not
+            deep = getattr(visual, "deepstack_features", ())  # missing in Qwen3.5
             yield from map(
                 list,
                 zip(*(layer.split(sizes) for layer in (visual.pooler_output, *deep)), strict=True),
@@ -69,10 +67,10 @@ class VisionTower:
 
 @dataclass(frozen=True, slots=True)
 class AudioTower:
-    """The audio tower; it hears sounds of one length together, or `apart` each by itself.
+    """The audio tower; encodes audio of equal length together, or each `separately`.
 
-    Sounds of several lengths it would pad to the longest window among them, and its convolutions
-    read the padding: what it makes of a sound would depend on the sounds beside it.
+    It would pad different lengths to the longest window, and its convolutions read the padding, so
+    features would depend on the other audio in the batch.
     """
 
     tower: Any
@@ -80,7 +78,7 @@ class AudioTower:
     separately: bool
 
     def encode(self, pieces: Sequence[ProcessedMedia]) -> list[Layers]:
-        """Return the layers of each piece, which is one."""
+        """Return the layers of each file: one."""
         weight = next(self.tower.parameters())
         spectra = [
             log_mel_spectrogram(piece, self.extractor).to(weight.device, weight.dtype)
@@ -115,9 +113,7 @@ def _batches_of_equal_length(lengths: Sequence[int], *, separately: bool) -> Ite
 def concatenate_layers(
     pieces: Sequence[Layers],
 ) -> tuple[Float[Tensor, "features hidden"], list[Float[Tensor, "features hidden"]]]:
-    """Lay the pieces' layers end to end, the first and the next ones; what is only heard adds
-    nothing in the next ones.
-    """
+    """Concatenate the files' layers, the first and the next ones; audio has zeros in the next ones."""
     depth = max(map(len, pieces))
     first, *others = (
         torch.cat(
@@ -132,13 +128,13 @@ def concatenate_layers(
 
 
 def load_feature_extractor(path: Path) -> Any:
-    """Load what makes the spectra that the model in a folder hears."""
+    """Load the audio feature extractor of the model in a folder."""
     return WhisperFeatureExtractor.from_pretrained(path)
 
 
 def log_mel_spectrogram(piece: ProcessedMedia, extractor: Any) -> Float[Tensor, "mels frames"]:
-    """Make the log-mel spectrogram of what is heard of a piece, with what `extractor_of` has
-    loaded.
+    """Compute the log-mel spectrogram of a file's audio, with the extractor of
+    `load_feature_extractor`.
     """
     made = extractor(
         piece.samples,
@@ -155,8 +151,8 @@ def log_mel_spectrogram(piece: ProcessedMedia, extractor: Any) -> Float[Tensor, 
 def cut_patches(
     frames: UInt8[Tensor, "frames height width 3"], geometry: ImageGeometry
 ) -> Float[Tensor, "patches values"]:
-    """Cut frames into normalised patches, those of a token next to each other, moment by moment; a
-    lone frame fills all of its moment.
+    """Cut frames into normalised patches, those of a token adjacent, one temporal patch after the
+    other; a single frame is repeated to fill its temporal patch.
 
     Source: `Qwen2VLImageProcessor` and `Qwen3VLVideoProcessor` of transformers.
     """

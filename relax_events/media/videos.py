@@ -1,6 +1,4 @@
-"""Clips as they come: their frames counted without decoding, and those that are wanted decoded
-alone.
-"""
+"""Check and decode video files: count frames without decoding, and decode only the requested ones."""
 
 from __future__ import annotations
 
@@ -23,18 +21,19 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 QUARTERS = {0: None, 90: "ROTATE_90", 180: "ROTATE_180", 270: "ROTATE_270"}
-"""By how much a camera was turned, and what Pillow calls turning it back, which is counterclockwise
-for both."""
+"""Rotation of the camera in degrees, and Pillow's name of the reverse rotation; both count
+counterclockwise.
+"""
 MAX_RATE_HERTZ = 1_000
 
 
 @dataclass(frozen=True, slots=True)
 class FrameTable:
-    """A clip's frames in the order in which they are seen.
+    """A video's frames in presentation order.
 
     Attributes:
         times: Of each frame, in the stream's unit.
-        keys: Times of those that are decoded without others, ascending.
+        keys: Times of key frames, ascending.
     """
 
     times: list[int]
@@ -42,11 +41,11 @@ class FrameTable:
 
 
 def inspect_video(data: bytes, *, limits: MediaConfig, location: str) -> MediaFacts:
-    """Count a clip's frames, and decode the first one alone, which says how the camera was held.
+    """Check a video, count its frames, and decode the first one for its orientation.
 
     Raises:
-        MediaError: See `streams.opened`; or it has too many frames or pixels, is too long, cut off
-            or broken.
+        MediaError: See `av_files.open_stream`; or it has too many frames or pixels, is too long,
+            truncated or damaged.
     """
     with open_stream(data, Modality.VIDEO, limits=limits, location=location) as found:
         _require_size(found, limits, location)
@@ -66,11 +65,10 @@ def inspect_video(data: bytes, *, limits: MediaConfig, location: str) -> MediaFa
 def decode_video(
     data: bytes, *, plan: DecodePlan, limits: MediaConfig, location: str
 ) -> UInt8[np.ndarray, "frames height width 3"]:
-    """Decode the frames of a plan, upright and at its size; between them nothing is decoded that
-    they do not need.
+    """Decode the frames of a plan, upright and at its size; skip frames that they don't depend on.
 
     Raises:
-        MediaError: As for `inspect_clip`, or a frame is damaged.
+        MediaError: As for `inspect_video`, or a frame is damaged.
     """
     pixels: dict[int, Pixels] = {}
     with open_stream(data, Modality.VIDEO, limits=limits, location=location) as found:
@@ -79,7 +77,7 @@ def decode_video(
         wanted = sorted(set(plan.frames))
         if wanted[-1] >= len(table.times):
             raise MediaError(
-                f"{location} has {len(table.times)} frames, and its reference says more",
+                f"{location} has {len(table.times)} frames, and its reference has more",
                 reason="wrong_size",
             )
         for index, frame in _decode_frames(found, table, wanted, location):
@@ -101,7 +99,7 @@ def _read_frame_table(found: OpenedStream, limits: MediaConfig, location: str) -
     if not times or (found.stream.frames and len(times) < found.stream.frames):
         raise broken_file(
             location,
-            f"its head promises {found.stream.frames or 'some'} frames, and {len(times)} are there",
+            f"its header claims {found.stream.frames or 'some'} frames, and it has {len(times)}",
         )
     return FrameTable(sorted(times), sorted(keys))
 
@@ -110,7 +108,8 @@ def _read_rate(found: OpenedStream, location: str) -> float:
     rate = float(found.stream.average_rate or 0)
     if not 0 < rate <= MAX_RATE_HERTZ:
         raise MediaError(
-            f"{location}: a clip has at most {MAX_RATE_HERTZ} frames a second, got {rate:g}",
+            f"{location}: a video must have at most {MAX_RATE_HERTZ} frames per second, got "
+            f"{rate:g}",
             reason="bad_shape",
         )
     return rate
@@ -119,8 +118,8 @@ def _read_rate(found: OpenedStream, location: str) -> float:
 def _decode_frames(
     found: OpenedStream, table: FrameTable, wanted: list[int], location: str
 ) -> Iterator[tuple[int, Any]]:
-    """Decode frames by their ascending numbers: from the last key frame before each, or on from
-    where decoding stands if that is nearer.
+    """Decode frames by ascending index: seek to the last key frame before each, unless the decoder
+    is already past it.
     """
     frames: Iterator[Any] | None = None
     reached = 0
@@ -140,12 +139,12 @@ def _decode_frames(
 
 
 def rotate_upright(frame: Any) -> Image:
-    """Return a frame as it is to be looked at."""
+    """Return a frame in upright orientation."""
     try:
         from PIL.Image import Transpose
     except ImportError as error:
         raise EnvironmentProblem(
-            f"clips need the package pillow ({error}); install relax-events[media]"
+            f"video needs the package pillow ({error}); install relax-events[media]"
         ) from None
     image: Image = frame.to_image()
     turn = QUARTERS.get(int(frame.rotation) % 360)

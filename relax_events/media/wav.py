@@ -1,4 +1,4 @@
-"""Writes audio as WAV."""
+"""Write audio as WAV."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Samples = Float64[np.ndarray, " samples"]
 
 
 def encode_wav(samples: Samples, *, rate_hertz: int = RATE_HERTZ) -> bytes:
-    """Write a sound as a WAV file."""
+    """Encode samples as a WAV file."""
     file = BytesIO()
     with wave.open(file, "wb") as audio:
         audio.setnchannels(1)
         audio.setsampwidth(2)
         audio.setframerate(rate_hertz)
-        audio.writeframes((samples.video(-1, 1) * FULL_SCALE).round().astype("<i2").tobytes())
+        audio.writeframes((samples.clip(-1, 1) * FULL_SCALE).round().astype("<i2").tobytes())
     return file.getvalue()

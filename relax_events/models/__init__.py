@@ -1,3 +1,3 @@
-"""Models: small ones of real architectures made on this machine, their tokenizers and their
-supervised start.
+"""Model folders and families: loading, checkpoint facts, tokenizers, and the routers of mixtures of
+experts.
 """

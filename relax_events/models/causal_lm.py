@@ -1,6 +1,4 @@
-"""Loads a causal language model, and puts other weights into one: what engine, trainer and scorers
-have in common.
-"""
+"""Load a causal language model and replace its weights; shared by engine, trainer and scorers."""
 
 from __future__ import annotations
 
@@ -18,11 +16,11 @@ from relax_events.regular_files import require_regular_files
 
 
 def choose_device(name: str, *, local_rank: int = 0) -> torch.device:
-    """Turn `auto` into this rank's GPU, or the CPU where there is none; take any other name as it
-    is.
+    """Turn `auto` into this rank's GPU, or the CPU if there is none; other names are used as they
+    are.
 
     Raises:
-        ConfigError: torch knows no such device, or there is none here; the text names it.
+        ConfigError: torch knows no such device, or it is not available; the text names it.
     """
     num_gpus = torch.cuda.device_count()
     if name == "auto":
@@ -38,7 +36,7 @@ def choose_device(name: str, *, local_rank: int = 0) -> torch.device:
         build = "with CUDA" if torch.backends.cuda.is_built() else "without CUDA"
         reason = f"torch {torch.__version__}, built {build}, sees {num_gpus} of them"
         raise ConfigError(
-            f"model.device = {name!r} asks for a GPU that is not here: {reason}; give the "
+            f"model.device = {name!r} asks for a GPU that is not available: {reason}; give the "
             "process one, or set model.device = 'auto'"
         )
     return device
@@ -52,21 +50,21 @@ def load_causal_lm(
     device: torch.device,
     loader: Any = AutoModelForCausalLM,
 ) -> PreTrainedModel:
-    """Load a model for use, not for training mode; nothing is fetched.
+    """Load a model in evaluation mode; nothing is downloaded.
 
     Args:
         path: A folder in Hugging Face layout.
         attention: Name of an attention implementation that transformers knows.
         dtype: Of the weights.
-        device: Where they go.
-        loader: What of transformers makes models of its family.
+        device: Of the weights.
+        loader: The auto class of transformers for the model's family.
     Raises:
         ConfigError: The folder is missing or holds no causal language model.
     """
     if not (path / "config.json").is_file():
         raise ConfigError(
             f"model.path = {path} holds no config.json; give a folder in Hugging Face "
-            "layout, or have `relax models prepare` make one"
+            "layout, or create one with `relax models prepare`"
         )
     require_regular_files(path, key="model.path")
     transformers_logging.disable_progress_bar()  # a worker's stderr is its log
@@ -88,8 +86,8 @@ def load_causal_lm(
 
 
 def attention_kinds(model: PreTrainedModel) -> set[str]:
-    """Return which kinds of attention its layers have, in transformers' words; `full_attention`
-    sees everything before a token.
+    """Return the attention types of a model's layers, in transformers' terms; `full_attention`
+    attends to all earlier tokens.
     """
     config = model.config.get_text_config()
     unnamed = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
@@ -97,8 +95,7 @@ def attention_kinds(model: PreTrainedModel) -> set[str]:
 
 
 def replace_weights(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Put other weights of the same model into it, by Hugging Face names; on an error the old ones
-    stay, all of them.
+    """Replace a model's weights, by Hugging Face name; on an error all old ones stay.
 
     Raises:
         WeightsError: A tensor is missing, unknown or of another shape; the text names it.

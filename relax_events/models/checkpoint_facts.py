@@ -1,6 +1,4 @@
-"""What a checkpoint is, read from its `config.json` and the headers of its files: no weights are
-loaded, and no torch.
-"""
+"""Read facts about a checkpoint from its `config.json` and file headers, without weights or torch."""
 
 from __future__ import annotations
 
@@ -27,19 +25,20 @@ DTYPES = {
     "BF16": "bfloat16",
     "F16": "bfloat16",
 }
-"""By name in `config.json` and in headers, what a run computes in; float16 has no room for
-gradients."""
+"""Compute dtype of a run, by the dtype name in `config.json` and headers; gradients would overflow
+float16.
+"""
 DEFAULT_POSITIONS = 4096
 MAX_HEADER_BYTES = 100_000_000
 TINY_HEAD_DIM, TINY_POSITIONS, TINY_EXPERTS_PER_TOKEN, TINY_EXPERT_SIZE = 16, 4096, 2, 32
 
 
 def read_facts(path: Path) -> CheckpointFacts:
-    """Read what a checkpoint in Hugging Face layout is.
+    """Read the facts of a checkpoint in Hugging Face layout.
 
     Raises:
-        ConfigError: `config.json` or a file's header can't be read, or names no sizes; the text
-            names the file.
+        ConfigError: `config.json` or a file's header can't be read or lacks sizes; the text names
+            the file.
     """
     whole = read_model_json(path / "config.json")
     config = get_text_config(whole)
@@ -59,7 +58,7 @@ def read_facts(path: Path) -> CheckpointFacts:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{path / 'config.json'} does not say what the model is: {error}; take the "
+            f"{path / 'config.json'} does not describe the model: {error}; take the "
             "model's folder as it was published"
         ) from None
     counts = _parameters(path, prefix="thinker." if "thinker_config" in whole else "")
@@ -80,8 +79,8 @@ def read_facts(path: Path) -> CheckpointFacts:
 
 
 def tiny_facts(tiny: TinyModelConfig) -> CheckpointFacts:
-    """Return what a model will be that is yet to be made; its number of parameters is near
-    enough.
+    """Return the facts of a tiny model before it is created; its number of parameters is an
+    estimate.
     """
     num_heads = tiny.hidden_size // TINY_HEAD_DIM
     mlp = (
@@ -103,9 +102,7 @@ def tiny_facts(tiny: TinyModelConfig) -> CheckpointFacts:
 
 
 def _mlp_size(config: Mapping[str, Any]) -> int:
-    """Return the width of the feed-forward part that one token goes through; of a mixture that of
-    the experts chosen for it.
-    """
+    """Return the feed-forward width per token; for a mixture that of the selected experts."""
     if experts := int(config.get("num_experts_per_tok") or 0):
         return experts * int(config["moe_intermediate_size"]) + int(
             config.get("shared_expert_intermediate_size") or 0
@@ -114,7 +111,7 @@ def _mlp_size(config: Mapping[str, Any]) -> int:
 
 
 def _parameters(path: Path, *, prefix: str) -> Counter[str]:
-    """Return the number of parameters by type, as the headers of the files say."""
+    """Return the number of parameters by dtype, from the headers of the files."""
     counts: Counter[str] = Counter()
     for file in sorted(path.glob("*.safetensors")):
         for name, tensor in _header(file):
@@ -136,9 +133,7 @@ def _header(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _estimate(known: CheckpointFacts, config: Mapping[str, Any]) -> int:
-    """Return about how many parameters a model of these sizes has, where there are no files to
-    count.
-    """
+    """Estimate the number of parameters of a model of these sizes, if there are no files to count."""
     hidden, attended = (
         known.hidden_size,
         (2 * known.num_heads + 2 * known.num_kv_heads) * known.head_dim,

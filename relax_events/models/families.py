@@ -1,10 +1,8 @@
-"""Model families behind one interface: how they load, what of them can be frozen, and how a forward
-takes media.
+"""Model families behind one interface: loading, freezable parts, and forwards with media.
 
-A family that reads text alone takes token ids and positions as they are. One that reads media lets
-its towers look at and listen to every piece once, puts the features in the place of the
-placeholders' embeddings, and gives four rows of positions: with fewer, transformers lets packed
-sequences attend to each other without a word.
+A text family uses token ids and positions as they are. A media family encodes each file once with
+its towers, replaces the placeholders' embeddings by the features, and passes four rows of
+positions: with fewer, transformers silently lets packed sequences attend to each other.
 """
 
 from __future__ import annotations
@@ -46,15 +44,13 @@ from relax_events.media.towers import (
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Models that read text alone.
+    """Models that read text only.
 
     Attributes:
-        layout: How media stand in a sequence; None where they can't.
-        apart: Look at and listen to each piece of media by itself, at a shape that depends on
-            nothing beside it.
-        loader: What of transformers makes such a model.
-        parts: Beginnings of parameter names by part; where several fit, the longest says where a
-            parameter belongs.
+        layout: How media are written into a sequence; None if they can't be.
+        separately: Encode each media file on its own, so that its shape depends on no other file.
+        loader: The auto class of transformers.
+        parts: Prefixes of parameter names by part; the longest match decides.
     """
 
     layout: MediaLayout | None = None
@@ -65,30 +61,30 @@ class Family:
     def build_inputs(
         self, sequences: Sequence[MediaSequence], *, position_ids: NDArray[np.int64]
     ) -> MediaInputs | None:
-        """Lay out the media of a forward's sequences; None where there are none. For the arguments
-        and errors see `media_inputs`.
+        """Build the media inputs of a forward; None without media. For arguments and errors see
+        `build_media_inputs`.
 
         Raises:
-            PoisonSample: A sequence brings media, and the model reads text alone.
+            PoisonSample: A sequence has media, and the model reads text only.
         """
         named = next((sequence.name for sequence in sequences if sequence.media), None)
         if named is None:
             return None
         if self.layout is None:
             raise PoisonSample(
-                f"{named} brings media, and the model reads text alone; take a model of a "
+                f"{named} has media, and the model reads text only; take a model of a "
                 "family that reads media"
             )
         return build_media_inputs(sequences, layout=self.layout, position_ids=position_ids)
 
     def language_model(self, module: Any) -> nn.Module:
-        """Return what computes hidden states from embeddings."""
+        """Return the module that computes hidden states from embeddings."""
         language: nn.Module = module.base_model
         return language
 
     def remove_head(self, module: PreTrainedModel) -> nn.Module:
-        """Return what `hidden` needs of a model that was loaded: all but the output head. The model
-        itself is of no more use.
+        """Return the loaded model without its output head, as `hidden_states` needs it. The
+        original must no longer be used.
         """
         return module.base_model
 
@@ -105,13 +101,11 @@ class Family:
         Args:
             module: Of this family.
             input_ids: The rows.
-            position_ids: Of text: what stands in a row counts from 0 in each sequence.
-            media: What stands in for placeholders; None where nothing does.
+            position_ids: Of text: they count from 0 in each sequence of a row.
+            media: Replacements of placeholders; None without media.
             settings: For the forward, such as the mask and the cache.
         """
-        assert media is None, (
-            "a family that reads text alone was handed media; requests are checked before"
-        )
+        assert media is None, "media were passed to a text family; requests are checked earlier"
         states: Tensor = self.language_model(module)(
             input_ids=input_ids, position_ids=position_ids, **settings
         ).last_hidden_state
@@ -123,8 +117,8 @@ class Family:
         """Return the position ids of one more token in each row.
 
         Args:
-            positions: Their places in the rows.
-            shifts: How far the rotary position is from the place, because of media before it.
+            positions: Their indices in the rows.
+            shifts: Rotary position minus index, because of earlier media.
         """
         del shifts
         return positions
@@ -132,14 +126,14 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class MediaFamily(Family):
-    """Models with a vision tower, whose features in Qwen3-VL also go into the first layers, and
-    perhaps an audio tower.
+    """Models with a vision tower and perhaps an audio tower. In Qwen3-VL visual features are also
+    added in the first layers.
 
     Attributes:
-        language_name: Of the part that computes hidden states from embeddings.
-        vision_name: Of the vision tower.
-        audio_name: Of the audio tower.
-        extractor: Makes the spectra that the audio tower hears; None where there is no such tower.
+        language_name: Module that computes hidden states from embeddings.
+        vision_name: The vision tower.
+        audio_name: The audio tower.
+        extractor: Computes the spectrograms for the audio tower; None without one.
     """
 
     loader: Any = AutoModelForImageTextToText
@@ -161,7 +155,7 @@ class MediaFamily(Family):
         return language
 
     def remove_head(self, module: PreTrainedModel) -> nn.Module:
-        """Take the output head off; towers and language model keep their names."""
+        """Remove the output head; towers and language model keep their names."""
         del module.lm_head
         return module
 
@@ -209,7 +203,7 @@ class MediaFamily(Family):
         return torch.stack([positions, *[positions + shifts] * 3])
 
     def _encode_media(self, module: Any, pieces: Sequence[ProcessedMedia]) -> list[Layers]:
-        """Let the towers see and hear: of each piece what is seen, then what is heard."""
+        """Encode each file with the towers: its visual input, then its audio input."""
         assert self.layout is not None
         visual, audio = (
             [piece for piece in pieces if getattr(piece, name) is not None]
@@ -231,7 +225,11 @@ class MediaFamily(Family):
             if audio
             else iter(())
         )
-        return [layers for piece in pieces for layers in _take_layers(piece, visual_layers, audio_layers)]
+        return [
+            layers
+            for piece in pieces
+            for layers in _take_layers(piece, visual_layers, audio_layers)
+        ]
 
 
 def _take_layers(
@@ -273,10 +271,10 @@ def read_family(path: Path, config: MediaConfig, *, separately: bool = False) ->
 
     Args:
         path: A folder in Hugging Face layout.
-        config: How media are shown to it.
-        apart: See `Family`.
+        config: How media are preprocessed.
+        separately: See `Family`.
     Raises:
-        ConfigError: It reads media, and its settings for them are missing or not known.
+        ConfigError: It reads media, and its settings for them are missing or not supported.
     """
     layout = MediaLayout.from_folder(path, config)
     if layout is None:
@@ -289,7 +287,7 @@ def read_family(path: Path, config: MediaConfig, *, separately: bool = False) ->
 
 
 def freeze(module: nn.Module, parts: Sequence[str], *, family: Family) -> None:
-    """Exempt parts of a model from training.
+    """Freeze parts of a model.
 
     Raises:
         ConfigError: The model has no such part, or nothing is left to train.

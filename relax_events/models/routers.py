@@ -1,10 +1,9 @@
-"""The routers of a mixture of experts: what they choose can be read, and given to them (rollout
-routing replay, R3).
+"""Record and replay the expert choices of a mixture of experts (rollout routing replay, R3).
 
-A router's choice hangs on a comparison, so that engine and trainer, which round differently, send
-some tokens through other experts: with the same weights their log-probabilities then differ by far
-more than by rounding. Given the engine's choice, the trainer's router weighs just those experts by
-its own current probabilities, and the gradient goes through these weights as ever.
+A router's choice depends on a comparison. Engine and trainer round differently, so they send some
+tokens to different experts: with the same weights, their log-probabilities then differ by far more
+than rounding. With replay, the trainer uses the engine's experts and weighs them by its own current
+probabilities; gradients flow through these weights as usual.
 
 Source: "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers" (arXiv
 2510.11370).
@@ -28,20 +27,20 @@ from relax_events.errors import ConfigError
 from relax_events.events.routed_experts import ExpertShape
 
 OWNED = ("top_k", "num_experts", "weight")
-"""What a router has, and no other part of a model."""
+"""Attributes that only a router has."""
 REMEDY = "set model.routing_replay = 'none'"
 
 
 class Routers:
-    """All routers of a language model, in the order of its layers. Nothing changes until they are
-    given a choice.
+    """All routers of a language model, in the order of its layers. They are unchanged outside
+    `replay`.
     """
 
     def __init__(self, language: nn.Module, *, path: Path) -> None:
         """Find the routers.
 
         Args:
-            language: Computes hidden states from embeddings.
+            language: Module that computes hidden states from embeddings.
             path: Of the model, for errors.
         Raises:
             ConfigError: There is none, or they are of several kinds.
@@ -58,7 +57,8 @@ class Routers:
         kinds = {(router.top_k, router.num_experts) for router in self._routers}
         if len(kinds) > 1:
             raise ConfigError(
-                "model.routing_replay takes layers with equally many experts, and the model "
+                "model.routing_replay needs the same number of experts in all layers, and the "
+                "model "
                 f"in {path} has {sorted(kinds)}; {REMEDY}"
             )
         top_k, num_experts = kinds.pop()
@@ -69,15 +69,15 @@ class Routers:
             router.register_forward_hook(partial(self._routed, place))
 
     def take_choices(self) -> Integer[np.ndarray, "tokens layers top_k"]:
-        """Return what was chosen in the last forward, for each of its tokens, padding included,
-        rows laid end to end.
+        """Return the choices of the last forward and clear them: for each token, padding included,
+        rows concatenated.
         """
         chosen = torch.stack([output[2] for output in self._latest], dim=1)
         self.clear()
         return self.shape.compact(chosen.cpu().numpy())
 
     def clear(self) -> None:
-        """Let go of what the last forward left."""
+        """Clear the choices of the last forward."""
         self._latest = [None] * len(self._routers)
 
     @contextmanager
@@ -86,12 +86,11 @@ class Routers:
         chosen: Integer[np.ndarray, "tokens layers top_k"],
         is_given: Bool[np.ndarray, " tokens"],
     ) -> Iterator[None]:
-        """Have the forwards in here send tokens where they are told, and those that they are told
-        nothing of where the routers will.
+        """Replay choices in the forwards of this context; routers choose for tokens without one.
 
         Args:
-            chosen: For each token of the forward, padding included, rows laid end to end.
-            is_given: Where there is a choice.
+            chosen: For each token of the forward, padding included, rows concatenated.
+            is_given: Which tokens have a choice.
         """
         device = self._routers[0].weight.device
         experts, mask = (torch.from_numpy(array).to(device) for array in (chosen, is_given))
@@ -104,7 +103,7 @@ class Routers:
 
     @torch.no_grad()
     def require_known_rule(self, forward: Callable[[], object]) -> None:
-        """Prove on a forward that the routers weigh experts as `weights_of` does.
+        """Check on a forward that the routers weigh experts as `expert_weights` does.
 
         Raises:
             ConfigError: They do not.
@@ -115,8 +114,9 @@ class Routers:
                 expert_weights(router, logits, chosen).to(weights.dtype), weights
             ):
                 rule = (
-                    "replays routers that weigh the experts of the highest softmax probabilities "
-                    "by these"
+                    "supports only routers that weigh the experts with the highest softmax "
+                    "probabilities "
+                    "by these probabilities"
                 )
                 raise ConfigError(
                     f"model.routing_replay {rule}, and {type(router).__name__} of the model "
@@ -139,7 +139,7 @@ class Routers:
 def expert_weights(
     router: Any, logits: Float[Tensor, "tokens experts"], chosen: Int[Tensor, "tokens top_k"]
 ) -> Float[Tensor, "tokens top_k"]:
-    """Weigh chosen experts by the router's present probabilities, in the order of the choice."""
+    """Weigh chosen experts by the router's current probabilities, in the order of the choice."""
     picked = logits.softmax(-1, dtype=torch.float).gather(-1, chosen)
     return (
         picked / picked.sum(-1, keepdim=True) if getattr(router, "norm_topk_prob", True) else picked
@@ -147,5 +147,5 @@ def expert_weights(
 
 
 def split_rows(experts: NDArray[np.generic], num_rows: int) -> NDArray[np.generic]:
-    """Part what `latest` gives by the rows of the forward: [rows, length, layers, top_k]."""
+    """Split the result of `take_choices` by the rows of the forward: [rows, length, layers, top_k]."""
     return experts.reshape(num_rows, -1, *experts.shape[1:])

@@ -1,7 +1,4 @@
-"""Which token each id stands for, read off a tokenizer's file without loading the tokenizer.
-
-Token ids as text, without loading a model library.
-"""
+"""Read token ids and texts from a tokenizer's file, without loading a model library."""
 
 from __future__ import annotations
 
@@ -16,11 +13,11 @@ from relax_events.regular_files import read_regular_text
 
 
 def require_same_vocabulary(policy: Path, teacher: Path) -> None:
-    """Refuse a teacher whose token ids stand for other tokens than the policy's: its
+    """Reject a teacher whose token ids stand for other tokens than the policy's: its
     log-probabilities would be of other texts.
 
-    Only ids and their tokens are compared. How text is cut into tokens does not matter, since the
-    teacher reads the policy's ids.
+    Only ids and tokens are compared. How text is tokenized does not matter, since the teacher reads
+    the policy's ids.
 
     Args:
         policy: Folder of the policy's model.
@@ -47,7 +44,7 @@ def read_vocabulary(folder: Path) -> dict[int, str]:
     """Return the tokens of a model's tokenizer by their ids, those that were added later included.
 
     Raises:
-        ConfigError: The folder has no tokenizer.json, or it is none.
+        ConfigError: The folder has no valid tokenizer.json.
     """
     path = folder / "tokenizer.json"
     try:
@@ -74,8 +71,7 @@ def read_vocabulary(folder: Path) -> dict[int, str]:
 
 
 def token_texts(folder: Path, tokens: Sequence[int]) -> list[str]:
-    """Return the text of each token for itself; bytes that are no UTF-8 alone become replacement
-    characters.
+    """Return the text of each single token; incomplete UTF-8 becomes replacement characters.
 
     Args:
         folder: Of the model; its `tokenizer.json` is read.

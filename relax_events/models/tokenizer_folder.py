@@ -1,8 +1,7 @@
-"""A model folder's tokenizer without transformers, whose import takes seconds and brings torch
-along.
+"""A model folder's tokenizer without transformers, whose import takes seconds and loads torch.
 
-`tokenizer.json` holds all that encoding and decoding need; the chat template is rendered as
-transformers renders it.
+`tokenizer.json` has everything for encoding and decoding; the chat template is rendered as in
+transformers.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ TRACKED = re.compile(r"{%-?\s*generation")
 
 
 class FolderTokenizer:
-    """Offers what rendering needs of a tokenizer, under the names that transformers gives it."""
+    """The tokenizer methods that rendering needs, under transformers' names."""
 
     def __init__(
         self,
@@ -45,7 +44,7 @@ class FolderTokenizer:
         name: str,
         chat_template: str | None,
     ) -> None:
-        """Take over what was read.
+        """Create the tokenizer from parsed files.
 
         Args:
             tokenizer: Of `tokenizer.json`.
@@ -64,14 +63,14 @@ class FolderTokenizer:
 
     @classmethod
     def open(cls, folder: Path, *, chat_template: str | None = None) -> Self | None:
-        """Load a folder's tokenizer; None where it holds something that only transformers can read.
+        """Load a folder's tokenizer; None if only transformers can read it.
 
         Args:
             folder: Of a model.
-            chat_template: Takes the place of the folder's own.
+            chat_template: Replaces the folder's own.
         Raises:
             ValueError: A file is not JSON.
-            TemplateError: The chat template is none.
+            TemplateError: The chat template is invalid.
         """
         from tokenizers import Tokenizer
 
@@ -80,9 +79,7 @@ class FolderTokenizer:
             text = read_regular_text(folder / "tokenizer.json")
         except OSError:
             return None
-        json.loads(
-            text
-        )  # for a ValueError: what tokenizers raises of a torn file is no class of its own
+        json.loads(text)  # for a ValueError: tokenizers raises a bare Exception for a damaged file
         tokenizer = Tokenizer.from_str(text)
         file = folder / "chat_template.jinja"
         own = file.read_text() if file.is_file() else settings.get("chat_template")
@@ -110,12 +107,12 @@ class FolderTokenizer:
         )
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Give a text's token ids."""
+        """Return a text's token ids."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Give the text of token ids."""
+        """Return the text of token ids."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
 

@@ -1,5 +1,5 @@
-"""Takes what Alertmanager posts and hands it on by Apprise. It keeps nothing: what a service does
-not take, Alertmanager posts again.
+"""Forwards alerts from Alertmanager's webhook through Apprise. It stores nothing: Alertmanager
+repeats alerts that a service did not accept.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ RESOLVED = "resolved"
 
 
 class Target(Protocol):
-    """Somebody to be told."""
+    """A recipient of alerts."""
 
     name: str
 
     def send(self, *, title: str, body: str, kind: str) -> None:
-        """Send a text, or raise `NotDelivered`."""
+        """Send a text, or raise `DeliveryError`."""
 
 
 def parse_alerts(posted: bytes) -> dict[str, str]:
-    """Return title, body and kind of what Alertmanager posted about a group of alerts.
+    """Parse an alert group that Alertmanager posted into title, body and kind.
 
     Raises:
-        ValueError: It is not that; the text says what is missing.
+        ValueError: The body is not such a group; the text says what is missing.
     Source: Alertmanager's webhook, version 4 (prometheus.io/docs/alerting/latest/configuration).
     """
     try:
@@ -57,7 +57,11 @@ def _build_message(group: Mapping[str, Any]) -> dict[str, str]:
         default="success",
     )
     title = f"{name}: {'over' if group['status'] == RESOLVED else f'{len(firing)} firing'}"
-    return {"title": title, "body": "\n".join(_format_alert(*alert) for alert in alerts), "kind": kind}
+    return {
+        "title": title,
+        "body": "\n".join(_format_alert(*alert) for alert in alerts),
+        "kind": kind,
+    }
 
 
 def _format_alert(status: str, labels: Mapping[str, str], annotations: Mapping[str, str]) -> str:
@@ -70,17 +74,17 @@ def _format_alert(status: str, labels: Mapping[str, str], annotations: Mapping[s
 
 
 class AlertReceiver(ThreadingHTTPServer):
-    """Answers 200 once everybody has been told, 502 when somebody was not, 400 to what it can't
-    read. `GET` answers 200 while it serves.
+    """Responds 200 once all recipients accepted an alert, 502 if one did not, 400 to an invalid
+    body. `GET` returns 200.
     """
 
     daemon_threads = True
 
     def __init__(self, address: tuple[str, int], targets: Sequence[Target]) -> None:
-        """Listen.
+        """Start listening.
 
         Raises:
-            EnvironmentProblem: The address is taken, or not this machine's.
+            EnvironmentProblem: The address is taken, or belongs to another machine.
         """
         self.targets = targets
         try:
@@ -92,7 +96,7 @@ class AlertReceiver(ThreadingHTTPServer):
             ) from None
 
     def forward(self, posted: bytes) -> tuple[int, str]:
-        """Tell everybody; return the answer's status and text."""
+        """Send an alert to all recipients; return the response's status and text."""
         try:
             text = parse_alerts(posted)
         except ValueError as error:

@@ -1,5 +1,5 @@
-"""Sends texts to chats, mails and pagers by Apprise. URLs hold tokens and passwords: they come from
-a file or the environment, and are not shown.
+"""Sends texts to chats, mail and pagers through Apprise. URLs contain secrets: they come from a
+file or the environment, and are never shown.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ VARIABLE = "RELAX_NOTIFICATION_URLS"
 
 
 class DeliveryError(Exception):
-    """A service did not take a text. Apprise does not say why, or only with the URL in it."""
+    """A service did not accept a text. Apprise gives no reason, or one that contains the URL."""
 
 
 class AppriseTarget:
-    """One URL. `name` is what may be shown of it."""
+    """One service URL. `name` is the part that may be shown."""
 
     def __init__(self, url: str, *, number: int) -> None:
-        """Read the URL.
+        """Parse the URL.
 
         Raises:
-            ConfigError: Apprise does not know it, or is not installed; the text tells its place,
-                not what it says.
+            ConfigError: Apprise does not support the URL, or is not installed; the text gives the
+                URL's number, not its content.
         """
         try:
             import apprise
@@ -36,7 +36,7 @@ class AppriseTarget:
             raise ConfigError(
                 "notices need apprise; pip install 'relax-events[notifications]', or name no URLs"
             ) from None
-        logging.getLogger("apprise").disabled = True  # it shows addresses
+        logging.getLogger("apprise").disabled = True  # it logs URLs
         hide(url)
         self.name = f"{url.partition('://')[0]} {number}"
         self._target: Any = apprise.Apprise()
@@ -46,10 +46,10 @@ class AppriseTarget:
             )
 
     def send(self, *, title: str, body: str, kind: str) -> None:
-        """Send a text; Apprise waits four seconds for a connection and as long for an answer.
+        """Send a text; Apprise waits 4 s for a connection and 4 s for a response.
 
         Raises:
-            NotDelivered: The service is away, or said no.
+            NotDelivered: The service is unavailable, or refused the text.
         """
         if not self._target.notify(title=title, body=body, notify_type=kind):
             raise DeliveryError(f"{self.name} did not take it")
@@ -67,13 +67,15 @@ def notification_urls(config: TelemetryConfig) -> list[str]:
         return Path(config.notification_urls_file).read_text().split()
     except OSError as error:
         raise ConfigError(
-            f"telemetry.notification_urls_file = {str(config.notification_urls_file)!r} can't be read: "
+            f"telemetry.notification_urls_file = {str(config.notification_urls_file)!r} "
+            "can't be read: "
             f"{error.strerror}"
         ) from None
 
 
 def open_targets(config: TelemetryConfig) -> list[AppriseTarget]:
-    """Open every URL; raises as `notification_urls` and `AppriseTarget`."""
+    """Open all services; raises as `notification_urls` and `AppriseTarget`."""
     return [
-        AppriseTarget(url, number=number) for number, url in enumerate(notification_urls(config), start=1)
+        AppriseTarget(url, number=number)
+        for number, url in enumerate(notification_urls(config), start=1)
     ]

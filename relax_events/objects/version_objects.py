@@ -1,8 +1,8 @@
 """Objects of one policy version: they lie in a folder of the version and are deleted with its
 records.
 
-    samples/<policy version>/sha256/ab/abcd...      large arrays of samples, media from environments
-    sha256/ab/abcd...                               media of prompts, which later versions may use: never deleted
+    samples/<policy version>/sha256/ab/abcd...      arrays of samples, media from environments
+    sha256/ab/abcd...                               media of prompts, never deleted
 
 Equal content of one version is stored once. An object never lies in a folder older than a record
 that refers to it.

@@ -203,8 +203,10 @@ def sum_by_member(
     """Sum the lag by the group member that holds the partition; partitions without a member are
     listed under `-`.
 
-    Args: rows: The lag of every partition. groups: The state of each role's group, by role. now_ms:
-    Milliseconds since the epoch.
+    Args:
+        rows: The lag of every partition.
+        groups: The state of each role's group, by role.
+        now_ms: Milliseconds since the epoch.
     """
     holders = {
         (role, place): member

@@ -129,7 +129,8 @@ def parse_dead_letter(role: str, record: Record) -> DeadLetter:
 def read_dead_letter(log: RunLog, name: str) -> tuple[DeadLetter, Record]:
     """Return one dead letter with its record.
 
-    Raises: ConfigError: The id is malformed, or there is no such dead letter.
+    Raises:
+        ConfigError: The id is malformed, or there is no such dead letter.
     """
     role, offset = parse_id(name)
     letter = _read_role(log, role).get(offset)
@@ -142,7 +143,8 @@ def read_dead_letter(log: RunLog, name: str) -> tuple[DeadLetter, Record]:
 def parse_id(name: str) -> tuple[str, int]:
     """Split a dead letter's id into role and offset.
 
-    Raises: ConfigError: The id is malformed.
+    Raises:
+        ConfigError: The id is malformed.
     """
     match = ID_PATTERN.fullmatch(name)
     if match is None:
@@ -164,8 +166,9 @@ class Selection:
         """Return the selected dead letters. Resolved ones are skipped unless named or
         `include_resolved`.
 
-        Raises: ConfigError: Nothing is selected, an id is unknown, or a named dead letter is
-        resolved and `include_resolved` is not set.
+        Raises:
+            ConfigError: Nothing is selected, an id is unknown, or a named dead letter is resolved
+                and `include_resolved` is not set.
         """
         if not (self.ids or self.role or self.reason or self.all_roles):
             raise ConfigError(
@@ -202,8 +205,9 @@ def requeue(log: RunLog, letters: Sequence[DeadLetter], producer: RecordProducer
     group has ended meanwhile. A crash in between leaves dead letters open whose records were
     written: requeueing them is harmless too.
 
-    Raises: ConfigError: A dead letter names an origin that its role does not read, or that holds
-    other bytes or none. Nothing was written.
+    Raises:
+        ConfigError: A dead letter names an origin that its role does not read, or that holds other
+            bytes or none. Nothing was written.
     """
     for letter in letters:
         require_origin(letter, log.plan)
@@ -230,8 +234,8 @@ def require_origin(letter: DeadLetter, plan: TopicPlan) -> None:
     """Refuse a dead letter whose record must not be written back: its role may forge headers, and
     this process may write more topics than the role.
 
-    Raises: ConfigError: The role does not read the original topic, or the topic has no such
-    partition.
+    Raises:
+        ConfigError: The role does not read the original topic, or the topic has no such partition.
     """
     reads = ROLE_PERMISSIONS[letter.role].reads if letter.role in ROLE_PERMISSIONS else ()
     counts = dict.fromkeys(SAMPLE_TOPICS, plan.num_sample_partitions) | dict.fromkeys(

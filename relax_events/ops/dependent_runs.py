@@ -82,7 +82,8 @@ def dependent_run_bounds(
 def describe_dependent_runs(config: RunConfig) -> str:
     """Describe which runs train this run's samples, and how many more versions are kept for each.
 
-    Raises: CheckFailed: One is so far behind that records which it needs are purged.
+    Raises:
+        CheckFailed: One is so far behind that records which it needs are purged.
     """
     plan = TopicPlan.from_config(config)
     with closing(open_admin(config, name="followers")) as admin:

@@ -72,7 +72,8 @@ class Manifest:
     def load(cls, folder: Path) -> Manifest:
         """Read the manifest.
 
-        Raises: ConfigError: There is none, or it has another format.
+        Raises:
+            ConfigError: There is none, or it has another format.
         """
         try:
             tree = json.loads((folder / MANIFEST).read_text())
@@ -100,8 +101,9 @@ def file_sha256(path: Path) -> str:
 def verify_files(folder: Path, manifest: Manifest) -> None:
     """Check that every file is there as it was written.
 
-    Raises: CheckFailed: A file is missing, truncated or altered, or the export was interrupted; the
-    text names it.
+    Raises:
+        CheckFailed: A file is missing, truncated or altered, or the export was interrupted; the
+            text names it.
     """
     if not manifest.is_complete:
         raise CheckFailed(

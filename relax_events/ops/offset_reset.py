@@ -89,8 +89,8 @@ class ResetPlan:
 def plan_reset(config: RunConfig, admin: Admin, role: str, target: ResetTarget) -> ResetPlan:
     """Return the changes of a reset.
 
-    Raises: ConfigError: The role commits no offsets, or the target names no partition of its
-    topics.
+    Raises:
+        ConfigError: The role commits no offsets, or the target names no partition of its topics.
     """
     inputs = list_role_inputs(config)
     if role not in inputs:
@@ -151,7 +151,8 @@ def find_version_offsets(
 
     A slot that no such version owns yet holds older records only: its offset is the end.
 
-    Raises: ConfigError: The version was never published, or the topics are not ordered by versions.
+    Raises:
+        ConfigError: The version was never published, or the topics are not ordered by versions.
     """
     if version not in {event.policy_version for event in published}:
         newest = max((event.policy_version for event in published), default=-1)
@@ -178,7 +179,8 @@ def parse_offsets(
 ) -> dict[TopicPartition, int]:
     """Parse offsets such as `rollout.samples[2]@17`; the topic may carry its full name.
 
-    Raises: ConfigError: A text is malformed, or names no partition that the role reads.
+    Raises:
+        ConfigError: A text is malformed, or names no partition that the role reads.
     """
     found = {}
     for text in texts:
@@ -206,7 +208,8 @@ def parse_offsets(
 def parse_time_ms(text: str) -> int:
     """Return milliseconds since the epoch of an ISO 8601 time; one without a zone is UTC.
 
-    Raises: ConfigError: The text is no time.
+    Raises:
+        ConfigError: The text is no time.
     """
     try:
         parsed = datetime.fromisoformat(text)
@@ -218,7 +221,8 @@ def parse_time_ms(text: str) -> int:
 def require_safe_reset(admin: Admin, plan: ResetPlan, *, allow: Collection[str] = ()) -> None:
     """Refuse a reset that live members would undo, and a dangerous one without consent.
 
-    Raises: BrokerRefused: The text names the members, or the danger and its option.
+    Raises:
+        BrokerRefused: The text names the members, or the danger and its option.
     """
     group = admin.groups(plan.consumer_group).get(plan.consumer_group)
     if group and group.members:

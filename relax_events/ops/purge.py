@@ -238,8 +238,10 @@ def bounded_ranges(
 ) -> list[DeleteRange]:
     """Return the ranges to delete: up to the wanted offsets, and not beyond any bound.
 
-    Args: begins: The oldest available offset, by topic partition. wanted: The first offset to keep,
-    by topic partition. bounds: The first offset that others still need, by their name.
+    Args:
+        begins: The oldest available offset, by topic partition.
+        wanted: The first offset to keep, by topic partition.
+        bounds: The first offset that others still need, by their name.
     """
     ranges = []
     for place, target in sorted(wanted.items()):

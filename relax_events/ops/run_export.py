@@ -68,7 +68,8 @@ class ExportFilter:
 def parse_versions(text: str) -> range | None:
     """Parse 3, 3..7, 3.. or ..7; None for an empty text.
 
-    Raises: ConfigError: The text is malformed.
+    Raises:
+        ConfigError: The text is malformed.
     """
     low, high = parse_bounds(text, flag="--version")
     return integer_range(max(low, 0), min(high, NO_VERSION)) if text else None
@@ -88,10 +89,15 @@ def export_run(
     Each file is written atomically; an interrupted export continues with the end offsets that it
     had found.
 
-    Args: config: The run, with the broker's address filled in. admin: Of its broker. folder:
-    Created if missing. wanted: What is exported. with_objects: Copy the run's object store too:
-    weights, checkpoints, media. report: Called with a line for each finished file. Raises:
-    ConfigError: The folder holds another export, or the run has no such topic.
+    Args:
+        config: The run, with the broker's address filled in.
+        admin: Of its broker.
+        folder: Created if missing.
+        wanted: What is exported.
+        with_objects: Copy the run's object store too: weights, checkpoints, media.
+        report: Called with a line for each finished file.
+    Raises:
+        ConfigError: The folder holds another export, or the run has no such topic.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with RunLog(config, name="export") as log:

@@ -58,8 +58,9 @@ class ImportPlan:
 def plan_import(config: RunConfig, admin: Admin, manifest: Manifest) -> ImportPlan:
     """Return the changes of an import.
 
-    Raises: ConfigError: The run file gives the topics another shape than the export has.
-    BrokerRefused: The run has records of its own already.
+    Raises:
+        ConfigError: The run file gives the topics another shape than the export has.
+        BrokerRefused: The run has records of its own already.
     """
     plan = TopicPlan.from_config(config)
     specs = [_topic_spec(plan, entity, topic) for entity, topic in manifest.topics.items()]
@@ -127,10 +128,16 @@ def import_run(
 ) -> None:
     """Write the planned partitions, then the consumer groups' offsets and the objects.
 
-    Args: config: The new run, with the broker's address filled in. admin: Of its broker. folder: Of
-    the export. manifest: Of the export. plan: As `plan_import` returned it. report: Called with a
-    line for each finished part. Raises: CheckFailed: A file is altered. BrokerError: Another
-    process writes to the run, or the broker refuses.
+    Args:
+        config: The new run, with the broker's address filled in.
+        admin: Of its broker.
+        folder: Of the export.
+        manifest: Of the export.
+        plan: As `plan_import` returned it.
+        report: Called with a line for each finished part.
+    Raises:
+        CheckFailed: A file is altered.
+        BrokerError: Another process writes to the run, or the broker refuses.
     """
     verify_files(folder, manifest)
     topics = TopicPlan.from_config(config)
@@ -169,7 +176,8 @@ def import_run(
 def verify_import(config: RunConfig, manifest: Manifest) -> None:
     """Read the run back and compare it with the export, record by record.
 
-    Raises: CheckFailed: A partition differs; the text names it.
+    Raises:
+        CheckFailed: A partition differs; the text names it.
     """
     topics, reader = TopicPlan.from_config(config), LogReader(_connection(config))
     try:

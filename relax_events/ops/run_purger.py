@@ -145,8 +145,10 @@ class Purger:
         """Return the ranges to delete from each partition of the sample topics and the prompt
         queue.
 
-        Args: state: The retention state. before_version: Delete records of older versions; by
-        default those that `run.retain_versions` doesn't retain.
+        Args:
+            books: The retention state.
+            before_version: Delete records of older versions; by default those that
+                `run.retain_versions` doesn't retain.
         """
         oldest = oldest_retained(
             self._config, newest_version=state.newest_version, before_version=before_version
@@ -181,7 +183,8 @@ class Purger:
         """Delete the ranges, then the objects of versions that have no records left; return the
         number of deleted records by entity.
 
-        Raises: StoreUnavailable: The records are deleted, the objects will be with the next purge.
+        Raises:
+            StoreUnavailable: The records are deleted, the objects will be with the next purge.
         """
         delete_ranges(self._admin, ranges)
         begins = self._admin.beginning_offsets(
@@ -330,9 +333,13 @@ class PlannedPurge:
 def open_purge(config: RunConfig, *, before_version: int | None = None) -> Iterator[PlannedPurge]:
     """Read a run's control log and plan a purge.
 
-    Args: config: The run, with the broker's address filled in. before_version: Delete records of
-    older versions; by default all but the newest `run.retain_versions`. Raises: ConfigError:
-    Nothing selects versions, the version was never published, or the run is a replay.
+    Args:
+        config: The run, with the broker's address filled in.
+        before_version: Delete records of older versions; by default all but the newest
+            `run.retain_versions`.
+    Raises:
+        ConfigError: Nothing selects versions, the version was never published, or the run is a
+            replay.
     """
     if config.is_replay:
         raise ConfigError(

@@ -27,7 +27,8 @@ log = structlog.get_logger()
 def check_releases(directory: Path) -> list[Incompatibility]:
     """Return the incompatibilities between the schemas in a folder and any of its releases.
 
-    Raises: SchemaError: A file can't be parsed.
+    Raises:
+        SchemaError: A file can't be parsed.
     """
     current = current_release(directory)
     return [
@@ -40,9 +41,12 @@ def check_releases(directory: Path) -> list[Incompatibility]:
 def check_run(config: RunConfig, directory: Path) -> list[Incompatibility]:
     """Return the incompatibilities between the schemas in a folder and the writers of a run.
 
-    Args: config: The run, with the broker's address filled in. directory: Folder of .avsc files.
-    Raises: BrokerUnavailable: No broker answered. ConfigError: The broker has no topics of this
-    run.
+    Args:
+        config: The run, with the broker's address filled in.
+        directory: Folder of .avsc files.
+    Raises:
+        BrokerUnavailable: No broker answered.
+        ConfigError: The broker has no topics of this run.
     """
     current = current_release(directory)
     found = []

@@ -92,10 +92,17 @@ def create_folder(
     """Create a security folder or add a run to it; existing files stay, unless they are to be
     renewed.
 
-    Args: config: The run. path: The folder, one for a cluster. hosts: Brokers that need a
-    certificate, by the name that clients use. lifetime: Of brokers' certificates. renewal: What to
-    create again. Returns: The files that were written. Raises: ConfigError: The folder has an
-    authority's certificate without its key, so that nothing can be signed.
+    Args:
+        config: The run.
+        path: The folder, one for a cluster.
+        hosts: Brokers that need a certificate, by the name that clients use.
+        lifetime: Of brokers' certificates.
+        renewal: What to create again.
+    Returns:
+        The files that were written.
+    Raises:
+        ConfigError: The folder has an authority's certificate without its key, so that nothing can
+            be signed.
     """
     folder = SecurityFolder(path.absolute())
     written = _make_certificates(folder, hosts, lifetime=lifetime, renew=renewal.certificates)
@@ -193,7 +200,8 @@ def admin_connection(config: RunConfig) -> Connection:
     """Return the connection that may create users and ACLs: of the folder's super user, or of
     `broker.username` when that is set.
 
-    Raises: ConfigError: There is neither.
+    Raises:
+        ConfigError: There is neither.
     """
     connection = Connection.from_config(config.broker, client_id=f"{config.run.id}.security")
     if config.broker.username:

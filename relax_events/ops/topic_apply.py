@@ -58,8 +58,10 @@ def plan_changes(
 ) -> list[Change]:
     """Return the changes that bring the broker to the plan; none when it has all planned topics.
 
-    Args: specs: The plan. found: The existing topics with the run's prefix. allow: Dangers with
-    consent. `delete` makes the topics deletable that are not in the plan.
+    Args:
+        specs: The plan.
+        found: The existing topics with the run's prefix.
+        allow: Dangers with consent. `delete` makes the topics deletable that are not in the plan.
     """
     changes = []
     for spec in specs:
@@ -167,9 +169,14 @@ def count_records_at_risk(
 def apply_topics(config: RunConfig, admin: Admin, *, allow: Collection[str] = ()) -> list[Change]:
     """Create and alter topics and groups of a run; return the changes.
 
-    Args: config: The run. admin: Of its broker. allow: Names of `DANGERS` with consent. Raises:
-    BrokerRefused: A topic has another number of partitions than the plan, on which the partition of
-    every sample depends, or a change is dangerous and without consent. Nothing was changed.
+    Args:
+        config: The run.
+        admin: Of its broker.
+        allow: Names of `DANGERS` with consent.
+    Raises:
+        BrokerRefused: A topic has another number of partitions than the plan, on which the
+            partition of every sample depends, or a change is dangerous and without consent. Nothing
+            was changed.
     """
     plan = TopicPlan.from_config(config)
     changes = [
@@ -194,7 +201,8 @@ def apply_topics(config: RunConfig, admin: Admin, *, allow: Collection[str] = ()
 def require_allowed(changes: Iterable[Change], *, allow: Collection[str]) -> None:
     """Refuse impossible changes, and dangerous ones without consent.
 
-    Raises: BrokerRefused: The text names the topic, the danger and the remedy.
+    Raises:
+        BrokerRefused: The text names the topic, the danger and the remedy.
     """
     for change in changes:
         if change.kind == "conflict" and change.danger not in allow:

@@ -68,8 +68,13 @@ def find_start_offsets(
 ) -> dict[TopicPartition, int]:
     """Return the start offset of each partition.
 
-    Args: log: The run's log. admin: Of its broker. places: The partitions. text: One of `FORMS`.
-    Raises: ConfigError: The text is none of these, or the topic is not ordered by version.
+    Args:
+        log: The run's log.
+        admin: Of its broker.
+        places: The partitions.
+        text: One of `FORMS`.
+    Raises:
+        ConfigError: The text is none of these, or the topic is not ordered by version.
     """
     begins, ends = admin.beginning_offsets(places), admin.end_offsets(places)
     if text in ("beginning", "end"):

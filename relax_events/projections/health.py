@@ -98,11 +98,13 @@ class HealthState:
     ) -> None:
         """Begin without any heartbeat.
 
-        Args: own_id: Worker id of this process. gap_seconds: A longer gap between two own
-        heartbeats means that nothing could be received. num_steps_kept: An intervention counts as
-        successful once so many train steps are committed after it: then at least one prompt group
-        was issued since and trained. clock: Returns the time at which an event is applied, in
-        microseconds since the epoch.
+        Args:
+            own_id: Worker id of this process.
+            gap_seconds: A longer gap between two own heartbeats means that nothing could be
+                received.
+            num_steps_kept: An intervention counts as successful once so many train steps are
+                committed after it: then at least one prompt group was issued since and trained.
+            clock: Returns the time at which an event is applied, in microseconds since the epoch.
         """
         self._own_id, self._gap = own_id, int(gap_seconds * MICROS)
         self._clock = clock

@@ -54,12 +54,15 @@ UNTRAINED_OUTCOMES = ("filtered", "expired", "failed")
 class Ledger:
     """The ledger of a run. See the module's docstring.
 
-    Attributes: max_staleness: The bound, in policy versions. first_version: The version that the
-    run began with. last_version: The version that is the run's goal, -1 where there is none.
-    in_order: Whether a step trains only prompt groups issued for it or an earlier one. has_rewards:
-    Whether every trained sample has a score on reward.scores. purged: What may be missing from the
-    log; None where it has never been purged. is_replay: Whether the batches are those of a parent
-    run: each step is compared with the parent's, whose own ledger checks the rest.
+    Attributes:
+        max_staleness: The bound, in policy versions.
+        first_version: The version that the run began with.
+        last_version: The version that is the run's goal, -1 where there is none.
+        in_order: Whether a step trains only prompt groups issued for it or an earlier one.
+        has_rewards: Whether every trained sample has a score on reward.scores.
+        purged: What may be missing from the log; None where it has never been purged.
+        is_replay: Whether the batches are those of a parent run: each step is compared with the
+            parent's, whose own ledger checks the rest.
     """
 
     max_staleness: int
@@ -105,8 +108,10 @@ class Ledger:
     def apply(self, event: Event, at: TopicOffset) -> None:
         """Apply an event.
 
-        Args: event: Of any topic that the ledger reads. Other events have no effect, nor has an
-        event on a topic that doesn't hold its kind. at: The position of its record.
+        Args:
+            event: Of any topic that the ledger reads. Other events have no effect, nor has an event
+                on a topic that doesn't hold its kind.
+            at: The position of its record.
         """
         if not belongs_on(TopicPlan.parse_entity(at.topic), event):
             return

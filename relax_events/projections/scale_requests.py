@@ -62,15 +62,22 @@ STAGES = {
 class ScaleRequest:
     """Workers of a role that are to be added or removed.
 
-    Attributes: request_id: Its id. model: Name of the role in the API. target: Wanted number of
-    workers of the role, the initial ones included. workers: Ids of the added or removed workers.
-    urls: Of the servers that the added workers attach to, one each; empty for workers with engines
-    of their own. timeout: Microseconds until added workers must serve, or until removed ones are
-    killed. force: Removed workers are killed at once. policy_version: Added workers serve once they
-    have this version; -1 where there is none yet. key: Idempotency key, by which a repeated call is
-    recognised. digest: Digest of the command under the key. failed: Workers that did not start,
-    with the reason. exited_workers: Workers that have exited. outcome: The final status once the
-    request's workers are removed again. error: Why the request did not reach its target.
+    Attributes:
+        request_id: Its id.
+        model: Name of the role in the API.
+        target: Wanted number of workers of the role, the initial ones included.
+        workers: Ids of the added or removed workers.
+        urls: Of the servers that the added workers attach to, one each; empty for workers with
+            engines of their own.
+        timeout: Microseconds until added workers must serve, or until removed ones are killed.
+        force: Removed workers are killed at once.
+        policy_version: Added workers serve once they have this version; -1 where there is none yet.
+        key: Idempotency key, by which a repeated call is recognised.
+        digest: Digest of the command under the key.
+        failed: Workers that did not start, with the reason.
+        exited_workers: Workers that have exited.
+        outcome: The final status once the request's workers are removed again.
+        error: Why the request did not reach its target.
     """
 
     request_id: str

@@ -38,10 +38,12 @@ class ExitReason(StrEnum):
 class ElasticWorker:
     """A worker beyond the initial ones.
 
-    Attributes: worker_id: Never used twice, so that no heartbeat is attributed to the wrong worker.
-    role: Its role. url: The server that it attaches to; empty where it has its own engine.
-    desired_state: Whether a process is wanted. drain_micros: Time limit of its drain when it
-    leaves; None for the usual one.
+    Attributes:
+        worker_id: Never used twice, so that no heartbeat is attributed to the wrong worker.
+        role: Its role.
+        url: The server that it attaches to; empty where it has its own engine.
+        desired_state: Whether a process is wanted.
+        drain_micros: Time limit of its drain when it leaves; None for the usual one.
     """
 
     worker_id: str

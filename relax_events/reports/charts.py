@@ -111,10 +111,15 @@ def line_chart(
     Above `MAX_POINTS` steps, neighbours are drawn as their mean, over a band from the lowest to the
     highest. The line is interrupted where a value is unknown.
 
-    Args: title: Of the chart. text: Its definition, and its unit. steps: Train steps, ascending.
-    values: One for each step. smooth: Draw the curve pale, and its moving mean over a tenth of the
-    steps on top (buckets are smooth already). beside: Another run's values at the same steps, drawn
-    dashed behind the curve. beside_name: That run, for the caption.
+    Args:
+        title: Of the chart.
+        text: Its definition, and its unit.
+        steps: Train steps, ascending.
+        values: One for each step.
+        smooth: Draw the curve pale, and its moving mean over a tenth of the steps on top (buckets
+            are smooth already).
+        beside: Another run's values at the same steps, drawn dashed behind the curve.
+        beside_name: That run, for the caption.
     """
     others = [] if beside is None else bucket_curve(steps, beside, limit=MAX_POINTS)
     text = text if beside is None else f"{text}; dashed: run {beside_name}"
@@ -234,8 +239,11 @@ def stacked_chart(
     """Draw a bar for each step (or for the mean of neighbours, above `MAX_BARS` steps), stacked
     from the layers.
 
-    Args: title: Of the chart. text: Its definition, and its unit. steps: Train steps, ascending.
-    layers: Values by name, one for each step, none below 0; the first is at the bottom.
+    Args:
+        title: Of the chart.
+        text: Its definition, and its unit.
+        steps: Train steps, ascending.
+        layers: Values by name, one for each step, none below 0; the first is at the bottom.
     """
     columns = {name: bucket_curve(steps, values, limit=MAX_BARS) for name, values in layers.items()}
     buckets = next(iter(columns.values()), [])

@@ -97,12 +97,17 @@ def write_report(
     Each file is written atomically, and an earlier report of the run is replaced. The module's
     docstring lists the fields.
 
-    Args: config: The run, as it was started. state: The folded control log. ledger: Of the whole
-    run. wall_seconds: How long this invocation took, including start and stop of broker and
-    workers. succeeded: Whether the goal was reached. reason: Why the run ended. total_seconds: How
-    long all invocations took together; None where this is the only one. ended_at: When this
-    invocation ended, microseconds since the epoch; None is now. source: Curves of the parent run.
-    samples: Some samples as HTML, for the page alone.
+    Args:
+        config: The run, as it was started.
+        state: The folded control log.
+        ledger: Of the whole run.
+        wall_seconds: How long this invocation took, including start and stop of broker and workers.
+        succeeded: Whether the goal was reached.
+        reason: Why the run ended.
+        total_seconds: How long all invocations took together; None where this is the only one.
+        ended_at: When this invocation ended, microseconds since the epoch; None is now.
+        source: Curves of the parent run.
+        samples: Some samples as HTML, for the page alone.
     """
     report = build_report(
         config,
@@ -139,11 +144,16 @@ def build_report(
 ) -> dict[str, Any]:
     """Build the report of a run; the module's docstring lists the fields.
 
-    Args: config: The run. state: The folded control log. ledger: Of the whole run. wall_seconds:
-    See the module's docstring, as for `succeeded` and `reason`. succeeded: Whether the run's goal
-    was reached. reason: Why it ended. ended_at: Microseconds since the epoch. total_seconds: See
-    the module's docstring; None where this is the only invocation. source: Curves of the parent
-    run.
+    Args:
+        config: The run.
+        state: The folded control log.
+        ledger: Of the whole run.
+        wall_seconds: See the module's docstring, as for `succeeded` and `reason`.
+        succeeded: Whether the run's goal was reached.
+        reason: Why it ended.
+        ended_at: Microseconds since the epoch.
+        total_seconds: See the module's docstring; None where this is the only invocation.
+        source: Curves of the parent run.
     """
     steps = state.steps
     started_at = ended_at - int(wall_seconds * MICROS)

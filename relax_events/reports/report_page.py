@@ -72,7 +72,9 @@ SMOOTHED = {"reward_mean", "loss", "grad_norm", "completion_tokens_mean", "token
 def render_report(report: Mapping[str, Any], *, samples: str = "") -> str:
     """Return the page of a report as `build_report` makes it; unknown values are shown as a dash.
 
-    Args: report: The report. samples: Some samples of the run, as HTML.
+    Args:
+        report: The report.
+        samples: Some samples of the run, as HTML.
     """
     parts = [
         render_header(report),

@@ -34,7 +34,8 @@ def read_state(config: RunConfig) -> RunState:
     """Return every step of a run without its samples, every evaluation, its descriptions, how it
     ended, and the available metrics of the critic.
 
-    Raises: BrokerUnavailable: The log could not be read.
+    Raises:
+        BrokerUnavailable: The log could not be read.
     """
     state = RunState(keeps_all=True)
     with RunLog(config, name="report") as log:
@@ -57,9 +58,12 @@ def write_final_report(
 ) -> tuple[dict[str, Any], Ledger]:
     """Check the ledger of a run that ends now, write its report, and return both.
 
-    Args: config: The run, with the broker's address filled in. wall_seconds: How long this
-    invocation took. total_seconds: Returns how long all invocations took, given when train steps
-    were committed. succeeded: Whether the goal was reached. reason: Why the run ended.
+    Args:
+        config: The run, with the broker's address filled in.
+        wall_seconds: How long this invocation took.
+        total_seconds: Returns how long all invocations took, given when train steps were committed.
+        succeeded: Whether the goal was reached.
+        reason: Why the run ended.
     """
     ledger, state = read_ledger(config), read_state(config)
     steps = [step.train_step for step in state.steps]
@@ -122,7 +126,9 @@ def format_closing_line(report: Mapping[str, Any], folder: Path) -> str:
     """Return the result of a run in one line: its rewards, or its loss where nothing is rewarded,
     over all its steps and sessions.
 
-    Args: report: As in `report.json`. folder: The report's.
+    Args:
+        report: As in `report.json`.
+        folder: The report's.
     """
     name, curve = ("loss", "loss") if report["reward_first"] is None else ("reward", "reward_mean")
     first, last = report["curves"][curve][0], report["curves"][curve][-1]

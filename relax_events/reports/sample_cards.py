@@ -25,8 +25,10 @@ def render_group(
 ) -> str:
     """Return the card of samples of one prompt group.
 
-    Args: views: The samples, at least one. newest_version: Of the run, for the staleness of
-    untrained samples. render_media: Renders media as HTML.
+    Args:
+        views: The samples, at least one.
+        newest_version: Of the run, for the staleness of untrained samples.
+        render_media: Renders media as HTML.
     """
     sample = views[0].sample
     origin = (

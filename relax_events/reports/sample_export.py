@@ -69,11 +69,14 @@ class Export(AbstractContextManager["Export"]):
     ) -> None:
         """Open the file and the run's object store.
 
-        Args: log: The run's log, which also counts unreadable records. path: The file; stdout when
-        None. Its suffix selects the format. media: Folder for media; by default `<file>-media`
-        beside the file, or `media` here. tokens: Add the columns tokens, loss_mask and
-        rollout_logprobs. Raises: ConfigError: The file has another suffix, or the object store
-        can't be opened. EnvironmentProblem: Parquet is wanted and pyarrow is not installed.
+        Args:
+            log: The run's log, which also counts unreadable records.
+            path: The file; stdout when None. Its suffix selects the format.
+            media: Folder for media; by default `<file>-media` beside the file, or `media` here.
+            tokens: Add the columns tokens, loss_mask and rollout_logprobs.
+        Raises:
+            ConfigError: The file has another suffix, or the object store can't be opened.
+            EnvironmentProblem: Parquet is wanted and pyarrow is not installed.
         """
         self._log, self._tokens = log, tokens
         self._store = ObjectStore.open(
@@ -120,8 +123,10 @@ class Export(AbstractContextManager["Export"]):
 def build_row(view: SampleView, *, newest_version: int, save: Callable[[MediaRef], str]) -> Row:
     """Return a sample as a row; media become relative paths.
 
-    Args: view: The sample with its score and outcome. newest_version: Of the run, for the staleness
-    of untrained samples. save: Saves media and returns the path.
+    Args:
+        view: The sample with its score and outcome.
+        newest_version: Of the run, for the staleness of untrained samples.
+        save: Saves media and returns the path.
     """
     line, sample, score = asdict(view.line(newest_version)), view.sample, view.score
     return line | {
@@ -181,7 +186,8 @@ class MediaFolder:
         """Fetch a media object unless it is there; return its path, relative to the export's
         folder.
 
-        Raises: ObjectError: It is missing or differs from its digest.
+        Raises:
+            ObjectError: It is missing or differs from its digest.
         """
         if media.digest not in self.saved:
             path = (
@@ -200,8 +206,9 @@ class MediaFolder:
 def open_writer(path: Path | None, *, tokens: bool) -> RowWriter:
     """Open a writer of the format that the file's suffix names.
 
-    Raises: ConfigError: The suffix is unknown. EnvironmentProblem: Parquet is wanted and pyarrow is
-    not installed.
+    Raises:
+        ConfigError: The suffix is unknown.
+        EnvironmentProblem: Parquet is wanted and pyarrow is not installed.
     """
     if path is not None and path.suffix not in (".jsonl", ".parquet"):
         raise ConfigError(f"--output-file must end in .jsonl, .parquet or .html, got {path}")

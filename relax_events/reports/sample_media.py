@@ -35,8 +35,10 @@ class MediaRenderer:
     ) -> None:
         """Read the model's media preprocessing.
 
-        Args: config: The run. max_bytes: Size limit of all media in the page. store: The run's
-        object store, where it is open already.
+        Args:
+            config: The run.
+            max_bytes: Size limit of all media in the page.
+            store: The run's object store, where it is open already.
         """
         self._config, self._left = config, max_bytes
         self._store = store

@@ -65,7 +65,8 @@ class SamplePage(AbstractContextManager["SamplePage"]):
     def add(self, view: SampleView) -> None:
         """Add a sample.
 
-        Raises: ConfigError: There are more than a page can hold.
+        Raises:
+            ConfigError: There are more than a page can hold.
         """
         if self.num_rows == MAX_SAMPLES:
             raise ConfigError(

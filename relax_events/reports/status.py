@@ -27,8 +27,10 @@ LAG_TIMEOUT_SECONDS = 5.0
 class RunStatus:
     """A run's status at one time.
 
-    Attributes: status: `ended`, `running` or `interrupted`. reason: Why it ended; empty where it
-    has not. lag: Records behind, by role and slot.
+    Attributes:
+        status: `ended`, `running` or `interrupted`.
+        reason: Why it ended; empty where it has not.
+        lag: Records behind, by role and slot.
     """
 
     run_id: str
@@ -67,7 +69,8 @@ class StatusReader(AbstractContextManager["StatusReader"]):
     def __init__(self, config: RunConfig) -> None:
         """Read nothing yet.
 
-        Args: config: The run, with the broker's address and the principal filled in.
+        Args:
+            config: The run, with the broker's address and the principal filled in.
         """
         self._config, self._run = config, RunFollower(config, name="status")
 
@@ -104,7 +107,9 @@ class StatusReader(AbstractContextManager["StatusReader"]):
     def show(self, stream: TextIO, *, turn_seconds: float) -> None:
         """Draw the run on a terminal until it has ended.
 
-        Args: stream: The terminal. turn_seconds: Interval between two updates.
+        Args:
+            stream: The terminal.
+            turn_seconds: Interval between two updates.
         """
         since = self._run.state.resumed_at
         with ProgressDisplay(

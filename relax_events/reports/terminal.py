@@ -46,11 +46,15 @@ class ProgressOutput(Protocol):
 class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
     """Shows a run's progress until it is closed. Unknown values are shown as a dash.
 
-    Args: config: The run. tty: Whether to draw a live panel; by default if the stream is a terminal
-    that can move the cursor. stream: Where to write; the process's stderr by default. clock:
-    Monotonic seconds, for the interval of lines. steps_since: Rates are computed over steps since
-    then, microseconds since the epoch; from now on by default. beats_since: Older heartbeats are
-    ignored; likewise.
+    Args:
+        config: The run.
+        tty: Whether to draw a live panel; by default if the stream is a terminal that can move the
+            cursor.
+        stream: Where to write; the process's stderr by default.
+        clock: Monotonic seconds, for the interval of lines.
+        steps_since: Rates are computed over steps since then, microseconds since the epoch; from
+            now on by default.
+        beats_since: Older heartbeats are ignored; likewise.
     """
 
     def __init__(
@@ -78,8 +82,10 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
     def update(self, state: RunState, *, lag: Lag, alive: Mapping[str, bool]) -> None:
         """Show the run's current state.
 
-        Args: state: The folded control log. lag: Records behind, by role and slot. alive: Whether a
-        worker process of this machine runs, by worker id; missing ones do not.
+        Args:
+            state: The folded control log.
+            lag: Records behind, by role and slot.
+            alive: Whether a worker process of this machine runs, by worker id; missing ones do not.
         """
         self._newest = (state, lag, alive)
         self._show(is_last=False)

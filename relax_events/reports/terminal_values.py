@@ -60,8 +60,11 @@ class ProgressMetrics:
     ) -> ProgressMetrics:
         """Compute the metrics.
 
-        Args: config: The run's goal. state: The folded control log. lag: Records behind, by role
-        and slot. since_micros: When the display was opened, microseconds since the epoch.
+        Args:
+            config: The run's goal.
+            state: The folded control log.
+            lag: Records behind, by role and slot.
+            since_micros: When the display was opened, microseconds since the epoch.
         """
         newest = state.steps[-1] if state.steps else None
         figures = newest.metrics if newest else {}
@@ -111,9 +114,11 @@ def recent_steps(steps: Sequence[TrainStepCommitted]) -> tuple[Sequence[TrainSte
 class WorkerRow:
     """A worker as the display shows it; None where a value is unknown.
 
-    Attributes: heartbeat_age_seconds: The time since its last heartbeat. activity: Its current long
-    call, as `publish weights 12 s`; empty where there is none. engine: Metrics of its inference
-    engine, by name, from its newest report; empty where it has none.
+    Attributes:
+        heartbeat_age_seconds: The time since its last heartbeat.
+        activity: Its current long call, as `publish weights 12 s`; empty where there is none.
+        engine: Metrics of its inference engine, by name, from its newest report; empty where it has
+            none.
     """
 
     worker_id: str

@@ -15,7 +15,7 @@ from relax_events.runtime.worker import Worker
 Activity = Literal["generating", "loading"]
 
 
-class EngineWatch:
+class EngineMonitor:
     """Enter `doing` around what the engine does; the rest of the time it waits for the worker.
 
     Figures, of the time since the report before:
@@ -45,7 +45,7 @@ class EngineWatch:
         worker.lifecycle.on_heartbeat(self._look)
 
     @contextmanager
-    def doing(self, activity: Activity) -> Iterator[None]:
+    def activity(self, activity: Activity) -> Iterator[None]:
         """Count the time within as the engine's."""
         started = time.monotonic()
         try:

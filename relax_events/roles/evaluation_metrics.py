@@ -19,7 +19,7 @@ def pass_at_k(num_samples: int, num_passed: int, *, k: int) -> float:
         k: At most n.
     Raises:
         ValueError: The numbers don't fit together.
-    Source: Chen et al., Evaluating Large Language Models Trained on Code (arXiv 2107.03374),
+    Source: Chen et al., LogprobScorer Large Language Models Trained on Code (arXiv 2107.03374),
     section 2.1.
     """
     if not 0 <= num_passed <= num_samples or not 1 <= k <= num_samples:

@@ -19,7 +19,7 @@ from relax_events.telemetry.traces import NOT_TRACED, TracedWork, Value
 
 
 @dataclass(slots=True)
-class GroupInWork:
+class InflightGroup:
     """A leased prompt group and what has been generated of it.
 
     It has several leases when its prompt was delivered again while it was at work: the broker was

@@ -22,7 +22,7 @@ log = structlog.get_logger()
 UseVersion = Callable[[int], int]
 
 
-class Evaluating:
+class LogprobScorer:
     """Turns record batches of samples into what the scorer gives for them, version by version.
 
     `use_version` is told the samples' version, makes the scorer hold the weights that belong to it,

@@ -11,7 +11,7 @@ from relax_events.events.parts import MediaRef
 from relax_events.media.library import MediaLibrary
 
 
-class MediaAhead:
+class MediaPrefetcher:
     """Fetches, checks and decodes in a thread of its own, in the order of asking, into the
     machine's cache.
     """
@@ -27,7 +27,7 @@ class MediaAhead:
         self._library, self._on_arrival = library, on_arrival
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="media")
 
-    def bring(self, references: Sequence[MediaRef]) -> Future[None] | None:
+    def prefetch(self, references: Sequence[MediaRef]) -> Future[None] | None:
         """Begin to bring media; None where there are none. The result raises as
         `MediaLibrary.processed`.
         """

@@ -59,7 +59,7 @@ class _Held:
         return now - max((self.since, *self.claimed_at.values())) > silent_seconds
 
 
-class LastDeliveries:
+class RedeliveryGuard:
     """See the module's docstring. It is called from the work loop only."""
 
     def __init__(self, worker: Worker, *, clock: Callable[[], float] = time.monotonic) -> None:

@@ -12,12 +12,12 @@ from relax_events.engines.protocol import GeneratedSample
 from relax_events.errors import ConfigError
 from relax_events.events.parts import SampleKey
 from relax_events.events.types import SampleRolledOut
-from relax_events.roles.inflight_group import GroupInWork
+from relax_events.roles.inflight_group import InflightGroup
 from relax_events.runtime.worker import Worker
 
 
-def rolled_out(
-    group: GroupInWork,
+def build_sample_event(
+    group: InflightGroup,
     sample: GeneratedSample,
     *,
     owner: int,
@@ -71,13 +71,13 @@ def rolled_out(
         turns=list(sample.turns),
         answer=issued.answer,
         metadata=issued.metadata,
-        routed_experts=recorded_experts(sample, worker.config, num_tokens=len(tokens)),
-        topk_ids=recorded_top_tokens(sample, worker.config),
+        routed_experts=select_routed_experts(sample, worker.config, num_tokens=len(tokens)),
+        topk_ids=select_top_tokens(sample, worker.config),
         worker_id=worker.worker_id,
     )
 
 
-def recorded_experts(
+def select_routed_experts(
     sample: GeneratedSample, config: RunConfig, *, num_tokens: int
 ) -> np.ndarray | None:
     """Return which experts a sample's tokens went through where that is replayed, else None.
@@ -101,7 +101,7 @@ def recorded_experts(
     return experts
 
 
-def recorded_top_tokens(sample: GeneratedSample, config: RunConfig) -> np.ndarray | None:
+def select_top_tokens(sample: GeneratedSample, config: RunConfig) -> np.ndarray | None:
     """Return a sample's most probable tokens where the loss compares them, else None.
 
     Raises:

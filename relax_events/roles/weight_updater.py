@@ -9,7 +9,7 @@ import structlog
 from relax_events.engines.protocol import Engine
 from relax_events.errors import ObjectError, WeightsError
 from relax_events.events.parts import now_micros
-from relax_events.roles.engine_monitor import EngineWatch
+from relax_events.roles.engine_monitor import EngineMonitor
 from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.worker import Worker
 from relax_events.weights.transport import WeightsReader
@@ -18,21 +18,26 @@ log = structlog.get_logger()
 RELOAD_SECONDS = 2.0
 
 
-class VersionLoading:
+class WeightUpdater:
     """Loads the newest version when it is the engine's turn to; an artifact that fails its check is
     tried again.
     """
 
     def __init__(
-        self, worker: Worker, engine: Engine, transport: WeightsReader, watch: EngineWatch
+        self, worker: Worker, engine: Engine, transport: WeightsReader, watch: EngineMonitor
     ) -> None:
-        self._worker, self._engine, self._transport, self._watch = worker, engine, transport, watch
+        self._worker, self._engine, self._transport, self._monitor = (
+            worker,
+            engine,
+            transport,
+            watch,
+        )
         self._mode = worker.config.run.weight_update_mode
         self._reload_after = 0.0
         self.refused_version = -1
         """The last one that the engine did not take."""
 
-    def load_newest(self) -> bool:
+    def update_if_newer(self) -> bool:
         """Tell whether the engine has gone over to another version, and is awake."""
         newest = self._worker.control.latest
         if (
@@ -46,7 +51,7 @@ class VersionLoading:
         if self._mode == "drain" and self._engine.num_running:
             return False
         try:
-            with self._watch.doing("loading"), self._worker.lifecycle.transfer("load weights"):
+            with self._monitor.activity("loading"), self._worker.lifecycle.transfer("load weights"):
                 weights = self._transport.fetch(newest)
                 failpoint("rollout.before_load")
                 self._engine.load_weights(

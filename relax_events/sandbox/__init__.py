@@ -1,9 +1,8 @@
-"""Runs programs that nobody has looked at: behind walls that are tried before they are trusted, or
-not at all.
+"""Runs untrusted programs in isolation that was tested on this machine, or refuses to run them.
 
-`walls` finds out what this machine offers, `box` runs a program behind it and ends all that the
-program has started, `inside` is what runs in there. A solution and its tests are two programs in
-two boxes; they exchange plain values by two pipes.
+`walls` finds the isolation that this machine offers, `box` runs a program in it and ends all
+processes that the program started, and `inside` is the code that runs inside. A solution and its
+tests are two programs in separate sandboxes; they exchange plain values over two pipes.
 """
 
 from relax_events.sandbox.box import Limits, Sandbox, Verdict

@@ -1,5 +1,5 @@
-"""Runs a solution behind walls, with a bound on its time and on the memory, processes and files of
-all that it starts together.
+"""Runs a solution in a sandbox, with limits on time, and on memory, processes and files of its
+whole process tree.
 """
 
 from __future__ import annotations
@@ -23,7 +23,13 @@ import psutil
 
 from relax_events.errors import RewardError
 from relax_events.sandbox.inside.entry import LIMIT_EXIT_CODE
-from relax_events.sandbox.walls import ENTRY, Isolation, build_bubblewrap_command, require_isolation, build_setup
+from relax_events.sandbox.walls import (
+    ENTRY,
+    Isolation,
+    build_bubblewrap_command,
+    require_isolation,
+    build_setup,
+)
 
 MAX_PROCESSES = 32
 MAX_OPEN_FILES = 64
@@ -36,17 +42,16 @@ KILL_POLL_SECONDS = 0.005
 FIRST_CHECK_SECONDS = 0.1
 CHECK_SECONDS = 0.05
 WRAPPER_PROCESSES = 3
-"""Those that lead inside."""
+"""The processes that start the program."""
 SHARED_BYTES = 16 * 1024**2
-"""Of the interpreter, which every process of it has in its account though it lies in memory
-once."""
+"""The interpreter's memory, which is counted for each process although it is shared."""
 SOLUTION_GONE_EXIT_CODE = 78
 READABLE = 0o644
-"""Of files that a program of another user is to read, whatever the file mode mask of ours is."""
+"""The mode of files that a program of another user must read, independent of our umask."""
 
 
 class Verdict(StrEnum):
-    """What came of a program."""
+    """The outcome of a program."""
 
     PASSED = "passed"
     FAILED = "failed"
@@ -55,28 +60,30 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one run of a program may take, with all that it starts."""
+    """The limits of one run of a program, including the processes that it starts."""
 
     seconds: float = 4.0
     memory_bytes: int = 512 * 1024**2
 
 
 class Sandbox:
-    """A solution in a temporary folder, to be run several times. Use it as a context manager."""
+    """A solution in a temporary folder, which can be run several times. Use it as a context
+    manager.
+    """
 
     def __init__(self, solution: str, limits: Limits, *, walls: Isolation | None = None) -> None:
-        """Write the solution down; nothing runs yet.
+        """Write the solution into a temporary folder; nothing runs yet.
 
         Args:
             solution: Python source.
-            limits: For each run.
-            walls: Those that stand around it; by default the strongest that this machine has.
+            limits: The limits of each run.
+            walls: The isolation; by default the strongest of this machine.
         Raises:
-            EnvironmentProblem: This machine has none that are enough.
+            EnvironmentProblem: This machine has no sufficient isolation.
         """
         self._limits, self._walls = limits, walls or require_isolation()
         self._folder = Path(tempfile.mkdtemp(prefix="relax-sandbox-"))
-        self._folder.chmod(0o711)  # whom a program becomes must get to the folder of its run
+        self._folder.chmod(0o711)  # the program's user must reach the folder of its run
         self._solution = self._folder / "solution.py"
         self._solution.write_text(solution, errors="replace")
         self._solution.chmod(READABLE)
@@ -88,9 +95,7 @@ class Sandbox:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def run_with_input(self, given: str) -> tuple[Verdict, str]:
-        """Run the solution with a text on its stdin; return what came of it and what it wrote to
-        stdout.
-        """
+        """Run the solution with a text on stdin; return its verdict and its stdout."""
         with (
             _open_temporary_file(given.encode(errors="replace")) as stdin,
             _open_temporary_file() as stdout,
@@ -109,11 +114,11 @@ class Sandbox:
             return verdict, stdout.read(MAX_FILE_BYTES).decode(errors="replace")
 
     def run_with_tests(self, tests: str) -> Verdict:
-        """Run tests on what the solution defines; they pass unless something is raised.
+        """Run tests against the solution's definitions; they pass unless they raise an exception.
 
-        The tests run in a box of their own. The solution gets the arguments of their calls, and
-        gives results: it sees neither the tests nor what they expect, and the verdict is not its
-        own.
+        The tests run in a sandbox of their own. The solution receives the arguments of calls and
+        returns results: it sees neither the tests nor the expected values, and it does not decide
+        the verdict.
         """
         with contextlib.ExitStack() as stack:
             box, court = (
@@ -146,14 +151,14 @@ class Sandbox:
                 to_judge.write,
                 to_us.write,
             ):
-                end.close()  # who reads from one that is gone must see that
+                end.close()  # so that a reader sees the end of a process
             until = time.monotonic() + self._limits.seconds
             decided = judge.finish(until)
             has_passed = to_us.read.read(1) == b"1"
             is_gone = judge.code == SOLUTION_GONE_EXIT_CODE
             ending = solution.finish(
                 until if is_gone else time.monotonic() + LEAVE_SECONDS
-            )  # it ends by itself when nobody asks it any more
+            )  # it ends by itself once the tests have ended
             if has_passed:
                 return Verdict.PASSED
             decided = ending if is_gone else decided
@@ -161,7 +166,7 @@ class Sandbox:
 
     @contextlib.contextmanager
     def _box(self, name: str) -> Iterator[Path]:
-        """Make a folder that one run may write in, and delete it with all that is in it."""
+        """Create a folder that one run may write to, and delete it afterwards."""
         folder = self._folder / name
         folder.mkdir()
         try:
@@ -176,7 +181,7 @@ class Sandbox:
 
 
 class _Process:
-    """One program behind walls."""
+    """One program in isolation."""
 
     def __init__(
         self,
@@ -191,7 +196,7 @@ class _Process:
     ) -> None:
         self._walls, self._limits, self._folder = walls, limits, folder
         self.code: int | None = None
-        """Exit code, once it has ended by itself."""
+        """The exit code, once the program has ended by itself."""
         started, ready = os.pipe()
         setup = build_setup(
             walls,
@@ -239,11 +244,11 @@ class _Process:
             )
 
     def finish(self, until: float) -> Verdict:
-        """Wait for the program to end by itself, and end it when it is late or takes too much;
-        return what came of it.
+        """Wait for the program's end, and end it at the deadline or when it exceeds the limits;
+        return its verdict.
 
         Args:
-            until: `time.monotonic()` at which it is late.
+            until: The deadline on the monotonic clock.
         """
         try:
             return self._watch(until)
@@ -269,9 +274,7 @@ class _Process:
                 )
 
     def _exceeds_limits(self) -> bool:
-        """Tell whether all that the program has started takes more together than the limits
-        allow.
-        """
+        """Return whether the program's process tree exceeds the limits."""
         memory, count = 0, 0
         for process in self._descendants():
             with contextlib.suppress(psutil.Error):
@@ -290,12 +293,12 @@ class _Process:
         return []
 
     def end(self) -> None:
-        """End the program with all that it started."""
+        """End the program and all processes that it started."""
         if self._process.poll() is not None:
             return  # the first process inside ends last
         left = self._descendants()
         if not self._walls.has_namespaces:
-            self._process.terminate()  # it ends what there is, and then itself
+            self._process.terminate()  # it ends its descendants, and then itself
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(END_SECONDS)
         self._process.kill()
@@ -320,7 +323,7 @@ class _Process:
 
 
 def _is_alive(process: psutil.Process) -> bool:
-    """Tell whether a process can still do anything; one that nobody has waited for yet can't."""
+    """Return whether a process is alive; a zombie is not."""
     try:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:
@@ -332,19 +335,19 @@ def _measure_folder(folder: Path) -> int:
     for root, _, files in os.walk(folder):
         for name in files:
             with contextlib.suppress(OSError):
-                total += os.lstat(os.path.join(root, name)).st_blocks * 512  # noqa: PTH118 it may be gone in a moment
+                total += os.lstat(os.path.join(root, name)).st_blocks * 512  # noqa: PTH118 it may vanish at any moment
     return total
 
 
 def _open_temporary_file(content: bytes = b"") -> IO[bytes]:
-    file = tempfile.TemporaryFile()  # noqa: SIM115 closed by who asked for it
+    file = tempfile.TemporaryFile()  # noqa: SIM115 closed by the caller
     file.write(content)
     file.seek(0)
     return file
 
 
 class _Pipe:
-    """A pipe whose ends are closed with the stack, unless they are before."""
+    """A pipe whose ends are closed with the stack at the latest."""
 
     def __init__(self, stack: contextlib.ExitStack) -> None:
         read, write = os.pipe()

@@ -1,9 +1,9 @@
-"""A module of ours that reads what strangers made, behind walls of its own: it may read its
-interpreter and packages, and answer on its pipes.
+"""Runs one of our modules that parses untrusted files in isolation: it may read its interpreter and
+packages, and use its pipes.
 
-Started as `python -m relax_events.sandbox.confined MODULE`. The walls stand before the module is
-imported, so that no thread of a library is left outside. Where the kernel has no Landlock the
-filter of system calls stands alone; media are no programs, so that is accepted, and said.
+Started as `python -m relax_events.sandbox.confined MODULE`. The isolation starts before the module
+is imported, so that it covers all threads of libraries. Without Landlock in the kernel only the
+filter of system calls applies; this is accepted and reported, because media are not programs.
 """
 
 from __future__ import annotations
@@ -15,15 +15,28 @@ from pathlib import Path
 
 import relax_events
 from relax_events.sandbox.inside import landlock, seccomp
-from relax_events.sandbox.walls import DEVICES, SYSTEM_FILES, SYSTEM_FOLDERS, list_interpreter_folders
+from relax_events.sandbox.walls import (
+    DEVICES,
+    SYSTEM_FILES,
+    SYSTEM_FOLDERS,
+    list_interpreter_folders,
+)
 
 
 def confine() -> None:
-    """Give up files, network, other processes and the start of new ones, for good."""
+    """Permanently give up access to files, network and other processes, and the right to start
+    processes.
+    """
     if landlock.version():
         package = str(Path(relax_events.__file__).parent)
         landlock.restrict(
-            readable=[*SYSTEM_FOLDERS, *SYSTEM_FILES, *DEVICES, *list_interpreter_folders(), package],
+            readable=[
+                *SYSTEM_FOLDERS,
+                *SYSTEM_FILES,
+                *DEVICES,
+                *list_interpreter_folders(),
+                package,
+            ],
             writable=["/dev/null"],
         )
     if platform.machine() in seccomp.ARCHITECTURES:

@@ -1,4 +1,4 @@
-"""Tries this machine's walls with known ways out, for `relax doctor`."""
+"""Tests this machine's isolation with known escapes, for `relax doctor`."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ print(json.dumps(open_ways))
 
 
 def check_isolation(*, allow_unprotected: bool = False) -> str:
-    """Try every known way out; return what stands, and how many ways were tried.
+    """Try every known escape; return a description of the isolation and the number of escapes.
 
     Raises:
-        EnvironmentProblem: There are no walls that are enough.
-        CheckFailed: A way out leads somewhere; the text names it.
+        EnvironmentProblem: There is no sufficient isolation.
+        CheckFailed: An escape succeeds; the text names it.
     """
     walls = require_isolation(allow_unprotected=allow_unprotected)
     with (
@@ -63,14 +63,13 @@ def check_isolation(*, allow_unprotected: bool = False) -> str:
         )
     if verdict is not Verdict.PASSED:
         raise CheckFailed(
-            f"the program that tries the walls ({walls.describe()}) did not end as it "
-            f"should: {verdict}"
+            f"the program that tests the isolation ({walls.describe()}) failed: {verdict}"
         )
     if open_ways := orjson.loads(printed):
-        raise CheckFailed(f"a program behind {walls.describe()} can {', '.join(open_ways)}")
+        raise CheckFailed(f"a program isolated by {walls.describe()} can {', '.join(open_ways)}")
     return (
-        f"programs run behind {walls.describe()}; {len(ESCAPES)} ways out tried, none leads "
-        "anywhere"
+        f"programs are isolated by {walls.describe()}; {len(ESCAPES)} known escapes tried, "
+        "none succeeds"
     )
 
 

@@ -1,9 +1,8 @@
-"""What can stand between a program and this machine: found by trying it, and refused where it is
-not enough.
+"""Finds the isolation that this machine offers by trying it, and refuses insufficient isolation.
 
-A wall around files is bubblewrap (a root of the program's own) or Landlock; around the network,
-other processes and the kernel's larger surfaces it is a seccomp filter, and namespaces besides
-where this machine gives them. Landlock and seccomp need no privileges, and hold in containers.
+Files are isolated by bubblewrap (a private root) or Landlock. The network, other processes and
+risky system calls are isolated by a seccomp filter, and by namespaces if available. Landlock and
+seccomp need no privileges and work in containers.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from relax_events.sandbox.inside import landlock, seccomp
 
 ENTRY = Path(inside.__file__).parent / "entry.py"
 SYSTEM_PYTHON = "/usr/bin/python3"
-"""Tried where the user whom a program becomes can't reach ours."""
+"""Tried when the program's user can't reach our interpreter."""
 PROBE_SECONDS = 20.0
 FIRST_SPARE_USER, NUM_SPARE_USERS = 61_000, 4_000
 NAMESPACES = ("--net", "--pid", "--ipc", "--fork", "--kill-child")
@@ -36,58 +35,59 @@ SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/localtime")
 DEVICES = ("/dev/zero", "/dev/urandom", "/dev/random")
 PROBE = "import decimal, json, statistics\nprint('here')\n"
 CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "KILL", "SETGID", "SETUID")
-"""What root needs to make programs another user's, and to end and delete them."""
+"""The capabilities that root needs to run programs as another user, to end them and to delete their
+files."""
 ALLOW_UNPROTECTED = "reward.options.allow_unprotected = true"
 
 
 @dataclass(frozen=True, slots=True)
 class Isolation:
-    """What stands around a program."""
+    """The isolation of a program."""
 
     command: tuple[str, ...] = ()
-    """Leads into namespaces."""
+    """The command that enters namespaces."""
     has_namespaces: bool = False
-    """Whether the program has network, process and IPC namespaces of its own."""
+    """Whether the program has its own network, process and IPC namespaces."""
     has_private_root: bool = False
-    """Whether it sees a root of its own, made by bubblewrap."""
+    """Whether the program has a private root, created by bubblewrap."""
     landlock: int = 0
-    """Version of Landlock that keeps it from files; 0 where it is not used."""
+    """The version of Landlock that restricts file access; 0 when it is not used."""
     filters: bool = False
     """Whether a seccomp filter refuses system calls."""
     user: int | None = None
-    """User to become, where we are root."""
+    """The user to switch to, if we are root."""
     python: str = sys.executable
     binds: tuple[tuple[str, str], ...] = ()
-    """Folders of the interpreter that the user can't reach, and the names in the box's folder under
-    which they can be."""
+    """Interpreter folders that the user can't reach, and the names in the sandbox's folder where
+    they are mounted."""
 
     @property
     def guards_files(self) -> bool:
-        """Whether the program is kept from this machine's files."""
+        """Whether the program cannot access this machine's files."""
         return self.has_private_root or self.landlock > 0
 
     @property
     def guards_network(self) -> bool:
-        """Whether the program is kept from the network."""
+        """Whether the program cannot access the network."""
         return self.has_namespaces or self.filters
 
     @property
     def guards_processes(self) -> bool:
-        """Whether the program is kept from other processes."""
+        """Whether the program cannot access other processes."""
         return self.has_namespaces or self.filters
 
     @property
     def may_signal(self) -> bool:
-        """Whether the program may send signals: where they can't leave."""
+        """Whether the program may send signals, because they can't reach other processes."""
         return self.has_namespaces or self.landlock >= landlock.SCOPE_VERSION
 
     @property
     def is_sufficient(self) -> bool:
-        """Whether a program of a stranger may run behind them."""
+        """Whether an untrusted program may run in it."""
         return self.guards_files and self.guards_network and self.guards_processes
 
     def describe(self) -> str:
-        """Say in a line what stands there."""
+        """Describe the isolation in one line."""
         parts = {
             "a private root by bubblewrap": self.has_private_root,
             f"Landlock (version {self.landlock})": self.landlock > 0,
@@ -99,8 +99,8 @@ class Isolation:
 
 
 def list_readable_paths(walls: Isolation, folder: Path) -> list[str]:
-    """Return what a program may read and run: the system's software and the interpreter with its
-    packages.
+    """Return the paths that a program may read and run: system software and the interpreter with
+    its packages.
     """
     return [
         *SYSTEM_FOLDERS,
@@ -113,9 +113,7 @@ def list_readable_paths(walls: Isolation, folder: Path) -> list[str]:
 
 
 def list_interpreter_folders() -> list[str]:
-    """Return the folders of our interpreter: of the standard library, and of the packages installed
-    beside it.
-    """
+    """Return the folders of our interpreter, its standard library and its packages."""
     return list(
         dict.fromkeys(
             [
@@ -130,10 +128,10 @@ def list_interpreter_folders() -> list[str]:
 
 @cache
 def find_isolation() -> Isolation:
-    """Return the strongest walls that this machine lets us build, by running a program behind them.
+    """Return the strongest isolation in which a test program runs on this machine.
 
     Raises:
-        EnvironmentProblem: No interpreter runs behind any.
+        EnvironmentProblem: The interpreter starts in no isolation.
     """
     found = next((walls for walls in _candidates() if _works(walls)), None)
     if found is None:
@@ -143,20 +141,20 @@ def find_isolation() -> Isolation:
         )
         remedy = as_root if os.geteuid() == 0 else "install bubblewrap"
         raise EnvironmentProblem(
-            f"no program can be run behind walls here: {sys.executable} does not start "
-            f"behind any of them; {remedy}"
+            f"no program can be isolated here: {sys.executable} does not start in any "
+            f"isolation; {remedy}"
         )
     return found
 
 
 def require_isolation(*, allow_unprotected: bool = False) -> Isolation:
-    """Return this machine's walls, if a program that a model wrote may run behind them.
+    """Return this machine's isolation if it is sufficient for a program that a model wrote.
 
     Args:
-        allow_unprotected: Accept walls that are not enough: the program may then read the account's
+        allow_unprotected: Accept insufficient isolation: the program may then read the account's
             files, or use the network.
     Raises:
-        EnvironmentProblem: They are not enough, or there are none.
+        EnvironmentProblem: The isolation is insufficient, or there is none.
     """
     found = find_isolation()
     if found.is_sufficient or allow_unprotected:
@@ -168,7 +166,7 @@ def require_isolation(*, allow_unprotected: bool = False) -> Isolation:
     }
     missing = " and ".join(name for name, stands in guards.items() if not stands)
     raise EnvironmentProblem(
-        f"programs that a model wrote are not run here: nothing keeps them from {missing}. "
+        f"programs that a model wrote are not run here: nothing isolates them from {missing}. "
         "Install bubblewrap, use a kernel with Landlock (5.13 or"
         " newer) and, in a container, a seccomp profile that lets Landlock through, as "
         "Docker's own does, or accept the risk, on a machine that"
@@ -193,8 +191,8 @@ def _candidates() -> list[Isolation]:
     )
     candidates: list[Isolation] = []
     if (
-        bwrap := shutil.which("bwrap")
-    ) and not is_root:  # as root its programs stay root, whose processes no limit counts
+        (bwrap := shutil.which("bwrap")) and not is_root
+    ):  # run by root, its programs stay root, and process limits do not apply to root
         candidates.append(
             Isolation(
                 (bwrap,),
@@ -222,13 +220,13 @@ def _candidates() -> list[Isolation]:
 
 
 def _is_world_accessible(folder: str) -> bool:
-    """Tell whether other users can get into a folder."""
+    """Return whether other users can access a folder."""
     path = Path(folder).resolve()
     return all(one.stat().st_mode & 0o001 for one in (path, *path.parents))
 
 
 def _works(walls: Isolation) -> bool:
-    """Run a program behind walls, and see that it can import and print."""
+    """Return whether a test program can import and print in this isolation."""
     from relax_events.sandbox.box import Limits, Sandbox, Verdict
 
     try:
@@ -239,8 +237,8 @@ def _works(walls: Isolation) -> bool:
 
 
 def build_bubblewrap_command(walls: Isolation, *, folder: Path) -> list[str]:
-    """Return the command that gives a program a root of its own: the system's software, the
-    interpreter, and one folder to write in.
+    """Return the bubblewrap command for a private root: system software, the interpreter, and one
+    writable folder.
     """
     arguments = [
         *walls.command,
@@ -270,7 +268,7 @@ def build_setup(
     ready: int,
     task: Mapping[str, object],
 ) -> str:
-    """Return what the first process inside is told."""
+    """Return the JSON configuration of the first process inside."""
     setup: dict[str, object] = {
         "limits": limits,
         "processes": processes,

@@ -123,7 +123,8 @@ class GenerateBody(BaseModel):
             unsupported := [key for key in UNSUPPORTED_FIELDS if data.get(key)]
         ):
             raise ValueError(
-                f"{unsupported[0]} is not accepted here, the engine feeds its model text only; leave "
+                f"{unsupported[0]} is not accepted here, the engine feeds its model text only; "
+                f"leave "
                 "it out, or use an SGLang server"
             )
         if isinstance(data, dict) and data.get("sampling_params") is None:

@@ -62,11 +62,15 @@ def attach(
     """Yield the configuration of a process that connects to the broker: with its address and its
     principal.
 
-    Args: config: The run. by: The command, for the list of the embedded broker's users. principal:
-    The process's identity at a secured broker. brings_up: Start a stopped embedded broker; the last
-    user that leaves stops it again. Raises: BrokerUnavailable: The embedded broker is stopped and
-    is not to be started, or there never was one. ConfigError: `broker.credentials` has no password
-    for the principal.
+    Args:
+        config: The run.
+        by: The command, for the list of the embedded broker's users.
+        principal: The process's identity at a secured broker.
+        brings_up: Start a stopped embedded broker; the last user that leaves stops it again.
+    Raises:
+        BrokerUnavailable: The embedded broker is stopped and is not to be started, or there never
+            was one.
+        ConfigError: `broker.credentials` has no password for the principal.
     """
     with locate_broker(config, by=by, brings_up=brings_up) as found:
         yield apply_principal(found, principal)
@@ -77,8 +81,9 @@ def locate_broker(config: RunConfig, *, by: str, brings_up: bool = True) -> Iter
     """Yield the configuration with the address of the embedded broker, which runs during the block;
     a cluster's is unchanged.
 
-    Raises: BrokerUnavailable: The embedded broker is stopped and is not to be started, or there
-    never was one.
+    Raises:
+        BrokerUnavailable: The embedded broker is stopped and is not to be started, or there never
+            was one.
     """
     broker = embedded_broker(config)
     if broker is None:
@@ -117,8 +122,11 @@ def keep_running(broker: EmbeddedBroker, *, by: str) -> Iterator[None]:
 def require_run(config: RunConfig, topics: Container[str]) -> None:
     """Refuse a run that the broker does not know.
 
-    Args: config: The run. topics: Names of the broker's topics, at least of this run's. Raises:
-    ConfigError: The run's schemas have no topic there.
+    Args:
+        config: The run.
+        topics: Names of the broker's topics, at least of this run's.
+    Raises:
+        ConfigError: The run's schemas have no topic there.
     """
     if TopicPlan.from_config(config).topic("control.schemas") not in topics:
         raise ConfigError(
@@ -130,11 +138,14 @@ def require_run(config: RunConfig, topics: Container[str]) -> None:
 def open_admin(config: RunConfig, *, name: str, timeout_seconds: float = ANSWER_SECONDS) -> Admin:
     """Return an admin client of a broker that has answered.
 
-    Args: config: The run, with the broker's address filled in. name: Distinguishes clients in the
-    broker's log. timeout_seconds: Time limit of the answer; `broker.request_timeout_seconds` where
-    that is less. Raises: BrokerUnavailable: No broker answered in time; the text names the address
-    and the remedy. BrokerRefused: A broker answered and refused the client; the text gives the
-    reason.
+    Args:
+        config: The run, with the broker's address filled in.
+        name: Distinguishes clients in the broker's log.
+        timeout_seconds: Time limit of the answer; `broker.request_timeout_seconds` where that is
+            less.
+    Raises:
+        BrokerUnavailable: No broker answered in time; the text names the address and the remedy.
+        BrokerRefused: A broker answered and refused the client; the text gives the reason.
     """
     admin = Admin(Connection.from_config(config.broker, client_id=f"{config.run.id}.{name}"))
     admin.ping(timeout_seconds=min(timeout_seconds, config.broker.request_timeout_seconds))

@@ -26,9 +26,12 @@ def resolve_defaults(
     """Return the configuration with the keys that its run file leaves out, and their values with
     reasons.
 
-    Args: config: The run file as read. known: The run as it was in its last session, or the parent
-    run. role: The only role on this machine; by default the whole run is on it. Raises:
-    ConfigError: A checkpoint can't be read.
+    Args:
+        config: The run file as read.
+        known: The run as it was in its last session, or the parent run.
+        role: The only role on this machine; by default the whole run is on it.
+    Raises:
+        ConfigError: A checkpoint can't be read.
     """
     if not (missing := missing_keys(config)):
         return with_values(config, {}), []

@@ -19,7 +19,8 @@ QUERY_SECONDS = 20.0
 def inspect_machine(roles: Mapping[str, int]) -> Machine:
     """Return the resources of the machine that this process may use.
 
-    Args: roles: Number of workers of each role on it; a trainer counts as its ranks.
+    Args:
+        roles: Number of workers of each role on it; a trainer counts as its ranks.
     """
     return Machine(num_processors(), _memory(), _gpus(), dict(roles))
 

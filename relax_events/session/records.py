@@ -25,7 +25,8 @@ SESSIONS_FILE = "sessions.jsonl"
 class Session:
     """One `relax run`; times in microseconds since the epoch.
 
-    Attributes: ended_at: None while it runs, and where it was killed.
+    Attributes:
+        ended_at: None while it runs, and where it was killed.
     """
 
     pid: int
@@ -42,7 +43,8 @@ class RunSessions(AbstractContextManager["RunSessions"]):
     def __init__(self, folder: Path) -> None:
         """Read and write nothing yet.
 
-        Args: folder: Of the run.
+        Args:
+            folder: Of the run.
         """
         self._path = folder / SESSIONS_FILE
         self._file: IO[bytes] | None = None
@@ -84,8 +86,10 @@ class RunSessions(AbstractContextManager["RunSessions"]):
     def total_seconds(self, wall_seconds: float, commits: Sequence[int]) -> float:
         """Return how long all sessions took together, this one included.
 
-        Args: wall_seconds: How long this one took. commits: When train steps were committed. A
-        session that was killed counts up to its last one.
+        Args:
+            wall_seconds: How long this one took.
+            commits: When train steps were committed. A session that was killed counts up to its
+                last one.
         """
         return wall_seconds + sum(
             session_seconds(self.earlier, commits, until=self._own.started_at)
@@ -127,8 +131,10 @@ def session_seconds(
     """Return how long each session took; one that was killed counts up to the last step before the
     next one started.
 
-    Args: sessions: Oldest first. commits: When train steps were committed. until: Start of the
-    session that follows them all.
+    Args:
+        sessions: Oldest first.
+        commits: When train steps were committed.
+        until: Start of the session that follows them all.
     """
     nexts = [*(later.started_at for later in sessions[1:]), until]
     ends = [

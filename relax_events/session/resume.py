@@ -36,8 +36,10 @@ class ChangesNotAccepted(ConfigError):
 def read_last_session(config: RunConfig) -> RunDescribed | None:
     """Return the log's description of the run's last session; None for a run without one.
 
-    Args: config: The wanted run, with the broker's address filled in. Raises: BrokerError: The log
-    can't be read.
+    Args:
+        config: The wanted run, with the broker's address filled in.
+    Raises:
+        BrokerError: The log can't be read.
     """
     plan = TopicPlan.from_config(config)
     with closing(open_admin(config, name="run")) as admin:
@@ -71,9 +73,12 @@ def resolve_worker_config(config: RunConfig, role: str) -> RunConfig:
     """Return the configuration of a worker that is started by itself, with the keys that its run
     file leaves out.
 
-    Args: config: The run, with the broker's address filled in; a file that `relax run` has written
-    is complete already. role: The worker's. Raises: ConfigError: A key is derived from the model,
-    which is not here; the text names both.
+    Args:
+        config: The run, with the broker's address filled in; a file that `relax run` has written is
+            complete already.
+        role: The worker's.
+    Raises:
+        ConfigError: A key is derived from the model, which is not here; the text names both.
     """
     if not missing_keys(config):
         return config
@@ -111,10 +116,14 @@ def refuse_changes(run_id: str, changes: Sequence[Change], *, is_accepted: bool)
     """Refuse changes that a run can't continue with, and changes of the training unless they were
     accepted.
 
-    Args: run_id: The run. changes: Since its last session. is_accepted: Whether the user has
-    accepted those that change what is trained. Raises: ConfigError: A run can't continue with a
-    change; the text names all, and the command of a fork. ChangesNotAccepted: The others change
-    what is trained.
+    Args:
+        run_id: The run.
+        changes: Since its last session.
+        is_accepted: Whether the user has accepted those that change what is trained.
+    Raises:
+        ConfigError: A run can't continue with a change; the text names all, and the command of a
+            fork.
+        ChangesNotAccepted: The others change what is trained.
     """
     if fixed := [change for change in changes if change.rule is Rule.NEVER]:
         keys = " ".join(

@@ -1,1 +1,1 @@
-"""Logs, and the metrics that every worker serves."""
+"""Logs, metrics, traces and experiment trackers of workers."""

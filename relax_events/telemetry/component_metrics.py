@@ -1,10 +1,5 @@
-"""What inference engines do, in figures: a part of every worker's metrics.
-
-How prompt groups find an engine among several, in figures: a part of every worker's metrics.
-
-What becomes of a worker's spans, in figures: a part of every worker's metrics.
-
-How policy versions reach the engines, in figures: a part of every worker's metrics.
+"""Metrics of engines, engine replicas, spans and weight transfer: a part of every worker's
+metrics.
 """
 
 from __future__ import annotations
@@ -15,138 +10,135 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 
 class EngineMetrics:
-    """What a worker with an engine tells of it. Labels are the fields of `EngineUsage` and the
-    activities of `EngineWatch`.
+    """Metrics of a worker's engine. Labels are the fields of `EngineUsage` and the activities of
+    `EngineMonitor`.
     """
 
     def __init__(self, role: str, registry: CollectorRegistry) -> None:
         self._role = role
         self._samples = Gauge(
             "relax_engine_samples",
-            "Samples in the engine: `decoding`, or `waiting` for room.",
+            "Samples in the engine: `decoding`, or `waiting` for capacity.",
             ["role", "state"],
             registry=registry,
         )
         self._capacity = Gauge(
             "relax_engine_capacity_samples",
-            "Samples that the engine may decode side by side.",
+            "Maximum samples that the engine decodes concurrently.",
             ["role"],
             registry=registry,
         )
         self._tokens = Counter(
             "relax_engine_tokens_total",
-            "Tokens of the engine: `drawn`; `prefilled` before the next could be drawn; "
-            "`reused`, which a cache spared; `resumed`, drawn before "
-            "their sample went on.",
+            "Tokens of the engine: `generated`; `prefilled` before generation; `cached`, whose "
+            "prefill a cache saved; `recomputed`, of samples that resumed elsewhere.",
             ["role", "kind"],
             registry=registry,
         )
         self._seconds = Counter(
             "relax_engine_seconds_total",
             (
-                "Time that the engine was `generating`, or stood still while it was `loading` "
-                "weights; the rest it waited."
+                "Time that the engine was `generating`, or paused while `loading` weights; the "
+                "rest is idle."
             ),
             ["role", "activity"],
             registry=registry,
         )
         self._refused = Counter(
             "relax_weight_load_failures_total",
-            "Policy versions that an engine did not take; it is tried again.",
+            "Policy versions that an engine failed to load; it tries again.",
             ["role"],
             registry=registry,
         )
 
     def samples(self, *, decoding: int, waiting: int, capacity: int) -> None:
-        """Say how full the engine is."""
+        """Set the number of samples in the engine, and its capacity."""
         self._samples.labels(self._role, "decoding").set(decoding)
         self._samples.labels(self._role, "waiting").set(waiting)
         self._capacity.labels(self._role).set(capacity)
 
     def tokens(self, counts: Mapping[str, int]) -> None:
-        """Count tokens, by what the engine did with them."""
+        """Count tokens by kind."""
         for kind, count in counts.items():
             self._tokens.labels(self._role, kind).inc(count)
 
     def spent(self, activity: str, seconds: float) -> None:
-        """Count time by what the engine did in it."""
+        """Count time by the engine's activity."""
         self._seconds.labels(self._role, activity).inc(seconds)
 
     def refused(self) -> None:
-        """Count a version that the engine did not take."""
+        """Count a policy version that the engine failed to load."""
         self._refused.labels(self._role).inc()
 
 
 class RoutingMetrics:
-    """What a router counts of its engines."""
+    """Metrics of a worker's engine replicas."""
 
     def __init__(self, role: str, registry: CollectorRegistry) -> None:
         self._role = role
         self._losses = Counter(
             "relax_engine_failures_total",
-            "Times that an engine was lost, or did not come up.",
+            "Times that an engine failed, or did not start.",
             ["role"],
             registry=registry,
         )
         self._moved = Counter(
             "relax_engine_migrated_samples_total",
-            "Samples taken off an engine that was lost, with their tokens, to go on elsewhere.",
+            "Samples moved with their tokens from a failed engine to another.",
             ["role"],
             registry=registry,
         )
         self._serving = Gauge(
             "relax_engine_serving",
-            "Engines of a worker that take prompt groups.",
+            "Engines of a worker that accept prompt groups.",
             ["role"],
             registry=registry,
         )
         self._open = Gauge(
             "relax_engine_open_circuits",
-            "Engines of a worker that are lost, or coming up again.",
+            "Engines of a worker that failed, or are restarting.",
             ["role"],
             registry=registry,
         )
 
     def lost(self, num_samples: int) -> None:
-        """Count a loss, and the samples that go elsewhere for it."""
+        """Count an engine failure, and the samples that move to another engine."""
         self._losses.labels(self._role).inc()
         self._moved.labels(self._role).inc(num_samples)
 
     def engines(self, *, serving: int, away: int) -> None:
-        """Say how many engines serve, and how many don't."""
+        """Set the number of engines that serve, and of those that do not."""
         self._serving.labels(self._role).set(serving)
         self._open.labels(self._role).set(away)
 
 
 class SpanMetrics:
-    """Spans that a collector took, and those that none will get."""
+    """Metrics of delivered and lost spans."""
 
     def __init__(self, role: str, registry: CollectorRegistry) -> None:
         self._role = role
         self._sent = Counter(
             "relax_spans_sent_total",
-            "Spans that the collector of traces took.",
+            "Spans that the trace collector accepted.",
             ["role"],
             registry=registry,
         )
         self._lost = Counter(
             "relax_spans_dropped_total",
             (
-                "Spans that the `collector` of traces did not take in time, and such that found "
-                "the `queue` to it full."
+                "Spans that the trace `collector` did not accept in time, or that found the "
+                "export `queue` full."
             ),
             ["role", "reason"],
             registry=registry,
         )
 
     def sent(self, count: int) -> None:
-        """Count spans that a collector took."""
+        """Count spans that the collector accepted."""
         self._sent.labels(self._role).inc(count)
 
     def lost(self, count: int, reason: str) -> None:
-        """Count spans that none will get: `collector` did not take them, or the `queue` was
-        full.
-        """
+        """Count lost spans: the `collector` did not accept them, or the `queue` was full."""
         self._lost.labels(self._role, reason).inc(count)
 
 
@@ -154,21 +146,21 @@ DELAY_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 
 
 class WeightMetrics:
-    """What trainer and rollout workers count of the versions between them."""
+    """Metrics of policy versions that move from the trainer to rollout workers."""
 
     def __init__(self, role: str, registry: CollectorRegistry) -> None:
         self._role = role
         self._loaded = Counter(
             "relax_weights_loaded_total",
-            "Policy versions that an engine loaded, by how their tensors came.",
+            "Policy versions that an engine loaded, by transport.",
             ["role", "transport"],
             registry=registry,
         )
         self._lost = Counter(
             "relax_prompt_groups_without_weights_total",
             (
-                "Prompt groups that were ended, and issued again, since the weights of their "
-                "policy version can't be read."
+                "Prompt groups that were ended and reissued because the weights of their policy "
+                "version can't be read."
             ),
             ["role"],
             registry=registry,
@@ -182,22 +174,22 @@ class WeightMetrics:
         )
         self._moved = Counter(
             "relax_weights_broadcast_bytes_total",
-            "Bytes of policy versions that arrived whole, on both sides of a broadcast.",
+            "Bytes of policy versions that were broadcast completely, on both sides.",
             ["role", "transport"],
             registry=registry,
         )
         self._failures = Counter(
             "relax_weights_broadcast_failures_total",
             (
-                "Broadcasts of a policy version that were refused, lost, torn or skipped: the "
-                "engine takes it from the store."
+                "Broadcasts of a policy version that were rejected, lost, corrupted or skipped: "
+                "the engine reads it from the store."
             ),
             ["role", "reason"],
             registry=registry,
         )
         self._engines = Gauge(
             "relax_weights_broadcast_engines",
-            "Engines that the trainer sends new policy versions to.",
+            "Engines to which the trainer broadcasts new policy versions.",
             ["role"],
             registry=registry,
         )
@@ -207,7 +199,7 @@ class WeightMetrics:
         self._lost.labels(self._role).inc(count)
 
     def loaded(self, transport: str, *, delay_seconds: float) -> None:
-        """Count a policy version that an engine serves now, so long after its publication."""
+        """Count a policy version that an engine loaded, and its delay since publication."""
         self._loaded.labels(self._role, transport).inc()
         self._delay.labels(self._role).observe(max(0.0, delay_seconds))
 
@@ -216,11 +208,11 @@ class WeightMetrics:
         self._moved.labels(self._role, transport).inc(num_bytes)
 
     def failed(self, reason: str) -> None:
-        """Count a broadcast that left a policy version to the store: `refused`, `lost`, `torn` or
-        `skipped`.
+        """Count a failed broadcast, after which the version is read from the store: `refused`,
+        `lost`, `torn` or `skipped`.
         """
         self._failures.labels(self._role, reason).inc()
 
     def engines(self, count: int) -> None:
-        """Say how many engines get new policy versions by broadcast."""
+        """Set the number of engines that receive policy versions by broadcast."""
         self._engines.labels(self._role).set(count)

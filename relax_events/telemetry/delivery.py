@@ -1,5 +1,5 @@
-"""Hands things on to somebody else's service in a thread of its own, behind a bounded queue:
-trouble there costs a counted error and nothing else.
+"""Delivers items to an external service from its own thread and bounded queue: failures are counted
+and do not affect the worker.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ log = structlog.get_logger()
 MAX_QUEUED = 10_000
 BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 1.0, 60.0
 GIVEN_UP_SECONDS = 900.0
-"""After which what a service does not take is dropped, so that what waits behind gets its turn."""
+"""An item that the service does not accept for so long is dropped, so that later items are
+delivered."""
 Item = TypeVar("Item")
 
 
 class DeliveryQueue(Generic[Item]):
-    """One service. `put` never waits; `close` waits for no longer than it is told."""
+    """The queue and thread of one service. `put` never blocks; `close` waits at most for its
+    timeout.
+    """
 
     def __init__(
         self,
@@ -34,10 +37,10 @@ class DeliveryQueue(Generic[Item]):
         """Start the thread.
 
         Args:
-            name: Of the service.
-            deliver: Hands one thing on, in the feed's thread; any error means that it was not
-                taken, and it is given again.
-            close: Called there at the end.
+            name: The service's name.
+            deliver: Delivers one item, in the queue's thread; after any exception it is called
+                again.
+            close: Called in the queue's thread at the end.
             failed: Called with the name for each error, from any thread.
         """
         self.name = name
@@ -50,7 +53,7 @@ class DeliveryQueue(Generic[Item]):
         self._thread.start()
 
     def put(self, item: Item) -> None:
-        """Queue something; where too much waits, it is dropped and counted."""
+        """Queue an item; drop and count it if the queue is full."""
         with self._changed:
             if len(self._queue) < MAX_QUEUED:
                 self._queue.append(item)
@@ -60,8 +63,8 @@ class DeliveryQueue(Generic[Item]):
         self._fail("delivery.dropped", error=f"{MAX_QUEUED} wait already")
 
     def close(self, *, timeout_seconds: float) -> bool:
-        """Let what is queued go out, each once more at the most, and tell whether that came to an
-        end in time.
+        """Try to deliver each queued item at most once more; return whether the thread ended in
+        time.
         """
         self._closing.set()
         with self._changed:
@@ -73,31 +76,31 @@ class DeliveryQueue(Generic[Item]):
 
     @property
     def is_running(self) -> bool:
-        """Whether the thread has not come to an end."""
+        """Whether the thread is running."""
         return self._thread.is_alive()
 
     @property
     def is_idle(self) -> bool:
-        """Whether everything that was put has been taken by the service, or given up."""
+        """Whether every item was delivered or dropped."""
         with self._changed:
             return not self._num_unfinished
 
     def _run(self) -> None:
         while (item := self._next()) is not None:
             if not self._deliver_with_retries(item) and self._closing.is_set():
-                break  # what follows would not go out either
+                break  # later items would fail as well
             with self._changed:
                 self._num_unfinished -= 1
         self._try(self._close)
 
     def _next(self) -> Item | None:
-        """Wait for something; None when there is nothing and will be nothing."""
+        """Wait for the next item; None when the queue is empty and closing."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closing.is_set())
             return self._queue.popleft() if self._queue else None
 
     def _deliver_with_retries(self, item: Item) -> bool:
-        """Try until it is taken, with pauses that grow; return whether it was."""
+        """Deliver an item, retrying with growing pauses; return whether it was delivered."""
         pause, given_up_at = BACKOFF_SECONDS, time.monotonic() + GIVEN_UP_SECONDS
         while not self._try(lambda: self._deliver(item)):
             if time.monotonic() > given_up_at or self._closing.wait(pause):
@@ -108,7 +111,7 @@ class DeliveryQueue(Generic[Item]):
     def _try(self, action: Callable[[], None]) -> bool:
         try:
             action()
-        # Somebody else's library over somebody else's network: this is the border to it.
+        # External libraries and networks may raise any exception.
         except Exception as error:
             self._fail("delivery.failed", error=f"{type(error).__name__}: {error}")
             return False

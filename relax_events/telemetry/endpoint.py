@@ -12,12 +12,12 @@ from relax_events.http.responses import TextHandler
 from relax_events.telemetry.metrics import WorkerMetrics
 
 Check = Callable[[], str]
-"""Says what is wrong; empty when nothing is."""
+"""Returns a problem; empty when there is none."""
 
 
 class WorkerEndpoint:
-    """An HTTP server in a thread of its own. `/healthz`: the process should live on; `/readyz`: it
-    takes work. Both say why not.
+    """An HTTP server in its own thread. `/healthz` reports liveness, `/readyz` readiness; both
+    state the reason for a failure.
     """
 
     def __init__(
@@ -29,15 +29,15 @@ class WorkerEndpoint:
         absence: Check,
         activity: Check = lambda: "",
     ) -> None:
-        """Serve from now on.
+        """Start serving.
 
         Args:
             config: Where to listen.
-            metrics: What `/metrics` gives.
-            illness: Why the process should not live on.
-            absence: Why it takes no work.
-            activity: What long call the work loop is inside of, which `/healthz` tells of a process
-                that is well.
+            metrics: The metrics that `/metrics` returns.
+            illness: Returns why the process should be restarted.
+            absence: Returns why the worker accepts no work.
+            activity: Returns the long call that the work loop is currently in, which `/healthz`
+                reports for a live process.
         Raises:
             EnvironmentProblem: The address is taken.
         """

@@ -15,18 +15,18 @@ from relax_events.telemetry.redaction import redacted
 EVENT = "worker.failed"
 MAX_TEXT = 4000
 TAIL_BYTES = 2**18
-"""Far more than anything that a process writes behind its final error."""
+"""Far more than a process writes after its final error."""
 
 
 @dataclass(frozen=True, slots=True)
 class FinalError:
-    """What ended a process.
+    """The error that ended a process.
 
     Attributes:
-        pid: Of the process: a log holds the output of several, one behind the other.
+        pid: The process id: a log holds the output of several consecutive processes.
         error_class: The exception's class.
-        text: What it says; long ones are cut.
-        exit_code: Of the process.
+        text: The error text, truncated if long.
+        exit_code: The process's exit code.
         failed_at: Microseconds since the epoch.
     """
 
@@ -37,13 +37,13 @@ class FinalError:
     failed_at: int
 
     def __str__(self) -> str:
-        """Name class and text, as the last line of a traceback does."""
+        """Return class and text, like the last line of a traceback."""
         return f"{self.error_class}: {self.text}" if self.text else self.error_class
 
 
 def write_final_error(error: BaseException, *, exit_code: int) -> None:
-    """Write the error that ends this process to stderr, as one line of JSON, whatever the form of
-    the other lines.
+    """Write the error that ends this process to stderr as one line of JSON, independent of the log
+    format.
     """
     text = redacted(str(error))[:MAX_TEXT]
     final = FinalError(os.getpid(), type(error).__name__, text, exit_code, time.time_ns() // 1000)
@@ -52,12 +52,12 @@ def write_final_error(error: BaseException, *, exit_code: int) -> None:
 
 
 def read_final_error(path: Path, *, pid: int) -> FinalError | None:
-    """Return the error that ended a process, or None when it wrote none: a signal ended it, or the
-    interpreter itself.
+    """Return the error that ended a process, or None when it wrote none because a signal or the
+    interpreter ended it.
 
     Args:
-        path: The log that it wrote to.
-        pid: Of the process.
+        path: The process's log.
+        pid: The process id.
     """
     try:
         with path.open("rb") as file:
@@ -84,4 +84,4 @@ def _parsed(line: bytes) -> FinalError | None:
             event["failed_at"],
         )
     except (orjson.JSONDecodeError, KeyError, TypeError):
-        return None  # a line that only speaks of it
+        return None  # a line that only mentions the event

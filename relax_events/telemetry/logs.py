@@ -1,4 +1,4 @@
-"""structlog events on stderr: for people on a terminal, JSON elsewhere."""
+"""Configures structlog: readable lines on a terminal, JSON elsewhere."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def configure_logs(config: TelemetryConfig, *, path: Path | None = None, **conte
     """Set up logging for this process.
 
     Args:
-        config: Level and form.
+        config: The log level and format.
         path: A file to append to instead of stderr.
-        context: What every event carries, such as role and run id.
+        context: Fields of every event, such as role and run id.
     """
     stream = sys.stderr if path is None else path.open("a", buffering=1)
     console = config.log_format == "console" or (config.log_format == "auto" and stream.isatty())
@@ -49,10 +49,10 @@ def configure_logs(config: TelemetryConfig, *, path: Path | None = None, **conte
 
 
 def _to_json(event: Any, **_: Any) -> str:
-    """Write an event as JSON, whatever is in it: a line of a log may end no worker."""
+    """Serialize an event as JSON, whatever it contains: a log line must never end a worker."""
     try:
         return orjson.dumps(event, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
-    except TypeError:  # of orjson: a lone surrogate, a number above 64 bits, a key of another kind
+    except TypeError:  # orjson rejects lone surrogates, integers above 64 bits and other key types
         plain = {
             str(name): value if isinstance(value, str | int | float | bool | None) else repr(value)
             for name, value in event.items()

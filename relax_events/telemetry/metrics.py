@@ -20,8 +20,8 @@ SECONDS_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 
 
 class WorkerMetrics:
-    """What every worker counts. Labels are bounded: role, topic, reason, outcome; never a version
-    or an id.
+    """The metrics of every worker. Labels are bounded: role, topic, reason, outcome; never a
+    version or an id.
     """
 
     def __init__(self, role: str) -> None:
@@ -29,20 +29,20 @@ class WorkerMetrics:
         self._role = role
         self._processed = Counter(
             "relax_records_processed_total",
-            "Records that a worker finished.",
+            "Records that a worker processed.",
             ["role"],
             registry=self.registry,
         )
         self._expired = Counter(
             "relax_records_expired_total",
-            "Records skipped because their version left the window.",
+            "Records skipped because their policy version is older than the staleness bound.",
             ["role"],
             registry=self.registry,
         )
         self._dropped = Counter(
             "relax_duplicate_generation_records_total",
             (
-                "Records of a second generation of a prompt group, dropped because another one "
+                "Records of a second generation of a prompt group, dropped because the first one "
                 "was joined."
             ),
             ["role"],
@@ -56,7 +56,7 @@ class WorkerMetrics:
         )
         self._ended = Counter(
             "relax_prompt_groups_ended_total",
-            "Prompt groups by how they ended.",
+            "Prompt groups by outcome.",
             ["outcome"],
             registry=self.registry,
         )
@@ -75,22 +75,22 @@ class WorkerMetrics:
         )
         self._scored = Counter(
             "relax_samples_scored_total",
-            "Samples by whether they got a reward.",
+            "Samples by outcome of scoring.",
             ["outcome"],
             registry=self.registry,
         )
         self._tokens = Counter(
             "relax_tokens_total",
-            "Tokens that a worker generated, evaluated or trained.",
+            "Tokens that a worker generated, scored or trained.",
             ["role"],
             registry=self.registry,
         )
         self._in_flight = Gauge(
-            "relax_records_in_flight", "Records in work.", ["role"], registry=self.registry
+            "relax_records_in_flight", "Records in flight.", ["role"], registry=self.registry
         )
         self._version = Gauge(
             "relax_policy_version",
-            "Policy version that a worker serves or knows.",
+            "Policy version that a worker uses or knows.",
             ["role"],
             registry=self.registry,
         )
@@ -102,21 +102,21 @@ class WorkerMetrics:
         )
         self._explained = Gauge(
             "relax_critic_explained_variance_ratio",
-            "Share of the returns' variance that the critic knew, in its newest step.",
+            "Share of the returns' variance that the critic explained, in its newest step.",
             ["role"],
             registry=self.registry,
         )
         self._critic_lag = Gauge(
             "relax_critic_version_lag",
-            "Policy versions that the critic is behind the newest.",
+            "Policy versions by which the critic is behind the newest.",
             ["role"],
             registry=self.registry,
         )
         self._lag = Gauge(
             "relax_consumer_lag_records",
             (
-                "Records that a worker's consumer has not read of the partitions that it holds, "
-                "by slot (policy version mod slots)."
+                "Unread records in the partitions assigned to a worker's consumer, by slot "
+                "(policy version mod slots)."
             ),
             ["role", "topic", "slot"],
             registry=self.registry,
@@ -128,19 +128,19 @@ class WorkerMetrics:
         self.spans = SpanMetrics(role, self.registry)
         self._tracker_errors = Counter(
             "relax_tracker_errors_total",
-            "Times that a tracker did not take figures; it is tried again.",
+            "Failed writes of metrics to a tracker; they are retried.",
             ["tracker"],
             registry=self.registry,
         )
         self._notice_errors = Counter(
             "relax_notification_errors_total",
-            "Times that a service did not take a notice; it is tried again.",
+            "Failed notifications of a service; they are retried.",
             ["service"],
             registry=self.registry,
         )
         self._progress = Gauge(
             "relax_last_progress_timestamp_seconds",
-            "When a worker last finished a record.",
+            "When a worker last processed a record.",
             ["role"],
             registry=self.registry,
         )
@@ -162,8 +162,8 @@ class WorkerMetrics:
         self._dropped.labels(self._role).inc(count)
 
     def expect_dead_letters(self, reasons: Iterable[str]) -> None:
-        """Count none yet, for these classes of errors: what Prometheus first sees as 1 it takes for
-        no increase.
+        """Initialize the dead-letter counters of these error classes with 0: Prometheus does not
+        see an increase in a counter that appears as 1.
         """
         for reason in reasons:
             self._letters.labels(self._role, reason)
@@ -181,8 +181,8 @@ class WorkerMetrics:
         self._ended.labels(outcome).inc()
 
     def scored(self, outcome: str) -> None:
-        """Count a sample that got a reward (`scored`), did not (`failed`), or was given a judgement
-        without a score (`unreadable`).
+        """Count a sample that got a reward (`scored`), did not (`failed`), or whose LLM judge gave
+        no readable score (`unreadable`).
         """
         self._scored.labels(outcome).inc()
 
@@ -199,12 +199,12 @@ class WorkerMetrics:
         self._notice_errors.labels(service).inc()
 
     def in_flight(self, count: int) -> None:
-        """Say how many records are in work."""
+        """Set the number of records in progress."""
         self._in_flight.labels(self._role).set(count)
 
     def consumer_lag(self, counts: Mapping[tuple[str, int], int], *, shards: int) -> None:
-        """Say how many records are unread in each partition, named by its topic without the run;
-        partitions that we gave back are left out.
+        """Set the number of unread records by topic, without the run's prefix, and slot; revoked
+        partitions are removed.
         """
         lag: Tally[tuple[str, str]] = Tally()
         for (topic, partition), count in counts.items():
@@ -216,11 +216,11 @@ class WorkerMetrics:
         self._lagging = set(lag)
 
     def policy_version(self, version: int) -> None:
-        """Say which version the worker serves or knows."""
+        """Set the policy version that the worker serves or knows."""
         self._version.labels(self._role).set(version)
 
     def learned(self, *, value_loss: float, explained_variance: float, version_lag: int) -> None:
-        """Say how a step of the critic went, and how many policy versions it is behind."""
+        """Set the metrics of the critic's newest step, and its lag in policy versions."""
         self._value_loss.labels(self._role).set(value_loss)
         self._explained.labels(self._role).set(explained_variance)
         self._critic_lag.labels(self._role).set(version_lag)
@@ -231,8 +231,8 @@ class WorkerMetrics:
 
 
 class ErrorMetrics(Collector):
-    """What a worker's clients met, counted where it happens; labels are bounded by librdkafka's
-    names and by what stores are asked to do.
+    """Errors of a worker's clients. Labels are bounded: librdkafka's error names and the actions of
+    object stores.
     """
 
     def __init__(
@@ -251,10 +251,10 @@ class ErrorMetrics(Collector):
         )
 
     def collect(self) -> Iterator[Metric]:
-        """Give all families."""
+        """Yield all metric families."""
         broker = CounterMetricFamily(
             "relax_broker_errors",
-            "What clients met in the background, mended or not.",
+            "Errors that Kafka clients reported in the background, recovered or not.",
             labels=["role", "error"],
         )
         failed = "Calls of the object store that failed, those that are tried again included."
@@ -265,7 +265,7 @@ class ErrorMetrics(Collector):
             yield family
         away = GaugeMetricFamily(
             "relax_object_store_unavailable_seconds",
-            "For how long an object store has not answered; 0 when it does.",
+            "How long an object store has not answered; 0 when it answers.",
             labels=["role"],
         )
         away.add_metric([self._role], self._away_seconds())

@@ -1,5 +1,5 @@
-"""The file of figures that the metrics role adds to, and where on the log it stands: a process that
-starts again goes on there.
+"""The metrics file of a run, with the log offsets that it contains, where a restarted process
+continues.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import orjson
 
 
 class MetricsFile:
-    """JSON lines, and beside them in `<name>.position.json` how many bytes of the file belong to
-    which positions of the log.
+    """A file of JSON lines, and `<name>.position.json` with the number of bytes that belong to the
+    saved offsets.
 
-    What a killed process wrote behind the last saved position is cut off and written again, so no
-    line is doubled and none is missing.
+    Lines that a killed process wrote after the last save are truncated and written again, so no
+    line is duplicated or missing.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open the file where the last process saved it, or a new one."""
+        """Open the file at the last saved position, or create it."""
         self._notes = path.with_name(f"{path.stem}.position.json")
         path.parent.mkdir(parents=True, exist_ok=True)
         saved = self._saved(path)
         self.positions: dict[str, int] = saved["positions"]
-        """Offsets to read on at, by entity; empty where nothing was saved, and everything is to be
-        read."""
+        """Offsets at which to continue, by topic; empty when nothing was saved, so that everything
+        is read."""
         self._file = path.open("r+b" if path.exists() else "w+b", buffering=0)
         self._file.truncate(saved["bytes"])
         self._file.seek(saved["bytes"])
@@ -46,7 +46,7 @@ class MetricsFile:
         self._file.write(orjson.dumps(line) + b"\n")
 
     def save(self, positions: Mapping[str, int]) -> None:
-        """Note that the file holds what lies before these positions of the log."""
+        """Record that the file contains all metrics before these offsets."""
         self.positions = dict(positions)
         newer = self._notes.with_suffix(".new")
         newer.write_bytes(orjson.dumps({"bytes": self._file.tell(), "positions": self.positions}))

@@ -1,5 +1,5 @@
-"""Keeps secrets out of logs: whoever reads a secret says so here, and no log event shows it from
-then on.
+"""Keeps secrets out of logs: code that reads a secret registers it here, and log events hide it
+from then on.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from typing import Any
 
 HIDDEN = "(hidden)"
 MIN_LENGTH = 6
-"""Shorter ones would black out ordinary text, and protect nothing."""
+"""Hiding shorter ones would damage ordinary text and protect nothing."""
 _lock = threading.Lock()
 _secrets: set[str] = set()
 
 
 def hide(secret: str) -> None:
-    """Replace a secret wherever it would appear in a log event of this process."""
+    """Register a secret to be hidden in all log events of this process."""
     if len(secret) >= MIN_LENGTH:
         with _lock:
             _secrets.add(secret)
 
 
 def redacted(text: str) -> str:
-    """Return a text without any secret that was named."""
+    """Return a text without registered secrets."""
     with _lock:
         found = [secret for secret in _secrets if secret in text]
     for secret in sorted(found, key=len, reverse=True):
@@ -32,8 +32,8 @@ def redacted(text: str) -> str:
 
 
 def redact_event(_: Any, __: str, event: MutableMapping[str, Any]) -> Mapping[str, Any]:
-    """Redact a log event, as a structlog processor; values that are neither text nor plain figures
-    are looked at as text.
+    """Redact a log event, as a structlog processor; values that are neither text nor numbers are
+    checked as text.
     """
     return {name: _redacted_value(value) for name, value in event.items()}
 

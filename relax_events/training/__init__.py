@@ -1,3 +1,3 @@
-"""The trainer: backends behind one protocol, micro-batches, packing, ranks, checkpoints. Import the
-modules; this file loads nothing.
+"""The trainer: backends behind one protocol, batches, ranks, checkpoints, replay. Import the
+modules; this file imports nothing.
 """

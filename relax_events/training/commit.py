@@ -1,5 +1,5 @@
-"""Makes a step real: weights first, then one transaction with the step, its outcomes, the new
-version and the offsets.
+"""Commits train steps: one transaction with the step, its outcomes, the new version and the
+offsets, after the weights are written.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ class StepCommitter:
     """The one writer of control.train-steps, control.prompt-group-outcomes and
     control.policy-versions. Rank 0 only.
 
-    Opening it fences every earlier trainer of the run: what a zombie writes afterwards is refused
-    by the broker.
+    Opening it fences every earlier trainer of the run: the broker rejects later writes of a zombie.
     """
 
     def __init__(self, worker: Worker, reader: LogReader) -> None:
@@ -44,17 +43,15 @@ class StepCommitter:
         self._writer = TransactionalWriter(
             worker.connection, transactional_id=worker.plan.transactional_id("trainer")
         )
-        self._control_offsets = (
-            self._control_end_offsets()
-        )  # no earlier trainer writes behind it any more
+        self._control_offsets = self._control_end_offsets()  # no earlier trainer writes after this
         self._num_steps, self._ended = 0, Counter[str]()
 
     def resume(self, history: TrainingHistory) -> None:
-        """Count on from what the log says: publications sum up what lies before them."""
+        """Continue the run's counts from the log; publications carry the sums so far."""
         self._num_steps, self._ended = history.num_steps, history.outcomes
 
     def publish_initial(self, artifact: ObjectRef, *, policy_version: int = 0) -> None:
-        """Publish the version that the run begins with."""
+        """Publish the run's first version."""
         self._writer.commit(
             [self._version_record(policy_version, artifact)],
             already_real=lambda: not self._history().is_fresh,
@@ -62,7 +59,7 @@ class StepCommitter:
 
     def commit_step(
         self,
-        shares: Sequence[RankStepResult],
+        results: Sequence[RankStepResult],
         *,
         train_step: int,
         artifact: ObjectRef,
@@ -73,33 +70,33 @@ class StepCommitter:
         step_headers: Mapping[str, str] = NO_HEADERS,
         version_headers: Mapping[str, str] = NO_HEADERS,
     ) -> TrainStepCommitted:
-        """Commit a step with everything that became true by it; its record and that of its version
-        carry the contexts of their traces.
+        """Commit a step with its outcomes, version and offsets; the step and version records carry
+        their trace contexts.
 
-        Without metrics the step's update was skipped.
+        Without metrics, the step's update was skipped.
         """
         has_rewards = self._worker.config.algorithm.has_rewards
-        layout = StepRecord.merge(shares, has_rewards=has_rewards)
+        record = StepRecord.merge(results, has_rewards=has_rewards)
         step = TrainStepCommitted(
             train_step=train_step,
             policy_version=train_step + 1,
-            prompt_group_ids=layout.prompt_group_ids,
-            sample_ids=layout.sample_ids,
-            partitions=layout.partitions,
-            offsets=layout.offsets,
-            ranks=layout.ranks,
-            micro_batches=layout.micro_batches,
-            consumed=layout.consumed,
-            staleness_counts=layout.staleness_counts,
-            metrics={**(metrics or {}), **layout.metrics},
+            prompt_group_ids=record.prompt_group_ids,
+            sample_ids=record.sample_ids,
+            partitions=record.partitions,
+            offsets=record.offsets,
+            ranks=record.ranks,
+            micro_batches=record.micro_batches,
+            consumed=record.consumed,
+            staleness_counts=record.staleness_counts,
+            metrics={**(metrics or {}), **record.metrics},
             phase_seconds=dict(phase_seconds),
             weights_digest=digest,
             checkpoint=checkpoint,
             update_skipped=metrics is None,
         )
         ended = [
-            *(end for share in shares for end in share.ended),
-            *build_trained_outcomes(shares, train_step, has_rewards=has_rewards),
+            *(end for result in results for end in result.ended),
+            *build_trained_outcomes(results, train_step, has_rewards=has_rewards),
         ]
         records = [
             self._worker.records.build(
@@ -110,7 +107,7 @@ class StepCommitter:
         ]
         self._writer.commit(
             records,
-            offsets=layout.consumed,
+            offsets=record.consumed,
             reader=self._reader,
             already_real=lambda: self._is_committed(step),
             before_commit=lambda: failpoint("trainer.in_transaction"),
@@ -120,11 +117,11 @@ class StepCommitter:
         return step
 
     def commit_outcomes(self, ended: Sequence[PromptGroupEnded], *, train_step: int) -> None:
-        """Commit ends that should not wait for the train step at work, so that the prompter can
-        fill their seats.
+        """Commit outcomes that should not wait for the current train step, so that the prompter can
+        fill their batch slots.
 
-        Their offsets follow with the step: until then a restart reads them again, and knows them as
-            decided.
+        Their offsets follow with the step: until then a restart reads the records again and drops
+        them as done.
         """
         wanted = {group.prompt_group_id for group in ended}
         self._writer.commit(
@@ -137,17 +134,14 @@ class StepCommitter:
         self._ended.update(end.outcome.value for end in ended if not is_guest(end.prompt_group_id))
 
     def _history(self) -> TrainingHistory:
-        """Read what was committed since the transaction before the last publication of ours, or
-        since we began.
-        """
+        """Read the history since this trainer's last publication, or since it started."""
         return TrainingHistory.read_from(self._worker, self._control_offsets)
 
     def _is_committed(self, step: TrainStepCommitted) -> bool:
-        """Tell whether an unsure commit of ours became real.
+        """Return whether a commit with unknown outcome succeeded.
 
         Raises:
-            Fenced: Another trainer committed this step while we were not sure; what we trained is
-                on nobody's path.
+            Fenced: Another trainer committed this step; the step trained here is lost.
         """
         newer = [other for other in self._history().steps if other.train_step >= step.train_step]
         if newer and (
@@ -161,14 +155,16 @@ class StepCommitter:
         return bool(newer)
 
     def _are_committed(self, group_ids: set[str], train_step: int) -> bool:
-        """Tell the same of ends, which become real all or none; raises as `_is_committed`."""
+        """Return the same for outcomes, which are committed all or none; raises as
+        `_is_committed`.
+        """
         history = self._history()
         if any(step.train_step >= train_step for step in history.steps):
             raise Fenced(f"train step {train_step} was committed by another trainer; end this one")
         known = group_ids & history.ended_group_ids
         if known and known != group_ids:
             raise Fenced(
-                f"the end of prompt group {min(known)} was committed by another trainer; end "
+                f"the outcome of prompt group {min(known)} was committed by another trainer; end "
                 "this one"
             )
         return bool(known)
@@ -200,48 +196,53 @@ class StepCommitter:
         )
 
     def _start_offsets(self, version: int) -> list[TopicOffset]:
-        """Ask where the version's slot ends now: its own records can only come after its
+        """Return the end offsets of the version's partitions: its records follow its
         publication.
         """
         plan = self._worker.plan
-        places = [
+        topic_partitions = [
             (topic, partition)
             for topic in plan.sample_topics()
             for partition in plan.partitions_of_version(version)
         ]
         return [
             TopicOffset(topic, partition, offset)
-            for (topic, partition), offset in sorted(self._admin.end_offsets(places).items())
+            for (topic, partition), offset in sorted(
+                self._admin.end_offsets(topic_partitions).items()
+            )
         ]
 
     def _control_end_offsets(self) -> dict[str, int]:
-        """Ask where the topics end that we alone write."""
-        places = {(self._worker.plan.topic(entity), 0): entity for entity in SUMMED_ENTITIES}
-        return {places[place]: offset for place, offset in self._admin.end_offsets(places).items()}
+        """Return the end offsets of the topics that only the trainer writes."""
+        topic_partitions = {
+            (self._worker.plan.topic(entity), 0): entity for entity in SUMMED_ENTITIES
+        }
+        return {
+            topic_partitions[topic_partition]: offset
+            for topic_partition, offset in self._admin.end_offsets(topic_partitions).items()
+        }
 
     def close(self) -> None:
-        """Leave nothing open."""
+        """Close the clients."""
         self._writer.close()
 
 
 def build_trained_outcomes(
-    shares: Sequence[RankStepResult], train_step: int, *, has_rewards: bool = True
+    results: Sequence[RankStepResult], train_step: int, *, has_rewards: bool = True
 ) -> list[PromptGroupEnded]:
-    """Return the ends of the prompt groups that a step trained, with their mean rewards where there
-    are any.
-    """
+    """Return the outcomes of the prompt groups that a step trained, with mean rewards if any."""
     rewards: dict[str, list[float]] = {}
     versions: dict[str, int] = {}
-    for share in shares:
+    for result in results:
         for sample_id, reward, staleness in zip(
-            share.sample_ids, share.rewards, share.staleness, strict=True
+            result.sample_ids, result.rewards, result.staleness, strict=True
         ):
             group_id = sample_id.rpartition("/")[0]
             rewards.setdefault(group_id, []).append(reward)
             versions[group_id] = min(train_step - staleness, versions.get(group_id, train_step))
     ended = []
-    for share in shares:
-        for group_id in share.prompt_group_ids:
+    for result in results:
+        for group_id in result.prompt_group_ids:
             mean_reward = sum(rewards[group_id]) / len(rewards[group_id]) if has_rewards else None
             ended.append(
                 end_of(

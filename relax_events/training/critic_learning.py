@@ -1,18 +1,16 @@
-"""How a critic learns: a second learner on the run's own log.
+"""Trains the critic: a second learner that follows the run's own log.
 
-    control.train-steps ──▶ the batch of each committed step, from advantage.samples ──▶ returns =
-    advantages + values ──▶ value loss, AdamW
-                                                                                                            │
-    control.metrics.critic ◀── metrics of the step             checkpoint in the object store, now
-    and then ◀┘
+    control.train-steps ──▶ the batch of each committed step, from advantage.samples
+                        ──▶ returns = advantages + values ──▶ value loss, AdamW
+                        ──▶ metrics of the step to control.metrics.critic, periodic checkpoints to
+                        the object store
 
-Where `algorithm.critic_gae_lambda` or `length_adaptive_alpha` gives the critic another lambda than
-the policy, the advantages that its returns are made of are computed anew, from the rewards,
-log-probabilities and values of the recorded samples.
+If `algorithm.critic_gae_lambda` or `length_adaptive_alpha` gives the critic another lambda than the
+policy, the advantages in its returns are recomputed from the rewards, log-probabilities and values
+of the recorded samples.
 
-What it knows is a function of the log and of where it began, so nothing has to be committed: one
-that starts anew loads its newest checkpoint and learns from the later steps again, with the same
-bits on the CPU.
+The critic's state is a function of the log and its start, so it commits nothing. A restarted critic
+loads its newest checkpoint and learns from the later steps again, bit for bit the same on the CPU.
 """
 
 from __future__ import annotations
@@ -60,9 +58,9 @@ from relax_events.training.replay.relabel import AdvantageRelabeller
 log = structlog.get_logger()
 POLL_SECONDS = 0.5
 STEP_SECONDS = 30.0
-"""A published version's step, which was committed with it, is readable well before this."""
+"""Deadline for reading the step of a published version, which was committed with it."""
 REMEDY = (
-    "the critic has to learn from them: keep more with run.retain_versions, or train on as a fork"
+    "the critic has to learn from them: keep more with run.retain_versions, or continue as a fork"
 )
 
 
@@ -70,11 +68,11 @@ class CriticLearner:
     """See the module's docstring. Use it as a context manager."""
 
     def __init__(self, worker: Worker, critic: Critic, store: ObjectStore) -> None:
-        """Go on from the newest checkpoint, and learn from every step that is committed by now,
-        unless the drain comes first.
+        """Resume from the newest checkpoint, and learn from every committed step, unless a drain is
+        requested first.
 
         Raises:
-            ConfigError: Records of a step are gone.
+            ConfigError: Records of a step were deleted.
             RunFailed: A step can't be learned from.
         """
         self._worker, self._critic = worker, critic
@@ -91,15 +89,15 @@ class CriticLearner:
         self._restore(store, digests)
         own = SourceRun(worker.config, worker.plan, worker.connection)
         first, last = critic.policy_version, worker.config.last_version
-        own_returns = worker.config.algorithm.of_critic
-        judge = (
+        critic_algorithm = worker.config.algorithm.of_critic
+        relabeller = (
             None
-            if own_returns is None
+            if critic_algorithm is None
             else AdvantageRelabeller(
-                own_returns, max_new_tokens=worker.config.engine.sampling.max_new_tokens
+                critic_algorithm, max_new_tokens=worker.config.engine.sampling.max_new_tokens
             )
         )
-        batches = RecordedBatches(worker, SingleRank(), judge=judge)
+        batches = RecordedBatches(worker, SingleRank(), relabel=relabeller)
         begin = begin if first in digests else 0
         self._steps = ReplaySource(
             own,
@@ -113,8 +111,8 @@ class CriticLearner:
         self._learn_until(max(digests, default=first), or_drain=True)
 
     def learn_up_to(self, policy_version: int) -> int:
-        """Learn from every step that led to a policy version, and return the version that the
-        critic has come to: this one, or a newer.
+        """Learn from every step up to a policy version; return the critic's version, which is this
+        one or a newer one.
 
         Raises:
             BrokerUnavailable: A step of a version that is published can't be read.
@@ -123,14 +121,14 @@ class CriticLearner:
         return self._critic.policy_version
 
     def step_if_ready(self) -> None:
-        """Learn from the next step if it is there."""
+        """Learn from the next step if it is committed."""
         if self._steps.has_next(timeout_seconds=0.0):
             self._learn(self._take())
         self._poll_checkpoint()
 
     def _find_start_offset(self, store: ObjectStore) -> int:
         """Return where the steps since the oldest stored checkpoint begin on control.train-steps;
-        where there is none all have to be learned.
+        0 where there is none.
         """
         oldest = min(stored_checkpoint_versions(store), default=-1)
         if oldest < 0:
@@ -200,8 +198,8 @@ class CriticLearner:
             return self._steps.take()
 
     def _learn(self, batch: RecordedBatch) -> None:
-        """Train on a step's samples, in recorded order and cut by our own budget, so that the
-        result is the same each time.
+        """Train on a step's samples, in recorded order and split by the critic's budget, so that
+        the result is deterministic.
         """
         started, samples = time.monotonic(), [placed.sample for placed in batch.samples]
         lengths = [len(read_array(sample, "tokens")) for sample in samples]
@@ -274,11 +272,11 @@ class CriticLearner:
         )
 
     def _save_checkpoint(self, step: TrainStepCommitted) -> None:
-        """Start a checkpoint when one is due. It becomes real with its manifest, once all of it is
-        in the store.
+        """Start a checkpoint when one is due. It becomes valid with its manifest, once all shards
+        are stored.
 
-        None begins amid skipped updates, so that a critic that starts anew counts all of them
-        again.
+        None starts during consecutive skipped updates, so that a restarted critic counts all of
+        them again.
         """
         self._poll_checkpoint()
         seconds = time.monotonic() - self._checkpoint_begun

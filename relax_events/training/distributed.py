@@ -1,5 +1,5 @@
-"""Ranks over torch.distributed: gloo for the CPU and for everything small, NCCL for gradients on
-GPUs.
+"""Implements ranks over torch.distributed: gloo for the CPU and for small data, NCCL for gradients
+on GPUs.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER
 
 
 def open_ranks(*, timeout_seconds: float) -> Ranks:
-    """Join the ranks that `relax run` or torchrun started, or stand alone where there are none.
+    """Join the ranks that `relax run` or torchrun started, or return a single rank.
 
     Args:
         timeout_seconds: Deadline of joining and of every later collective.
     Raises:
         EnvironmentProblem: torchrun's environment is incomplete; the text names what is missing.
-        RankLost: The other ranks did not come before the deadline.
+        RankLost: The other ranks did not join before the deadline.
     """
     if "RANK" not in os.environ:
         return SingleRank()
@@ -44,8 +44,8 @@ def open_ranks(*, timeout_seconds: float) -> Ranks:
 
 
 def serve_rendezvous(num_ranks: int, *, timeout_seconds: float) -> TCPStore | None:
-    """Serve the store by which the ranks find each other, where a listening socket was handed to
-    this rank; all ranks join it as clients.
+    """Serve the rendezvous store if this rank was given a listening socket; all ranks join as
+    clients.
     """
     if (listener := os.environ.pop(RENDEZVOUS_FD_VARIABLE, None)) is None:
         return None
@@ -100,7 +100,7 @@ class TorchRanks:
         return np.stack([part.numpy().view(values.dtype).reshape(values.shape) for part in parts])
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Give every rank's bytes, in rank order: lengths first, then padded to the longest."""
+        """Return every rank's bytes, in rank order: lengths first, then padded to the longest."""
         lengths = self.all_gather(np.array([len(data)], np.int64))[:, 0].tolist()
         padded = np.zeros(max(lengths), np.uint8)
         padded[: len(data)] = np.frombuffer(data, np.uint8)
@@ -108,7 +108,7 @@ class TorchRanks:
         return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
 
     def broadcast(self, data: bytes | None, *, source: int = 0) -> bytes:
-        """Give the source rank's bytes to all: the length first, then the bytes.
+        """Send the source rank's bytes to all: the length first, then the bytes.
 
         Raises:
             ValueError: This is the source, and there is nothing to broadcast.

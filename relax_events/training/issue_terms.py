@@ -1,5 +1,5 @@
-"""What every sample of a run has in common by its run file, so that the trainer can tell a record
-that none of the run's workers wrote.
+"""Checks samples against the rules by which the run issues prompt groups, to detect records that no
+worker of the run wrote.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from relax_events.topics import TopicPlan, compute_shard
 
 @dataclass(frozen=True, slots=True)
 class IssueRules:
-    """Under which terms prompt groups are issued; none of these keys may change while a run is
-    under way.
-    """
+    """The rules by which prompt groups are issued; none of these keys may change during a run."""
 
     plan: TopicPlan
     prompts_per_step: int
@@ -28,7 +26,7 @@ class IssueRules:
 
     @classmethod
     def from_config(cls, config: RunConfig) -> Self:
-        """Read them off a run's configuration."""
+        """Read the rules from a run's configuration."""
         return cls(
             TopicPlan.from_config(config),
             config.run.prompts_per_step,
@@ -36,12 +34,11 @@ class IssueRules:
         )
 
     def check_sample(self, record: Record, sample: SampleReady, *, trainer_version: int) -> None:
-        """Check that a sample can be one of a prompt group that was issued by now, and stands where
-        the advantage role writes it.
+        """Check that a sample can belong to an issued prompt group, and is on the partition to
+        which the advantage role writes it.
 
         Raises:
-            ForeignRecord: It can't, or stands elsewhere; the text names the field, the value and
-                the rule.
+            ForeignRecord: A rule is violated; the text names the field, the value and the rule.
         """
         for problem in self._problems(record, sample, trainer_version):
             raise ForeignRecord(
@@ -50,11 +47,11 @@ class IssueRules:
             )
 
     def check_shard(self, record: Record, prompt_group_id: str) -> None:
-        """Check that what ends a prompt group is read by the rank that reads its samples: another
-        one would end what this one trains.
+        """Check that an end request is on a partition of its prompt group's shard, so that the rank
+        that trains the prompt group reads it.
 
         Raises:
-            ForeignRecord: It stands on a partition of another shard; the text names both.
+            ForeignRecord: It is on a partition of another shard; the text names both.
         """
         expected, found = (
             compute_shard(prompt_group_id, shards=self.plan.partitions_per_version),
@@ -62,7 +59,7 @@ class IssueRules:
         )
         if found != expected:
             raise ForeignRecord(
-                f"what ends prompt group {prompt_group_id} stands on partitions of shard "
+                f"end requests of prompt group {prompt_group_id} belong on partitions of shard "
                 f"{expected}, got {found} ({record.location})"
             )
 
@@ -103,6 +100,6 @@ class IssueRules:
             expected := self.plan.partition(sample.prompt_group_id, sample.policy_version)
         ):
             yield (
-                f"samples of version {sample.policy_version} of its prompt group stand on "
+                f"samples of version {sample.policy_version} of its prompt group belong on "
                 f"partition {expected}, got {record.partition}"
             )

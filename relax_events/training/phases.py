@@ -1,4 +1,4 @@
-"""Where a step's time goes."""
+"""Measures the time of a step's phases."""
 
 from __future__ import annotations
 
@@ -9,28 +9,24 @@ from contextlib import contextmanager
 
 
 class PhaseTimer:
-    """Seconds by phase of one step. What comes after the step's figures were written (its commit)
-    counts to the next step.
-    """
+    """Seconds by phase of one step. Time after the snapshot (the commit) counts to the next step."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
-        self._written: dict[str, float] = {}
+        self._snapshot: dict[str, float] = {}
 
     def snapshot(self) -> dict[str, float]:
         """Return the seconds so far, for the step's record."""
-        self._written = dict(self.seconds)
-        return self._written
+        self._snapshot = dict(self.seconds)
+        return self._snapshot
 
     def next_step(self) -> PhaseTimer:
-        """Return the next step's phases, with what this one spent since its figures were
-        written.
-        """
+        """Return the next step's timer, with the time that this step spent after its snapshot."""
         following = PhaseTimer()
         following.seconds |= {
             phase: rest
             for phase, seconds in self.seconds.items()
-            if self._written and (rest := seconds - self._written.get(phase, 0.0)) > 0
+            if self._snapshot and (rest := seconds - self._snapshot.get(phase, 0.0)) > 0
         }
         return following
 

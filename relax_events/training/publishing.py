@@ -1,11 +1,11 @@
-"""Makes trained steps real, and tends what follows from it. Rank 0 only.
+"""Publishes and commits trained steps, and prunes weights and checkpoints. Rank 0 only.
 
     trained --> weights to the store, and to engines --> one transaction: step, outcomes, version,
-    offsets --> what nobody wants any more goes
+    offsets --> delete weights that are no longer needed
 
-With `weights.async_publish` the weights are written while the next step is trained already, and the
-step's record waits for them: the trainer is ahead of the log by one step. A crash in between costs
-that step's training and no more: on the log it never was.
+With `weights.async_publish` the weights are written while the next step is trained, and the step's
+record waits for them: the trainer is one step ahead of the log. A crash in between loses that
+step's training only: it was never on the log.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class TrainedStep:
-    """A step that is trained, as its record will tell it."""
+    """A trained step that is not committed yet."""
 
     train_step: int
-    shares: Sequence[RankStepResult]
+    results: Sequence[RankStepResult]
     metrics: Mapping[str, float] | None
     """None where the update was skipped."""
     phase_seconds: Mapping[str, float]
     checkpoint: CheckpointRef | None
     began_ns: int
-    """When it began, in nanoseconds since the epoch."""
+    """Start of the step, in nanoseconds since the epoch."""
 
 
 class StepPublisher:
@@ -79,26 +79,25 @@ class StepPublisher:
 
     @property
     def weights_are_written(self) -> bool:
-        """Whether the weights of the step at hand are."""
+        """Whether the weights of the current step are written."""
         return self._written.done()
 
     def resume(self, history: TrainingHistory) -> None:
-        """Go on with the run's counts where the log says."""
+        """Continue the run's counts from the log."""
         self._committer.resume(history)
 
     def publish_initial(self, tensors: Mapping[str, Tensor], *, policy_version: int) -> None:
-        """Publish the version that the run begins with."""
+        """Publish the run's first version."""
         artifact, _ = self._transport.publish(tensors, policy_version=policy_version)
         self._committer.publish_initial(artifact, policy_version=policy_version)
 
     def rewrite_newest_weights(
         self, published: PolicyVersionPublished, tensors: Mapping[str, Tensor]
     ) -> None:
-        """Write the newest version again, whose artifact is lost: engines and scorers that start
-        now need it.
+        """Write the newest version again after its artifact was lost: starting engines and scorers
+        need it.
 
-        Objects are named by content, so the same weights bring back the artifact that the log
-        names.
+        Objects are named by content, so equal weights restore the artifact that the log names.
 
         Raises:
             StoreUnavailable: The store does not answer.
@@ -111,7 +110,7 @@ class StepPublisher:
         )
 
     def write_weights(self, tensors: Mapping[str, Tensor], *, policy_version: int) -> None:
-        """Write a version, which is a snapshot: nobody may change it. With `weights.async_publish`
+        """Write a version, which must not change afterwards. With `weights.async_publish`
         this only begins.
 
         Raises:
@@ -129,22 +128,22 @@ class StepPublisher:
             )
 
     def wait_until_written(self) -> None:
-        """Wait until it is written.
+        """Wait until the version is written.
 
         Raises:
-            ObjectError: It can't be.
+            ObjectError: It can't be written.
         """
         self._written.result()
 
     def set_trained_step(self, step: TrainedStep) -> None:
-        """Take over a step whose weights are being written."""
+        """Set the step to commit once its weights are written."""
         self._trained = step
 
     def commit(self) -> None:
-        """Commit the step that is trained, if there is one, once its weights are written.
+        """Commit the trained step, if there is one, once its weights are written.
 
         Raises:
-            ObjectError: They could not be.
+            ObjectError: They could not be written.
             Fenced: Another trainer took over.
         """
         if self._trained is None:
@@ -154,7 +153,7 @@ class StepPublisher:
         trained, self._trained = self._trained, None
         step, publication = self._begin_traces(trained)
         committed = self._committer.commit_step(
-            trained.shares,
+            trained.results,
             train_step=trained.train_step,
             artifact=artifact,
             digest=digest,
@@ -171,8 +170,8 @@ class StepPublisher:
         self._prune(committed)
 
     def _begin_traces(self, trained: TrainedStep) -> tuple[TracedWork, TracedWork]:
-        """Begin what the traces show of a step, and in it of the way of its weights."""
-        headers = [headers for share in trained.shares for headers in share.trace_headers]
+        """Start the spans of a step and of its publication."""
+        headers = [headers for result in trained.results for headers in result.trace_headers]
         step = self._worker.records.traces.begin_train_step(
             trained.train_step, began_ns=trained.began_ns, headers=headers
         )
@@ -181,14 +180,14 @@ class StepPublisher:
         )
 
     def commit_outcomes(self, ended: Sequence[PromptGroupEnded], *, train_step: int) -> None:
-        """Commit ends that should not wait for the train step at work; no trained step may be
-        left.
+        """Commit outcomes that should not wait for the current train step; no trained step may be
+        uncommitted.
         """
         self._committer.commit_outcomes(ended, train_step=train_step)
 
     def prune_weights(self, policy_version: int) -> None:
-        """Delete all weights that nobody can want, those that a crash between a commit and its
-        clean-up left too.
+        """Delete all weights that are no longer needed, including those that an earlier crash
+        left.
         """
         weights = self._worker.config.weights
         unwanted = deletable_versions(
@@ -213,23 +212,21 @@ class StepPublisher:
         )
 
     def _prune(self, step: TrainStepCommitted) -> None:
-        """Delete what the step just committed made superfluous: weights that nobody can want,
-        checkpoints but the newest.
-        """
+        """Delete weights that are no longer needed and old checkpoints."""
         self.prune_weights(step.policy_version)
         if step.checkpoint is not None and step.checkpoint != self._pruned_to:
             self._pruned_to = step.checkpoint
             self._checkpoints.prune(step.checkpoint)
 
     def close(self) -> None:
-        """Leave nothing open; what is not committed by now will be trained again."""
+        """Close everything; an uncommitted step will be trained again."""
         self._transport.close()
         self._writer.shutdown(wait=False, cancel_futures=True)
         self._committer.close()
 
 
 def _span_attributes(step: TrainStepCommitted) -> dict[str, int | float]:
-    """Return what a step's trace tells of it: its metrics, and where its time went."""
+    """Return the attributes of a step's span: its metrics and phase times."""
     metrics = {f"metric.{name}": value for name, value in step.metrics.items()}
     phases = {f"phase.{name}_seconds": seconds for name, seconds in step.phase_seconds.items()}
     return {

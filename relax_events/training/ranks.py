@@ -1,5 +1,5 @@
-"""How data-parallel ranks talk: small arrays, bytes, and one gradient reduction. This file needs no
-torch.distributed.
+"""Defines how data-parallel ranks communicate: small arrays, bytes, and gradient reduction. Imports
+no torch.distributed.
 """
 
 from __future__ import annotations
@@ -16,20 +16,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 RENDEZVOUS_FD_VARIABLE = "RELAX_RENDEZVOUS_FD"
-"""Names, in rank 0's environment, a socket that listens on MASTER_PORT. The supervisor binds it, so
-that no other process can take the port."""
+"""Environment variable of rank 0: file descriptor of a socket that listens on MASTER_PORT. The
+supervisor binds it, so that no other process can take the port."""
 
 
 CollectiveContext = Callable[[], AbstractContextManager[None]]
-"""Entered around every collective, which may wait for the others for long."""
+"""Entered around every collective, which may wait long for other ranks."""
 
 
 class Ranks(Protocol):
     """The processes that train one model together.
 
-    Every method is collective: all ranks call it at the same point, and it returns on each once all
-        have called, or raises RankLost at the
-    deadline given when the ranks were opened. Nothing is pickled.
+    Every method is collective: all ranks call it at the same point. It returns once all have
+    called, or raises RankLost at the deadline given when the ranks were opened. Nothing is pickled.
     """
 
     rank: int
@@ -42,10 +41,10 @@ class Ranks(Protocol):
         """
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Give every rank's bytes, in rank order; lengths may differ."""
+        """Return every rank's bytes, in rank order; lengths may differ."""
 
     def broadcast(self, data: bytes | None, *, source: int = 0) -> bytes:
-        """Give the source rank's bytes to all; the others pass None."""
+        """Send the source rank's bytes to all; the others pass None."""
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace the tensor by its sum over ranks, in place."""
@@ -74,18 +73,18 @@ class SingleRank:
     local_rank = 0
 
     def all_gather(self, values: NDArray[np.generic]) -> NDArray[np.generic]:
-        """Give the array a leading axis of 1."""
+        """Return the array with a leading axis of 1."""
         return values[None]
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Give the bytes back, in a list."""
+        """Return the bytes in a list."""
         return [data]
 
     def broadcast(self, data: bytes | None, *, source: int = 0) -> bytes:
-        """Give the bytes back.
+        """Return the bytes.
 
         Raises:
-            ValueError: There is nothing to broadcast, or nobody at the source.
+            ValueError: There is nothing to broadcast, or the source is not rank 0.
         """
         if data is None or source != 0:
             raise ValueError(
@@ -94,10 +93,10 @@ class SingleRank:
         return data
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Leave the tensor as it is."""
+        """Do nothing: the sum over one rank is the tensor."""
 
     def wrap_collectives(self, around: CollectiveContext) -> None:
-        """Do nothing: nobody is waited for."""
+        """Do nothing: no collective waits."""
 
     def close(self) -> None:
         """Do nothing."""

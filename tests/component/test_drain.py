@@ -48,7 +48,7 @@ def test_drain_wakes_another_thread() -> None:
 
 DRAINING = """
 import signal, sys
-from relax_events.pipeline.drain import Drain
+from relax_events.runtime.drain import Drain
 drain = Drain(seconds=30)
 drain.listen_to_signals()
 print("ready", flush=True)

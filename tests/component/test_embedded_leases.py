@@ -8,8 +8,8 @@ from relax_events.kafka.embedded.directory import UserLock, list_users
 
 HOLDER = """
 import pathlib, sys
-from relax_events.broker.embedded.leases import Lease
-lease = Lease(pathlib.Path(sys.argv[1]))
+from relax_events.kafka.embedded.directory import UserLock
+lock = UserLock(pathlib.Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()
 """

@@ -19,7 +19,7 @@ from relax_events.runtime.failpoints import MAP_POINTS, PER_SAMPLE_ROLES, POINTS
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import os, pathlib, sys
-from relax_events.pipeline.failpoints import arm_failpoints, failpoint
+from relax_events.runtime.failpoints import arm_failpoints, failpoint
 arm_failpoints(pathlib.Path(), os.environ)
 for number in range(4):
     print(number, file=sys.stderr)

@@ -19,7 +19,7 @@ from relax_events.kafka.leases import Lease
 from relax_events.kafka.records import Record
 from relax_events.objects import ObjectStore
 from relax_events.roles.handover import PREFIX, Partials
-from relax_events.roles.inflight_group import GroupInWork
+from relax_events.roles.inflight_group import InflightGroup
 from relax_events.telemetry.traces import Traces
 from tests.unit.pictures import picture_engine, picture_model
 from workers.rollout import RolloutLoop
@@ -39,11 +39,13 @@ class Stage:
         self.loop: Any = RolloutLoop.__new__(RolloutLoop)
         metrics = SimpleNamespace(tokens=lambda count: None)
         worker: Any = SimpleNamespace(
-            traces=Traces(),
-            producer=SimpleNamespace(send=lambda _: None, flush=lambda: None),
+            records=SimpleNamespace(
+                traces=Traces(),
+                producer=SimpleNamespace(send=lambda _: None, flush=lambda: None),
+            ),
+            lifecycle=SimpleNamespace(record_processed=lambda *_: None),
             metrics=metrics,
         )
-        worker.lifecycle.record_processed = lambda *_: None
         self.loop._worker, self.loop._config, self.loop._engine, self.loop._asleep = (
             worker,
             config,
@@ -54,10 +56,10 @@ class Stage:
         self.loop._running, self.loop._written, self.loop._partials = {}, [], Partials(store)
         self.loop._records = self._records
 
-    def take(self, *, delivery_count: int) -> GroupInWork:
+    def take(self, *, delivery_count: int) -> InflightGroup:
         """Take the prompt group's lease, and begin."""
         lease = Lease(Record("queue", 0, 0, GROUP, b"", {}, 0), delivery_count, self.settled.append)
-        group = GroupInWork([lease], issued(GROUP, of=3), PROMPT)
+        group = InflightGroup([lease], issued(GROUP, of=3), PROMPT)
         if delivery_count > 1:
             group.resume(self.loop._partials.find(GROUP, num_samples=3))
         assert self.loop._submit(group)
@@ -69,7 +71,7 @@ class Stage:
             for sample in self.engine.poll(timeout_seconds=0.0):
                 self.loop._running[sample.prompt_group_id].samples.append(sample)
 
-    def _records(self, group: GroupInWork) -> list[Any]:
+    def _records(self, group: InflightGroup) -> list[Any]:
         self.written += group.samples
         return []
 
@@ -105,14 +107,14 @@ def test_next_worker_goes_on_where_one_left_with_the_same_tokens(
     undisturbed, leaving, taking = (Stage(config, store) for _ in range(3))
     undisturbed.take(delivery_count=1)
     undisturbed.generate(num_tokens=3 * NUM_TOKENS)
-    undisturbed.loop._leave_unfinished()
+    undisturbed.loop._hand_over_unfinished()
     assert (undisturbed.settled, store.list(PREFIX)) == ([True], []), (
         "what has ended by then is written"
     )
 
     leaving.take(delivery_count=1)
     leaving.generate(num_tokens=NUM_TOKENS)
-    leaving.loop._leave_unfinished()
+    leaving.loop._hand_over_unfinished()
     assert (leaving.settled, leaving.written, store.list(PREFIX)) == (
         [False],
         [],

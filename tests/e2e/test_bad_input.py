@@ -164,9 +164,9 @@ def test_doctor_knows_what_the_run_will_refuse(
     ended = relax("doctor", run_file, *overrides)
     assert ended.code == 6
     for text in (
-        "NO  room: engine.max_context_tokens = 2 leaves",
+        "FAIL room: engine.max_context_tokens = 2 leaves",
         "needs no_such_library",
-        "NO  folder: ",
+        "FAIL folder: ",
     ):
         assert text in ended.out
 
@@ -233,7 +233,7 @@ def test_doctor_finds_everything_at_once_and_starts_nothing(
     ]
     ended = relax("doctor", run_file, *bad)
     found = dict(
-        line[4:].split(": ", 1) for line in ended.out.splitlines() if line.startswith("NO  ")
+        line[5:].split(": ", 1) for line in ended.out.splitlines() if line.startswith("FAIL ")
     )
     assert ended.code == 6
     assert set(found) == {"broker", "weights", "followers", "model", "data", "reward", "roles"}

@@ -20,7 +20,7 @@ from relax_events.session.broker_address import attach
 
 USER = """
 import pathlib, sys
-from relax_events.broker.embedded import EmbeddedBroker
+from relax_events.kafka.embedded import EmbeddedBroker
 with EmbeddedBroker(pathlib.Path(sys.argv[1])).in_use("relax run") as is_new:
     print("started" if is_new else "found", flush=True)
     sys.stdin.read()

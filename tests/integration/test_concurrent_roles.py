@@ -35,7 +35,7 @@ class Holding:
     """Work that is done once its sample's index is released."""
 
     def __init__(self) -> None:
-        self.room = 8
+        self.capacity = 8
         self.released: set[int] = set()
         self.held: dict[Key, SampleRolledOut] = {}
         self.worker: Worker

@@ -27,12 +27,12 @@ MakeGroup = Callable[[str], str]
 
 CRASHING_MEMBER = """
 import sys
-from relax_events.broker.connection import Connection
-from relax_events.broker.consumer import GroupConsumer
-from relax_events.broker.deadline import Deadline
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.consumer import SubscribedConsumer
+from relax_events.deadline import Deadline
 from relax_events.events.parts import TopicOffset
 bootstrap_servers, group, topic = sys.argv[1:]
-consumer = GroupConsumer(Connection(bootstrap_servers), consumer_group=group, topics=[topic])
+consumer = SubscribedConsumer(Connection(bootstrap_servers), consumer_group=group, topics=[topic])
 records = []
 while len(records) < 10:
     records += consumer.fetch(timeout_seconds=0.2)
@@ -133,7 +133,7 @@ def test_heartbeats_show_in_the_clients_statistics_however_idle_the_member(
     noted: list[tuple[int, float]] = []
 
     class Seen(HeartbeatMonitor):
-        def note(self, statistics: str) -> None:
+        def update(self, statistics: str) -> None:
             super().update(statistics)
             noted.append((self._num_heartbeats, self._silent_seconds))
 
@@ -323,7 +323,7 @@ def test_client_that_does_not_fetch_one_of_its_partitions_any_more_is_given_up(
     assert [
         record.value for record in fetch_until(consumer, lambda records: len(records) == 1)
     ] == [b"comes"]
-    with pytest.raises(ClientFailed, match=re.escape(f"does not fetch what lies at {topic}[1]@0")):
+    with pytest.raises(ClientFailed, match=re.escape(f"does not fetch the record at {topic}[1]@0")):
         turn_until(lambda: False, lambda: consumer.fetch(timeout_seconds=0.1))
     consumer.close()
 
@@ -342,7 +342,7 @@ def test_marks_of_a_transaction_that_nobody_is_given_are_no_reason_to_give_a_cli
     looks = []
     monkeypatch.setattr(
         consumer,
-        "_prove_unreadable",
+        "_check_fetch_stalled",
         lambda unread: (
             looks.append(dict(unread)) or SubscribedConsumer._check_fetch_stalled(consumer, unread)
         ),

@@ -209,7 +209,7 @@ def test_sample_is_no_poison_where_the_clients_of_a_worker_hear_nothing(
     with pytest.raises(
         ClientFailed,
         match=(
-            "policy version 1 is published, and the client of the control topics has not read of it"
+            "policy version 1 is published, and the client of the control topics has not received it"
         ),
     ):
         worker.control.wait_until_published(1)
@@ -315,7 +315,7 @@ def test_worker_that_starts_again_publishes_no_schema_twice(
     worker: Worker, config: RunConfig, connection: Connection, plan: TopicPlan
 ) -> None:
     before = len(read(connection, plan.topic("control.schemas")))
-    with Worker("reward", config, claim_check=worker._claim_check, index=4):
+    with Worker("reward", config, claim_check=worker.records._claim_check, index=4):
         assert (
             len(read(connection, plan.topic("control.schemas")))
             == before

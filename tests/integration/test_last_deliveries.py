@@ -26,7 +26,8 @@ from relax_events.roles.worker_factory import open_worker
 from relax_events.topics import TopicPlan
 from relax_events.weights.transport import NullWeightsReader
 from tests.unit.pictures import picture_engine, picture_model
-from workers.rollout import MAX_DELIVERIES, RolloutLoop
+from relax_events.roles.prompt_intake import MAX_DELIVERIES
+from workers.rollout import RolloutLoop
 
 CODEC, GROUP = EventCodec(), "000000-0000-0"
 
@@ -130,7 +131,7 @@ def test_prompt_group_that_another_worker_generates_is_left_to_it_at_its_last_de
 ) -> None:
     settled: list[bool] = []
     with generating(config, producer, settle=settled.append) as (first, other):
-        claims = other._last_deliveries._held
+        claims = other._redelivery_guard._held
         turn_until(lambda: bool(claims) and "rollout-0" in claims[GROUP].claimed_at)
         assert (settled, log.of(PromptGroupEnded)) == ([], [])
         first.gate.set()
@@ -163,6 +164,6 @@ def test_worker_that_leaves_releases_what_it_holds_at_its_last_delivery(
 ) -> None:
     settled: list[bool] = []
     with generating(config, producer, settle=settled.append) as (first, other):
-        turn_until(lambda: bool(other._last_deliveries._held))
+        turn_until(lambda: bool(other._redelivery_guard._held))
     assert (settled, log.of(PromptGroupEnded)) == ([False], [])
     del first

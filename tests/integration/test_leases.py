@@ -25,12 +25,12 @@ from relax_events.kafka.share_leases import ShareGroupLeases
 
 HOLDER = """
 import sys, queue
-from relax_events.broker.connection import Connection
-from relax_events.broker.group_leases import GroupLeases
-from relax_events.broker.share_leases import ShareLeases
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.group_leases import ConsumerGroupLeases
+from relax_events.kafka.share_leases import ShareGroupLeases
 kind, bootstrap_servers, group, topic, lanes = sys.argv[1:]
 inbox = queue.SimpleQueue()
-make = {"GroupLeases": GroupLeases, "ShareLeases": ShareLeases}[kind]
+make = {"ConsumerGroupLeases": ConsumerGroupLeases, "ShareGroupLeases": ShareGroupLeases}[kind]
 source = make(Connection(bootstrap_servers), group=group, topic=topic, lanes=int(lanes), on_lease=inbox.put)
 for _ in range(2):
     print(inbox.get().record.value.decode())

@@ -214,7 +214,9 @@ class Router:
         for future, replica in loads.items():
             if future in late:
                 log.warning(
-                    "engine.load_delayed", engine=replica.name, policy_version=weights.policy_version
+                    "engine.load_delayed",
+                    engine=replica.name,
+                    policy_version=weights.policy_version,
                 )
                 self._serve_when_loaded(replica, weights, future)
             elif (error := errors[replica]) is None:
@@ -426,7 +428,9 @@ class Router:
         if not self._serving and not self._is_without_engines:
             self._is_without_engines = True
             log.warning(
-                "engines.unavailable", num_samples=len(self._inflight), num_engines=len(self._replicas)
+                "engines.unavailable",
+                num_samples=len(self._inflight),
+                num_engines=len(self._replicas),
             )
 
     def _update_metrics(self) -> None:

@@ -90,7 +90,8 @@ class SGLangClient:
             return False
         if response.status_code == NOT_FOUND:
             remedy = (
-                f"name servers of SGLang {SUPPORTED_VERSIONS[-1]} in engine.sglang.urls, and not a router "
+                f"name servers of SGLang {SUPPORTED_VERSIONS[-1]} in engine.sglang.urls, and not"
+                f" a router "
                 "in front of them: it forwards no weights"
             )
             raise ConfigError(
@@ -110,7 +111,8 @@ class SGLangClient:
         if (version := info.get("version")) not in SUPPORTED_VERSIONS:
             remedy = f"install sglang=={SUPPORTED_VERSIONS[-1]} where the server runs"
             raise ConfigError(
-                f"engine 'sglang' works with SGLang {', '.join(SUPPORTED_VERSIONS)}, and {self.url} "
+                f"engine 'sglang' works with SGLang {', '.join(SUPPORTED_VERSIONS)}, and "
+                f"{self.url} "
                 f"is {version}; {remedy}"
             )
         if not info.get("incremental_streaming_output"):

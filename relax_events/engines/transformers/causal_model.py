@@ -51,7 +51,7 @@ class CausalModel:
                 can serve.
         """
         self.device = choose_device(config.device)
-        self.family = read_family(path, config.media, apart=True)
+        self.family = read_family(path, config.media, separately=True)
         implementation = attention.register() if config.attention == "sdpa" else config.attention
         dtype = getattr(torch, config.dtype)
         self._module = load_causal_lm(

@@ -45,9 +45,12 @@ class PromptUse:
 def prompt_lineage(log: RunLog, prompt: str) -> list[PromptUse]:
     """Return every use of a prompt, in the order of its ids; for a prompt group with its samples.
 
-    Args: log: The run's log. prompt: The number of a row of the data, from 0, or the id of a prompt
-    group. Raises: ConfigError: It is neither, or was never issued, or the data that maps rows is
-    not available.
+    Args:
+        log: The run's log.
+        prompt: The number of a row of the data, from 0, or the id of a prompt group.
+    Raises:
+        ConfigError: It is neither, or was never issued, or the data that maps rows is not
+            available.
     """
     uses = _uses_of_row(log, int(prompt)) if prompt.isdecimal() else _use_of_group(log, prompt)
     if not uses:

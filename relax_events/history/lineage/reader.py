@@ -65,8 +65,11 @@ def data_rows(config: RunConfig, *, required: bool = False) -> DataRow:
 
     Rows are counted through all datasets of the run, one after the other.
 
-    Args: config: The run. required: Fail when the data is not available. Raises: ConfigError: It is
-    required and can't be opened.
+    Args:
+        config: The run.
+        required: Fail when the data is not available.
+    Raises:
+        ConfigError: It is required and can't be opened.
     """
     try:
         # of generated ones without the package that makes them, which takes seconds to import
@@ -113,7 +116,8 @@ def sample_lineage(log: RunLog, sample_id: str) -> SampleLineage:
     """Follow a sample through all its records. Of several generations it is the trained one, or
     else the newest.
 
-    Raises: ConfigError: The id is malformed, or the log has no such sample.
+    Raises:
+        ConfigError: The id is malformed, or the log has no such sample.
     """
     views = read_generations(log, sample_id)
     view, row = views[-1], data_rows(log.config)

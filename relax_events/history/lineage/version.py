@@ -64,7 +64,9 @@ def version_lineage(log: RunLog, policy_version: int) -> VersionLineage:
     """Read the origin of a version; its samples are read at their recorded positions, and nothing
     else of their topic.
 
-    Raises: ConfigError: The version was never published. BrokerError: Its samples were purged.
+    Raises:
+        ConfigError: The version was never published.
+        BrokerError: Its samples were purged.
     """
     published = log.versions.get(policy_version)
     if published is None:

@@ -50,8 +50,12 @@ def plan_deletion(
 ) -> Deletion:
     """Return what belongs to a run and to no other.
 
-    Args: connection: To the cluster. run_id: The run. run_file: Its run file, for a run whose log
-    does not describe it. Raises: ConfigError: There is no such run.
+    Args:
+        connection: To the cluster.
+        run_id: The run.
+        run_file: Its run file, for a run whose log does not describe it.
+    Raises:
+        ConfigError: There is no such run.
     """
     run = read_run(connection, run_id)
     config = run.config or (
@@ -134,7 +138,8 @@ def store_root(uri: str) -> tuple[str, ...]:
 def require_deletable(run: RunSummary, runs: Iterable[RunSummary]) -> None:
     """Refuse to delete a run that is active or has dependent runs.
 
-    Raises: BrokerRefused: The text names them.
+    Raises:
+        BrokerRefused: The text names them.
     """
     if run.live_workers:
         raise BrokerRefused(
@@ -154,8 +159,9 @@ def require_deletable(run: RunSummary, runs: Iterable[RunSummary]) -> None:
 def delete_run(connection: Connection, deletion: Deletion) -> None:
     """Delete what the plan names.
 
-    Raises: BrokerRefused: A group has members: workers of the run are alive. ObjectError: The store
-    refused; topics and groups are untouched.
+    Raises:
+        BrokerRefused: A group has members: workers of the run are alive.
+        ObjectError: The store refused; topics and groups are untouched.
     """
     inventory = Inventory(connection)
     if deletion.objects:

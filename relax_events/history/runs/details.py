@@ -156,8 +156,9 @@ def find_missing_record(
     """Return the partition and offset of a record that a step was trained on and that is purged;
     None when all are available.
 
-    Args: step: As committed. oldest: The oldest available offset, by partition of
-    advantage.samples.
+    Args:
+        step: As committed.
+        oldest: The oldest available offset, by partition of advantage.samples.
     """
     partitions, offsets = np.asarray(step.partitions), np.asarray(step.offsets)
     for partition in np.unique(partitions).tolist():

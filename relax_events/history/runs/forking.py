@@ -54,10 +54,17 @@ def make_run_file(
     resumed. Code, programs, addresses and files that the parent names are inherited only where a
     run file of the caller agrees or the caller accepts them; none is used before.
 
-    Args: cluster: Where both runs are. source: The parent run. run_id: The new run. choice: Which
-    versions of the parent, and how. overrides: section.key=value. accept: See `require_trust`.
-    Raises: ConfigError: A key or value is not allowed, or the parent's external values were not
-    accepted. BrokerRefused: The cluster has another run of this id.
+    Args:
+        cluster: Where both runs are.
+        source: The parent run.
+        run_id: The new run.
+        choice: Which versions of the parent, and how.
+        overrides: section.key=value.
+        accept: See `require_trust`.
+    Raises:
+        ConfigError: A key or value is not allowed, or the parent's external values were not
+            accepted.
+        BrokerRefused: The cluster has another run of this id.
     """
     _refuse_other_names(overrides)
     _refuse_other_run(source.connection, run_id, choice.run)
@@ -182,8 +189,9 @@ def find_first_row(source: SourceRun, version: int) -> int:
 def require_verifiable(source: SourceRun, config: RunConfig) -> None:
     """Refuse a bit-for-bit comparison of a replay that can't be equal.
 
-    Raises: ConfigError: It has other settings, or starts where no optimizer state is left; the text
-    names the difference.
+    Raises:
+        ConfigError: It has other settings, or starts where no optimizer state is left; the text
+            names the difference.
     """
     store, version = open_existing_store(source.config), config.parent.from_version
     checkpoints = list_versions(store, "checkpoints/") if store else []

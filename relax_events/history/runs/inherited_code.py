@@ -60,11 +60,15 @@ def require_trust(
 ) -> None:
     """Return if everything external in the parent's description is known here, or is accepted.
 
-    Args: source: As the log describes it. is_replay: Whether nothing is to be generated. own: The
-    caller's run files. directory: Where the new run keeps its files. overrides: section.key=value,
-    applied over the parent's settings; the environment is below. accept: Is given the rest, and
-    raises it if the caller does not agree. Raises: UntrustedSettingsError: Something is not known,
-    and `accept` has raised it.
+    Args:
+        source: As the log describes it.
+        is_replay: Whether nothing is to be generated.
+        own: The caller's run files.
+        directory: Where the new run keeps its files.
+        overrides: section.key=value, applied over the parent's settings; the environment is below.
+        accept: Is given the rest, and raises it if the caller does not agree.
+    Raises:
+        UntrustedSettingsError: Something is not known, and `accept` has raised it.
     """
     given = [
         *(override.partition("=")[0].strip() for override in overrides),
@@ -92,7 +96,8 @@ def require_trusted_reward(
     """Return the reward section of a run as its log describes it, if everything external in it is
     known here, or is accepted.
 
-    Raises: UntrustedSettingsError: Something is not known, and `accept` has raised it.
+    Raises:
+        UntrustedSettingsError: Something is not known, and `accept` has raised it.
     """
     known = {_mark(named) for config in own for named in _named_by_reward(config)}
     if left := [named for named in _named_by_reward(source) if _mark(named) not in known]:
@@ -111,7 +116,9 @@ def _named_by_reward(config: RunConfig) -> list[Named]:
 def external_values(config: RunConfig, *, is_replay: bool) -> list[Named]:
     """Return the external values of a run file or description.
 
-    Args: config: The run. is_replay: Whether it trains recorded rollouts only: then fewer are used.
+    Args:
+        config: The run.
+        is_replay: Whether it trains recorded rollouts only: then fewer are used.
     """
     tree: Mapping[str, Any] = orjson.loads(describe(config).config)
     unused = NOT_INHERITED

@@ -127,9 +127,12 @@ def read_runs(
     does not grow with the length of runs. Where a run is deleted meanwhile, the runs are read
     again.
 
-    Args: connection: To the cluster. only: Ids; none stands for all. with_progress: Read steps,
-    heartbeats and sizes too, besides the descriptions. Raises: BrokerUnavailable: The log could not
-    be read.
+    Args:
+        connection: To the cluster.
+        only: Ids; none stands for all.
+        with_progress: Read steps, heartbeats and sizes too, besides the descriptions.
+    Raises:
+        BrokerUnavailable: The log could not be read.
     """
     for attempt in range(ATTEMPTS):
         runs = _list_runs(connection, only)
@@ -154,7 +157,8 @@ def _list_runs(connection: Connection, only: Collection[str]) -> dict[str, RunSu
 def read_run(connection: Connection, run_id: str) -> RunSummary:
     """Read one run.
 
-    Raises: ConfigError: The cluster has no topic of it; the text suggests a similar id.
+    Raises:
+        ConfigError: The cluster has no topic of it; the text suggests a similar id.
     """
     if (found := read_runs(connection, [run_id]).get(run_id)) is not None:
         return found

@@ -21,8 +21,10 @@ def resolve_parent(config: RunConfig) -> RunConfig:
     """Return the configuration of a replay or fork, with the end and the parent's object store
     filled in; any other run's is unchanged.
 
-    Raises: ConfigError: The parent does not exist, is itself a replay, has not advanced that far,
-    its log names another store, or its records are purged; the text names the first missing record.
+    Raises:
+        ConfigError: The parent does not exist, is itself a replay, has not advanced that far, its
+            log names another store, or its records are purged; the text names the first missing
+            record.
     """
     if not config.parent.run:
         return config

@@ -48,9 +48,14 @@ class SampleDetail:
 def read_detail(log: RunLog, sample_id: str, *, with_tokens: bool = False) -> SampleDetail:
     """Read one sample. Of several generations it is the trained one, or else the newest.
 
-    Args: log: The run's log. sample_id: The sample. with_tokens: Fetch its arrays and decode its
-    tokens. Raises: ConfigError: The id is malformed, or the log has no such sample, or the
-    tokenizer is missing. ObjectError: Its stored arrays can't be fetched.
+    Args:
+        log: The run's log.
+        sample_id: The sample.
+        with_tokens: Fetch its arrays and decode its tokens.
+    Raises:
+        ConfigError: The id is malformed, or the log has no such sample, or the tokenizer is
+            missing.
+        ObjectError: Its stored arrays can't be fetched.
     """
     views = read_generations(log, sample_id)
     view = views[-1]
@@ -64,7 +69,8 @@ def read_detail(log: RunLog, sample_id: str, *, with_tokens: bool = False) -> Sa
 def read_generations(log: RunLog, sample_id: str) -> list[SampleView]:
     """Return every generation of a sample, oldest first, but the trained one last; at least one.
 
-    Raises: ConfigError: The id is malformed, or the log has no such sample.
+    Raises:
+        ConfigError: The id is malformed, or the log has no such sample.
     """
     if "/" not in sample_id:
         raise ConfigError(f"{sample_id!r} is no sample id; they look like 000012-0003-0/5")
@@ -119,7 +125,8 @@ def token_rows(log: RunLog, sample: SampleRolledOut, ready: SampleReady | None) 
 def to_numbers(array: Array | None, length: int) -> Sequence[float | None]:
     """Return an array's values as numbers.
 
-    Raises: ObjectError: Its length differs from the sample's.
+    Raises:
+        ObjectError: Its length differs from the sample's.
     """
     if array is None:
         return [None] * length

@@ -21,8 +21,11 @@ UNBOUNDED: Bounds = (-math.inf, math.inf)
 def parse_bounds(text: str, *, flag: str) -> Bounds:
     """Parse `3`, `3..7`, `..0.2` or `0.9..`; both ends are included.
 
-    Args: text: The given text; empty means everything. flag: The flag's name, for the error.
-    Raises: ConfigError: The text is malformed, or its ends are swapped.
+    Args:
+        text: The given text; empty means everything.
+        flag: The flag's name, for the error.
+    Raises:
+        ConfigError: The text is malformed, or its ends are swapped.
     """
     low_text, separator, high_text = text.partition("..")
     try:

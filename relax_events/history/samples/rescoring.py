@@ -74,12 +74,18 @@ def rescore(
 ) -> Comparison:
     """Score the samples of some or all versions, and compare with the run's scores.
 
-    Args: log: The run's log. reward: The other reward function, with its limits. name: Of the
-    scores: they are written to the topic `reward.scores.<name>`. versions: Policy versions whose
-    samples are scored. threshold: Rewards of at least this count as good, for the agreement.
-    report: Called after every record batch. Returns: The comparison over all these samples,
-    including those that were scored before. Raises: ConfigError: The name is invalid, the function
-    can't be loaded, or the topic holds scores of another function.
+    Args:
+        log: The run's log.
+        reward: The other reward function, with its limits.
+        name: Of the scores: they are written to the topic `reward.scores.<name>`.
+        versions: Policy versions whose samples are scored.
+        threshold: Rewards of at least this count as good, for the agreement.
+        report: Called after every record batch.
+    Returns:
+        The comparison over all these samples, including those that were scored before.
+    Raises:
+        ConfigError: The name is invalid, the function can't be loaded, or the topic holds scores of
+            another function.
     """
     log.plan.scores_entity(name)
     extent = integer_range(max(versions[0], 0), min(versions[1], log.newest_version))
@@ -112,7 +118,8 @@ def rescore(
 def open_topic(log: RunLog, name: str) -> str:
     """Create the topic of the scores unless it exists; return its entity.
 
-    Raises: ConfigError: The topic has other partitions than the samples.
+    Raises:
+        ConfigError: The topic has other partitions than the samples.
     """
     spec = log.plan.scores_spec(name)
     admin = open_admin(log.config, name="rescore")

@@ -87,8 +87,10 @@ def follow_samples(
 ) -> Iterator[SampleLine]:
     """Yield matching samples as they come, forever.
 
-    Args: log: The run's log. wanted: Which samples. starts: Start offsets, as `live_starts` gave
-    them before older samples were read.
+    Args:
+        log: The run's log.
+        wanted: Which samples.
+        starts: Start offsets, as `live_starts` gave them before older samples were read.
     """
     live = LiveSamples(wanted, newest_version=log.newest_version)
     for record in log.follow(starts):

@@ -1,6 +1,4 @@
-"""What roles say of the work that they do for a prompt group. Here nobody listens: each call costs
-a call.
-"""
+"""The tracing interface of roles. This base implementation records nothing."""
 
 from __future__ import annotations
 
@@ -14,74 +12,74 @@ NO_ATTRIBUTES: Mapping[str, Value] = {}
 
 
 class ReadRecord(Protocol):
-    """What a trace wants to know of a record that was read."""
+    """The properties of a record that a trace uses."""
 
     @property
     def topic(self) -> str:
-        """Its topic."""
+        """The record's topic."""
 
     @property
     def partition(self) -> int:
-        """Its partition."""
+        """The record's partition."""
 
     @property
     def offset(self) -> int:
-        """Its offset."""
+        """The record's offset."""
 
     @property
     def key(self) -> str:
-        """The prompt group that it belongs to."""
+        """The record's prompt group."""
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """Its headers."""
+        """The record's headers."""
 
     @property
     def timestamp_ms(self) -> int:
-        """When it was written."""
+        """The time at which the record was written."""
 
 
 class TracedWork:
-    """Work that has begun."""
+    """A traced piece of work that has begun."""
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """Headers that carry its context."""
+        """Headers that carry the trace context."""
         return NO_HEADERS
 
     def end(self, facts: Mapping[str, Value] = NO_ATTRIBUTES, *, error: str = "") -> None:
-        """Say that it is over, what there is to say about it, and the error where it failed."""
+        """End the work, with attributes, and with an error if it failed."""
 
 
 NOT_TRACED = TracedWork()
 
 
 class Traces:
-    """The prompt groups that a worker has at hand. Used by the thread of its work loop."""
+    """The traces of the prompt groups that a worker processes. Used by the work loop's thread."""
 
     def add_record(self, record: ReadRecord) -> None:
-        """Note the context that a record carries for its prompt group."""
+        """Store the context of a record for its prompt group."""
 
     def get_headers(self, prompt_group_id: str) -> Mapping[str, str]:
-        """Return the headers of the records that are written for a prompt group."""
+        """Return the trace headers for records of a prompt group."""
         return NO_HEADERS
 
     def begin_group(
         self, prompt_group_id: str, *, topic: str, instead_of: str = "", **facts: Value
     ) -> TracedWork:
-        """Begin a prompt group's trace, if it is among those that are traced.
+        """Begin a prompt group's trace, if it is sampled.
 
         Args:
-            prompt_group_id: What is issued.
-            topic: Where to, without the run.
-            instead_of: The attempt that ended untrained, which this one follows.
-            facts: What there is to say about it.
+            prompt_group_id: The issued prompt group.
+            topic: The target topic, without the run's prefix.
+            instead_of: The previous attempt, which ended untrained.
+            facts: Attributes of the span.
         """
         return NOT_TRACED
 
     def record_wait(self, prompt_group_id: str, topic: str) -> None:
-        """Say that a prompt group's records of this topic waited until now, since the first of them
-        was written.
+        """Record that a prompt group's records of this topic waited from the first one's write
+        until now.
         """
 
     def begin(
@@ -96,11 +94,11 @@ class Traces:
         """Begin work on a prompt group.
 
         Args:
-            operation: What is done, a verb.
-            prompt_group_id: For whom.
-            topic: Of the records that it is done on, without the run.
-            train_step: The step that it is part of.
-            facts: What there is to say about it.
+            operation: The operation, a verb.
+            prompt_group_id: The prompt group.
+            topic: The topic of the processed records, without the run's prefix.
+            train_step: The train step that it is part of.
+            facts: Attributes of the span.
         """
         return NOT_TRACED
 
@@ -108,28 +106,31 @@ class Traces:
     def trace_groups(
         self, operation: str, prompt_group_ids: Iterable[str], *, topic: str
     ) -> Iterator[None]:
-        """Work on several prompt groups at a time, in the body; what it raises ends their work as
+        """Trace work on several prompt groups during the block; an exception ends their work as
         failed.
         """
         yield
 
     def record_group_end(self, prompt_group_id: str, *, outcome: str, reason: str) -> None:
-        """Say that a prompt group ended untrained."""
+        """Record that a prompt group ended untrained."""
 
-    def begin_train_step(self, train_step: int, *, began_ns: int, headers: Iterable[Mapping[str, str]]) -> TracedWork:
-        """Begin a train step's trace, afterwards: it is known by then which prompt groups it
-        trained.
+    def begin_train_step(
+        self, train_step: int, *, began_ns: int, headers: Iterable[Mapping[str, str]]
+    ) -> TracedWork:
+        """Begin a train step's trace after the step, when its prompt groups are known.
 
         Args:
-            train_step: Its number.
-            began_ns: When it began, in nanoseconds since the epoch.
-            headers: The context of each prompt group that it trained.
+            train_step: The step's number.
+            began_ns: The step's start, in nanoseconds since the epoch.
+            headers: The trace headers of each trained prompt group.
         """
         return NOT_TRACED
 
-    def begin_publication(self, step: TracedWork, policy_version: int, *, began_ns: int) -> TracedWork:
-        """Begin the publication of what a step made, afterwards."""
+    def begin_publication(
+        self, step: TracedWork, policy_version: int, *, began_ns: int
+    ) -> TracedWork:
+        """Begin the trace of a step's publication, afterwards."""
         return NOT_TRACED
 
     def close(self) -> None:
-        """Send what is left, within a few seconds."""
+        """Send pending spans, within a few seconds."""

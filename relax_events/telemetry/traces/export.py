@@ -1,5 +1,5 @@
-"""Sends spans to a collector from a thread of its own. One that is away costs spans, which are
-counted, and never the worker's time.
+"""Sends spans to a collector from a separate thread. An unavailable collector loses spans, which
+are counted, and never delays the worker.
 """
 
 from __future__ import annotations
@@ -19,29 +19,27 @@ QUEUED_SPANS = 8192
 BATCH_SPANS = 512
 DELAY_SECONDS = 1.0
 REQUEST_SECONDS = 3.0
-"""What a request may take, tried again as OTLP wants it; then its spans are lost."""
+"""The time limit of a request with its OTLP retries; then its spans are lost."""
 CLOSE_SECONDS = 3.0
 
 
 class SpanCounts(Protocol):
-    """Where spans are counted."""
+    """Counters of spans."""
 
     def sent(self, count: int) -> None:
-        """Count spans that a collector took."""
+        """Count spans that the collector accepted."""
 
     def lost(self, count: int, reason: str) -> None:
-        """Count spans that none will get: `collector` did not take them, or the `queue` was
-        full.
-        """
+        """Count lost spans: the `collector` did not accept them, or the `queue` was full."""
 
 
 class SpanSender(SpanExporter):
-    """OTLP over HTTP, with an eye on what becomes of the spans."""
+    """Exports spans by OTLP over HTTP, and counts delivered and lost ones."""
 
     def __init__(self, endpoint: str, counts: SpanCounts) -> None:
         logging.getLogger("opentelemetry").setLevel(
             logging.CRITICAL + 1
-        )  # we say it ourselves, once, as all our logs are
+        )  # outages are logged here, once
         self._endpoint, self._counts = endpoint, counts
         self._exporter = OTLPSpanExporter(endpoint, timeout=REQUEST_SECONDS)
         self._is_away = False
@@ -66,13 +64,13 @@ class SpanSender(SpanExporter):
         return result
 
     def shutdown(self) -> None:
-        """Give up what is under way."""
+        """Cancel pending requests."""
         self._exporter.shutdown()
 
 
 class SpanQueue(BatchSpanProcessor):
-    """The SDK's bounded queue, which drops its oldest span when it is full; here that is counted.
-    Used by one thread.
+    """The SDK's bounded queue, which drops its oldest span when full, with a count of dropped
+    spans. Used by one thread.
     """
 
     def __init__(self, sender: SpanSender, counts: SpanCounts) -> None:
@@ -94,7 +92,7 @@ class SpanQueue(BatchSpanProcessor):
             self._counts.lost(1, "queue")
 
     def close(self) -> None:
-        """Send what is left, within a few seconds; the SDK would wait for half a minute."""
+        """Send pending spans within a few seconds; the SDK would wait for 30 s."""
         closing = threading.Thread(target=super().shutdown, name="spans-closing", daemon=True)
         closing.start()
         closing.join(CLOSE_SECONDS)

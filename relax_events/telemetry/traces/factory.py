@@ -1,4 +1,4 @@
-"""Opens a worker's traces, as its run file says."""
+"""Opens a worker's traces as configured in the run file."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ PACKAGE = "opentelemetry.exporter.otlp.proto.http"
 
 
 def require_tracing(config: RunConfig) -> str:
-    """Return where traces go, once what sends them is installed.
+    """Describe where traces are sent, after checking that OpenTelemetry is installed.
 
     Raises:
-        ConfigError: It is not.
+        ConfigError: OpenTelemetry is not installed.
     """
     traces = config.telemetry.traces
     if not traces.endpoint:
@@ -31,13 +31,13 @@ def require_tracing(config: RunConfig) -> str:
 
 
 def _is_installed() -> bool:
-    with suppress(ModuleNotFoundError):  # of the package's parents
+    with suppress(ModuleNotFoundError):  # raised for missing parent packages
         return find_spec(PACKAGE) is not None
     return False
 
 
 def open_traces(config: RunConfig, *, role: str, worker_id: str, counts: SpanMetrics) -> Traces:
-    """Open a worker's traces, those that record nothing where no collector is named; raises as
+    """Open a worker's traces, which record nothing without a collector; raises as
     `require_tracing`.
     """
     require_tracing(config)

@@ -1,7 +1,7 @@
-"""Ids of traces: those of prompt groups and train steps follow from their names, so that whoever
-does a thing again does it in the same trace.
+"""Traces recorded with OpenTelemetry's SDK, named after its conventions for messaging.
 
-Traces as OpenTelemetry's SDK records them, named and described by its conventions for messaging.
+Trace ids of prompt groups and train steps are derived from their names, so that a repetition
+belongs to the same trace.
 
 Source: OpenTelemetry semantic conventions for messaging spans; W3C Trace Context for the headers.
 """
@@ -45,7 +45,7 @@ from relax_events.telemetry.traces.export import SpanQueue
 
 
 def derive_root(run_id: str, name: str) -> SpanContext:
-    """Derive the first span of the trace of a prompt group or a step."""
+    """Derive the root span of a prompt group's or step's trace."""
     digest = hashlib.blake2b(f"{run_id}/{name}".encode(), digest_size=24).digest()
     trace_id, span_id = int.from_bytes(digest[:16]), int.from_bytes(digest[16:])
     return SpanContext(
@@ -54,15 +54,15 @@ def derive_root(run_id: str, name: str) -> SpanContext:
 
 
 def is_sampled(trace_id: int, ratio: float) -> bool:
-    """Tell whether a trace is among the share that is kept, by the eight bytes that OpenTelemetry's
-    `TraceIdRatioBased` goes by.
+    """Return whether a trace is sampled, by the eight bytes that OpenTelemetry's
+    `TraceIdRatioBased` uses.
     """
     return (trace_id & (2**64 - 1)) < round(ratio * 2**64)
 
 
 class DerivedIds(IdGenerator):
-    """Gives a span the ids of `root` while one is set, else random ones. It leaves the generator of
-    `random` alone, which others seed.
+    """Generates the ids of `root` while it is set, otherwise random ones. It does not use the
+    module `random`, which other code seeds.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ TYPES = {SpanKind.PRODUCER: "send", SpanKind.CONSUMER: "process"}
 
 
 class SpanTracedWork(TracedWork):
-    """Work that is a span."""
+    """Traced work that records a span."""
 
     def __init__(self, span: Span) -> None:
         self.span = span
@@ -112,9 +112,7 @@ class _Read:
 
 @dataclass(slots=True)
 class _Group:
-    """A prompt group at hand: the context that its records carry, and by topic the first of
-    them.
-    """
+    """A prompt group: the context of its records, and its first record by topic."""
 
     context: Context
     headers: Mapping[str, str]
@@ -141,7 +139,7 @@ class RecordedTraces(Traces):
         }
         limits = SpanLimits(
             max_span_attributes=SpanLimits.UNSET, max_links=SpanLimits.UNSET
-        )  # a step links every prompt group
+        )  # a step links all its prompt groups
         resource = Resource({**service, "relax.run_id": run_id})
         provider = TracerProvider(
             ALWAYS_ON, resource, shutdown_on_exit=False, id_generator=self._ids, span_limits=limits
@@ -156,7 +154,7 @@ class RecordedTraces(Traces):
         self._groups: dict[str, _Group] = {}
 
     def take(self, record: ReadRecord) -> None:
-        """See `Traces`. A context that is not sampled is none."""
+        """See `Traces`. A context that is not sampled is ignored."""
         if "traceparent" not in record.headers:
             return
         group = self._groups.get(record.key) or self._extract_context(record)
@@ -237,7 +235,9 @@ class RecordedTraces(Traces):
         if train_step is not None:
             attributes["relax.train_step"] = train_step
             links.append(
-                Link(derive_root(self._run_id, _step_name(train_step)), {"relax.relation": "part_of"})
+                Link(
+                    derive_root(self._run_id, _step_name(train_step)), {"relax.relation": "part_of"}
+                )
             )
         return self._work(
             operation, topic, group.context, SpanKind.CONSUMER, attributes=attributes, links=links
@@ -255,7 +255,7 @@ class RecordedTraces(Traces):
             self.begin(operation, name, topic=topic, num_samples=count)
             for name, count in counts.items()
         ]
-        error = "it was given up"
+        error = "it was aborted"
         try:
             yield
             error = ""
@@ -264,20 +264,24 @@ class RecordedTraces(Traces):
                 work.end(error=error)
 
     def ended(self, prompt_group_id: str, *, outcome: str, reason: str) -> None:
-        """See `Traces`. Only a failure is an error: to expire or to be filtered is a way of the
-        run.
-        """
+        """See `Traces`. Only a failure is an error: expired and filtered groups are normal."""
         group = self._groups.get(prompt_group_id)
         if group is not None:
             facts = group.facts(prompt_group_id, "advantage.samples")
             work = self._work(
-                "end", "control.prompt-group-outcomes", group.context, SpanKind.INTERNAL, attributes=facts
+                "end",
+                "control.prompt-group-outcomes",
+                group.context,
+                SpanKind.INTERNAL,
+                attributes=facts,
             )
             work.end(
                 {"outcome": outcome, "reason": reason}, error=reason if outcome == "failed" else ""
             )
 
-    def step(self, train_step: int, *, began_ns: int, headers: Iterable[Mapping[str, str]]) -> TracedWork:
+    def step(
+        self, train_step: int, *, began_ns: int, headers: Iterable[Mapping[str, str]]
+    ) -> TracedWork:
         """See `Traces`."""
         spans = [
             get_current_span(PROPAGATOR.extract(one, context=Context())).get_span_context()

@@ -1,5 +1,5 @@
-"""ClearML; server and keys come from its own clearml.conf or CLEARML_* variables,
-CLEARML_OFFLINE_MODE=1 keeps sessions on this machine.
+"""The ClearML tracker, configured by clearml.conf or CLEARML_* variables; CLEARML_OFFLINE_MODE=1
+keeps sessions on this machine.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from relax_events.telemetry.trackers.protocol import StepMetrics
 
 
 class ClearMLTracker:
-    """Continues the task that an earlier process has noted; offline, where sessions can't be
-    continued, a new one holds all from the log.
+    """Continues the task whose id an earlier process stored. Offline sessions can't be continued,
+    so a new one receives all metrics.
     """
 
     def __init__(self, config: RunConfig, memory: DeliveryProgress) -> None:
-        """Open the task; nothing of this process is watched or sent along."""
+        """Open the task without automatic logging of this process."""
         self.remembers = not Task.is_offline()
         known = memory.get_note("task_id") if self.remembers else ""
         self._task: Task = Task.init(
@@ -30,11 +30,11 @@ class ClearMLTracker:
             auto_resource_monitoring=False,
             auto_connect_streams=False,
         )
-        self._task.set_initial_iteration(0)  # else a continued task counts on from its last one
+        self._task.set_initial_iteration(0)  # otherwise a continued task adds its last iteration
         memory.set_note("task_id", self._task.id)
 
     def write(self, figures: StepMetrics) -> None:
-        """Report a scalar for each figure: the series is the title of its plot."""
+        """Report a scalar for each metric; the series is the plot's title."""
         logger = self._task.get_logger()
         for name, value in figures.values.items():
             logger.report_scalar(
@@ -42,5 +42,5 @@ class ClearMLTracker:
             )
 
     def close(self) -> None:
-        """Let it send what it has."""
+        """Send pending metrics and close the task."""
         self._task.close()

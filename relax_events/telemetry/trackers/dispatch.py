@@ -1,4 +1,4 @@
-"""Feeds the trackers of a run file, each in a thread of its own."""
+"""Sends metrics to the trackers of a run file, each in its own thread."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from relax_events.telemetry.trackers.protocol import StepMetrics, Tracker
 
 
 class TrackerWriter:
-    """Opens a tracker with the first figures, and gives it those that it has not got."""
+    """Opens a tracker at the first metrics, and writes those that it has not received."""
 
-    def __init__(self, open_tracker: Callable[[DeliveryProgress], Tracker], memory: DeliveryProgress) -> None:
+    def __init__(
+        self, open_tracker: Callable[[DeliveryProgress], Tracker], memory: DeliveryProgress
+    ) -> None:
         self._open, self._memory = open_tracker, memory
         self._tracker: Tracker | None = None
 
     def write(self, figures: StepMetrics) -> None:
-        """Write figures, unless an earlier process did."""
+        """Write metrics, unless an earlier process did."""
         if self._tracker is None:
             self._tracker = self._open(self._memory)
         if self._tracker.remembers and self._memory.is_delivered(figures.series, figures.step):
@@ -29,7 +31,7 @@ class TrackerWriter:
         self._memory.mark_delivered(figures.series, figures.step)
 
     def close(self) -> None:
-        """Close the tracker, if it was opened."""
+        """Close the tracker if it was opened."""
         if self._tracker is not None:
             self._tracker.close()
 
@@ -41,17 +43,17 @@ def open_tracker_queue(
     memory: DeliveryProgress,
     failed: Callable[[str], None],
 ) -> DeliveryQueue[StepMetrics]:
-    """Begin to feed a tracker; see `Feed` and `TrackerWriter`."""
+    """Open the delivery queue of a tracker; see `DeliveryQueue` and `TrackerWriter`."""
     writer = TrackerWriter(open_tracker, memory)
     return DeliveryQueue(name, writer.write, close=writer.close, failed=failed)
 
 
 def require_trackers(config: RunConfig) -> str:
-    """Return the trackers of a run file, once all are there with the packages that they import;
-    none is loaded, which takes seconds.
+    """Return the trackers of a run file after checking that they and their packages are installed.
+    Does not load them, which takes seconds.
 
     Raises:
-        ConfigError: There is none of such a name, or what it needs is not installed.
+        ConfigError: There is no tracker of this name, or a package that it needs is missing.
     """
     for name in config.telemetry.trackers:
         plugin = find_plugin(TRACKERS, name, what=f"telemetry.trackers: {name!r}")
@@ -67,20 +69,28 @@ def _build_missing_package_error(name: str, package: str | None) -> ConfigError:
     )
 
 
-def open_tracker_queues(config: RunConfig, *, failed: Callable[[str], None]) -> list[DeliveryQueue[StepMetrics]]:
-    """Begin to feed every tracker of `telemetry.trackers`.
+def open_tracker_queues(
+    config: RunConfig, *, failed: Callable[[str], None]
+) -> list[DeliveryQueue[StepMetrics]]:
+    """Open the delivery queues of all trackers in `telemetry.trackers`.
 
     Raises:
-        ConfigError: There is none of such a name, or what it needs is not installed.
+        ConfigError: There is no tracker of this name, or a package that it needs is missing.
     """
-    return [_open_configured_tracker(name, config, failed=failed) for name in config.telemetry.trackers]
+    return [
+        _open_configured_tracker(name, config, failed=failed) for name in config.telemetry.trackers
+    ]
 
 
-def _open_configured_tracker(name: str, config: RunConfig, *, failed: Callable[[str], None]) -> DeliveryQueue[StepMetrics]:
+def _open_configured_tracker(
+    name: str, config: RunConfig, *, failed: Callable[[str], None]
+) -> DeliveryQueue[StepMetrics]:
     plugin = find_plugin(TRACKERS, name, what=f"telemetry.trackers: {name!r}")
     try:
         kind: type[Tracker] = plugin.load()
     except ImportError as error:
         raise _build_missing_package_error(name, error.name) from None
     memory = DeliveryProgress(config.run_directory / "trackers" / f"{name.rpartition(':')[2]}.json")
-    return open_tracker_queue(name, lambda memory: kind(config, memory), memory=memory, failed=failed)
+    return open_tracker_queue(
+        name, lambda memory: kind(config, memory), memory=memory, failed=failed
+    )

@@ -1,4 +1,4 @@
-"""MLflow; the server is named by MLFLOW_TRACKING_URI, and its other variables are its own."""
+"""The MLflow tracker, configured by MLFLOW_TRACKING_URI and MLflow's other variables."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ TAG = "relax.run_id"
 
 
 class MLflowTracker:
-    """Takes up the run that is tagged with our run's id, in the experiment of the project's
-    name.
+    """Resumes the MLflow run that is tagged with our run's id, in the experiment named after the
+    project.
     """
 
     remembers = True
 
     def __init__(self, config: RunConfig, memory: DeliveryProgress) -> None:
-        """Find the run, or make it.
+        """Find or create the MLflow run.
 
         Raises:
-            ConfigError: No server is named.
+            ConfigError: No server is configured.
         """
         del memory
         if not os.environ.get(VARIABLE):
@@ -55,7 +55,7 @@ class MLflowTracker:
         self._client.update_run(self._run_id, status="RUNNING")
 
     def write(self, figures: StepMetrics) -> None:
-        """Log the figures together, as `series/name`."""
+        """Log the metrics of a step together, as `series/name`."""
         at_millis = figures.at // 1000
         metrics = [
             Metric(f"{figures.series}/{name}", value, at_millis, figures.step)
@@ -64,5 +64,5 @@ class MLflowTracker:
         self._client.log_batch(self._run_id, metrics=metrics)
 
     def close(self) -> None:
-        """End the run there; a metrics worker that starts again takes it up."""
+        """End the MLflow run; a restarted metrics worker resumes it."""
         self._client.set_terminated(self._run_id)

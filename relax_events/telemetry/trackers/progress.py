@@ -1,5 +1,5 @@
-"""What a tracker was given so far, in a file of the run's folder: a metrics worker that starts
-again reads the log again, and doubles nothing.
+"""Stores which steps a tracker has received, so that a restarted metrics worker sends nothing
+twice.
 """
 
 from __future__ import annotations
@@ -11,32 +11,32 @@ import orjson
 
 
 class DeliveryProgress:
-    """The newest step of each series, and what a tracker notes for its next process. A kill may
-    cost the newest note, no more.
+    """The newest delivered step of each series, and a tracker's notes for its next process. A kill
+    may lose only the newest entry.
     """
 
     def __init__(self, path: Path) -> None:
-        """Read the file, if there is one."""
+        """Read the file if it exists."""
         self._path = path
         self._held: dict[str, Any] = {"steps": {}, "notes": {}}
         if path.exists():
             self._held |= orjson.loads(path.read_bytes())
 
     def is_delivered(self, series: str, step: int) -> bool:
-        """Tell whether a step was written before."""
+        """Return whether a step was delivered before."""
         return step <= int(self._held["steps"].get(series, -1))
 
     def mark_delivered(self, series: str, step: int) -> None:
-        """Note a step that was written."""
+        """Record that a step was delivered."""
         self._held["steps"][series] = step
         self._write()
 
     def get_note(self, name: str) -> str:
-        """Return what was noted under a name; empty when nothing was."""
+        """Return the note of a name; empty when there is none."""
         return str(self._held["notes"].get(name, ""))
 
     def set_note(self, name: str, text: str) -> None:
-        """Note something, such as the id that the tracker has for the run."""
+        """Store a note, such as the tracker's id for the run."""
         self._held["notes"][name] = text
         self._write()
 

@@ -1,4 +1,4 @@
-"""What a tracker is asked for."""
+"""The protocol of experiment trackers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ MICROS = 1e6
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """Figures of one step of a series. Steps of a series come in order, each once.
+    """The metrics of one step of a series. Steps of a series arrive in order, each once.
 
     Attributes:
         series: `train`, `phase_seconds`, `critic`, or `evaluation/` and the dataset's name.
         step: The train step, or the policy version that was evaluated.
-        at: When they became known, in microseconds since the epoch.
-        values: By name.
+        at: The time of the metrics, in microseconds since the epoch.
+        values: The values by name.
     """
 
     series: str
@@ -30,21 +30,21 @@ class StepMetrics:
 
 
 class Tracker(Protocol):
-    """Takes figures; used by one thread. Any error is the tracker's own: it is counted, and the
-    figures are given again later.
+    """Receives metrics; used by one thread. Any exception is counted, and the metrics are sent
+    again later.
     """
 
     remembers: bool
-    """Whether what an earlier process wrote is still there: then it is not written again."""
+    """Whether the tracker keeps what earlier processes wrote, so that it is not written again."""
 
     def __init__(self, config: RunConfig, memory: DeliveryProgress) -> None:
-        """Connect to it, and take the run up there if it is known."""
+        """Connect to the tracker, and resume the run if it is known there."""
         ...
 
     def write(self, figures: StepMetrics) -> None:
-        """Write the figures of a step."""
+        """Write the metrics of a step."""
         ...
 
     def close(self) -> None:
-        """Bring out what was kept back."""
+        """Send pending metrics and close the tracker."""
         ...

@@ -1,4 +1,4 @@
-"""TensorBoard: event files in the run's folder, written without torch."""
+"""The TensorBoard tracker: event files in the run's folder, written without torch."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from relax_events.telemetry.trackers.protocol import MICROS, StepMetrics
 
 
 class TensorBoardTracker:
-    """Writes a file of events into `<run>/tensorboard`; each process of the metrics role adds one
-    of its own, and TensorBoard reads all.
+    """Writes event files into `<run>/tensorboard`, one for each process of the metrics role;
+    TensorBoard reads them all.
     """
 
     remembers = True
 
     def __init__(self, config: RunConfig, memory: DeliveryProgress) -> None:
-        """Begin a file."""
+        """Create an event file."""
         del memory
         self._writer = EventFileWriter(str(config.run_directory / "tensorboard"))
 
     def write(self, figures: StepMetrics) -> None:
-        """Write a scalar for each figure, as `series/name`."""
+        """Write a scalar for each metric, as `series/name`."""
         values = [
             Summary.Value(tag=f"{figures.series}/{name}", simple_value=value)
             for name, value in figures.values.items()

@@ -1,5 +1,5 @@
-"""Weights & Biases; WANDB_API_KEY, WANDB_ENTITY, WANDB_BASE_URL and WANDB_MODE=offline are its
-own.
+"""The Weights & Biases tracker, configured by WANDB_API_KEY, WANDB_ENTITY, WANDB_BASE_URL and
+WANDB_MODE.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ INIT_SECONDS = 60.0
 
 
 class WandbTracker:
-    """Resumes the run that has our run's id. Each series has its own axis, since figures of
-    different series don't come in step.
+    """Resumes the W&B run with our run's id. Each series has its own axis, because series advance
+    independently.
     """
 
     remembers = True
 
     def __init__(self, config: RunConfig, memory: DeliveryProgress) -> None:
-        """Open the run; nothing of this machine is sent along."""
+        """Open the run without automatic logging of this machine."""
         del memory
         config.run_directory.mkdir(parents=True, exist_ok=True)
         settings = wandb.Settings(
@@ -45,7 +45,7 @@ class WandbTracker:
         self._series: set[str] = set()
 
     def write(self, figures: StepMetrics) -> None:
-        """Log the figures as `series/name`, over `series/step`."""
+        """Log the metrics as `series/name`, over `series/step`."""
         axis = f"{figures.series}/step"
         if figures.series not in self._series:
             self._series.add(figures.series)
@@ -59,5 +59,5 @@ class WandbTracker:
         )
 
     def close(self) -> None:
-        """Let it send what it has."""
+        """Send pending metrics and finish the run."""
         self._run.finish()

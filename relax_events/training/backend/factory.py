@@ -1,4 +1,4 @@
-"""The trainer backend of a run: the one place that looks it up."""
+"""Finds and opens the trainer backend of a run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def open_backend(config: RunConfig, ranks: Ranks) -> TrainerBackend:
     backend: TrainerBackend = make(config, ranks=ranks)
     if config.model.replays_routing and backend.experts is None:
         what = (
-            "model.routing_replay = 'rollout' needs a backend that takes the choice of experts "
+            "model.routing_replay = 'rollout' needs a backend that replays the routing "
             "from the samples"
         )
         raise ConfigError(

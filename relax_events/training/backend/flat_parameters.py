@@ -1,5 +1,5 @@
-"""All parameters of a model in one flat tensor, all gradients in another: one reduction, one norm,
-one optimizer call for each step.
+"""Stores all parameters of a model in one flat tensor and all gradients in another: one reduction,
+one norm and one optimizer call per step.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class FlatParameters:
     """
 
     def __init__(self, module: nn.Module, *, config: TrainerConfig) -> None:
-        """Take over the parameters of a module. Matrices decay, vectors (norms, biases) don't;
-        those that need no gradient stay as they are.
+        """Move the parameters of a module into flat tensors. Weight decay applies to matrices, not
+        to vectors (norms, biases). Parameters without gradients are left in place.
 
         Args:
             module: All its trainable parameters are of one dtype.
@@ -85,7 +85,7 @@ class FlatParameters:
         optimizer = torch.optim.AdamW(
             groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True
         )
-        # Made here rather than at the first step, so that a state saved before it has the same
+        # Created here rather than at the first step, so that a state saved before it has the same
         # tensors as one saved after it.
         for part, _, segment in segments:
             segment.grad = self.gradients[part]
@@ -103,7 +103,7 @@ class FlatParameters:
         }
 
     def zero_gradients(self) -> None:
-        """Forget what was accumulated."""
+        """Set the gradients to zero."""
         self.gradients.zero_()
 
     def normalise_gradients(self, normaliser: float) -> float:
@@ -112,7 +112,7 @@ class FlatParameters:
         return float(torch.linalg.vector_norm(self.gradients))
 
     def update(self, *, learning_rate: float, gradient_scale: float) -> None:
-        """Scale the gradients, take one AdamW step, hand the weights to the model, and forget the
+        """Scale the gradients, take one AdamW step, copy the weights to the model, and zero the
         gradients.
         """
         if gradient_scale != 1.0:
@@ -131,7 +131,7 @@ class FlatParameters:
             )
 
     def tensors(self) -> dict[str, Tensor]:
-        """Show master and frozen weights, moments and steps: `model.<name>`, `exp_avg.<name>`,
+        """Return master and frozen weights, moments and steps: `model.<name>`, `exp_avg.<name>`,
         `exp_avg_sq.<name>`, `optimizer.step.<group>`.
         """
         flats = {"model": self.values} | self._moments
@@ -150,7 +150,7 @@ class FlatParameters:
         )
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take what `tensors` showed, and forget the gradients.
+        """Load what `tensors` returned, and zero the gradients.
 
         Raises:
             WeightsError: A tensor is missing, unknown or of another shape; nothing was changed.

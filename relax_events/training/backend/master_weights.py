@@ -1,9 +1,9 @@
-"""Float32 master weights after a replay that did not come out bit for bit: they keep what the
-published weights can't hold.
+"""Reconciles replayed float32 master weights with the published weights after a replay that is not
+bit-exact.
 
 The published weights of a bfloat16 model are the master weights rounded to 8 bits, which is coarser
-than many updates are. So they say in which interval each master weight lay, and the replayed one
-says where in it. A replayed weight outside of its interval is moved to the interval's end.
+than many updates. They determine the interval of each master weight; the replayed weight determines
+its value in the interval. A replayed weight outside its interval is moved to the interval's end.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch import Tensor
 from relax_events.training.backend.protocol import TrainerState
 
 BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
-"""Whole numbers of a dtype's size: the next one is the next representable number."""
+"""Integer type of a dtype's size: the next integer is the next representable number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reconciliation:
-    """How far replayed master weights were from what was published.
+    """How far replayed master weights differed from the published ones.
 
     Attributes:
-        num_weights: In all.
-        num_moved: Those that did not round to their published value.
-        largest_move: How far the farthest was moved, in the weights' unit.
+        num_weights: Number of weights.
+        num_moved: Weights that did not round to their published value.
+        largest_move: Largest correction, in the weights' unit.
     """
 
     num_weights: int
@@ -40,7 +40,7 @@ def reconcile(
     state: TrainerState, published: Mapping[str, Tensor]
 ) -> tuple[TrainerState, Reconciliation]:
     """Return a replayed state whose master weights are the nearest ones that round to the published
-    weights; all else stays.
+    weights; the rest is unchanged.
 
     Args:
         state: As replayed.
@@ -63,7 +63,7 @@ def reconcile(
 def nearest_value_rounding_to(
     rounded: Float[Tensor, "*shape"], values: Float[Tensor, "*shape"]
 ) -> Float[Tensor, "*shape"]:
-    """Return, for each value, the nearest value of its own dtype that rounds to what is given.
+    """Return, for each value, the nearest value of its dtype that rounds to the given one.
 
     Args:
         rounded: Finite, in the dtype that the result rounds to.

@@ -1,11 +1,6 @@
-"""A causal language model as trainer and scorers use it: packed micro-batch in, log-probabilities
-of its loss tokens out.
-
-A linear output head that is applied to one chunk of hidden states after the other.
-
-Autograd would add the chunks' gradients of the weight in the weight's own dtype. In bfloat16 each
-of hundreds of additions rounds; here they are added in at least float32, and the sum is rounded
-once.
+"""Runs a causal language model for trainer and scorers: packed micro-batch in, log-probabilities of
+its loss tokens out. A large output head is applied in chunks, whose weight gradients are added in
+at least float32.
 """
 
 from __future__ import annotations
@@ -35,30 +30,31 @@ from relax_events.training.batch.packing import PackedBatch, ReplayedExperts
 from relax_events.training.batch.row_layout import PromptSharing
 
 log = structlog.get_logger()
-# below eight rows the CPU's matrix product sums in another order, and a token's rounding would
-# depend on its company more than it must
+# below eight rows the CPU's matrix product sums in another order, so a token's rounding would
+# depend
+# more on the other tokens
 HEAD_ROWS = 8
 MAX_LOGITS_ELEMENTS = 2**26
 """Above this, the head works in chunks and is computed again in the backward pass: 256 MiB of
 float32 at a time."""
 MAX_LEAK_RATIO = 0.25
-"""A sample beside others may differ from the sample alone by this part of what it differs by when
-it sees them: rounding is far below it."""
+"""Largest difference of a packed sample from the sample alone, relative to the difference when it
+attends to its neighbours. Rounding is far below it."""
 NEIGHBOURS = [0, 1, 2, 3, 4, 0, 1, 2], [0, 1, 2]
 """Positions of two samples in one row, and of the second of them alone."""
 BRANCHES = [0, 1, 2, 3, 4, 3, 4, 5], [0, 0, 0, 1, 1, 2, 2, 2], [0, 1, 2, 5, 6, 7]
-"""Positions and branches of two completions behind one prompt, and where the second of them and the
-prompt stand."""
+"""Positions and branches of two completions behind one prompt, and the positions of the second one
+and the prompt."""
 MASKED_ATTENTION = ("sdpa", "eager")
-"""Implementations that take a mask of any form."""
+"""Implementations that accept any mask."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """At each loss token: the log-probability of the token, and the entropy of the distribution
-    that it was drawn from, in nats.
+    that it was sampled from, in nats.
 
-    `ids` are those that were asked for, none as a rule, and `id_logprobs` their log-probabilities.
+    `ids` are the requested ones, usually none, and `id_logprobs` their log-probabilities.
     """
 
     logprobs: Float[Tensor, " loss_tokens"]
@@ -70,9 +66,9 @@ class TokenLogprobs:
 class PolicyModel:
     """The model with its output head, on one device.
 
-    At the start it proves on two short sequences that packed neighbours stay apart, and gives each
-    sample a row of its own where they do not. It also proves that two completions behind one prompt
-    do; where they do not, `prompt_sharing` is None.
+    The constructor tests on two short sequences that packed neighbours do not attend to each other;
+    if they do, each sample gets its own row. It also tests two completions of a shared prompt; if
+    that fails, `prompt_sharing` is None.
     """
 
     def __init__(
@@ -82,7 +78,7 @@ class PolicyModel:
         config: ModelConfig,
         device: torch.device,
         dtype: torch.dtype | None = None,
-        media_apart: bool = False,
+        separate_media: bool = False,
     ) -> None:
         """Load from a folder; nothing is fetched.
 
@@ -90,17 +86,17 @@ class PolicyModel:
             path: A folder in Hugging Face layout.
             config: The attention implementation, and the dtype unless another is given.
             device: Where the weights go.
-            dtype: Of the weights, for proofs in float64.
-            media_apart: Let each piece of media be looked at by itself, at a shape that depends on
-                nothing beside it.
+            dtype: Of the weights, for tests in float64.
+            separate_media: Encode each media item separately, at a shape that does not depend on
+                other items.
         Raises:
-            ConfigError: The folder is missing or holds no causal language model, its logits are
-                more than a linear head, or its routing can't be replayed where it is to be.
+            ConfigError: The folder is missing or holds no causal language model, its logits
+                are not a linear head's, or its routing can't be replayed as configured.
         """
         self.device = device
         self.dtype = dtype or getattr(torch, config.dtype)
         self._attention = config.attention
-        self.family = read_family(path, config.media, apart=media_apart)
+        self.family = read_family(path, config.media, separately=separate_media)
         self.module = load_causal_lm(
             path,
             attention=config.attention,
@@ -119,9 +115,7 @@ class PolicyModel:
 
     @property
     def experts(self) -> ExpertShape | None:
-        """The experts that samples must say their tokens went through; None where the model routes
-        by itself.
-        """
+        """Shape of the replayed routing; None where the model routes by itself."""
         return None if self._routers is None else self._routers.shape
 
     def token_logprobs(
@@ -130,9 +124,9 @@ class PolicyModel:
         *,
         entropy_gradient: bool = False,
         ids: NDArray[np.int64] | None = None,
-        num_best: int = 0,
+        num_top: int = 0,
     ) -> TokenLogprobs:
-        """Run a micro-batch and give the tempered log-probabilities at its loss tokens.
+        """Run a micro-batch; return the tempered log-probabilities of its loss tokens.
 
         Only the hidden states that predict a loss token go through the head, so prompts cost no
         logits.
@@ -140,10 +134,10 @@ class PolicyModel:
         Args:
             batch: From `packing.pack`, with this model's `vocab_size`, `experts`, `shares_rows` and
                 at most its `prompt_sharing`.
-            entropy_gradient: Let the entropies carry a gradient.
-            ids: Token ids whose log-probabilities are wanted too, [loss_tokens, ids]; with a
+            entropy_gradient: Compute entropies with gradient.
+            ids: Token ids whose log-probabilities are also returned, [loss_tokens, ids]; with a
                 gradient.
-            num_best: In place of `ids`, take so many of the most probable ones.
+            num_top: Instead of `ids`, use so many of the most probable ones.
         """
         input_ids, position_ids, positions, targets, temperatures = (
             torch.from_numpy(array).to(self.device)
@@ -155,14 +149,14 @@ class PolicyModel:
                 batch.temperatures,
             )
         )
-        sight = self._shared_prompt_mask(batch.units, batch.branches)
+        attention_mask = self._shared_prompt_mask(batch.units, batch.branches)
         with self._replay_routing(batch.experts):
             hidden = (
-                self._hidden(input_ids, position_ids, sight, batch.media)
+                self._hidden(input_ids, position_ids, attention_mask, batch.media)
                 .flatten(0, 1)
                 .index_select(0, positions)
             )
-        wanted = torch.from_numpy(
+        requested_ids = torch.from_numpy(
             np.zeros((len(batch.targets), 0), np.int64) if ids is None else ids
         ).to(self.device)
         chunk = max(1, MAX_LOGITS_ELEMENTS // self.vocab_size)
@@ -173,13 +167,13 @@ class PolicyModel:
                 torch.nn.functional.pad(values, (0, missing), value=1)
                 for values in (targets, temperatures)
             )
-            wanted = torch.nn.functional.pad(wanted, (0, 0, 0, missing))
+            requested_ids = torch.nn.functional.pad(requested_ids, (0, 0, 0, missing))
             whole = self._head_logprobs(
-                self._head, hidden, targets, temperatures, wanted, entropy_gradient, num_best
+                self._head, hidden, targets, temperatures, requested_ids, entropy_gradient, num_top
             )
             return TokenLogprobs(*(values[:num_tokens] for values in whole))
         pieces = zip(
-            *(values.split(chunk) for values in (hidden, targets, temperatures, wanted)),
+            *(values.split(chunk) for values in (hidden, targets, temperatures, requested_ids)),
             strict=True,
         )
         head = ChunkedHead(self._head)
@@ -189,7 +183,7 @@ class PolicyModel:
                 head,
                 *piece,
                 entropy_gradient,
-                num_best,
+                num_top,
                 use_reentrant=False,
                 preserve_rng_state=False,
             )
@@ -217,13 +211,19 @@ class PolicyModel:
         self,
         input_ids: Int[Tensor, "rows length"],
         position_ids: Int[Tensor, "rows length"],
-        sight: Float[Tensor, "rows 1 length length"] | None = None,
+        attention_mask: Float[Tensor, "rows 1 length length"] | None = None,
         media: MediaInputs | None = None,
     ) -> Float[Tensor, "rows length hidden"]:
-        # No cache, and no mask but a whole one: with either, transformers 5 lets packed neighbours
+        # No cache, and no mask except a complete one: with either, transformers 5 lets packed
+        # neighbours
         # attend to each other.
         return self.family.hidden_states(
-            self.module, input_ids, position_ids, media, attention_mask=sight, use_cache=False
+            self.module,
+            input_ids,
+            position_ids,
+            media,
+            attention_mask=attention_mask,
+            use_cache=False,
         )
 
     def _shared_prompt_mask(
@@ -231,8 +231,8 @@ class PolicyModel:
         units: Int[np.ndarray, "rows length"] | None,
         branches: Int[np.ndarray, "rows length"] | None,
     ) -> Float[Tensor, "rows 1 length length"] | None:
-        """Return the mask of shared prompts: a token sees, of what stands before it in its unit,
-        the prompt and its own branch.
+        """Return the mask of shared prompts: a token attends to the earlier tokens of its
+        unit's prompt and of its own branch.
         """
         if units is None or branches is None:
             return None
@@ -253,7 +253,7 @@ class PolicyModel:
         temperatures: Float[Tensor, " tokens"],
         ids: Int[Tensor, "tokens ids"],
         entropy_gradient: bool,
-        num_best: int,
+        num_top: int,
     ) -> tuple[
         Float[Tensor, " tokens"],
         Float[Tensor, " tokens"],
@@ -265,11 +265,11 @@ class PolicyModel:
         logprobs = logits.log_softmax(-1)
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             entropies = -(logprobs.exp() * logprobs).sum(-1)
-        ids = logprobs.detach().topk(num_best, dim=-1).indices if num_best else ids
+        ids = logprobs.detach().topk(num_top, dim=-1).indices if num_top else ids
         return logprobs.gather(-1, targets[:, None])[:, 0], entropies, ids, logprobs.gather(-1, ids)
 
     def replace_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take other weights of the same model, in Hugging Face names; on an error the old ones
+        """Load other weights of the same model, in Hugging Face names; on an error the old ones
         stay.
 
         Raises:
@@ -287,8 +287,8 @@ class PolicyModel:
             self._head(self._hidden(ids, positions)), whole, rtol=1e-3, atol=1e-3
         ):
             raise ConfigError(
-                f"the model in {path} makes its logits by more than a linear head (scaling, "
-                "soft caps), which the torch backend does not do"
+                f"the model in {path} computes its logits by more than a linear head (scaling, "
+                "soft caps), which the torch backend does not support"
             )
 
     @torch.no_grad()
@@ -297,9 +297,9 @@ class PolicyModel:
         num_alone = len(alone)
         return is_isolated(
             "rows",
-            apart=alone,
-            tried=together[-num_alone:],
-            leaking=self._probe_positions(range(len(together)))[-num_alone:],
+            alone_output=alone,
+            layout_output=together[-num_alone:],
+            leaking_output=self._probe_positions(range(len(together)))[-num_alone:],
         )
 
     @torch.no_grad()
@@ -310,7 +310,7 @@ class PolicyModel:
             return False
         positions, branches, alone = BRANCHES
         ids, position_ids = build_probe(positions, vocab_size=self.vocab_size, device=self.device)
-        tried, leaking = (
+        layout_output, leaking_output = (
             self._probe_logprobs(
                 ids,
                 position_ids,
@@ -320,9 +320,9 @@ class PolicyModel:
         )
         return is_isolated(
             "prompts",
-            apart=self._probe_logprobs(ids[:, alone], position_ids[:, alone]),
-            tried=tried,
-            leaking=leaking,
+            alone_output=self._probe_logprobs(ids[:, alone], position_ids[:, alone]),
+            layout_output=layout_output,
+            leaking_output=leaking_output,
         )
 
     def _probe_positions(self, positions: Sequence[int]) -> Float[Tensor, "tokens vocabulary"]:
@@ -331,17 +331,17 @@ class PolicyModel:
         )
 
     def _probe_logprobs(
-        self, ids: Tensor, position_ids: Tensor, sight: Tensor | None = None
+        self, ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None = None
     ) -> Float[Tensor, "tokens vocabulary"]:
         """Run one row; the log-probabilities are taken in at least float32, whose steps are far
         finer than those of bfloat16 logits.
         """
-        logits: Tensor = self._head(self._hidden(ids, position_ids, sight))[0]
+        logits: Tensor = self._head(self._hidden(ids, position_ids, attention_mask))[0]
         return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
 
     def _cell_cost(self) -> float:
-        """Count multiplications: of a pair of tokens in all layers' attention, beside those of a
-        token in all layers' matrices.
+        """Return the multiplications of a pair of tokens in all layers' attention, relative to
+        those of a token in all layers' matrices.
         """
         config, base = self.module.config.get_text_config(), self.family.language_model(self.module)
         head_width = (
@@ -356,18 +356,21 @@ class PolicyModel:
         )
 
 
-def is_isolated(shared: str, *, apart: Tensor, tried: Tensor, leaking: Tensor) -> bool:
-    """Tell whether what a layout changes is rounding, beside what a leak would change; the log says
-    both.
+def is_isolated(
+    shared: str, *, alone_output: Tensor, layout_output: Tensor, leaking_output: Tensor
+) -> bool:
+    """Return whether a layout changes outputs by rounding only, compared with a leak; log both
+    differences.
 
     Args:
         shared: What samples share in the layout, for the log.
-        apart: What the model gives for a sample alone, in at least float32.
-        tried: The same in the layout.
-        leaking: The same where the sample sees its neighbours.
+        alone_output: The model's output for a sample alone, in at least float32.
+        layout_output: The output in the layout.
+        leaking_output: The output where the sample attends to its neighbours.
     """
     difference, leak = (
-        float((values - apart).square().mean().sqrt()) for values in (tried, leaking)
+        float((values - alone_output).square().mean().sqrt())
+        for values in (layout_output, leaking_output)
     )
     found = difference < MAX_LEAK_RATIO * leak
     log.info(
@@ -383,24 +386,24 @@ def is_isolated(shared: str, *, apart: Tensor, tried: Tensor, leaking: Tensor) -
 def build_probe(
     positions: list[int], *, vocab_size: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return token and position ids of one row, with which a model is tried out."""
-    # Counting down, so that a sequence at the end of a row has the same ids as one that stands
-    # alone.
+    """Return token and position ids of one row, to test a model."""
+    # Counting down, so that a sequence at the end of a row has the same ids as one alone.
     position_ids = torch.tensor([positions], device=device)
     ids = torch.arange(len(positions), 0, -1, device=device)[None] % vocab_size
     return ids, position_ids
 
 
 class ChunkedHead:
-    """Apply it to the chunks of one micro-batch; the weight gets its gradient when all of them are
-    through the backward pass.
+    """A linear head applied to the chunks of one micro-batch. The weight's gradient is added in at
+    least float32 and rounded once, after the backward pass of all chunks; in bfloat16, autograd
+    would round each of hundreds of additions.
     """
 
     def __init__(self, head: nn.Module) -> None:
-        """Take the weight and the bias of a linear head.
+        """Wrap a linear head.
 
         Args:
-            head: Gives `hidden @ weight.T + bias`.
+            head: Computes `hidden @ weight.T + bias`.
         """
         weight = head.get_parameter("weight")
         self._weight, self._bias = weight.detach(), getattr(head, "bias", None)
@@ -415,8 +418,8 @@ class ChunkedHead:
 
 
 class _WideSum(torch.autograd.Function):
-    """Stands for a weight in the graph, without values of its own: gradients that reach it are
-    added in at least float32.
+    """A placeholder for a weight in the graph, without values: its gradients are added in at least
+    float32.
     """
 
     @staticmethod

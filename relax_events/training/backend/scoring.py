@@ -1,4 +1,4 @@
-"""Forward-only log-probabilities, for the roles reference, actor-forward and teacher."""
+"""Computes log-probabilities in forward passes, for the roles reference, actor-forward and teacher."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 
 ROW_TOKENS = 16
 NO_IDS = np.zeros((0, 0), np.int64)
-"""Stands for each sample's ids where none are given."""
+"""Each sample's ids if none are requested."""
 
 
 class LogprobScorer:
     """Scores samples with the model code that the trainer uses.
 
-    A sample is scored in a row of its own, padded by its own length alone, so what else was fetched
-    with it changes its scores by rounding at most. With `max_tokens = 1` it is scored alone, and
-    repeated scoring gives the same bits.
+    A sample is scored in its own row, padded by its own length, so other samples of the forward
+    pass change its scores by rounding only. With `max_tokens = 1` it is scored alone, and repeated
+    scoring gives the same bits.
     """
 
     def __init__(
@@ -60,64 +60,64 @@ class LogprobScorer:
             model: Dtype, device and attention, and whether the engine's routing is replayed.
             threads: CPU threads; 0 takes all processors that the process may use.
             max_tokens: Budget of one packed forward.
-            library: Has the media of samples; None where they are of text alone.
+            library: The media of samples; None for text-only samples.
         Raises:
             ConfigError: The model can't be loaded.
         """
         device = choose_device(model.device)
         make_deterministic(device, threads=threads)
         self.policy_version = 0
-        self._model = PolicyModel(model_path, config=model, device=device, media_apart=True)
+        self._model = PolicyModel(model_path, config=model, device=device, separate_media=True)
         if device.type == "cpu":
             use_padded_experts(self._model.module)
         self._media = None if library is None else SampleMedia(self._model.family, library)
         self._max_tokens = max_tokens
 
     def score(self, samples: Sequence[TokenSequence]) -> list[NDArray[np.float32]]:
-        """Give the tempered log-probability of every loss token, in nats, and 0 elsewhere.
+        """Return the tempered log-probability of every loss token, in nats, and 0 elsewhere.
 
         Args:
-            samples: In any number; they are packed into forwards within the budget.
+            samples: In any number; they are packed into forward passes within the budget.
         Returns:
             One array for each sample, as long as its tokens.
         Raises:
             PoisonSample: A sample can't be scored; the text names it.
         """
         return [
-            scores.logprobs for scores in self._score(samples, [NO_IDS] * len(samples), num_best=0)
+            scores.logprobs for scores in self._score(samples, [NO_IDS] * len(samples), num_top=0)
         ]
 
     def score_topk(
         self, samples: Sequence[SampleRolledOut], *, num_ids: int, choose_own: bool
     ) -> list[SampleScores]:
-        """Give the same, and the log-probabilities of several token ids at each loss token; see
+        """Return the same and the log-probabilities of several token ids at each loss token; see
         `Scorer`.
         """
         if choose_own:
-            return self._score(samples, [NO_IDS] * len(samples), num_best=num_ids)
+            return self._score(samples, [NO_IDS] * len(samples), num_top=num_ids)
         given = [
             read_topk_ids(sample, num_ids=num_ids, vocab_size=self._model.vocab_size).astype(
                 np.int64
             )
             for sample in samples
         ]
-        return [replace(scores, ids=None) for scores in self._score(samples, given, num_best=0)]
+        return [replace(scores, ids=None) for scores in self._score(samples, given, num_top=0)]
 
     def _score(
-        self, samples: Sequence[TokenSequence], ids: Sequence[NDArray[np.int64]], *, num_best: int
+        self, samples: Sequence[TokenSequence], ids: Sequence[NDArray[np.int64]], *, num_top: int
     ) -> list[SampleScores]:
         scores: dict[int, SampleScores] = {}
         for indices in group_by_padded_length(samples, max_tokens=self._max_tokens):
             rows = self._score_rows(
                 [samples[index] for index in indices],
                 [ids[index] for index in indices],
-                num_best=num_best,
+                num_top=num_top,
             )
             scores |= zip(indices, rows, strict=True)
         return [scores[index] for index in range(len(samples))]
 
     def _score_rows(
-        self, samples: Sequence[TokenSequence], ids: Sequence[NDArray[np.int64]], *, num_best: int
+        self, samples: Sequence[TokenSequence], ids: Sequence[NDArray[np.int64]], *, num_top: int
     ) -> list[SampleScores]:
         batch = pack_in_own_rows(
             samples, vocab_size=self._model.vocab_size, experts=self._model.experts
@@ -126,7 +126,7 @@ class LogprobScorer:
             batch = self._media.add_to(batch, samples)
         wanted = None if ids[0] is NO_IDS else np.concatenate(ids)
         with torch.inference_mode():
-            found = self._model.token_logprobs(batch, ids=wanted, num_best=num_best)
+            found = self._model.token_logprobs(batch, ids=wanted, num_top=num_top)
         best, best_logprobs = (
             np.split(values.cpu().numpy(), np.cumsum(batch.num_loss_tokens)[:-1])
             for values in (found.ids.int(), found.id_logprobs.float())
@@ -135,7 +135,7 @@ class LogprobScorer:
         return [SampleScores(*parts) for parts in zip(logprobs, best, best_logprobs, strict=True)]
 
     def load_weights(self, weights: Weights) -> None:
-        """Go over to another policy version; on an error the old one stays.
+        """Load another policy version; on an error the old one stays.
 
         Raises:
             WeightsError: The weights don't fit the model.
@@ -149,27 +149,27 @@ def score_in_own_rows(
     *,
     max_tokens: int,
     vocab_size: int,
-    evaluate: Callable[[PackedBatch, Sequence[TokenSequence]], Tensor],
+    compute: Callable[[PackedBatch, Sequence[TokenSequence]], Tensor],
 ) -> list[NDArray[np.float32]]:
-    """Evaluate the loss tokens of samples, each in a row of its own among rows of one padded
-    length: others change its figures by rounding at most.
+    """Compute a number for each loss token, each sample in its own row among rows of one padded
+    length: other samples change the result by rounding only.
 
     Args:
         samples: In any number.
         max_tokens: Budget of one packed forward.
         vocab_size: Bound of the token ids that the model takes.
-        evaluate: Gives a number for each loss token of a packed forward, of these samples.
+        compute: Returns a number for each loss token of a packed forward pass of these samples.
     Returns:
         One array for each sample, as long as its tokens, 0 where the loss mask is.
     Raises:
-        PoisonSample: A sample can't be evaluated; the text names it.
+        PoisonSample: A sample can't be scored; the text names it.
     """
     scores: dict[int, NDArray[np.float32]] = {}
     for indices in group_by_padded_length(samples, max_tokens=max_tokens):
         rows = [samples[index] for index in indices]
         batch = pack_in_own_rows(rows, vocab_size=vocab_size)
         with torch.inference_mode():
-            values = evaluate(batch, rows)
+            values = compute(batch, rows)
         scores |= zip(indices, unpack_values(values, rows, batch), strict=True)
     return [scores[index] for index in range(len(samples))]
 
@@ -177,8 +177,8 @@ def score_in_own_rows(
 def group_by_padded_length(
     samples: Sequence[TokenSequence], *, max_tokens: int
 ) -> Iterator[list[int]]:
-    """Give the indices of samples of one padded length, as many at a time as the budget of one
-    forward allows.
+    """Yield the indices of samples of one padded length, as many as fit the budget of one forward
+    pass.
     """
     by_length: dict[int, list[int]] = defaultdict(list)
     for index, sample in enumerate(samples):
@@ -195,7 +195,7 @@ def group_by_padded_length(
 def pack_in_own_rows(
     samples: Sequence[TokenSequence], *, vocab_size: int, experts: ExpertShape | None = None
 ) -> PackedBatch:
-    """Pack samples of one padded length, each into a row of its own."""
+    """Pack samples of one padded length, one per row."""
     return pack(
         samples, vocab_size=vocab_size, share_rows=False, row_multiple=ROW_TOKENS, experts=experts
     )
@@ -204,7 +204,7 @@ def pack_in_own_rows(
 def unpack_values(
     values: Tensor, samples: Sequence[TokenSequence], batch: PackedBatch
 ) -> list[NDArray[np.float32]]:
-    """Lay the values of loss tokens out by sample, as long as its tokens, with 0 elsewhere."""
+    """Return the values of loss tokens by sample, as long as its tokens, with 0 elsewhere."""
     masks = [read_array(sample, "loss_mask").astype(bool) for sample in samples]
     scores = [np.zeros(len(mask), np.float32) for mask in masks]
     for score, mask, piece in zip(

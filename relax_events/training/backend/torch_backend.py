@@ -1,4 +1,4 @@
-"""The trainer backend `torch`: a Hugging Face model, data parallel over ranks."""
+"""Implements the trainer backend `torch`: a Hugging Face model, data parallel over ranks."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class TorchBackend:
         Args:
             config: The run.
             ranks: This process and its peers.
-            dtype: Of the weights instead of `model.dtype`, for proofs in float64.
+            dtype: Of the weights instead of `model.dtype`, for tests in float64.
         Raises:
             ConfigError: The model can't be loaded or trained by this backend.
         """
@@ -97,15 +97,15 @@ class TorchBackend:
 
     @property
     def experts(self) -> ExpertShape | None:
-        """The experts whose choice it takes from the samples; None where it routes by itself."""
+        """Shape of the replayed routing; None where the model routes by itself."""
         return self._model.experts
 
     def accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
-        """Run forward and backward on a micro-batch; see `TrainerBackend`. Where the whole step is
-        needed first, that waits for `step`.
+        """Run forward and backward on a micro-batch; see `TrainerBackend`. If statistics of
+        the whole step are needed first, `step` runs it.
         """
-        # All parts are laid out before the first is trained: a sample that can't be trained on is
-        # found while nothing was added.
+        # All parts are packed before the first is trained, so that an invalid sample is found
+        # before anything was added.
         for part, loss_batch in [(part, self._pack(part)) for part in self._split(micro_batch)]:
             if not len(loss_batch.batch.targets):
                 continue
@@ -117,8 +117,8 @@ class TorchBackend:
                 self._train(loss_batch)
 
     def _defer(self, samples: Sequence[SampleReady], loss_batch: LossBatch) -> None:
-        """Keep samples for the mini-batches of their step, and what is said of them by the weights
-        before it.
+        """Keep samples for the mini-batches of their step, with old log-probabilities of the
+        weights before it.
         """
         algorithm = self._config.algorithm
         if algorithm.old_logprobs == "trainer" and algorithm.has_rewards:
@@ -134,9 +134,7 @@ class TorchBackend:
         self._report_progress = report_progress
 
     def _split(self, micro_batch: Sequence[SampleReady]) -> Sequence[Sequence[SampleReady]]:
-        """Cut a micro-batch by its token budget once more where each sample has a row as long as
-        the longest.
-        """
+        """Split a micro-batch by its padded size where each sample has its own row."""
         if self._model.shares_rows:
             return [micro_batch]
         max_cells, whole = (
@@ -161,9 +159,7 @@ class TorchBackend:
         return replace(loss_batch, batch=self._media.add_to(loss_batch.batch, samples))
 
     def _whiten_deferred(self) -> None:
-        """Give the advantages of deferred micro-batches what they are over the whole step;
-        collective.
-        """
+        """Whiten the advantages of deferred micro-batches over the whole step; collective."""
         algorithm = self._config.algorithm
         if algorithm.whiten_advantages == "none":
             return
@@ -183,9 +179,7 @@ class TorchBackend:
         self._deferred = [deferred.whiten(whitening) for deferred in self._deferred]
 
     def _mini_batches(self) -> Iterator[tuple[int, list[LossBatch]]]:
-        """Give what each optimizer step of the train step has yet to train, and its pass. Begins
-        collectively.
-        """
+        """Yield the micro-batches of each optimizer step, and its pass. The start is collective."""
         if not self._config.trainer.has_mini_batches:
             yield 0, self._deferred
             return
@@ -194,7 +188,7 @@ class TorchBackend:
             for deferred in self._deferred
             for sample_id, own in deferred.values_by_sample().items()
         }
-        none_yet = True
+        is_empty = True
         for epoch, micro_batches in self._batch.mini_batches(self.policy_version):
             packed = [
                 self._pack(part)
@@ -202,14 +196,12 @@ class TorchBackend:
                 for part in self._split(micro_batch)
             ]
             yield epoch, [one.with_values(values) for one in packed if len(one.batch.targets)]
-            none_yet = False
-        if none_yet:
+            is_empty = False
+        if is_empty:
             yield 0, []
 
     def _train_mini_batch(self, mini_batch: Sequence[LossBatch]) -> None:
-        """Train the micro-batches of an optimizer step that waited for their train step to be
-        whole; collective.
-        """
+        """Train the deferred micro-batches of an optimizer step; collective."""
         algorithm, cutoff = self._config.algorithm, None
         if algorithm.m2_threshold:
             cutoff = compute_second_moment_cutoff(
@@ -230,8 +222,8 @@ class TorchBackend:
     def _train(self, loss_batch: LossBatch, *, cutoff: float | None = None) -> None:
         """Add the gradients and metrics of a micro-batch to the step's."""
         device_sums = self._forward_backward(loss_batch, cutoff)
-        # The sum over all gradients is not finite from the first micro-batch on that broke one;
-        # looked at once, at the step's end.
+        # The sum of all gradients stays non-finite after the first micro-batch that broke one;
+        # checked once, at the step's end.
         device_sums = torch.cat([device_sums, self._flat.gradients.sum().double()[None]])
         batch = loss_batch.batch
         units = self._objective.num_units(torch.from_numpy(batch.num_loss_tokens))
@@ -269,11 +261,11 @@ class TorchBackend:
         )
 
     def _take_updates(self, learning_rate: float) -> tuple[list[OptimizerStep], dict[str, float]]:
-        """Take the optimizer steps of the train step; return them, and how they went. One that is
-        not finite is left out.
+        """Take the optimizer steps of the train step; return them and the metrics of their passes.
+        A step that is not finite is skipped.
 
         Raises:
-            StepNotFinite: None is left.
+            StepNotFinite: No step was finite.
         """
         updates: list[OptimizerStep] = []
         failed: list[StepNotFinite] = []
@@ -305,8 +297,8 @@ class TorchBackend:
     def _update(
         self, epoch: int, learning_rate: float, *, name: str, may_stop: bool
     ) -> OptimizerStep | None:
-        """Take an optimizer step with what was accumulated; None where the policy has moved as far
-        as it may, and what was accumulated is dropped.
+        """Take an optimizer step with the accumulated gradients; None if the policy exceeds
+        `trainer.max_kl`, and the gradients are discarded.
 
         Raises:
             StepNotFinite: Loss or gradient is not finite, on all ranks.
@@ -326,13 +318,13 @@ class TorchBackend:
         return OptimizerStep(epoch, totals, mismatch_max, own, grad_norm)
 
     def _step_name(self, number: int) -> str:
-        """Name an optimizer step, as errors do."""
+        """Return the name of an optimizer step for errors."""
         return f"train step {self.policy_version}" + (
             f", optimizer step {number}" if self._config.trainer.has_mini_batches else ""
         )
 
     def _exceeds_max_kl(self, totals: Totals) -> bool:
-        """Return whether the policy has moved as far as it may in a train step."""
+        """Return whether the policy's KL in this train step exceeds the bound."""
         bound = self._config.trainer.max_kl
         return bound > 0 and totals.policy_kl / totals.num_loss_tokens > bound
 
@@ -351,7 +343,7 @@ class TorchBackend:
         return grad_norm
 
     def discard(self) -> None:
-        """Drop what was accumulated; see `TrainerBackend`."""
+        """Discard the accumulated gradients; see `TrainerBackend`."""
         self._reset_step()
         self._flat.zero_gradients()
 
@@ -383,8 +375,8 @@ class TorchBackend:
         )
 
     def load_state(self, state: TrainerState) -> None:
-        """Go on from a state; see `TrainerBackend`. A generator of a device that is not here is
-        passed over.
+        """Resume from a state; see `TrainerBackend`. The state of a missing device's generator is
+        ignored.
         """
         tensors = dict(state.tensors)
         generators = {name: tensors.pop(name) for name in list(tensors) if name.startswith("rng.")}
@@ -400,7 +392,7 @@ class TorchBackend:
     def open_scorer(config: RunConfig) -> Scorer:
         """Load the initial model for scoring alone; see `TrainerBackend`."""
         from relax_events.training.backend.scoring import (
-            LogprobScorer,  # which sets the process up as this file does
+            LogprobScorer,  # which imports this module
         )
 
         model, trainer = config.model, config.trainer
@@ -439,7 +431,7 @@ def compute_scheduled_learning_rate(trainer: TrainerConfig, *, step: int, num_st
     Args:
         trainer: Peak rate, warm-up and schedule.
         step: From 0.
-        num_steps: Steps of the run; later steps, of a run that was extended, go on at the last
+        num_steps: Steps of the run; later steps of an extended run keep the last
             rate.
     """
     warmup = min(1.0, (step + 1) / max(1, trainer.warmup_steps))
@@ -450,11 +442,10 @@ def compute_scheduled_learning_rate(trainer: TrainerConfig, *, step: int, num_st
 
 
 def make_deterministic(device: torch.device, *, threads: int) -> None:
-    """Fix what torch leaves open: the number of threads, and on the CPU the kernels. Holds for the
-    process.
+    """Set the number of threads, and deterministic kernels on the CPU, for the process.
 
     Args:
-        device: Kernels are fixed on the CPU alone; on a GPU this would refuse some and slow others.
+        device: On a GPU deterministic kernels would fail or slow down some operations.
         threads: CPU threads; 0 takes all processors that the process may use.
     """
     torch.set_num_threads(num_threads(threads))

@@ -1,6 +1,4 @@
-"""The critic of the trainer backend `torch`: a value model on one device, with an optimizer of its
-own.
-"""
+"""Implements the critic of the backend `torch`: a value model on one device with its own optimizer."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ class _CriticBatch:
     batch: PackedBatch
     advantages: NDArray[np.float64]
     old: NDArray[np.float64]
-    """The values that were recorded of its loss tokens."""
+    """The recorded values of its loss tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +60,11 @@ class TorchCritic:
     """
 
     def __init__(self, config: RunConfig, *, dtype: torch.dtype | None = None) -> None:
-        """Load the critic of a run as it is before its first step.
+        """Load the critic of a run in its initial state.
 
         Args:
             config: The run.
-            dtype: Of the weights instead of `model.dtype`, for proofs in float64.
+            dtype: Of the weights instead of `model.dtype`, for tests in float64.
         Raises:
             ConfigError: The model can't be loaded.
         """
@@ -90,8 +88,8 @@ class TorchCritic:
 
     def accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
         """Run forward and backward on a micro-batch; see `Critic`."""
-        # All parts are laid out before the first is trained: a sample that can't be learned from is
-        # found while nothing was added.
+        # All parts are packed before the first is trained, so that an invalid sample is found
+        # before anything was added.
         for part, packed in [(part, self._pack(part)) for part in self._split(micro_batch)]:
             if not len(packed.old):
                 continue
@@ -165,10 +163,10 @@ class TorchCritic:
         )
 
     def _take_updates(self, learning_rate: float) -> list[_Update]:
-        """Take the optimizer steps of the train step. One that is not finite is left out.
+        """Take the optimizer steps of the train step. One that is not finite is skipped.
 
         Raises:
-            StepNotFinite: None is left.
+            StepNotFinite: No step was finite.
         """
         updates: list[_Update] = []
         failed: list[StepNotFinite] = []
@@ -191,7 +189,7 @@ class TorchCritic:
         return updates
 
     def _mini_batches(self) -> Iterator[list[list[SampleReady]]]:
-        """Give what each optimizer step of the train step has yet to train."""
+        """Yield the micro-batches of each optimizer step."""
         if not self._trainer.has_mini_batches:
             yield []
             return
@@ -208,7 +206,7 @@ class TorchCritic:
             raise StepNotFinite(
                 f"{name}: the critic's loss and gradient must be finite, got "
                 f"{loss / self._num_loss_tokens} and {grad_norm}; its weights are those "
-                "before it; lower critic.learning_rate or look at the step's rewards and values"
+                "before it; lower critic.learning_rate or inspect the step's rewards and values"
             )
         self._flat.update(
             learning_rate=learning_rate,
@@ -221,33 +219,33 @@ class TorchCritic:
         self._batch.clear()
 
     def skip_step(self) -> None:
-        """Count up without an update; see `Critic`."""
+        """Increment the version without an update; see `Critic`."""
         self._reset_step()
         self._flat.zero_gradients()
         self.policy_version += 1
 
     def score(self, samples: Sequence[TokenSequence]) -> list[NDArray[np.float32]]:
-        """Give the value at every loss token; see `Critic`. What is scored beside a sample changes
-        them by rounding at most.
+        """Give the value at every loss token; see `Critic`. Other samples change them by
+        rounding only.
         """
         model = self._model
 
-        def evaluate(batch: PackedBatch, rows: Sequence[TokenSequence]) -> Tensor:
+        def compute(batch: PackedBatch, rows: Sequence[TokenSequence]) -> Tensor:
             return model.token_values(self._media.add_to(batch, rows))
 
         return score_in_own_rows(
             samples,
             max_tokens=self._trainer.max_tokens_per_micro_batch,
             vocab_size=model.vocab_size,
-            evaluate=evaluate,
+            compute=compute,
         )
 
     def state(self) -> TrainerState:
-        """Show weights in master precision and AdamW's moments; see `Critic`."""
+        """Return weights in master precision and AdamW's moments; see `Critic`."""
         return TrainerState(policy_version=self.policy_version, tensors=self._flat.tensors())
 
     def load_state(self, state: TrainerState) -> None:
-        """Go on from a state; see `Critic`."""
+        """Resume from a state; see `Critic`."""
         self._flat.load(state.tensors)
         self._reset_step()
         self.policy_version = state.policy_version
@@ -256,15 +254,15 @@ class TorchCritic:
 def compute_explained_variance(
     values: NDArray[np.float64], *, returns: NDArray[np.float64]
 ) -> float:
-    """Return which share of the returns' variance the values knew: 1 - var(returns - values) /
-    var(returns).
+    """Return the share of the returns' variance that the values explain: 1 - var(returns - values)
+    / var(returns).
 
-    1 is a critic that knew all, 0 one that gave a constant, and below that it misled. Where all
-    returns are equal there is nothing to know, and it is 0.
+    1 for a perfect critic, 0 for a constant, negative for a worse one. 0 where all returns are
+    equal.
 
     Args:
         values: As recorded, of every loss token of a step.
-        returns: What came.
+        returns: The actual returns.
     """
     variance = float(returns.var())
     return 1.0 - float((returns - values).var()) / variance if variance > 0 else 0.0

@@ -1,5 +1,5 @@
-"""A value model: a policy's architecture with a scalar head. Packed micro-batch in, values at its
-loss tokens out.
+"""Runs a value model, a policy's architecture with a scalar head: packed micro-batch in, values of
+its loss tokens out.
 """
 
 from __future__ import annotations
@@ -19,17 +19,15 @@ from relax_events.training.batch.packing import PackedBatch
 
 
 class ValueNetwork(nn.Module):
-    """A model without its output head, and a scalar head that begins at zero: at first every value
-    is 0.
-    """
+    """A model without its output head, and a scalar head initialised to zero."""
 
     def __init__(self, backbone: nn.Module, *, family: Family, hidden_size: int) -> None:
-        """Take over a backbone, with its dtype and device.
+        """Wrap a backbone, with its dtype and device.
 
         Args:
-            backbone: Of the family, its head taken off.
-            family: Runs it.
-            hidden_size: Of it.
+            backbone: Of the family, without its head.
+            family: Runs the backbone.
+            hidden_size: Of the backbone.
         """
         super().__init__()
         self.backbone, self._family = backbone, family
@@ -53,7 +51,7 @@ class ValueNetwork(nn.Module):
         )
 
     def head(self, hidden: Float[Tensor, "tokens hidden"]) -> Float[Tensor, " tokens"]:
-        """Give a value for each hidden state, in at least float32."""
+        """Return a value for each hidden state, in at least float32."""
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         # Row by row, not a matrix product, whose order of summation depends on how many rows there
         # are.
@@ -87,7 +85,7 @@ class ValueModel:
         self.device = device
         self.dtype = dtype or getattr(torch, config.dtype)
         self.family = read_family(
-            path, config.media, apart=True
+            path, config.media, separately=True
         )  # other media in the batch change a sample's values by rounding at most
         loaded = load_causal_lm(
             path,
@@ -104,8 +102,8 @@ class ValueModel:
         self.shares_rows = self._isolates_neighbours()
 
     def token_values(self, batch: PackedBatch) -> Float[Tensor, " loss_tokens"]:
-        """Run a micro-batch and give the value at each of its loss tokens: of what stands before
-        the token.
+        """Run a micro-batch; return the value at each of its loss tokens, predicted from the tokens
+        before it.
 
         Args:
             batch: From `packing.pack`, with this model's `vocab_size` and `shares_rows`, its media
@@ -127,9 +125,9 @@ class ValueModel:
         num_alone = len(alone)
         return is_isolated(
             "rows",
-            apart=alone,
-            tried=together[-num_alone:],
-            leaking=self._probe_positions(list(range(len(together))))[-num_alone:],
+            alone_output=alone,
+            layout_output=together[-num_alone:],
+            leaking_output=self._probe_positions(list(range(len(together))))[-num_alone:],
         )
 
     def _probe_positions(self, positions: list[int]) -> Float[Tensor, "tokens hidden"]:

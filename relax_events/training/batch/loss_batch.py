@@ -1,5 +1,5 @@
-"""A micro-batch as its loss takes it: packed for the model, with what its samples say of each loss
-token.
+"""Builds the input of the loss: a micro-batch packed for the model, with the per-token values of
+its samples.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from relax_events.training.batch.token_sequence import TokenSets, read_array
 
 @dataclass(frozen=True, slots=True)
 class LossBatch:
-    """`values` hold `advantages` and, as the algorithm needs them, `rollout`, `old`, `ref` and
+    """`values` hold `advantages` and, where the algorithm needs them, `rollout`, `old`, `ref` and
     `teacher`: one number for each loss token.
 
-    `rewards` are those of the samples that have loss tokens. `token_sets` are there where the loss
+    `rewards` are those of the samples that have loss tokens. `token_sets` are set where the loss
     compares policy and teacher over several token ids.
     """
 
@@ -81,18 +81,16 @@ class LossBatch:
         return cls(batch, values, [sample.sample_id for sample in samples], rewards, sets)
 
     def whiten(self, whitening: Whitening) -> LossBatch:
-        """Return the same with the advantages that they are over the whole step."""
+        """Return a copy with advantages whitened by the statistics of the whole step."""
         advantages = whitening.apply(self.values["advantages"].astype(np.float64))
         return replace(self, values={**self.values, "advantages": advantages})
 
     def with_old_logprobs(self, logprobs: NDArray[np.floating]) -> LossBatch:
-        """Return the same with the old policy's log-probabilities, where they are the trainer's
-        own.
-        """
+        """Return a copy with old log-probabilities that the trainer computed."""
         return replace(self, values={**self.values, "old": logprobs})
 
     def without_model_inputs(self) -> LossBatch:
-        """Return the same without what is large and the model alone takes: media and routed
+        """Return a copy without the large inputs that only the model needs: media and routed
         experts.
         """
         return replace(self, batch=replace(self.batch, media=None, experts=None), token_sets=None)
@@ -107,7 +105,7 @@ class LossBatch:
         }
 
     def with_values(self, by_sample: Mapping[str, Mapping[str, NDArray[np.floating]]]) -> LossBatch:
-        """Return the same with the values that its samples had in other micro-batches."""
+        """Return a copy with the values that its samples had in other micro-batches."""
         names = by_sample[self.sample_ids[0]]
         return replace(
             self,
@@ -118,8 +116,7 @@ class LossBatch:
         )
 
     def objective_inputs(self, result: TokenLogprobs, *, cutoff: float | None) -> ObjectiveInputs:
-        """Put together what the objective takes, on the device and in the dtype of the model's
-        result.
+        """Build the objective's inputs, on the device and in the dtype of the model's result.
 
         Args:
             result: The model's, for `batch`.
@@ -157,8 +154,8 @@ class LossBatch:
 def mask_truncated_samples(
     samples: Sequence[SampleReady], *, algorithm: AlgorithmConfig
 ) -> Sequence[SampleReady]:
-    """Return the samples, those without a loss token that were cut off by their length, unless the
-    algorithm trains them.
+    """Return the samples with an empty loss mask for truncated ones, unless the algorithm trains
+    them.
     """
     if algorithm.truncated_samples == "train":
         return samples

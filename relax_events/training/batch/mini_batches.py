@@ -1,12 +1,11 @@
-"""A train batch that waits until it is whole, and is then trained in several optimizer steps:
-mini-batches, over one or more passes.
+"""Buffers a whole train batch and trains it in several optimizer steps: mini-batches, over one or
+more passes.
 
-    samples, as they come ──▶ prompt groups of all ranks ──▶ for each pass: shuffled, dealt into
+    samples, as they arrive ──▶ prompt groups of all ranks ──▶ for each pass: shuffle, split into
     mini-batches ──▶ micro-batches of this rank
 
-What a mini-batch holds follows from `run.seed`, the train step, the pass and the ids of the prompt
-groups alone. So recovery, a replay and any number of ranks have the same mini-batches, and in each
-the same order.
+The mini-batches depend on `run.seed`, the train step, the pass and the ids of the prompt groups
+alone. So recovery, a replay and any number of ranks have the same mini-batches in the same order.
 """
 
 from __future__ import annotations
@@ -33,26 +32,25 @@ def split_into_mini_batches(
     train_step: int,
     epoch: int,
 ) -> list[list[str]]:
-    """Shuffle the prompt groups of a train batch and deal them into mini-batches of like sizes,
-    none of them empty.
+    """Shuffle the prompt groups of a train batch and split them into non-empty mini-batches of
+    nearly equal size.
 
-    The order is that of a hash, so it needs no generator, whose stream another release might
-    change.
+    The order is that of a hash, which does not depend on the release of a random generator.
 
     Args:
         prompt_group_ids: Of all ranks, in any order.
         num_mini_batches: At most; as many as there are prompt groups where these are fewer.
         seed: Of the run.
-        train_step: Whose batch it is.
-        epoch: Of its passes, from 0.
+        train_step: Train step of the batch.
+        epoch: Index of the pass, from 0.
     """
 
-    def place(prompt_group_id: str) -> tuple[bytes, str]:
+    def sort_key(prompt_group_id: str) -> tuple[bytes, str]:
         return blake2b(
             f"{seed} {train_step} {epoch} {prompt_group_id}".encode(), digest_size=8
         ).digest(), prompt_group_id
 
-    order = sorted(set(prompt_group_ids), key=place)
+    order = sorted(set(prompt_group_ids), key=sort_key)
     number = min(num_mini_batches, len(order))
     return [order[first::number] for first in range(number)]
 
@@ -69,7 +67,7 @@ class MiniBatchBuffer:
             trainer: How many passes, mini-batches, and tokens of a micro-batch.
             seed: Of the run.
             ranks: All that train the batch together.
-            whole_prompt_groups: Whether a micro-batch must hold all samples of a prompt group.
+            whole_prompt_groups: Whether all samples of a prompt group must be in one micro-batch.
         """
         self._trainer, self._seed, self._ranks, self._whole_prompt_groups = (
             trainer,
@@ -80,19 +78,19 @@ class MiniBatchBuffer:
         self.clear()
 
     def clear(self) -> None:
-        """Forget the batch."""
+        """Clear the batch."""
         self._groups: dict[str, list[SampleReady]] = defaultdict(list)
         self._trainable: set[str] = set()
 
     def add(
         self, samples: Sequence[SampleReady], num_loss_tokens: Int64[np.ndarray, " samples"]
     ) -> None:
-        """Hold samples.
+        """Add samples.
 
         Args:
             samples: In any order.
-            num_loss_tokens: Of each of them that the loss takes. A prompt group without any has no
-                seat in a mini-batch.
+            num_loss_tokens: Of each of them that the loss takes. A prompt group without any is
+                in no mini-batch.
         """
         for sample, number in zip(samples, num_loss_tokens.tolist(), strict=True):
             self._groups[sample.prompt_group_id].append(sample)
@@ -100,21 +98,21 @@ class MiniBatchBuffer:
                 self._trainable.add(sample.prompt_group_id)
 
     def mini_batches(self, train_step: int) -> Iterator[tuple[int, list[list[SampleReady]]]]:
-        """Give each mini-batch with its pass, as the micro-batches of this rank; none where no rank
-        holds a loss token. Begins collectively.
+        """Yield each mini-batch with its pass, as the micro-batches of this rank; none if no rank
+        has a loss token. The start is collective.
         """
         rows = self._ranks.all_gather_bytes(orjson.dumps(sorted(self._trainable)))
-        everyone = [prompt_group_id for row in rows for prompt_group_id in orjson.loads(row)]
+        all_group_ids = [prompt_group_id for row in rows for prompt_group_id in orjson.loads(row)]
         for epoch in range(self._trainer.num_epochs):
             number = self._trainer.num_mini_batches
-            for dealt in split_into_mini_batches(
-                everyone,
+            for mini_batch in split_into_mini_batches(
+                all_group_ids,
                 num_mini_batches=number,
                 seed=self._seed,
                 train_step=train_step,
                 epoch=epoch,
             ):
-                yield epoch, self._micro_batches(dealt)
+                yield epoch, self._micro_batches(mini_batch)
 
     def _micro_batches(self, prompt_group_ids: Sequence[str]) -> list[list[SampleReady]]:
         batcher = MicroBatcher(

@@ -1,9 +1,9 @@
-"""Micro-batches from samples, and the packed arrays that a model takes. Pure functions of lengths,
-numpy alone.
+"""Cuts samples into micro-batches and packs them into the arrays that a model takes. Pure functions
+of lengths, numpy alone.
 
 A micro-batch is packed into rows as long as its longest sample, and short samples share a row. One
-endless row would make attention quadratic in the micro-batch; one row a sample would pad. With
-equal lengths nothing is padded and no mask is needed.
+row for everything would make attention quadratic in the micro-batch; one row per sample would pad.
+With equal lengths nothing is padded and no mask is needed.
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ from relax_events.training.batch.token_sequence import TokenSequence, read_array
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """A micro-batch as the model takes it; `loss_positions` index the hidden states of all rows
-    laid end to end.
-    """
+    """A packed micro-batch; `loss_positions` index the hidden states of all rows, concatenated."""
 
     input_ids: Int64[np.ndarray, "rows length"]
     position_ids: Int64[np.ndarray, "rows length"]
@@ -45,22 +43,22 @@ class PackedBatch:
     num_loss_tokens: Int64[np.ndarray, " samples"]
     num_tokens: int
     cells: Int64[np.ndarray, " tokens"]
-    """Cell of each token of the samples laid end to end; several have one where a prompt is
-    shared."""
+    """Cell of each token of the concatenated samples; several tokens have the same cell where a
+    prompt is shared."""
     units: Int64[np.ndarray, "rows length"] | None = None
-    """Where prompts are shared: which prompt a cell belongs to."""
+    """Where prompts are shared: the prompt of each cell."""
     branches: Int64[np.ndarray, "rows length"] | None = None
-    """Where prompts are shared: 0 in a prompt, and a number for each completion behind it."""
+    """Where prompts are shared: 0 in a prompt, and a number for each of its completions."""
     media: MediaInputs | None = None
-    """Where samples bring media: what stands in for placeholders, and rotary positions."""
+    """Where samples have media: the inputs for placeholders, and rotary positions."""
     experts: ReplayedExperts | None = None
-    """Where the engine's routing is replayed: the experts that it sent each token through."""
+    """Where the engine's routing is replayed: the experts of each token."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayedExperts:
-    """A choice of experts for each cell; none for padding and for the last token of a sample, which
-    the engine never read.
+    """The replayed experts of each cell; none for padding and for the last token of a sample, which
+    the engine never processed.
     """
 
     experts: Integer[np.ndarray, "cells layers top_k"]
@@ -71,7 +69,7 @@ def micro_batch_slices(lengths: Sequence[int], *, max_tokens: int) -> list[slice
     """Cut a sequence of samples into micro-batches, in the given order.
 
     A micro-batch closes when the next sample would exceed the budget; a sample longer than the
-    budget stands alone.
+    budget is a micro-batch of its own.
 
     Args:
         lengths: Tokens of each sample.
@@ -100,16 +98,15 @@ class MicroBatcher:
 
         Args:
             max_tokens: Budget of a micro-batch.
-            whole_prompt_groups: Never cut between two samples of a prompt group that come one after
-                the other.
+            whole_prompt_groups: Never cut between two consecutive samples of a prompt group.
         """
         self._max_tokens, self._whole_prompt_groups = max_tokens, whole_prompt_groups
         self._samples: list[SampleReady] = []
         self._num_tokens = 0
 
     def feed(self, samples: Iterable[SampleReady]) -> Iterator[list[SampleReady]]:
-        """Take samples; give the micro-batches that they close. What is to stay together must come
-        in one call.
+        """Add samples; yield the micro-batches that they close. Samples that must stay together
+        must be in one call.
         """
         for _, together in groupby(
             samples,
@@ -121,7 +118,7 @@ class MicroBatcher:
                 yield closed
 
     def add(self, *samples: SampleReady) -> list[SampleReady] | None:
-        """Take a sample, or several that stay together; return the micro-batch that they closed, if
+        """Add a sample, or several that stay together; return the micro-batch that they closed, if
         any (they start the next one).
         """
         length = sum(len(read_array(sample, "tokens")) for sample in samples)
@@ -144,14 +141,13 @@ def cut_by_cells(
     """Cut a micro-batch whose samples can't share rows, so that no part has more cells than the
     budget: its rows times its longest sample.
 
-    Samples of like lengths come together, which pads least. One that is longer than the budget
-    stands alone.
+    Samples of similar lengths are combined, to minimise padding. A sample longer than the budget is
+    a part of its own.
 
     Args:
         samples: In any number.
         max_cells: Budget of a part, in tokens.
-        whole_prompt_groups: Never cut between two samples of a prompt group that come one after the
-            other.
+        whole_prompt_groups: Never cut between two consecutive samples of a prompt group.
     """
     together = groupby(
         samples,
@@ -171,8 +167,8 @@ def cut_by_cells(
 
 
 def require_whole_prompt_groups(samples: Sequence[SampleReady]) -> None:
-    """Refuse a micro-batch in which a prompt group's samples are not all there, side by side and by
-    index.
+    """Reject a micro-batch in which a prompt group's samples are not complete, adjacent and in
+    order.
 
     Raises:
         PoisonSample: The text names the first such prompt group.
@@ -185,8 +181,8 @@ def require_whole_prompt_groups(samples: Sequence[SampleReady]) -> None:
         )
         if found != wanted:
             raise PoisonSample(
-                f"prompt group {group_id} has samples {found} side by side; the loss takes "
-                f"all of it at once, {wanted}"
+                f"prompt group {group_id} has adjacent samples {found}; the loss needs "
+                f"all of them, {wanted}"
             )
 
 
@@ -201,26 +197,25 @@ def pack(
 ) -> PackedBatch:
     """Lay samples into rows, positions starting at 0 for each sample.
 
-    Samples that stand apart are told from each other by their positions alone: the model must get
-    no attention mask and `use_cache=False`, since with either of them transformers lets neighbours
-    leak into each other without a word. Where prompts are shared it needs the mask that `units` and
-    `branches` give.
+    Packed samples are separated by their positions alone: the model must get no attention mask and
+    `use_cache=False`, since with either of them transformers silently lets neighbours attend to
+    each other. Shared prompts need the mask that `units` and `branches` define.
 
     Args:
         samples: At least one.
         vocab_size: Bound of token ids.
-        share_rows: Whether several samples may stand in one row; for models that can't keep them
-            apart, False.
+        share_rows: Whether several samples may stand in one row; False for models that
+            can't isolate them.
         row_multiple: Rows are padded to a multiple of so many tokens.
-        sharing: Compute a prompt once for the samples of its group that come one after the other,
-            where that is cheaper.
+        sharing: Compute a prompt once for consecutive samples of its prompt group, where that is
+            cheaper.
         experts: Of a model that replays the engine's routing; None where it routes by itself.
     Returns:
         The arrays of the micro-batch; loss tokens are in the order of the samples.
     Raises:
         PoisonSample: A sample is empty, has ids outside the vocabulary, arrays of unequal length, a
-            loss token with nothing before it, a temperature that is not positive, or no fit routing
-            where that is replayed; the text names it.
+            loss token with nothing before it, a temperature that is not positive, or no valid
+            routing where that is replayed; the text names it.
     """
     lengths = np.array([_validate_length(sample) for sample in samples])
     tokens = _concatenate_tokens(samples, lengths, vocab_size=vocab_size)
@@ -235,8 +230,8 @@ def pack(
     shape = layout.num_rows, layout.row_length
     input_ids = np.zeros(layout.num_rows * layout.row_length, np.int64)
     input_ids[layout.cells] = tokens
-    # The rest of a row counts on from the row's start: behind a lone sample it is more of the same,
-    # which causal attention never looks at.
+    # Padding continues the positions from the row's start: after a single sample, causal attention
+    # never attends to it.
     position_ids = np.tile(np.arange(layout.row_length), layout.num_rows)
     position_ids[layout.cells] = token_offsets(lengths)
     num_loss_tokens = np.add.reduceat(mask.astype(np.int64), np.cumsum(lengths) - lengths)
@@ -259,7 +254,7 @@ def pack(
 def _concatenate_tokens(
     samples: Sequence[TokenSequence], lengths: NDArray[np.int64], *, vocab_size: int
 ) -> NDArray[np.int64]:
-    """Return the tokens of samples laid end to end."""
+    """Return the tokens of samples concatenated."""
     tokens = np.concatenate([read_array(sample, "tokens") for sample in samples]).astype(np.int64)
     if (outside := (tokens < 0) | (tokens >= vocab_size)).any():
         at = int(np.argmax(outside))
@@ -310,7 +305,7 @@ def _validate_length(sample: TokenSequence) -> int:
 
 
 def gather_loss_values(samples: Sequence[SampleReady], field: str) -> NDArray[np.float32]:
-    """Lay a per-token array of the samples end to end, at their loss tokens alone.
+    """Concatenate a per-token array of the samples, at their loss tokens alone.
 
     Args:
         samples: In packed order.

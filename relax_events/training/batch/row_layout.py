@@ -1,19 +1,19 @@
-"""Where each token of a micro-batch stands in the rows that the model takes. Pure functions of
-lengths, numpy alone.
+"""Assigns each token of a micro-batch a cell in the model's rows. Pure functions of lengths, numpy
+alone.
 
-Apart, each sample has its prompt to itself, and is told from its neighbours by positions that begin
-at 0 again:
+Separate: each sample has its own prompt, and positions that restart at 0 separate it from its
+neighbours:
 
     row        p p p p a a a | p p p p b b | -          position   0 1 2 3 4 5 6   0 1 2 3 4 5   .
 
-With a shared prompt, what a prompt group's samples have in common stands there once, and their
-completions behind it as branches:
+Shared prompt: the common prompt of a prompt group's samples is stored once, and their completions
+follow as branches:
 
     row        p p p p | a a a | b b | -                position   0 1 2 3   4 5 6   4 5   .
     branch     0 0 0 0   1 1 1   2 2   0
 
-A token sees what stands before it in its unit's prompt and in its own branch, so its hidden state
-is what it is apart, within rounding.
+A token attends to the earlier tokens of its unit's prompt and of its own branch, so its hidden
+state equals that of the separate layout, within rounding.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ PADDING = -1
 
 @dataclass(frozen=True, slots=True)
 class PromptSharing:
-    """What decides between the two layouts.
+    """The cost model that decides between the two layouts.
 
-    `cell_cost` is what a pair of tokens costs in attention, beside what a token costs in all
+    `cell_cost` is the cost of a pair of tokens in attention, relative to that of a token in all
     matrices.
     """
 
@@ -46,7 +46,7 @@ class PromptSharing:
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """Cells are counted through all rows laid end to end. `units` and `branches` are there where
+    """Cells are counted through all rows laid end to end. `units` and `branches` are set where
     prompts are shared: a number for each cell.
     """
 
@@ -57,7 +57,7 @@ class RowLayout:
     branches: Int64[np.ndarray, " cells"] | None = None
 
     def cost(self, sharing: PromptSharing) -> float:
-        """Return what a forward costs, in tokens."""
+        """Return the cost of a forward pass, in tokens."""
         return self.num_rows * self.row_length * (1 + self.row_length * sharing.cell_cost)
 
     @property
@@ -88,15 +88,14 @@ def layout_separate(
 def layout_shared_prompts(
     samples: Sequence[TokenSequence], lengths: NDArray[np.int64], *, same_routing: bool = False
 ) -> RowLayout | None:
-    """Lay samples that come one after the other and have one prompt behind that prompt; None where
-    no two have.
+    """Lay out consecutive samples with the same prompt after one copy of it; None where no two have
+    the same prompt.
 
     Args:
         samples: At least one.
         lengths: Tokens of each.
-        same_routing: Whether a prompt is one only where the engine sent it through the same
-            experts: a sample that went on under other weights may have another routing of its
-            prompt than its neighbour.
+        same_routing: Whether prompts count as the same only with equal routing: a sample that
+            continued under other weights may have another routing of its prompt.
     """
     units = np.array(
         [len(list(alike)) for alike in _group_by_prompt(samples, same_routing=same_routing)],
@@ -111,13 +110,13 @@ def layout_shared_prompts(
     before = np.cumsum(completions) - completions
     in_unit = (
         before - before[first_of_unit][unit_of]
-    )  # completion tokens that stand before a sample's in its unit
+    )  # completion tokens of earlier samples in the unit
     unit_lengths = prompts[first_of_unit] + np.add.reduceat(completions, first_of_unit)
     row_length = int(unit_lengths.max())
     cells, num_rows = _first_fit(unit_lengths, row_length=row_length)
     offsets = token_offsets(lengths)
     is_completion = offsets >= np.repeat(prompts, lengths)
-    places = (
+    cells_of_tokens = (
         np.repeat(cells[unit_of], lengths)
         + offsets
         + np.where(is_completion, np.repeat(in_unit, lengths), 0)
@@ -126,11 +125,11 @@ def layout_shared_prompts(
         np.full(num_rows * row_length, PADDING),
         np.zeros(num_rows * row_length, np.int64),
     )
-    unit_of_cell[places] = np.repeat(unit_of, lengths)
-    branch_of_cell[places] = np.where(
+    unit_of_cell[cells_of_tokens] = np.repeat(unit_of, lengths)
+    branch_of_cell[cells_of_tokens] = np.where(
         is_completion, np.repeat(np.arange(len(samples)) - first_of_unit[unit_of] + 1, lengths), 0
     )
-    return RowLayout(places, num_rows, row_length, unit_of_cell, branch_of_cell)
+    return RowLayout(cells_of_tokens, num_rows, row_length, unit_of_cell, branch_of_cell)
 
 
 def choose_layout(
@@ -162,11 +161,11 @@ def _group_by_prompt(
 
 
 def token_offsets(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return each token's place in its own sample, of samples laid end to end."""
-    places: NDArray[np.int64] = np.arange(int(lengths.sum())) - np.repeat(
+    """Return each token's offset in its own sample, for concatenated samples."""
+    cells_of_tokens: NDArray[np.int64] = np.arange(int(lengths.sum())) - np.repeat(
         np.cumsum(lengths) - lengths, lengths
     )
-    return places
+    return cells_of_tokens
 
 
 def padded_length(length: int, *, multiple: int) -> int:
@@ -175,7 +174,7 @@ def padded_length(length: int, *, multiple: int) -> int:
 
 
 def _first_fit(lengths: NDArray[np.int64], *, row_length: int) -> tuple[NDArray[np.int64], int]:
-    """Give the cell where each sequence starts, and the number of rows: first fit, longest
+    """Return the first cell of each sequence, and the number of rows: first fit, longest
     first.
     """
     cells = np.empty(len(lengths), np.int64)

@@ -1,4 +1,4 @@
-"""The media of samples on their way into a packed forward."""
+"""Adds the media of samples to packed micro-batches."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from relax_events.training.batch.token_sequence import TokenSequence, read_array
 
 
 class SampleMedia:
-    """Adds to packed samples what their placeholders stand for, with rotary positions to match;
-    text stays as it is.
+    """Adds the media inputs for placeholders and the matching rotary positions to packed samples;
+    text samples do not change.
     """
 
     def __init__(self, family: Family, library: MediaLibrary) -> None:
-        """Take over what knows the model, and what has the media.
+        """Use a model family and a media library.
 
         Args:
             family: Of the model.
@@ -37,8 +37,8 @@ class SampleMedia:
             batch: Packed from these samples.
             samples: In packed order.
         Raises:
-            PoisonSample: A piece can't be had, or a sample's tokens and media don't fit; the text
-                names the sample.
+            PoisonSample: A media item can't be read, or a sample's tokens and media don't match;
+                the text names the sample.
         """
         if not any(list_media(sample) for sample in samples):
             return batch

@@ -1,9 +1,9 @@
-"""What one rank trains in one step: prompt groups go in, micro-batches come out, and what can't be
-trained is left out whole.
+"""Trains one rank's part of a step: prompt groups go in, micro-batches are trained, and prompt
+groups that can't be trained are excluded whole.
 
-A prompt group is trained whole or not at all. One that a micro-batch is refused for is found by
-trying the prompt groups of that micro-batch one by one. Where an earlier micro-batch already held a
-part of it, the step is started again without it: its gradients can't be taken back.
+If a micro-batch is rejected, its prompt groups are tried one by one. If an earlier micro-batch
+contained a part of the rejected prompt group, the step is restarted without it, since gradients
+can't be subtracted.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from relax_events.training.step_record import RankStepResult
 
 @dataclass(frozen=True, slots=True)
 class UntrainableGroup:
-    """A prompt group that can't be trained: the (partition, offset) places of the records that were
-    refused, and why.
+    """A prompt group that can't be trained, with the (partition, offset) of its invalid records and
+    the error.
     """
 
     prompt_group_id: str
@@ -46,11 +46,11 @@ class StepBatch:
         """Start empty.
 
         Args:
-            share: Takes note of everything that is trained.
+            result: Records everything that is trained.
             batcher: Cuts samples into micro-batches.
-            trainer_version: The version that is trained.
+            trainer_version: The version being trained.
             accumulate: Trains a micro-batch; adds nothing where it raises PoisonSample.
-            discard: Drops everything that was accumulated in this step.
+            discard: Discards everything that was accumulated in this step.
         """
         self.share, self._batcher, self._version = share, batcher, trainer_version
         self._accumulate, self._discard = accumulate, discard
@@ -68,15 +68,15 @@ class StepBatch:
             self._train(micro_batch)
 
     def exclude(self, group: UntrainableGroup) -> None:
-        """Leave out a prompt group whose samples can't be had."""
+        """Exclude a prompt group whose samples can't be read."""
         self._untrainable[group.prompt_group_id] = group
 
     def flush(self) -> None:
-        """Train what is pending as a micro-batch."""
+        """Train the pending samples as a micro-batch."""
         self._train(self._batcher.flush() or [])
 
     def pop_untrainable(self) -> list[UntrainableGroup]:
-        """Return the prompt groups that were left out since the last call."""
+        """Return the prompt groups that were excluded since the last call."""
         new = list(self._untrainable.values())[self._num_taken :]
         self._num_taken = len(self._untrainable)
         return new

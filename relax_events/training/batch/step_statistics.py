@@ -1,8 +1,8 @@
-"""What an algorithm must know of a whole step before its first backward pass, over all ranks. Every
-function is collective.
+"""Computes the statistics of a whole step that an algorithm needs before its first backward pass,
+over all ranks. Every function is collective.
 
-The values are gathered, not averaged by part, so the result is the same however the step was cut
-up.
+The values are gathered, not averaged by part, so the result does not depend on how the step is
+split.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def compute_whitening(
         micro_batches: Of this rank: the advantages of the loss tokens in packed order, and the
             number of loss tokens of each sample.
         over: Loss tokens, or samples that have any, each with the mean of its tokens.
-        correction: What is taken off their number in the deviation, 0 or 1.
+        correction: Subtracted from their number in the deviation, 0 or 1.
         ranks: All of them.
     """
     if over == "none":
@@ -51,21 +51,21 @@ def compute_reward_scaling(
 ) -> Whitening:
     """Return the deviation of a step's rewards, to divide advantages by; their mean stays as it is.
 
-    Where all rewards are equal, or there is only one, advantages stay as they are.
+    Where all rewards are equal, or there is only one, advantages do not change.
 
     Args:
-        rewards: Of this rank's samples that have loss tokens, as they were scored.
-        correction: What is taken off their number in the deviation, 0 or 1.
+        rewards: Of this rank's samples that have loss tokens, as scored.
+        correction: Subtracted from their number in the deviation, 0 or 1.
         ranks: All of them.
     Source: TRL's GRPOTrainer, `scale_rewards = "batch"`, and Tricks or traps (arXiv 2508.08221):
     the prompt group's mean, the
         batch's deviation.
     """
-    everyone = [
+    all_values = [
         np.frombuffer(data, np.float64)
         for data in ranks.all_gather_bytes(np.concatenate([np.zeros(0), *rewards]).tobytes())
     ]
-    values = np.sort(np.concatenate(everyone))
+    values = np.sort(np.concatenate(all_values))
     if len(values) < 2 or values[0] == values[-1]:
         return Whitening(eps=0.0)
     return Whitening(std=float(values.std(ddof=correction)))
@@ -93,5 +93,7 @@ def compute_second_moment_cutoff(
         ranks: All of them.
     """
     mine = np.concatenate([np.zeros(0), *squares])
-    everyone = [np.frombuffer(data, np.float64) for data in ranks.all_gather_bytes(mine.tobytes())]
-    return second_moment_cutoff(np.concatenate(everyone), threshold=threshold)
+    all_values = [
+        np.frombuffer(data, np.float64) for data in ranks.all_gather_bytes(mine.tobytes())
+    ]
+    return second_moment_cutoff(np.concatenate(all_values), threshold=threshold)

@@ -1,6 +1,5 @@
-"""A sample as the trainer's and scorers' models see it: tokens, and which of them the policy chose.
-
-The token ids at which policy and teacher are compared, as samples carry them.
+"""Defines the token arrays that trainer and scorers read from a sample, including the token ids at
+which policy and teacher are compared.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class TokenSequence(Protocol):
 
     @property
     def prompt_group_id(self) -> str:
-        """Whose prompt it is."""
+        """Its prompt group."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -40,11 +39,11 @@ class TokenSequence(Protocol):
 
     @property
     def loss_mask(self) -> Array:
-        """1 where the policy chose the token."""
+        """1 where the policy generated the token."""
 
     @property
     def routed_experts(self) -> Array | None:
-        """Which experts the tokens went through, all but the last; see `events.routed_experts`."""
+        """The experts of all tokens but the last; see `events.routed_experts`."""
 
     @property
     def temperature(self) -> float:
@@ -52,7 +51,7 @@ class TokenSequence(Protocol):
 
 
 def read_array(sample: TokenSequence, field: str) -> NDArray[np.generic]:
-    """Return an array field; one that still lies in the object store is a mistake of the caller."""
+    """Return an array field; the caller must have fetched stored arrays."""
     return dense(getattr(sample, field), what=f"sample {sample.sample_id}: {field}")
 
 
@@ -69,15 +68,15 @@ class TokenSets:
     def from_samples(
         cls, samples: Sequence[SampleReady], *, num_ids: int, vocab_size: int
     ) -> TokenSets:
-        """Lay the sets of samples end to end.
+        """Concatenate the sets of samples.
 
         Args:
             samples: In packed order.
-            num_ids: Ids at each loss token; of samples that were recorded with more, the most
-                probable ones are taken.
+            num_ids: Ids at each loss token; if samples were recorded with more, the most
+                probable ones are used.
             vocab_size: Bound of token ids.
         Raises:
-            PoisonSample: A sample lacks its set, or the set does not fit the sample or the
+            PoisonSample: A sample lacks its set, or the set does not match the sample or the
                 vocabulary; the text names it.
         """
         ids = [read_topk_ids(sample, num_ids=num_ids, vocab_size=vocab_size) for sample in samples]
@@ -93,7 +92,7 @@ def read_topk_ids(
     """Return a sample's `topk_ids`, the most probable ones of them.
 
     Args:
-        sample: As its event came.
+        sample: The decoded event.
         num_ids: Ids at each loss token.
         vocab_size: Bound of token ids.
     Raises:

@@ -1,13 +1,13 @@
-"""Checkpoints of a trainer in the object store: each rank writes a share, in the background; the
-manifest makes it real.
+"""Writes and reads the trainer's checkpoints in the object store: each rank writes its shard in the
+background; the manifest makes the checkpoint valid.
 
     checkpoints/<policy version>/<save id>/shard-<rank>-of-<ranks>.safetensors      each rank, on
     its own thread, from a copy checkpoints/<policy version>/<save id>/manifest.json
     rank 0, once every rank's shard is acknowledged
 
-A save never overwrites an earlier one, so a crash in the middle leaves the older checkpoints whole.
-The ranks agree in `poll` that all shards are there, rather than on the threads, so that no
-collective runs beside the trainer's own.
+A save never overwrites an earlier one, so a crash leaves older checkpoints intact. The ranks agree
+in `poll` that all shards are written, rather than on the threads, so that no collective runs
+concurrently with the trainer's own.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class RestoredCheckpoint:
-    """A checkpoint that was read and verified; `extra` is what the caller gave when saving."""
+    """A checkpoint that was read and verified; `extra` is the caller's value from saving."""
 
     reference: CheckpointRef
     state: TrainerState
@@ -63,7 +63,7 @@ class Checkpoints:
             store: The run's object store.
             ranks: All ranks of the trainer.
             keep: How many of the newest checkpoints `prune` leaves, at least 1.
-            folder: Where they lie in the store, with the slash at its end.
+            folder: Key prefix in the store, ending in a slash.
         """
         self._store = store
         self._ranks = ranks
@@ -109,10 +109,10 @@ class Checkpoints:
 
     def load(self, reference: CheckpointRef) -> RestoredCheckpoint:
         """Read a checkpoint whole, whatever the number of ranks that wrote it, and verify every
-        byte before handing it out.
+        byte.
 
         Raises:
-            ObjectError: An object is missing, torn or altered; the text names it.
+            ObjectError: An object is missing, incomplete or altered; the text names it.
         """
         manifest = self._read_manifest(reference)
         tensors: dict[str, Tensor] = {}
@@ -132,8 +132,8 @@ class Checkpoints:
         )
 
     def load_newest(self, references: Sequence[CheckpointRef]) -> RestoredCheckpoint | None:
-        """Read the newest checkpoint that every rank can read; collective. One that a rank can't is
-        passed over, and the log says why.
+        """Read the newest checkpoint that every rank can read; collective. Others are
+        skipped with a log event.
 
         Args:
             references: Newest first.
@@ -190,13 +190,13 @@ class Checkpoints:
             ) from error
 
     def prune(self, committed: CheckpointRef) -> int:
-        """Delete checkpoints older than the newest ones; return how many objects went. For rank 0
-        alone.
+        """Delete checkpoints older than the newest ones; return the number of deleted objects. Rank
+        0 only.
 
         Args:
-            committed: The newest checkpoint that the log knows. It and the older ones that are to
-                be kept count; whatever is newer stays too, since its record may still be under way.
-                Half-written saves at or below its version go.
+            committed: The newest checkpoint on the log. It and the newest older ones are kept;
+                newer ones too, since their records may not be committed yet. Incomplete saves at or
+                below its version are deleted.
         """
         committed_folder = self._store.key(committed.uri).removesuffix(MANIFEST)
         folders: dict[str, list[str]] = {}
@@ -213,20 +213,20 @@ class Checkpoints:
             reverse=True,
         )
         kept = set(complete[: self._keep - 1])
-        doomed = sorted(
+        to_delete = sorted(
             (key for folder in old if folder not in kept for key in folders[folder]),
             key=lambda key: not key.endswith(MANIFEST),
         )
-        if doomed:
-            self._store.delete(doomed)
-        return len(doomed)
+        if to_delete:
+            self._store.delete(to_delete)
+        return len(to_delete)
 
     def _version(self, folder: str) -> int:
         return int(folder.removeprefix(self._prefix).partition("/")[0])
 
     def close(self, *, timeout_seconds: float = 60.0) -> None:
-        """Wait for writes under way, at most until the deadline; what is not written by then never
-        becomes real.
+        """Wait for pending writes until the deadline; a checkpoint that is incomplete by then never
+        becomes valid.
 
         Args:
             timeout_seconds: How long to wait.
@@ -248,8 +248,8 @@ class Checkpoints:
 
 
 def _assign_tensors(tensors: Mapping[str, Tensor], *, rank: int, size: int) -> list[str]:
-    """Give this rank's tensors: largest first, each to the rank that has the fewest bytes so
-    far.
+    """Return the names of this rank's tensors: largest first, each assigned to the rank with the
+    fewest bytes.
     """
     loads, mine = [0] * size, []
     for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):

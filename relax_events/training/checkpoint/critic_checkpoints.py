@@ -1,5 +1,5 @@
-"""The checkpoints of a critic as its object store shows them, and what of the log is still needed
-with them. Needs no torch.
+"""Lists the checkpoints of a critic in its object store, and the offsets from which the log is
+still needed with them. Imports no torch.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ FOLDER = "critic/checkpoints/"
 
 @dataclass(frozen=True, slots=True)
 class CriticCheckpoint:
-    """A checkpoint that is there whole. A critic that goes on from it reads nothing of
-    advantage.samples below `consumed`, by partition.
+    """A complete checkpoint. A critic that resumes from it reads advantage.samples from `consumed`
+    on, by partition.
     """
 
     reference: CheckpointRef
@@ -33,11 +33,11 @@ class CriticCheckpoint:
 def list_critic_checkpoints(
     store: ObjectStore, *, digests: Mapping[int, bytes]
 ) -> Iterator[CriticCheckpoint]:
-    """Give the checkpoints that can be gone on from, newest first. No record names them: what they
-    say is held against the log's.
+    """Yield the checkpoints that a critic can resume from, newest first. No record names them, so
+    their digests are compared with those on the log.
 
-    One of another history, as of a run of the same name whose topics were deleted, is passed over,
-    and so is one that is not whole.
+    Incomplete checkpoints are skipped, and so are those of another history, such as an earlier run
+    of the same name.
 
     Args:
         store: The run's.
@@ -59,9 +59,7 @@ def list_critic_checkpoints(
 
 
 def stored_checkpoint_versions(store: ObjectStore) -> list[int]:
-    """Return the versions of which there is a checkpoint, of whatever history and whole or not, in
-    order.
-    """
+    """Return the versions with a checkpoint, of any history and complete or not, in order."""
     return sorted(
         {int(key.removeprefix(FOLDER).partition("/")[0]) for key in _manifest_keys(store)}
     )

@@ -1,4 +1,6 @@
-"""A checkpoint between its copy and its manifest: how the ranks agree that all shards are there."""
+"""Completes a checkpoint after its copy: the ranks agree that all shards are written, and rank 0
+writes the manifest.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ RUNNING, WRITTEN, FAILED = 0, 1, 2
 
 
 class PendingCheckpoint:
-    """A checkpoint that is being written. Both methods are collective; it is real once they give
+    """A checkpoint that is being written. Both methods are collective; it is valid once they return
     its reference.
     """
 
@@ -44,7 +46,7 @@ class PendingCheckpoint:
         self._reference: CheckpointRef | None = None
 
     def poll(self) -> CheckpointRef | None:
-        """Give the checkpoint's reference if every rank has written its shard, else None, without
+        """Return the checkpoint's reference if every rank has written its shard, else None, without
         waiting for a write.
 
         Raises:
@@ -87,8 +89,8 @@ class PendingCheckpoint:
         ) from error
 
     def _finish(self) -> CheckpointRef:
-        """Bring the shards' digests to rank 0, which writes the manifest and tells the others where
-        it lies.
+        """Gather the shards' digests on rank 0, which writes the manifest and broadcasts its
+        reference.
         """
         shard = self._written.result()
         mine = json.dumps(
@@ -111,7 +113,9 @@ class PendingCheckpoint:
         )
 
     def _write_manifest(self, manifest: bytes) -> str:
-        """Write it on rank 0; return why that failed, since the other ranks must hear of it."""
+        """Write the manifest on rank 0; return the error text for the other ranks, or an empty
+        text.
+        """
         try:
             if self._ranks.rank == 0:
                 failpoint("checkpoint.before_manifest")

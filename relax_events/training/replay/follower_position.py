@@ -1,12 +1,12 @@
-"""Tells a replay's source which of its records the replay still needs, so that the source's purge
-leaves them.
+"""Commits which records of the parent run a replay still needs, so that the parent's retention
+keeps them.
 
-    training steps of the source --> a checkpoint, named by a committed step --> offsets of the
-    steps behind it are committed
+    training steps of the parent --> a checkpoint, named by a committed step --> the offsets of the
+    steps after it are committed
 
-The offsets are those below which no step lies that would be trained again from the newest
-checkpoint. They are committed to a consumer group of the replay's own, which has no members.
-`run.follower_versions` of the source bounds for how long they count.
+Below these offsets are no steps that would be trained again from the newest checkpoint. They are
+committed to a consumer group of the replay, which has no members. `run.follower_versions` of the
+parent bounds how long they count.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = structlog.get_logger()
 
 
 class FollowerPosition:
-    """Of one replay; a broker that refuses costs the source's patience, not the replay's steps."""
+    """The position of one replay; a broker error here does not stop the replay."""
 
     def __init__(self, worker: Worker) -> None:
         plan = worker.plan
@@ -39,8 +39,8 @@ class FollowerPosition:
         self._committed_checkpoint: CheckpointRef | None = None
 
     def retain_all(self) -> None:
-        """Have everything kept that is there, unless an earlier process of this replay has told
-        what it needs.
+        """Retain all existing records, unless an earlier process of this replay has committed a
+        position.
         """
         try:
             found = self._admin.committed_offsets(self._group, self._places)
@@ -51,8 +51,8 @@ class FollowerPosition:
             self._commit(dict.fromkeys((partition for _, partition in self._places), 0))
 
     def add_trained_step(self, step: TrainStepCommitted, checkpoint: CheckpointRef | None) -> None:
-        """Note that this step of the source is trained; `checkpoint` is the newest one that our own
-        step names.
+        """Add a trained step of the parent; `checkpoint` is the newest one that the replay's step
+        names.
         """
         for at in (at for at in step.consumed if TopicPlan.parse_entity(at.topic) == SAMPLES):
             self._consumed[at.partition] = max(at.offset, self._consumed.get(at.partition, 0))
@@ -60,9 +60,7 @@ class FollowerPosition:
         self._newest_checkpoint = checkpoint
 
     def commit_steps(self) -> None:
-        """Note that all steps trained so far are committed: what lies behind their newest
-        checkpoint is needed no more.
-        """
+        """Commit the position of the newest checkpoint, once all trained steps are committed."""
         if self._newest_checkpoint is None or self._newest_checkpoint == self._committed_checkpoint:
             return
         version = self._newest_checkpoint.policy_version
@@ -74,11 +72,11 @@ class FollowerPosition:
         }
 
     def release_all(self) -> None:
-        """Say that nothing of the source is needed any more."""
+        """Release all records of the parent."""
         self._commit(dict.fromkeys((partition for _, partition in self._places), NO_RECORDS_NEEDED))
 
     def close(self) -> None:
-        """Leave the broker."""
+        """Close the client."""
         self._admin.close()
 
     def _commit(self, offsets: dict[int, int]) -> None:

@@ -1,5 +1,5 @@
-"""The weights that a replay or a fork starts from: its source's checkpoint of that version, or its
-published weights.
+"""Reads the weights that a replay or fork starts from: the parent's checkpoint of that version, or
+its published weights.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The steps that another run committed, and commits while we look, with their samples: what a
-replay trains.
+"""Reads the committed steps of another run with their samples, for a replay, and waits for new
+ones.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ log = structlog.get_logger()
 
 
 class ParentDecoder:
-    """Decodes what the source's writers wrote, with the arrays that lie in its store."""
+    """Decodes the parent run's records, and fetches arrays from its store."""
 
     def __init__(self, source: SourceRun) -> None:
         self._source, self._codec = source, source.codec()
@@ -54,9 +54,7 @@ class ParentDecoder:
         )
 
     def decode(self, record: Record) -> Event:
-        """Return a record's event; a schema that is new to us is looked for once on the source's
-        log.
-        """
+        """Return a record's event; for an unknown schema, read the parent's schemas again once."""
         try:
             return self._codec.decode(record.value)
         except UnknownFingerprint:
@@ -69,33 +67,33 @@ class ParentDecoder:
 
 
 def open_recorded_batches(worker: Worker, source: SourceRun, ranks: Ranks) -> RecordedBatches:
-    """Return the batches of a replay: as recorded, or judged anew where the run file asks for it.
+    """Return the batches of a replay: as recorded, or relabelled if the run file requires it.
 
     Raises:
-        ConfigError: The scores that the run file names are not there, or the teacher's
-            log-probabilities, or the samples are not what the algorithm learns from.
+        ConfigError: The named scores or the teacher's log-probabilities are missing, or the
+            algorithm can't learn from the recorded samples.
     """
     config = worker.config
     require_compatible_algorithm(source.config, config)
     require_recorded_teacher(source.config.algorithm, config.algorithm, run_id=source.config.run.id)
-    judge, max_new_tokens = None, config.engine.sampling.max_new_tokens
+    relabel, max_new_tokens = None, config.engine.sampling.max_new_tokens
     if config.parent.scores:
-        judge = AdvantageRelabeller(
+        relabel = AdvantageRelabeller(
             config.algorithm,
             max_new_tokens=max_new_tokens,
             rewards=_read_rescored_rewards(worker, source),
             scores=config.parent.scores,
         )
     elif needs_new_advantages(source.config.algorithm, config.algorithm):
-        judge = AdvantageRelabeller(config.algorithm, max_new_tokens=max_new_tokens)
+        relabel = AdvantageRelabeller(config.algorithm, max_new_tokens=max_new_tokens)
     return RecordedBatches(
-        worker, ranks, decode=ParentDecoder(source).decode_with_arrays, judge=judge
+        worker, ranks, decode=ParentDecoder(source).decode_with_arrays, relabel=relabel
     )
 
 
 def require_compatible_algorithm(source: RunConfig, config: RunConfig) -> None:
-    """Refuse a replay by an algorithm that learns from something else than the source recorded;
-    what was generated may be learnt as an answer.
+    """Reject a replay by an algorithm that learns from other data than the parent recorded;
+    generated samples may be used as SFT targets.
 
     Raises:
         ConfigError: The text names both.
@@ -138,10 +136,9 @@ def _read_rescored_rewards(
 
 
 class ReplaySource:
-    """Gives the steps of the source in order, and reads ahead where more are there.
+    """Yields the steps of a run in order, and reads ahead where more are committed.
 
-    Each rank has one of its own, and of one rank a step may be there before another sees it: they
-    have to agree.
+    Each rank has its own. One rank may see a step before another does, so the ranks have to agree.
     """
 
     def __init__(
@@ -155,17 +152,17 @@ class ReplaySource:
         decode: Decode | None = None,
         remedy: str = "set parent.from_version",
     ) -> None:
-        """Begin reading.
+        """Start reading.
 
         Args:
             source: Whose steps they are.
             batches: Reads their samples.
             first: The train step to begin with.
             last: Steps from here on are left out.
-            begin: An offset of control.train-steps that does not lie behind the first step's.
-            decode: Turns a record of the control log into its event; by default with what the
-                source's writers told the log.
-            remedy: For a step whose records are gone.
+            begin: An offset of control.train-steps at or before the first step's.
+            decode: Turns a record of the control log into its event; by default with the
+                parent's schemas.
+            remedy: Error text for a step whose records were deleted.
         """
         self._remedy = remedy
         self._run_id, self._batches = source.config.run.id, batches
@@ -180,7 +177,7 @@ class ReplaySource:
         self._num_opened = 0
 
     def has_next(self, *, timeout_seconds: float) -> bool:
-        """Wait for the next step to be there.
+        """Wait for the next step; return whether there is one.
 
         Raises:
             ConfigError: The source's control log has a gap.
@@ -191,7 +188,7 @@ class ReplaySource:
         return bool(self._num_opened or self._steps)
 
     def take(self) -> RecordedBatch:
-        """Return this rank's share of the next step, which is there.
+        """Return this rank's part of the next step, which must be available.
 
         Raises:
             ConfigError: Its records were purged; the text names the first one.
@@ -240,6 +237,6 @@ class ReplaySource:
         self._next += 1
 
     def close(self) -> None:
-        """Leave the broker."""
+        """Close the readers."""
         self._control.close()
         self._samples.close()

@@ -1,9 +1,8 @@
-"""Reads the batches of committed steps back from the log: for recovery, and for a run that trains
-another run's rollouts.
+"""Reads the batches of committed steps back from the log, for recovery and for replays.
 
-Each rank gets its own share of a step, in trained order. With another number of ranks than
-recorded, shards decide whose a sample is; a prompt group lies in one partition, so it is never
-torn.
+Each rank gets its own part of a step, in trained order. If the number of ranks differs from the
+recorded one, shards assign samples to ranks; a prompt group is in one partition, so it is never
+split.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from relax_events.training.ranks import Ranks
 
 MAX_STEPS_AT_ONCE = 16
 MAX_BYTES_AT_ONCE = 1 << 30
-"""Of encoded records that are read ahead, unless a step alone has more."""
+"""Encoded records that are read ahead, unless a single step has more."""
 Decode = Callable[[Record], Event]
 Relabel = Callable[[list[LocatedSample]], list[LocatedSample]]
 
@@ -58,8 +57,7 @@ class RecordedBatches:
         worker: Of the trainer; its plan says on which topic the samples lie.
         ranks: This process and its peers.
         decode: Turns a record into its event, arrays fetched; by default as the worker does.
-        judge: Gives samples other rewards and advantages than the recorded ones; it gets whole
-            prompt groups.
+        relabel: Replaces the recorded rewards and advantages; called with whole prompt groups.
     """
 
     def __init__(
@@ -68,38 +66,38 @@ class RecordedBatches:
         ranks: Ranks,
         *,
         decode: Decode | None = None,
-        judge: Relabel | None = None,
+        relabel: Relabel | None = None,
     ) -> None:
         self._ranks, self._shards = ranks, worker.plan.partitions_per_version
         self._topic = worker.plan.topic("advantage.samples")
         self._decode: Decode = decode or (
             lambda record: worker.records.fetch_arrays(worker.records.codec.decode(record.value))
         )
-        self._relabel: Relabel = judge or (lambda samples: samples)
+        self._relabel: Relabel = relabel or (lambda samples: samples)
 
     def read(
         self, reader: LogReader, steps: Sequence[TrainStepCommitted]
     ) -> Iterator[RecordedBatch]:
-        """Give this rank's share of each step. Records are read ahead within a bound of bytes, and
+        """Yield this rank's part of each step. Records are read ahead up to a number of bytes and
         decoded step by step.
 
         Raises:
             BrokerError: A record was purged; the text names it.
-            RunFailed: A record is not what was trained.
+            RunFailed: A record differs from the trained one.
         """
         begin, num_steps = 0, 1  # the first step shows how many bytes a step has
         while begin < len(steps):
-            shares = [(step, self._own_samples(step)) for step in steps[begin : begin + num_steps]]
+            parts = [(step, self._own_samples(step)) for step in steps[begin : begin + num_steps]]
             records = reader.read_at(
-                self._topic, {item.position for _, share in shares for item in share}
+                self._topic, {item.position for _, part in parts for item in part}
             )
-            begin += len(shares)
-            num_bytes = sum(len(record.value) for record in records.values()) // len(shares)
+            begin += len(parts)
+            num_bytes = sum(len(record.value) for record in records.values()) // len(parts)
             num_steps = min(max(1, MAX_BYTES_AT_ONCE // max(1, num_bytes)), MAX_STEPS_AT_ONCE)
-            for step, share in shares:
-                samples = [self._decode_sample(records.pop(item.position), item) for item in share]
+            for step, part in parts:
+                samples = [self._decode_sample(records.pop(item.position), item) for item in part]
                 yield RecordedBatch(
-                    step, self._relabel(samples), [item.micro_batch for item in share]
+                    step, self._relabel(samples), [item.micro_batch for item in part]
                 )
 
     def _own_samples(self, step: TrainStepCommitted) -> list[CommittedSample]:
@@ -109,14 +107,14 @@ class RecordedBatches:
             np.asarray(column).tolist()
             for column in (step.partitions, step.offsets, step.micro_batches)
         )
-        share = []
+        part = []
         for sample_id, rank, partition, offset, micro_batch in zip(
             step.sample_ids, ranks, *columns, strict=True
         ):
             owner = rank if same_ranks else partition % self._shards % self._ranks.size
             if owner == self._ranks.rank:
-                share.append(CommittedSample(sample_id, (partition, offset), (rank, micro_batch)))
-        return share
+                part.append(CommittedSample(sample_id, (partition, offset), (rank, micro_batch)))
+        return part
 
     def _decode_sample(self, record: Record, recorded: CommittedSample) -> LocatedSample:
         try:
@@ -129,6 +127,6 @@ class RecordedBatches:
         if sample.sample_id != recorded.sample_id:
             raise RunFailed(
                 f"{record.location} held sample {recorded.sample_id} when it was trained, and "
-                f"holds {sample.sample_id} now; was the topic made anew?"
+                f"holds {sample.sample_id} now; was the topic created again?"
             )
         return LocatedSample(sample, *recorded.position)

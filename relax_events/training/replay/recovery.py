@@ -1,9 +1,9 @@
-"""Recovery by replay: the recorded batches are read back from the log and trained again, in the
-recorded order.
+"""Recovers by replay: reads the recorded batches from the log and trains them again in recorded
+order.
 
-No rollout is generated twice, and the other roles go on meanwhile. On the CPU the weights come out
-bit for bit as they were published, which each step's recorded digest proves. A step whose update
-was skipped is skipped again.
+No rollout is generated twice, and the other roles continue. On the CPU the resulting weights equal
+the published ones bit for bit, which the digest of each step verifies. A step whose update was
+skipped is skipped again.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Replay:
         self._batches = batches or RecordedBatches(worker, ranks)
 
     def run(self, steps: Sequence[TrainStepCommitted]) -> bool:
-        """Train the steps again; return whether the resulting weights are those that the last step
-        recorded.
+        """Train the steps again; return whether the resulting weights have the digest of the last
+        step.
 
         Raises:
-            RunFailed: The steps don't follow the backend's version, or a recorded record is not
-                what was trained.
+            RunFailed: The steps don't follow the backend's version, or a record differs from the
+                trained one.
         """
         if not steps:
             return True

@@ -1,5 +1,5 @@
-"""Other rewards and advantages for recorded samples: of a rescoring, or normalised in another
-way.
+"""Replaces rewards and advantages of recorded samples: rewards of a rescoring, or advantages of
+another algorithm.
 """
 
 from __future__ import annotations
@@ -24,15 +24,13 @@ from relax_events.training.batch.assembly import LocatedSample
 
 
 def needs_new_advantages(recorded: AlgorithmConfig, wanted: AlgorithmConfig) -> bool:
-    """Tell whether the recorded advantages are not those that this algorithm would have
-    computed.
-    """
+    """Return whether this algorithm would compute other advantages than the recorded ones."""
     return _advantage_settings(recorded) != _advantage_settings(wanted)
 
 
 def _advantage_settings(algorithm: AlgorithmConfig) -> tuple[Any, ...]:
-    """Return the settings that advantages depend on; what the trainer itself does to them is not
-    among these.
+    """Return the settings that recorded advantages depend on; without the trainer's own steps, such
+    as whitening.
     """
     kl = (
         (algorithm.kl_coefficient, algorithm.kl_estimator, algorithm.old_logprobs)
@@ -42,7 +40,7 @@ def _advantage_settings(algorithm: AlgorithmConfig) -> tuple[Any, ...]:
     shaping = (
         (algorithm.overlong_ratio, algorithm.overlong_penalty) if algorithm.overlong_ratio else ()
     )
-    left_out = algorithm.truncated_samples == "drop"
+    excludes_truncated = algorithm.truncated_samples == "drop"
     critic = (
         algorithm.gamma,
         algorithm.gae_lambda,
@@ -64,7 +62,7 @@ def _advantage_settings(algorithm: AlgorithmConfig) -> tuple[Any, ...]:
         deviation,
         algorithm.reward_weights,
         algorithm.options,
-        left_out,
+        excludes_truncated,
         shaping,
         kl,
         critic,
@@ -75,13 +73,12 @@ def _advantage_settings(algorithm: AlgorithmConfig) -> tuple[Any, ...]:
 def require_recorded_teacher(
     recorded: AlgorithmConfig, wanted: AlgorithmConfig, *, run_id: str
 ) -> None:
-    """Refuse to distil from a teacher that was not asked, or not of these tokens, when the samples
-    were recorded.
+    """Reject a replay that distils from teacher log-probabilities that were not recorded.
 
     Args:
-        recorded: The source's.
-        wanted: The replay's.
-        run_id: Names the source.
+        recorded: The parent's algorithm.
+        wanted: The replay's algorithm.
+        run_id: Id of the parent.
     Raises:
         ConfigError: The records lack what the replay needs; the text says what.
     """
@@ -122,15 +119,14 @@ class RelabelledReward:
 
 
 class AdvantageRelabeller:
-    """Computes the advantages of whole prompt groups anew, from the recorded rewards or from
-    others.
+    """Computes new advantages of whole prompt groups, from recorded or new rewards.
 
     Args:
-        algorithm: Says how.
+        algorithm: The settings.
         max_new_tokens: Longest possible completion.
-        rewards: By trajectory, in place of the recorded ones; None keeps those. They come without
+        rewards: By trajectory, to replace the recorded ones; None keeps those. New rewards have no
             components.
-        scores: What these rewards are called, for errors.
+        scores: Name of the new rewards, for errors.
     """
 
     def __init__(
@@ -148,18 +144,19 @@ class AdvantageRelabeller:
         """Return the samples, in the same order, with their new rewards and advantages.
 
         Raises:
-            ConfigError: A sample has no such score, or was recorded without what the algorithm
-                needs.
+            ConfigError: A sample has no such score, or lacks an input of the algorithm.
         """
         groups: dict[str, list[SampleReady]] = {}
         for item in placed:
             groups.setdefault(item.sample.prompt_group_id, []).append(item.sample)
-        judged = {
+        relabelled = {
             sample.sample_id: sample
             for members in groups.values()
             for sample in self._relabel(members)
         }
-        return [dataclasses.replace(item, sample=judged[item.sample.sample_id]) for item in placed]
+        return [
+            dataclasses.replace(item, sample=relabelled[item.sample.sample_id]) for item in placed
+        ]
 
     def _relabel(self, members: Sequence[SampleReady]) -> list[SampleReady]:
         ordered = sorted(members, key=lambda sample: sample.key.sample_index)
@@ -168,18 +165,18 @@ class AdvantageRelabeller:
             advantages = self._estimator(rewarded)
         except RewardError as error:
             raise ConfigError(
-                f"prompt group {ordered[0].prompt_group_id} can't be judged by "
+                f"prompt group {ordered[0].prompt_group_id} can't be relabelled by "
                 f"{self._algorithm.name}: {error}"
             ) from error
         return [
             dataclasses.replace(
                 sample,
-                reward=judged.reward,
-                turn_rewards=judged.turn_rewards,
-                token_rewards=judged.token_rewards,
+                reward=relabelled.reward,
+                turn_rewards=relabelled.turn_rewards,
+                token_rewards=relabelled.token_rewards,
                 advantages=values,
             )
-            for sample, judged, values in zip(ordered, rewarded, advantages, strict=True)
+            for sample, relabelled, values in zip(ordered, rewarded, advantages, strict=True)
         ]
 
     def _build_rewarded(self, sample: SampleReady) -> RewardedSample:
@@ -222,7 +219,7 @@ def read_rewards(
     reader: LogReader, topic: str, *, num_partitions: int, codec: EventCodec
 ) -> dict[TrajectoryKey, RelabelledReward]:
     """Return the rewards on a topic of scores by trajectory; samples whose scoring failed are left
-    out. Of two the later counts.
+    out. The later of two counts.
     """
     rewards: dict[TrajectoryKey, RelabelledReward] = {}
     for record in reader.stream(

@@ -117,7 +117,7 @@ def test_advantage_of_ones_own_must_judge_every_token(monkeypatch: pytest.Monkey
     monkeypatch.setattr("relax_events.config.algorithm.find_algorithm", lambda name: spec)
     with pytest.raises(
         ConfigError,
-        match=r"its advantage must give finite numbers of shape \(1, 2\), one for each token, got shape \(1,\)",
+        match=r"its advantage must return finite numbers of shape \(1, 2\), one for each token, got shape \(1,\)",
     ):
         AdvantageEstimator(AlgorithmConfig(name="mine"), max_new_tokens=8)(
             [sample("a", 1.0, [0, 1, 1], [0.0, 0.0, 0.0])]

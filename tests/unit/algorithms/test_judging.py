@@ -105,7 +105,7 @@ def test_components_that_are_not_there_are_named() -> None:
         gdpo_advantages(GroupRewards(np.zeros(2)), normalise_std=True, reward_weights={})
     with pytest.raises(
         RewardError,
-        match=r"reward_weights names 'style', which is no component of the reward; there are form, right",
+        match=r"reward_weights names 'style', which is not a component of the reward; components are form, right",
     ):
         gdpo_advantages(
             GroupRewards(np.zeros(2), {"right": np.ones(2), "form": np.ones(2)}),
@@ -237,6 +237,6 @@ ODD = AlgorithmSpec(name="odd", summary="", formula="", source="", advantage=odd
 """)
     with pytest.raises(
         ConfigError,
-        match=rf"algorithm .*odd.py:ODD: its advantage must give 3 finite numbers, one for each sample, got .*{got}",
+        match=rf"algorithm .*odd.py:ODD: its advantage must return 3 finite numbers, one for each sample, got .*{got}",
     ):
         judge(samples([1, 2, 6]), name=f"{file}:ODD")

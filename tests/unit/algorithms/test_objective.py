@@ -338,6 +338,6 @@ FLAT = AlgorithmSpec(name="flat", policy_loss=flat, **PARTS)
     wrong = AlgorithmConfig(name=f"{file}:FLAT")
     with pytest.raises(
         ConfigError,
-        match=r"algorithm .*mine.py:FLAT: its policy loss must give one loss for each of 11 tokens, got \(\)",
+        match=r"algorithm .*mine.py:FLAT: its policy loss must return one loss for each of 11 tokens, got \(\)",
     ):
         Objective(wrong, max_new_tokens=16)(inputs(wrong))

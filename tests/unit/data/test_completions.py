@@ -1,4 +1,4 @@
-"""From the columns of a row to what is learnt from it."""
+"""Columns of a row are read as prompt and completions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def row_of(tmp_path: Path, columns: dict[str, Any], **keys: Any) -> PromptRow:
     return open_source(DataConfig.model_validate({"source": f"jsonl:{path}"} | keys), seed=0).row(0)
 
 
-def told(row: PromptRow) -> tuple[list[str], list[list[str]], str]:
+def read_texts(row: PromptRow) -> tuple[list[str], list[list[str]], str]:
     return (
         [message.text for message in row.messages],
         [[message.text for message in one] for one in row.completions],
@@ -41,7 +41,7 @@ def test_single_message_to_learn_is_the_answer(tmp_path: Path, completion: Any) 
         {"prompt": "hi", "completion": completion, "level": 1},
         completion_key="completion",
     )
-    assert told(row) == (["hi"], [], "yo")
+    assert read_texts(row) == (["hi"], [], "yo")
     assert row.metadata == '{"level":1}'
 
 
@@ -52,7 +52,7 @@ def test_completion_stands_beside_a_reference_answer_of_its_own(tmp_path: Path) 
         completion_key="completion",
         answer_key="answer",
     )
-    assert told(row) == (["hi"], [["so: yo"]], "yo")
+    assert read_texts(row) == (["hi"], [["so: yo"]], "yo")
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_conversation_is_cut_before_what_is_learnt(
         conversation_key="messages",
         train_on=train_on,
     )
-    assert told(row) == expected
+    assert read_texts(row) == expected
     assert row.metadata == "{}"
 
 
@@ -86,13 +86,13 @@ def test_pair_brings_chosen_first_and_the_prompt_once(
     tmp_path: Path, columns: dict[str, Any], keys: dict[str, Any]
 ) -> None:
     row = row_of(tmp_path, columns, chosen_key="chosen", rejected_key="rejected", **keys)
-    assert told(row) == (["hi"], [["yo"], ["no"]], "")
+    assert read_texts(row) == (["hi"], [["yo"], ["no"]], "")
 
 
 def test_prompt_of_a_pair_reaches_to_where_the_answers_part(tmp_path: Path) -> None:
     columns = {"c": [USER, BOT, MORE, END], "r": [USER, BOT, MORE, OTHER]}
     row = row_of(tmp_path, columns, prompt_key="", chosen_key="c", rejected_key="r")
-    assert told(row) == (["hi", "yo", "and?"], [["bye"], ["no"]], "")
+    assert read_texts(row) == (["hi", "yo", "and?"], [["bye"], ["no"]], "")
     early = row_of(
         tmp_path,
         {"c": [USER, BOT, MORE, END], "r": [USER, BOT, USER, OTHER]},
@@ -100,7 +100,7 @@ def test_prompt_of_a_pair_reaches_to_where_the_answers_part(tmp_path: Path) -> N
         chosen_key="c",
         rejected_key="r",
     )
-    assert told(early) == (["hi"], [["yo", "and?", "bye"], ["yo", "hi", "no"]], "")
+    assert read_texts(early) == (["hi"], [["yo", "and?", "bye"], ["yo", "hi", "no"]], "")
 
 
 @pytest.mark.parametrize(
@@ -109,14 +109,14 @@ def test_prompt_of_a_pair_reaches_to_where_the_answers_part(tmp_path: Path) -> N
         (
             {"m": [USER, BOT, MORE]},
             {"conversation_key": "m"},
-            "m: what is learnt must begin and end with a message of role 'assistant', got 'user'",
+            "m: a completion must begin and end with a message of role 'assistant', got 'user'",
         ),
         (
             {"m": [BOT]},
             {"conversation_key": "m"},
-            "m begins with an assistant message; something must stand before what is learnt",
+            "m begins with an assistant message; the prompt must have at least one message before it",
         ),
-        ({"m": "hi"}, {"conversation_key": "m"}, "m: what is learnt must begin and end"),
+        ({"m": "hi"}, {"conversation_key": "m"}, "m: a completion must begin and end"),
         (
             {"prompt": "hi", "c": ""},
             {"completion_key": "c"},
@@ -131,17 +131,17 @@ def test_prompt_of_a_pair_reaches_to_where_the_answers_part(tmp_path: Path) -> N
         (
             {"prompt": "hi", "c": "yo", "r": "yo"},
             {"chosen_key": "c", "rejected_key": "r"},
-            "has the same answer as chosen and as rejected",
+            "has the same completion as chosen and rejected",
         ),
         (
             {"c": [BOT], "r": [OTHER]},
             {"prompt_key": "", "chosen_key": "c", "rejected_key": "r"},
-            "chosen and rejected begin with nothing that they",
+            "chosen and rejected have no common prefix",
         ),
         (
             {"prompt": "ho", "c": [USER, BOT], "r": "no"},
             {"chosen_key": "c", "rejected_key": "r"},
-            "chosen: what is learnt must begin",
+            "chosen: a completion must begin",
         ),
     ],
 )

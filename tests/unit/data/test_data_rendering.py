@@ -70,7 +70,7 @@ def test_renderer_refuses_a_folder_that_is_missing_or_empty(tmp_path: Path) -> N
         match=r"nowhere does not exist; set model.path, or make the folder with: relax models prepare",
     ):
         PromptRenderer.from_folder(tmp_path / "nowhere", CHAT)
-    with pytest.raises(ConfigError, match=r"holds no usable tokenizer"):
+    with pytest.raises(ConfigError, match=r"has no usable tokenizer"):
         PromptRenderer.from_folder(tmp_path, CHAT)
 
 
@@ -79,7 +79,7 @@ def test_renderer_refuses_a_chat_template_that_is_not_there() -> None:
     tokenizer.chat_template = None
     with pytest.raises(
         ConfigError,
-        match=r"has no chat template; take one that has, or set data.chat_template = false",
+        match=r"has no chat template; use one that has, or set data.chat_template = false",
     ):
         PromptRenderer(tokenizer, CHAT)
     assert PromptRenderer(tokenizer, RAW).stop_token_ids == (tokenizer.eos_token_id,)
@@ -194,14 +194,14 @@ def test_renderer_names_the_conversation_that_the_template_refuses(
         folder, DataConfig(source="jsonl:x", chat_template_file=tmp_path / "strict.jinja")
     )
     with pytest.raises(
-        PoisonSample, match="the chat template refuses the conversation: no system role"
+        PoisonSample, match="the chat template rejects the conversation: no system role"
     ):
         renderer.prompt_tokens(TALK)
 
 
 def test_renderer_refuses_a_template_file_that_is_none(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "broken.jinja").write_text("{% if %}")
-    with pytest.raises(ConfigError, match=r"is no Jinja template: .*; set data.chat_template_file"):
+    with pytest.raises(ConfigError, match=r"is not a Jinja template: .*; set data.chat_template_file"):
         PromptRenderer.from_folder(
             folder, DataConfig(source="jsonl:x", chat_template_file=tmp_path / "broken.jinja")
         )

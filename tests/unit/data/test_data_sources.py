@@ -206,7 +206,7 @@ def test_jsonl_refuses_a_file_of_which_a_few_bytes_would_fill_the_disk(
     text: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("relax_events.data.jsonl.FREE_BYTES", 2**20)
+    monkeypatch.setattr("relax_events.data.jsonl.MIN_CHECKED_BYTES", 2**20)
     path = tmp_path / f"rows.jsonl.{suffix}"
     with pa.CompressedOutputStream(
         pa.OSFile(str(path), "wb"), {"gz": "gzip", "zst": "zstd", "bz2": "bz2"}[suffix]

@@ -15,7 +15,7 @@ from relax_events.errors import WeightsError
 from relax_events.events.parts import WorkerState
 from relax_events.events.types import MetricsReported
 from relax_events.roles import engine_monitor as engine_watch
-from relax_events.roles.engine_monitor import EngineWatch
+from relax_events.roles.engine_monitor import EngineMonitor
 from relax_events.runtime.heartbeat import REPORT_EVERY_HEARTBEATS, Heartbeat
 from relax_events.telemetry.metrics import WorkerMetrics
 
@@ -41,7 +41,7 @@ class Watched:
             config=config,
             lifecycle=SimpleNamespace(on_heartbeat=looks.append),
         )
-        self.watch = EngineWatch(cast("Any", worker), cast("Engine", self.engine))
+        self.watch = EngineMonitor(cast("Any", worker), cast("Engine", self.engine))
         self._heartbeat, self._looks = heartbeat, looks
 
     def _send(self, event: Any) -> None:
@@ -49,7 +49,7 @@ class Watched:
             self.reports.append(dict(event.values))
 
     def does(self, activity: Any, *, seconds: float, error: Exception | None = None) -> None:
-        with self.watch.doing(activity):
+        with self.watch.activity(activity):
             self.now += seconds
             if error is not None:
                 raise error

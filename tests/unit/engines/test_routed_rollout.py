@@ -24,7 +24,7 @@ from routed_samples import chosen_by, routed_logprobs
 from relax_events.engines.protocol import GeneratedSample, GenerationRequest
 from relax_events.engines.transformers.engine import TransformersEngine
 from relax_events.errors import ConfigError, PoisonSample
-from relax_events.roles.sample_event import recorded_experts
+from relax_events.roles.sample_event import select_routed_experts
 
 FAMILY = "qwen3_moe"
 
@@ -145,9 +145,9 @@ def test_experts_are_recorded_only_where_they_are_replayed(make_run_config: Any)
         make_run_config(model={"routing_replay": "rollout"}),
         np.zeros((4, 2, 2), np.uint8),
     )
-    assert recorded_experts(generated(routed_experts=experts), asking, num_tokens=5) is experts
+    assert select_routed_experts(generated(routed_experts=experts), asking, num_tokens=5) is experts
     assert (
-        recorded_experts(generated(routed_experts=experts), make_run_config(), num_tokens=5) is None
+        select_routed_experts(generated(routed_experts=experts), make_run_config(), num_tokens=5) is None
     )
 
 
@@ -159,7 +159,7 @@ def test_engine_that_does_not_tell_of_experts_is_refused_with_what_to_do(
 ) -> None:
     need = rf"needs the experts that 4 tokens of sample 000000-0000-0/0 .* gave {got}; take another engine, or routing_replay = 'none'"
     with pytest.raises(ConfigError, match=need):
-        recorded_experts(
+        select_routed_experts(
             generated(routed_experts=experts),
             make_run_config(model={"routing_replay": "rollout"}),
             num_tokens=5,

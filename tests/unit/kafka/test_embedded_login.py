@@ -85,7 +85,7 @@ def test_tools_of_an_open_broker_need_its_address_alone_and_of_a_secured_one_a_p
     assert secured.password_file is None
     with pytest.raises(
         ConfigError,
-        match=r"lets in the principals of /etc/relax, each with a password of its own there; see docs/how-to/secure",
+        match=r"accepts the principals of /etc/relax, each with its own password there; see docs/how-to/secure",
     ):
         build_client_properties(secured, form="java")
 

@@ -22,7 +22,7 @@ from relax_events.events.parts import (
 )
 from relax_events.objects import ObjectStore
 from relax_events.roles.handover import PREFIX, Partials
-from relax_events.roles.inflight_group import GroupInWork
+from relax_events.roles.inflight_group import InflightGroup
 
 GROUP = "000003-0001-0"
 
@@ -83,7 +83,7 @@ def test_what_was_generated_is_found_again_and_goes_once_it_is_written(
 
 def test_prompt_group_goes_on_with_it_on_weights_that_are_as_new(partials: Partials) -> None:
     partials.keep(GROUP, BEGUN)
-    group = GroupInWork([], issued(GROUP, of=4), np.zeros(1, np.int32))
+    group = InflightGroup([], issued(GROUP, of=4), np.zeros(1, np.int32))
     group.resume(partials.find(GROUP, num_samples=4))
     assert ([done.sample_id for done in group.samples], sorted(group.partials)) == (
         [f"{GROUP}/0"],

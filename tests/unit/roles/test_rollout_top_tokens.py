@@ -9,7 +9,7 @@ import pytest
 from engine_requests import generated
 
 from relax_events.errors import ConfigError
-from relax_events.roles.sample_event import recorded_top_tokens
+from relax_events.roles.sample_event import select_top_tokens
 
 WANTED = {"distill_coefficient": 1.0, "distill_tokens": "student_topk", "distill_top_k": 3}
 
@@ -17,8 +17,8 @@ WANTED = {"distill_coefficient": 1.0, "distill_tokens": "student_topk", "distill
 def test_top_tokens_are_recorded_only_where_the_loss_compares_them(make_run_config: Any) -> None:
     top = np.array([[5, 9, 1], [6, 2, 3]], np.int32)
     asking = make_run_config(algorithm=WANTED, teacher={"model_path": "teacher"})
-    assert recorded_top_tokens(generated(top_tokens=top), asking) is top
-    assert recorded_top_tokens(generated(top_tokens=top), make_run_config()) is None
+    assert select_top_tokens(generated(top_tokens=top), asking) is top
+    assert select_top_tokens(generated(top_tokens=top), make_run_config()) is None
 
 
 @pytest.mark.parametrize(
@@ -32,4 +32,4 @@ def test_engine_that_gives_no_top_tokens_is_refused_with_what_to_do(
         ConfigError,
         match=rf"'student_topk' needs 3 most probable tokens .* gave {got}; take another engine, or distill_tokens = 'teac",
     ):
-        recorded_top_tokens(generated(top_tokens=top), asking)
+        select_top_tokens(generated(top_tokens=top), asking)

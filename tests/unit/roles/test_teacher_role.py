@@ -18,7 +18,7 @@ from relax_events.errors import ConfigError
 from relax_events.events.types import LogprobsComputed, SampleRolledOut
 from relax_events.training.backend.protocol import SampleScores
 from tests.unit.trainer_samples import plain_logprobs, plain_model, tiny_model
-from workers.teacher import Teaching, open_teacher
+from workers.teacher import TeacherScorer, open_teacher
 
 TOP = {"distill_placement": "loss", "distill_top_k": 2}
 
@@ -56,7 +56,7 @@ def worker_of(config: Any) -> Any:
 
 def taught(config: Any) -> tuple[Scripted, list[LogprobsComputed]]:
     scorer = Scripted()
-    records: Any = Teaching(worker_of(config), scorer)(
+    records: Any = TeacherScorer(worker_of(config), scorer)(
         [event_samples.rolled_out(index=0), event_samples.rolled_out(index=1)]
     )  # type: ignore[arg-type]
     assert [topic for topic, _ in records] == ["teacher.logprobs"] * 2

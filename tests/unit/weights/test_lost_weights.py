@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from relax_events.errors import WeightsError
 from relax_events.events.parts import Outcome
 from relax_events.events.types import LogprobsComputed, PolicyVersionPublished, SampleRolledOut
-from relax_events.roles.logprob_processor import Evaluating
+from relax_events.roles.logprob_processor import LogprobScorer
 from relax_events.telemetry.metrics import WorkerMetrics
 from relax_events.weights.manifest import Weights
 from workers.actor_forward import LOST_SECONDS, VersionedWeights
@@ -77,7 +77,7 @@ def test_lost_version_ends_its_own_prompt_groups_and_others_are_evaluated() -> N
     versions = VersionedWeights(worker, Scorer(), transport, clock=lambda: now[0])  # type: ignore[arg-type]
     for version in (1, 2, 3):
         versions.apply(published(version))
-    evaluate = Evaluating(
+    evaluate = LogprobScorer(
         worker, Scorer(), model_role="actor", topic="actor.logprobs", use_version=versions.use
     )
     samples = [

@@ -145,7 +145,7 @@ def test_changes_are_positions_and_values() -> None:
 
 
 def test_changed_version_is_small_and_every_so_often_one_is_whole(store: ObjectStore) -> None:
-    announced = published(StoreReader(store, full_snapshot_interval=4), versions(9))
+    announced = published(StorePublisher(store, full_snapshot_interval=4), versions(9))
     sizes = [
         sum(file.num_bytes for file in WeightManifest.from_json(store.get(one.artifact)).files)
         for one in announced
@@ -168,7 +168,7 @@ def test_versions_can_be_fetched_in_any_order(
 ) -> None:
     weights = versions(9)
     announced = published(
-        StoreReader(store, full_snapshot_interval=full_snapshot_interval), weights
+        StorePublisher(store, full_snapshot_interval=full_snapshot_interval), weights
     )
     reader = StoreReader(store, full_snapshot_interval=full_snapshot_interval)
     for version in order:
@@ -179,7 +179,7 @@ def test_versions_can_be_fetched_in_any_order(
 
 
 def test_follower_reads_changes_alone(store: ObjectStore) -> None:
-    announced = published(StoreReader(store, full_snapshot_interval=100), versions(4))
+    announced = published(StorePublisher(store, full_snapshot_interval=100), versions(4))
     follower = StoreReader(store, full_snapshot_interval=100)
     follower.fetch(announced[2])
     delete_weights(store, 0, 1, 2)
@@ -192,7 +192,7 @@ def test_changes_made_to_what_somebody_has_altered_are_found_out_and_read_anew(
     store: ObjectStore,
 ) -> None:
     weights = versions(3)
-    announced = published(StoreReader(store, full_snapshot_interval=100), weights)
+    announced = published(StorePublisher(store, full_snapshot_interval=100), weights)
     reader = StoreReader(store, full_snapshot_interval=100)
     fetched = reader.fetch(announced[1])
     fetched.tensors["norm"][0] = 3.0  # an engine that trains on its weights

@@ -1,4 +1,4 @@
-"""Judges of prompts: lengths, pass rates, a function of the user's."""
+"""Prompt filters: length, pass rate, a user function."""
 
 from __future__ import annotations
 
@@ -52,40 +52,40 @@ def hook_file(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("text", "verdict"), [("ab", "too_short"), ("abc", 0.0), ("abcde", 0.0), ("abcdef", "too_long")]
+    ("text", "expected"), [("ab", "too_short"), ("abc", 0.0), ("abcde", 0.0), ("abcdef", "too_long")]
 )
-def test_length_judge_counts_tokens(text: str, verdict: FilterResult) -> None:
+def test_length_filter_counts_tokens(text: str, expected: FilterResult) -> None:
     # A tokenizer of bytes alone: as many tokens as letters.
     renderer = PromptRenderer(
         train_tokenizer(["x"], vocab_size=256), DataConfig(source="jsonl:x", chat_template=False)
     )
-    judge = LengthFilter(renderer, min_tokens=3, max_tokens=5)
-    assert judge(row_of(text), mean_rewards=(), train_step=0) == verdict
+    prompt_filter = LengthFilter(renderer, min_tokens=3, max_tokens=5)
+    assert prompt_filter(row_of(text), mean_rewards=(), train_step=0) == expected
 
 
 @pytest.mark.parametrize(
-    ("answer", "verdict"), [("abc", 0.0), ("abcd", "answer_too_long"), ("", "answer_refused")]
+    ("answer", "expected"), [("abc", 0.0), ("abcd", "answer_too_long"), ("", "answer_refused")]
 )
-def test_length_judge_counts_the_answer_with_its_stop_token(answer: str, verdict: FilterResult) -> None:
+def test_length_filter_counts_the_answer_with_its_stop_token(answer: str, expected: FilterResult) -> None:
     renderer = PromptRenderer(
         train_tokenizer(["x"], vocab_size=256), DataConfig(source="jsonl:x", chat_template=False)
     )
-    judge = LengthFilter(renderer, min_tokens=0, max_tokens=0, max_sample_tokens=6)
+    prompt_filter = LengthFilter(renderer, min_tokens=0, max_tokens=0, max_sample_tokens=6)
     row = PromptRow([ChatMessage.of_text("user", "ab")], answer)
-    assert judge(row, mean_rewards=(), train_step=0) == verdict
+    assert prompt_filter(row, mean_rewards=(), train_step=0) == expected
 
 
-def test_length_judge_passes_over_what_the_template_refuses() -> None:
+def test_length_filter_skips_what_the_template_rejects() -> None:
     tokenizer = train_tokenizer(["x"])
     tokenizer.chat_template = "{{ raise_exception('no') }}"
-    judge = LengthFilter(
+    prompt_filter = LengthFilter(
         PromptRenderer(tokenizer, DataConfig(source="jsonl:x")), min_tokens=1, max_tokens=0
     )
-    assert judge(row_of("hi"), mean_rewards=(), train_step=0) == "refused_by_template"
+    assert prompt_filter(row_of("hi"), mean_rewards=(), train_step=0) == "refused_by_template"
 
 
 @pytest.mark.parametrize(
-    ("mean_rewards", "verdict"),
+    ("mean_rewards", "expected"),
     [
         ((), 0.0),
         ((0.1,), 0.0),
@@ -94,16 +94,16 @@ def test_length_judge_passes_over_what_the_template_refuses() -> None:
         ((0.5, 0.95), "pass_rate_too_high"),
     ],
 )
-def test_pass_rate_judge_looks_at_the_newest_mean_reward(
-    mean_rewards: tuple[float, ...], verdict: FilterResult
+def test_pass_rate_filter_reads_the_newest_mean_reward(
+    mean_rewards: tuple[float, ...], expected: FilterResult
 ) -> None:
-    assert PassRateFilter(0.1, 0.9)(row_of("p"), mean_rewards=mean_rewards, train_step=3) == verdict
+    assert PassRateFilter(0.1, 0.9)(row_of("p"), mean_rewards=mean_rewards, train_step=3) == expected
 
 
-def test_hook_gives_a_place_in_the_order_or_drops_the_row(hook_file: Path) -> None:
-    judge = FunctionFilter(f"{hook_file}:level")
-    assert judge(row_of("p", '{"level": 2}'), mean_rewards=(), train_step=0) == 2.0
-    assert judge(row_of("p"), mean_rewards=(), train_step=0) == "prompt_filter"
+def test_function_ranks_or_skips_a_row(hook_file: Path) -> None:
+    prompt_filter = FunctionFilter(f"{hook_file}:level")
+    assert prompt_filter(row_of("p", '{"level": 2}'), mean_rewards=(), train_step=0) == 2.0
+    assert prompt_filter(row_of("p"), mean_rewards=(), train_step=0) == "prompt_filter"
     easy = FunctionFilter(f"{hook_file}:easy")
     assert [
         easy(row_of("p"), mean_rewards=rewards, train_step=0)
@@ -111,7 +111,7 @@ def test_hook_gives_a_place_in_the_order_or_drops_the_row(hook_file: Path) -> No
     ] == [0.0, 0.0, "prompt_filter"]
 
 
-def test_hook_is_told_all_that_it_may_look_at(hook_file: Path) -> None:
+def test_function_gets_answer_metadata_rewards_and_step(hook_file: Path) -> None:
     assert (
         FunctionFilter(f"{hook_file}:facts")(
             row_of("abc"), mean_rewards=(0.5, 1.0, 0.0, 0.0), train_step=7
@@ -120,14 +120,14 @@ def test_hook_is_told_all_that_it_may_look_at(hook_file: Path) -> None:
     )
 
 
-def test_hook_that_fails_is_named_with_the_prompt(hook_file: Path) -> None:
+def test_function_that_fails_is_named_with_the_prompt(hook_file: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"hooks.py:broken failed with KeyError: 'no level' on prompt 'why\?'"
     ):
         FunctionFilter(f"{hook_file}:broken")(row_of("why?"), mean_rewards=(), train_step=0)
     with pytest.raises(
         ConfigError,
-        match=r"hooks.py:words gave 'later' for prompt 'why\?'; it must give a number, True, False or None",
+        match=r"hooks.py:words returned 'later' for prompt 'why\?'; it must return a number, True, False or None",
     ):
         FunctionFilter(f"{hook_file}:words")(row_of("why?"), mean_rewards=(), train_step=0)
     with pytest.raises(ConfigError, match=r"data.prompt_filter = .*nowhere.py does not exist"):
@@ -141,14 +141,14 @@ def test_history_keeps_mean_rewards_in_order() -> None:
     assert (list(history[DatasetRow(0, 3)]), list(history[DatasetRow(1, 3)])) == ([0.25, 0.5], [])
 
 
-def test_judges_are_those_that_the_run_file_asks_for(hook_file: Path) -> None:
+def test_filters_are_those_of_the_run_file(hook_file: Path) -> None:
     renderer = PromptRenderer(
         train_tokenizer(["x"]), DataConfig(source="jsonl:x", chat_template=False)
     )
     every = DataConfig(
         source="jsonl:x", max_prompt_tokens=3, pass_rate_range=(0.1, 0.9), prompt_filter=f"{hook_file}:level"
     )
-    assert [type(judge) for judge in build_filters(every, renderer=renderer)] == [
+    assert [type(prompt_filter) for prompt_filter in build_filters(every, renderer=renderer)] == [
         LengthFilter,
         PassRateFilter,
         FunctionFilter,

@@ -1,4 +1,4 @@
-"""Each row is taken once, whatever the order that a hook gives and wherever a prompter dies."""
+"""Each row is used once, for any ranking by a filter and any crash of the prompter."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ SIZES = st.integers(min_value=1, max_value=60)
 class Numbers:
     """A source whose rows answer their own number."""
 
-    rows: int
-    unfit: InvalidRows = field(default_factory=lambda: InvalidRows("data"))
+    num_rows: int
+    invalid_rows: InvalidRows = field(default_factory=lambda: InvalidRows("data"))
 
     def row(self, index: int) -> PromptRow:
         return PromptRow([], str(index))
@@ -35,7 +35,7 @@ def stream_of(rows: int) -> PromptStream:
 
 
 def backwards(row: PromptRow, *, mean_rewards: Sequence[float], train_step: int) -> FilterResult:
-    """Put high numbers first, and pass over every fifth row."""
+    """Put high numbers first, and skip every fifth row."""
     number = int(row.answer)
     return "fifth" if number % 5 == 4 else float(-number)
 
@@ -49,11 +49,11 @@ def everything(choices: Sequence[SelectedRow]) -> list[int]:
     first=st.integers(min_value=0, max_value=50),
     counts=st.lists(st.integers(min_value=0, max_value=20), max_size=6),
 )
-def test_rows_come_in_the_order_of_the_stream_without_judges(
+def test_rows_come_in_the_order_of_the_stream_without_filters(
     rows: int, first: int, counts: list[int]
 ) -> None:
-    chooser = PromptSampler(stream_of(rows), first_row=first)
-    taken = [choice for count in counts for choice in chooser.next_rows(count, train_step=0)]
+    sampler = PromptSampler(stream_of(rows), first_row=first)
+    taken = [choice for count in counts for choice in sampler.next_rows(count, train_step=0)]
     assert taken == [SelectedRow(row) for row in range(first, first + sum(counts))]
 
 
@@ -62,11 +62,11 @@ def test_rows_come_in_the_order_of_the_stream_without_judges(
     block_rows=BLOCKS,
     counts=st.lists(st.integers(min_value=1, max_value=10), min_size=1, max_size=6),
 )
-def test_hook_orders_within_blocks_and_every_row_is_taken_or_passed_over_once(
+def test_filter_orders_within_blocks_and_every_row_is_issued_or_skipped_once(
     rows: int, block_rows: int, counts: list[int]
 ) -> None:
-    chooser = PromptSampler(stream_of(rows), [backwards], block_rows=block_rows)
-    choices = [choice for count in counts for choice in chooser.next_rows(count, train_step=0)]
+    sampler = PromptSampler(stream_of(rows), [backwards], block_rows=block_rows)
+    choices = [choice for count in counts for choice in sampler.next_rows(count, train_step=0)]
     expected = []
     block = 0
     while len(expected) < len(choices):
@@ -92,18 +92,18 @@ def test_hook_orders_within_blocks_and_every_row_is_taken_or_passed_over_once(
     block_rows=BLOCKS,
     before=st.integers(min_value=0, max_value=40),
     lost=st.sets(st.integers(min_value=0, max_value=7), max_size=7),
-    judged=st.booleans(),
+    filtered=st.booleans(),
 )
-def test_prompter_that_starts_again_loses_no_row_and_takes_none_twice(
-    block_rows: int, before: int, lost: set[int], judged: bool
+def test_restarted_prompter_loses_no_row_and_repeats_none(
+    block_rows: int, before: int, lost: set[int], filtered: bool
 ) -> None:
-    judges: list[PromptFilter] = [backwards] if judged else []
-    first = PromptSampler(stream_of(1000), judges, block_rows=block_rows)
+    filters: list[PromptFilter] = [backwards] if filtered else []
+    first = PromptSampler(stream_of(1000), filters, block_rows=block_rows)
     written = first.next_rows(before, train_step=0)
     written += [
         choice for place, choice in enumerate(first.next_rows(8, train_step=1)) if place not in lost
     ]
-    second = PromptSampler(stream_of(1000), judges, block_rows=block_rows)
+    second = PromptSampler(stream_of(1000), filters, block_rows=block_rows)
     for choice in written:
         for row in (choice.row, *choice.skipped):
             second.mark_used(row)
@@ -112,19 +112,19 @@ def test_prompter_that_starts_again_loses_no_row_and_takes_none_twice(
     assert len(known) == len(set(known))
     done = min(second.floor, 1000)
     assert set(range(done)) <= set(known)
-    alone = PromptSampler(stream_of(1000), judges, block_rows=block_rows).next_rows(
+    alone = PromptSampler(stream_of(1000), filters, block_rows=block_rows).next_rows(
         len(written) + 60, train_step=1
     )
     if not lost:
         assert [choice.row for choice in [*written, *resumed]] == [choice.row for choice in alone]
 
 
-def test_rewards_of_the_past_decide_about_rows_that_come_round_again() -> None:
-    chooser = PromptSampler(stream_of(4), [PassRateFilter(0.1, 0.9)])
-    assert [choice.row for choice in chooser.next_rows(4, train_step=0)] == [0, 1, 2, 3]
+def test_earlier_rewards_filter_rows_in_the_next_epoch() -> None:
+    sampler = PromptSampler(stream_of(4), [PassRateFilter(0.1, 0.9)])
+    assert [choice.row for choice in sampler.next_rows(4, train_step=0)] == [0, 1, 2, 3]
     for row, reward in enumerate((0.5, 0.0, 1.0, 0.9)):
-        chooser.add_reward(row, reward)
-    (first, second) = chooser.next_rows(2, train_step=1)
+        sampler.add_reward(row, reward)
+    (first, second) = sampler.next_rows(2, train_step=1)
     assert (first.row, dict(first.skipped)) == (4, {})
     assert (second.row, dict(second.skipped)) == (
         7,
@@ -133,21 +133,21 @@ def test_rewards_of_the_past_decide_about_rows_that_come_round_again() -> None:
 
 
 @pytest.mark.parametrize(("block_rows", "floor", "rows"), [(1, 7, [7, 9, 10]), (4, 9, [9, 10, 11])])
-def test_rows_that_the_log_tells_no_more_are_never_taken(
+def test_rows_deleted_from_the_log_are_never_issued(
     block_rows: int, floor: int, rows: list[int]
 ) -> None:
-    chooser = PromptSampler(stream_of(10), block_rows=block_rows)
+    sampler = PromptSampler(stream_of(10), block_rows=block_rows)
     for row in (3, 5, 6, 8):
-        chooser.mark_used(row)
-    chooser.skip_to_block_of(5)
-    assert chooser.floor == floor
-    assert [choice.row for choice in chooser.next_rows(3, train_step=0)] == rows
+        sampler.mark_used(row)
+    sampler.skip_to_block_of(5)
+    assert sampler.floor == floor
+    assert [choice.row for choice in sampler.next_rows(3, train_step=0)] == rows
 
 
-def test_judges_that_pass_over_everything_end_the_search() -> None:
-    chooser = PromptSampler(stream_of(3), [lambda row, *, mean_rewards, train_step: "never"])
+def test_filters_that_skip_everything_fail() -> None:
+    sampler = PromptSampler(stream_of(3), [lambda row, *, mean_rewards, train_step: "never"])
     with pytest.raises(
         ConfigError,
-        match=r"7 prompts in a row were passed over \(never\); widen data.min_prompt_tokens",
+        match=r"7 prompts in a row were skipped \(never\); widen data.min_prompt_tokens",
     ):
-        chooser.next_rows(1, train_step=0)
+        sampler.next_rows(1, train_step=0)

@@ -1,0 +1,82 @@
+"""Opens the engines of roles that generate: plain, or with the run's environment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Protocol, runtime_checkable
+
+from relax_events.config import RunConfig
+from relax_events.data.rendering import PromptRenderer
+from relax_events.engines.protocol import Engine
+from relax_events.media.library import MediaLibrary
+from relax_events.objects.version_objects import build_version_folder
+from relax_events.plugins import ENGINES, find_plugin
+from relax_events.telemetry.component_metrics import RoutingMetrics
+
+
+@runtime_checkable
+class RoutingMetricsReceiver(Protocol):
+    """An engine that spreads requests over replicas and counts them."""
+
+    def set_metrics(self, metrics: RoutingMetrics) -> None:
+        """Report to these metrics from now on."""
+
+
+def open_engine(config: RunConfig, *, name: str, metrics: RoutingMetrics) -> Engine:
+    """Load an engine with the settings of the section `engine`; it reports to the worker's
+    metrics.
+
+    Raises:
+        ConfigError: No engine of that name is installed.
+    """
+    plugin = find_plugin(ENGINES, name, what=f"engine.name = {name!r}")
+    engine: Engine = plugin.load()(config.model.path, config=config.engine, model=config.model)
+    if isinstance(engine, RoutingMetricsReceiver):
+        engine.set_metrics(metrics)
+    return engine
+
+
+def open_rollout_engine(
+    config: RunConfig,
+    *,
+    name: str,
+    metrics: RoutingMetrics,
+    newest_version: Callable[[], int] | None = None,
+) -> Engine:
+    """Load the engine that generates samples, with the run's environment around it where it has
+    one.
+
+    Args:
+        config: The run.
+        name: Of the engine.
+        metrics: What the engine counts goes here.
+        newest_version: Gives the newest version: media of the environment are stored with its
+            objects.
+    Raises:
+        ConfigError: As `open_engine`, or the environment can't be loaded.
+    """
+    if not config.environment.function:
+        return open_engine(config, name=name, metrics=metrics)
+    from relax_events.environments.episodes import (
+        MultiTurnEngine,  # which loads torch, as an engine of this machine does
+    )
+    from relax_events.environments.pool import EnvironmentPool
+
+    with ExitStack() as on_failure:
+        folder = (
+            (lambda: build_version_folder(max(newest_version(), 0)))
+            if newest_version
+            else lambda: ""
+        )
+        pool = EnvironmentPool(config, libraries=lambda: MediaLibrary(config, folder=folder))
+        on_failure.callback(pool.close)
+        renderer = PromptRenderer.from_folder(
+            config.model.path, config.data, media=config.model.media
+        )
+        engine = open_engine(config, name=name, metrics=metrics)
+        episodes = MultiTurnEngine(
+            engine, pool, config=config, renderer=renderer, library=MediaLibrary(config)
+        )
+        on_failure.pop_all()
+    return episodes

@@ -1,0 +1,130 @@
+"""Takes leased prompt groups in: decodes and checks the record, renders the prompt, resumes kept
+samples, and fails the prompt groups that can't be generated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from relax_events.data.rendering import PromptRenderer
+from relax_events.data.sft_targets import tokenize_group_targets
+from relax_events.errors import CorruptRecord, PoisonSample
+from relax_events.events.parts import Outcome
+from relax_events.events.types import PromptGroupIssued
+from relax_events.kafka.group_leases import ConsumerGroupLeases
+from relax_events.kafka.leases import (
+    DEFAULT_DELIVERY_LIMIT,
+    Lease,
+    LeaseSource,
+    read_delivery_limit,
+)
+from relax_events.kafka.records import Record
+from relax_events.kafka.share_leases import ShareGroupLeases
+from relax_events.objects.roots import list_message_media
+from relax_events.roles.handover import Partials
+from relax_events.roles.inflight_group import InflightGroup
+from relax_events.roles.media_prefetch import MediaPrefetcher
+from relax_events.runtime.validation import check_issued
+from relax_events.runtime.worker import Worker
+
+MAX_DELIVERIES = 8
+DELIVERY_MARGIN = 2
+"""The broker drops a record silently at its delivery limit, so the worker gives it up earlier."""
+
+
+class PromptIntake:
+    """Opens the queue of prompt groups, and turns leases into prompt groups in flight."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        renderer: PromptRenderer,
+        *,
+        partials: Partials,
+        prefetcher: MediaPrefetcher,
+    ) -> None:
+        self._worker, self._config, self._renderer = worker, worker.config, renderer
+        self._partials, self._prefetcher = partials, prefetcher
+        self.max_deliveries = MAX_DELIVERIES
+
+    def open_leases(self, on_lease: Callable[[Lease], None]) -> LeaseSource:
+        """Open the queue of prompt groups; `on_lease` is called from other threads."""
+        kind: Any = (
+            ShareGroupLeases
+            if self._config.broker.prompt_queue == "share_group"
+            else ConsumerGroupLeases
+        )
+        plan = self._worker.plan
+        if kind is ShareGroupLeases:
+            limit = read_delivery_limit(self._worker.connection, plan.consumer_group("rollout"))
+            self.max_deliveries = (
+                limit if limit <= DEFAULT_DELIVERY_LIMIT else limit - DELIVERY_MARGIN
+            )
+        source: LeaseSource = kind(
+            self._worker.connection,
+            group=plan.consumer_group("rollout"),
+            topic=plan.topic("prompt.groups"),
+            lanes=self._config.num_lanes,
+            on_lease=on_lease,
+        )
+        return source
+
+    def render(self, lease: Lease, issued: PromptGroupIssued) -> InflightGroup:
+        """Render a prompt and begin to fetch its media; resume samples that another worker kept.
+
+        Raises:
+            PoisonSample, ValueError: The prompt can't be rendered.
+        """
+        answers = (
+            ()
+            if self._config.algorithm.has_rewards
+            else tokenize_group_targets(issued, renderer=self._renderer)
+        )
+        prompt_tokens = self._renderer.prompt_tokens(issued.messages, tools=issued.tools)
+        group = InflightGroup([lease], issued, prompt_tokens, answers)
+        if (
+            lease.delivery_count > 1 or self._config.broker.prompt_queue == "consumer_group"
+        ):  # which does not count deliveries
+            group.resume(
+                self._partials.find(issued.prompt_group_id, num_samples=issued.samples_per_prompt)
+            )
+        shown = [
+            reference
+            for sample in group.partials.values()
+            for reference in list_message_media(sample.turns)
+        ]
+        group.media = self._prefetcher.prefetch([*list_message_media(issued.messages), *shown])
+        return group
+
+    def decode(self, record: Record) -> PromptGroupIssued | None:
+        """Decode and check; an invalid record becomes a dead letter and gives None."""
+        event = self._worker.records.decode(record)
+        if event is None:
+            return None
+        try:
+            return check_issued(event)
+        except PoisonSample as error:
+            self._worker.records.dead_letter(record, error)
+            return None
+
+    def fail(self, lease: Lease, reason: str) -> None:
+        """End a prompt group that can't be generated, and take it off the queue."""
+        # a record of an unknown producer belongs to no prompt group: its dead letter must do
+        with suppress(CorruptRecord):
+            self._worker.records.producer.send(
+                self._worker.records.build_end_request(lease.record.key, Outcome.FAILED, reason)
+            )
+        self._worker.records.producer.flush()
+        lease.done()
+
+    def give_up(self, lease: Lease) -> None:
+        """Fail a prompt group that was delivered too often."""
+        self.fail(
+            lease,
+            (
+                f"given up at its delivery number {lease.delivery_count}: the workers that took "
+                "it died or were stopped"
+            ),
+        )

@@ -1,0 +1,148 @@
+"""Fills train batches from prompt groups as they become ready, in agreement with the other ranks."""
+
+from __future__ import annotations
+
+import orjson
+
+from relax_events.config import RunConfig
+from relax_events.kafka.log_reader import LogReader
+from relax_events.runtime.record_io import UNUSABLE
+from relax_events.runtime.worker import Worker
+from relax_events.staleness import ReadyGroup, select_groups
+from relax_events.telemetry.traces import TracedWork
+from relax_events.training.batch.assembly import BatchAssembler
+from relax_events.training.batch.sample_intake import SampleIntake
+from relax_events.training.batch.step_batch import StepBatch, UntrainableGroup
+from relax_events.training.ranks import Ranks
+from relax_events.training.step_commits import StepCommits
+from relax_events.training.step_record import RankStepResult
+
+IDLE_SECONDS = 0.5
+ROUND_SECONDS = 0.1
+"""Wait for records between two rounds of collectives, where there are several ranks."""
+
+
+class LiveBatches:
+    """Reads samples, and gives each train step its prompt groups."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        reader: LogReader,
+        ranks: Ranks,
+        *,
+        assembler: BatchAssembler,
+        intake: SampleIntake,
+        commits: StepCommits,
+    ) -> None:
+        self._worker, self._reader, self._ranks = worker, reader, ranks
+        self._config: RunConfig = worker.config
+        self._assembler, self._intake, self._commits = assembler, intake, commits
+        self._traced: list[TracedWork] = []
+
+    def end_traces(self) -> None:
+        """End the traces of the step's prompt groups: they are trained."""
+        for work in self._traced:
+            work.end()
+
+    def fill(self, version: int, batch: StepBatch) -> bool:
+        """Take prompt groups as they become ready, until the ranks hold a step's; False when the
+        drain came first.
+        """
+        remaining, self._traced = self._config.run.prompts_per_step, []
+        self._assembler.advance(version)
+        taken = remaining
+        while remaining:
+            if not taken:
+                self._commits.commit_step()
+            self._read(version, wait=not taken)
+            if self._commits.agree_to_drain():
+                return False
+            self._commits.commit_outcomes()
+            taken, mine = self._choose(version, remaining)
+            remaining -= taken
+            for group in mine:
+                self._feed(group, version, batch)
+            if not remaining:
+                remaining = self._finish_batch(version, batch)
+            self._worker.lifecycle.tick(working=taken > 0)
+        return True
+
+    def _finish_batch(self, version: int, batch: StepBatch) -> int:
+        """Train what is pending, end what could not be trained as failed, and return how many
+        prompt groups the ranks still miss for it.
+        """
+        batch.flush()
+        refused = batch.pop_untrainable()
+        for group in refused:
+            self._intake.reject(group.positions, group.error)
+            reason = f"poison: {group.error}"
+            self._assembler.fail(
+                group.prompt_group_id,
+                reason,
+                policy_version=group.policy_version,
+                trainer_version=version,
+            )
+        return sum(
+            int.from_bytes(count, "big")
+            for count in self._ranks.all_gather_bytes(len(refused).to_bytes(4, "big"))
+        )
+
+    def _read(self, version: int, *, wait: bool) -> None:
+        """Hand new records to the assembler; wait for some only when there was nothing left to
+        train.
+        """
+        seconds = IDLE_SECONDS if self._ranks.size == 1 else ROUND_SECONDS
+        with self._commits.phases.measure("wait"):
+            records = self._reader.fetch(1000, timeout_seconds=seconds if wait else 0.0)
+        with self._commits.phases.measure("decode"):
+            for record in records:
+                self._intake.add(record, version)
+                self._worker.lifecycle.record_progress()
+
+    def _choose(self, version: int, remaining: int) -> tuple[int, list[ReadyGroup]]:
+        """Agree on the prompt groups of this round; return how many all ranks take, and those of
+        this rank.
+        """
+        ready = self._assembler.ready()
+        rows = self._ranks.all_gather_bytes(orjson.dumps(ready))
+        everyone = [ReadyGroup(**row) for text in rows for row in orjson.loads(text)]
+        chosen = select_groups(
+            everyone, trainer_version=version, count=remaining, order=self._config.run.sample_order
+        )
+        if self._config.run.mode == "sync" and len(chosen) < remaining:
+            return 0, []  # one order for all runs: nothing starts before everything is there
+        mine = set(ready)
+        return len(chosen), [group for group in chosen if group in mine]
+
+    def _feed(self, group: ReadyGroup, version: int, batch: StepBatch) -> None:
+        self._begin_trace(group, batch.share, version)
+        records = self._assembler.take(group)
+        try:
+            with (
+                self._commits.phases.measure("decode"),
+                self._worker.lifecycle.piece("read a prompt group"),
+            ):
+                samples = [self._intake.decode_again(record) for record in records]
+        except UNUSABLE as error:  # it could be had when its record came
+            places = [(record.partition, record.offset) for record in records]
+            batch.exclude(
+                UntrainableGroup(group.prompt_group_id, group.policy_version, places, error)
+            )
+        else:
+            batch.feed(samples)
+
+    def _begin_trace(self, group: ReadyGroup, share: RankStepResult, step: int) -> None:
+        traces = self._worker.records.traces
+        traces.record_wait(group.prompt_group_id, "advantage.samples")
+        staleness = step - group.policy_version
+        self._traced.append(
+            traces.begin(
+                "train",
+                group.prompt_group_id,
+                topic="advantage.samples",
+                train_step=step,
+                staleness=staleness,
+            )
+        )
+        share.trace_headers.append(dict(traces.get_headers(group.prompt_group_id)))

@@ -1,0 +1,138 @@
+"""Takes the records of the trainer's input in: decodes them, checks that they can be trained, and
+hands them to the assembler; unusable ones become dead letters.
+"""
+
+from __future__ import annotations
+
+from relax_events.config import RunConfig
+from relax_events.errors import CorruptRecord, ForeignRecord, PoisonSample, RelaxError
+from relax_events.events.types import Event, PromptGroupEnded, SampleReady
+from relax_events.kafka.log_reader import LogReader
+from relax_events.kafka.records import Record
+from relax_events.media.library import MediaLibrary
+from relax_events.runtime.validation import (
+    check_ended,
+    check_ready,
+    check_trainable,
+    outcomes_on,
+    require_belonging,
+)
+from relax_events.runtime.worker import Worker
+from relax_events.staleness import IssuedGroup
+from relax_events.topics import TopicPlan
+from relax_events.training.backend.protocol import TrainerBackend
+from relax_events.training.batch.assembly import BatchAssembler, LocatedSample
+from relax_events.training.batch.token_sequence import read_array
+from relax_events.training.issue_terms import IssueRules
+
+
+class SampleIntake:
+    """Decides what becomes of each record of the trainer's input."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        backend: TrainerBackend,
+        assembler: BatchAssembler,
+        *,
+        library: MediaLibrary,
+        topic: str,
+    ) -> None:
+        """Take what decides.
+
+        Args:
+            worker: Of the trainer.
+            backend: Knows the vocabulary and the experts.
+            assembler: Receives usable samples.
+            library: Fetches media.
+            topic: Of the samples.
+        """
+        self._worker, self._backend, self._assembler = worker, backend, assembler
+        self._config: RunConfig = worker.config
+        self._terms = IssueRules.from_config(worker.config)
+        self._library, self._topic = library, topic
+
+    def add(self, record: Record, version: int) -> None:
+        """Hand a record to the assembler of the step at `version`; an unusable one becomes a dead
+        letter, and its prompt group fails.
+        """
+        event = self._worker.records.decode(record)
+        reason = "record could not be decoded"
+        if event is not None:
+            try:
+                self._assembler.add(
+                    record, self._admitted(record, event, version), trainer_version=version
+                )
+            # its producer is unknown: the prompt group that it names may have valid samples
+            except ForeignRecord as error:
+                self._worker.records.dead_letter(record, error)
+                self._assembler.skip(record)
+                return
+            except PoisonSample as error:
+                self._worker.records.dead_letter(record, error)
+                reason = f"poison: {error}"
+            else:
+                return
+        try:
+            self._terms.check_shard(record, IssuedGroup.parse(record.key).prompt_group_id)
+        except (CorruptRecord, ForeignRecord):
+            self._assembler.skip(record)
+        else:
+            self._assembler.reject(record, reason, trainer_version=version)
+
+    def _admitted(
+        self, record: Record, event: Event, version: int
+    ) -> SampleReady | PromptGroupEnded:
+        """Return a sample that can be trained, or an end that a role may ask for; raises
+        ForeignRecord, and PoisonSample as `_trainable`.
+        """
+        entity = TopicPlan.parse_entity(record.topic)
+        require_belonging(entity, event)
+        if isinstance(event, PromptGroupEnded):
+            ended = check_ended(event, allowed=outcomes_on(entity))
+            self._terms.check_shard(record, ended.prompt_group_id)
+            return ended
+        if isinstance(event, SampleReady):
+            self._terms.check_sample(record, event, trainer_version=version)
+        return self.require_trainable(check_ready(event))
+
+    def require_trainable(self, sample: SampleReady) -> SampleReady:
+        """Return a sample that can be trained, its media at hand; raises PoisonSample as
+        `check_trainable`, or where its media can't be had.
+        """
+        self._library.prefetch(sample.media)
+        try:
+            self._library.require_fit(
+                read_array(sample, "tokens"),
+                ~read_array(sample, "loss_mask").astype(bool),
+                sample.media,
+            )
+        except PoisonSample as error:
+            raise PoisonSample(f"sample {sample.sample_id}: {error}") from error
+        backend = self._backend
+        algorithm, bound = self._config.algorithm, self._config.trainer.max_abs_advantage
+        return check_trainable(
+            sample,
+            algorithm=algorithm,
+            max_abs_advantage=bound,
+            vocab_size=backend.vocab_size,
+            experts=backend.experts,
+        )
+
+    def decode_again(self, record: Record) -> LocatedSample:
+        """Decode a record again that was found trainable on arrival, so that only samples in
+        training hold memory for their arrays.
+        """
+        sample = check_ready(
+            self._worker.records.fetch_arrays(self._worker.records.codec.decode(record.value))
+        )
+        return LocatedSample(sample, record.partition, record.offset)
+
+    def reject(self, places: list[tuple[int, int]], error: RelaxError) -> None:
+        """Write records that were read before to the dead letters."""
+        reader = LogReader(self._worker.connection)
+        try:
+            for record in reader.read_at(self._topic, set(places)).values():
+                self._worker.records.dead_letter(record, error)
+        finally:
+            reader.close()

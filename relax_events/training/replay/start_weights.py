@@ -1,0 +1,93 @@
+"""Where training starts: from the parent run's weights, or from the published weights that replayed
+steps come near to.
+"""
+
+from __future__ import annotations
+
+import structlog
+
+from relax_events.config import RunConfig
+from relax_events.errors import WeightsError
+from relax_events.events.parts import CheckpointRef
+from relax_events.events.types import PolicyVersionPublished
+from relax_events.objects import ObjectStore
+from relax_events.projections.training_history import TrainingHistory
+from relax_events.runtime.parent_run import SourceRun
+from relax_events.runtime.worker import Worker
+from relax_events.training.backend.master_weights import reconcile
+from relax_events.training.backend.protocol import TrainerBackend, TrainerState
+from relax_events.training.checkpoint.checkpoints import Checkpoints
+from relax_events.training.ranks import Ranks
+from relax_events.training.replay.initial_weights import read_initial_state
+from relax_events.weights.artifact_reader import is_stored
+from relax_events.weights.transport import StoreReader
+
+log = structlog.get_logger()
+
+
+def is_newest_lost(published: PolicyVersionPublished, *, store: ObjectStore, ranks: Ranks) -> bool:
+    """Tell all ranks whether objects of the newest version are missing in the store.
+    Collective.
+    """
+    is_lost = ranks.rank == 0 and not is_stored(store, published.artifact)
+    return bool(ranks.broadcast(b"lost" * is_lost if ranks.rank == 0 else None))
+
+
+def load_parent_weights(
+    source: SourceRun,
+    worker: Worker,
+    backend: TrainerBackend,
+    *,
+    ranks: Ranks,
+    checkpoints: Checkpoints,
+) -> CheckpointRef | None:
+    """Load the parent run's weights, and write them as a checkpoint of our own, so that the parent
+    may delete them. Return the checkpoint; None where the model's own weights are the start.
+    """
+    version = worker.config.first_version
+    start = read_initial_state(source, version, ranks=ranks)
+    if start is None:
+        return None
+    tensors = {**backend.state().tensors, **start.state.tensors}
+    backend.load_state(TrainerState(policy_version=version, tensors=tensors))
+    with worker.lifecycle.transfer("write the first checkpoint"):
+        pending = checkpoints.save(backend.state(), extra={"consumed": [], "id_window": []})
+        checkpoint = pending.wait(worker.config.health.transfer_seconds)
+    log.info(
+        "parent.loaded",
+        parent_run=source.config.run.id,
+        policy_version=version,
+        kind=start.kind,
+    )
+    return checkpoint
+
+
+def load_published_weights(
+    history: TrainingHistory, backend: TrainerBackend, *, config: RunConfig, store: ObjectStore
+) -> None:
+    """Load the newest published weights, to which replayed steps only come near where kernels are
+    not deterministic.
+
+    Raises:
+        WeightsError: They can't be read; the text names the remedy.
+    """
+    try:
+        published = StoreReader(store).fetch(history.published[-1])
+    except WeightsError as error:
+        run_id, older = config.run.id, max(history.published[-1].policy_version - 1, 0)
+        way_out = (
+            f"restore its objects, or go on as another run: relax runs fork {run_id} NEW "
+            f"--at-version {older}"
+        )
+        raise WeightsError(
+            f"{error}; replay ended near this version, so the trainer needs its weights: {way_out}"
+        ) from error
+    state, found = reconcile(backend.state(), published.tensors)
+    backend.load_state(state)
+    log.warning(
+        "replay.diverged",
+        policy_version=state.policy_version,
+        num_weights=found.num_weights,
+        num_moved=found.num_moved,
+        largest_move=found.largest_move,
+    )
