@@ -137,7 +137,7 @@ class AdvantageLoop:
 
     def _count_dropped(self) -> None:
         """Count the records of generations that were not joined, since the last time."""
-        self._worker.metrics.generation_dropped(self._join.num_dropped)
+        self._worker.metrics.count_dropped_generation(self._join.num_dropped)
         self._join.num_dropped = 0
 
     def _take(self, record: Record) -> JoinedGroup | None:

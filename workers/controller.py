@@ -150,7 +150,7 @@ class ControllerLoop:
         self._scaling.reconcile()
         self._look_at_partitions()
         for entity, count in self._retention.purge_if_due().items():
-            self._worker.metrics.purged(entity, count)
+            self._worker.metrics.count_purged(entity, count)
         self._worker.lifecycle.tick(working=False)
 
     def _stay_to_be_scraped(self) -> None:

@@ -234,7 +234,7 @@ class EvaluatorLoop:
             self._worker.heartbeat.set_in_flight(self._engine.num_running)
             self._worker.heartbeat.advance_to(self._engine.num_tokens)
             self._worker.lifecycle.tick(working=True)
-        self._worker.metrics.tokens(one.tally.num_tokens)
+        self._worker.metrics.count_tokens(one.tally.num_tokens)
         done = one.result(
             policy_version=weights.policy_version,
             weights_digest=weights.digest,

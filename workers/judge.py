@@ -36,7 +36,7 @@ from relax_events.roles.worker_factory import open_worker
 from relax_events.runtime.concurrent_processor import ConcurrentLoop, Done, Key
 from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.worker import Worker
-from relax_events.telemetry.component_metrics import RoutingMetrics
+from relax_events.telemetry.component_metrics import ReplicaMetrics
 
 log = structlog.get_logger()
 
@@ -52,7 +52,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
             engine.close()
 
 
-def open_judge(config: RunConfig, *, metrics: RoutingMetrics) -> Engine:
+def open_judge(config: RunConfig, *, metrics: ReplicaMetrics) -> Engine:
     """Load the judging model on its engine.
 
     Raises:
@@ -182,7 +182,7 @@ class JudgeScorer:
         )
 
     def _judgement(self, asked: PendingSample, written: GeneratedSample) -> ProducerRecord:
-        self._worker.metrics.tokens(written.num_sampled_tokens)
+        self._worker.metrics.count_tokens(written.num_sampled_tokens)
         if written.finish_reason is FinishReason.ERROR:
             return self._record(asked, RewardError(f"the judge's engine failed: {written.error}"))
         text = self._renderer.completion_text(written.tokens)
@@ -225,7 +225,7 @@ class JudgeScorer:
         *,
         outcome: str = "failed",
     ) -> ProducerRecord:
-        self._worker.metrics.scored(outcome)
+        self._worker.metrics.count_scored(outcome)
         sample = asked.sample
         if isinstance(result, RewardError):
             log.warning("sample.unscored", sample_id=sample.sample_id, error=str(result))

@@ -52,8 +52,12 @@ class MetricsLoop:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._inbox: queue.SimpleQueue[tuple[Event | None, dict[str, int]]] = queue.SimpleQueue()
-        self._trackers = open_tracker_queues(worker.config, failed=worker.metrics.tracker_failed)
-        self._tellers = open_notifiers(worker.config, failed=worker.metrics.notice_failed)
+        self._trackers = open_tracker_queues(
+            worker.config, failed=worker.metrics.count_tracker_error
+        )
+        self._tellers = open_notifiers(
+            worker.config, failed=worker.metrics.count_notification_error
+        )
         self._desk = NotificationBuilder(
             worker.config.run.id, first_version=worker.config.first_version
         )

@@ -81,7 +81,7 @@ class RewardScorer:
         scored = build_sample_scored(
             sample, result, reward_name=self._pool.name, reward_digest=self._pool.digest
         )
-        self._worker.metrics.scored("scored" if scored.error is None else "failed")
+        self._worker.metrics.count_scored("scored" if scored.error is None else "failed")
         if scored.error is not None:
             log.warning("sample.unscored", sample_id=sample.sample_id, error=scored.error)
         return scored

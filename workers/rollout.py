@@ -345,7 +345,7 @@ class RolloutLoop:
             group.done()
             group.end_work()
         self._partials.forget(group.issued.prompt_group_id for group in groups if group.is_resumed)
-        self._worker.metrics.tokens(
+        self._worker.metrics.count_tokens(
             sum(sample.num_sampled_tokens for group in groups for sample in group.samples)
         )
         self._worker.lifecycle.record_processed(len(groups), started)

@@ -26,8 +26,6 @@ import structlog
 
 from relax_events.config import RunConfig
 from relax_events.errors import (
-    ConfigError,
-    PoisonSample,
     StepNotFinite,
 )
 from relax_events.events.parts import TopicOffset
@@ -41,11 +39,11 @@ from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.parent_run import SourceRun
 from relax_events.runtime.worker import Worker
 from relax_events.topics import TopicPlan
-from relax_events.topics.plan import TRAINER_INPUTS, TRAINING_SAMPLES
+from relax_events.topics.plan import TRAINING_SAMPLES
 from relax_events.training.backend.factory import open_backend
 from relax_events.training.backend.protocol import TrainerBackend
 from relax_events.training.batch.assembly import BatchAssembler
-from relax_events.training.batch.live_batches import IDLE_SECONDS, ROUND_SECONDS, LiveBatches
+from relax_events.training.batch.live_batches import IDLE_SECONDS, LiveBatches
 from relax_events.training.batch.packing import MicroBatcher
 from relax_events.training.batch.sample_intake import SampleIntake
 from relax_events.training.batch.step_batch import StepBatch
@@ -57,7 +55,8 @@ from relax_events.training.publishing import StepPublisher, TrainedStep
 from relax_events.training.ranks import Ranks
 from relax_events.training.replay.follower_position import FollowerPosition
 from relax_events.training.replay.parent_steps import ReplaySource, open_recorded_batches
-from relax_events.training.replay.recorded_batches import RecordedBatch, RecordedBatches
+from relax_events.training.replay.recorded_batches import RecordedBatches
+from relax_events.training.replay.recorded_training import RecordedTraining
 from relax_events.training.replay.recovery import Replay
 from relax_events.training.replay.start_weights import (
     is_newest_lost,
@@ -128,8 +127,7 @@ class TrainLoop:
             else None
         )
         self._batches: RecordedBatches | None = None
-        self._in_hand: RecordedBatch | None = None
-        self._recorded: ReplaySource | None = None
+        self._recorded: RecordedTraining | None = None
         self._follower: FollowerPosition | None = None
 
     def run(self) -> None:
@@ -258,27 +256,15 @@ class TrainLoop:
         """
         if self._source is not None and self._batches is not None:
             first, last = self._backend.policy_version, self._config.last_version
-            self._recorded = ReplaySource(self._source, self._batches, first=first, last=last)
+            self._recorded = RecordedTraining(
+                self._worker,
+                ReplaySource(self._source, self._batches, first=first, last=last),
+                self._ranks,
+                intake=self._intake,
+                commits=self._commits,
+            )
             return
-        positions = history.positions()
-        mine = [
-            partition
-            for partition in range(self._worker.plan.num_sample_partitions)
-            if self._owns(partition)
-        ]
-        wanted = [(entity, partition) for entity in TRAINER_INPUTS for partition in mine]
-        self._reader.assign(
-            {
-                (self._worker.plan.topic(entity), partition): positions.get((entity, partition), 0)
-                for entity, partition in wanted
-            }
-        )
-
-    def _owns(self, partition: int) -> bool:
-        return (
-            partition % self._worker.plan.partitions_per_version % self._ranks.size
-            == self._ranks.rank
-        )
+        self._live.assign(history.positions())
 
     def _train_step(self) -> bool:
         """Train one step; return False when the drain cut it short (its records stay undecided and
@@ -291,7 +277,7 @@ class TrainLoop:
         is_whole = (
             self._live.fill(version, batch)
             if self._recorded is None
-            else self._train_recorded(self._recorded, batch)
+            else self._recorded.fill(batch)
         )
         if is_whole:
             failpoint("trainer.after_accumulate")
@@ -312,44 +298,6 @@ class TrainLoop:
             accumulate=self._accumulate,
             discard=self._backend.discard,
         )
-
-    def _train_recorded(self, recorded: ReplaySource, batch: StepBatch) -> bool:
-        """Train what the source trained in this step, in its order; False when the drain came
-        before the source's step.
-        """
-        while not self._commits.agree_to_drain():
-            if self._agree_on_next(recorded):
-                break
-            self._worker.lifecycle.tick(working=False)
-        else:
-            return False
-        with (
-            self._commits.phases.measure("decode"),
-            self._worker.lifecycle.piece("read a recorded batch"),
-        ):
-            step = self._in_hand = recorded.take()
-        try:
-            for item in step.samples:
-                self._intake.require_trainable(item.sample)
-            batch.feed(step.samples)
-            batch.flush()
-            for refused in batch.pop_untrainable():
-                raise refused.error
-        except PoisonSample as error:
-            raise ConfigError(
-                f"the rollouts of run {self._config.parent.run} can't be trained with these "
-                f"settings: {error}"
-            ) from error
-        self._worker.lifecycle.tick(working=True)
-        return True
-
-    def _agree_on_next(self, recorded: ReplaySource) -> bool:
-        """Return whether every rank sees the source's next step; all ranks get the same answer."""
-        with self._commits.phases.measure("wait"):
-            mine = recorded.has_next(
-                timeout_seconds=IDLE_SECONDS if self._ranks.size == 1 else ROUND_SECONDS
-            )
-        return all(flag == b"1" for flag in self._ranks.all_gather_bytes(b"1" if mine else b"0"))
 
     def _accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
         started = time.monotonic()
@@ -372,7 +320,7 @@ class TrainLoop:
             self._worker.lifecycle.piece("train a micro-batch"),
         ):
             self._backend.accumulate(micro_batch)
-        self._worker.metrics.tokens(num_tokens)
+        self._worker.metrics.count_tokens(num_tokens)
         self._worker.lifecycle.record_processed(len(micro_batch), started)
         self._worker.lifecycle.record_progress()
         self._commits.commit_step(wait=False)
@@ -416,8 +364,9 @@ class TrainLoop:
                     self._began_ns,
                 )
             )
-        if self._follower is not None and self._in_hand is not None:
-            self._follower.add_trained_step(self._in_hand.step, self._schedule.written)
+        recorded = self._recorded
+        if self._follower is not None and recorded is not None and recorded.current is not None:
+            self._follower.add_trained_step(recorded.current.step, self._schedule.written)
         if not self._config.weights.async_publish:
             self._commits.commit_step()
         self._schedule.start_if_due(self._backend.policy_version, self._start_checkpoint)

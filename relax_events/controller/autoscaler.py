@@ -267,26 +267,26 @@ class Autoscaler:
     def observe(self, *, now: int, num_unfinished: int | None) -> Observation:
         """Build an observation from the current state."""
         state = self._service.state
-        beats = [
-            beat
-            for beat in state.last_heartbeats.values()
-            if beat.role == "rollout" and is_running(beat)
+        heartbeats = [
+            heartbeat
+            for heartbeat in state.last_heartbeats.values()
+            if heartbeat.role == "rollout" and is_running(heartbeat)
         ]
-        num_held = sum(beat.num_in_flight for beat in beats)
+        num_held = sum(heartbeat.num_in_flight for heartbeat in heartbeats)
         reported = [
-            self._run.metrics[beat.worker_id].values.get("records_per_second", 0.0)
-            for beat in beats
-            if beat.worker_id in self._run.metrics
+            self._run.metrics[heartbeat.worker_id].values.get("records_per_second", 0.0)
+            for heartbeat in heartbeats
+            if heartbeat.worker_id in self._run.metrics
         ]
         step = self._run.steps[-1] if self._run.steps else None
         total_seconds = sum(step.phase_seconds.values()) if step else 0.0
         bound = self._config.run.max_staleness
         return Observation(
             at=now,
-            num_workers=len(beats),
-            usage=num_held / (len(beats) * self._config.num_lanes) if beats else None,
-            queued=max(num_unfinished - num_held, 0) / len(beats)
-            if beats and num_unfinished is not None
+            num_workers=len(heartbeats),
+            usage=num_held / (len(heartbeats) * self._config.num_lanes) if heartbeats else None,
+            queued=max(num_unfinished - num_held, 0) / len(heartbeats)
+            if heartbeats and num_unfinished is not None
             else None,
             groups_per_second=sum(reported) if reported else None,
             wait=step.phase_seconds.get("wait", 0.0) / total_seconds

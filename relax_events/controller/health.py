@@ -76,27 +76,31 @@ class HealthLimits:
 def find_symptoms(state: HealthState, limits: HealthLimits, *, now: int) -> dict[str, Symptom]:
     """Return the unhealthy workers and their symptoms."""
     found = {
-        worker_id: _symptom(state, heard, limits, now=now)
-        for worker_id, heard in dict(state.last_heartbeats).items()
+        worker_id: _symptom(state, last, limits, now=now)
+        for worker_id, last in dict(state.last_heartbeats).items()
     }
     return {worker_id: symptom for worker_id, symptom in found.items() if symptom is not None}
 
 
 def _symptom(
-    state: HealthState, heard: LastHeartbeat, limits: HealthLimits, *, now: int
+    state: HealthState, last: LastHeartbeat, limits: HealthLimits, *, now: int
 ) -> Symptom | None:
-    beat, silent = heard.heartbeat, state.silence_micros(heard, now=now)
-    if beat.state is WorkerState.STOPPED:
+    heartbeat, silent = last.heartbeat, state.silence_micros(last, now=now)
+    if heartbeat.state is WorkerState.STOPPED:
         return None
-    is_overdue = beat.activity_deadline_at is not None and beat.sent_at > beat.activity_deadline_at
-    if beat.state is WorkerState.STARTING:
+    is_overdue = (
+        heartbeat.activity_deadline_at is not None
+        and heartbeat.sent_at > heartbeat.activity_deadline_at
+    )
+    if heartbeat.state is WorkerState.STARTING:
         return Symptom.SLOW_START if is_overdue or silent > limits.start_timeout else None
     if silent > limits.heartbeat_timeout:
         return Symptom.SILENT
     if is_overdue:
         return Symptom.OVERDUE
     is_stuck = (
-        beat.busy_since is not None and beat.sent_at - beat.busy_since > limits.progress_timeout
+        heartbeat.busy_since is not None
+        and heartbeat.sent_at - heartbeat.busy_since > limits.progress_timeout
     )
     return Symptom.STUCK if is_stuck else None
 
@@ -115,8 +119,8 @@ def decide(state: HealthState, limits: HealthLimits, *, now: int) -> list[RunCom
     unhealthy = find_symptoms(state, limits, now=now)
     restarts = []
     for worker_id, symptom in sorted(unhealthy.items()):
-        beat = state.last_heartbeats[worker_id].heartbeat
-        is_replaceable = _is_replaceable(state, beat.role, unhealthy, limits)
+        heartbeat = state.last_heartbeats[worker_id].heartbeat
+        is_replaceable = _is_replaceable(state, heartbeat.role, unhealthy, limits)
         num_tries = len(state.unrecovered(RecoveryLevel.WORKER_RESTART, worker_id))
         if not _is_due(
             state, state.last_heartbeats[worker_id], limits, now=now, is_replaceable=is_replaceable
@@ -133,7 +137,7 @@ def decide(state: HealthState, limits: HealthLimits, *, now: int) -> list[RunCom
             )
         restarts.append(
             Intervention(
-                now, RecoveryLevel.WORKER_RESTART, symptom, worker_id, beat.role
+                now, RecoveryLevel.WORKER_RESTART, symptom, worker_id, heartbeat.role
             ).to_command(reason=reason)
         )
     if not restarts and is_stalled(state, limits, now=now):
@@ -147,20 +151,20 @@ def is_stalled(state: HealthState, limits: HealthLimits, *, now: int) -> bool:
     record was lost between them.
     """
     alive = (
-        heard.heartbeat
-        for heard in state.last_heartbeats.values()
-        if state.silence_micros(heard, now=now) <= limits.heartbeat_timeout
+        last.heartbeat
+        for last in state.last_heartbeats.values()
+        if state.silence_micros(last, now=now) <= limits.heartbeat_timeout
     )
     pipeline = [
-        beat
-        for beat in alive
-        if beat.role in limits.pipeline and beat.state is not WorkerState.STOPPED
+        heartbeat
+        for heartbeat in alive
+        if heartbeat.role in limits.pipeline and heartbeat.state is not WorkerState.STOPPED
     ]
-    are_all_there = bool(pipeline) and {beat.role for beat in pipeline} == limits.pipeline
+    are_all_there = bool(pipeline) and {heartbeat.role for heartbeat in pipeline} == limits.pipeline
     waits = all(
-        beat.state is WorkerState.IDLE
-        and beat.sent_at - beat.last_progress_at > limits.progress_timeout
-        for beat in pipeline
+        heartbeat.state is WorkerState.IDLE
+        and heartbeat.sent_at - heartbeat.last_progress_at > limits.progress_timeout
+        for heartbeat in pipeline
     )
     is_expected = (
         state.is_paused
@@ -178,15 +182,15 @@ def _is_replaceable(
     """
     peers = (
         worker_id
-        for worker_id, heard in state.last_heartbeats.items()
-        if heard.heartbeat.role == role and heard.heartbeat.state is not WorkerState.STOPPED
+        for worker_id, last in state.last_heartbeats.items()
+        if last.heartbeat.role == role and last.heartbeat.state is not WorkerState.STOPPED
     )
     return role not in limits.pipeline or any(worker_id not in unhealthy for worker_id in peers)
 
 
 def _is_due(
     state: HealthState,
-    heard: LastHeartbeat,
+    last: LastHeartbeat,
     limits: HealthLimits,
     *,
     now: int,
@@ -195,13 +199,13 @@ def _is_due(
     """Return whether a worker may be restarted now, given the previous interventions. A replaceable
     worker that has sent no heartbeat since is not restarted again.
     """
-    last = state.last_intervention_at(heard.heartbeat.worker_id)
-    if last and heard.received_at <= last and is_replaceable:
+    acted_at = state.last_intervention_at(last.heartbeat.worker_id)
+    if acted_at and last.received_at <= acted_at and is_replaceable:
         return False
     num_tries = len(
-        state.unrecovered(RecoveryLevel.WORKER_RESTART, heard.heartbeat.worker_id)
-    ) or int(last > 0)
-    return now - last >= limits.wait_micros(num_tries)
+        state.unrecovered(RecoveryLevel.WORKER_RESTART, last.heartbeat.worker_id)
+    ) or int(acted_at > 0)
+    return now - acted_at >= limits.wait_micros(num_tries)
 
 
 def _escalate(
@@ -214,55 +218,59 @@ def _escalate(
     if restores and now - restores[-1] < limits.wait_micros(len(restores)):
         return []
     if len(restores) >= limits.max_pipeline_restarts:
-        told = (
+        text = (
             f"{reason}; nor did {len(restores)} pipeline restarts (health.max_pipeline_restarts); see "
             "docs/how-to/alerts/relax-run-aborted.md"
         )
         return [
             RunCommanded(
                 command=Command.STOP,
-                reason=told,
+                reason=text,
                 arguments={"symptom": symptom.value},
                 commanded_at=now,
             )
         ]
     targets = [
-        heard.heartbeat
-        for heard in state.last_heartbeats.values()
-        if heard.heartbeat.role in limits.pipeline
-        and heard.heartbeat.state is not WorkerState.STOPPED
+        last.heartbeat
+        for last in state.last_heartbeats.values()
+        if last.heartbeat.role in limits.pipeline
+        and last.heartbeat.state is not WorkerState.STOPPED
     ]
     return [
         Intervention(
-            now, RecoveryLevel.PIPELINE_RESTART, symptom, beat.worker_id, beat.role
+            now, RecoveryLevel.PIPELINE_RESTART, symptom, heartbeat.worker_id, heartbeat.role
         ).to_command(reason=f"pipeline restart: {reason}")
-        for beat in targets
+        for heartbeat in targets
     ]
 
 
 def _describe_symptom(
-    symptom: Symptom, heard: LastHeartbeat, state: HealthState, *, now: int
+    symptom: Symptom, last: LastHeartbeat, state: HealthState, *, now: int
 ) -> str:
-    silent, beat = state.silence_micros(heard, now=now) / MICROS, heard.heartbeat
-    seconds_in_activity = (beat.sent_at - (beat.activity_since or beat.sent_at)) / MICROS
+    silent, heartbeat = state.silence_micros(last, now=now) / MICROS, last.heartbeat
+    seconds_in_activity = (
+        heartbeat.sent_at - (heartbeat.activity_since or heartbeat.sent_at)
+    ) / MICROS
     match symptom:
         case Symptom.STUCK:
             return (
-                f"has had work for {(beat.sent_at - (beat.busy_since or 0)) / MICROS:.0f} s and "
+                f"has had work for {(heartbeat.sent_at - (heartbeat.busy_since or 0)) / MICROS:.0f} s and "
                 "has made no progress"
             )
         case Symptom.OVERDUE:
-            late = (beat.sent_at - (beat.activity_deadline_at or beat.sent_at)) / MICROS
+            late = (
+                heartbeat.sent_at - (heartbeat.activity_deadline_at or heartbeat.sent_at)
+            ) / MICROS
             return (
-                f"has been in one call for {seconds_in_activity:.0f} s: {beat.activity}, "
+                f"has been in one call for {seconds_in_activity:.0f} s: {heartbeat.activity}, "
                 f"whose deadline passed {late:.0f} s ago"
             )
         case Symptom.SLOW_START:
             return f"has been starting for {max(silent, seconds_in_activity):.0f} s"
         case _:
             inside = (
-                f"; in its last one it was in: {beat.activity} for {seconds_in_activity:.0f} s"
-                if beat.activity
+                f"; in its last one it was in: {heartbeat.activity} for {seconds_in_activity:.0f} s"
+                if heartbeat.activity
                 else ""
             )
             return f"has sent no heartbeat for {silent:.0f} s{inside}"

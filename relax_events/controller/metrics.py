@@ -121,8 +121,8 @@ class ScaleMetrics(Collector):
         )
         for pool in self._bounds.pools.values():
             for kind in Kind:
-                for place, statuses in enumerate(STAGES[kind]):
-                    is_last = place == len(STAGES[kind]) - 1
+                for stage, statuses in enumerate(STAGES[kind]):
+                    is_last = stage == len(STAGES[kind]) - 1
                     family, counts = (over, ended) if is_last else (pending, open_now)
                     for status in sorted(statuses):
                         family.add_metric(
@@ -244,7 +244,7 @@ class RunMetrics(Collector):
         committed = GaugeMetricFamily(
             "relax_train_step_timestamp_seconds", "When the newest train step was committed."
         )
-        figures = GaugeMetricFamily(
+        step_metrics = GaugeMetricFamily(
             "relax_train_step_metric",
             "Metrics of the newest train step, by name.",
             labels=["metric"],
@@ -262,29 +262,31 @@ class RunMetrics(Collector):
             committed.add_metric([], step.committed_at / MICROS)
             staleness.add_metric([], max_sample_staleness(step))
             for name, value in step.metrics.items():
-                figures.add_metric([name], value)
+                step_metrics.add_metric([name], value)
             for name, value in step.phase_seconds.items():
                 phases.add_metric([name], value)
-        yield from (committed, staleness, figures, phases)
+        yield from (committed, staleness, step_metrics, phases)
 
-    def _workers(self, beats: Sequence[WorkerHeartbeat]) -> Iterator[Metric]:
+    def _workers(self, heartbeats: Sequence[WorkerHeartbeat]) -> Iterator[Metric]:
         """Count workers by what they said last; one that owes a beat for `workers.heartbeat_timeout_seconds` is
         silent.
         """
         heartbeat_timeout_seconds = self._config.workers.heartbeat_timeout_seconds
         newest_at = max(
-            (beat.sent_at for beat in beats), default=0
+            (heartbeat.sent_at for heartbeat in heartbeats), default=0
         )  # at the latest our own, which come as often as the others'
-        standings = [
+        worker_states = [
             (
-                beat,
+                heartbeat,
                 SILENT
-                if is_silent(beat, seconds=heartbeat_timeout_seconds, newest_at=newest_at)
-                else beat.state.value,
+                if is_silent(heartbeat, seconds=heartbeat_timeout_seconds, newest_at=newest_at)
+                else heartbeat.state.value,
             )
-            for beat in beats
+            for heartbeat in heartbeats
         ]
-        counts = Counter((beat.role, standing) for beat, standing in standings)
+        counts = Counter(
+            (heartbeat.role, worker_state) for heartbeat, worker_state in worker_states
+        )
         family = GaugeMetricFamily(
             "relax_workers",
             "Workers by role and by state of their newest heartbeat.",
@@ -297,9 +299,9 @@ class RunMetrics(Collector):
             self._config.first_version
         )  # that of the model's folder: what an engine serves that has not loaded any
         served = [
-            max(beat.policy_version, first)
-            for beat, standing in standings
-            if beat.role == "rollout" and standing in SERVING
+            max(heartbeat.policy_version, first)
+            for heartbeat, worker_state in worker_states
+            if heartbeat.role == "rollout" and worker_state in SERVING
         ]
         behind = GaugeMetricFamily(
             "relax_engine_behind_versions",

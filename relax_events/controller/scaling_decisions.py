@@ -98,10 +98,10 @@ def _worker_stage(state: ScaleState, request: ScaleRequest, worker_id: str) -> i
     """Return a worker's progress: 0 no heartbeat, 1 starting, 2 running, 3 serving with the weights
     that it needs.
     """
-    beat = state.heartbeat_since(worker_id, since=request.created_at)
-    if beat is None:
+    heartbeat = state.heartbeat_since(worker_id, since=request.created_at)
+    if heartbeat is None:
         return 0
-    return 3 if state.is_serving(request, worker_id) else 2 if is_running(beat) else 1
+    return 3 if state.is_serving(request, worker_id) else 2 if is_running(heartbeat) else 1
 
 
 def _abort(request: ScaleRequest, error: str, *, now: int) -> RunCommanded:
@@ -149,5 +149,5 @@ def _next_in(
 
 
 def _has_stopped(state: ScaleState, worker_id: str) -> bool:
-    beat = state.last_heartbeats.get(worker_id)
-    return beat is not None and beat.state is WorkerState.STOPPED
+    heartbeat = state.last_heartbeats.get(worker_id)
+    return heartbeat is not None and heartbeat.state is WorkerState.STOPPED

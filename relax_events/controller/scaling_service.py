@@ -225,14 +225,16 @@ class ScalingService:
     def _engine(
         self, worker_id: str, *, url: str | None = None, is_protected: bool = False
     ) -> EngineView:
-        beat = self.state.last_heartbeats.get(worker_id)
+        heartbeat = self.state.last_heartbeats.get(worker_id)
         return EngineView(
             rank=int(worker_id.rpartition("-")[2]),
             engine_id=worker_id,
-            status=beat.state.value if beat else "waiting",
+            status=heartbeat.state.value if heartbeat else "waiting",
             url=url,
-            pid=beat.pid if beat else None,
-            node_id=beat.host if beat else None,
-            policy_version=beat.policy_version if beat and beat.policy_version >= 0 else None,
+            pid=heartbeat.pid if heartbeat else None,
+            node_id=heartbeat.host if heartbeat else None,
+            policy_version=heartbeat.policy_version
+            if heartbeat and heartbeat.policy_version >= 0
+            else None,
             is_protected=is_protected,
         )

@@ -166,8 +166,8 @@ class EngineUsage:
         num_prefilled: Prefilled tokens: of prompts, and of samples that were continued.
         num_cached: Tokens whose prefill was saved by the cache of another sample of the prompt or
             of another request.
-        num_recomputed: Generated tokens that were prefilled again when their sample continued: after
-            an abort, a weight update, or the loss of a server.
+        num_recomputed: Generated tokens that were prefilled again when their sample continued:
+            after an abort, a weight update, or the loss of a server.
     """
 
     num_decoding: int = 0

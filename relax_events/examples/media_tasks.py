@@ -76,7 +76,7 @@ class SyntheticSource:
         """
         if task not in kind.tasks:
             raise ConfigError(
-                f"there are no {name} {task!r}; set data.source = '{name}:<task>' to one of "
+                f"{name} has no task {task!r}; set data.source = '{name}:<task>' to one of "
                 f"{', '.join(kind.tasks)}"
             )
         try:

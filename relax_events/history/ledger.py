@@ -103,7 +103,12 @@ def stable_ranges(
     they are requested again until none has moved.
     """
     seen: dict[TopicPartition, OffsetRange] = {}
-    while (spans := {place: (0, reader.watermarks(*place)[1]) for place in decisions}) != seen:
+    while (
+        spans := {
+            topic_partition: (0, reader.watermarks(*topic_partition)[1])
+            for topic_partition in decisions
+        }
+    ) != seen:
         seen = spans
     return spans
 
@@ -140,9 +145,12 @@ class LedgerReader:
         )
         self._queue = queue
         self._spans |= {
-            place: reader.watermarks(*place) for place in [*queue, *self._samples]
+            topic_partition: reader.watermarks(*topic_partition)
+            for topic_partition in [*queue, *self._samples]
         }  # samples were written before the decisions about them
-        self._read_up_to = {place: span[0] for place, span in self._spans.items()}
+        self._read_up_to = {
+            topic_partition: span[0] for topic_partition, span in self._spans.items()
+        }
         self._stamps: dict[TopicPartition, int] = {}
         self._starts: dict[int, dict[TopicPartition, int]] = {}
         begins = {
@@ -191,7 +199,8 @@ class LedgerReader:
 
     def _is_read(self) -> bool:
         return all(
-            position >= self._spans[place][1] for place, position in self._read_up_to.items()
+            position >= self._spans[topic_partition][1]
+            for topic_partition, position in self._read_up_to.items()
         )
 
     def _next_block(self, below: int) -> int:
@@ -221,7 +230,10 @@ class LedgerReader:
         return max(self._starts, default=-1)
 
     def _num_records(self, below: int) -> int:
-        return sum(stop - self._read_up_to[place] for place, stop in self._stops(below).items())
+        return sum(
+            stop - self._read_up_to[topic_partition]
+            for topic_partition, stop in self._stops(below).items()
+        )
 
     def _stops(self, below: int) -> dict[TopicPartition, int]:
         """Return, for each sample partition, where records of versions from `below` on start; its
@@ -232,10 +244,14 @@ class LedgerReader:
             if len(starts) == len(self._samples):
                 break
             starts = self._starts[version] | starts
-        ends = {place: self._spans[place][1] for place in self._samples}
+        ends = {
+            topic_partition: self._spans[topic_partition][1] for topic_partition in self._samples
+        }
         return {
-            place: min(max(starts.get(place, end), self._read_up_to[place]), end)
-            for place, end in ends.items()
+            topic_partition: min(
+                max(starts.get(topic_partition, end), self._read_up_to[topic_partition]), end
+            )
+            for topic_partition, end in ends.items()
         }
 
     def _read_samples(self, below: int) -> None:
@@ -255,39 +271,44 @@ class LedgerReader:
             if step.train_step >= below:
                 return
 
-    def _read_until(self, places: Sequence[TopicPartition], stamp: int, *, chunk: int) -> None:
+    def _read_until(
+        self, topic_partitions: Sequence[TopicPartition], stamp: int, *, chunk: int
+    ) -> None:
         """Read these partitions until the newest record of each has this step or version, or they
         end.
         """
         while spans := {
-            place: min(self._read_up_to[place] + chunk, self._spans[place][1])
-            for place in places
-            if self._is_behind(place, stamp)
+            topic_partition: min(
+                self._read_up_to[topic_partition] + chunk, self._spans[topic_partition][1]
+            )
+            for topic_partition in topic_partitions
+            if self._is_behind(topic_partition, stamp)
         }:
             self._read_ranges(spans)
 
-    def _is_behind(self, place: TopicPartition, stamp: int) -> bool:
+    def _is_behind(self, topic_partition: TopicPartition, stamp: int) -> bool:
         return (
-            self._stamps.get(place, -1) < stamp and self._read_up_to[place] < self._spans[place][1]
+            self._stamps.get(topic_partition, -1) < stamp
+            and self._read_up_to[topic_partition] < self._spans[topic_partition][1]
         )
 
     def _read_ranges(self, stops: Mapping[TopicPartition, int]) -> None:
         spans = {
-            place: (self._read_up_to[place], stop)
-            for place, stop in stops.items()
-            if stop > self._read_up_to[place]
+            topic_partition: (self._read_up_to[topic_partition], stop)
+            for topic_partition, stop in stops.items()
+            if stop > self._read_up_to[topic_partition]
         }
         for record in self._reader.stream(spans, with_damaged=True):
             self._process(record)
-        self._read_up_to |= {place: stop for place, (_, stop) in spans.items()}
+        self._read_up_to |= {topic_partition: stop for topic_partition, (_, stop) in spans.items()}
 
     def _process(self, record: Record) -> None:
-        place, at = (
+        topic_partition, at = (
             (record.topic, record.partition),
             TopicOffset(record.topic, record.partition, record.offset),
         )
         if record.is_damaged:
-            if place in self._is_decision:
+            if topic_partition in self._is_decision:
                 raise damage_error(record.topic, record.partition, record.offset)
             self._ledger.mark_damaged(at, key=record.key)
             return
@@ -300,21 +321,23 @@ class LedgerReader:
             return
         self._ledger.apply(event, at)
         self._weights.apply(event)
-        self._record_progress(place, event)
+        self._record_progress(topic_partition, event)
 
-    def _record_progress(self, place: TopicPartition, event: Event) -> None:
+    def _record_progress(self, topic_partition: TopicPartition, event: Event) -> None:
         if isinstance(event, PolicyVersionPublished):
             starts = {(start.topic, start.partition): start.offset for start in event.start_offsets}
             self._starts[event.policy_version] = {
-                place: starts[place] for place in self._samples if place in starts
+                topic_partition: starts[topic_partition]
+                for topic_partition in self._samples
+                if topic_partition in starts
             }
-            self._stamps[place] = event.policy_version
+            self._stamps[topic_partition] = event.policy_version
         elif isinstance(event, TrainStepCommitted) or (
             isinstance(event, PromptGroupIssued) and not is_guest(event.prompt_group_id)
         ):
-            self._stamps[place] = event.train_step
+            self._stamps[topic_partition] = event.train_step
         elif isinstance(event, PromptGroupEnded):
-            self._stamps[place] = event.trainer_version
+            self._stamps[topic_partition] = event.trainer_version
 
 
 def _source_steps(config: RunConfig, connection: Connection) -> Iterator[TrainStepCommitted]:

@@ -107,9 +107,9 @@ class RunFollower(AbstractContextManager["RunFollower"]):
         """
         limit = now_micros() - silent_micros(self.config)
         return {
-            name: beat
-            for name, beat in self.state.workers.items()
-            if beat.sent_at > limit and beat.state is not WorkerState.STOPPED
+            name: heartbeat
+            for name, heartbeat in self.state.workers.items()
+            if heartbeat.sent_at > limit and heartbeat.state is not WorkerState.STOPPED
         }
 
     @property

@@ -49,11 +49,11 @@ class Unreadable:
         self.count = 0
         self.named: list[str] = []
 
-    def add(self, place: str, error: Exception) -> None:
+    def add(self, topic_partition: str, error: Exception) -> None:
         """Count a record."""
         self.count += 1
         if len(self.named) < MAX_NAMED:
-            self.named.append(f"{place}: {error}")
+            self.named.append(f"{topic_partition}: {error}")
 
 
 class RunLog(AbstractContextManager["RunLog"]):
@@ -138,8 +138,8 @@ class RunLog(AbstractContextManager["RunLog"]):
         """
         topic = self.plan.topic(entity)
         return {
-            place: (0, end)
-            for place, end in self._end_offsets(
+            topic_partition: (0, end)
+            for topic_partition, end in self._end_offsets(
                 (topic, partition) for partition in partitions
             ).items()
         }
@@ -159,9 +159,9 @@ class RunLog(AbstractContextManager["RunLog"]):
         """
         topic = self.plan.topic(entity)
         owners = {
-            place: ends
-            for place, ends in self._owners(versions).items()
-            if shard is None or place % self.plan.partitions_per_version == shard
+            topic_partition: ends
+            for topic_partition, ends in self._owners(versions).items()
+            if shard is None or topic_partition % self.plan.partitions_per_version == shard
         }
         successors = {
             partition: last + self.plan.num_slots for partition, (_, last) in owners.items()
@@ -173,13 +173,13 @@ class RunLog(AbstractContextManager["RunLog"]):
         )
         spans = {}
         for partition, (first, _) in sorted(owners.items()):
-            place = (topic, partition)
+            topic_partition = (topic, partition)
             stop = (
-                ends[place]
-                if place in ends
+                ends[topic_partition]
+                if topic_partition in ends
                 else self._start_offset(topic, partition, successors[partition])
             )
-            spans[place] = (self._start_offset(topic, partition, first), stop)
+            spans[topic_partition] = (self._start_offset(topic, partition, first), stop)
         return spans
 
     def _owners(self, versions: range) -> dict[int, tuple[int, int]]:
@@ -201,23 +201,28 @@ class RunLog(AbstractContextManager["RunLog"]):
             for versions in (self.versions, self._owning_versions)
             if version in versions
         ]  # a replay may start later
-        offsets = (place for event in events for place in event.start_offsets)
+        offsets = (topic_partition for event in events for topic_partition in event.start_offsets)
         return next(
             (
-                place.offset
-                for place in offsets
-                if (self.plan.parse_entity(place.topic), place.partition) == wanted
+                topic_partition.offset
+                for topic_partition in offsets
+                if (self.plan.parse_entity(topic_partition.topic), topic_partition.partition)
+                == wanted
             ),
             0,
         )
 
-    def _end_offsets(self, places: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
+    def _end_offsets(self, topic_partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
         """Return the end offsets of partitions at their first request."""
-        wanted = list(places)
+        wanted = list(topic_partitions)
         self._seen_ends |= self._admin.end_offsets(
-            [place for place in wanted if place not in self._seen_ends]
+            [
+                topic_partition
+                for topic_partition in wanted
+                if topic_partition not in self._seen_ends
+            ]
         )
-        return {place: self._seen_ends[place] for place in wanted}
+        return {topic_partition: self._seen_ends[topic_partition] for topic_partition in wanted}
 
     def records(self, spans: Mapping[TopicPartition, OffsetRange]) -> Iterator[Record]:
         """Read the records of these ranges, in order per partition."""
@@ -246,7 +251,7 @@ class RunLog(AbstractContextManager["RunLog"]):
                 yield DecodedRecord(event, record.location, record.timestamp_ms)
 
     def read_at(
-        self, entity: str, places: Iterable[tuple[int, int]], kind: type[EventT]
+        self, entity: str, topic_partitions: Iterable[tuple[int, int]], kind: type[EventT]
     ) -> list[DecodedRecord[EventT]]:
         """Return the events of a kind at these (partition, offset) positions of a topic, in the
         order of the positions.
@@ -254,10 +259,13 @@ class RunLog(AbstractContextManager["RunLog"]):
         Raises:
             BrokerError: A record was purged or never written.
         """
-        wanted = list(places)
+        wanted = list(topic_partitions)
         with self._reader() as reader:
             records = reader.read_at(self.plan.topic(entity), wanted)
-        events = ((records[place], self.decode(records[place])) for place in wanted)
+        events = (
+            (records[topic_partition], self.decode(records[topic_partition]))
+            for topic_partition in wanted
+        )
         return [
             DecodedRecord(event, record.location, record.timestamp_ms)
             for record, event in events
@@ -265,13 +273,13 @@ class RunLog(AbstractContextManager["RunLog"]):
         ]
 
     def read_records_at(
-        self, topic: str, places: Iterable[tuple[int, int]]
+        self, topic: str, topic_partitions: Iterable[tuple[int, int]]
     ) -> dict[tuple[int, int], Record]:
         """Return the records at these (partition, offset) positions of a topic, given by its full
         name; raises as `read_at`.
         """
         with self._reader() as reader:
-            return reader.read_at(topic, set(places))
+            return reader.read_at(topic, set(topic_partitions))
 
     def decode(self, record: Record) -> Event | None:
         """Return a record's event; None for an undecodable record, which is counted and named."""
@@ -300,8 +308,8 @@ class RunLog(AbstractContextManager["RunLog"]):
 
     def _control_spans(self, run_id: str, entity: str) -> dict[TopicPartition, OffsetRange]:
         return {
-            place: (0, end)
-            for place, end in self._end_offsets(
+            topic_partition: (0, end)
+            for topic_partition, end in self._end_offsets(
                 [(self.plan.build_topic_name(run_id, entity), 0)]
             ).items()
         }

@@ -201,7 +201,8 @@ class Admin(OffsetAdmin):
         )
         if isinstance(translated, BrokerUnavailable):
             text = (
-                f"no broker answered at {self._connection.bootstrap_servers} within {timeout_seconds:g} s; "
+                f"no broker answered at {self._connection.bootstrap_servers} within "
+                f"{timeout_seconds:g} s; "
                 "start it, or set broker.bootstrap_servers"
             )
             return BrokerUnavailable(text)

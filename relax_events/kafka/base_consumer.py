@@ -87,10 +87,12 @@ class BaseConsumer:
         its last fetch.
         """
         lag = {}
-        for place, position in self.positions.items():
-            low, high = self._consumer.get_watermark_offsets(ClientPartition(*place), cached=True)
+        for partition, position in self.positions.items():
+            low, high = self._consumer.get_watermark_offsets(
+                ClientPartition(*partition), cached=True
+            )
             if high >= 0:  # negative before the first fetch response
-                lag[place] = max(high - max(position, low), 0)
+                lag[partition] = max(high - max(position, low), 0)
         return lag
 
     def fetch(self, max_records: int = 500, *, timeout_seconds: float) -> list[Record]:
@@ -123,20 +125,20 @@ class BaseConsumer:
         """
         passed: set[TopicPartition] = set()
         for message in messages:
-            place = (message.topic(), message.partition())
-            if place in passed:
+            partition = (message.topic(), message.partition())
+            if partition in passed:
                 continue
             if is_checksum_failure(message):
                 if not with_damaged:
-                    raise damage_error(*place, message.offset())
-                passed.add(place)
+                    raise damage_error(*partition, message.offset())
+                passed.add(partition)
                 yield from self._skip_damaged_batch(message)
-            elif self._is_late_misread(place, message):
-                self._reassign(*place, self._offset_after_damage[place])
-                passed.add(place)
+            elif self._is_late_misread(partition, message):
+                self._reassign(*partition, self._offset_after_damage[partition])
+                passed.add(partition)
             elif self._is_record(message) or is_partition_end(message):
-                if place in self._offset_after_damage:
-                    self._offset_after_damage[place] = message.offset() + (
+                if partition in self._offset_after_damage:
+                    self._offset_after_damage[partition] = message.offset() + (
                         not is_partition_end(message)
                     )
                 yield (
@@ -149,14 +151,14 @@ class BaseConsumer:
         """Return the message; or a damaged record without a value, if verification is enabled and
         its record batch was altered.
         """
-        place = message.topic(), message.partition()
+        partition = message.topic(), message.partition()
         if (
             self._verifier is None
-            or (altered := self._verifier.find_altered_batch(*place, message.offset())) is None
+            or (altered := self._verifier.find_altered_batch(*partition, message.offset())) is None
         ):
             return message
         if not with_damaged:
-            raise damage_error(*place, altered.start)
+            raise damage_error(*partition, altered.start)
         return replace(Record.from_message(message), value=b"", is_damaged=True)
 
     def _leader(self, topic: str, partition: int) -> Connection:
@@ -174,11 +176,11 @@ class BaseConsumer:
             ) from None
         return replace(self._connection, bootstrap_servers=f"{leader.host}:{leader.port}")
 
-    def _is_late_misread(self, place: TopicPartition, message: Any) -> bool:
+    def _is_late_misread(self, partition: TopicPartition, message: Any) -> bool:
         """Return whether the message is a delayed error about misread bytes behind a damaged
         batch.
         """
-        expected, error = self._offset_after_damage.get(place), message.error()
+        expected, error = self._offset_after_damage.get(partition), message.error()
         if expected is None or error is None:
             return False
         return error.code() == KafkaError._NOT_IMPLEMENTED or (
@@ -252,10 +254,10 @@ class BaseConsumer:
 
     def _reassign(self, topic: str, partition: int, offset: int) -> None:
         """Resume at `offset` by reassigning the partition: a seek fails after a fetch error."""
-        place = ClientPartition(topic, partition, offset)
+        start = ClientPartition(topic, partition, offset)
         try:
-            self._consumer.incremental_unassign([place])
-            self._consumer.incremental_assign([place])
+            self._consumer.incremental_unassign([start])
+            self._consumer.incremental_assign([start])
         except KafkaException as exception:
             raise translate(
                 extract_error(exception), f"reading on at {topic}[{partition}]@{offset}"
@@ -342,8 +344,8 @@ class BaseConsumer:
 
     def _is_assigned(self, topic: str, partition: int) -> bool:
         return any(
-            (place.topic, place.partition) == (topic, partition)
-            for place in self._consumer.assignment()
+            (assigned.topic, assigned.partition) == (topic, partition)
+            for assigned in self._consumer.assignment()
         )
 
     def group_metadata(self) -> Any:

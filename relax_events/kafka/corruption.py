@@ -80,12 +80,12 @@ class _BatchEndSearch:
     same error.
     """
 
-    def __init__(self, consumer: Any, place: TopicPartition, timeout_seconds: float) -> None:
-        self._consumer, self._place, self._timeout_seconds = consumer, place, timeout_seconds
+    def __init__(self, consumer: Any, start: TopicPartition, timeout_seconds: float) -> None:
+        self._consumer, self._start, self._timeout_seconds = consumer, start, timeout_seconds
 
     def find_end(self, high: int) -> int:
         """Return the offset behind the batch, at most `high`."""
-        inside, width = self._place.offset, 1
+        inside, width = self._start.offset, 1
         while (outside := min(inside + width, high)) < high and self._is_inside_batch(outside):
             inside, width = outside, width * 2
         while outside - inside > 1:
@@ -93,11 +93,11 @@ class _BatchEndSearch:
             inside, outside = (
                 (middle, outside) if self._is_inside_batch(middle) else (inside, middle)
             )
-        return max(outside, self._place.offset + 1)
+        return max(outside, self._start.offset + 1)
 
     def _is_inside_batch(self, offset: int) -> bool:
-        place = TopicPartition(self._place.topic, self._place.partition, offset)
-        self._consumer.assign([place])
+        position = TopicPartition(self._start.topic, self._start.partition, offset)
+        self._consumer.assign([position])
         deadline = Deadline(self._timeout_seconds)
         while not deadline.passed:
             message = self._consumer.poll(POLL_SECONDS)
@@ -108,18 +108,20 @@ class _BatchEndSearch:
                 return False
             if error.code() == KafkaError._BAD_MSG:
                 return bool(
-                    message.offset() == self._place.offset
+                    message.offset() == self._start.offset
                 )  # otherwise a second damaged batch begins there
-            self._consumer.assign([place])  # misread bytes of the previous fetch cause other errors
+            self._consumer.assign(
+                [position]
+            )  # misread bytes of the previous fetch cause other errors
         raise BrokerUnavailable(
-            f"fetching {self._place.topic}[{self._place.partition}]@{offset} got no "
+            f"fetching {self._start.topic}[{self._start.partition}]@{offset} got no "
             "response; check that the broker runs"
         )
 
 
-def _read_keys(consumer: Any, place: TopicPartition, stop: int) -> dict[int, Record]:
+def _read_keys(consumer: Any, start: TopicPartition, stop: int) -> dict[int, Record]:
     """Read the keys and headers that are still readable."""
-    consumer.assign([place])
+    consumer.assign([start])
     found: dict[int, Record] = {}
     deadline = Deadline(KEYS_SECONDS)
     while not deadline.passed:

@@ -32,11 +32,11 @@ class ConsumerGroupLeases:
         *,
         group: str,
         topic: str,
-        lanes: int,
+        max_leases: int,
         on_lease: Callable[[Lease], None],
     ) -> None:
         self._stopping, self._closing = threading.Event(), threading.Event()
-        self._free = threading.Semaphore(lanes)
+        self._free = threading.Semaphore(max_leases)
         self._lock = threading.Lock()
         self._open: dict[int, dict[int, bool]] = {}
         self._on_lease = on_lease

@@ -212,8 +212,8 @@ class OffsetAdmin:
     def _read_committed(
         self, consumer_group: str, partitions: list[ClientPartition]
     ) -> list[ClientPartition]:
-        """Read committed offsets, retrying until the request timeout while the coordinator starts or
-        moves.
+        """Read committed offsets, retrying until the request timeout while the coordinator starts
+        or moves.
         """
         reader = self._offset_readers[consumer_group]
 

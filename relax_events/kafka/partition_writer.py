@@ -153,13 +153,14 @@ class PartitionWriter:
         offset.
         """
         deadline = Deadline(self._timeout_seconds)
-        place = (self._topic, self._partition)
+        partition = (self._topic, self._partition)
         while (
-            self._is_control_record_due and self._admin.end_offsets([place])[place] < self._position
+            self._is_control_record_due
+            and self._admin.end_offsets([partition])[partition] < self._position
         ):
             if deadline.passed:
                 raise BrokerUnavailable(
-                    f"the transaction before {place[0]}[{place[1]}]@{self._position} left no "
+                    f"the transaction before {self._topic}[{self._partition}]@{self._position} left no "
                     "control record; check that all brokers run"
                 )
             time.sleep(CONTROL_RECORD_POLL_SECONDS)

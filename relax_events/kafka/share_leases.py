@@ -51,21 +51,23 @@ class ShareGroupLeases:
         *,
         group: str,
         topic: str,
-        lanes: int,
+        max_leases: int,
         on_lease: Callable[[Lease], None],
     ) -> None:
         self._stopping = threading.Event()
         self._on_lease = on_lease
         self._turn = threading.Lock()
-        self._capacity, self._capacity_changed = lanes, threading.Condition()
+        self._capacity, self._capacity_changed = max_leases, threading.Condition()
         self.group_full_text = (
-            f"share group {group} has no room for all {lanes} share consumers of this "
+            f"share group {group} has no room for all {max_leases} share consumers of this "
             "worker: group.share.max.size of the brokers bounds the share consumers of all "
             "workers together; lower engine.max_prompt_groups, run fewer rollout workers, "
             "or "
             "raise group.share.max.size (1000 is Kafka's most)"
         )
-        self._threads = [_ShareConsumerThread(connection, group, topic, self) for _ in range(lanes)]
+        self._threads = [
+            _ShareConsumerThread(connection, group, topic, self) for _ in range(max_leases)
+        ]
 
     def stop(self) -> None:
         """See `LeaseSource.stop`."""

@@ -63,7 +63,7 @@ class TransactionalWriter:
         *,
         offsets: Iterable[TopicOffset] = (),
         reader: LogReader | None = None,
-        already_real: Any = None,
+        is_already_committed: Any = None,
         before_commit: Callable[[], None] = lambda: None,
     ) -> None:
         """Write records and offsets as one transaction.
@@ -72,7 +72,7 @@ class TransactionalWriter:
             records: The records, which become visible together.
             offsets: Next positions of the reader's consumer group.
             reader: The reader whose consumer group owns the offsets.
-            already_real: Called after an error with an unknown outcome; returns whether an earlier
+            is_already_committed: Called after an error with an unknown outcome; returns whether an earlier
                 attempt has committed, and raises `Fenced` if another instance has taken over.
             before_commit: Called when the open transaction contains everything.
         Raises:
@@ -99,19 +99,19 @@ class TransactionalWriter:
                 raise
             except BrokerError as error:
                 log.warning("transaction.failed", attempt=attempt, error=str(error))
-                self._check_fenced(already_real)
+                self._check_fenced(is_already_committed)
                 self._producer = self._initialise()
-                if already_real is not None and already_real():
+                if is_already_committed is not None and is_already_committed():
                     return
                 if attempt + 1 == ATTEMPTS:
                     raise
             else:
                 return
 
-    def _check_fenced(self, already_real: Any) -> None:
+    def _check_fenced(self, is_already_committed: Any) -> None:
         try:
-            if already_real is not None:
-                already_real()
+            if is_already_committed is not None:
+                is_already_committed()
         except Fenced:
             self._is_fenced = True
             raise

@@ -31,12 +31,12 @@ class Progress:
 
     def has_processed(self, worker_id: str, pid: int) -> bool:
         """Return whether a process has finished records that are not delivered again."""
-        beat = self.heartbeats.get(worker_id)
+        heartbeat = self.heartbeats.get(worker_id)
         return (
-            beat is not None
-            and beat.pid == pid
-            and beat.num_processed > 0
-            and beat.role not in ROLES_WITHOUT_RECORDS
+            heartbeat is not None
+            and heartbeat.pid == pid
+            and heartbeat.num_processed > 0
+            and heartbeat.role not in ROLES_WITHOUT_RECORDS
         )
 
 

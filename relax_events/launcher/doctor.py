@@ -284,10 +284,10 @@ class PromptCheck:
             f"{source.num_rows} prompts in {name}{_left_out(source)}" for name, source in opened
         ]
         if config.data.prompt_filter:
-            place = FunctionFilter(config.data.prompt_filter)(
+            topic_partition = FunctionFilter(config.data.prompt_filter)(
                 self._first, mean_rewards=(), train_step=0
             )
-            texts.append(f"{config.data.prompt_filter} gives {place} for the first")
+            texts.append(f"{config.data.prompt_filter} gives {topic_partition} for the first")
         texts += [text for _, source in opened if (text := _lengths(config, source))]
         if not config.algorithm.has_rewards and config.model.path.exists():
             texts.append(_answers(config, self._first))

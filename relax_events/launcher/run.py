@@ -334,18 +334,22 @@ class RunSession:
         for worker, departure, reason in supervisor.reconcile(elastic):
             gone = worker.exit_command(departure, reason)
             with self._lock:
-                beat = self._state.workers.get(worker.worker_id)
+                heartbeat = self._state.workers.get(worker.worker_id)
                 self._scaling.apply(gone)
-            if beat is not None and beat.state is not WorkerState.STOPPED:
-                self._send_goodbye(beat)
+            if heartbeat is not None and heartbeat.state is not WorkerState.STOPPED:
+                self._send_goodbye(heartbeat)
             self._send("control.commands", gone)
 
-    def _send_goodbye(self, beat: WorkerHeartbeat) -> None:
+    def _send_goodbye(self, heartbeat: WorkerHeartbeat) -> None:
         """Say for a worker that it has stopped; `beat` is its newest heartbeat."""
         goodbye = replace(
-            beat, state=WorkerState.STOPPED, num_in_flight=0, busy_since=None, sent_at=now_micros()
+            heartbeat,
+            state=WorkerState.STOPPED,
+            num_in_flight=0,
+            busy_since=None,
+            sent_at=now_micros(),
         )
-        self._send(HEARTBEATS[beat.role], goodbye, key=beat.worker_id)
+        self._send(HEARTBEATS[heartbeat.role], goodbye, key=heartbeat.worker_id)
 
     def _send_goodbyes(self, supervisor: Supervisor) -> None:
         """Say goodbye for our workers that ended without one, so that none counts as alive; not
@@ -353,15 +357,15 @@ class RunSession:
         """
         with self._lock:
             owed = [
-                beat
-                for beat in self._state.workers.values()
-                if supervisor.lacks_final_heartbeat(beat)
+                heartbeat
+                for heartbeat in self._state.workers.values()
+                if supervisor.lacks_final_heartbeat(heartbeat)
             ]
         if not owed or not self._sessions.is_alone():
             return
         try:
-            for beat in owed:
-                self._send_goodbye(beat)
+            for heartbeat in owed:
+                self._send_goodbye(heartbeat)
         except (
             BrokerError
         ) as error:  # they count as alive until `workers.heartbeat_timeout_seconds` have passed
@@ -371,9 +375,9 @@ class RunSession:
         """Start a fenced worker again once nobody else does its work."""
         for worker_id, fencing in supervisor.fenced.items():
             with self._lock:
-                beat = self._state.workers.get(worker_id)
+                heartbeat = self._state.workers.get(worker_id)
             if fencing.is_over(
-                beat,
+                heartbeat,
                 now=now_micros(),
                 heartbeat_timeout_seconds=self._config.workers.heartbeat_timeout_seconds,
             ):

@@ -61,7 +61,7 @@ class Fencing:
     fenced_at: int
 
     def is_over(
-        self, beat: WorkerHeartbeat | None, *, now: int, heartbeat_timeout_seconds: float
+        self, heartbeat: WorkerHeartbeat | None, *, now: int, heartbeat_timeout_seconds: float
     ) -> bool:
         """Return whether the work is abandoned: the other instance sent STOPPED, or was silent for
         too long.
@@ -70,9 +70,9 @@ class Fencing:
             heartbeat: The newest heartbeat in the worker's name. One of this process's own worker
                 is ignored: it may be newer than the other instance's.
             now: Microseconds since the epoch.
-            hung_seconds: Heartbeat timeout of a worker.
+            heartbeat_timeout_seconds: Heartbeat timeout of a worker.
         """
-        other = beat if beat is not None and beat.pid != self.pid else None
+        other = heartbeat if heartbeat is not None and heartbeat.pid != self.pid else None
         patience = (
             AFTER_GOODBYE_SECONDS
             if other is not None and other.state is WorkerState.STOPPED
@@ -425,27 +425,31 @@ class Supervisor:
             managed.is_killed = True
             managed.process.kill_group()
 
-    def lacks_final_heartbeat(self, beat: WorkerHeartbeat) -> bool:
+    def lacks_final_heartbeat(self, heartbeat: WorkerHeartbeat) -> bool:
         """Return whether a worker's newest heartbeat is of a process of this supervisor that exited
         without sending STOPPED.
 
         False where another instance uses the worker's name, or has fenced it.
         """
         managed = next(
-            (managed for managed in self._processes.values() if beat.worker_id in managed.requests),
+            (
+                managed
+                for managed in self._processes.values()
+                if heartbeat.worker_id in managed.requests
+            ),
             None,
         )
         if (
             managed is None
             or managed.is_running
-            or beat.state is WorkerState.STOPPED
-            or beat.host != socket.gethostname()
+            or heartbeat.state is WorkerState.STOPPED
+            or heartbeat.host != socket.gethostname()
         ):
             return False
         ended_in_order = (
             managed.process is not None and managed.process.poll() in CODES_WITH_GOODBYE
         )
-        return not ended_in_order and beat.pid in managed.pids_without_goodbye
+        return not ended_in_order and heartbeat.pid in managed.pids_without_goodbye
 
     def stop(self, *, timeout_seconds: float, tick: Callable[[], None] = lambda: None) -> None:
         """Signal all workers to drain, wait, and kill the rest at the deadline."""

@@ -96,8 +96,11 @@ def build_rank_requests(request: SpawnRequest, *, num_ranks: int) -> list[SpawnR
         "MASTER_ADDR": LOOPBACK,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
-    return [replace(request, environment=request.environment | shared | place) for place in places]
+    topic_partitions = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
+    return [
+        replace(request, environment=request.environment | shared | topic_partition)
+        for topic_partition in topic_partitions
+    ]
 
 
 class WorkerProcesses:

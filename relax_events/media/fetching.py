@@ -80,7 +80,8 @@ class WebFetcher:
                 answer = self._request(parts, deadline, location)
             except (OSError, http.client.HTTPException) as error:  # a timeout is an OSError too
                 raise MediaError(
-                    f"{location}: {_without_query(url)} can't be downloaded: {error or type(error).__name__}",
+                    f"{location}: {_without_query(url)} can't be downloaded: "
+                    f"{error or type(error).__name__}",
                     reason="not_fetched",
                 ) from None
             if isinstance(answer, bytes):
@@ -108,7 +109,8 @@ class WebFetcher:
         if host not in self.hosts:
             allowed = ", ".join(sorted(self.hosts)) or "none"
             raise MediaError(
-                f"{location}: {_without_query(url)} is of host {host!r}; media_hosts allows {allowed}",
+                f"{location}: {_without_query(url)} is of host {host!r}; "
+                f"media_hosts allows {allowed}",
                 reason="forbidden_address",
             )
         return parts
@@ -149,14 +151,16 @@ class WebFetcher:
             return target
         if response.status != http.client.OK:
             raise MediaError(
-                f"{location}: {_without_query(parts.geturl())} responds {response.status} {response.reason}",
+                f"{location}: {_without_query(parts.geturl())} responds "
+                f"{response.status} {response.reason}",
                 reason="not_fetched",
             )
         data = response.read(self.max_bytes + 1)
         _seconds_left(deadline)  # a connection that was closed at the deadline ends normally
         if len(data) > self.max_bytes:
             raise MediaError(
-                f"{location} must be at most model.media.max_item_bytes = {self.max_bytes}, got more",
+                f"{location} must be at most model.media.max_item_bytes = {self.max_bytes}, "
+                "got more",
                 reason="too_large",
             )
         return data

@@ -62,7 +62,7 @@ class MediaPreprocessor(Protocol):
         ...
 
     def grid(self, media: MediaRef) -> tuple[int, int, int]:
-        """Return how many tokens a file has in time, in rows and in columns; errors as for `plan`."""
+        """Return a file's number of tokens in time, rows and columns; errors as for `plan`."""
         ...
 
 

@@ -25,7 +25,7 @@ Layers = list[Float[Tensor, "features hidden"]]
 
 @dataclass(frozen=True, slots=True)
 class VisionTower:
-    """The vision tower; encodes all images and videos of a forward together, or each `separately`."""
+    """The vision tower; encodes all files of a forward together, or each `separately`."""
 
     tower: Any
     geometry: ImageGeometry
@@ -113,7 +113,7 @@ def _batches_of_equal_length(lengths: Sequence[int], *, separately: bool) -> Ite
 def concatenate_layers(
     pieces: Sequence[Layers],
 ) -> tuple[Float[Tensor, "features hidden"], list[Float[Tensor, "features hidden"]]]:
-    """Concatenate the files' layers, the first and the next ones; audio has zeros in the next ones."""
+    """Concatenate the files' layers; audio has zeros in all but the first layer."""
     depth = max(map(len, pieces))
     first, *others = (
         torch.cat(

@@ -1,4 +1,4 @@
-"""Check and decode video files: count frames without decoding, and decode only the requested ones."""
+"""Check video files, counting frames without decoding, and decode the requested frames."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read facts about a checkpoint from its `config.json` and file headers, without weights or torch."""
+"""Read facts about a checkpoint from its `config.json` and file headers, without torch."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def _header(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _estimate(known: CheckpointFacts, config: Mapping[str, Any]) -> int:
-    """Estimate the number of parameters of a model of these sizes, if there are no files to count."""
+    """Estimate the number of parameters from the sizes, if there are no files to count."""
     hidden, attended = (
         known.hidden_size,
         (2 * known.num_heads + 2 * known.num_kv_heads) * known.head_dim,

@@ -147,5 +147,5 @@ def expert_weights(
 
 
 def split_rows(experts: NDArray[np.generic], num_rows: int) -> NDArray[np.generic]:
-    """Split the result of `take_choices` by the rows of the forward: [rows, length, layers, top_k]."""
+    """Split the result of `take_choices` by rows: [rows, length, layers, top_k]."""
     return experts.reshape(num_rows, -1, *experts.shape[1:])

@@ -25,15 +25,15 @@ def read_slot_lag(config: RunConfig, admin: Admin) -> dict[str, dict[int, int]]:
     operator's measure of staleness.
     """
     plan = TopicPlan.from_config(config)
-    places = [
+    topic_partitions = [
         (topic, partition)
         for topic in plan.sample_topics()
         for partition in range(plan.num_sample_partitions)
     ]
-    ends = admin.end_offsets(places)
+    ends = admin.end_offsets(topic_partitions)
     lag: dict[str, dict[int, int]] = {}
     for role in (*CONSUMER_GROUP_ROLES, "trainer"):
-        committed = admin.committed_offsets(plan.consumer_group(role), places)
+        committed = admin.committed_offsets(plan.consumer_group(role), topic_partitions)
         slots: dict[int, int] = {}
         for (topic, partition), offset in committed.items():
             if (topic, partition) in ends:
@@ -115,8 +115,8 @@ def read_partition_lag(config: RunConfig, admin: Admin) -> list[PartitionLag]:
             }
         rows = [
             row
-            for role, (group, places) in inputs.items()
-            for row in _lag_of(log.plan, admin, role, group, places, owners)
+            for role, (group, topic_partitions) in inputs.items()
+            for row in _lag_of(log.plan, admin, role, group, topic_partitions, owners)
         ]
         oldest = _oldest_unread(log, rows)
     return [
@@ -132,30 +132,37 @@ def _lag_of(
     admin: Admin,
     role: str,
     group: str,
-    places: list[TopicPartition],
+    topic_partitions: list[TopicPartition],
     owners: Mapping[int, PolicyVersionPublished],
 ) -> list[PartitionLag]:
-    committed = admin.committed_offsets(group, places)
-    begins, ends = admin.beginning_offsets(places), admin.end_offsets(places)
+    committed = admin.committed_offsets(group, topic_partitions)
+    begins, ends = admin.beginning_offsets(topic_partitions), admin.end_offsets(topic_partitions)
     queue = plan.topic("prompt.groups")
     rows = []
-    for place in places:
-        position = max(committed.get(place, 0), begins[place])
-        slot = None if place[0] == queue else place[1] // plan.partitions_per_version
+    for topic_partition in topic_partitions:
+        position = max(committed.get(topic_partition, 0), begins[topic_partition])
+        slot = (
+            None
+            if topic_partition[0] == queue
+            else topic_partition[1] // plan.partitions_per_version
+        )
         owner = None if slot is None else owners.get(slot)
-        behind = max(ends[place] - position, 0)
+        behind = max(ends[topic_partition] - position, 0)
         starts = (
             {(plan.parse_entity(at.topic), at.partition): at.offset for at in owner.start_offsets}
             if owner
             else {}
         )
-        start = min(starts.get((plan.parse_entity(place[0]), place[1]), 0), ends[place])
+        start = min(
+            starts.get((plan.parse_entity(topic_partition[0]), topic_partition[1]), 0),
+            ends[topic_partition],
+        )
         version = owner.policy_version if owner else None
         stale = max(start - position, 0)
         rows.append(
             PartitionLag(
                 role=role,
-                topic_partition=place,
+                topic_partition=topic_partition,
                 slot=slot,
                 policy_version=version,
                 position=position,
@@ -177,10 +184,13 @@ def _oldest_unread(
     found: dict[tuple[TopicPartition, int], int] = {}
     wanted = {(row.topic_partition, row.position) for row in rows if row.num_records}
     while wanted:
-        spans = {place: (position, position + 1) for place, position in sorted(wanted)}
+        spans = {
+            topic_partition: (position, position + 1)
+            for topic_partition, position in sorted(wanted)
+        }
         for record in log.records(spans):
             found[(record.topic, record.partition), record.offset] = record.timestamp_ms
-        wanted -= {(place, start) for place, (start, _) in spans.items()}
+        wanted -= {(topic_partition, start) for topic_partition, (start, _) in spans.items()}
     return found
 
 
@@ -209,10 +219,10 @@ def sum_by_member(
         now_ms: Milliseconds since the epoch.
     """
     holders = {
-        (role, place): member
+        (role, topic_partition): member
         for role, group in groups.items()
         for member in group.members
-        for place in member.partitions
+        for topic_partition in member.partitions
     }
     held: dict[tuple[str, str, str], list[PartitionLag]] = {}
     for role, group in groups.items():

@@ -65,12 +65,12 @@ def read_dead_letters(log: RunLog, *, roles: Iterable[str] = ()) -> list[DeadLet
     """Return the dead letters of some or all roles, oldest first, each with its resolution; values
     are not kept.
     """
-    letters = [
-        letter
+    dead_letters = [
+        dead_letter
         for role in roles or list_dead_letter_roles(log)
-        for letter in _read_role(log, role).values()
+        for dead_letter in _read_role(log, role).values()
     ]
-    return sorted(letters, key=lambda letter: (letter.written_at, letter.id))
+    return sorted(dead_letters, key=lambda dead_letter: (dead_letter.written_at, dead_letter.id))
 
 
 def list_dead_letter_roles(log: RunLog) -> list[str]:
@@ -83,19 +83,19 @@ def list_dead_letter_roles(log: RunLog) -> list[str]:
 
 
 def _read_role(log: RunLog, role: str) -> dict[int, DeadLetter]:
-    letters: dict[int, DeadLetter] = {}
+    dead_letters: dict[int, DeadLetter] = {}
     for record in log.records(_spans(log, role)):
         mark = RESOLVES_PATTERN.fullmatch(record.headers.get(RESOLVES, ""))
         if mark is None:
-            letters[record.offset] = parse_dead_letter(role, record)
-        elif int(mark[1]) in letters:
+            dead_letters[record.offset] = parse_dead_letter(role, record)
+        elif int(mark[1]) in dead_letters:
             reason = record.headers.get(REASON, "")
-            letters[int(mark[1])] = replace(
-                letters[int(mark[1])],
+            dead_letters[int(mark[1])] = replace(
+                dead_letters[int(mark[1])],
                 resolution=record.headers.get(RESOLUTION, ""),
                 resolution_reason=reason,
             )
-    return letters
+    return dead_letters
 
 
 def _spans(log: RunLog, role: str) -> dict[tuple[str, int], tuple[int, int]]:
@@ -133,11 +133,11 @@ def read_dead_letter(log: RunLog, name: str) -> tuple[DeadLetter, Record]:
         ConfigError: The id is malformed, or there is no such dead letter.
     """
     role, offset = parse_id(name)
-    letter = _read_role(log, role).get(offset)
-    if letter is None:
+    dead_letter = _read_role(log, role).get(offset)
+    if dead_letter is None:
         raise ConfigError(f"there is no dead letter {name}; relax deadletter list shows all")
     topic = log.plan.topic(f"{role}{SUFFIX}")
-    return letter, next(log.records({(topic, 0): (offset, offset + 1)}))
+    return dead_letter, next(log.records({(topic, 0): (offset, offset + 1)}))
 
 
 def parse_id(name: str) -> tuple[str, int]:
@@ -162,7 +162,7 @@ class Selection:
     all_roles: bool = False
     include_resolved: bool = False
 
-    def choose(self, letters: Sequence[DeadLetter]) -> list[DeadLetter]:
+    def choose(self, dead_letters: Sequence[DeadLetter]) -> list[DeadLetter]:
         """Return the selected dead letters. Resolved ones are skipped unless named or
         `include_resolved`.
 
@@ -174,7 +174,7 @@ class Selection:
             raise ConfigError(
                 "say which dead letters: --id ID, --role ROLE, --reason CLASS or --all"
             )
-        known = {letter.id: letter for letter in letters}
+        known = {dead_letter.id: dead_letter for dead_letter in dead_letters}
         for name in self.ids:
             parse_id(name)
             if name not in known:
@@ -188,16 +188,18 @@ class Selection:
                     "to do it once more"
                 )
         named = [known[name] for name in dict.fromkeys(self.ids)] or [
-            letter for letter in letters if self.include_resolved or not letter.resolution
+            dead_letter
+            for dead_letter in dead_letters
+            if self.include_resolved or not dead_letter.resolution
         ]
         return [
-            letter
-            for letter in named
-            if self.role in ("", letter.role) and self.reason in ("", letter.error_class)
+            dead_letter
+            for dead_letter in named
+            if self.role in ("", dead_letter.role) and self.reason in ("", dead_letter.error_class)
         ]
 
 
-def requeue(log: RunLog, letters: Sequence[DeadLetter], producer: RecordProducer) -> int:
+def requeue(log: RunLog, dead_letters: Sequence[DeadLetter], producer: RecordProducer) -> int:
     """Write records back, unchanged, to their original topics, and mark their dead letters as
     resolved; return their number.
 
@@ -209,46 +211,51 @@ def requeue(log: RunLog, letters: Sequence[DeadLetter], producer: RecordProducer
         ConfigError: A dead letter names an origin that its role does not read, or that holds other
             bytes or none. Nothing was written.
     """
-    for letter in letters:
-        require_origin(letter, log.plan)
+    for dead_letter in dead_letters:
+        require_origin(dead_letter, log.plan)
     chosen = {
-        (log.plan.topic(f"{letter.role}{SUFFIX}"), letter.offset): letter for letter in letters
+        (log.plan.topic(f"{dead_letter.role}{SUFFIX}"), dead_letter.offset): dead_letter
+        for dead_letter in dead_letters
     }
     for records in split_batches(_values(log, chosen)):
         _require_same(log, records)
     for records in split_batches(_values(log, chosen)):
         producer.write(raw_copy(record) for record, _ in records)
-        producer.write(resolution_record(log.plan, letter, REQUEUED) for _, letter in records)
-    return len(letters)
+        producer.write(
+            resolution_record(log.plan, dead_letter, REQUEUED) for _, dead_letter in records
+        )
+    return len(dead_letters)
 
 
 def drop(
-    log: RunLog, letters: Sequence[DeadLetter], producer: RecordProducer, *, reason: str
+    log: RunLog, dead_letters: Sequence[DeadLetter], producer: RecordProducer, *, reason: str
 ) -> int:
     """Mark dead letters as dropped, with a reason; return their number. They stay on the log."""
-    producer.write(resolution_record(log.plan, letter, DROPPED, reason) for letter in letters)
-    return len(letters)
+    producer.write(
+        resolution_record(log.plan, dead_letter, DROPPED, reason) for dead_letter in dead_letters
+    )
+    return len(dead_letters)
 
 
-def require_origin(letter: DeadLetter, plan: TopicPlan) -> None:
+def require_origin(dead_letter: DeadLetter, plan: TopicPlan) -> None:
     """Refuse a dead letter whose record must not be written back: its role may forge headers, and
     this process may write more topics than the role.
 
     Raises:
         ConfigError: The role does not read the original topic, or the topic has no such partition.
     """
-    reads = ROLE_PERMISSIONS[letter.role].reads if letter.role in ROLE_PERMISSIONS else ()
+    reads = ROLE_PERMISSIONS[dead_letter.role].reads if dead_letter.role in ROLE_PERMISSIONS else ()
     counts = dict.fromkeys(SAMPLE_TOPICS, plan.num_sample_partitions) | dict.fromkeys(
         QUEUE_TOPICS, plan.queue_partitions
     )
     sizes = {plan.topic(entity): counts[entity] for entity in reads if entity in counts}
-    if not 0 <= letter.origin_partition < sizes.get(letter.origin_topic, 0):
+    if not 0 <= dead_letter.origin_partition < sizes.get(dead_letter.origin_topic, 0):
         rule = (
-            f"records of {letter.role} go back to "
+            f"records of {dead_letter.role} go back to "
             f"{', '.join(plan.parse_entity(topic) for topic in sizes)}"
         )
         raise ConfigError(
-            f"dead letter {letter.id} names its origin as {letter.origin or 'nowhere'}: "
+            f"dead letter {dead_letter.id} names its origin as {dead_letter.origin or 'nowhere'}: "
             f"{rule}; drop it"
         )
 
@@ -256,12 +263,16 @@ def require_origin(letter: DeadLetter, plan: TopicPlan) -> None:
 def _require_same(log: RunLog, records: Sequence[tuple[Record, DeadLetter]]) -> None:
     """Refuse dead letters that are no copies of the records that they name; raises ConfigError."""
     by_topic: dict[str, list[tuple[Record, DeadLetter]]] = {}
-    for record, letter in records:
-        by_topic.setdefault(letter.origin_topic, []).append((record, letter))
+    for record, dead_letter in records:
+        by_topic.setdefault(dead_letter.origin_topic, []).append((record, dead_letter))
     for topic, copies in by_topic.items():
         try:
             there = log.read_records_at(
-                topic, [(letter.origin_partition, letter.origin_offset) for _, letter in copies]
+                topic,
+                [
+                    (dead_letter.origin_partition, dead_letter.origin_offset)
+                    for _, dead_letter in copies
+                ],
             )
         except BrokerUnavailable:
             raise
@@ -270,11 +281,11 @@ def _require_same(log: RunLog, records: Sequence[tuple[Record, DeadLetter]]) -> 
                 f"the original records of dead letters of {topic} can't be read, so the letters can't "
                 f"be verified: {error}; drop them"
             ) from error
-        for record, letter in copies:
-            original = there[letter.origin_partition, letter.origin_offset]
+        for record, dead_letter in copies:
+            original = there[dead_letter.origin_partition, dead_letter.origin_offset]
             if (original.key, original.value) != (record.key, record.value):
                 raise ConfigError(
-                    f"dead letter {letter.id} holds other bytes than {letter.origin}, "
+                    f"dead letter {dead_letter.id} holds other bytes than {dead_letter.origin}, "
                     "its named origin; drop it"
                 )
 
@@ -320,10 +331,14 @@ def raw_copy(record: Record) -> ProducerRecord:
 
 
 def resolution_record(
-    plan: TopicPlan, letter: DeadLetter, resolution: str, reason: str = ""
+    plan: TopicPlan, dead_letter: DeadLetter, resolution: str, reason: str = ""
 ) -> ProducerRecord:
     """Return the record that resolves a dead letter."""
-    headers = {RESOLVES: f"0@{letter.offset}", RESOLUTION: resolution, REASON: reason}
+    headers = {RESOLVES: f"0@{dead_letter.offset}", RESOLUTION: resolution, REASON: reason}
     return ProducerRecord(
-        plan.topic(f"{letter.role}{SUFFIX}"), None, key=letter.key, partition=0, headers=headers
+        plan.topic(f"{dead_letter.role}{SUFFIX}"),
+        None,
+        key=dead_letter.key,
+        partition=0,
+        headers=headers,
     )

@@ -35,32 +35,41 @@ class DependentRun:
         """Return the oldest published version whose records it may still need; -1 where none is
         published.
         """
-        begun: dict[int, int] = {}
+        oldest_in_slot: dict[int, int] = {}
         for event in sorted(published, key=lambda event: event.policy_version):
             slot = compute_slot(event.policy_version, num_slots=plan.num_slots)
             starts = [at for at in event.start_offsets if plan.parse_entity(at.topic) == SAMPLES]
-            if slot not in begun or all(
+            if slot not in oldest_in_slot or all(
                 self.offsets.get((plan.topic(SAMPLES), at.partition), 0) >= at.offset
                 for at in starts
             ):
-                begun[slot] = event.policy_version
-        return min(begun.values(), default=-1)
+                oldest_in_slot[slot] = event.policy_version
+        return min(oldest_in_slot.values(), default=-1)
 
 
 def find_dependent_runs(plan: TopicPlan, admin: Admin, inventory: Inventory) -> list[DependentRun]:
     """Return the runs that have committed which records of this run they need; runs that have
     reached their goal need none.
     """
-    places = [(plan.topic(SAMPLES), partition) for partition in range(plan.num_sample_partitions)]
+    topic_partitions = [
+        (plan.topic(SAMPLES), partition) for partition in range(plan.num_sample_partitions)
+    ]
     found = []
     for group in inventory.groups("relax."):
         _, run_id, *role = group.split(".", 2)
         if role != [DEPENDENT_RUN] or run_id == plan.run_id:
             continue
-        committed = admin.committed_offsets(group, places)
+        committed = admin.committed_offsets(group, topic_partitions)
         if committed and NO_RECORDS_NEEDED not in committed.values():
             found.append(
-                DependentRun(run_id, group, {place: committed.get(place, 0) for place in places})
+                DependentRun(
+                    run_id,
+                    group,
+                    {
+                        topic_partition: committed.get(topic_partition, 0)
+                        for topic_partition in topic_partitions
+                    },
+                )
             )
     return found
 
@@ -73,7 +82,8 @@ def dependent_run_bounds(
     """
     return {
         f"run {follower.run_id}, which trains these samples": {
-            place: max(offset, floor.get(place, 0)) for place, offset in follower.offsets.items()
+            topic_partition: max(offset, floor.get(topic_partition, 0))
+            for topic_partition, offset in follower.offsets.items()
         }
         for follower in followers
     }
@@ -101,7 +111,7 @@ def describe_dependent_runs(config: RunConfig) -> str:
         with RunLog(config, name="followers") as log:
             published = [found.event for found in log.versions.values()]
         begins = admin.beginning_offsets(
-            [place for follower in followers for place in follower.offsets]
+            [topic_partition for follower in followers for topic_partition in follower.offsets]
         )
     newest, limit = max(event.policy_version for event in published), config.run.follower_versions
     texts = []
@@ -112,7 +122,9 @@ def describe_dependent_runs(config: RunConfig) -> str:
             f"newest is {newest}"
         )
         if lost := [
-            place for place, offset in follower.offsets.items() if offset and offset < begins[place]
+            topic_partition
+            for topic_partition, offset in follower.offsets.items()
+            if offset and offset < begins[topic_partition]
         ]:
             where = f"{lost[0][0]}[{lost[0][1]}]@{follower.offsets[lost[0]]}"
             rule = f"run.follower_versions = {limit} keeps no more for it; raise it for future runs"

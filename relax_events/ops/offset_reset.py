@@ -102,24 +102,28 @@ def plan_reset(config: RunConfig, admin: Admin, role: str, target: ResetTarget) 
         )
         raise ConfigError(f"role {role!r} reads nothing by committed offsets: {because}")
     plan = TopicPlan.from_config(config)
-    places = list_input_partitions(config, role)
-    begins, ends = admin.beginning_offsets(places), admin.end_offsets(places)
-    committed = admin.committed_offsets(plan.consumer_group(role), places)
+    topic_partitions = list_input_partitions(config, role)
+    begins, ends = admin.beginning_offsets(topic_partitions), admin.end_offsets(topic_partitions)
+    committed = admin.committed_offsets(plan.consumer_group(role), topic_partitions)
     moves = []
-    for place, offset in resolve_target(
-        config, admin, places, target, begins=begins, ends=ends
+    for topic_partition, offset in resolve_target(
+        config, admin, topic_partitions, target, begins=begins, ends=ends
     ).items():
-        after = min(max(offset, begins[place]), ends[place])
-        position = max(committed.get(place, 0), begins[place])
-        if committed.get(place) != after and (place in committed or after != begins[place]):
-            moves.append(OffsetMove(place, committed.get(place), after, after - position))
+        after = min(max(offset, begins[topic_partition]), ends[topic_partition])
+        position = max(committed.get(topic_partition, 0), begins[topic_partition])
+        if committed.get(topic_partition) != after and (
+            topic_partition in committed or after != begins[topic_partition]
+        ):
+            moves.append(
+                OffsetMove(topic_partition, committed.get(topic_partition), after, after - position)
+            )
     return ResetPlan(role, plan.consumer_group(role), moves)
 
 
 def resolve_target(
     config: RunConfig,
     admin: Admin,
-    places: Collection[TopicPartition],
+    topic_partitions: Collection[TopicPartition],
     target: ResetTarget,
     *,
     begins: Mapping[TopicPartition, int],
@@ -130,19 +134,23 @@ def resolve_target(
         with RunLog(config, name="reset") as log:
             published = [found.event for found in log.versions.values()]
         return find_version_offsets(
-            TopicPlan.from_config(config), published, places, version=target.version, ends=ends
+            TopicPlan.from_config(config),
+            published,
+            topic_partitions,
+            version=target.version,
+            ends=ends,
         )
     if target.time_ms is not None:
-        return admin.offsets_at(places, timestamp_ms=target.time_ms)
+        return admin.offsets_at(topic_partitions, timestamp_ms=target.time_ms)
     if target.offsets:
-        return parse_offsets(TopicPlan.from_config(config), places, target.offsets)
+        return parse_offsets(TopicPlan.from_config(config), topic_partitions, target.offsets)
     return dict(begins if target.to_beginning else ends)
 
 
 def find_version_offsets(
     plan: TopicPlan,
     published: Collection[PolicyVersionPublished],
-    places: Collection[TopicPartition],
+    topic_partitions: Collection[TopicPartition],
     *,
     version: int,
     ends: Mapping[TopicPartition, int],
@@ -160,7 +168,7 @@ def find_version_offsets(
             f"policy version {version} was not published; the newest is {newest}; give "
             "--to-version one that was"
         )
-    if any(plan.parse_entity(topic) == "prompt.groups" for topic, _ in places):
+    if any(plan.parse_entity(topic) == "prompt.groups" for topic, _ in topic_partitions):
         raise ConfigError(
             "prompt groups are not ordered by version; reset rollout by --to-time, "
             "--to-offset, --to-beginning or --to-end"
@@ -170,12 +178,15 @@ def find_version_offsets(
         for at in event.start_offsets if event.policy_version >= version else ():
             starts.setdefault((plan.parse_entity(at.topic), at.partition), at.offset)
     return {
-        place: starts.get((plan.parse_entity(place[0]), place[1]), ends[place]) for place in places
+        topic_partition: starts.get(
+            (plan.parse_entity(topic_partition[0]), topic_partition[1]), ends[topic_partition]
+        )
+        for topic_partition in topic_partitions
     }
 
 
 def parse_offsets(
-    plan: TopicPlan, places: Collection[TopicPartition], texts: Sequence[str]
+    plan: TopicPlan, topic_partitions: Collection[TopicPartition], texts: Sequence[str]
 ) -> dict[TopicPartition, int]:
     """Parse offsets such as `rollout.samples[2]@17`; the topic may carry its full name.
 
@@ -191,17 +202,17 @@ def parse_offsets(
                 "example rollout.samples[0]@17"
             )
         topic = match["topic"]
-        place = (
+        topic_partition = (
             topic if topic.startswith(plan.topic("")) else plan.topic(topic),
             int(match["partition"]),
         )
-        if place not in places:
-            readable = sorted({plan.parse_entity(name) for name, _ in places})
+        if topic_partition not in topic_partitions:
+            readable = sorted({plan.parse_entity(name) for name, _ in topic_partitions})
             raise ConfigError(
                 f"--to-offset {text!r} is not read by the role; it reads "
-                f"{', '.join(readable)}, partitions below {len(places)}"
+                f"{', '.join(readable)}, partitions below {len(topic_partitions)}"
             )
-        found[place] = int(match["offset"])
+        found[topic_partition] = int(match["offset"])
     return found
 
 

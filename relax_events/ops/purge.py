@@ -24,7 +24,7 @@ from relax_events.config import RunConfig
 from relax_events.events.parts import TopicOffset
 from relax_events.events.types import PolicyVersionPublished, PromptGroupIssued, TrainStepCommitted
 from relax_events.kafka.admin import Admin
-from relax_events.staleness import Place as Seat
+from relax_events.staleness import Place as BatchSlot
 from relax_events.topics import TopicPlan, compute_slot
 from relax_events.topics.partitions import TopicPartition
 from relax_events.topics.plan import TRAINER_INPUTS, TRAINING_SAMPLES
@@ -184,7 +184,7 @@ def queue_bounds(
     queued: Iterable[QueuedGroup],
     *,
     ended: Collection[str],
-    trained: Mapping[Seat, int],
+    trained: Mapping[BatchSlot, int],
     before_version: int,
 ) -> dict[TopicPartition, int]:
     """Return below which offset of each queue partition every prompt group is over and its seat was
@@ -209,7 +209,7 @@ def queue_bounds(
         if item.issued is None:
             continue  # nobody's record: it goes with what stands around it
         newest = max(newest, (item.issued.row, item.partition, item.offset))
-        step = trained.get(Seat(item.issued.train_step, item.issued.group_index))
+        step = trained.get(BatchSlot(item.issued.train_step, item.issued.group_index))
         if item.issued.prompt_group_id not in ended or step is None or step + 1 >= before_version:
             closed.add(item.partition)
         if item.partition not in closed:
@@ -227,9 +227,12 @@ def group_bounds(config: RunConfig, admin: Admin) -> dict[str, Bounds]:
     plan = TopicPlan.from_config(config)
     bounds: dict[str, Bounds] = {}
     for role in list_role_inputs(config):
-        places = list_input_partitions(config, role)
-        committed = admin.committed_offsets(plan.consumer_group(role), places)
-        bounds[role] = {place: committed.get(place, 0) for place in places}
+        topic_partitions = list_input_partitions(config, role)
+        committed = admin.committed_offsets(plan.consumer_group(role), topic_partitions)
+        bounds[role] = {
+            topic_partition: committed.get(topic_partition, 0)
+            for topic_partition in topic_partitions
+        }
     return bounds
 
 
@@ -244,13 +247,24 @@ def bounded_ranges(
         bounds: The first offset that others still need, by their name.
     """
     ranges = []
-    for place, target in sorted(wanted.items()):
+    for topic_partition, target in sorted(wanted.items()):
         limits = [
             (target, "versions"),
-            *((bound[place], name) for name, bound in bounds.items() if place in bound),
+            *(
+                (bound[topic_partition], name)
+                for name, bound in bounds.items()
+                if topic_partition in bound
+            ),
         ]
         below, held_by = min(limits, key=lambda limit: limit[0])
-        ranges.append(DeleteRange(place, begins[place], max(below, begins[place]), held_by))
+        ranges.append(
+            DeleteRange(
+                topic_partition,
+                begins[topic_partition],
+                max(below, begins[topic_partition]),
+                held_by,
+            )
+        )
     return ranges
 
 

@@ -183,17 +183,23 @@ def _spans(
     """Return the offset range of each partition; with versions given, only the range between their
     starts.
     """
-    places = [(log.plan.topic(entity), partition) for partition in range(num_partitions)]
-    begins, ends = admin.beginning_offsets(places), admin.last_stable_offsets(places)
-    spans = {place: (begins[place], ends[place]) for place in places}
+    topic_partitions = [(log.plan.topic(entity), partition) for partition in range(num_partitions)]
+    begins, ends = (
+        admin.beginning_offsets(topic_partitions),
+        admin.last_stable_offsets(topic_partitions),
+    )
+    spans = {
+        topic_partition: (begins[topic_partition], ends[topic_partition])
+        for topic_partition in topic_partitions
+    }
     if wanted.versions is None or entity not in SAMPLE_TOPICS:
         return spans
     owned = log.offset_ranges(
         entity, range(wanted.versions.start, min(wanted.versions.stop, log.newest_version + 1))
     )
     return {
-        place: _intersect(span, owned.get(place, (span[1], span[1])))
-        for place, span in spans.items()
+        topic_partition: _intersect(span, owned.get(topic_partition, (span[1], span[1])))
+        for topic_partition, span in spans.items()
     }
 
 
@@ -225,7 +231,7 @@ def _write(
     folder: Path,
     item: ExportedPartition,
     reader: LogReader,
-    place: TopicPartition,
+    topic_partition: TopicPartition,
     wanted: ExportFilter,
 ) -> None:
     path = folder / item.file
@@ -233,7 +239,9 @@ def _write(
     fresh = path.with_suffix(".part")
     digest = RecordsDigest(with_offsets=not item.is_compacted)
     with ContainerWriter(fresh) as writer:
-        for record in _chosen(reader, {place: (item.begin, item.end)}, item.entity, wanted):
+        for record in _chosen(
+            reader, {topic_partition: (item.begin, item.end)}, item.entity, wanted
+        ):
             writer.write(record)
             digest.add(record)
     os.replace(fresh, path)

@@ -80,9 +80,9 @@ def plan_import(config: RunConfig, admin: Admin, manifest: Manifest) -> ImportPl
         if item.entity == DESCRIBED_ON and end > item.end:
             end = item.end  # the description of the new run lies behind the copied records
         if end and end != (item.num_records if item.is_compacted else item.end):
-            place = f"{plan.topic(item.entity)}[{item.partition}]"
+            topic_partition = f"{plan.topic(item.entity)}[{item.partition}]"
             raise BrokerRefused(
-                f"{place} holds other records: it ends at {end}; give another "
+                f"{topic_partition} holds other records: it ends at {end}; give another "
                 "--run-id, or delete that run first"
             )
         if end or not item.end:
@@ -187,14 +187,19 @@ def verify_import(config: RunConfig, manifest: Manifest) -> None:
         reader.close()
 
 
-def _verify_partition(reader: LogReader, place: TopicPartition, item: ExportedPartition) -> None:
-    what, end = f"{place[0]}[{place[1]}] is not as exported", reader.watermarks(*place)[1]
+def _verify_partition(
+    reader: LogReader, topic_partition: TopicPartition, item: ExportedPartition
+) -> None:
+    what, end = (
+        f"{topic_partition[0]}[{topic_partition[1]}] is not as exported",
+        reader.watermarks(*topic_partition)[1],
+    )
     if not item.is_compacted and (
         end < item.end or (end > item.end and item.entity != DESCRIBED_ON)
     ):
         raise CheckFailed(f"{what}: it ends at {end} instead of {item.end}")
     digest = RecordsDigest(with_offsets=not item.is_compacted)
-    for record in reader.stream_raw({place: (0, end if item.is_compacted else item.end)}):
+    for record in reader.stream_raw({topic_partition: (0, end if item.is_compacted else item.end)}):
         digest.add(record)
     if digest.hex() != item.records_digest:
         raise CheckFailed(

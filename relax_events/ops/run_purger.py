@@ -46,7 +46,7 @@ from relax_events.ops.purge import (
 )
 from relax_events.projections.base import apply_events
 from relax_events.projections.training_history import advance_positions
-from relax_events.staleness import Place as Seat
+from relax_events.staleness import Place as BatchSlot
 from relax_events.topics import TopicPlan
 from relax_events.topics.partitions import TopicPartition
 from relax_events.topics.plan import TRAINING_SAMPLES
@@ -67,7 +67,7 @@ class RetentionState:
     """The next offset of the trainer's input, by entity and partition."""
     published: dict[int, PolicyVersionPublished] = field(default_factory=dict)
     ended: set[str] = field(default_factory=set)
-    trained: dict[Seat, int] = field(default_factory=dict)
+    trained: dict[BatchSlot, int] = field(default_factory=dict)
 
     def apply(self, event: Event) -> None:
         """Apply an event of the control log."""
@@ -81,7 +81,7 @@ class RetentionState:
         elif isinstance(event, PromptGroupEnded):
             self.ended.add(event.prompt_group_id)
             if event.outcome is Outcome.TRAINED:
-                self.trained[Seat(event.train_step, event.group_index)] = event.trainer_version
+                self.trained[BatchSlot(event.train_step, event.group_index)] = event.trainer_version
 
     @property
     def newest_version(self) -> int:
@@ -109,12 +109,16 @@ class RetentionState:
         """Drop the outcomes of all prompt groups but the queued ones: a purge needs no others, and
         an outcome follows its issue.
         """
-        ids, seats = (
+        ids, batch_slots = (
             {issued.prompt_group_id for issued in queued},
-            {Seat(issued.train_step, issued.group_index) for issued in queued},
+            {BatchSlot(issued.train_step, issued.group_index) for issued in queued},
         )
         self.ended &= ids
-        self.trained = {seat: version for seat, version in self.trained.items() if seat in seats}
+        self.trained = {
+            batch_slot: version
+            for batch_slot, version in self.trained.items()
+            if batch_slot in batch_slots
+        }
 
 
 class Purger:
@@ -146,7 +150,7 @@ class Purger:
         queue.
 
         Args:
-            books: The retention state.
+            state: The retention state.
             before_version: Delete records of older versions; by default those that
                 `run.retain_versions` doesn't retain.
         """
@@ -215,7 +219,7 @@ class Purger:
             for delete_range in ranges
             if delete_range.num_records
         }
-        sizes: dict[TopicPartition, list[int]] = {place: [] for place in spans}
+        sizes: dict[TopicPartition, list[int]] = {topic_partition: [] for topic_partition in spans}
         try:
             for record in reader.stream(spans):
                 sizes[record.topic, record.partition].append(len(record.value) + len(record.key))
@@ -223,8 +227,10 @@ class Purger:
             reader.close()
         counts = {delete_range.topic_partition: delete_range.num_records for delete_range in ranges}
         return {
-            place: round(sum(found) / len(found) * counts[place]) if found else 0
-            for place, found in sizes.items()
+            topic_partition: round(sum(found) / len(found) * counts[topic_partition])
+            if found
+            else 0
+            for topic_partition, found in sizes.items()
         }
 
     def close(self) -> None:
@@ -240,7 +246,12 @@ class Purger:
         reader = LogReader(self._connection)
         try:
             ends = self._admin.end_offsets(queue)
-            records = reader.stream({place: (begins[place], ends[place]) for place in queue})
+            records = reader.stream(
+                {
+                    topic_partition: (begins[topic_partition], ends[topic_partition])
+                    for topic_partition in queue
+                }
+            )
             return [
                 QueuedGroup(record.partition, record.offset, self._issued(record.value))
                 for record in records

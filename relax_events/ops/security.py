@@ -251,8 +251,8 @@ def remove_security(config: RunConfig, connection: Connection) -> list[Path]:
         [QuotaEntity("user", user) for user in changes.unexpected_users],
         dict.fromkeys(QUOTA_NAMES),
     )
-    nobody: dict[str, str] = {}
-    PrincipalAdmin(connection).apply(changes, password_of=nobody.__getitem__)
+    no_passwords: dict[str, str] = {}
+    PrincipalAdmin(connection).apply(changes, password_of=no_passwords.__getitem__)
     return security_folder(config).delete_run(config.run.id)
 
 

@@ -154,15 +154,17 @@ def count_records_at_risk(
     lost or misplaced.
     """
     topics = {change.topic for change in changes if change.danger}
-    places = [
+    topic_partitions = [
         (topic, partition)
         for topic in sorted(topics)
         for partition in range(found[topic].num_partitions)
     ]
-    begins, ends = admin.beginning_offsets(places), admin.end_offsets(places)
+    begins, ends = admin.beginning_offsets(topic_partitions), admin.end_offsets(topic_partitions)
     at_stake: dict[str, int] = {}
-    for place in places:
-        at_stake[place[0]] = at_stake.get(place[0], 0) + ends[place] - begins[place]
+    for topic_partition in topic_partitions:
+        at_stake[topic_partition[0]] = (
+            at_stake.get(topic_partition[0], 0) + ends[topic_partition] - begins[topic_partition]
+        )
     return at_stake
 
 

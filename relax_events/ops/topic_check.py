@@ -92,7 +92,7 @@ def partition_findings(
     count = wrong = 0
     for state in partitions:
         count += 1
-        place = f"{state.topic}[{state.partition}]"
+        topic_partition = f"{state.topic}[{state.partition}]"
         needed = (
             int(found[state.topic].settings.get("min.insync.replicas", "1"))
             if state.topic in found
@@ -102,19 +102,19 @@ def partition_findings(
         if state.leader < 0:
             yield TopicFinding(
                 "partitions",
-                f"{place} is offline: none of the brokers {list(state.replicas)} leads it",
+                f"{topic_partition} is offline: none of the brokers {list(state.replicas)} leads it",
                 "start those brokers",
             )
         elif len(state.in_sync) < needed:
             text = (
-                f"{place} can't be written: {len(state.in_sync)} in sync, min.insync.replicas is "
+                f"{topic_partition} can't be written: {len(state.in_sync)} in sync, min.insync.replicas is "
                 f"{needed}"
             )
             yield TopicFinding("partitions", text, f"start the brokers {missing}")
         elif missing:
             yield TopicFinding(
                 "partitions",
-                f"{place} is under-replicated: not in sync are the brokers {missing}",
+                f"{topic_partition} is under-replicated: not in sync are the brokers {missing}",
                 "start them, or wait for them",
             )
         else:
@@ -158,13 +158,17 @@ def transaction_findings(
     """Report where an open transaction hides records. In a running run it is the trainer's, and
     short.
     """
-    places = [
+    topic_partitions = [
         (name, partition)
         for name, state in sorted(found.items())
         for partition in range(state.num_partitions)
     ]
-    stable, ends = admin.last_stable_offsets(places), admin.end_offsets(places)
-    hidden = {place: ends[place] - stable[place] for place in places if stable[place] < ends[place]}
+    stable, ends = admin.last_stable_offsets(topic_partitions), admin.end_offsets(topic_partitions)
+    hidden = {
+        topic_partition: ends[topic_partition] - stable[topic_partition]
+        for topic_partition in topic_partitions
+        if stable[topic_partition] < ends[topic_partition]
+    }
     remedy = "start the run's trainer again: it aborts the transaction of its predecessor"
     for (topic, partition), count in hidden.items():
         text = f"{topic}[{partition}]: {count} record(s) lie behind an open transaction"
@@ -173,9 +177,11 @@ def transaction_findings(
         yield TopicFinding("transactions", "none is open")
 
 
-def dead_letter_findings(letters: Iterable[DeadLetter]) -> Iterator[TopicFinding]:
+def dead_letter_findings(dead_letters: Iterable[DeadLetter]) -> Iterator[TopicFinding]:
     """Count the open dead letters by role."""
-    waiting = Counter(letter.role for letter in letters if not letter.resolution)
+    waiting = Counter(
+        dead_letter.role for dead_letter in dead_letters if not dead_letter.resolution
+    )
     for role, count in sorted(waiting.items()):
         yield TopicFinding(
             "dead letters",

@@ -64,46 +64,54 @@ def find_partitions(
 
 
 def find_start_offsets(
-    log: RunLog, admin: Admin, places: list[TopicPartition], text: str
+    log: RunLog, admin: Admin, topic_partitions: list[TopicPartition], text: str
 ) -> dict[TopicPartition, int]:
     """Return the start offset of each partition.
 
     Args:
         log: The run's log.
         admin: Of its broker.
-        places: The partitions.
+        topic_partitions: The partitions.
         text: One of `FORMS`.
     Raises:
         ConfigError: The text is none of these, or the topic is not ordered by version.
     """
-    begins, ends = admin.beginning_offsets(places), admin.end_offsets(places)
+    begins, ends = admin.beginning_offsets(topic_partitions), admin.end_offsets(topic_partitions)
     if text in ("beginning", "end"):
         return begins if text == "beginning" else ends
     if text.startswith("version:"):
-        return _version_starts(log, places, text, ends)
+        return _version_starts(log, topic_partitions, text, ends)
     if text.isdecimal():
-        wanted = dict.fromkeys(places, int(text))
+        wanted = dict.fromkeys(topic_partitions, int(text))
     else:
         try:
-            wanted = admin.offsets_at(places, timestamp_ms=parse_time_ms(text))
+            wanted = admin.offsets_at(topic_partitions, timestamp_ms=parse_time_ms(text))
         except ConfigError:
             raise ConfigError(f"--from {text!r} is no start; give {FORMS}") from None
-    return {place: min(max(offset, begins[place]), ends[place]) for place, offset in wanted.items()}
+    return {
+        topic_partition: min(max(offset, begins[topic_partition]), ends[topic_partition])
+        for topic_partition, offset in wanted.items()
+    }
 
 
 def _version_starts(
-    log: RunLog, places: list[TopicPartition], text: str, ends: Mapping[TopicPartition, int]
+    log: RunLog,
+    topic_partitions: list[TopicPartition],
+    text: str,
+    ends: Mapping[TopicPartition, int],
 ) -> dict[TopicPartition, int]:
     version = text.removeprefix("version:")
     if not version.isdecimal():
         raise ConfigError(f"--from {text!r} names no version; give {FORMS}")
-    if log.plan.parse_entity(places[0][0]) not in SAMPLE_TOPICS:
+    if log.plan.parse_entity(topic_partitions[0][0]) not in SAMPLE_TOPICS:
         raise ConfigError(
-            f"topic {places[0][0]} is not ordered by version; those that are: "
+            f"topic {topic_partitions[0][0]} is not ordered by version; those that are: "
             f"{', '.join(SAMPLE_TOPICS)}"
         )
     published = [found.event for found in log.versions.values()]
-    return find_version_offsets(log.plan, published, places, version=int(version), ends=ends)
+    return find_version_offsets(
+        log.plan, published, topic_partitions, version=int(version), ends=ends
+    )
 
 
 def tail(
@@ -115,7 +123,10 @@ def tail(
     """Read records from here on: forever as they come, or up to `stops`."""
     if stops is not None:
         records: Iterator[Record | None] = log.records(
-            {place: (start, stops[place]) for place, start in starts.items()}
+            {
+                topic_partition: (start, stops[topic_partition])
+                for topic_partition, start in starts.items()
+            }
         )
     else:
         records = log.follow(starts)

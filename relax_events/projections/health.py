@@ -141,17 +141,17 @@ class HealthState:
         elif isinstance(event, RunCommanded):
             self._apply_command(event)
 
-    def _is_start(self, beat: WorkerHeartbeat) -> bool:
+    def _is_start(self, heartbeat: WorkerHeartbeat) -> bool:
         """Return whether this is the first heartbeat of a process; it sends several while it
         starts.
         """
-        if beat.state is not WorkerState.STARTING:
+        if heartbeat.state is not WorkerState.STARTING:
             return False
-        heard = self.last_heartbeats.get(beat.worker_id)
+        last = self.last_heartbeats.get(heartbeat.worker_id)
         return (
-            heard is None
-            or heard.heartbeat.state is not WorkerState.STARTING
-            or (heard.heartbeat.host, heard.heartbeat.pid) != (beat.host, beat.pid)
+            last is None
+            or last.heartbeat.state is not WorkerState.STARTING
+            or (last.heartbeat.host, last.heartbeat.pid) != (heartbeat.host, heartbeat.pid)
         )
 
     def _apply_own(self, at: int) -> None:
@@ -184,9 +184,9 @@ class HealthState:
         """Commit time of the newest train step; 0 before the first."""
         return self._steps[-1] if self._steps else 0
 
-    def silence_micros(self, heard: LastHeartbeat, *, now: int) -> int:
+    def silence_micros(self, last: LastHeartbeat, *, now: int) -> int:
         """Return for how long no heartbeat of a worker was received although it could have been."""
-        return now - max(heard.received_at, self.connected_since)
+        return now - max(last.received_at, self.connected_since)
 
     def unrecovered(self, tier: RecoveryLevel, worker_id: str | None = None) -> list[int]:
         """Return the times of interventions of a level, without duplicates, that too few committed

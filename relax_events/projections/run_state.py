@@ -160,14 +160,14 @@ class RunState:
         return self.steps[-1].metrics.get("reward_mean") if self.steps else None
 
 
-def is_silent(beat: WorkerHeartbeat, *, seconds: float, newest_at: int) -> bool:
+def is_silent(heartbeat: WorkerHeartbeat, *, seconds: float, newest_at: int) -> bool:
     """Return whether a worker's heartbeat is overdue by so many seconds. A worker that starts or
     has stopped owes no heartbeat.
 
     The age is measured against the newest heartbeat of any worker: while the broker is unreachable
     no heartbeat arrives, and no worker is at fault.
     """
-    return beat.sent_at < newest_at - int(seconds * 1e6) and beat.state not in (
+    return heartbeat.sent_at < newest_at - int(seconds * 1e6) and heartbeat.state not in (
         WorkerState.STOPPED,
         WorkerState.STARTING,
     )
@@ -177,13 +177,13 @@ def strip_samples(step: TrainStepCommitted) -> TrainStepCommitted:
     """Return a step without its lists of samples and offsets, a tenth of its size, with interned
     metric names.
     """
-    figures, phases = (
+    metrics, phases = (
         {intern(name): value for name, value in named.items()}
         for named in (step.metrics, step.phase_seconds)
     )
     of_samples: dict[str, Any] = {"prompt_group_ids": [], "sample_ids": [], "consumed": []}
     of_samples |= dict.fromkeys(("partitions", "offsets", "ranks", "micro_batches"), EMPTY)
-    return replace(step, **of_samples, metrics=figures, phase_seconds=phases)
+    return replace(step, **of_samples, metrics=metrics, phase_seconds=phases)
 
 
 def count_samples(step: TrainStepCommitted) -> int:

@@ -160,11 +160,11 @@ class ScaleRequest:
         }
         if outcome is not None:
             arguments["outcome"] = outcome.value
-        told = reason or error or f"request {self.request_id} is {status.value}"
+        text = reason or error or f"request {self.request_id} is {status.value}"
         return RunCommanded(
             command=Command.SCALE,
             role=self.role,
-            reason=told,
+            reason=text,
             arguments=arguments,
             commanded_at=now,
         )

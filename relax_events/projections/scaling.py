@@ -202,19 +202,19 @@ class ScaleState:
         """Return a worker's newest heartbeat after a time; an older one is from an earlier run of
         the same name.
         """
-        beat = self.last_heartbeats.get(worker_id)
-        return beat if beat is not None and beat.sent_at > since else None
+        heartbeat = self.last_heartbeats.get(worker_id)
+        return heartbeat if heartbeat is not None and heartbeat.sent_at > since else None
 
     def is_serving(self, request: ScaleRequest, worker_id: str) -> bool:
         """Return whether a worker of a request takes work, with weights that are new enough."""
-        beat = self.heartbeat_since(worker_id, since=request.created_at)
+        heartbeat = self.heartbeat_since(worker_id, since=request.created_at)
         return (
-            is_running(beat)
-            and beat is not None
-            and (beat.role != "rollout" or beat.policy_version >= request.policy_version)
+            is_running(heartbeat)
+            and heartbeat is not None
+            and (heartbeat.role != "rollout" or heartbeat.policy_version >= request.policy_version)
         )
 
 
-def is_running(beat: WorkerHeartbeat | None) -> bool:
+def is_running(heartbeat: WorkerHeartbeat | None) -> bool:
     """Return whether a worker has started and not begun to stop."""
-    return beat is not None and beat.state in (WorkerState.IDLE, WorkerState.WORKING)
+    return heartbeat is not None and heartbeat.state in (WorkerState.IDLE, WorkerState.WORKING)

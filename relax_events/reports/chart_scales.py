@@ -61,10 +61,10 @@ def moving_mean(values: Sequence[float | None], *, reach: int) -> list[float | N
     ends, unknown values are ignored.
     """
     means: list[float | None] = []
-    for place in range(len(values)):
+    for index in range(len(values)):
         known = [
             value
-            for value in values[max(place - reach, 0) : place + reach + 1]
+            for value in values[max(index - reach, 0) : index + reach + 1]
             if value is not None
         ]
         means.append(math.fsum(known) / len(known) if known else None)
@@ -97,8 +97,8 @@ def ticks(low: float, high: float, *, count: int = 5, integral: bool = False) ->
     )
     step = max(math.ceil(step), 1) if integral else step
     return [
-        place * step
-        for place in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
+        index * step
+        for index in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
     ]
 
 

@@ -178,7 +178,7 @@ def points(frame: Frame, buckets: Sequence[Bucket]) -> list[str]:
     """
     width = (WIDTH - LEFT - RIGHT) / len(buckets)
     kind = "dot" if len(buckets) <= MAX_DOTTED else "dot hidden"
-    drawn = []
+    marks = []
     for bucket in buckets:
         if bucket.mean is None:
             continue
@@ -188,13 +188,13 @@ def points(frame: Frame, buckets: Sequence[Bucket]) -> list[str]:
             if bucket.first == bucket.last
             else f" ({format_number(bucket.low or 0.0)} to {format_number(bucket.high or 0.0)})"
         )
-        drawn.append(
+        marks.append(
             f'<g><rect class="hit" x="{x - width / 2:.2f}" y="{TOP}" width="{width:.2f}" '
             f'height="{HEIGHT - TOP - BOTTOM}"/>'
             f'<circle class="{kind}" cx="{x}" cy="{frame.y(bucket.mean)}" r="2.5"/>'
             f"<title>{bucket.name}: {format_number(bucket.mean)}{spread}</title></g>"
         )
-    return drawn
+    return marks
 
 
 def bar_chart(title: str, text: str, bars: Mapping[str, float], *, axis: str) -> str:
@@ -212,8 +212,8 @@ def bar_chart(title: str, text: str, bars: Mapping[str, float], *, axis: str) ->
         ),
         axis_name(axis),
     ]
-    for place, (name, value) in enumerate(bars.items()):
-        centre, top = LEFT + (place + 0.5) * width, frame.y(value)
+    for index, (name, value) in enumerate(bars.items()):
+        centre, top = LEFT + (index + 0.5) * width, frame.y(value)
         thick = min(width * 0.7, 60)
         parts.append(
             f'<g><rect class="c0" x="{centre - thick / 2:.2f}" y="{top}" width="{thick:.2f}" '
@@ -225,7 +225,7 @@ def bar_chart(title: str, text: str, bars: Mapping[str, float], *, axis: str) ->
                 f'<text class="value" x="{centre:.2f}" y="{top - 4:.2f}" '
                 f'text-anchor="middle">{format_number(value, digits=4)}</text>'
             )
-        if place % max(len(bars) // 12, 1) == 0:
+        if index % max(len(bars) // 12, 1) == 0:
             parts.append(
                 f'<text class="tick" x="{centre:.2f}" y="{HEIGHT - BOTTOM + 16}" '
                 f'text-anchor="middle">{escape(name)}</text>'
@@ -248,8 +248,8 @@ def stacked_chart(
     columns = {name: bucket_curve(steps, values, limit=MAX_BARS) for name, values in layers.items()}
     buckets = next(iter(columns.values()), [])
     sums = [
-        sum(column[place].mean or 0.0 for column in columns.values())
-        for place in range(len(buckets))
+        sum(column[index].mean or 0.0 for column in columns.values())
+        for index in range(len(buckets))
     ]
     if not any(sums):
         return figure(title, text, no_data())
@@ -260,16 +260,16 @@ def stacked_chart(
     parts = [frame.vertical(), frame.horizontal("train step")]
     floors = [0.0] * len(buckets)
     for colour, (name, column) in enumerate(columns.items()):
-        for place, bucket in enumerate(column):
+        for index, bucket in enumerate(column):
             value = bucket.mean or 0.0
-            top, bottom = frame.y(floors[place] + value), frame.y(floors[place])
-            floors[place] += value
+            top, bottom = frame.y(floors[index] + value), frame.y(floors[index])
+            floors[index] += value
             hover = (
                 f"<title>{bucket.name}, {escape(name)}: {format_number(value, digits=4)}</title>"
             )
             parts.append(
                 f'<rect class="c{colour % NUM_COLOURS}" '
-                f'x="{LEFT + place * width + gap / 2:.2f}" y="{top}" '
+                f'x="{LEFT + index * width + gap / 2:.2f}" y="{top}" '
                 f'width="{width - gap:.2f}" height="{bottom - top:.2f}">{hover}</rect>'
             )
     return figure(title, text, "".join(parts))

@@ -229,7 +229,7 @@ def critic_curves(state: RunState) -> dict[str, Any]:
     """Return the critic's curves, one entry per train step, None where it has not learned from one;
     nothing without a critic.
     """
-    names = dict.fromkeys(name for figures in state.critic_metrics.values() for name in figures)
+    names = dict.fromkeys(name for metrics in state.critic_metrics.values() for name in metrics)
     return {
         name: [
             finite(state.critic_metrics.get(step.train_step, {}).get(name)) for step in state.steps
@@ -262,16 +262,16 @@ def throughput(
     """Return the number of trained tokens, and rates over this invocation; see the module's
     docstring.
     """
-    mine = [place for place, step in enumerate(steps) if step.committed_at >= started_at] or list(
+    mine = [index for index, step in enumerate(steps) if step.committed_at >= started_at] or list(
         range(len(steps))
     )
     tokens = [step.metrics.get("num_tokens", 0.0) for step in steps]
-    seconds = math.fsum(curves["step_seconds"][place] for place in mine)
+    seconds = math.fsum(curves["step_seconds"][index] for index in mine)
     return {
         "tokens_trained": sum(tokens),
         "train_seconds": seconds,
-        "tokens_per_second": ratio(sum(tokens[place] for place in mine), seconds),
-        "samples_per_second": ratio(sum(count_samples(steps[place]) for place in mine), seconds),
+        "tokens_per_second": ratio(sum(tokens[index] for index in mine), seconds),
+        "samples_per_second": ratio(sum(count_samples(steps[index]) for index in mine), seconds),
     }
 
 

@@ -237,7 +237,7 @@ def render_charts(report: Mapping[str, Any]) -> str:
     """Render the curves, the staleness of all samples, and the outcomes of prompt groups."""
     curves, steps = report["curves"], report["curves"]["train_step"]
     source = report["source"] or {"run_id": "", "curves": {}}
-    drawn = [
+    rendered = [
         line_chart(
             title,
             text,
@@ -255,7 +255,7 @@ def render_charts(report: Mapping[str, Any]) -> str:
         and (name not in TEACHER_METRICS or any(curves[name]))
     ]
     ages = {str(age): count for age, count in enumerate(report["staleness_counts"])}
-    drawn.append(
+    rendered.append(
         bar_chart(
             "Staleness of all samples",
             "trained samples by how many versions they were behind",
@@ -268,7 +268,7 @@ def render_charts(report: Mapping[str, Any]) -> str:
         for name, count in report["outcomes"].items()
         if name != "issued"
     }
-    drawn.append(
+    rendered.append(
         bar_chart(
             "Prompt groups",
             f"how the {report['outcomes']['issued']:,} issued ones ended",
@@ -276,16 +276,16 @@ def render_charts(report: Mapping[str, Any]) -> str:
             axis="outcome",
         )
     )
-    return '<h2>Training</h2><div class="charts">' + "".join(drawn) + "</div>"
+    return '<h2>Training</h2><div class="charts">' + "".join(rendered) + "</div>"
 
 
 def render_evaluations(report: Mapping[str, Any]) -> str:
     """Render the metrics of each dataset by policy version; nothing without evaluations."""
-    drawn = []
+    rendered = []
     for name in dict.fromkeys(row["dataset"] for row in report["evaluations"]):
         rows = [row for row in report["evaluations"] if row["dataset"] == name]
         versions = [row["policy_version"] for row in rows]
-        drawn.append(
+        rendered.append(
             line_chart(
                 f"{name}: reward",
                 "mean over prompts, by policy version",
@@ -295,7 +295,7 @@ def render_evaluations(report: Mapping[str, Any]) -> str:
         )
         for k in dict.fromkeys(k for row in rows for k in row["pass_at_k"]):
             passes = [row["pass_at_k"].get(k) for row in rows]
-            drawn.append(
+            rendered.append(
                 line_chart(
                     f"{name}: pass@{k}",
                     f"chance that one of {k} samples passes, by policy version",
@@ -304,7 +304,7 @@ def render_evaluations(report: Mapping[str, Any]) -> str:
                 )
             )
         lengths = [row["completion_tokens_mean"] for row in rows]
-        drawn.append(
+        rendered.append(
             line_chart(
                 f"{name}: completion length",
                 "mean over samples, tokens, by policy version",
@@ -312,7 +312,9 @@ def render_evaluations(report: Mapping[str, Any]) -> str:
                 lengths,
             )
         )
-    return '<h2>Evaluation</h2><div class="charts">' + "".join(drawn) + "</div>" if drawn else ""
+    return (
+        '<h2>Evaluation</h2><div class="charts">' + "".join(rendered) + "</div>" if rendered else ""
+    )
 
 
 def render_phases(report: Mapping[str, Any]) -> str:

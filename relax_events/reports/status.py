@@ -98,11 +98,11 @@ class StatusReader(AbstractContextManager["StatusReader"]):
             workers = WorkerTable(self._config, since_micros=self._heartbeats_since()).rows(
                 state, alive=alive, now_micros=now_micros()
             )
-            figures = ProgressMetrics.from_state(
+            progress = ProgressMetrics.from_state(
                 self._config, state, lag=lag, since_micros=state.resumed_at
             )
             reason = state.ended.reason if state.ended is not None else ""
-            return RunStatus(self._config.run.id, self._run.status, reason, figures, workers, lag)
+            return RunStatus(self._config.run.id, self._run.status, reason, progress, workers, lag)
 
     def show(self, stream: TextIO, *, turn_seconds: float) -> None:
         """Draw the run on a terminal until it has ended.

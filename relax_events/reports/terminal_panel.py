@@ -161,10 +161,10 @@ def select_workers(workers: Sequence[WorkerRow], room: int) -> tuple[Sequence[Wo
     """
     if len(workers) <= room:
         return workers, 0
-    chosen = sorted(range(len(workers)), key=lambda place: (workers[place].is_healthy, place))[
+    chosen = sorted(range(len(workers)), key=lambda index: (workers[index].is_healthy, index))[
         : room - 1
     ]
-    return [workers[place] for place in sorted(chosen)], len(workers) - len(chosen)
+    return [workers[index] for index in sorted(chosen)], len(workers) - len(chosen)
 
 
 def format_learning(metrics: ProgressMetrics) -> Text:

@@ -67,7 +67,7 @@ class ProgressMetrics:
             since_micros: When the display was opened, microseconds since the epoch.
         """
         newest = state.steps[-1] if state.steps else None
-        figures = newest.metrics if newest else {}
+        metrics = newest.metrics if newest else {}
         recent = [
             step for step in state.steps[-RECENT_STEPS - 1 :] if step.committed_at >= since_micros
         ]
@@ -77,11 +77,11 @@ class ProgressMetrics:
             step=state.num_steps,
             num_steps=config.num_train_steps,
             policy_version=state.policy_version,
-            reward=figures.get("reward_mean"),
+            reward=metrics.get("reward_mean"),
             rewards=tuple(reward for reward in rewards if math.isfinite(reward)),
-            loss=figures.get("loss"),
-            kl_estimate=figures.get("kl_estimate"),
-            staleness_mean=figures.get("staleness_mean"),
+            loss=metrics.get("loss"),
+            kl_estimate=metrics.get("kl_estimate"),
+            staleness_mean=metrics.get("staleness_mean"),
             staleness_max=max_sample_staleness(newest) if newest else None,
             tokens_per_second=sum(step.metrics.get("num_tokens", 0.0) for step in counted) / seconds
             if seconds > 0
@@ -156,12 +156,20 @@ class WorkerTable:
         The heartbeat topic keeps the last heartbeat of every worker that ever ran, so heartbeats of
         an earlier session are ignored.
         """
-        beats = {name: beat for name, beat in state.workers.items() if beat.sent_at >= self._since}
+        heartbeats = {
+            name: heartbeat
+            for name, heartbeat in state.workers.items()
+            if heartbeat.sent_at >= self._since
+        }
         self._local |= alive.keys()
-        names = sorted(self._local | beats.keys(), key=self._place)
+        names = sorted(self._local | heartbeats.keys(), key=self._place)
         return [
             self._row(
-                name, beats.get(name), state, alive=alive.get(name, False), now_micros=now_micros
+                name,
+                heartbeats.get(name),
+                state,
+                alive=alive.get(name, False),
+                now_micros=now_micros,
             )
             for name in names
         ]
@@ -177,52 +185,52 @@ class WorkerTable:
     def _row(
         self,
         worker_id: str,
-        beat: WorkerHeartbeat | None,
+        heartbeat: WorkerHeartbeat | None,
         state: RunState,
         *,
         alive: bool,
         now_micros: int,
     ) -> WorkerRow:
-        if beat is None:
+        if heartbeat is None:
             return WorkerRow(
                 worker_id=worker_id, state="starting" if alive else "waiting", is_healthy=True
             )
-        self._count_restart(beat)
-        age = max(now_micros - beat.sent_at, 0) / MICROS
-        label = self._label(beat, age, is_gone=worker_id in self._local and not alive)
+        self._count_restart(heartbeat)
+        age = max(now_micros - heartbeat.sent_at, 0) / MICROS
+        label = self._label(heartbeat, age, is_gone=worker_id in self._local and not alive)
         reported = state.metrics.get(worker_id)
         return WorkerRow(
             worker_id=worker_id,
             state=label,
             is_healthy=label not in ("down", "silent"),
-            policy_version=beat.policy_version if beat.policy_version >= 0 else None,
-            num_processed=beat.num_processed,
-            num_in_flight=beat.num_in_flight,
+            policy_version=heartbeat.policy_version if heartbeat.policy_version >= 0 else None,
+            num_processed=heartbeat.num_processed,
+            num_in_flight=heartbeat.num_in_flight,
             records_per_second=reported.values.get("records_per_second") if reported else None,
             heartbeat_age_seconds=age,
-            activity=format_activity(beat) if label == beat.state.value else "",
+            activity=format_activity(heartbeat) if label == heartbeat.state.value else "",
             num_restarts=self._restarts.get(worker_id, 0),
             engine=reported.values if reported and ENGINE_METRIC in reported.values else {},
         )
 
-    def _count_restart(self, beat: WorkerHeartbeat) -> None:
-        process = (beat.host, beat.pid)
-        if self._processes.setdefault(beat.worker_id, process) != process:
-            self._processes[beat.worker_id] = process
-            self._restarts[beat.worker_id] = self._restarts.get(beat.worker_id, 0) + 1
+    def _count_restart(self, heartbeat: WorkerHeartbeat) -> None:
+        process = (heartbeat.host, heartbeat.pid)
+        if self._processes.setdefault(heartbeat.worker_id, process) != process:
+            self._processes[heartbeat.worker_id] = process
+            self._restarts[heartbeat.worker_id] = self._restarts.get(heartbeat.worker_id, 0) + 1
 
-    def _label(self, beat: WorkerHeartbeat, age: float, *, is_gone: bool) -> str:
-        if beat.state is WorkerState.STOPPED:
+    def _label(self, heartbeat: WorkerHeartbeat, age: float, *, is_gone: bool) -> str:
+        if heartbeat.state is WorkerState.STOPPED:
             return "stopped"
         if is_gone:
             return "down"
-        return "silent" if age > self._silent_seconds else beat.state.value
+        return "silent" if age > self._silent_seconds else heartbeat.state.value
 
 
-def format_activity(beat: WorkerHeartbeat) -> str:
+def format_activity(heartbeat: WorkerHeartbeat) -> str:
     """Return the long call that a heartbeat names, with its duration at that time."""
     return (
         ""
-        if beat.activity_since is None
-        else f"{beat.activity} {(beat.sent_at - beat.activity_since) / MICROS:.0f} s"
+        if heartbeat.activity_since is None
+        else f"{heartbeat.activity} {(heartbeat.sent_at - heartbeat.activity_since) / MICROS:.0f} s"
     )

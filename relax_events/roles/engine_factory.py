@@ -12,18 +12,18 @@ from relax_events.engines.protocol import Engine
 from relax_events.media.library import MediaLibrary
 from relax_events.objects.version_objects import build_version_folder
 from relax_events.plugins import ENGINES, find_plugin
-from relax_events.telemetry.component_metrics import RoutingMetrics
+from relax_events.telemetry.component_metrics import ReplicaMetrics
 
 
 @runtime_checkable
 class RoutingMetricsReceiver(Protocol):
     """An engine that spreads requests over replicas and counts them."""
 
-    def set_metrics(self, metrics: RoutingMetrics) -> None:
+    def set_metrics(self, metrics: ReplicaMetrics) -> None:
         """Report to these metrics from now on."""
 
 
-def open_engine(config: RunConfig, *, name: str, metrics: RoutingMetrics) -> Engine:
+def open_engine(config: RunConfig, *, name: str, metrics: ReplicaMetrics) -> Engine:
     """Load an engine with the settings of the section `engine`; it reports to the worker's
     metrics.
 
@@ -41,7 +41,7 @@ def open_rollout_engine(
     config: RunConfig,
     *,
     name: str,
-    metrics: RoutingMetrics,
+    metrics: ReplicaMetrics,
     newest_version: Callable[[], int] | None = None,
 ) -> Engine:
     """Load the engine that generates samples, with the run's environment around it where it has

@@ -53,14 +53,14 @@ class EngineMonitor:
         finally:
             seconds = time.monotonic() - started
             self._seconds[activity] += seconds
-            self._metrics.spent(activity, seconds)
+            self._metrics.count_seconds(activity, seconds)
 
     def _look(self) -> None:
         usage = self._engine.usage
-        self._metrics.samples(
+        self._metrics.set_samples(
             decoding=usage.num_decoding, waiting=usage.num_waiting, capacity=self._capacity
         )
-        self._metrics.tokens(tokens_between(self._counted, usage))
+        self._metrics.count_tokens(tokens_between(self._counted, usage))
         self._counted = usage
 
     def _figures(self, elapsed: float) -> Mapping[str, float]:

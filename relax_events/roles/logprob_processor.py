@@ -72,7 +72,7 @@ class LogprobScorer:
                         policy_version=sample.policy_version,
                     )
                 )
-            self._worker.metrics.tokens(sum(len(sample.tokens) for sample in members))
+            self._worker.metrics.count_tokens(sum(len(sample.tokens) for sample in members))
         return records
 
     def _ended(
@@ -88,7 +88,7 @@ class LogprobScorer:
         log.error(
             "weights.lost", policy_version=version, num_prompt_groups=len(groups), error=str(error)
         )
-        self._worker.metrics.weights.lost(len(groups))
+        self._worker.metrics.weights.count_lost_groups(len(groups))
         reason = f"{self._worker.role}: the weights of version {version} can't be used"
         return [
             self._worker.records.build_end_request(

@@ -68,10 +68,10 @@ class WeightUpdater:
                 time.monotonic() + RELOAD_SECONDS,
                 newest.policy_version,
             )
-            self._worker.metrics.engine.refused()
+            self._worker.metrics.engine.count_load_failure()
             return False
         self._worker.heartbeat.set_policy_version(self._engine.policy_version)
-        self._worker.metrics.weights.loaded(
+        self._worker.metrics.weights.count_loaded(
             weights.transport, delay_seconds=(now_micros() - newest.published_at) / 1e6
         )
         log.info(

@@ -109,7 +109,7 @@ class ConcurrentLoop:
         place = (record.topic, record.partition)
         self._next_offsets[place] = record.offset + 1
         if self._worker.control.is_expired(record.policy_version):
-            self._worker.metrics.expired(1)
+            self._worker.metrics.count_expired(1)
         elif (sample := self._input.decode(record)) is not None:
             work = self._worker.records.traces.begin(
                 self._operation, sample.prompt_group_id, topic="rollout.samples"
@@ -155,7 +155,7 @@ class ConcurrentLoop:
         if not self._input.skip_stale():
             return
         stale = self._keys(lambda place, version: self._worker.control.is_expired(version))
-        self._worker.metrics.expired(len(stale))
+        self._worker.metrics.count_expired(len(stale))
         self._cancel(stale, error="left the window")
 
     def _release(self, offsets: list[TopicOffset], deadline: Deadline) -> None:

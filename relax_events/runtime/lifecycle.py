@@ -101,8 +101,8 @@ class Lifecycle(AbstractContextManager["Lifecycle"]):
                 in.
         """
         self._connection.auth_failures.raise_fatal()
-        self._metrics.policy_version(self._control.policy_version)
-        self._metrics.in_flight(self._heartbeat.num_in_flight)
+        self._metrics.set_policy_version(self._control.policy_version)
+        self._metrics.set_in_flight(self._heartbeat.num_in_flight)
         self._send_if_due(WorkerState.WORKING if working else WorkerState.IDLE)
 
     def record_progress(self) -> None:
@@ -115,7 +115,7 @@ class Lifecycle(AbstractContextManager["Lifecycle"]):
     def record_processed(self, count: int, started: float) -> None:
         """Record a finished record batch; `started` is `time.monotonic()` at its begin."""
         seconds = time.monotonic() - started
-        self._metrics.processed(count, seconds=seconds)
+        self._metrics.count_processed(count, seconds=seconds)
         self._heartbeat.record_processed(count, seconds=seconds)
 
     def activity(
@@ -146,7 +146,7 @@ class Lifecycle(AbstractContextManager["Lifecycle"]):
                 (self._plan.parse_entity(topic), partition): count
                 for (topic, partition), count in source.lag().items()
             }
-            self._metrics.consumer_lag(lag, shards=self._plan.partitions_per_version)
+            self._metrics.set_consumer_lag(lag, shards=self._plan.partitions_per_version)
 
         self.on_heartbeat(report)
 

@@ -217,7 +217,7 @@ class SampleLoop:
             record = self._input.fetched.popleft()
             taken.append(record)
             if self._worker.control.is_expired(record.policy_version):
-                self._worker.metrics.expired(1)
+                self._worker.metrics.count_expired(1)
             elif (sample := self._input.decode(record)) is None:
                 self._gatherer.fail(record)
             else:

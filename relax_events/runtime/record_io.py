@@ -198,7 +198,7 @@ class RecordIO:
             )
         )
         self._has_sent_dead_letters = True
-        self._metrics.dead_lettered(reason)
+        self._metrics.count_dead_letter(reason)
         log.error(
             "record.dead_lettered",
             place=record.location,

@@ -122,7 +122,7 @@ class SampleInput:
                 partition: position for (_, partition), position in self._consumer.positions.items()
             }
             for partition, offset in skip_targets(positions, starts).items():
-                self._worker.metrics.expired(offset - positions[partition])
+                self._worker.metrics.count_expired(offset - positions[partition])
                 self._consumer.seek(self._topic, partition, offset)
         return bool(published)
 

@@ -62,7 +62,7 @@ class Worker(AbstractContextManager["Worker"]):
         )
         codec = open_codec(config.broker)
         self.metrics = WorkerMetrics(role)
-        self.metrics.expect_dead_letters(error.__name__ for error in UNUSABLE)
+        self.metrics.initialize_dead_letters(error.__name__ for error in UNUSABLE)
         self._traces = open_traces(
             config, role=role, worker_id=self.worker_id, counts=self.metrics.spans
         )

@@ -8,4 +8,4 @@ tests are two programs in separate sandboxes; they exchange plain values over tw
 from relax_events.sandbox.box import Limits, Sandbox, Verdict
 from relax_events.sandbox.walls import Isolation, find_isolation, require_isolation
 
-__all__ = ["Limits", "Sandbox", "Verdict", "Isolation", "find_isolation", "require_isolation"]
+__all__ = ["Isolation", "Limits", "Sandbox", "Verdict", "find_isolation", "require_isolation"]

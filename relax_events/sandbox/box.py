@@ -27,8 +27,8 @@ from relax_events.sandbox.walls import (
     ENTRY,
     Isolation,
     build_bubblewrap_command,
-    require_isolation,
     build_setup,
+    require_isolation,
 )
 
 MAX_PROCESSES = 32

@@ -25,7 +25,9 @@ ESCAPES = {
     "signal this process": "os.kill(outside['pid'], 0)",
     "connect to a port": "socket.create_connection(('127.0.0.1', outside['port']), 2)",
     "connect to a socket on a path": "socket.socket(socket.AF_UNIX).connect(outside['socket'])",
-    "send to a socket on a path": "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0].sendto(b'', outside['socket'])",
+    "send to a socket on a path": (
+        "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0].sendto(b'', outside['socket'])"
+    ),
     "make a namespace": (
         "os.waitstatus_to_exitcode(subprocess.run(['unshare', '--user', 'true'], "
         "check=True).returncode)"

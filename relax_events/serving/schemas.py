@@ -39,8 +39,15 @@ UNSUPPORTED_FIELDS = (
 )
 """Unsupported fields of SGLang's requests."""
 UNSUPPORTED_OPENAI_FIELDS = (
-    "tools", "logit_bias", "response_format", "functions", "top_logprobs", "return_routed_experts", "frequency_penalty", "presence_penalty",
-)  # fmt: skip
+    "tools",
+    "logit_bias",
+    "response_format",
+    "functions",
+    "top_logprobs",
+    "return_routed_experts",
+    "frequency_penalty",
+    "presence_penalty",
+)
 """Unsupported fields of OpenAI's requests, unless they are empty or 0."""
 
 

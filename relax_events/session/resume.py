@@ -138,7 +138,7 @@ def refuse_changes(run_id: str, changes: Sequence[Change], *, is_accepted: bool)
             f"{remedy}\n{format_changes(fixed)}"
         )
     if not is_accepted and (
-        asked := [change for change in changes if change.rule is Rule.ACCEPTED]
+        needing_consent := [change for change in changes if change.rule is Rule.ACCEPTED]
     ):
         remedy = (
             "give --accept-changes to continue with them, keep them as they were, or fork the run "
@@ -146,7 +146,7 @@ def refuse_changes(run_id: str, changes: Sequence[Change], *, is_accepted: bool)
         )
         raise ChangesNotAccepted(
             f"these changes of the run file change what run {run_id} trains from here on; "
-            f"{remedy}\n{format_changes(asked)}"
+            f"{remedy}\n{format_changes(needing_consent)}"
         )
 
 

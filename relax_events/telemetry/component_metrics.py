@@ -51,27 +51,27 @@ class EngineMetrics:
             registry=registry,
         )
 
-    def samples(self, *, decoding: int, waiting: int, capacity: int) -> None:
+    def set_samples(self, *, decoding: int, waiting: int, capacity: int) -> None:
         """Set the number of samples in the engine, and its capacity."""
         self._samples.labels(self._role, "decoding").set(decoding)
         self._samples.labels(self._role, "waiting").set(waiting)
         self._capacity.labels(self._role).set(capacity)
 
-    def tokens(self, counts: Mapping[str, int]) -> None:
+    def count_tokens(self, counts: Mapping[str, int]) -> None:
         """Count tokens by kind."""
         for kind, count in counts.items():
             self._tokens.labels(self._role, kind).inc(count)
 
-    def spent(self, activity: str, seconds: float) -> None:
+    def count_seconds(self, activity: str, seconds: float) -> None:
         """Count time by the engine's activity."""
         self._seconds.labels(self._role, activity).inc(seconds)
 
-    def refused(self) -> None:
+    def count_load_failure(self) -> None:
         """Count a policy version that the engine failed to load."""
         self._refused.labels(self._role).inc()
 
 
-class RoutingMetrics:
+class ReplicaMetrics:
     """Metrics of a worker's engine replicas."""
 
     def __init__(self, role: str, registry: CollectorRegistry) -> None:
@@ -101,12 +101,12 @@ class RoutingMetrics:
             registry=registry,
         )
 
-    def lost(self, num_samples: int) -> None:
+    def count_failure(self, num_samples: int) -> None:
         """Count an engine failure, and the samples that move to another engine."""
         self._losses.labels(self._role).inc()
         self._moved.labels(self._role).inc(num_samples)
 
-    def engines(self, *, serving: int, away: int) -> None:
+    def set_engines(self, *, serving: int, away: int) -> None:
         """Set the number of engines that serve, and of those that do not."""
         self._serving.labels(self._role).set(serving)
         self._open.labels(self._role).set(away)
@@ -194,25 +194,25 @@ class WeightMetrics:
             registry=registry,
         )
 
-    def lost(self, count: int) -> None:
+    def count_lost_groups(self, count: int) -> None:
         """Count prompt groups of a version whose weights can't be read."""
         self._lost.labels(self._role).inc(count)
 
-    def loaded(self, transport: str, *, delay_seconds: float) -> None:
+    def count_loaded(self, transport: str, *, delay_seconds: float) -> None:
         """Count a policy version that an engine loaded, and its delay since publication."""
         self._loaded.labels(self._role, transport).inc()
         self._delay.labels(self._role).observe(max(0.0, delay_seconds))
 
-    def moved(self, num_bytes: int, *, transport: str) -> None:
+    def count_broadcast_bytes(self, num_bytes: int, *, transport: str) -> None:
         """Count the bytes of a policy version that arrived by broadcast."""
         self._moved.labels(self._role, transport).inc(num_bytes)
 
-    def failed(self, reason: str) -> None:
+    def count_broadcast_failure(self, reason: str) -> None:
         """Count a failed broadcast, after which the version is read from the store: `refused`,
         `lost`, `torn` or `skipped`.
         """
         self._failures.labels(self._role, reason).inc()
 
-    def engines(self, count: int) -> None:
+    def set_broadcast_engines(self, count: int) -> None:
         """Set the number of engines that receive policy versions by broadcast."""
         self._engines.labels(self._role).set(count)

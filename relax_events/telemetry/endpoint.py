@@ -42,7 +42,7 @@ class WorkerEndpoint:
             EnvironmentProblem: The address is taken.
         """
         answers: dict[str, Callable[[], tuple[int, bytes]]] = {
-            "/metrics": lambda: (200, metrics.exposition()),
+            "/metrics": lambda: (200, metrics.render()),
             "/healthz": lambda: _verdict(illness(), activity()),
             "/readyz": lambda: _verdict(absence()),
         }

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from relax_events.telemetry.component_metrics import (
     EngineMetrics,
-    RoutingMetrics,
+    ReplicaMetrics,
     SpanMetrics,
     WeightMetrics,
 )
@@ -124,7 +124,7 @@ class WorkerMetrics:
         self._lagging: set[tuple[str, str]] = set()
         self.weights = WeightMetrics(role, self.registry)
         self.engine = EngineMetrics(role, self.registry)
-        self.routing = RoutingMetrics(role, self.registry)
+        self.routing = ReplicaMetrics(role, self.registry)
         self.spans = SpanMetrics(role, self.registry)
         self._tracker_errors = Counter(
             "relax_tracker_errors_total",
@@ -145,64 +145,64 @@ class WorkerMetrics:
             registry=self.registry,
         )
 
-    def processed(self, count: int, *, seconds: float) -> None:
+    def count_processed(self, count: int, *, seconds: float) -> None:
         """Count a finished record batch."""
         self._processed.labels(self._role).inc(count)
         self._duration.labels(self._role).observe(seconds)
         self._progress.labels(self._role).set_to_current_time()
 
-    def expired(self, count: int) -> None:
+    def count_expired(self, count: int) -> None:
         """Count records whose version left the window."""
         self._expired.labels(self._role).inc(count)
 
-    def generation_dropped(self, count: int) -> None:
+    def count_dropped_generation(self, count: int) -> None:
         """Count records of a prompt group that was generated again, where another generation of it
         was joined.
         """
         self._dropped.labels(self._role).inc(count)
 
-    def expect_dead_letters(self, reasons: Iterable[str]) -> None:
+    def initialize_dead_letters(self, reasons: Iterable[str]) -> None:
         """Initialize the dead-letter counters of these error classes with 0: Prometheus does not
         see an increase in a counter that appears as 1.
         """
         for reason in reasons:
             self._letters.labels(self._role, reason)
 
-    def dead_lettered(self, reason: str) -> None:
+    def count_dead_letter(self, reason: str) -> None:
         """Count a dead letter by the class of its error."""
         self._letters.labels(self._role, reason).inc()
 
-    def purged(self, entity: str, count: int) -> None:
+    def count_purged(self, entity: str, count: int) -> None:
         """Count records of a topic that retention deleted."""
         self._purged.labels(entity).inc(count)
 
-    def ended(self, outcome: str) -> None:
+    def count_ended_group(self, outcome: str) -> None:
         """Count a prompt group's end."""
         self._ended.labels(outcome).inc()
 
-    def scored(self, outcome: str) -> None:
+    def count_scored(self, outcome: str) -> None:
         """Count a sample that got a reward (`scored`), did not (`failed`), or whose LLM judge gave
         no readable score (`unreadable`).
         """
         self._scored.labels(outcome).inc()
 
-    def tokens(self, count: int) -> None:
+    def count_tokens(self, count: int) -> None:
         """Count tokens."""
         self._tokens.labels(self._role).inc(count)
 
-    def tracker_failed(self, tracker: str) -> None:
+    def count_tracker_error(self, tracker: str) -> None:
         """Count an error of a tracker of the run file."""
         self._tracker_errors.labels(tracker).inc()
 
-    def notice_failed(self, service: str) -> None:
+    def count_notification_error(self, service: str) -> None:
         """Count an error of a service that notices go to, by its scheme and place."""
         self._notice_errors.labels(service).inc()
 
-    def in_flight(self, count: int) -> None:
+    def set_in_flight(self, count: int) -> None:
         """Set the number of records in progress."""
         self._in_flight.labels(self._role).set(count)
 
-    def consumer_lag(self, counts: Mapping[tuple[str, int], int], *, shards: int) -> None:
+    def set_consumer_lag(self, counts: Mapping[tuple[str, int], int], *, shards: int) -> None:
         """Set the number of unread records by topic, without the run's prefix, and slot; revoked
         partitions are removed.
         """
@@ -215,17 +215,17 @@ class WorkerMetrics:
             self._lag.remove(self._role, *place)
         self._lagging = set(lag)
 
-    def policy_version(self, version: int) -> None:
+    def set_policy_version(self, version: int) -> None:
         """Set the policy version that the worker serves or knows."""
         self._version.labels(self._role).set(version)
 
-    def learned(self, *, value_loss: float, explained_variance: float, version_lag: int) -> None:
+    def set_critic_metrics(self, *, value_loss: float, explained_variance: float, version_lag: int) -> None:
         """Set the metrics of the critic's newest step, and its lag in policy versions."""
         self._value_loss.labels(self._role).set(value_loss)
         self._explained.labels(self._role).set(explained_variance)
         self._critic_lag.labels(self._role).set(version_lag)
 
-    def exposition(self) -> bytes:
+    def render(self) -> bytes:
         """Return all metrics in Prometheus's text format."""
         return generate_latest(self.registry)
 

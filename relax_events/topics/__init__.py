@@ -12,9 +12,9 @@ from relax_events.topics.plan import TopicPlan, TopicSpec
 __all__ = [
     "TopicPlan",
     "TopicSpec",
-    "count_slots",
     "compute_partition",
-    "list_slot_partitions",
     "compute_shard",
     "compute_slot",
+    "count_slots",
+    "list_slot_partitions",
 ]

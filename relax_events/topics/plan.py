@@ -51,7 +51,9 @@ CONTROL_TOPICS = {
         "the log holds before them"
     ),
     "control.train-steps": "TrainStepCommitted: what each step trained on and what came out",
-    "control.prompt-group-outcomes": "PromptGroupEnded: how each prompt group ended, decided by the trainer",
+    "control.prompt-group-outcomes": (
+        "PromptGroupEnded: how each prompt group ended, decided by the trainer"
+    ),
     "control.commands": "RunCommanded: what the controller asks for; RunDescribed: the run file",
     "control.evaluations": "PolicyEvaluated: how good a version is on a dataset",
     "control.schemas": (
@@ -84,8 +86,13 @@ METRICS_TOPICS = {
     for role, entity in METRICS.items()
 }
 COMPACTED_TOPICS = {
-    **{entity: f"WorkerHeartbeat, newest by worker of {role}" for role, entity in HEARTBEATS.items()},
-    "control.broadcast-membership": "BroadcastMembership: the newest list of engines that the trainer sends new weights to",
+    **{
+        entity: f"WorkerHeartbeat, newest by worker of {role}"
+        for role, entity in HEARTBEATS.items()
+    },
+    "control.broadcast-membership": (
+        "BroadcastMembership: the newest list of engines that the trainer sends new weights to"
+    ),
 }
 SUMMARY_TOPICS = {"control.prompter-state": "PrompterStateSaved: the prompter's state, the newest"}
 _DAY_MS = 86_400_000

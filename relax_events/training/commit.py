@@ -54,7 +54,7 @@ class StepCommitter:
         """Publish the run's first version."""
         self._writer.commit(
             [self._version_record(policy_version, artifact)],
-            already_real=lambda: not self._history().is_fresh,
+            is_already_committed=lambda: not self._history().is_fresh,
         )
 
     def commit_step(
@@ -109,7 +109,7 @@ class StepCommitter:
             records,
             offsets=record.consumed,
             reader=self._reader,
-            already_real=lambda: self._is_committed(step),
+            is_already_committed=lambda: self._is_committed(step),
             before_commit=lambda: failpoint("trainer.in_transaction"),
         )
         self._num_steps += 1
@@ -126,7 +126,7 @@ class StepCommitter:
         wanted = {group.prompt_group_id for group in ended}
         self._writer.commit(
             [self._outcome_record(group) for group in ended],
-            already_real=lambda: self._are_committed(wanted, train_step),
+            is_already_committed=lambda: self._are_committed(wanted, train_step),
         )
         self._count_outcomes(ended)
 
@@ -170,7 +170,7 @@ class StepCommitter:
         return bool(known)
 
     def _outcome_record(self, ended: PromptGroupEnded) -> ProducerRecord:
-        self._worker.metrics.ended(ended.outcome)
+        self._worker.metrics.count_ended_group(ended.outcome)
         return self._worker.records.build(
             "control.prompt-group-outcomes", ended, key=ended.prompt_group_id
         )

@@ -224,7 +224,7 @@ class CriticLearner:
         if metrics is not None:
             self._report(metrics)
         self._save_checkpoint(batch.step)
-        self._worker.metrics.tokens(sum(lengths))
+        self._worker.metrics.count_tokens(sum(lengths))
         self._worker.lifecycle.record_processed(len(samples), started)
 
     def _update(self) -> ValueMetrics | None:
@@ -253,7 +253,7 @@ class CriticLearner:
         worker, version = self._worker, self._critic.policy_version
         lag = max(worker.control.policy_version - version, 0)
         worker.heartbeat.set_policy_version(version)
-        worker.metrics.learned(
+        worker.metrics.set_critic_metrics(
             value_loss=metrics.value_loss,
             explained_variance=metrics.explained_variance,
             version_lag=lag,

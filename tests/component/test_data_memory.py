@@ -27,7 +27,7 @@ before = peak_bytes()
 stream = open_stream(DataConfig(source=large), seed=0)
 texts = [stream[position].messages[0].text for position in range(0, 200)]
 assert len(set(texts)) == 200
-print(stream.rows, peak_bytes() - before)
+print(stream.num_rows, peak_bytes() - before)
 """
 MEGABYTE = 1024**2
 PROMPT = "x" * 200

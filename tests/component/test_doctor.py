@@ -278,7 +278,7 @@ def test_model_that_can_not_be_read_is_the_only_finding(tmp_path: Path, run_id: 
     }
     (finding,), derived = run_checks_with_defaults(RunConfig.model_validate(tree))
     assert (finding.what, finding.is_good, derived) == ("model", False, [])
-    assert "config.json does not say what the model is" in finding.text
+    assert "config.json does not describe the model" in finding.text
 
 
 def test_growth_of_the_log_is_told_where_all_of_it_is_kept(make_run_config: MakeRunConfig) -> None:

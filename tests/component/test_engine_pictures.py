@@ -158,7 +158,7 @@ def test_engine_refuses_pictures_that_the_prompt_has_no_room_for(library: MediaL
     )
     with pytest.raises(
         PoisonSample,
-        match="1 pieces of media have 12 tokens, and the sequence holds 24 placeholders",
+        match="1 media files have 12 tokens, and the sequence holds 24 placeholders",
     ):
         engine.submit(fewer)
     assert engine.num_running == 0
@@ -169,7 +169,7 @@ def test_engine_of_a_text_model_refuses_pictures(library: MediaLibrary) -> None:
     media = shown(library, (32, 32))
     with pytest.raises(
         PoisonSample,
-        match="prompt group g1 brings 1 pieces of media, and the engine shows its model text alone",
+        match="prompt group g1 brings 1 media files, and the engine feeds its model text only",
     ):
         make_engine().submit(
             GenerationRequest(

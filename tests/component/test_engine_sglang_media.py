@@ -183,7 +183,7 @@ def test_another_length_of_the_prompt_refuses_its_tokens(
     request.take({"meta_info": meta | {"finish_reason": {"type": "length"}}, "output_ids": [65]})
     assert request.has_finished
     assert request.tokens == []
-    assert f"it read {num_sent - 5} tokens, and its prompt has {num_sent}" in request.refusal
+    assert f"the server read {num_sent - 5} tokens, and its prompt has {num_sent}" in request.refusal
 
 
 def test_media_for_a_model_that_servers_are_not_sent_media_for_are_refused(

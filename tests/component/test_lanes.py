@@ -102,7 +102,7 @@ def lane_of(
 ) -> ShareGroupLeases:
     monkeypatch.setattr(share_leases, "ShareConsumer", consumers)
     connection = Connection.from_config(BrokerConfig(bootstrap_servers="127.0.0.1:1"), client_id="test")
-    return ShareGroupLeases(connection, group="group", topic="queue", lanes=1, on_lease=taken.append)
+    return ShareGroupLeases(connection, group="group", topic="queue", max_leases=1, on_lease=taken.append)
 
 
 def settled(lease: list[Lease]) -> None:
@@ -160,7 +160,7 @@ def test_queue_of_a_consumer_group_ends_its_worker_when_its_client_failed(
     )
     connection = Connection.from_config(BrokerConfig(bootstrap_servers="127.0.0.1:1"), client_id="test")
     source = ConsumerGroupLeases(
-        connection, group="group", topic="queue", lanes=1, on_lease=lambda lease: None
+        connection, group="group", topic="queue", max_leases=1, on_lease=lambda lease: None
     )
     assert denied.wait(60)
     with pytest.raises(ClientFailed, match="its heartbeats have stopped"):
@@ -194,7 +194,7 @@ def test_worker_ends_with_the_reason_when_the_share_group_stays_full(
     )
     connection = Connection.from_config(BrokerConfig(bootstrap_servers="127.0.0.1:1"), client_id="test")
     source = ShareGroupLeases(
-        connection, group="relax.r.rollout", topic="queue", lanes=2, on_lease=lambda lease: None
+        connection, group="relax.r.rollout", topic="queue", max_leases=2, on_lease=lambda lease: None
     )
     assert denied.wait(10)
     with pytest.raises(

@@ -130,7 +130,7 @@ def test_sequence_must_hold_the_placeholders_of_its_media(library: MediaLibrary)
     with pytest.raises(
         PoisonSample,
         match=(
-            f"1 pieces of media have {len(block)} tokens, and the sequence holds "
+            f"1 media files have {len(block)} tokens, and the sequence holds "
             f"{len(block) - 1} placeholders"
         ),
     ):
@@ -163,7 +163,7 @@ def test_reference_that_lies_about_its_size_is_refused(library: MediaLibrary) ->
     reference = library.add(picture_item(48, 32))
     library.load(reference)
     text = check_fails(library, replace(reference, width=32, height=48), "wrong_size")
-    assert text.endswith("is 48 x 32, and its reference says 32 x 48")
+    assert text.endswith("is 48 x 32, and its reference has 32 x 48")
 
 
 def test_reference_to_too_large_a_file_is_refused_unread(tmp_path: Path) -> None:
@@ -223,5 +223,5 @@ def test_model_of_text_is_shown_no_picture(tmp_path: Path) -> None:
     config = picture_run(
         tmp_path, model={"path": make_tiny(tmp_path / "text", corpus=["x"], hidden_size=32)}
     )
-    with pytest.raises(MediaError, match="the model reads text alone, and the prompt brings media"):
+    with pytest.raises(MediaError, match="the model reads text only, and the prompt has media"):
         MediaLibrary(config).add(picture_item(32, 32))

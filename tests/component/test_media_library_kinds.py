@@ -90,7 +90,7 @@ def test_reference_that_lies_about_its_length_is_refused(tmp_path: Path) -> None
     sound = library.add(item_of(*SOUND))
     with pytest.raises(
         MediaError,
-        match=r"is 8000 frames at 16000 Hz, and its reference says 9000 frames at 16000 Hz",
+        match=r"is 8000 frames at 16000 Hz, and its reference has 9000 frames at 16000 Hz",
     ) as caught:
         library.load(replace(sound, num_frames=9_000))
     assert caught.value.reason == "wrong_size"

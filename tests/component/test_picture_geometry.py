@@ -127,7 +127,7 @@ def test_placeholders_that_the_policy_wrote_stand_for_nothing() -> None:
     given_tokens = np.arange(8) < 6
     assert layout().find_media_tokens(tokens, given_tokens, [reference(32, 32)]).tolist() == [1, 2, 3, 4]
     with pytest.raises(
-        PoisonSample, match="1 pieces of media have 4 tokens, and the sequence holds 6 placeholders"
+        PoisonSample, match="1 media files have 4 tokens, and the sequence holds 6 placeholders"
     ):
         layout().find_media_tokens(tokens, np.ones(8, bool), [reference(32, 32)])
 
@@ -147,7 +147,7 @@ def test_prompt_grows_by_the_tokens_of_its_pictures_and_refuses_a_placeholder_to
 
 
 def test_reference_without_size_or_of_an_impossible_shape_is_named() -> None:
-    with pytest.raises(MediaError, match="file:///picture says no width and height"):
+    with pytest.raises(MediaError, match="file:///picture has no width and height"):
         layout().images.grid(MediaRef("file:///picture", bytes(32), "image/png", 10))
     with pytest.raises(
         MediaError, match="one side must be at most 200 times the other, got 4000 x 2"

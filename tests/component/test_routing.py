@@ -44,7 +44,7 @@ from relax_events.errors import (
     WeightsError,
 )
 from relax_events.events.parts import FinishReason, VersionSegment
-from relax_events.telemetry.component_metrics import RoutingMetrics
+from relax_events.telemetry.component_metrics import ReplicaMetrics
 
 pytestmark = pytest.mark.timeout(60)
 NAMES = st.lists(st.text(min_size=1, max_size=8), min_size=2, max_size=9, unique=True)
@@ -316,7 +316,7 @@ def test_samples_wait_while_no_engine_is_there(open_router: OpenRouter) -> None:
     wait_for(router, lambda: not router._serving)
     router.submit(make_request(1))
     with pytest.raises(
-        WeightsError, match="policy version 1 is not served: no engine is there to load it"
+        WeightsError, match="policy version 1 is not served: no engine is available to load it"
     ):
         router.load_weights(other_weights(1)[0])
     router.submit(make_request(2))
@@ -349,7 +349,7 @@ def test_engines_that_are_lost_again_and_again_end_the_router(open_router: OpenR
     with pytest.raises(
         EngineFailed,
         match=(
-            "every engine was lost 4 times without a sample in between; the last one, engine-0: "
+            "every engine was lost 4 times without a finished sample in between; the last one, engine-0: "
             "engine-0 is lost"
         ),
     ):
@@ -417,7 +417,7 @@ def test_sleeping_engines_wake_and_go_on(open_router: OpenRouter, gate: Gate) ->
 def test_losses_are_counted(open_router: OpenRouter) -> None:
     registry = CollectorRegistry()
     router, sites = open_router(2)
-    router.set_metrics(RoutingMetrics("rollout", registry))
+    router.set_metrics(ReplicaMetrics("rollout", registry))
 
     def value(name: str) -> float | None:
         return registry.get_sample_value(name, {"role": "rollout"})

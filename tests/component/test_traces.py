@@ -232,7 +232,7 @@ def test_work_that_is_given_up_ends_as_failed(
         raise ZeroDivisionError
     reward.close()
     (span,) = collector.spans
-    assert (span.facts["relax.num_samples"], span.error) == (2, "it was given up")
+    assert (span.facts["relax.num_samples"], span.error) == (2, "the request was aborted")
 
 
 def test_step_links_more_prompt_groups_than_the_sdk_would_by_itself(

@@ -81,13 +81,13 @@ NO_EXPERTS = r"does not tell which experts tokens go through, .*; start it with 
             RouterLike,
             "qwen3",
             "none",
-            r"is no SGLang server that we know, it has no /ready; name servers of SGLang 0\.5\.23 in",
+            r"is not a supported SGLang server, it has no /ready; name servers of SGLang 0\.5\.23 in",
         ),
         (
             ServerLike,
             "qwen3_vl",
             "none",
-            r"the model reads media, and .* takes none in the form relax-events\.media\.2; install",
+            r"the model reads media, and .* accepts none in the format relax-events\.media\.2; install",
         ),
         (ServerLike, "qwen3_moe", "rollout", NO_EXPERTS),
     ],
@@ -103,6 +103,6 @@ def test_what_can_not_be_used_is_refused_at_once(
 def test_model_without_experts_is_refused_before_any_server_is_asked() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"replays the experts of a mixture that engine 'sglang' knows, and the model in .* has none; set model",
+        match=r"replays the experts of a mixture that engine 'sglang' supports, and the model in .* has none; set model",
     ):
         attach("http://127.0.0.1:9", routing_replay="rollout")

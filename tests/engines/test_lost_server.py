@@ -209,7 +209,7 @@ def test_server_that_keeps_dying_ends_the_engine(engine: SGLangEngine, directory
                 process.kill()
 
     with pytest.raises(
-        EngineFailed, match="every engine was lost 4 times without a sample in between"
+        EngineFailed, match="every engine was lost 4 times without a finished sample in between"
     ):
         kill_while_it_runs()
 

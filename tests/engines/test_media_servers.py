@@ -525,7 +525,7 @@ def test_prompt_that_the_server_reads_otherwise_fails_by_name(
     num_sent = len(request.prompt_tokens)
     assert {sample.finish_reason for sample in samples.values()} == {FinishReason.ERROR}
     assert all(
-        f"it read {num_sent + 2} tokens, and its prompt has {num_sent}" in sample.error
+        f"the server read {num_sent + 2} tokens, and its prompt has {num_sent}" in sample.error
         for sample in samples.values()
     )
     assert all(len(sample.tokens) == 0 for sample in samples.values())

@@ -194,7 +194,7 @@ def test_chat_is_answered_at_once_and_in_pieces(url: str) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "text"),
     [
-        ("/generate", {"sampling_params": {}}, "the prompt is given once, as text or as input_ids"),
+        ("/generate", {"sampling_params": {}}, "give the prompt once, as text or as input_ids"),
         ("/generate", {"text": "a", "sampling_params": {"max_tokens": 3}}, "max_tokens"),
         (
             "/generate",
@@ -214,7 +214,7 @@ def test_chat_is_answered_at_once_and_in_pieces(url: str) -> None:
         ),
         ("/generate", {"input_ids": []}, "must have at least one token"),
         ("/generate", {"input_ids": [1] * 5000}, "must leave room for one more"),
-        ("/generate", {"text": ["a", "b"], "rid": "one"}, "each of 2 prompts has a rid of its own"),
+        ("/generate", {"text": ["a", "b"], "rid": "one"}, "each of 2 prompts needs a rid of its own"),
         (
             "/generate",
             {"text": ["a", "b"], "rid": ["one", "one"]},

@@ -458,7 +458,7 @@ def test_dead_letter_keeps_the_record_untouched(
     }
     assert (
         b'relax_dead_letters_total{reason="CorruptRecord",role="reward"} 1.0'
-        in worker.metrics.exposition()
+        in worker.metrics.render()
     )
 
 

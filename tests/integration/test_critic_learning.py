@@ -137,7 +137,7 @@ def test_critic_that_was_killed_has_the_bits_of_one_that_was_not(
         train_steps(run, 5, 6)
         assert learner.learn_up_to(6) == 6
         resumed = tensors(critic)
-        assert "relax_critic_explained_variance_ratio" in worker.metrics.exposition().decode()
+        assert "relax_critic_explained_variance_ratio" in worker.metrics.render().decode()
     with learning(run, tmp_path / "whole") as (critic, _, _):
         whole = tensors(critic)
     assert all(torch.equal(resumed[name], tensor) for name, tensor in whole.items())

@@ -52,7 +52,7 @@ class Queue:
     @contextmanager
     def holder(self, *, lanes: int) -> Iterator[tuple[LeaseSource, queue.SimpleQueue[Lease]]]:
         inbox: queue.SimpleQueue[Lease] = queue.SimpleQueue()
-        make: Any = {"ShareLeases": ShareGroupLeases, "GroupLeases": ConsumerGroupLeases}[self.kind]
+        make: Any = {"ShareGroupLeases": ShareGroupLeases, "ConsumerGroupLeases": ConsumerGroupLeases}[self.kind]
         source = make(
             self.connection, group=self.group, topic=self.topic, lanes=lanes, on_lease=inbox.put
         )
@@ -67,7 +67,7 @@ def share_queue(
     connection: Connection, make_topic: Callable[..., str], make_share_group: Callable[[str], str]
 ) -> Queue:
     return Queue(
-        "ShareLeases", connection, make_topic("prompt.groups", 1), 1, make_share_group("rollout")
+        "ShareGroupLeases", connection, make_topic("prompt.groups", 1), 1, make_share_group("rollout")
     )
 
 
@@ -76,7 +76,7 @@ def group_queue(
     connection: Connection, make_topic: Callable[..., str], make_group: Callable[[str], str]
 ) -> Queue:
     return Queue(
-        "GroupLeases", connection, make_topic("prompt.groups", 2), 2, make_group("rollout")
+        "ConsumerGroupLeases", connection, make_topic("prompt.groups", 2), 2, make_group("rollout")
     )
 
 
@@ -207,7 +207,7 @@ def test_killed_holder_costs_a_record_few_deliveries(
     has not noticed yet."""
     enqueue(single, share_queue, ["a", "b"])
     with other_process(
-        HOLDER, "ShareLeases", bootstrap_servers, share_queue.group, share_queue.topic, "32"
+        HOLDER, "ShareGroupLeases", bootstrap_servers, share_queue.group, share_queue.topic, "32"
     ) as holder:
         assert sorted([next_line(holder), next_line(holder)]) == ["a", "b"]
     counts = []

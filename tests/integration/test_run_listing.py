@@ -129,7 +129,7 @@ def neighbours(
             connection,
             group=plan.consumer_group("rollout"),
             topic=plan.topic("prompt.groups"),
-            lanes=1,
+            max_leases=1,
             on_lease=inbox.put,
         )
         inbox.get(timeout=30).done()

@@ -264,7 +264,7 @@ def test_expired_samples_are_passed_over_without_being_decoded(
         turn_until(lambda: len(read(connection, plan, "reference.logprobs")) == 2)
         turn_until(
             lambda: (
-                b'relax_records_expired_total{role="reference"} 1.0' in worker.metrics.exposition()
+                b'relax_records_expired_total{role="reference"} 1.0' in worker.metrics.render()
             )
         )
     assert read(connection, plan, "reference.dead-letters") == []
@@ -288,7 +288,7 @@ def test_published_version_moves_the_consumer_past_what_is_stale_in_its_slot(
         turn_until(lambda: len(read(connection, plan, "reference.logprobs")) == 1)
         turn_until(
             lambda: (
-                b'relax_records_expired_total{role="reference"} 10.0' in worker.metrics.exposition()
+                b'relax_records_expired_total{role="reference"} 10.0' in worker.metrics.render()
             )
         )
         turn_until(lambda: committed(admin, plan).get((plan.topic("rollout.samples"), 0)) == 11)

@@ -128,7 +128,7 @@ def test_commit_does_not_write_twice_when_the_error_hid_a_success(
     unsure = Unsure(writer, failures=1, really_commits=True)
     monkeypatch.setattr(writer, "_try", unsure)
     writer.commit(
-        [ProducerRecord(topic, b"step 0")], already_real=lambda: values(connection, topic) == [b"step 0"]
+        [ProducerRecord(topic, b"step 0")], is_already_committed=lambda: values(connection, topic) == [b"step 0"]
     )
     assert (unsure.calls, values(connection, topic)) == (1, [b"step 0"])
 
@@ -147,7 +147,7 @@ def test_commit_tries_again_when_nothing_became_real(
         original(*arguments)
 
     writer._try = fail_once  # type: ignore[method-assign]
-    writer.commit([ProducerRecord(topic, b"step 0")], already_real=lambda: False)
+    writer.commit([ProducerRecord(topic, b"step 0")], is_already_committed=lambda: False)
     expect(connection, topic, [b"step 0"])
     assert writer._producer is not first
 
@@ -168,7 +168,7 @@ def test_zombie_does_not_fence_its_successor_when_the_broker_only_says_that_time
     monkeypatch.setattr(writer, "_try", Unsure(writer, failures=1, really_commits=False))
     for _ in range(2):
         with pytest.raises(Fenced):
-            writer.commit([ProducerRecord(topic, b"of a zombie")], already_real=already_real)
+            writer.commit([ProducerRecord(topic, b"of a zombie")], is_already_committed=already_real)
     successor.commit([ProducerRecord(topic, b"step 1")])
     expect(connection, topic, [b"step 1"])
     successor.close()

@@ -51,6 +51,7 @@ from relax_events.runtime.worker import Worker
 from relax_events.topics import TopicPlan
 from relax_events.training import commit, publishing
 from relax_events.training.backend.protocol import StepMetrics, TrainerState
+from relax_events.training.batch import live_batches
 from relax_events.training.ranks import SingleRank
 from workers import advantage, prompter, trainer
 
@@ -333,7 +334,7 @@ class SimulatedRun:
         monkeypatch.setattr(control.ControlFollower, "_follow", lambda _: None)
         monkeypatch.setattr(control.ControlFollower, "wait_for_version", _wait_for_version)
         monkeypatch.setattr(Lifecycle, "tick", _tick)
-        for module in (processors, prompter, advantage, trainer):
+        for module in (processors, prompter, advantage, trainer, live_batches):
             monkeypatch.setattr(module, "IDLE_SECONDS", 0)
 
     def _worker(self, role: str, index: int) -> Worker:

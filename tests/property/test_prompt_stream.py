@@ -26,7 +26,7 @@ SEEDS = st.integers(min_value=0, max_value=2**31 - 1)
 class Numbers:
     """A source whose rows answer their own number."""
 
-    rows: int
+    num_rows: int
 
     @property
     def unfit(self) -> InvalidRows:

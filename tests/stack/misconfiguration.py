@@ -213,7 +213,7 @@ MISCONFIGURATIONS = (
     ),
     Misconfiguration(
         "GPU asked of the image for a CPU",
-        r"model\.device = 'cuda' asks for a GPU that is not here: .*; give the process one, or set model\.device = 'auto'",
+        r"model\.device = 'cuda' asks for a GPU that is not available: .*; give the process one, or set model\.device = 'auto'",
         lambda engine, folder: run_refused(
             engine, *ONCE, "trainer", "worker", "trainer", RUN_FILE, "model.device=cuda"
         ),

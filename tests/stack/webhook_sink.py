@@ -12,7 +12,7 @@ from pathlib import Path
 from relax_events.http.responses import TextHandler
 from tests.stack.container_engine import ROOT, ContainerEngine
 
-OVERLAY = ROOT / "compose" / "notices.yml"
+OVERLAY = ROOT / "compose" / "notifications.yml"
 HOST = "webhook-sink"
 
 
@@ -47,13 +47,13 @@ class _Handler(TextHandler):
 
 @contextmanager
 def open_webhook_sink(engine: ContainerEngine, folder: Path) -> Iterator[WebhookSink]:
-    """Lay `notices.yml` over the stack and receive its notifications."""
+    """Lay `notifications.yml` over the stack and receive its notifications."""
     with WebhookSink() as sink:
         threading.Thread(target=sink.serve_forever, daemon=True).start()
         urls, overlay = folder / "notification_urls", folder / "webhook.json"
         urls.write_text(f"json://{HOST}:{sink.server_port}/\n")
         reach = {"extra_hosts": [f"{HOST}:host-gateway"]}
-        overlay.write_text(json.dumps({"services": {"notices": reach, "metrics": reach}}))
+        overlay.write_text(json.dumps({"services": {"notifications": reach, "metrics": reach}}))
         engine.overlays += [OVERLAY, overlay]
         engine.settings["NOTICE_URLS_FILE"] = str(urls)
         yield sink

@@ -47,7 +47,7 @@ from relax_events.engines.replicas.replica import (
 )
 from relax_events.errors import ConfigError, EngineFailed, PoisonSample, RelaxError, WeightsError
 from relax_events.events.parts import FinishReason
-from relax_events.telemetry.component_metrics import RoutingMetrics
+from relax_events.telemetry.component_metrics import ReplicaMetrics
 from relax_events.weights import Weights
 
 log = structlog.get_logger()
@@ -73,15 +73,15 @@ class Router:
         for the others.
 
         Args:
-            factories: Each opens an engine with the weights of the model's folder; their names decide
-                which engine a prompt group prefers.
+            factories: Each opens an engine with the weights of the model's folder; their names
+                decide which engine a prompt group prefers.
             policy_version: Of the weights in the folder.
         Raises:
             ConfigError: An engine rejects its settings.
             EnvironmentProblem, EngineFailed: No engine started; the error of the first.
         """
         self.policy_version = policy_version
-        self._metrics: RoutingMetrics | None = None
+        self._metrics: ReplicaMetrics | None = None
         self._events: queue.SimpleQueue[ReplicaEvent | None] = queue.SimpleQueue()
         self._inflight = InflightSamples()
         self._finished: list[GeneratedSample] = []
@@ -114,7 +114,7 @@ class Router:
         waiting = EngineUsage(num_waiting=self._inflight.num_waiting)
         return sum_usage([waiting, *(replica.usage for replica in self._replicas)])
 
-    def set_metrics(self, metrics: RoutingMetrics) -> None:
+    def set_metrics(self, metrics: ReplicaMetrics) -> None:
         """Report to a worker's metrics from now on."""
         self._metrics = metrics
         self._update_metrics()
@@ -366,7 +366,7 @@ class Router:
             reason=str(error),
         )
         if self._metrics is not None:
-            self._metrics.lost(num_samples)
+            self._metrics.count_failure(num_samples)
         self._update_metrics()
         if all(
             one.circuit_breaker.num_failures > MAX_CONSECUTIVE_FAILURES for one in self._replicas
@@ -436,4 +436,4 @@ class Router:
     def _update_metrics(self) -> None:
         if self._metrics is not None:
             num_serving = len(self._serving)
-            self._metrics.engines(serving=num_serving, away=len(self._replicas) - num_serving)
+            self._metrics.set_engines(serving=num_serving, away=len(self._replicas) - num_serving)

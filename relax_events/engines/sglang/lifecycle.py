@@ -243,7 +243,7 @@ class ServerLifecycle:
     def _find_failure(self) -> str:
         generation = self.generation
         if generation.distrust_reason:
-            return f"it can't be trusted and must not be used by other runs: {generation.distrust_reason}"
+            return f"it can't be trusted, don't use it for other runs: {generation.distrust_reason}"
         if self._process is not None and (exit_text := self._process.describe_exit()) is not None:
             return exit_text
         silent_seconds = time.monotonic() - generation.last_progress

@@ -98,10 +98,10 @@ def version_lineage(log: RunLog, policy_version: int) -> VersionLineage:
 
 
 def _trained_samples(log: RunLog, step: TrainStepCommitted) -> list[TrainedSample]:
-    places = zip(
+    topic_partitions = zip(
         np.asarray(step.partitions).tolist(), np.asarray(step.offsets).tolist(), strict=True
     )
-    found = log.read_at("advantage.samples", places, SampleReady)
+    found = log.read_at("advantage.samples", topic_partitions, SampleReady)
     scores, row = _scores_of(log, found), data_rows(log.config)
     return [
         _trained(item, scores.get(trajectory_of(item.event)), row(item.event.key.row))

@@ -101,15 +101,15 @@ def _objects_of(
     objects = [] if store is None else [key for folder in FOLDERS for key in store.list(folder)]
     if store is None or not (objects or store.exists(MARKER)):
         return uri, [], ""
-    mark, told = read_marker(store), run.description.store_marker if run.description else ""
-    if mark is None or (mark.run_id, mark.value) != (run.run_id, told):
+    mark, text = read_marker(store), run.description.store_marker if run.description else ""
+    if mark is None or (mark.run_id, mark.value) != (run.run_id, text):
         found = f"says run {mark.run_id} and {mark.value}" if mark else "is missing"
         return (
             uri,
             [],
             (
                 f"the marker {store.uri(MARKER)} {found}, and the log says run {run.run_id} and "
-                f"{told or 'none'}; so the objects stay"
+                f"{text or 'none'}; so the objects stay"
             ),
         )
     return uri, [*objects, MARKER], ""

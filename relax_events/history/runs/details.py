@@ -85,11 +85,18 @@ def read_details(connection: Connection, summary: RunSummary) -> RunDetails:
             TopicPlan.build_topic_name(summary.run_id, entity)
             for entity in ("control.train-steps", "control.prompt-group-outcomes")
         ]
-        places = [(name, 0) for name in names if name in summary.topics]
-        begins, ends = admin.beginning_offsets(places), admin.end_offsets(places)
+        topic_partitions = [(name, 0) for name in names if name in summary.topics]
+        begins, ends = (
+            admin.beginning_offsets(topic_partitions),
+            admin.end_offsets(topic_partitions),
+        )
         oldest = _oldest_samples(admin, summary)
         for _, event in decode_records(
-            reader, {place: (begins[place], ends[place]) for place in places}
+            reader,
+            {
+                topic_partition: (begins[topic_partition], ends[topic_partition])
+                for topic_partition in topic_partitions
+            },
         ):
             if isinstance(event, TrainStepCommitted):
                 details.steps.append(

@@ -87,8 +87,8 @@ class RunSummary:
         )
         return sorted(
             name
-            for name, beat in self.state.workers.items()
-            if beat.sent_at > limit and beat.state is not WorkerState.STOPPED
+            for name, heartbeat in self.state.workers.items()
+            if heartbeat.sent_at > limit and heartbeat.state is not WorkerState.STOPPED
         )
 
     @property
@@ -179,24 +179,35 @@ def _read_logs(
 ) -> None:
     admin, reader = Admin(connection), LogReader(connection)
     try:
-        places = [
+        topic_partitions = [
             (name, partition)
             for run in runs.values()
             for name, count in run.topics.items()
             for partition in range(count)
         ]
         if not with_progress:
-            places = [place for place in places if place[0].endswith(COMMANDS)]
-        begins, ends = admin.beginning_offsets(places), admin.end_offsets(places)
+            topic_partitions = [
+                topic_partition
+                for topic_partition in topic_partitions
+                if topic_partition[0].endswith(COMMANDS)
+            ]
+        begins, ends = (
+            admin.beginning_offsets(topic_partitions),
+            admin.end_offsets(topic_partitions),
+        )
         spans = {
-            place: (begins[place], ends[place]) for place in places if place[0].endswith(COMMANDS)
+            topic_partition: (begins[topic_partition], ends[topic_partition])
+            for topic_partition in topic_partitions
+            if topic_partition[0].endswith(COMMANDS)
         }
         if with_progress:
-            spans |= _step_ranges(places, begins, ends) | _heartbeat_ranges(
-                admin, runs, places, ends
+            spans |= _step_ranges(topic_partitions, begins, ends) | _heartbeat_ranges(
+                admin, runs, topic_partitions, ends
             )
-        for place in places:
-            runs[parse_run_id(place[0])].num_records += ends[place] - begins[place]
+        for topic_partition in topic_partitions:
+            runs[parse_run_id(topic_partition[0])].num_records += (
+                ends[topic_partition] - begins[topic_partition]
+            )
         for record, event in decode_records(reader, spans):
             if not belongs_on(TopicPlan.parse_entity(record.topic), event):
                 log.warning(
@@ -215,26 +226,36 @@ def _read_logs(
 
 
 def _step_ranges(
-    places: Iterable[Place], begins: Mapping[Place, int], ends: Mapping[Place, int]
+    topic_partitions: Iterable[Place], begins: Mapping[Place, int], ends: Mapping[Place, int]
 ) -> dict[Place, tuple[int, int]]:
     return {
-        place: (max(begins[place], ends[place] - TAIL_OFFSETS), ends[place])
-        for place in places
-        if place[0].endswith(".control.train-steps")
+        topic_partition: (
+            max(begins[topic_partition], ends[topic_partition] - TAIL_OFFSETS),
+            ends[topic_partition],
+        )
+        for topic_partition in topic_partitions
+        if topic_partition[0].endswith(".control.train-steps")
     }
 
 
 def _heartbeat_ranges(
-    admin: Admin, runs: Mapping[str, RunSummary], places: Iterable[Place], ends: Mapping[Place, int]
+    admin: Admin,
+    runs: Mapping[str, RunSummary],
+    topic_partitions: Iterable[Place],
+    ends: Mapping[Place, int],
 ) -> dict[Place, tuple[int, int]]:
     """Find the heartbeats of the last minutes, by the broker's clock."""
-    beats = [place for place in places if TopicPlan.parse_entity(place[0]) in HEARTBEATS.values()]
+    heartbeats = [
+        topic_partition
+        for topic_partition in topic_partitions
+        if TopicPlan.parse_entity(topic_partition[0]) in HEARTBEATS.values()
+    ]
     since_ms = min((run.asked_at for run in runs.values()), default=0) // 1000 - int(
         2 * DEFAULT_HUNG_SECONDS * 1000
     )
     return {
-        place: (start, ends[place])
-        for place, start in admin.offsets_at(beats, timestamp_ms=since_ms).items()
+        topic_partition: (start, ends[topic_partition])
+        for topic_partition, start in admin.offsets_at(heartbeats, timestamp_ms=since_ms).items()
     }
 
 
@@ -256,18 +277,21 @@ def decode_records(
         except (CorruptRecord, SchemaError) as error:
             log.warning("record.decode_failed", place=record.location, error=str(error))
     for run_id, records in sorted(unknown.items()):
-        learnt = _read_codec(reader, run_id)
+        run_codec = _read_codec(reader, run_id)
         for record in records:
             try:
-                yield record, learnt.decode(record.value)
+                yield record, run_codec.decode(record.value)
             except (CorruptRecord, SchemaError) as error:
                 log.warning("record.decode_failed", place=record.location, error=str(error))
 
 
 def _read_codec(reader: LogReader, run_id: str) -> EventCodec:
     """Return a codec with the schemas that the writers of a run have published."""
-    codec, place = EventCodec(), (TopicPlan.build_topic_name(run_id, "control.schemas"), 0)
-    for record in reader.stream({place: reader.watermarks(*place)}):
+    codec, topic_partition = (
+        EventCodec(),
+        (TopicPlan.build_topic_name(run_id, "control.schemas"), 0),
+    )
+    for record in reader.stream({topic_partition: reader.watermarks(*topic_partition)}):
         if record.value:
             try:
                 codec.learn(record.value, key=record.key)

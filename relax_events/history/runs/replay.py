@@ -61,20 +61,20 @@ def resolve_parent(config: RunConfig) -> RunConfig:
 
 def _with_store(config: RunConfig, source: SourceRun) -> RunConfig:
     """Fill in the parent's object store, once its log and the run file agree."""
-    told, usual = (
+    text, usual = (
         source.config.objects_uri,
         config.model_copy(
             update={"run": config.run.model_copy(update={"id": config.parent.run})}
         ).objects_uri,
     )
-    if told != (wanted := config.parent.objects_uri or usual):
+    if text != (wanted := config.parent.objects_uri or usual):
         rule = (
-            f"the log of run {config.parent.run} says that its objects lie in {told}, and the "
+            f"the log of run {config.parent.run} says that its objects lie in {text}, and the "
             f"run file that they lie in {wanted}"
         )
         raise ConfigError(f"{rule}; set parent.objects_uri to where they are")
     return config.model_copy(
-        update={"source": config.parent.model_copy(update={"objects_uri": told})}
+        update={"source": config.parent.model_copy(update={"objects_uri": text})}
     )
 
 
@@ -97,19 +97,25 @@ def _require_same_rollouts(config: RunConfig, source: SourceRun) -> None:
 def _require_records(config: RunConfig, source: SourceRun) -> int:
     """Return the parent's newest version, once the records of all steps to train are available."""
     topic = source.plan.topic("advantage.samples")
-    places = [(topic, partition) for partition in range(source.plan.num_sample_partitions)]
+    topic_partitions = [
+        (topic, partition) for partition in range(source.plan.num_sample_partitions)
+    ]
     admin = Admin(source.connection)
     oldest = {
-        partition: offset for (_, partition), offset in admin.beginning_offsets(places).items()
+        partition: offset
+        for (_, partition), offset in admin.beginning_offsets(topic_partitions).items()
     }
     admin.close()
     newest, earliest, gone = source.config.first_version, 0, ""
     for step in source.steps():
         newest = step.policy_version
-        if _is_wanted(config, step) and (place := find_missing_record(step, oldest)) is not None:
-            begin = f"the log begins at {oldest.get(place[0], 0)}"
+        if (
+            _is_wanted(config, step)
+            and (topic_partition := find_missing_record(step, oldest)) is not None
+        ):
+            begin = f"the log begins at {oldest.get(topic_partition[0], 0)}"
             gone = gone or (
-                f"record {topic}[{place[0]}]@{place[1]}, of train step {step.train_step}, "
+                f"record {topic}[{topic_partition[0]}]@{topic_partition[1]}, of train step {step.train_step}, "
                 f"was purged ({begin})"
             )
             earliest = step.policy_version
@@ -138,11 +144,11 @@ def read_source_curves(config: RunConfig, train_steps: list[int]) -> dict[str, A
         own=config,
     )
     wanted = set(train_steps)
-    figures = {
+    metrics = {
         step.train_step: step.metrics for step in source.steps() if step.train_step in wanted
     }
-    names = dict.fromkeys(name for step in figures.values() for name in step)
-    curves = {name: [figures.get(number, {}).get(name) for number in train_steps] for name in names}
+    names = dict.fromkeys(name for step in metrics.values() for name in step)
+    curves = {name: [metrics.get(number, {}).get(name) for number in train_steps] for name in names}
     return {
         "run_id": config.parent.run,
         "from_version": config.parent.from_version,

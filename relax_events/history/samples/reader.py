@@ -50,9 +50,9 @@ def read_generated_samples(log: RunLog, versions: Bounds) -> Iterator[SampleRoll
     for block in version_blocks(
         integer_range(max(versions[0], 0), min(versions[1], log.newest_version))
     ):
-        for place, span in log.offset_ranges("rollout.samples", block).items():
+        for topic_partition, span in log.offset_ranges("rollout.samples", block).items():
             seen: set[TrajectoryKey] = set()
-            for found in log.read({place: span}, SampleRolledOut):
+            for found in log.read({topic_partition: span}, SampleRolledOut):
                 if (key := trajectory_of(found.event)) not in seen:
                     seen.add(key)
                     yield found.event
@@ -78,10 +78,10 @@ def read_last_lines(log: RunLog, wanted: SampleFilter, *, count: int) -> list[Sa
 def read_last_samples(log: RunLog, wanted: SampleFilter, *, count: int) -> Iterator[SampleView]:
     """Yield the newest matching samples, in the order of `read_samples`."""
     lines = read_last_lines(log, wanted, count=count)
-    places = {line.position for line in lines}
+    topic_partitions = {line.position for line in lines}
     oldest = min((line.policy_version for line in lines), default=0)
     newer = replace(wanted, versions=(max(wanted.versions[0], oldest), wanted.versions[1]))
-    return (view for view in read_samples(log, newer) if view.position in places)
+    return (view for view in read_samples(log, newer) if view.position in topic_partitions)
 
 
 def read_lines(log: RunLog, wanted: SampleFilter) -> Iterator[SampleLine]:
@@ -155,11 +155,11 @@ def build_view(
 
 def _read_block(log: RunLog, wanted: SampleFilter, extent: VersionRange) -> Iterator[SampleView]:
     scores = read_scores(log, extent)
-    for place, span in log.offset_ranges(
+    for topic_partition, span in log.offset_ranges(
         "rollout.samples", extent.versions, shard=extent.shard
     ).items():
         seen: set[TrajectoryKey] = set()
-        for found in log.read({place: span}, SampleRolledOut):
+        for found in log.read({topic_partition: span}, SampleRolledOut):
             key = trajectory_of(found.event)
             if key not in seen and wanted.matches_sample(found.event):
                 seen.add(key)

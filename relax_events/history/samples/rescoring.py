@@ -91,8 +91,8 @@ def rescore(
     extent = integer_range(max(versions[0], 0), min(versions[1], log.newest_version))
     spans = log.offset_ranges("rollout.samples", extent)
     originals_at = {
-        place[1]: {place: span}
-        for place, span in log.offset_ranges("reward.scores", extent).items()
+        topic_partition[1]: {topic_partition: span}
+        for topic_partition, span in log.offset_ranges("reward.scores", extent).items()
     }
     comparison, progress = (
         ScoreComparison(threshold=threshold),
@@ -105,10 +105,10 @@ def rescore(
             ProducerRecord(log.plan.topic("control.schemas"), schema, key=mark.hex())
             for mark, schema in published.items()
         )
-        for place, span in spans.items():
-            originals = read_rewards(log, originals_at.get(place[1], {}))
+        for topic_partition, span in spans.items():
+            originals = read_rewards(log, originals_at.get(topic_partition[1], {}))
             PartitionRescorer(log, entity, pool, producer, codec, comparison, progress, report).run(
-                place, span, originals
+                topic_partition, span, originals
             )
             progress.num_partitions_done += 1
             report(progress)
@@ -151,16 +151,16 @@ class PartitionRescorer:
     report: Report
     open_groups: dict[GroupKey, list[ScoredPair]] = field(default_factory=dict)
 
-    def run(self, place: TopicPartition, span: OffsetRange, originals: Rewards) -> None:
+    def run(self, topic_partition: TopicPartition, span: OffsetRange, originals: Rewards) -> None:
         """Score a partition's samples and add them to the comparison, prompt group by prompt group."""
-        _, partition = place
+        _, partition = topic_partition
         new = read_rewards(
             self.log,
             self.log.full_ranges(self.entity, [partition]),
             check=self._require_same_function,
         )
         self.progress.num_scored_before += len(new)
-        for samples in self._batches(place, span):
+        for samples in self._batches(topic_partition, span):
             self._score(self._unscored(samples, new), partition, new)
             for sample in samples:
                 self._pair(sample, originals.get(trajectory_of(sample)), new[trajectory_of(sample)])
@@ -169,14 +169,16 @@ class PartitionRescorer:
             self.comparison.add_group(pairs)
         self.open_groups.clear()
 
-    def _batches(self, place: TopicPartition, span: OffsetRange) -> Iterator[list[SampleRolledOut]]:
+    def _batches(
+        self, topic_partition: TopicPartition, span: OffsetRange
+    ) -> Iterator[list[SampleRolledOut]]:
         """Yield each sample once, in lists of bounded length; together with its prompt group where
         the function requires it.
         """
         seen: set[TrajectoryKey] = set()
         batch: list[SampleRolledOut] = []
         gathered: dict[GroupKey, list[SampleRolledOut]] = {}
-        for found in self.log.read({place: span}, SampleRolledOut):
+        for found in self.log.read({topic_partition: span}, SampleRolledOut):
             if trajectory_of(found.event) in seen:
                 continue
             seen.add(trajectory_of(found.event))

@@ -133,9 +133,9 @@ class ScoreComparison:
 
 def ranks(values: Floats) -> Floats:
     """Return the rank of each value, from 1; equal values share the mean of their ranks."""
-    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
+    _, topic_partitions, counts = np.unique(values, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
-    shared: Floats = (last - (counts - 1) / 2)[places]
+    shared: Floats = (last - (counts - 1) / 2)[topic_partitions]
     return shared
 
 

@@ -108,7 +108,7 @@ def live_starts(log: RunLog) -> dict[TopicPartition, int]:
         | log.full_ranges("reward.scores", every)
         | log.full_ranges("control.policy-versions", one)
     )
-    return {place: stop for place, (_, stop) in spans.items()}
+    return {topic_partition: stop for topic_partition, (_, stop) in spans.items()}
 
 
 def _take(log: RunLog, live: LiveSamples, record: Record) -> SampleLine | None:

@@ -65,7 +65,7 @@ def _try_lock(file: IO[str]) -> bool:
 
 
 @contextmanager
-def translate_file_errors(place: Path) -> Iterator[None]:
+def translate_file_errors(folder: Path) -> Iterator[None]:
     """Translate an OSError in the block into an error that names the folder.
 
     Raises:
@@ -75,7 +75,7 @@ def translate_file_errors(place: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise EnvironmentProblem(
-            f"the embedded broker can't use {place}: {error}; it needs a folder that this "
+            f"the embedded broker can't use {folder}: {error}; it needs a folder that this "
             "user may write to"
         ) from error
 

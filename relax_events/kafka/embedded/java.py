@@ -204,11 +204,11 @@ def build_broker_command(
         if archive_at_exit is None
         else f"-XX:{write_flag}={archive_at_exit}"
     )
-    places = [
+    paths = [
         f"-XX:ErrorFile={directory / 'java-crash.log'}",
         f"-Djava.io.tmpdir={directory / 'tmp'}",
     ]
-    flags = [f"-Xmx{heap_mib}m", *_FLAGS, *quiet, sharing, *places]
+    flags = [f"-Xmx{heap_mib}m", *_FLAGS, *quiet, sharing, *paths]
     return [
         str(java.executable),
         *flags,

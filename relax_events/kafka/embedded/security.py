@@ -75,7 +75,9 @@ class NodeLogin:
         return {
             "listeners": f"{EMBEDDED_PROTOCOL}://{HOST}:{port},{CONTROLLER}://{HOST}:{controller_port}",
             "advertised.listeners": f"{EMBEDDED_PROTOCOL}://{HOST}:{port}",
-            "listener.security.protocol.map": f"{CONTROLLER}:{EMBEDDED_PROTOCOL},{EMBEDDED_PROTOCOL}:{EMBEDDED_PROTOCOL}",
+            "listener.security.protocol.map": (
+                f"{CONTROLLER}:{EMBEDDED_PROTOCOL},{EMBEDDED_PROTOCOL}:{EMBEDDED_PROTOCOL}"
+            ),
             "inter.broker.listener.name": EMBEDDED_PROTOCOL,
             "sasl.mechanism.inter.broker.protocol": "PLAIN",
             "sasl.mechanism.controller.protocol": "PLAIN",

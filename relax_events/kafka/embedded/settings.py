@@ -133,7 +133,7 @@ def build_server_properties(
             f"the broker's directory must not contain a comma, got {str(data)!r}: Kafka reads "
             "log.dirs as a list"
         )
-    places = {
+    addresses = {
         "listeners": f"PLAINTEXT://127.0.0.1:{port},CONTROLLER://127.0.0.1:{controller_port}",
         "advertised.listeners": f"PLAINTEXT://127.0.0.1:{port}",
         "controller.quorum.voters": f"{NODE_ID}@127.0.0.1:{controller_port}",
@@ -150,7 +150,7 @@ def build_server_properties(
         **_INTERNAL_TOPICS,
         **_GROUPS,
         **held,
-        **places,
+        **addresses,
         **secured,
         **overrides,
     }

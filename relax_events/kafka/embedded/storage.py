@@ -180,7 +180,8 @@ def ensure_formatted(
     (data / "bootstrap.checkpoint").write_bytes(build_bootstrap_checkpoint(users=users))
     draft = data / f"{MARKER}.tmp"
     draft.write_text(
-        f"version=1\ncluster.id={cluster_id or create_id()}\nnode.id={node_id}\ndirectory.id={create_id()}\n",
+        f"version=1\ncluster.id={cluster_id or create_id()}\nnode.id={node_id}\n"
+        f"directory.id={create_id()}\n",
         encoding="ascii",
     )
     draft.replace(marker)

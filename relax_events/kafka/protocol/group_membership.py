@@ -93,7 +93,9 @@ class MembershipMonitor:
         try:
             members = list_members(self._connection, self._consumer_group)
         except BrokerError as error:
-            log.debug("membership.read_failed", consumer_group=self._consumer_group, error=str(error))
+            log.debug(
+                "membership.read_failed", consumer_group=self._consumer_group, error=str(error)
+            )
             return
         given = next(
             (member.partitions for member in members if member.member_id == member_id), None
@@ -204,7 +206,7 @@ def _read_member(response: ResponseReader) -> GroupMembership:
 def _read_assignment(response: ResponseReader) -> frozenset[TopicPartition]:
     topics = response.read_compact_array(partial(_read_partitions, response))
     response.skip_tagged_fields()
-    return frozenset(place for places in topics for place in places)
+    return frozenset(partition for partitions in topics for partition in partitions)
 
 
 def _read_partitions(response: ResponseReader) -> list[TopicPartition]:

@@ -37,7 +37,9 @@ def build_broker_settings(
         "ssl.truststore.type": "PEM",
         "ssl.truststore.location": str(folder.ca_file),
         "sasl.enabled.mechanisms": MECHANISM,
-        f"{scram}.sasl.jaas.config": "org.apache.kafka.common.security.scram.ScramLoginModule required;",
+        f"{scram}.sasl.jaas.config": (
+            "org.apache.kafka.common.security.scram.ScramLoginModule required;"
+        ),
         "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
         "allow.everyone.if.no.acl.found": "false",
         "super.users": f"User:CN=relax.broker;User:{ADMIN}",

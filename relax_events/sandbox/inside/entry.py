@@ -7,7 +7,7 @@ Standard library alone. Its argument is a JSON object: `limits` by the names of 
 pipe that gets one byte once the walls stand, and `task`, one of
 
     {"program": FILE}                                       run it; stdin and stdout are its own
-    {"serve": FILE}                                         run it, then do what the tests ask (stdin, stdout)
+    {"serve": FILE}                                         run it, then serve the tests' requests
     {"judge": FILE, "requests": 5, "answers": 6, "verdict": 7}   run tests against a served solution
 
 `binds` are folders of the interpreter that `user` can't reach, and names under which it can.

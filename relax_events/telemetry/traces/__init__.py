@@ -5,15 +5,15 @@ Roles call `Traces`, which does nothing; `open_traces` returns a recording one i
 a collector.
 """
 
-from relax_events.telemetry.traces.api import NO_HEADERS, NOT_TRACED, Traces, Value, TracedWork
+from relax_events.telemetry.traces.api import NO_HEADERS, NOT_TRACED, TracedWork, Traces, Value
 from relax_events.telemetry.traces.factory import open_traces, require_tracing
 
 __all__ = [
     "NOT_TRACED",
     "NO_HEADERS",
+    "TracedWork",
     "Traces",
     "Value",
-    "TracedWork",
     "open_traces",
     "require_tracing",
 ]

@@ -43,7 +43,7 @@ def open_traces(config: RunConfig, *, role: str, worker_id: str, counts: SpanMet
     require_tracing(config)
     if not config.telemetry.traces.endpoint:
         return Traces()
-    from relax_events.telemetry.traces.export import SpanSender, SpanQueue
+    from relax_events.telemetry.traces.export import SpanQueue, SpanSender
     from relax_events.telemetry.traces.recorded import RecordedTraces
 
     queue = SpanQueue(SpanSender(config.telemetry.traces.endpoint, counts), counts)

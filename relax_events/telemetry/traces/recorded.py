@@ -37,9 +37,9 @@ from relax_events.telemetry.traces.api import (
     NO_HEADERS,
     NOT_TRACED,
     ReadRecord,
+    TracedWork,
     Traces,
     Value,
-    TracedWork,
 )
 from relax_events.telemetry.traces.export import SpanQueue
 
@@ -153,7 +153,7 @@ class RecordedTraces(Traces):
         self._prefix = f"relax.{run_id}."
         self._groups: dict[str, _Group] = {}
 
-    def take(self, record: ReadRecord) -> None:
+    def add_record(self, record: ReadRecord) -> None:
         """See `Traces`. A context that is not sampled is ignored."""
         if "traceparent" not in record.headers:
             return
@@ -181,12 +181,12 @@ class RecordedTraces(Traces):
             del self._groups[next(iter(self._groups))]
         return group
 
-    def headers_of(self, prompt_group_id: str) -> Mapping[str, str]:
+    def get_headers(self, prompt_group_id: str) -> Mapping[str, str]:
         """See `Traces`."""
         group = self._groups.get(prompt_group_id)
         return group.headers if group else NO_HEADERS
 
-    def issue(
+    def begin_group(
         self, prompt_group_id: str, *, topic: str, instead_of: str = "", **facts: Value
     ) -> TracedWork:
         """See `Traces`."""
@@ -205,7 +205,7 @@ class RecordedTraces(Traces):
         self._remember(prompt_group_id, work.context)
         return work
 
-    def waited(self, prompt_group_id: str, topic: str) -> None:
+    def record_wait(self, prompt_group_id: str, topic: str) -> None:
         """See `Traces`."""
         group = self._groups.get(prompt_group_id)
         if group is not None and topic in group.read:
@@ -244,7 +244,7 @@ class RecordedTraces(Traces):
         )
 
     @contextmanager
-    def each(
+    def trace_groups(
         self, operation: str, prompt_group_ids: Iterable[str], *, topic: str
     ) -> Iterator[None]:
         """See `Traces`."""
@@ -263,7 +263,7 @@ class RecordedTraces(Traces):
             for work in works:
                 work.end(error=error)
 
-    def ended(self, prompt_group_id: str, *, outcome: str, reason: str) -> None:
+    def record_group_end(self, prompt_group_id: str, *, outcome: str, reason: str) -> None:
         """See `Traces`. Only a failure is an error: expired and filtered groups are normal."""
         group = self._groups.get(prompt_group_id)
         if group is not None:
@@ -279,7 +279,7 @@ class RecordedTraces(Traces):
                 {"outcome": outcome, "reason": reason}, error=reason if outcome == "failed" else ""
             )
 
-    def step(
+    def begin_train_step(
         self, train_step: int, *, began_ns: int, headers: Iterable[Mapping[str, str]]
     ) -> TracedWork:
         """See `Traces`."""
@@ -304,7 +304,9 @@ class RecordedTraces(Traces):
             began_ns=began_ns,
         )
 
-    def publication(self, step: TracedWork, policy_version: int, *, began_ns: int) -> TracedWork:
+    def begin_publication(
+        self, step: TracedWork, policy_version: int, *, began_ns: int
+    ) -> TracedWork:
         """See `Traces`."""
         if not isinstance(step, SpanTracedWork):
             return NOT_TRACED
@@ -358,16 +360,16 @@ class RecordedTraces(Traces):
         links: Iterable[Link] = (),
         began_ns: int | None = None,
     ) -> SpanTracedWork:
-        told = {
+        span_attributes = {
             **self._common,
             "messaging.destination.name": self._prefix + topic,
             "messaging.operation.name": operation,
             **attributes,
         }
         if kind in TYPES:
-            told["messaging.operation.type"] = TYPES[kind]
+            span_attributes["messaging.operation.type"] = TYPES[kind]
         span = self._tracer.start_span(
-            f"{operation} {topic}", context, kind, told, list(links), began_ns
+            f"{operation} {topic}", context, kind, span_attributes, list(links), began_ns
         )
         return SpanTracedWork(span)
 

@@ -11,8 +11,8 @@ from relax_events.telemetry.trackers.progress import DeliveryProgress
 from relax_events.telemetry.trackers.protocol import StepMetrics, Tracker
 
 __all__ = [
-    "StepMetrics",
     "DeliveryProgress",
+    "StepMetrics",
     "Tracker",
     "open_tracker_queue",
     "open_tracker_queues",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import orjson
 
 from relax_events.config import RunConfig
@@ -10,6 +12,7 @@ from relax_events.runtime.record_io import UNUSABLE
 from relax_events.runtime.worker import Worker
 from relax_events.staleness import ReadyGroup, select_groups
 from relax_events.telemetry.traces import TracedWork
+from relax_events.topics.plan import TRAINER_INPUTS
 from relax_events.training.batch.assembly import BatchAssembler
 from relax_events.training.batch.sample_intake import SampleIntake
 from relax_events.training.batch.step_batch import StepBatch, UntrainableGroup
@@ -39,6 +42,18 @@ class LiveBatches:
         self._config: RunConfig = worker.config
         self._assembler, self._intake, self._commits = assembler, intake, commits
         self._traced: list[TracedWork] = []
+
+    def assign(self, positions: Mapping[tuple[str, int], int]) -> None:
+        """Read this rank's partitions, from these positions (by entity and partition) on."""
+        plan = self._worker.plan
+        self._reader.assign(
+            {
+                (plan.topic(entity), partition): positions.get((entity, partition), 0)
+                for entity in TRAINER_INPUTS
+                for partition in range(plan.num_sample_partitions)
+                if partition % plan.partitions_per_version % self._ranks.size == self._ranks.rank
+            }
+        )
 
     def end_traces(self) -> None:
         """End the traces of the step's prompt groups: they are trained."""

@@ -103,7 +103,7 @@ class EngineConnection:
                     self.sending = None
         except ConnectionLost as error:
             if self.sending is not None:
-                self._owner.metrics.failed(error.reason)
+                self._owner.metrics.count_broadcast_failure(error.reason)
             version = self.sending.policy_version if self.sending else None
             log.warning(
                 "broadcast.lost", worker=self.worker_id, policy_version=version, error=str(error)
@@ -192,7 +192,7 @@ class EngineConnection:
                 f"was sent with {digest.hex()}"
             )
             raise ConnectionLost(text, reason="torn")
-        owner.metrics.moved(snapshot.layout.num_bytes, transport=self.transport)
+        owner.metrics.count_broadcast_bytes(snapshot.layout.num_bytes, transport=self.transport)
         log.info(
             "weights.sent",
             worker=self.worker_id,

@@ -153,7 +153,7 @@ class Receiver:
                 return None
             if digest is None or arrived.digest != digest:
                 self._free_buffers.append(arrived.buffer)
-                self._metrics.failed("torn")
+                self._metrics.count_broadcast_failure("torn")
                 log.error(
                     "weights.corrupted",
                     policy_version=policy_version,
@@ -272,7 +272,7 @@ class Receiver:
         if offer.get("layout") != layout.digest:
             with self._condition:
                 self._layout = None  # set again when a version is read from the store
-            self._metrics.failed("refused")
+            self._metrics.count_broadcast_failure("refused")
             control.send(
                 deadline=deadline,
                 accepts=False,
@@ -297,11 +297,11 @@ class Receiver:
                     -1,
                 )
         except ConnectionLost:
-            self._metrics.failed("lost")
+            self._metrics.count_broadcast_failure("lost")
             raise
         finally:
             self._incoming_version = -1
-        self._metrics.moved(layout.num_bytes, transport=reply.transport)
+        self._metrics.count_broadcast_bytes(layout.num_bytes, transport=reply.transport)
         self._wake()
         control.send(deadline=deadline, digest=digest.hex())
 

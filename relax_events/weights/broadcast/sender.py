@@ -102,7 +102,7 @@ class Broadcaster:
             id(connection.sending) for connection in members if connection.sending is not None
         }
         if len(pending) >= MAX_PENDING_VERSIONS:
-            self.metrics.failed("skipped")
+            self.metrics.count_broadcast_failure("skipped")
             log.warning(
                 "weights.skipped",
                 policy_version=policy_version,
@@ -171,7 +171,7 @@ class Broadcaster:
         with self._announce_lock:
             self._list_version += 1
             engines = self.engines
-            self.metrics.engines(len(engines))
+            self.metrics.set_broadcast_engines(len(engines))
             self._announce(
                 BroadcastMembership(
                     membership_version=self._list_version,

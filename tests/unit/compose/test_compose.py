@@ -235,13 +235,13 @@ def test_all_workers_send_their_traces_to_the_collector_that_comes_with_them() -
 def test_alerts_are_gathered_alike_whether_they_are_sent_or_not() -> None:
     silent, sending = (
         yaml.safe_load((COMPOSE / "alertmanager" / f"{name}.yml").read_text())
-        for name in ("alertmanager", "notices")
+        for name in ("alertmanager", "notifications")
     )
     (webhook,) = sending["receivers"][0].pop("webhook_configs")
     assert silent == sending
-    service = yaml.safe_load((COMPOSE / "notices.yml").read_text())["services"]["notices"]
+    service = yaml.safe_load((COMPOSE / "notifications.yml").read_text())["services"]["notifications"]
     assert (webhook["url"], service["command"][:2]) == (
-        "http://notices:9095/",
+        "http://notifications:9095/",
         ["alerts", "forward"],
     )
 

@@ -36,12 +36,12 @@ def source_of(place: object, **settings: object) -> Any:
 
 
 def answers(source: Any) -> list[str]:
-    return [source.row(index).answer for index in range(source.rows)]
+    return [source.row(index).answer for index in range(source.num_rows)]
 
 
 def test_parquet_reads_rows_of_all_row_groups_in_any_order(tmp_path: Path) -> None:
     source = source_of(write_table(tmp_path / "rows.parquet", numbered(0, 8)))
-    assert source.rows == 8
+    assert source.num_rows == 8
     assert [source.row(index).answer for index in (7, 0, 3, 2)] == ["7", "0", "3", "2"]
     assert (source.row(5).messages[0].text, source.row(5).metadata) == ("p5", '{"level":1}')
 
@@ -52,7 +52,7 @@ def test_parquet_reads_a_split_of_a_folder_in_hugging_face_layout(tmp_path: Path
     write_table(tmp_path / "data/test-00000-of-00001.parquet", numbered(90, 2))
     assert answers(source_of(tmp_path, split="train")) == [str(number) for number in range(8)]
     assert answers(source_of(tmp_path, split="test")) == ["90", "91"]
-    assert source_of(tmp_path).rows == 10
+    assert source_of(tmp_path).num_rows == 10
     with pytest.raises(
         ConfigError, match=r"has no split 'validation', only test, train; set data.split"
     ):
@@ -97,7 +97,7 @@ def test_parquet_leaves_unfit_rows_out_up_to_the_limit(tmp_path: Path) -> None:
     assert answers(source_of(f"{path}[1:5]", max_invalid_rows=1)) == ["1", "2", "3"]
     with pytest.raises(
         ConfigError,
-        match=r"row 8: prompt is an empty .* it is unfit row number 3, and data.max_invalid_rows is 2",
+        match=r"row 8: prompt is an empty .* it is invalid row number 3, and data.max_invalid_rows is 2",
     ):
         source_of(path, max_invalid_rows=2)
     with pytest.raises(ConfigError, match=r"rows.parquet, row 0: prompt is an empty string"):

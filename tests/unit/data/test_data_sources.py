@@ -143,7 +143,7 @@ def test_jsonl_has_no_rows_beyond_its_ends(tmp_path: Path, index: int) -> None:
 def test_open_source_refuses_what_it_does_not_know(source: str) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"data.source must be one of 'jsonl:<path>', .*, 'synthetic_images:<task>', 'synthetic_audio:<task>'",
+        match=r"data.source must be one of 'jsonl:<path>', .*, 'synthetic_audio:<task>', 'synthetic_images:<task>'",
     ):
         open_source(DataConfig(source=source), seed=0)
 
@@ -221,15 +221,15 @@ def test_jsonl_refuses_a_file_of_which_a_few_bytes_would_fill_the_disk(
 def test_jsonl_refuses_what_is_no_regular_file(tmp_path: Path, name: str) -> None:
     """Reading a pipe that nobody writes to would never end."""
     os.mkfifo(tmp_path / name)
-    with pytest.raises(ConfigError, match=f"{name} can't be read: it is no regular file"):
+    with pytest.raises(ConfigError, match=f"{name} can't be read: it is not a regular file"):
         open_source(jsonl(tmp_path / name), seed=0)
-    with pytest.raises(ConfigError, match="can't be read: it is no regular file"):
+    with pytest.raises(ConfigError, match="can't be read: it is not a regular file"):
         open_source(jsonl(Path("/dev/zero")), seed=0)
 
 
 def test_parquet_refuses_what_is_no_regular_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "train-00000.parquet")
-    with pytest.raises(ConfigError, match=r"train-00000.parquet is no regular file"):
+    with pytest.raises(ConfigError, match=r"train-00000.parquet is not a regular file"):
         open_source(DataConfig(source=f"parquet:{tmp_path}"), seed=0)
 
 
@@ -241,7 +241,7 @@ def test_jsonl_leaves_unfit_rows_out_up_to_the_limit(tmp_path: Path) -> None:
     assert [text.partition(" ")[0] for text in source.invalid_rows.examples] == [f"{path}:2", f"{path}:4"]
     with pytest.raises(
         ConfigError,
-        match=r"rows.jsonl:4 has no key 'answer'.*; it is unfit row number 2, and data.max_invalid_rows is 1",
+        match=r"rows.jsonl:4 has no key 'answer'.*; it is invalid row number 2, and data.max_invalid_rows is 1",
     ):
         open_source(jsonl(path, max_invalid_rows=1), seed=0)
 

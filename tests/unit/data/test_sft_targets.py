@@ -97,7 +97,7 @@ def test_row_fails_where_the_template_forgets_what_it_rendered(folder: Path) -> 
     assert len(tokenize_completion(PROMPT[1:], TALK[:1], renderer=renderer).tokens) == 3
     with pytest.raises(
         PoisonSample,
-        match=r"the chat template changes what stands before message 3 .*set data.train_on = 'last'",
+        match=r"the chat template changes the text before message 3 .*set data.train_on = 'last'",
     ):
         tokenize_completion(PROMPT[1:], TALK, renderer=renderer)
 
@@ -125,8 +125,8 @@ def test_prompt_group_has_an_answer_for_each_sample(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("group", "text"),
     [
-        (issued([TALK[:1]], of=2), "2 samples need as many answers, and the prompt brings 1"),
-        (issued([], answer=" "), "an assistant message that is to be learnt is empty"),
+        (issued([TALK[:1]], of=2), "2 samples need as many targets, and the prompt has 1"),
+        (issued([], answer=" "), "an assistant message of the target is empty"),
     ],
 )
 def test_prompt_group_without_its_answers_is_refused(

@@ -84,7 +84,7 @@ def test_pictures_have_the_size_that_is_asked_for() -> None:
             "sound",
             {},
             (
-                "there are no scenes 'sound'; set data.source = 'synthetic_images:<task>' to one of "
+                "synthetic_images has no task 'sound'; set data.source = 'synthetic_images:<task>' to one of "
                 "colour, count, where"
             ),
         ),
@@ -116,7 +116,7 @@ def test_run_with_pictures_needs_an_engine_that_shows_them(tmp_path: Path) -> No
         model = {"path": tmp_path / "none", "tiny": {"family": family}}
         return picture_run(tmp_path, model=model, engine={"name": "sglang"})
 
-    text = r"engine 'sglang' shows media to models of the families qwen3_vl, .* alone, and .*none is of qwen3_5_moe, whose linear .*; set engine.name"
+    text = r"engine 'sglang' supports media for models of the families qwen3_vl, .* alone, and .*none is of qwen3_5_moe, whose linear .*; set engine.name"
     with pytest.raises(ConfigError, match=text):
         require_model(run("qwen3_5_moe"))
     for family in ("qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe_thinker"):

@@ -95,7 +95,7 @@ def test_options_choose_size_and_length() -> None:
     assert len(samples_of(made("synthetic_audio:pitch", seconds=1).row(0))) == 16_000
     with pytest.raises(
         ConfigError,
-        match=r"there are no tones 'chord'; set data.source = 'synthetic_audio:<task>' to one of pitch, order",
+        match=r"synthetic_audio has no task 'chord'; set data.source = 'synthetic_audio:<task>' to one of pitch, order",
     ):
         made("synthetic_audio:chord")
     with pytest.raises(ConfigError, match=r"synthetic_videos:order does not take data.options"):

@@ -144,7 +144,7 @@ def test_avqa_puts_picture_and_sound_before_question_and_options(tmp_path: Path)
             r"problem is null; data.prompt_template takes strings, numbers and lists of strings",
         ),
         ({"options": [1, 2]}, r"options is a list; data.prompt_template takes"),
-        ({"problem": "is <image> there?"}, r"the prompt holds 2 <image> and the row brings 1"),
+        ({"problem": "is <image> there?"}, r"the prompt has 2 <image> and the row has 1"),
     ],
 )
 def test_row_that_the_template_cannot_take_is_unfit(

@@ -328,7 +328,7 @@ def test_tokens_of_weights_that_nobody_loaded_are_refused() -> None:
     request = InflightRequest(sample, "rid", 0)
     request.take(event([1], spans=[("default", 0, 1)], reason={"type": "length", "length": 1}))
     with pytest.raises(
-        UnknownVersion, match="its tokens are of weights 'default', which we never gave it"
+        UnknownVersion, match="its tokens are of weights 'default', which were never loaded"
     ):
         request.update_sample(versions={"zero": 0}, swapped=())
     assert len(sample.tokens) == 0

@@ -63,7 +63,7 @@ class Watched:
 
     def told(self, name: str) -> dict[str, float]:
         """Return what is exposed under a name, by its label beside the role."""
-        families = text_string_to_metric_families(self.metrics.exposition().decode())
+        families = text_string_to_metric_families(self.metrics.render().decode())
         samples = [one for family in families for one in family.samples if one.name == name]
         return {
             next((value for label, value in one.labels.items() if label != "role"), ""): one.value

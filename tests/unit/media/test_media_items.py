@@ -48,7 +48,7 @@ def test_item_reads_bytes_data_uris_and_files_below_the_root(root: Path) -> None
 def test_item_reads_nothing_outside_of_the_root(root: Path, path: str) -> None:
     text = check_refused(item(path, root), "outside_root")
     assert (
-        text == f"rows.jsonl:3: images[0] names {path!r}, which lies outside of media_root = {root}"
+        text == f"rows.jsonl:3: images[0] names {path!r}, which is outside of media_root = {root}"
     )
 
 
@@ -66,7 +66,7 @@ def test_item_that_is_no_regular_file_is_refused(root: Path, member: str) -> Non
 
 
 def test_item_names_no_file_without_a_root() -> None:
-    assert "set media_root beside multimodal_keys" in check_refused(item("a.png"), "no_root")
+    assert "set media_root next to multimodal_keys" in check_refused(item("a.png"), "no_root")
 
 
 @pytest.mark.parametrize("path", ["gone.png", "inner", "a\0b"])
@@ -107,6 +107,6 @@ def test_column_gives_one_item_or_a_list_in_any_of_the_forms_of_datasets() -> No
     ]
     with pytest.raises(
         MediaError,
-        match=r"row 1: images\[1\] is a int; media are paths, web addresses, data URIs, bytes, or objects",
+        match=r"row 1: images\[1\] is a int; media are paths, URLs, data URIs, bytes, or objects",
     ):
         sources(["a.png", 7])

@@ -109,14 +109,14 @@ STRANGERS = [
 
 @pytest.mark.parametrize("data", STRANGERS)
 def test_other_files_are_refused(data: bytes) -> None:
-    assert "is no picture of the kinds PNG" in check_refused(data, "wrong_type")
+    assert "is no picture of the formats PNG" in check_refused(data, "wrong_type")
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG"])
 def test_file_that_was_cut_off_is_named(kind: str) -> None:
     whole = picture_file(96, 96, kind=kind)
     assert check_refused(whole[: len(whole) * 2 // 3], "truncated", decode=True).startswith(
-        "rows:1 is cut off or broken"
+        "rows:1 is truncated or damaged"
     )
 
 

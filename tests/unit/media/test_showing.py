@@ -131,11 +131,11 @@ def test_clip_with_its_sound_is_in_order_of_time() -> None:
     [
         (
             sound(399),
-            "file:///sound can't be played to the model: a sound must have 0.025 s at least",
+            "file:///sound can't be read by the model: audio must have 0.025 s at least",
         ),
-        (sound(0), "file:///sound says no number and rate of frames"),
-        (clip(4, 2.0, width=0), "file:///clip says no width and height"),
-        (clip(4, 0.0), "file:///clip says no number and rate of frames"),
+        (sound(0), "file:///sound has no number and rate of frames"),
+        (clip(4, 2.0, width=0), "file:///clip has no width and height"),
+        (clip(4, 0.0), "file:///clip has no number and rate of frames"),
         (
             MediaRef("file:///text", bytes(32), "text/plain", 10),
             "file:///text is of type 'text/plain'",
@@ -172,12 +172,12 @@ def test_placeholders_of_other_kinds_than_the_media_are_refused() -> None:
 @pytest.mark.parametrize(
     ("settings", "hears", "text"),
     [
-        ({"use_audio_in_video": True}, False, "use_audio_in_video needs a model that hears"),
+        ({"use_audio_in_video": True}, False, "use_audio_in_video needs a model that reads audio"),
         (
             {"frame_factor": 1},
             False,
             (
-                "frame_factor must be a multiple of the 2 frames that the model looks at "
+                "frame_factor must be a multiple of the model's 2 frames that the model looks at "
                 "together, got 1"
             ),
         ),
@@ -185,14 +185,14 @@ def test_placeholders_of_other_kinds_than_the_media_are_refused() -> None:
             {"audio_sample_rate": 8_000},
             True,
             (
-                "the model hears sounds of 16000 Hz, and model.media.audio_sample_rate is 8000; "
+                "the model reads audio of 16000 Hz, and model.media.audio_sample_rate is 8000; "
                 "set it to 16000"
             ),
         ),
         (
             {"video_fps": 3},
             True,
-            "model.media.video_fps = 3.0 would put the moments of a clip 8.66667 positions apart",
+            "model.media.video_fps = 3.0 would place the temporal patches of a video 8.66667 positions apart",
         ),
     ],
 )

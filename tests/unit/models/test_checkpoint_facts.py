@@ -97,7 +97,7 @@ def test_type_is_the_one_that_is_named_or_else_the_files(
 
 def test_folder_that_says_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"config.json does not say what the model is: 'hidden_size'"
+        ConfigError, match=r"config.json does not describe the model: 'hidden_size'"
     ):
         read_facts(folder_of(tmp_path, {"model_type": "qwen3"}))
 

@@ -8,7 +8,7 @@ from relax_events.telemetry.metrics import WorkerMetrics
 
 
 def lag_of(metrics: WorkerMetrics) -> dict[tuple[str, str, str], float]:
-    families = text_string_to_metric_families(metrics.exposition().decode())
+    families = text_string_to_metric_families(metrics.render().decode())
     samples = [
         sample
         for family in families
@@ -29,7 +29,7 @@ def test_lag_is_summed_over_the_shards_of_a_slot() -> None:
         ("rollout.samples", 2): 5,
         ("reward.scores", 5): 6,
     }
-    metrics.consumer_lag(counts, shards=2)
+    metrics.set_consumer_lag(counts, shards=2)
     assert lag_of(metrics) == {
         ("advantage", "rollout.samples", "0"): 7,
         ("advantage", "rollout.samples", "1"): 5,
@@ -39,10 +39,10 @@ def test_lag_is_summed_over_the_shards_of_a_slot() -> None:
 
 def test_lag_of_a_slot_whose_partitions_went_to_another_worker_is_not_told_any_more() -> None:
     metrics = WorkerMetrics("reward")
-    metrics.consumer_lag({("rollout.samples", 0): 3, ("rollout.samples", 1): 4}, shards=1)
-    metrics.consumer_lag({("rollout.samples", 1): 0}, shards=1)
+    metrics.set_consumer_lag({("rollout.samples", 0): 3, ("rollout.samples", 1): 4}, shards=1)
+    metrics.set_consumer_lag({("rollout.samples", 1): 0}, shards=1)
     assert lag_of(metrics) == {("reward", "rollout.samples", "1"): 0}
-    metrics.consumer_lag({("rollout.samples", 0): 2, ("rollout.samples", 1): 1}, shards=1)
+    metrics.set_consumer_lag({("rollout.samples", 0): 2, ("rollout.samples", 1): 1}, shards=1)
     assert lag_of(metrics) == {
         ("reward", "rollout.samples", "0"): 2,
         ("reward", "rollout.samples", "1"): 1,
@@ -51,9 +51,9 @@ def test_lag_of_a_slot_whose_partitions_went_to_another_worker_is_not_told_any_m
 
 def test_dead_letters_that_may_come_are_counted_from_zero_on() -> None:
     metrics = WorkerMetrics("reward")
-    metrics.expect_dead_letters(["CorruptRecord", "PoisonSample"])
-    metrics.dead_lettered("PoisonSample")
-    families = text_string_to_metric_families(metrics.exposition().decode())
+    metrics.initialize_dead_letters(["CorruptRecord", "PoisonSample"])
+    metrics.count_dead_letter("PoisonSample")
+    families = text_string_to_metric_families(metrics.render().decode())
     counts = {
         one.labels["reason"]: one.value
         for family in families
@@ -67,15 +67,15 @@ def test_number_of_series_does_not_grow_with_versions() -> None:
     def series(num_versions: int) -> int:
         metrics = WorkerMetrics("rollout")
         for version in range(num_versions):
-            metrics.policy_version(version)
-            metrics.processed(8, seconds=0.1 * version)
-            metrics.tokens(version)
-            metrics.ended("trained")
-            metrics.dead_lettered("CorruptRecord")
-            metrics.consumer_lag({("rollout.samples", version % 6): version}, shards=2)
+            metrics.set_policy_version(version)
+            metrics.count_processed(8, seconds=0.1 * version)
+            metrics.count_tokens(version)
+            metrics.count_ended_group("trained")
+            metrics.count_dead_letter("CorruptRecord")
+            metrics.set_consumer_lag({("rollout.samples", version % 6): version}, shards=2)
         return sum(
             len(family.samples)
-            for family in text_string_to_metric_families(metrics.exposition().decode())
+            for family in text_string_to_metric_families(metrics.render().decode())
         )
 
     assert series(6) == series(600)

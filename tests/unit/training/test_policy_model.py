@@ -130,7 +130,7 @@ def test_model_is_refused_when_its_logits_are_more_than_a_head(monkeypatch):
         return module
 
     monkeypatch.setattr(policy_model, "load_causal_lm", scaled)
-    with pytest.raises(ConfigError, match="makes its logits by more than a linear head"):
+    with pytest.raises(ConfigError, match="computes its logits by more than a linear head"):
         load()
 
 
@@ -187,7 +187,7 @@ def test_choose_device_refuses_a_gpu_that_is_not_here(
     name: str, num_gpus: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-    text = rf"model.device = '{name}' asks for a GPU that is not here: torch .* sees {num_gpus} of them; give the process one"
+    text = rf"model.device = '{name}' asks for a GPU that is not available: torch .* sees {num_gpus} of them; give the process one"
     with pytest.raises(ConfigError, match=text):
         choose_device(name)
     assert choose_device("auto", local_rank=0).type == ("cuda" if num_gpus else "cpu")

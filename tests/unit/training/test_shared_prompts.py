@@ -50,8 +50,9 @@ def in_groups(samples, sizes):
             grouped.append(
                 dataclasses.replace(
                     sample,
-                    prompt_group_id=f"g{number}",
-                    sample_id=f"g{number}/{index}",
+                    key=dataclasses.replace(
+                        sample.key, prompt_group_id=f"g{number}", sample_id=f"g{number}/{index}"
+                    ),
                     num_prompt_tokens=len(prompt),
                     tokens=tokens,
                     temperature=0.5 + 0.1 * index,
