@@ -125,7 +125,7 @@ def admit(
     if not bounds.is_supervised:
         remedy = (
             f"scale the service {pool.role} where it was started, or by KEDA; see "
-            "docs/how-to/scale-rollout.md"
+            "docs/how-to/scaling.md"
         )
         raise RejectedError(
             "the workers of this run were not started by `relax run`, so this controller can't "

@@ -184,7 +184,7 @@ class Supervisor:
     def _build_process(
         self, role: str, index: int, *, port_index: int, overrides: Sequence[str] = ()
     ) -> ManagedProcess:
-        worker_id, port = f"{role}-{index}", self._config.telemetry.port_of(port_index)
+        worker_id, port = f"{role}-{index}", self._config.telemetry.worker_port(port_index)
         environment = self._environment | {
             "RELAX_TELEMETRY__METRICS_PORT": str(port),
             **build_worker_credentials(self._config, role),
@@ -255,7 +255,7 @@ class Supervisor:
         port_index = next(
             port_index
             for port_index in count(self._num_ports)
-            if self._config.telemetry.port_of(port_index) not in taken
+            if self._config.telemetry.worker_port(port_index) not in taken
         )
         overrides = (
             ["engine.name=sglang", f'engine.sglang.urls=["{worker.url}"]'] if worker.url else []

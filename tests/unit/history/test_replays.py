@@ -207,7 +207,7 @@ def test_rejudging_distils_with_another_coefficient() -> None:
     assert [item.sample.advantages.tolist() for item in judged] == [[0, 0, -2.0, -1.0]] * 2
     with pytest.raises(
         ConfigError,
-        match=rf"prompt group {GROUP} can't be judged by opd: sample {GROUP}/0 lacks the teacher's",
+        match=rf"prompt group {GROUP} can't be relabelled by opd: sample {GROUP}/0 lacks the teacher's",
     ):
         AdvantageRelabeller(AlgorithmConfig(name="opd"), max_new_tokens=8)(placed([0.0, 1.0]))
 
