@@ -85,11 +85,11 @@ def run(config: RunConfig, *, index: int = 0) -> None:
         else None
     )
     read_messages = build_storing_reader(MediaLibrary(config, store=store))
-    judges = build_filters(config.data, renderer=renderer, read_messages=read_messages)
+    filters = build_filters(config.data, renderer=renderer, read_messages=read_messages)
     with open_worker(
         "prompter", config, index=index, store=store, follow=(ENDS,), linger_ms=0
     ) as worker:
-        PrompterLoop(worker, stream, judges, read_messages=read_messages).run()
+        PrompterLoop(worker, stream, filters, read_messages=read_messages).run()
 
 
 class PrompterLoop:
@@ -101,7 +101,7 @@ class PrompterLoop:
         self,
         worker: Worker,
         stream: PromptStream,
-        judges: Sequence[PromptFilter] = (),
+        filters: Sequence[PromptFilter] = (),
         *,
         read_messages: MessageReader = plain_messages,
     ) -> None:
@@ -116,7 +116,7 @@ class PrompterLoop:
         self._trained: Counter[int] = Counter()
         self._chooser = PromptSampler(
             stream,
-            judges,
+            filters,
             block_rows=self._config.data.filter_window_rows
             if self._config.data.prompt_filter
             else 1,
@@ -142,7 +142,7 @@ class PrompterLoop:
         self._admin.close()
 
     def _beat(self) -> None:
-        self._worker.heartbeat.advance()  # a block of rows was judged
+        self._worker.heartbeat.advance()  # a block of rows was filtered
         self._worker.lifecycle.tick(working=True)
 
     def _put(self, event: Event) -> None:

@@ -37,7 +37,7 @@ class Stage:
         self.written: list[GeneratedSample] = []
         self.engine: TransformersEngine = picture_engine()
         self.loop: Any = RolloutLoop.__new__(RolloutLoop)
-        metrics = SimpleNamespace(tokens=lambda count: None)
+        metrics = SimpleNamespace(count_tokens=lambda count: None)
         worker: Any = SimpleNamespace(
             records=SimpleNamespace(
                 traces=Traces(),

@@ -176,7 +176,7 @@ def test_record_goes_back_untouched_and_only_once(
         ("reward@0", "requeued")
     ]
     assert requeue_all(written) == 0
-    with pytest.raises(ConfigError, match="dead letter reward@0 was requeued before; give --force"):
+    with pytest.raises(ConfigError, match="dead letter reward@0 is requeued already; give --force"):
         requeue_all(written, Selection(ids=["reward@0"]))
     assert requeue_all(written, Selection(ids=["reward@0"], include_resolved=True)) == 1
     assert len(records_of(written, "rollout.samples")) == 3

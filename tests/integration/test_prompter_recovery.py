@@ -302,13 +302,13 @@ def issued_by_prompter(
     plan = TopicPlan.from_config(config)
     stream = PromptStream(open_source(config.data, seed=0), seed=0, shuffle=False)
     read_messages = build_storing_reader(MediaLibrary(config))
-    judges = build_filters(config.data, renderer=None, read_messages=read_messages)
+    filters = build_filters(config.data, renderer=None, read_messages=read_messages)
     with (
         open_worker("prompter", config, index=0, follow=("control.prompt-group-outcomes",)) as worker,
         closing(LogReader(connection)) as reader,
     ):
         thread = threading.Thread(
-            target=PrompterLoop(worker, stream, judges, read_messages=read_messages).run
+            target=PrompterLoop(worker, stream, filters, read_messages=read_messages).run
         )
         thread.start()
         reader.assign(

@@ -29,7 +29,7 @@ class Numbers:
     num_rows: int
 
     @property
-    def unfit(self) -> InvalidRows:
+    def invalid_rows(self) -> InvalidRows:
         return InvalidRows("data")
 
     def row(self, index: int) -> PromptRow:

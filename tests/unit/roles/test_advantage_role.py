@@ -99,8 +99,8 @@ def test_prompt_group_whose_rewards_do_not_fit_the_algorithm_fails_alone(
     sent = finish(make_run_config(algorithm={"name": "gdpo"}), [1.0, 4.0])
     assert sent.ready == []
     reason = (
-        "reward: there are no reward components to normalise apart; return a dict of them, or "
-        "take another algorithm"
+        "reward: there are no reward components to normalise separately; return a dict of them, "
+        "or use another algorithm"
     )
     assert sent.ended == [(GROUP, Outcome.FAILED, reason)]
 

@@ -11,9 +11,9 @@ from run_events import train_step
 
 from relax_events.config import TrainerConfig
 from relax_events.training import critic_learning
+from relax_events.training.checkpoint import schedule
+from relax_events.training.checkpoint.schedule import CheckpointSchedule
 from relax_events.training.critic_learning import CriticLearner
-from workers import trainer
-from workers.trainer import TrainLoop
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_checkpoint_is_due_by_steps_or_by_time(
 def test_ranks_go_by_the_clock_of_the_first(
     of_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer.time, "monotonic", lambda: 1000.0)
+    monkeypatch.setattr(schedule.time, "monotonic", lambda: 1000.0)
     told: list[bytes | None] = []
 
     def broadcast(data: bytes | None) -> bytes:
@@ -39,15 +39,15 @@ def test_ranks_go_by_the_clock_of_the_first(
 
     def rank(number: int, *, begun: float) -> Any:
         ranks = SimpleNamespace(rank=number, size=2, broadcast=broadcast)
-        return SimpleNamespace(
-            _ranks=ranks, _config=SimpleNamespace(trainer=TrainerConfig()), _checkpoint_begun=begun
-        )
+        made = CheckpointSchedule(SimpleNamespace(), ranks, TrainerConfig())  # type: ignore[arg-type]
+        made._started_at = begun
+        return made
 
     first, other = (
         rank(0, begun=0.0 if of_first else 900.0),
         rank(1, begun=900.0 if of_first else 0.0),
     )
-    assert [TrainLoop._checkpoint_is_due(one, 7) for one in (first, other)] == [of_first, of_first]
+    assert [one._is_due(7) for one in (first, other)] == [of_first, of_first]
     assert told == [bytes([of_first]), None]
 
 
@@ -82,7 +82,7 @@ def test_critic_begins_a_checkpoint_by_steps_or_by_time(
         save=lambda state, extra: saved.append({"state": state, **extra}) or fresh
     )
     learning._pending, learning._checkpoint_begun = (earlier if is_pending else None), 1000.0
-    learning._consumed, learning._skipped_in_a_row = {3: 7, 0: 5}, skipped
+    learning._consumed, learning._consecutive_skips = {3: 7, 0: 5}, skipped
     for _ in range(
         2
     ):  # the time counts from the newest checkpoint on, and none begins beside one that is being written

@@ -87,7 +87,7 @@ class Stage:
     def __init__(self, config: RunConfig) -> None:
         self.engine: Any = Speaking(config)
         self.counted: list[str] = []
-        engine = SimpleNamespace(spent=lambda activity, seconds: None)
+        engine = SimpleNamespace(count_seconds=lambda activity, seconds: None)
         metrics = SimpleNamespace(
             tokens=lambda count: None, scored=self.counted.append, engine=engine
         )

@@ -45,7 +45,7 @@ class Scripted:
 
 def worker_of(config: Any) -> Any:
     """Stand for the worker: give back the event of a record."""
-    metrics = SimpleNamespace(tokens=lambda count: None)
+    metrics = SimpleNamespace(count_tokens=lambda count: None)
     return SimpleNamespace(
         config=config,
         metrics=metrics,

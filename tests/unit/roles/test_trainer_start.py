@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from relax_events.training.backend.protocol import TrainerState
-from workers import trainer
-from workers.trainer import TrainLoop
+from relax_events.training.replay import start_weights
+from relax_events.training.replay.start_weights import load_parent_weights
 
 
 def test_first_checkpoint_may_take_as_long_as_a_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,18 +19,18 @@ def test_first_checkpoint_may_take_as_long_as_a_transfer(monkeypatch: pytest.Mon
     named: list[str] = []
     state = TrainerState(policy_version=0, tensors={})
     pending = SimpleNamespace(wait=waited.append)
-    loop: Any = SimpleNamespace(
-        _config=SimpleNamespace(first_version=3, health=SimpleNamespace(transfer_seconds=5_000.0)),
-        _ranks=None,
-        _backend=SimpleNamespace(state=lambda: state, load_state=lambda _: None),
-        _checkpoints=SimpleNamespace(save=lambda *_, **__: pending),
-        _worker=SimpleNamespace(
-            lifecycle=SimpleNamespace(transfer=lambda name: named.append(name) or nullcontext())
-        ),
+    worker: Any = SimpleNamespace(
+        config=SimpleNamespace(first_version=3, health=SimpleNamespace(transfer_seconds=5_000.0)),
+        lifecycle=SimpleNamespace(transfer=lambda name: named.append(name) or nullcontext()),
     )
+    backend: Any = SimpleNamespace(state=lambda: state, load_state=lambda _: None)
+    checkpoints: Any = SimpleNamespace(save=lambda *_, **__: pending)
     monkeypatch.setattr(
-        trainer, "read_initial_state", lambda *_, **__: SimpleNamespace(state=state, kind="weights")
+        start_weights,
+        "read_initial_state",
+        lambda *_, **__: SimpleNamespace(state=state, kind="weights"),
     )
     source: Any = SimpleNamespace(config=SimpleNamespace(run=SimpleNamespace(id="old")))
-    TrainLoop._start_from(loop, source)
+    ranks: Any = SimpleNamespace()
+    load_parent_weights(source, worker, backend, ranks=ranks, checkpoints=checkpoints)
     assert (waited, named) == ([5_000.0], ["write the first checkpoint"])

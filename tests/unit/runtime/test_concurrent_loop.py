@@ -53,7 +53,7 @@ class Stage:
         )
         monkeypatch.setattr(sample_input, "SubscribedConsumer", lambda *_, **__: consumer)
         self.metrics = SimpleNamespace(num_expired=0)
-        self.metrics.expired = lambda count: setattr(
+        self.metrics.count_expired = lambda count: setattr(
             self.metrics, "num_expired", self.metrics.num_expired + count
         )
         self.worker: Any = SimpleNamespace(

@@ -32,7 +32,9 @@ class Stage:
         self.events: dict[bytes, SampleRolledOut | None] = {}
         consumer = SimpleNamespace(commit=self._commit, positions={}, seek=lambda *_: None)
         monkeypatch.setattr(sample_input, "SubscribedConsumer", lambda *_, **__: consumer)
-        nothing = SimpleNamespace(send=lambda _: None, flush=lambda: None, expired=lambda _: None)
+        nothing = SimpleNamespace(
+            send=lambda _: None, flush=lambda: None, count_expired=lambda _: None
+        )
         self.worker: Any = SimpleNamespace(
             role="reward",
             connection=None,

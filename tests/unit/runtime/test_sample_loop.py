@@ -51,7 +51,9 @@ class Stage:
             plan=SimpleNamespace(topic=lambda entity: entity, consumer_group=lambda role: role),
             config=SimpleNamespace(run=SimpleNamespace(max_staleness=0)),
             drain=self.drain,
-            metrics=SimpleNamespace(expired=lambda count: self.did.append(f"{count} expired")),
+            metrics=SimpleNamespace(
+                count_expired=lambda count: self.did.append(f"{count} expired")
+            ),
             heartbeat=SimpleNamespace(set_in_flight=lambda _: None),
             control=SimpleNamespace(
                 policy_version=0,

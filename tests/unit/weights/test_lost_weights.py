@@ -99,7 +99,7 @@ def test_lost_version_ends_its_own_prompt_groups_and_others_are_evaluated() -> N
     assert transport.asked == [1, 2, 3], "what is lost is not read again and again"
     assert (
         b'relax_prompt_groups_without_weights_total{role="actor-forward"} 2.0'
-        in worker.metrics.exposition()
+        in worker.metrics.render()
     )
     with pytest.raises(
         WeightsError, match=r"no such object; restore the object, or start the run again"
