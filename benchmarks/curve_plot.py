@@ -102,4 +102,6 @@ def mean_curve(curves: Sequence[Curve]) -> Curve:
 
 def drawn(frame: Frame, curve: Curve) -> str:
     """Return a curve as the line of a path."""
-    return path(frame, bucket_curve(curve.steps, curve.rewards, limit=len(curve.steps)), curve.rewards)
+    return path(
+        frame, bucket_curve(curve.steps, curve.rewards, limit=len(curve.steps)), curve.rewards
+    )

@@ -95,7 +95,10 @@ class Watched:
                 client_id=f"{RUN_ID}.watch",
             )
             follower = ControlFollower(
-                connection, TopicPlan.from_config(config), EventCodec(), also=("control.heartbeats.rollout",)
+                connection,
+                TopicPlan.from_config(config),
+                EventCodec(),
+                also=("control.heartbeats.rollout",),
             )
             follower.start(self._inbox.put)
             yield

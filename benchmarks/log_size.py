@@ -70,7 +70,10 @@ def events_of(num_tokens: int) -> Iterator[tuple[str, Event]]:
             yield (
                 entity,
                 LogprobsComputed(
-                    key=ready.key, model_role=evaluator, model_version=0, values=ready.rollout_logprobs
+                    key=ready.key,
+                    model_role=evaluator,
+                    model_version=0,
+                    values=ready.rollout_logprobs,
                 ),
             )
         yield "advantage.samples", ready

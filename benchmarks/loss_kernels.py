@@ -21,7 +21,11 @@ import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
-from relax_events.algorithms.advantages import GroupRewards, grpo_advantages, normalise_prompt_groups
+from relax_events.algorithms.advantages import (
+    GroupRewards,
+    grpo_advantages,
+    normalise_prompt_groups,
+)
 from relax_events.algorithms.objective import Objective, ObjectiveInputs
 from relax_events.config import AlgorithmConfig
 from relax_events.training.backend.step_sums import sum_micro_batch
@@ -241,10 +245,15 @@ def measure_advantages(num_groups: int, num_repeats: int) -> list[dict[str, Any]
     flat = torch.from_numpy(rewards).flatten()
     single = rewards[:NUM_SINGLE_GROUPS].astype(np.float64)
     apart = float(
-        (torch.from_numpy(normalise_prompt_groups(rewards)).flatten() - plain_advantages(flat)).abs().max()
+        (torch.from_numpy(normalise_prompt_groups(rewards)).flatten() - plain_advantages(flat))
+        .abs()
+        .max()
     )
     at_once = timed(
-        {"ours": lambda: normalise_prompt_groups(rewards), "plain torch": lambda: plain_advantages(flat)},
+        {
+            "ours": lambda: normalise_prompt_groups(rewards),
+            "plain torch": lambda: plain_advantages(flat),
+        },
         num_repeats,
     )
     one_by_one = timed(

@@ -38,7 +38,9 @@ def workload_of(num_workers: int) -> Workload:
     return Workload(
         name=f"scaling-{num_workers}",
         title="",
-        prompts_per_step=round(num_workers * SAMPLES_PER_SECOND * STEP_SECONDS / SAMPLES_PER_PROMPT),
+        prompts_per_step=round(
+            num_workers * SAMPLES_PER_SECOND * STEP_SECONDS / SAMPLES_PER_PROMPT
+        ),
         samples_per_prompt=SAMPLES_PER_PROMPT,
         lengths=Lengths(
             median_tokens=RECORD_TOKENS, sigma=0.3, cap_tokens=4 * RECORD_TOKENS, record_divisor=1

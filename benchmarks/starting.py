@@ -74,7 +74,9 @@ def forked(modules: Mapping[str, Sequence[str]], folder: Path) -> tuple[Start, C
     starter, pids = ForkServer(worker_environment(), folder / "starter.log"), list[int]()
 
     def start(role: str, log: Path) -> int:
-        order = SpawnRequest(PROGRAM, list(modules[role]), worker_environment(), list(modules[role]))
+        order = SpawnRequest(
+            PROGRAM, list(modules[role]), worker_environment(), list(modules[role])
+        )
         pids.append(starter.spawn(order, log_path=log).pid)
         return pids[-1]
 

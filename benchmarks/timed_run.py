@@ -19,10 +19,10 @@ from benchmarks.profiles import Mode, Timing, Workload, timing_of
 from benchmarks.timeline import Timeline
 from relax_events.examples.tiny_models import make_tiny
 from relax_events.kafka.embedded import EmbeddedBroker
+from relax_events.roles.generation_request import sample_seed
 from relax_events.staleness import IssuedGroup, Place
 from relax_events.topics import count_slots
 from workers.prompter import seed_of
-from relax_events.roles.generation_request import sample_seed
 
 FOLDER = Path(__file__).parent
 PROMPTS = [

@@ -175,7 +175,9 @@ def trainer_of(config: RunConfig, recorder: Recorder, folder: Path) -> TimedTrai
     )
     rate = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
-        lambda step: compute_scheduled_learning_rate(own, step=step, num_steps=config.run.num_steps),
+        lambda step: compute_scheduled_learning_rate(
+            own, step=step, num_steps=config.run.num_steps
+        ),
     )
     trainer = TimedTrainer(
         model=model,

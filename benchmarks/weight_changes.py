@@ -81,7 +81,10 @@ def measure(learning_rate: float, num_rounds: int) -> dict[str, Any]:
     counted."""
     changed, rounds, former = [], [], None
     with tempfile.TemporaryDirectory() as folder:
-        ways = {name: Way(Path(folder) / name, full_snapshot_interval) for name, full_snapshot_interval in SIDES.items()}
+        ways = {
+            name: Way(Path(folder) / name, full_snapshot_interval)
+            for name, full_snapshot_interval in SIDES.items()
+        }
         for version, tensors in zip(range(num_rounds + 1), versions(learning_rate), strict=False):
             rounds.append({name: way.send(tensors, version) for name, way in ways.items()})
             if former is not None:

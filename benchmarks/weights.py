@@ -147,7 +147,8 @@ def ways(
     """Open every way, and give functions that send a version by it and return the seconds."""
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     broadcast, broadcast_sent = (
-        broadcasting(stack, tensors, use_shared_memory=use_shared_memory) for use_shared_memory in (True, False)
+        broadcasting(stack, tensors, use_shared_memory=use_shared_memory)
+        for use_shared_memory in (True, False)
     )
     flat = torch.cat([tensor.flatten().view(torch.uint8) for tensor in tensors.values()])
     port = dist.TCPStore(

@@ -70,7 +70,7 @@ HEADERS = f"""## Headers
 | header | of | meaning |
 |---|---|---|
 | `{POLICY_VERSION_HEADER}` | samples and what belongs to them | Version that owns the record's slot, in decimal: what has left the window is passed over without being decoded. |
-| `traceparent`, `tracestate` | all records of a prompt group that is traced, steps, versions | W3C Trace Context, see [trace a run](../how-to/trace-a-run.md). |
+| `traceparent`, `tracestate` | all records of a prompt group that is traced, steps, versions | W3C Trace Context, see [trace a run](../how-to/monitoring.md#traces). |
 | `origin-topic`, `origin-partition`, `origin-offset`, `error-class`, `error-text`, `worker-id` | dead letters | Where the record came from, and what is wrong with it; its own headers are kept. |"""
 
 
@@ -165,7 +165,7 @@ def algorithms_page() -> str:
         "Each is one spec that names its parts; `relax algorithms show NAME` prints the "
         "same. What the settings mean is in "
         "[the run file](config.md), how to choose in [choose an "
-        "algorithm](../how-to/choose-an-algorithm.md). In the formulas lp is the trained "
+        "algorithm](../how-to/algorithms.md). In the formulas lp is the trained "
         "policy's log-probability of a token, lo the old policy's (`old_logprobs`), R a "
         "sample's reward. To each loss are added "
         "`kl_coefficient` times the KL estimate, where `kl_placement` is `loss`, "
@@ -184,7 +184,7 @@ def algorithms_page() -> str:
         "runs it again. That release has no PPO.\n\n"
         "R holds all that a sample earned. Algorithms with an advantage for each token, "
         "`ppo` and `reinforce_plus_plus`, know where: what a reward "
-        "function gave [by turn](../how-to/add-a-reward.md#by-turn-and-by-token) counts at "
+        "function gave [by turn](../how-to/extensions.md#by-turn-and-by-token) counts at "
         "the last loss token of its turn, what it gave by token at that "
         "token, and the rest of R at the sample's last loss token. To all others, which have "
         "one advantage for a whole sample, only R counts."

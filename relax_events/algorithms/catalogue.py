@@ -1,5 +1,5 @@
 """The algorithms that are installed, each as one spec. What an algorithm of your own looks like is
-in docs/how-to/add-an-algorithm.md.
+in docs/how-to/extensions.md#algorithms.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from relax_events.printable import PrintableStream, printable
 INTERRUPTED = 130
 TERMINATED = 128 + signal.SIGTERM
 READER_LEFT = 141
-"""As a shell reports a program that ended because nobody reads its output any more: 128 +
+"""As a shell reports a program that ended because its output is no longer read: 128 +
 SIGPIPE."""
 NO_ROOM_OR_RIGHT = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)
 
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def _reader_has_left() -> bool:
-    """Tell whether the other end of stdout is closed; if so, drop what is still buffered for it."""
+    """Return whether the other end of stdout is closed; if so, drop what is still buffered for it."""
     look = select.poll()
     look.register(sys.stdout.fileno(), 0)
     if not look.poll(0):

@@ -1,4 +1,4 @@
-"""`relax alerts`: what becomes of Prometheus's alerts."""
+"""`relax alerts`: forwards Prometheus alerts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def forward(*, urls: Path | None = None, host: str = "127.0.0.1", port: int = 90
     targets = open_targets(TelemetryConfig(notification_urls_file=urls))
     if not targets:
         raise ConfigError(
-            "no Apprise URL is given, so nobody would be told; name a file with --urls, or "
+            "no Apprise URL is given, so no one would be notified; name a file with --urls, or "
             f"set {VARIABLE}"
         )
     with AlertReceiver((host, port), targets) as receiver:

@@ -1,4 +1,4 @@
-"""`relax broker secure` and `relax broker quota`: who may do what on a cluster, and how fast."""
+"""`relax broker secure` and `relax broker quota`: access control and quotas of a cluster."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def secure(
         hosts: Names of brokers that need a certificate, as clients use them; this machine always
             gets one.
         days: How long brokers' certificates hold.
-        renew_certificates: Make brokers' certificates anew.
-        renew_passwords: Make the run's passwords anew.
+        renew_certificates: Renew the brokers' certificates.
+        renew_passwords: Renew the run's passwords.
         apply: Bring the run's users and rights onto the cluster, as the folder's super user or as
             broker.username.
         withdraw: Take them off the cluster and out of the folder instead, when the run is deleted.

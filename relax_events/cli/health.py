@@ -1,4 +1,4 @@
-"""`relax health`: asks a worker how it is. For one worker it loads the standard library alone,
+"""`relax health`: checks workers. For one worker it loads the standard library alone,
 since containers ask every few seconds.
 """
 
@@ -42,7 +42,7 @@ def health(
         ready: Ask whether it takes work instead: it knows a policy version and does not drain.
         config: A run file whose broker is meant.
         bootstrap_servers: The cluster that is meant, as host:port,host:port.
-        directory: Where the embedded broker is, unless one of the other options says where to look.
+        directory: Folder of the embedded broker, unless another option names a broker.
         output: Of a run, a table to read, or JSON for programs.
     """
     if run:

@@ -93,7 +93,7 @@ def _print_version(found: VersionLineage) -> None:
 
 @app.command
 def sample(sample_id: str, config: Path, *overrides: str, output: Output = "table") -> None:
-    """Follow a sample from its prompt to the policy version that learnt from it, record by record.
+    """Trace a sample from its prompt to the policy version that was trained on it, record by record.
 
     Example: relax lineage sample 000000-0000-0/0 configs/quickstart.toml
 
@@ -148,7 +148,7 @@ def _fact(name: str, value: Any) -> str:
 @app.command
 def prompt(row_or_id: str, config: Path, *overrides: str, output: Output = "table") -> None:
     """Show when a row of the data, or a prompt group, was issued, how that ended, and which train
-    steps learnt from it.
+    steps were trained on it.
 
     Example: relax lineage prompt 17 configs/quickstart.toml && relax lineage prompt 000000-0000-0
         configs/quickstart.toml

@@ -25,10 +25,10 @@ def logs(
         run: Id of the run, or its run file.
         workers: Whose logs: ids such as `trainer-0`, roles such as `rollout`, `run` for `relax run`
             itself; none stands for all.
-        follow: Go on with what is written from now on, until Ctrl-C.
+        follow: Follow new lines until Ctrl-C.
         level: Leave out less severe log events; tracebacks and what functions print stay.
         lines: Only so many of the last lines; 0 stands for all.
-        directory: Where runs keep their files, unless a run file says it.
+        directory: Folder of the runs' files, unless a run file names it.
         output: Lines to read, or JSON for programs, one document a line.
     """
     from collections import deque

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def agreed(question: str, *, yes: bool) -> bool:
-    """Return whether the change may be made; nobody there to answer means no.
+    """Return whether the change may be made; without a terminal the answer is no.
 
     Args:
         question: What is about to be done, for example `delete 120 records?`.

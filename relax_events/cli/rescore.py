@@ -34,7 +34,7 @@ def rescore(
 
     Example: relax rescore configs/quickstart.toml --reward exact_match --name strict
 
-    A second call goes on where the first stopped. The limits of `[reward]` hold here too; its
+    A second call continues where the first stopped. The limits of `[reward]` hold here too; its
     options, weights and routes are those of the run's own function, and hold for that one only.
 
     Args:

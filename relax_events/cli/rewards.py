@@ -1,10 +1,11 @@
-"""`relax rewards`: what can score a sample."""
+"""`relax rewards`: list, try and compare reward functions."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -22,8 +23,8 @@ CHECK_FOUND = 6
 app = App(
     name="rewards",
     help=(
-        "Look at the reward functions that are installed, or at one of your own, and try "
-        "them.\n\nExample: relax rewards list"
+        "List the installed reward functions, inspect one, and try them on completions."
+        "\n\nExample: relax rewards list"
     ),
 )
 
@@ -182,27 +183,22 @@ def compare(
         version: Only samples of these policy versions: 3, 3..7, 3.. or ..7.
         threshold: Rewards from here on count as good, and only good and bad differ; without it the
             rewards themselves are compared.
-        limit: So many examples, evenly drawn from all.
+        limit: So many examples, evenly selected from all.
         trust_source: Don't ask about what the options of the run's own function name, where only
             the run's log says them.
         config: A run file whose broker is meant.
         bootstrap_servers: The cluster that is meant, as host:port,host:port.
-        directory: Where the embedded broker is, unless one of the other two says where to look.
+        directory: Folder of the embedded broker, unless another option names a broker.
         output: Text to read, or JSON for programs.
     """
     from dataclasses import asdict
 
     from relax_events.cli.output import print_json
     from relax_events.cli.rescore import settings_for
-    from relax_events.cli.run_reader import note_unreadable
     from relax_events.config import RewardConfig
     from relax_events.errors import ConfigError
     from relax_events.history.samples.filter import parse_bounds
-    from relax_events.history.samples.reader import read_generated_samples
-    from relax_events.rewards.comparison import compare_rewards
-    from relax_events.rewards.scoring import build_reward_item
-    from relax_events.rewards.trial import read_items
-
+    
     if bool(run) == (jsonl is not None):
         raise ConfigError("give either --run or --jsonl")
     if limit < 0:
@@ -215,38 +211,95 @@ def compare(
             settings_for(section, second, second_option or [], workers=None),
         )
 
-    report = CountLines()
     if jsonl is not None:
         if version:
-            raise ConfigError("--version is of samples of a run; leave it out with --jsonl")
-        found = compare_rewards(
-            *sides(RewardConfig()),
-            read_items(jsonl),
+            raise ConfigError("--version selects samples of a run; leave it out with --jsonl")
+        found = _compare_file(sides, jsonl, threshold=threshold, limit=limit)
+    else:
+        broker = Broker(config, bootstrap_servers, directory)
+        found = _compare_run(
+            sides,
+            run,
+            (first, second),
+            broker,
+            versions=versions,
             threshold=threshold,
             limit=limit,
-            report=report,
+            trusts=trust_source,
         )
-    else:
-        with _opened(
-            run, config=config, bootstrap_servers=bootstrap_servers, directory=directory
-        ) as log:
-            section = _section_of(
-                log.config,
-                run,
-                (first, second),
-                config=config,
-                directory=directory,
-                trusts=trust_source,
-            )
-            items = (build_reward_item(sample) for sample in read_generated_samples(log, versions))
-            found = compare_rewards(
-                *sides(section), items, threshold=threshold, limit=limit, report=report
-            )
-            note_unreadable(log)
     if output == "json":
         print_json(asdict(found))
     else:
         print_differences(found)
+
+
+Sides = Callable[["RewardConfig"], tuple["RewardConfig", "RewardConfig"]]
+"""Return the settings of both functions, given the reward section that holds the limits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Broker:
+    """The options that select a broker."""
+
+    config: Path | None
+    bootstrap_servers: str
+    directory: Path
+
+
+def _compare_file(
+    sides: Sides, jsonl: Path, *, threshold: float | None, limit: int
+) -> Differences:
+    """Compare both functions on the completions of a file."""
+    from relax_events.config import RewardConfig
+    from relax_events.rewards.comparison import compare_rewards
+    from relax_events.rewards.trial import read_items
+
+    return compare_rewards(
+        *sides(RewardConfig()),
+        read_items(jsonl),
+        threshold=threshold,
+        limit=limit,
+        report=CountLines(),
+    )
+
+
+def _compare_run(
+    sides: Sides,
+    run: str,
+    names: tuple[str, str],
+    broker: Broker,
+    *,
+    versions: tuple[float, float],
+    threshold: float | None,
+    limit: int,
+    trusts: bool,
+) -> Differences:
+    """Compare both functions on the samples of a run."""
+    from relax_events.cli.run_reader import note_unreadable
+    from relax_events.history.samples.reader import read_generated_samples
+    from relax_events.rewards.comparison import compare_rewards
+    from relax_events.rewards.scoring import build_reward_item
+
+    with _opened(
+        run,
+        config=broker.config,
+        bootstrap_servers=broker.bootstrap_servers,
+        directory=broker.directory,
+    ) as log:
+        section = _section_of(
+            log.config,
+            run,
+            names,
+            config=broker.config,
+            directory=broker.directory,
+            trusts=trusts,
+        )
+        items = (build_reward_item(sample) for sample in read_generated_samples(log, versions))
+        found = compare_rewards(
+            *sides(section), items, threshold=threshold, limit=limit, report=CountLines()
+        )
+        note_unreadable(log)
+    return found
 
 
 @contextmanager
@@ -277,11 +330,11 @@ def _section_of(
     directory: Path,
     trusts: bool,
 ) -> RewardConfig:
-    """Return the reward section that holds: of one's own run file, or of the log where one of the
-    functions is the run's own and nobody objects.
+    """Return the reward section to use: of the caller's run file, or of the log where one of the
+    functions is the run's own and the user accepts it.
 
     Raises:
-        NotTrusted: The log's section names what nobody here has agreed to.
+        UntrustedSettingsError: The log's section names external values that the user has not accepted.
     """
     from functools import partial
 
@@ -323,7 +376,7 @@ class CountLines:
 
 
 def print_differences(found: Differences) -> None:
-    """Print the counts, and each example with what both functions have read in it."""
+    """Print the counts, and each example with what both functions have read from it."""
     from relax_events.cli.output import print_pairs
     from relax_events.cli.run_reader import excerpt
     from relax_events.printable import printable
@@ -356,13 +409,13 @@ def print_differences(found: Differences) -> None:
             indent=2,
         )
         print_pairs(
-            {"first": printable(_told(example.first)), "second": printable(_told(example.second))},
+            {"first": printable(_format_score(example.first)), "second": printable(_format_score(example.second))},
             indent=2,
         )
 
 
-def _told(one: ScoredCompletion) -> str:
-    """Say on one line what a function gave, and what it has read."""
+def _format_score(one: ScoredCompletion) -> str:
+    """Format what a function returned, and what it has read."""
     from relax_events.cli.run_reader import excerpt
 
     if one.reward is None:
@@ -377,10 +430,10 @@ def _told(one: ScoredCompletion) -> str:
 
 
 def print_tried(one: ScoredCompletion) -> None:
-    """Print what there is to say about one completion."""
+    """Print the result of one completion."""
     from relax_events.cli.output import print_pairs
 
-    said = {
+    fields = {
         "reward": one.reward,
         **one.components,
         "error": one.error,
@@ -388,7 +441,7 @@ def print_tried(one: ScoredCompletion) -> None:
         "found": one.location,
         "why": one.why,
     }
-    print_pairs({key: value for key, value in said.items() if value is not None})
+    print_pairs({key: value for key, value in fields.items() if value is not None})
 
 
 def print_all_tried(tried: Sequence[ScoredCompletion]) -> None:

@@ -36,7 +36,7 @@ def open_run_log(config: Path, overrides: Iterable[str], *, name: str) -> Iterat
 
 
 def is_run_file(run: str) -> bool:
-    """Tell whether a run was named by its run file; an id holds neither a dot nor a slash."""
+    """Return whether a run was named by its run file; an id holds neither a dot nor a slash."""
     return "." in run or "/" in run
 
 
@@ -106,7 +106,7 @@ def note_unreadable(log: RunLog) -> None:
 
 @contextmanager
 def reader_may_leave() -> Iterator[None]:
-    """End in peace when whoever reads along has had enough and types Ctrl-C."""
+    """Exit without an error on Ctrl-C."""
     with suppress(KeyboardInterrupt):
         yield
 

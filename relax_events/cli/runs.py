@@ -60,7 +60,7 @@ def list_runs(
     directory: Directory = HOME,
     output: Output = "table",
 ) -> None:
-    """Show the runs of a cluster: how far they came, whether they still go on, what they started
+    """Show the runs of a cluster: their progress, whether they are still running, what they started
     from.
 
     Example: relax runs list configs/quickstart.toml
@@ -69,7 +69,7 @@ def list_runs(
         run_file: A run file whose broker is meant, as --config.
         config: A run file whose broker is meant.
         bootstrap_servers: The cluster that is meant, as host:port,host:port.
-        directory: Where the embedded broker is, unless one of the other two says where to look.
+        directory: Folder of the embedded broker, unless another option names a broker.
         output: A table to read, or JSON for programs.
     """
     from relax_events.cli.output import print_json, print_table
@@ -112,7 +112,7 @@ def show(
     directory: Directory = HOME,
     output: Output = "table",
 ) -> None:
-    """Show what a run's log says: settings, outcomes, figures by step, and the versions from which
+    """Show a run from its log: settings, outcomes, metrics by step, and the versions from which
     it can be trained again.
 
     Example: relax runs show quickstart
@@ -121,7 +121,7 @@ def show(
         run_id: The run.
         config: A run file whose broker is meant.
         bootstrap_servers: The cluster that is meant, as host:port,host:port.
-        directory: Where the embedded broker is, unless one of the other two says where to look.
+        directory: Folder of the embedded broker, unless another option names a broker.
         output: A table to read, or JSON for programs.
     """
     from relax_events.cli.output import print_json, print_pairs, print_table
@@ -172,7 +172,7 @@ def stop(
             and 15 s more.
         config: A run file whose broker is meant.
         bootstrap_servers: The cluster that is meant, as host:port,host:port.
-        directory: Where the embedded broker is, unless one of the other options says where to look.
+        directory: Folder of the embedded broker, unless another option names a broker.
         output: A text to read, or JSON for programs.
     """
     from dataclasses import asdict
@@ -253,7 +253,7 @@ def delete(
         run_id: The run.
         config: A run file whose broker is meant.
         bootstrap_servers: The cluster that is meant, as host:port,host:port.
-        directory: Where the embedded broker is, unless one of the other two says where to look.
+        directory: Folder of the embedded broker, unless another option names a broker.
         force: Also a run whose workers beat, or whose rollouts another run replays.
         dry_run: Show what would go and delete nothing.
         yes: Don't ask.
@@ -327,7 +327,7 @@ def replay(
         overrides: section.key=value, laid over the source's settings.
         from_version: The source's version to start from; -1 is its first.
         until_version: The version to end at; -1 is the end of the source's log.
-        follow: Go on as the source goes on, and end after it: a second learner.
+        follow: Follow a running parent, and end after it: a second learner.
         scores: Rewards of a rescoring, by its name, in place of the recorded ones.
         verify: Compare every step with the recorded one, bit for bit; exit code 6 when one differs.
         trust_source: Don't ask about code, programs, addresses and files that the source's log
@@ -369,7 +369,7 @@ def fork(
     bootstrap_servers: Servers = "",
     directory: Directory = HOME,
 ) -> int:
-    """Start a run of its own from another's weights, at the same place of the data, with other
+    """Start an independent run from another's weights, at the same position of the data, with other
     settings.
 
     Example: relax runs fork quickstart quickstart-longer --at-version 30 trainer.learning_rate=1e-3

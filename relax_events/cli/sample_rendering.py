@@ -44,7 +44,7 @@ class Which:
         """Check the flags.
 
         Raises:
-            ConfigError: One of them is unfit; the text names it.
+            ConfigError: One of them is invalid; the text names it.
         """
         from relax_events.history.samples.filter import SampleFilter, parse_bounds
 
@@ -60,7 +60,7 @@ class Which:
 
     @property
     def has_end(self) -> bool:
-        """Whether what is asked for lies in the past, so that waiting for more makes no sense."""
+        """Whether the selection is in the past, so that no further samples can match."""
         return bool(
             self.group
             or self.sample
@@ -123,7 +123,7 @@ def line_text(line: SampleLine, *, width: int) -> str:
 
 
 def print_sample(detail: SampleDetail) -> None:
-    """Print a sample as a conversation, with what became of it."""
+    """Print a sample as a conversation, with its outcome."""
     print("\n".join(sample_text(detail)))
     if detail.tokens:
         print()
@@ -208,7 +208,7 @@ def _numbers(array: Array | None) -> list[float] | None:
 
 
 def outcome_text(detail: SampleDetail) -> str:
-    """Say what became of a sample."""
+    """Describe the outcome of a sample."""
     view, ended = detail.view, detail.view.outcome_event
     if view.train_step is not None:
         behind = f"{view.staleness(detail.newest_version)} versions behind"

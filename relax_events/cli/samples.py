@@ -1,4 +1,4 @@
-"""`relax samples`: what the model wrote, and what became of it."""
+"""`relax samples`: samples and their outcomes."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def show(
     output: Output = "table",
     output_file: Path | None = None,
 ) -> None:
-    """Show a sample: the conversation, its reward, what became of it, and its tokens if asked for.
+    """Show a sample: the conversation, its reward, its outcome, and its tokens with --tokens.
 
     Example: relax samples show 000000-0000-0/0 configs/quickstart.toml --tokens
 

@@ -69,8 +69,8 @@ def out(
     token_file: TokenFile = None,
     output: Output = "table",
 ) -> None:
-    """Have as many workers as asked for, or attach to SGLang servers; returns at once, and `relax
-    scale status` shows what becomes of it.
+    """Add workers, or attach SGLang servers. Returns at once; `relax scale status` shows the
+    progress.
 
     Example: relax scale out configs/quickstart.toml --replicas 3
 

@@ -63,7 +63,7 @@ def diff(
 
     Args:
         old: A released version, or `current`.
-        new: A released version, or `current` for the schemas as they stand.
+        new: A released version, or `current` for the current schemas.
         directory: Folder of .avsc files with their releases; by default the installed ones.
         output: A table to read, or JSON for programs.
     """
@@ -101,7 +101,7 @@ def show(
 
     Args:
         name: An event, by its short or full name.
-        release: A released version, or `current` for the schemas as they stand.
+        release: A released version, or `current` for the current schemas.
         directory: Folder of .avsc files with their releases; by default the installed ones.
         output: A table to read, or JSON for programs, with the whole schema.
     """
@@ -118,14 +118,14 @@ def show(
 def add_release(
     version: str, *, directory: Path | None = None, dry_run: bool = False, yes: bool = False
 ) -> int:
-    """Keep the schemas as they stand as a release that all later ones must stay compatible with.
+    """Keep the current schemas as a release that all later ones must stay compatible with.
 
     Example: relax schemas release 1.0.0 --dry-run
 
     Args:
         version: Of the release, above all before it.
         directory: Folder of .avsc files with their releases; by default the checkout's.
-        dry_run: Check and say what would be written, and write nothing.
+        dry_run: Check, show what would be written, and write nothing.
         yes: Don't ask.
     """
     import sys

@@ -14,7 +14,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 MAX_CONNECTIONS = 4096
 """Every sample of an engine's that is under way has one."""
 DRAIN_SECONDS = 30
-"""For answers that are under way when the server is asked to end."""
+"""For requests in flight when the server stops."""
 
 
 def serve(
@@ -52,7 +52,7 @@ def serve(
             it, not all so far.
         enable_return_routed_experts: Tell who asks which experts each token went through, as
             `model.routing_replay` needs it.
-        token_file: Holds a token without which nobody is answered.
+        token_file: File with the token that every request must carry.
         weights_root: Folder that weights may be loaded from. Without it any folder will do for
             those who bring the token, and none where there is no token.
     """
@@ -107,7 +107,7 @@ def serve(
 
 
 def _answer(app: App, listener: socket) -> None:
-    """Answer until the process is told to end, and what is under way then."""
+    """Serve until the process receives a signal, then finish requests in flight."""
     import uvicorn
 
     from relax_events.http.guard import build_server_config

@@ -21,7 +21,7 @@ def status(
     directory: Path = Path(".relax"),
     output: Literal["table", "json"] = "table",
 ) -> None:
-    """Show how a run stands: live on a terminal until it ends or Ctrl-C, else once. The run is not
+    """Show the progress of a run: live on a terminal until it ends or Ctrl-C, else once. The run is not
     touched.
 
     Example: relax status quickstart --output json
@@ -31,7 +31,7 @@ def status(
         once: Show it once on a terminal, too.
         config: A run file whose broker is meant.
         bootstrap_servers: The cluster that is meant, as host:port,host:port.
-        directory: Where the embedded broker is, unless one of the other options says where to look.
+        directory: Folder of the embedded broker, unless another option names a broker.
         output: A table to read, or JSON for programs, which is shown once.
     """
     from relax_events.cli.output import print_json

@@ -1,4 +1,4 @@
-"""Keeps secrets out of addresses: what stands in a run file is written to the log, to reports and
+"""Keeps secrets out of addresses: a run file's text is written to the log, to reports and
 to every fork.
 """
 
@@ -90,15 +90,13 @@ def _strings(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def is_in_clear(url: str) -> bool:
-    """Tell whether what is sent to an address can be read on the way: it is not encrypted, and
-    leaves this machine.
-    """
+    """Return whether a connection to an address is unencrypted and leaves this machine."""
     parts = urlsplit(url)
     return parts.scheme.lower() not in ("https", "wss") and not is_loopback(parts.hostname or "")
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether a host is this machine, by its name or by its number."""
+    """Return whether a host is this machine, by its name or by its number."""
     try:
         return ip_address(host).is_loopback
     except ValueError:

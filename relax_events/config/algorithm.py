@@ -191,7 +191,7 @@ class AlgorithmConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _take_own_defaults(cls, given: Any, info: ValidationInfo) -> Any:
-        """Lay what is given over the algorithm's own settings; what a run said of itself is whole
+        """Merge the given settings into the algorithm's defaults; a run description is complete
         and needs no file to be read.
         """
         name = given.get("name", "grpo") if isinstance(given, Mapping) else None
@@ -208,7 +208,7 @@ class AlgorithmConfig(Section):
         if not isinstance(given.get("options"), Mapping | None) or not isinstance(
             given.get("correction", ""), str
         ):
-            return given  # of the wrong type, which is said of each key below
+            return given  # of the wrong type: reported for each key below
         unused = {key: None for key in NOT_SHARED if key not in spec.settings}
         _refuse_unknown(spec)
         _refuse_unused(spec, given, unused)
@@ -281,10 +281,10 @@ class AlgorithmConfig(Section):
             )
         if self.whiten_advantages == "rewards" and self.normalise_std:
             rule = (
-                "whiten_advantages = 'rewards' divides by the step's deviation in place of the "
+                "whiten_advantages = 'rewards' divides by the step's deviation instead of the "
                 "prompt group's"
             )
-            raise ValueError(f"{rule}; set normalise_std = false beside it")
+            raise ValueError(f"{rule}; also set normalise_std = false")
         if self.std_correction is not None and self._divides_by_no_deviation:
             rule = (
                 f"std_correction = {self.std_correction} is not used where nothing is divided by "
@@ -507,12 +507,12 @@ def _file_is_missing(name: str) -> bool:
 
 
 def _refuse_unknown(spec: AlgorithmSpec) -> None:
-    """Refuse a spec that names what is no setting, before a function of its asks for it."""
+    """Refuse a spec that names unknown settings, before one of its functions reads them."""
     for name in (*spec.settings, *spec.excluded, *spec.advantage_settings, *spec.loss_settings):
         if name not in AlgorithmConfig.model_fields and name not in spec.options:
             raise ValueError(
                 f"the spec of {spec.name} names {name!r}, which is neither a setting nor one "
-                "of its options; mend the spec"
+                "of its options; fix the spec"
             )
 
 

@@ -39,7 +39,7 @@ class AlgorithmSpec:
     """An algorithm by its parts.
 
     Attributes:
-        name: Under which a run file asks for it.
+        name: Name in a run file.
         summary: What it is, in a sentence.
         formula: Advantage and loss, as text; lp is the trained policy's log-probability of a token,
             lo the old policy's.
@@ -72,7 +72,7 @@ class AlgorithmSpec:
             `trainer.num_mini_batches`); empty where it may be several.
         metrics: Names of the metrics that the loss reports for a step: the keys of
             `PolicyLossOutput.metrics`.
-        notes: What the papers set otherwise, and what to look out for.
+        notes: Differences from the papers, and pitfalls.
     """
 
     name: str
@@ -114,12 +114,12 @@ def find_algorithm(name: str) -> AlgorithmSpec:
 
 
 def is_path(name: str) -> bool:
-    """Tell whether an algorithm is named by its file."""
+    """Return whether an algorithm is named by its file."""
     return name.rpartition(":")[0].endswith(".py")
 
 
 def is_from_log(name: str, info: ValidationInfo) -> bool:
-    """Tell whether only a log names an algorithm by its file, which is then not run; see
+    """Return whether only a log names an algorithm by its file, which is then not run; see
     `FromLog`.
     """
     return (
@@ -135,7 +135,7 @@ def _loaded(plugin: EntryPoint | FilePlugin, _: bytes) -> AlgorithmSpec:
     spec = plugin.load()
     if not isinstance(spec, AlgorithmSpec):
         raise ConfigError(
-            f"algorithm {plugin!r} must be an AlgorithmSpec, got {type(spec).__name__}; mend "
+            f"algorithm {plugin!r} must be an AlgorithmSpec, got {type(spec).__name__}; fix "
             "the package that offers it"
         )
     return spec

@@ -31,7 +31,7 @@ DERIVED: Any = None
 
 
 def is_derived(field: FieldInfo) -> bool:
-    """Tell whether a key is derived where the run file leaves it out."""
+    """Return whether a key is derived where the run file leaves it out."""
     return any(isinstance(one, WrapValidator) and one.func is or_derived for one in field.metadata)
 
 

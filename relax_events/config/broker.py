@@ -1,4 +1,4 @@
-"""The sections `broker` and `objects`: where the log is, and where large things lie."""
+"""The sections `broker` and `objects`: the Kafka broker and the object store."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What an algorithm asks of the rest of a run file when it learns from the data's own answers:
+"""Checks of a run file whose algorithm trains on target completions of the data:
 nothing is generated, nothing is rewarded.
 
-What several optimizer steps in a train step ask of the rest of a run file.
+Also checks of several optimizer steps in a train step.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def with_group_size(given: Any, info: ValidationInfo) -> Any:
         return given
     try:
         size = GROUP_SIZES.get(find_algorithm(name).learns_from)
-    except ConfigError:  # told when the section itself is checked
+    except ConfigError:  # reported by the section's own check
         return given
     return given if size is None else {**given, "run": {**run, "samples_per_prompt": size}}
 

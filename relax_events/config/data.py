@@ -19,7 +19,7 @@ from relax_events.config.external_values import (
 )
 
 LEARNT_KEYS = ("completion_key", "conversation_key", "chosen_key", "rejected_key")
-"""Name the columns that are learnt as they stand."""
+"""Keys of the columns that hold training targets."""
 
 
 class RowsConfig(Section):
@@ -124,7 +124,7 @@ class RowsConfig(Section):
             self.prompt_key not in ("", "prompt") or self.conversation_key
         ):
             raise ValueError(
-                "prompt_template stands in place of prompt_key and conversation_key; leave them out"
+                "prompt_template replaces prompt_key and conversation_key; leave them out"
             )
         if (self.media_root is not None or self.media_hosts) and not self.multimodal_keys:
             raise ValueError(
@@ -211,7 +211,7 @@ class DataConfig(RowsConfig):
             raise ValueError(f"{rule}, got {self.max_prompt_tokens}; set data.max_prompt_tokens")
         if not self.chat_template and any(part.multimodal_keys for part in self.parts):
             raise ValueError(
-                "multimodal_keys need a chat template, which knows how media stand in a "
+                "multimodal_keys need a chat template, which places media in a "
                 "prompt; leave data.chat_template out"
             )
         if (

@@ -1,4 +1,4 @@
-"""The section `evaluation`: how good a policy version is, measured beside the training."""
+"""The section `evaluation`: held-out evaluation of policy versions."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class EvaluationConfig(Section):
         return self
 
     def is_due(self, policy_version: int, *, first: int, last: int) -> bool:
-        """Tell whether a version of a run is to be evaluated."""
+        """Return whether a version of a run is to be evaluated."""
         return bool(self.datasets) and (
             (policy_version - first) % self.every == 0 or policy_version == last
         )

@@ -21,7 +21,7 @@ from relax_events.config.addresses import is_loopback
 
 
 class Names(StrEnum):
-    """What the value of a key names, and what would become of it."""
+    """What the value of a key names, and how it is used."""
 
     NOTHING = "nothing"
     CODE = "code that would be run"
@@ -91,7 +91,7 @@ def kind_of(field: FieldInfo) -> Names:
 
 
 def is_marked(field: FieldInfo) -> bool:
-    """Tell whether a key says what it names."""
+    """Return whether a key says what it names."""
     return next(_marks(field), None) is not None
 
 
@@ -162,7 +162,7 @@ def _is_outside(value: Any, kind: Names) -> bool:
 
 
 def _is_telling(key: str, value: Any) -> bool:
-    """Tell whether an option may name something: it is more than a word or two, its key says so, or
+    """Return whether an option may name something: it is more than a word or two, its key says so, or
     it takes a protection away.
     """
     own = key.rpartition("options.")[2]

@@ -73,7 +73,7 @@ class JudgeConfig(Section):
 
 
 def check_judge(config: RunConfig) -> None:
-    """Refuse a judge that nobody asks, or that stands beside another one.
+    """Refuse a judge that no reward uses, or a second judge.
 
     Raises:
         ValueError: So it is; the text names the keys.
@@ -84,7 +84,7 @@ def check_judge(config: RunConfig) -> None:
     if not config.judged_sources:
         rule = f"judge.model_path is of no use with reward.function = {reward.function!r}"
         raise ValueError(
-            f"{rule}, which asks no judge; set reward.function = '{JUDGED}', or leave "
+            f"{rule}, which uses no judge; set reward.function = '{JUDGED}', or leave "
             "judge.model_path out"
         )
     if any("url" in reward.chosen[source].options for source in config.judged_sources):

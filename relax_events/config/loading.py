@@ -24,7 +24,7 @@ DATA_SUFFIXES = (".jsonl", ".parquet", ".arrow")
 MAX_DEPTH = 64
 """Of sections and lists within each other; those of a run file are some six deep."""
 MAX_TOLD = 20
-"""Problems of a run file that are told of: to find the key that was meant takes some milliseconds
+"""Number of problems of a run file that are reported: to find the key that was meant takes some milliseconds
 each."""
 HOUSE_FORM = {
     "Input should be": "must be",
@@ -143,7 +143,7 @@ def _refuse_secrets(tree: Mapping[str, Any]) -> None:
     broker = tree.get("broker")
     for key in _dotted(broker.get("client") if isinstance(broker, dict) else None):
         if key in SECRET_CLIENT_KEYS:
-            rule = "is a secret and must not stand in a run file, an argument or a log"
+            rule = "is a secret and must not be in a run file, an argument or a log"
             raise ConfigError(f"broker.client: {key} {rule}; {secret_remedy(key)}")
 
 

@@ -1,4 +1,4 @@
-"""A run file: all its sections, and those that tell what the run is. `docs/reference/config.md` is
+"""A run file: all its sections, and the sections of the run itself. `docs/reference/config.md` is
 made from their docstrings.
 """
 
@@ -189,11 +189,11 @@ class TelemetryConfig(Section):
             }  # as the logs of earlier releases say
         return given
 
-    def port_of(self, place: int) -> int:
-        """Return the port of the worker that is so many places behind the first on its machine; 0
+    def worker_port(self, index: int) -> int:
+        """Return the port of the worker at this index on its machine; 0
         stays 0.
         """
-        return self.metrics_port + place if self.metrics_port else 0
+        return self.metrics_port + index if self.metrics_port else 0
 
 
 class ParentSection(Section):
@@ -448,12 +448,12 @@ class RunConfig(Section):
 
     @property
     def run_directory(self) -> Path:
-        """Where this run keeps its logs, reports and, unless told otherwise, its objects."""
+        """Folder of the run's logs, reports and, by default, objects."""
         return self.run.directory / "runs" / self.run.id
 
     @property
     def objects_uri(self) -> str:
-        """Where this run's objects lie, with the default filled in."""
+        """URI of the run's object store, with the default filled in."""
         if not self.objects.uri:
             return (self.run_directory.resolve() / "objects").as_uri()
         return (

@@ -1,4 +1,4 @@
-"""The section `scaling`: workers that come and go while the run goes on."""
+"""The section `scaling`: scaling of workers at runtime."""
 
 from __future__ import annotations
 

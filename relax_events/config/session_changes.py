@@ -13,14 +13,14 @@ from relax_events.config.run_config import RunConfig
 
 
 class Rule(StrEnum):
-    """What becomes of a changed key when a run is resumed."""
+    """Rule for a changed key when a run resumes."""
 
     FREE = "free"
     """The change is taken, and shown."""
     ACCEPTED = "if accepted"
-    """What is trained from here on is other than what was: somebody has to accept it."""
+    """Changes the training from here on: the user must accept it."""
     NEVER = "never"
-    """The run can't go on with it; a fork can."""
+    """The run can't resume with it; a fork can."""
 
 
 FREE, ACCEPTED, NEVER = Rule.FREE, Rule.ACCEPTED, Rule.NEVER
@@ -93,7 +93,7 @@ RULES: Mapping[str, tuple[Rule, str]] = {
     "objects.uri": (
         ACCEPTED,
         (
-            "weights, checkpoints and media must lie in the new place too; name the old one in "
+            "weights, checkpoints and media must be copied to the new store; name the old one in "
             "objects.uri_aliases"
         ),
     ),
@@ -117,7 +117,7 @@ RULES: Mapping[str, tuple[Rule, str]] = {
     "judge.engine.max_running_samples": (FREE, _SPEED),
     "judge.engine.threads": (FREE, _SPEED),
     "judge.engine.sglang": (FREE, "how the servers are run"),
-    "evaluation": (FREE, "what is looked at, not what is trained"),
+    "evaluation": (FREE, "affects evaluation, not training"),
     "algorithm": (ACCEPTED, "the loss is another one from here on"),
     "algorithm.name": (NEVER, "samples under way were made ready for another algorithm"),
     "algorithm.old_logprobs": (
@@ -151,14 +151,14 @@ RULES: Mapping[str, tuple[Rule, str]] = {
     "workers": (FREE, _SPEED),
     "health": (FREE, "when to act"),
     "scaling": (FREE, "how many workers there are"),
-    "telemetry": (FREE, "what is told"),
+    "telemetry": (FREE, "notifications and logs"),
 }
 """By key or section; of two that fit a key the longer one holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A key whose value is not that of the run's last session; None stands for a key that is not
+    """A key whose value differs from the run's last session; None is a key that is not
     there.
     """
 
@@ -181,8 +181,8 @@ def changes_between(
     Args:
         old: The run as it was.
         new: The run as it is wanted.
-        old_tree: What the log says of the old one.
-        new_tree: What the log would say of the new one.
+        old_tree: The run description on the log.
+        new_tree: The new run description.
     """
     before, after = dict(_leaves(old_tree)), dict(_leaves(new_tree))
     found = [

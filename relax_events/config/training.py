@@ -79,11 +79,11 @@ class TrainerConfig(Section):
         return self.num_epochs * self.num_mini_batches > 1
 
     def checkpoint_is_due(self, policy_version: int, *, seconds: float) -> bool:
-        """Tell whether a checkpoint of a version is to be written.
+        """Return whether a checkpoint of a version is to be written.
 
         Args:
             policy_version: The newest.
-            seconds: Since the last one was begun, or since the process has taken up training.
+            seconds: Since the last one began, or since this process began to train.
         """
         return policy_version % self.checkpoint_every == 0 or seconds >= self.checkpoint_seconds
 

@@ -141,7 +141,10 @@ def decide(state: HealthState, limits: HealthLimits, *, now: int) -> list[RunCom
             ).to_command(reason=reason)
         )
     if not restarts and is_stalled(state, limits, now=now):
-        reason = f"no worker has had any work for {limits.progress_timeout // MICROS} s, and the goal is not reached"
+        reason = (
+            f"no worker has had any work for {limits.progress_timeout // MICROS} s, and the goal is "
+            "not reached"
+        )
         return _escalate(state, limits, reason, symptom=Symptom.STANDSTILL, now=now)
     return restarts
 

@@ -1,9 +1,5 @@
-"""The health manager's figures, for Prometheus: read off its state when they are asked for.
-
-Figures of workers that come and go, for Prometheus: read off the state when they are asked for.
-
-The run as a whole, for Prometheus: what no worker knows of itself, read off the control log when it
-    is asked for.
+"""Prometheus metrics of the health manager, of scaling and of the run as a whole, read from the
+projections on each scrape.
 """
 
 from __future__ import annotations
@@ -29,8 +25,8 @@ OF_WORKERS = (Symptom.SILENT, Symptom.OVERDUE, Symptom.STUCK, Symptom.SLOW_START
 
 
 class HealthMetrics(Collector):
-    """Labels are bounded by the roles of the run file and by the symptoms; what was done is counted
-    since the run was last taken up.
+    """Metrics of the health manager. Labels are bounded by the roles of the run file and by the
+    symptoms; interventions are counted since the run was last resumed.
     """
 
     def __init__(self, state: HealthState, config: RunConfig) -> None:
@@ -41,13 +37,13 @@ class HealthMetrics(Collector):
         )
 
     def collect(self) -> Iterator[Metric]:
-        """Give every metric family."""
+        """Yield every metric family."""
         acts = list(self._state.interventions)
         restarted = Counter(
             (act.role, act.symptom) for act in acts if act.level is RecoveryLevel.WORKER_RESTART
         )
         found = find_symptoms(self._state, self._limits, now=now_micros())
-        troubled = Counter(
+        symptom_counts = Counter(
             (self._state.last_heartbeats[worker_id].heartbeat.role, symptom)
             for worker_id, symptom in found.items()
         )
@@ -57,15 +53,15 @@ class HealthMetrics(Collector):
             "Workers that the health manager restarted, by symptom.",
             labels=labels,
         )
-        sick = GaugeMetricFamily(
+        unhealthy = GaugeMetricFamily(
             "relax_health_unhealthy_workers",
             "Workers that are unhealthy now, by symptom.",
             labels=labels,
         )
-        for role in sorted({*self._roles, *(role for role, _ in (*restarted, *troubled))}):
+        for role in sorted({*self._roles, *(role for role, _ in (*restarted, *symptom_counts))}):
             for symptom in OF_WORKERS:
                 restarts.add_metric([role, symptom], restarted[role, symptom])
-                sick.add_metric([role, symptom], troubled[role, symptom])
+                unhealthy.add_metric([role, symptom], symptom_counts[role, symptom])
         starts = CounterMetricFamily(
             "relax_worker_starts",
             "Worker starts since the controller started, of any cause.",
@@ -73,7 +69,7 @@ class HealthMetrics(Collector):
         )
         for role in sorted({*self._roles, *self._state.num_starts}):
             starts.add_metric([role], self._state.num_starts[role])
-        yield from (restarts, sick, starts)
+        yield from (restarts, unhealthy, starts)
         num_restores = len({act.at for act in acts if act.level is RecoveryLevel.PIPELINE_RESTART})
         yield CounterMetricFamily(
             "relax_pipeline_restarts",
@@ -88,15 +84,15 @@ class HealthMetrics(Collector):
 
 
 class ScaleMetrics(Collector):
-    """Labels are bounded by the roles of the run file and by what a request can be; it may be asked
-    from another thread.
+    """Metrics of scaling. Labels are bounded by the roles of the run file and by the statuses of a
+    request; another thread may scrape it.
     """
 
     def __init__(self, state: ScaleState, bounds: ScalingBounds) -> None:
         self._state, self._bounds = state, bounds
 
     def collect(self) -> Iterator[Metric]:
-        """Give every metric family."""
+        """Yield every metric family."""
         open_now = Counter(
             (request.role, request.kind, request.status)
             for request in list(self._state.requests.values())
@@ -142,11 +138,11 @@ MICROS = 1e6
 
 
 class RunMetrics(Collector):
-    """Register it with the metrics of the worker that keeps the state up to date; it may be asked
-    from another thread.
+    """Metrics of the run as a whole. Register it with the metrics of the worker that keeps the
+    state up to date; another thread may scrape it.
 
-    What is not known yet has no sample. Labels are bounded by the run file: roles, phases, the
-    algorithm's figures, datasets.
+    An unknown value has no sample. Labels are bounded by the run file: roles, phases, the
+    algorithm's metrics, datasets.
     """
 
     def __init__(self, config: RunConfig, state: RunState) -> None:
@@ -157,13 +153,13 @@ class RunMetrics(Collector):
         known."""
 
     def collect(self) -> Iterator[Metric]:
-        """Give every metric family, from what the state holds now."""
+        """Yield every metric family, from the current state."""
         yield CounterMetricFamily(
             "relax_train_steps",
             "Committed train steps, in the whole run.",
             value=self._state.num_steps,
         )
-        for name, text, value in self._standing():
+        for name, text, value in self._run_gauges():
             yield GaugeMetricFamily(name, text, value=value)
         skipped = self._state.num_updates_skipped
         yield CounterMetricFamily(
@@ -174,10 +170,10 @@ class RunMetrics(Collector):
         yield from self._newest_step(self._state.steps[-1:])
         yield from self._workers(list(self._state.workers.values()))
         yield from self._evaluations()
-        yield from self._surroundings()
+        yield from self._environment()
 
-    def _standing(self) -> list[tuple[str, str, float]]:
-        """Give what is always known: name, text, value."""
+    def _run_gauges(self) -> list[tuple[str, str, float]]:
+        """Return the metrics that are always known: name, text, value."""
         config, state = self._config, self._state
         behind = next(
             (
@@ -268,9 +264,7 @@ class RunMetrics(Collector):
         yield from (committed, staleness, step_metrics, phases)
 
     def _workers(self, heartbeats: Sequence[WorkerHeartbeat]) -> Iterator[Metric]:
-        """Count workers by what they said last; one that owes a beat for `workers.heartbeat_timeout_seconds` is
-        silent.
-        """
+        """Count workers by their last reported state; one whose heartbeat is overdue is silent."""
         heartbeat_timeout_seconds = self._config.workers.heartbeat_timeout_seconds
         newest_at = max(
             (heartbeat.sent_at for heartbeat in heartbeats), default=0
@@ -312,7 +306,7 @@ class RunMetrics(Collector):
         yield from (family, behind)
 
     def _evaluations(self) -> Iterator[Metric]:
-        """Give the newest evaluation of each dataset."""
+        """Yield the newest evaluation of each dataset."""
         newest = {
             event.dataset: event
             for event in sorted(
@@ -335,9 +329,9 @@ class RunMetrics(Collector):
                 reward.add_metric([dataset], event.reward_mean)
         yield from (version, reward)
 
-    def _surroundings(self) -> Iterator[Metric]:
-        """Give what the controller sees around the run: the queue, as it was told of it last, and
-        the disk.
+    def _environment(self) -> Iterator[Metric]:
+        """Yield metrics of the run's environment: the queue as last reported, the disk, and the
+        partitions.
         """
         queued = GaugeMetricFamily(
             "relax_prompt_groups_queued",

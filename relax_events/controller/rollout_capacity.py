@@ -13,8 +13,8 @@ from relax_events.kafka.admin import Admin
 log = structlog.get_logger()
 SHARE_GROUP_SIZE_KEY = "group.share.max.size"
 REMEDY = (
-    f"lower engine.max_prompt_groups, run fewer rollout workers, or raise {SHARE_GROUP_SIZE_KEY} on the brokers "
-    "(Kafka's maximum is 1000)"
+    f"lower engine.max_prompt_groups, run fewer rollout workers, or raise "
+    f"{SHARE_GROUP_SIZE_KEY} on the brokers (Kafka's maximum is 1000)"
 )
 
 

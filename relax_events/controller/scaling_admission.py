@@ -99,6 +99,28 @@ def admit(
     if (known := _find_repeated_call(state, command)) is not None:
         return Admission(known, False, f"request {known.request_id} was made by an identical call")
     pool = _find_pool(bounds, command)
+    _require_within_bounds(bounds, pool, command)
+    found = (
+        _workers_to_add(state, pool, command)
+        if command.kind is Kind.OUT
+        else _workers_to_remove(state, pool, command)
+    )
+    if isinstance(found, str):
+        return Admission(None, False, found)
+    if (other := state.open_request(pool.model)) is not None:
+        raise ConflictError(
+            f"request {other.request_id} for {pool.model} is {other.status.value}; wait for "
+            "its end, or cancel it"
+        )
+    return Admission(
+        _build_request(state, bounds, pool, command, found, now=now),
+        True,
+        _describe(command, pool, found),
+    )
+
+
+def _require_within_bounds(bounds: ScalingBounds, pool: WorkerPool, command: ScaleCommand) -> None:
+    """Refuse a command that is contradictory, exceeds the bounds, or can't be carried out here."""
     if bool(command.target) == bool(command.urls):
         given = "both" if command.target else "neither"
         raise RejectedError(
@@ -131,23 +153,6 @@ def admit(
             "the workers of this run were not started by `relax run`, so this controller can't "
             f"start or end one; {remedy}"
         )
-    found = (
-        _workers_to_add(state, pool, command)
-        if command.kind is Kind.OUT
-        else _workers_to_remove(state, pool, command)
-    )
-    if isinstance(found, str):
-        return Admission(None, False, found)
-    if (other := state.open_request(pool.model)) is not None:
-        raise ConflictError(
-            f"request {other.request_id} for {pool.model} is {other.status.value}; wait for "
-            "its end, or cancel it"
-        )
-    return Admission(
-        _build_request(state, bounds, pool, command, found, now=now),
-        True,
-        _describe(command, pool, found),
-    )
 
 
 def _find_repeated_call(state: ScaleState, command: ScaleCommand) -> ScaleRequest | None:

@@ -1,1 +1,1 @@
-"""The event types, their Avro codec and packed tensors. The only place that knows fastavro."""
+"""The event types, their Avro codec and packed tensors. Only this package imports fastavro."""

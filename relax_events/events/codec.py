@@ -54,18 +54,18 @@ NOT_AVRO = (
     SchemaParseException,
     UnknownType,
 )
-"""What a text that is no schema makes of whoever takes it for one."""
+"""Errors of parsing a text that is no schema."""
 
 
 UNREADABLE = (
     *(EOFError, ValueError, IndexError, KeyError, TypeError),
     *(OverflowError, MemoryError, RecursionError, fastavro.read.SchemaResolutionError),
 )
-"""What bytes that are no record of a schema make of whoever decodes them by it."""
+"""Errors of decoding bytes that are no record of the schema."""
 
 
 class UnknownFingerprint(SchemaError):
-    """The record was written with a schema that this process has not learnt yet."""
+    """The record was written with a schema that this process does not know yet."""
 
 
 class SchemaRegistry(Protocol):
@@ -96,7 +96,7 @@ class EventCodec:
         self._known: dict[bytes, tuple[Schema, Schema | None, Converter]] = {}
         self._fingerprints: dict[int, bytes] = {}
         self._confirmed: set[int] = set()
-        """Ids of which the registry itself has said what they stand for."""
+        """Schema ids that the registry itself resolved."""
         self.schemas: dict[bytes, Schema] = {}
         for cls in typing.get_args(Event):
             schema = next(
@@ -144,7 +144,7 @@ class EventCodec:
         """Return the event in the bytes; its arrays are views on them.
 
         Raises:
-            UnknownFingerprint: The writer schema has not been learnt.
+            UnknownFingerprint: The writer schema is unknown.
             CorruptRecord: The bytes are no event.
         """
         fingerprint, header_bytes = self._fingerprint_of(data or b"")
@@ -188,10 +188,10 @@ class EventCodec:
         return self._fingerprints[schema_id], CONFLUENT_HEADER_BYTES
 
     def _look_up(self, schema_id: int, what: str) -> None:
-        """Ask the registry for a schema that nobody has published on control.schemas."""
+        """Request from the registry a schema that is not published on control.schemas."""
         if self._registry is None:
             raise UnknownFingerprint(
-                f"{what}, which nobody has published on control.schemas; set "
+                f"{what}, which is not published on control.schemas; set "
                 "broker.schema_registry to look there"
             )
         schema_json = self._registry.schema(schema_id)
@@ -231,7 +231,7 @@ class EventCodec:
         return fingerprint
 
     def _claim(self, schema_id: int, fingerprint: bytes) -> None:
-        """Note that an id stands for a schema, by what its writer says."""
+        """Record the schema of an id, as claimed by its writer."""
         other = self._fingerprints.setdefault(schema_id, fingerprint)
         if other != fingerprint and schema_id not in self._confirmed:
             other = self._confirm(schema_id, other)

@@ -82,7 +82,7 @@ def compare(old_schema: Schema, new_schema: Schema, *, old: str, new: str) -> li
 
 
 def is_readable(*, reader: Any, writer: Any) -> bool:
-    """Tell whether all that the writer's schema allows can be read through the reader's."""
+    """Return whether all that the writer's schema allows can be read through the reader's."""
     verdict = ReaderWriterCompatibilityChecker().get_compatibility(reader, writer)  # type: ignore[no-untyped-call]
     return bool(verdict.compatibility is SchemaCompatibilityType.compatible)
 

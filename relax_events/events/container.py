@@ -109,7 +109,7 @@ UNREADABLE = (
     ),
     *(SchemaParseException, UnknownType, fastavro.read.SchemaResolutionError),
 )
-"""What a file that is no container, or one of other records, makes of whoever reads it."""
+"""Errors of reading a file that is no container, or one of other records."""
 
 
 @dataclass(frozen=True, slots=True)

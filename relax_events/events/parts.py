@@ -49,7 +49,7 @@ class Modality(StrEnum):
 
 
 class Command(StrEnum):
-    """What the controller asks for."""
+    """A command of the controller."""
 
     PAUSE = "pause"
     RESUME = "resume"
@@ -73,7 +73,7 @@ class WorkerState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ObjectRef:
-    """Where a large thing lies in the object store, and how to know that it is the right one."""
+    """Address of a large object in the object store, and the digest that verifies it."""
 
     uri: str
     digest: bytes
@@ -82,7 +82,7 @@ class ObjectRef:
 
 @dataclass(frozen=True, slots=True)
 class StoredArray:
-    """An array that lies in the object store."""
+    """An array stored in the object store."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -98,7 +98,7 @@ Array = NDArray[np.generic] | StoredArray
 
 @dataclass(frozen=True, slots=True)
 class MediaRef:
-    """An image, a sound or a clip by content address."""
+    """An image, an audio file or a video, addressed by content."""
 
     uri: str
     digest: bytes

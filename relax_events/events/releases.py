@@ -48,7 +48,7 @@ class Release:
 
 
 def current_release(directory: Path) -> Release:
-    """Return the schemas as they stand in a folder of .avsc files, released or not."""
+    """Return the current schemas in a folder of .avsc files, released or not."""
     return Release(CURRENT, event_schemas(read_schemas(directory)))
 
 
@@ -65,7 +65,7 @@ def read_releases(directory: Path) -> list[Release]:
 
 
 def find_release(directory: Path, version: str) -> Release:
-    """Return one release, or the schemas as they stand for `current`.
+    """Return one release, or the current schemas for `current`.
 
     Raises:
         ConfigError: There is no such release; the text lists those there are.
@@ -77,13 +77,13 @@ def find_release(directory: Path, version: str) -> Release:
         known = ", ".join(release.version for release in read_releases(directory)) or "none yet"
         raise ConfigError(
             f"there is no release {version!r}; released are {known}, and {CURRENT!r} names "
-            "the schemas as they stand"
+            "the current schemas"
         )
     return _read_release(path)
 
 
 def write_release(directory: Path, release: Release) -> Path:
-    """Write a release beside the others and return its file; one that is there is never touched.
+    """Write a release and return its file; an existing release is never changed.
 
     Raises:
         ConfigError: There is a release of that version already.

@@ -48,7 +48,7 @@ class ExpertShape:
 
     @property
     def dtype(self) -> np.dtype[np.uint8 | np.uint16]:
-        """The smallest type that tells the experts apart."""
+        """The smallest type that can number the experts."""
         return np.dtype(np.uint8 if self.num_experts <= MAX_BYTE_EXPERTS else np.uint16)
 
     @property

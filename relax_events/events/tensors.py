@@ -44,7 +44,7 @@ def pack(array: Array) -> dict[str, Any]:
 
 
 def dense(array: Array, *, what: str) -> NDArray[np.generic]:
-    """Return an array whose values are wanted; one that still lies in the object store is a mistake
+    """Return an array whose values are wanted; one that is still in the object store is an error
     of the caller.
 
     Args:
@@ -54,7 +54,7 @@ def dense(array: Array, *, what: str) -> NDArray[np.generic]:
         TypeError: The array was not fetched.
     """
     if isinstance(array, StoredArray):
-        raise TypeError(f"{what} still lies in the object store; fetch it with check_out first")
+        raise TypeError(f"{what} is still in the object store; fetch it with check_out first")
     return array
 
 

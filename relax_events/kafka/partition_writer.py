@@ -160,8 +160,8 @@ class PartitionWriter:
         ):
             if deadline.passed:
                 raise BrokerUnavailable(
-                    f"the transaction before {self._topic}[{self._partition}]@{self._position} left no "
-                    "control record; check that all brokers run"
+                    f"the transaction before {self._topic}[{self._partition}]@{self._position} "
+                    "left no control record; check that all brokers run"
                 )
             time.sleep(CONTROL_RECORD_POLL_SECONDS)
         self._is_control_record_due = False

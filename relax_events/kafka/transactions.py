@@ -72,8 +72,9 @@ class TransactionalWriter:
             records: The records, which become visible together.
             offsets: Next positions of the reader's consumer group.
             reader: The reader whose consumer group owns the offsets.
-            is_already_committed: Called after an error with an unknown outcome; returns whether an earlier
-                attempt has committed, and raises `Fenced` if another instance has taken over.
+            is_already_committed: Called after an error with an unknown outcome; returns whether an
+                earlier attempt has committed, and raises `Fenced` if another instance has taken
+                over.
             before_commit: Called when the open transaction contains everything.
         Raises:
             Fenced: Another instance took over; nothing of this call is visible, and every later

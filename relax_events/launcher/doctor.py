@@ -371,14 +371,14 @@ def _lengths(config: RunConfig, source: PromptSource) -> str:
     if not needs_token_counts(config.data) or not config.model.path.exists():
         return ""
     renderer = PromptRenderer.from_folder(config.model.path, config.data, media=config.model.media)
-    judge = build_length_filter(
+    length_filter = build_length_filter(
         renderer, config.data, read_messages=build_checking_reader(MediaLibrary(config))
     )
     rows = range(min(source.num_rows, NUM_MEASURED))
     reasons = Counter(
         verdict
         for row in rows
-        if isinstance(verdict := judge(source.row(row), mean_rewards=(), train_step=0), str)
+        if isinstance(verdict := length_filter(source.row(row), mean_rewards=(), train_step=0), str)
     )
     passed_over = (
         ", ".join(

@@ -34,7 +34,7 @@ CURVES = {  # metric -> title, definition
     "kl_estimate": ("KL", "estimate against the reference policy, nats per token"),
     "teacher_kl": (
         "Distance to the teacher",
-        "reverse KL of the engine's policy, estimated from the drawn tokens, nats per token",
+        "reverse KL of the engine's policy, estimated from the sampled tokens, nats per token",
     ),
     "distill_loss": (
         "Distillation",

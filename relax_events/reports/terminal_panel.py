@@ -263,7 +263,7 @@ WORKER_COLUMNS: dict[
     "processed": (0, lambda row: format_integer(row.num_processed)),
     "in flight": (86, lambda row: format_integer(row.num_in_flight)),
     "per s": (94, lambda row: format_decimal(row.records_per_second)),
-    "last beat": (
+    "heartbeat": (
         54,
         lambda row: (
             "-" if row.heartbeat_age_seconds is None else f"{row.heartbeat_age_seconds:.1f} s"

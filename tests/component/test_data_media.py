@@ -101,7 +101,10 @@ def test_row_whose_pictures_and_places_differ_is_refused_by_name(
     with pytest.raises(ConfigError, match=rf"rows.jsonl:1: .*{text}|rows.jsonl:1: {text}"):
         rows_of(tmp_path, {"prompt": prompt, "images": images})
     good = {"prompt": "<image>", "images": ["a.png"]}
-    assert rows_of(tmp_path, {"prompt": prompt, "images": images}, good, max_invalid_rows=1).num_rows == 1
+    assert (
+        rows_of(tmp_path, {"prompt": prompt, "images": images}, good, max_invalid_rows=1).num_rows
+        == 1
+    )
 
 
 def test_column_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -163,9 +166,11 @@ def test_rows_with_hostile_pictures_are_passed_over_by_name_and_the_others_issue
     )
     read_messages = build_storing_reader(MediaLibrary(picture_run(tmp_path)))
     config = DataConfig.model_validate({"source": "jsonl:x", **KEYS})
-    (judge,) = build_filters(config, renderer=None, read_messages=read_messages)
-    verdicts = [judge(source.row(index), mean_rewards=(), train_step=0) for index in range(5)]
-    assert verdicts == [
+    (prompt_filter,) = build_filters(config, renderer=None, read_messages=read_messages)
+    results = [
+        prompt_filter(source.row(index), mean_rewards=(), train_step=0) for index in range(5)
+    ]
+    assert results == [
         "media_outside_root",
         "media_missing",
         "media_truncated",
@@ -181,14 +186,20 @@ def test_length_counts_the_tokens_of_pictures(tmp_path: Path) -> None:
     source = open_source(DataConfig(source="synthetic_images:colour"), seed=0)
     bounded = DataConfig(source="synthetic_images:colour", max_prompt_tokens=36)  # 34 of text
     renderer = PromptRenderer.from_folder(picture_model(), bounded, media=BOUNDS)
-    judges = build_filters(
-        bounded, renderer=renderer, read_messages=build_storing_reader(MediaLibrary(picture_run(tmp_path)))
+    filters = build_filters(
+        bounded,
+        renderer=renderer,
+        read_messages=build_storing_reader(MediaLibrary(picture_run(tmp_path))),
     )
     num_tokens = len(
-        renderer.prompt_tokens(build_storing_reader(MediaLibrary(picture_run(tmp_path)))(source.row(0)))
+        renderer.prompt_tokens(
+            build_storing_reader(MediaLibrary(picture_run(tmp_path)))(source.row(0))
+        )
     )
     assert num_tokens == 34 + 4
-    assert [judge(source.row(0), mean_rewards=(), train_step=0) for judge in judges] == [
+    assert [
+        prompt_filter(source.row(0), mean_rewards=(), train_step=0) for prompt_filter in filters
+    ] == [
         0.0,
         "too_long",
     ]
@@ -200,7 +211,9 @@ def test_picture_stands_between_its_marks_in_the_prompt(tmp_path: Path) -> None:
     )
     reference = (
         MediaLibrary(picture_run(tmp_path))
-        .preprocess(open_source(DataConfig(source="synthetic_images:colour"), seed=0).row(0).media[0])
+        .preprocess(
+            open_source(DataConfig(source="synthetic_images:colour"), seed=0).row(0).media[0]
+        )
         .reference
     )
     messages = question(reference)
@@ -217,7 +230,9 @@ def test_prompt_whose_text_holds_a_placeholder_by_itself_is_refused(tmp_path: Pa
     source = rows_of(tmp_path, {"prompt": "<image> or <|image_pad|>?", "images": ["data:,"]})
     reference = (
         MediaLibrary(picture_run(tmp_path))
-        .preprocess(open_source(DataConfig(source="synthetic_images:colour"), seed=0).row(0).media[0])
+        .preprocess(
+            open_source(DataConfig(source="synthetic_images:colour"), seed=0).row(0).media[0]
+        )
         .reference
     )
     with pytest.raises(
@@ -232,13 +247,15 @@ def test_prompt_whose_text_holds_a_placeholder_by_itself_is_refused(tmp_path: Pa
 
 def test_model_of_text_refuses_a_prompt_with_pictures(tmp_path: Path) -> None:
     path = make_tiny(tmp_path / "text", corpus=["x"], hidden_size=32)
-    renderer = PromptRenderer.from_folder(path, DataConfig(source="synthetic_images:colour"), media=BOUNDS)
+    renderer = PromptRenderer.from_folder(
+        path, DataConfig(source="synthetic_images:colour"), media=BOUNDS
+    )
     reference = (
         MediaLibrary(picture_run(tmp_path))
-        .preprocess(open_source(DataConfig(source="synthetic_images:colour"), seed=0).row(0).media[0])
+        .preprocess(
+            open_source(DataConfig(source="synthetic_images:colour"), seed=0).row(0).media[0]
+        )
         .reference
     )
-    with pytest.raises(
-        PoisonSample, match="brings 1 pieces of media, and the model reads text alone"
-    ):
+    with pytest.raises(PoisonSample, match="has 1 media items, and the model reads text only"):
         renderer.prompt_tokens(question(reference))

@@ -21,7 +21,8 @@ from relax_events.events.types import WorkerHeartbeat
 from relax_events.kafka.records import ProducerRecord
 from relax_events.launcher.deaths import Progress
 from relax_events.launcher.run import RunSession
-from relax_events.launcher.supervisor import ManagedProcess, Supervisor, read_log_tail
+from relax_events.launcher.managed_process import ManagedProcess, read_log_tail
+from relax_events.launcher.supervisor import Supervisor
 from relax_events.projections.scale_requests import Kind, Status
 from relax_events.projections.scaling import DesiredState, ElasticWorker, ExitReason, ScaleState
 from relax_events.session.records import RunSessions

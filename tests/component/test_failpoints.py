@@ -109,7 +109,7 @@ def test_wrong_arming_is_refused_with_what_would_be_right(text: str, complaint: 
 
 
 def test_how_to_names_what_exists() -> None:
-    page = (ROOT / "docs/how-to/run-the-fault-matrix.md").read_text()
+    page = (ROOT / "docs/how-to/fault-injection.md").read_text()
     examples = re.findall(r'RELAX_FAILPOINTS="([^"]+)"', page)
     assert [len(parsed(example)) for example in examples] == [2]
     named = set(re.findall(r"test_\w+\.py", page))

@@ -9,7 +9,7 @@ from cyclopts import App
 app = App(
     name="topics",
     help=(
-        "Plan, apply, check, look at, move and clear a run's topics.\n\nExample: relax topics "
+        "Plan, apply, check, inspect, move and delete a run's topics.\n\nExample: relax topics "
         "plan configs/quickstart.toml"
     ),
 )

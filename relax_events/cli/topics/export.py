@@ -21,7 +21,7 @@ def export_run(
 
     Example: relax topics export configs/quickstart.toml exported/quickstart
 
-    A partition is an Avro object container file. The same command goes on with an export that was
+    A partition is an Avro object container file. The same command continues an export that was
     cut short.
 
     Args:

@@ -99,7 +99,7 @@ def test_letters_are_chosen_by_name_role_and_reason(
         (Selection(ids=["13"]), "'13' is no id of a dead letter; ids look like reward@12"),
         (
             Selection(ids=["reward@14"]),
-            "dead letter reward@14 was dropped before; give --force to do it once more",
+            "dead letter reward@14 is dropped already; give --force to do it once more",
         ),
     ],
     ids=str,

@@ -42,7 +42,7 @@ def test_alert_leads_to_a_page_of_its_name(rule: dict[str, Any]) -> None:
     assert page.startswith(f"# {rule['alert']}\n")
     assert (
         f"[{rule['alert']}](alerts/{Path(rule['annotations']['runbook']).name})"
-        in (ROOT / "docs" / "how-to" / "watch-a-run.md").read_text()
+        in (ROOT / "docs" / "how-to" / "monitoring.md").read_text()
     )
 
 

@@ -277,8 +277,8 @@ def test_every_installed_algorithm_is_whole() -> None:
         (
             {"whiten_advantages": "rewards"},
             (
-                "whiten_advantages = 'rewards' divides by the step's deviation in place of the "
-                "prompt group's; set normalise_std = false"
+                "whiten_advantages = 'rewards' divides by the step's deviation instead of the "
+                "prompt group's; also set normalise_std = false"
             ),
         ),
         (

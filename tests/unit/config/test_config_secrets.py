@@ -41,7 +41,7 @@ def test_password_among_client_settings_is_refused(
 ) -> None:
     said = refusal(tmp_path, text, *overrides, environment=environment)
     assert (
-        "broker.client: sasl.password is a secret and must not stand in a run file, an "
+        "broker.client: sasl.password is a secret and must not be in a run file, an "
         "argument or a log"
     ) in said
     assert "name that in broker.password_file, or set BROKER_PASSWORD in the environment" in said

@@ -11,7 +11,9 @@ from relax_events.errors import ConfigError, EnvironmentProblem
 from relax_events.rewards.verifiers.reasoning_gym import reasoning_gym
 
 SPELL = DataConfig(
-    source="reasoning_gym:spell_backward", num_problems=50, options={"min_word_len": 3, "max_word_len": 4}
+    source="reasoning_gym:spell_backward",
+    num_problems=50,
+    options={"min_word_len": 3, "max_word_len": 4},
 )
 
 

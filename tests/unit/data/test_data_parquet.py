@@ -89,8 +89,8 @@ def test_parquet_leaves_unfit_rows_out_up_to_the_limit(tmp_path: Path) -> None:
     path = write_table(tmp_path / "rows.parquet", rows)
     source = source_of(path, max_invalid_rows=3)
     assert answers(source) == ["1", "2", "3", "5", "6", "7"]
-    assert source.unfit.count == 3
-    assert source.unfit.named[1] == (
+    assert source.invalid_rows.count == 3
+    assert source.invalid_rows.examples[1] == (
         f"{path}, row 4: prompt is an empty string; a prompt is a non-empty string or a list "
         "of chat messages"
     )

@@ -201,7 +201,9 @@ def test_renderer_names_the_conversation_that_the_template_refuses(
 
 def test_renderer_refuses_a_template_file_that_is_none(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "broken.jinja").write_text("{% if %}")
-    with pytest.raises(ConfigError, match=r"is not a Jinja template: .*; set data.chat_template_file"):
+    with pytest.raises(
+        ConfigError, match=r"is not a Jinja template: .*; set data.chat_template_file"
+    ):
         PromptRenderer.from_folder(
             folder, DataConfig(source="jsonl:x", chat_template_file=tmp_path / "broken.jinja")
         )

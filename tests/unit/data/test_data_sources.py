@@ -221,9 +221,9 @@ def test_jsonl_refuses_a_file_of_which_a_few_bytes_would_fill_the_disk(
 def test_jsonl_refuses_what_is_no_regular_file(tmp_path: Path, name: str) -> None:
     """Reading a pipe that nobody writes to would never end."""
     os.mkfifo(tmp_path / name)
-    with pytest.raises(ConfigError, match=f"{name} can't be read: it is not a regular file"):
+    with pytest.raises(ConfigError, match=f"{name} can't be read: it is no regular file"):
         open_source(jsonl(tmp_path / name), seed=0)
-    with pytest.raises(ConfigError, match="can't be read: it is not a regular file"):
+    with pytest.raises(ConfigError, match="can't be read: it is no regular file"):
         open_source(jsonl(Path("/dev/zero")), seed=0)
 
 
@@ -238,7 +238,10 @@ def test_jsonl_leaves_unfit_rows_out_up_to_the_limit(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "rows.jsonl", rows[0], "{", rows[1], {"prompt": "p"}, *rows[2:])
     source = open_source(jsonl(path, max_invalid_rows=2), seed=0)
     assert [source.row(index).answer for index in range(source.num_rows)] == ["0", "1", "2", "3"]
-    assert [text.partition(" ")[0] for text in source.invalid_rows.examples] == [f"{path}:2", f"{path}:4"]
+    assert [text.partition(" ")[0] for text in source.invalid_rows.examples] == [
+        f"{path}:2",
+        f"{path}:4",
+    ]
     with pytest.raises(
         ConfigError,
         match=r"rows.jsonl:4 has no key 'answer'.*; it is invalid row number 2, and data.max_invalid_rows is 1",

@@ -8,11 +8,11 @@ import pytest
 
 from relax_events.config import DataConfig
 from relax_events.data.prompt_filter import (
-    RewardHistory,
+    FilterResult,
     FunctionFilter,
     LengthFilter,
     PassRateFilter,
-    FilterResult,
+    RewardHistory,
     build_filters,
 )
 from relax_events.data.rendering import PromptRenderer
@@ -52,7 +52,8 @@ def hook_file(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"), [("ab", "too_short"), ("abc", 0.0), ("abcde", 0.0), ("abcdef", "too_long")]
+    ("text", "expected"),
+    [("ab", "too_short"), ("abc", 0.0), ("abcde", 0.0), ("abcdef", "too_long")],
 )
 def test_length_filter_counts_tokens(text: str, expected: FilterResult) -> None:
     # A tokenizer of bytes alone: as many tokens as letters.
@@ -66,7 +67,9 @@ def test_length_filter_counts_tokens(text: str, expected: FilterResult) -> None:
 @pytest.mark.parametrize(
     ("answer", "expected"), [("abc", 0.0), ("abcd", "answer_too_long"), ("", "answer_refused")]
 )
-def test_length_filter_counts_the_answer_with_its_stop_token(answer: str, expected: FilterResult) -> None:
+def test_length_filter_counts_the_answer_with_its_stop_token(
+    answer: str, expected: FilterResult
+) -> None:
     renderer = PromptRenderer(
         train_tokenizer(["x"], vocab_size=256), DataConfig(source="jsonl:x", chat_template=False)
     )
@@ -97,7 +100,9 @@ def test_length_filter_skips_what_the_template_rejects() -> None:
 def test_pass_rate_filter_reads_the_newest_mean_reward(
     mean_rewards: tuple[float, ...], expected: FilterResult
 ) -> None:
-    assert PassRateFilter(0.1, 0.9)(row_of("p"), mean_rewards=mean_rewards, train_step=3) == expected
+    assert (
+        PassRateFilter(0.1, 0.9)(row_of("p"), mean_rewards=mean_rewards, train_step=3) == expected
+    )
 
 
 def test_function_ranks_or_skips_a_row(hook_file: Path) -> None:
@@ -146,7 +151,10 @@ def test_filters_are_those_of_the_run_file(hook_file: Path) -> None:
         train_tokenizer(["x"]), DataConfig(source="jsonl:x", chat_template=False)
     )
     every = DataConfig(
-        source="jsonl:x", max_prompt_tokens=3, pass_rate_range=(0.1, 0.9), prompt_filter=f"{hook_file}:level"
+        source="jsonl:x",
+        max_prompt_tokens=3,
+        pass_rate_range=(0.1, 0.9),
+        prompt_filter=f"{hook_file}:level",
     )
     assert [type(prompt_filter) for prompt_filter in build_filters(every, renderer=renderer)] == [
         LengthFilter,

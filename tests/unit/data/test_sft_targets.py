@@ -8,7 +8,11 @@ import pytest
 
 from relax_events.config import DataConfig
 from relax_events.data.rendering import PromptRenderer
-from relax_events.data.sft_targets import TokenizedTarget, tokenize_completion, tokenize_group_targets
+from relax_events.data.sft_targets import (
+    TokenizedTarget,
+    tokenize_completion,
+    tokenize_group_targets,
+)
 from relax_events.errors import PoisonSample
 from relax_events.events.parts import ChatMessage
 from relax_events.events.types import PromptGroupIssued
@@ -114,7 +118,10 @@ def issued(
 def test_prompt_group_has_an_answer_for_each_sample(folder: Path) -> None:
     renderer = renderer_of(folder)
     (alone,) = tokenize_group_targets(issued([], answer="yo"), renderer=renderer)
-    assert alone.tokens.tolist() == tokenize_completion(PROMPT, TALK[:1], renderer=renderer).tokens.tolist()
+    assert (
+        alone.tokens.tolist()
+        == tokenize_completion(PROMPT, TALK[:1], renderer=renderer).tokens.tolist()
+    )
     chosen, rejected = tokenize_group_targets(issued([TALK[:1], TALK[2:]], of=2), renderer=renderer)
     assert (renderer.completion_text(chosen.tokens), renderer.completion_text(rejected.tokens)) == (
         "yo",

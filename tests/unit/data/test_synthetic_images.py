@@ -34,7 +34,10 @@ BRIGHT = 150
 
 def scenes(task: str, *, seed: int = 0, **settings: Any) -> PromptSource:
     return open_source(
-        DataConfig.model_validate({"source": f"synthetic_images:{task}", "num_problems": 60, **settings}), seed=seed
+        DataConfig.model_validate(
+            {"source": f"synthetic_images:{task}", "num_problems": 60, **settings}
+        ),
+        seed=seed,
     )
 
 

@@ -41,7 +41,15 @@ def samples_of(row: PromptRow) -> np.ndarray:
     )
 
 
-@pytest.mark.parametrize("source", ["synthetic_videos:direction", "synthetic_videos:order", "synthetic_audio:pitch", "synthetic_audio:order"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "synthetic_videos:direction",
+        "synthetic_videos:order",
+        "synthetic_audio:pitch",
+        "synthetic_audio:order",
+    ],
+)
 def test_row_is_the_same_for_a_seed_and_an_index(source: str) -> None:
     assert made(source).row(7) == made(source).row(7)
     assert made(source).row(7).media[0].source != made(source).row(8).media[0].source
@@ -80,7 +88,9 @@ def test_last_colour_is_that_of_the_last_square() -> None:
         assert [colour == colours[-1] for colour in colours] == [False] * 3 + [True] * 3
 
 
-@pytest.mark.parametrize(("source", "seconds"), [("synthetic_audio:pitch", 0.4), ("synthetic_audio:order", 0.8)])
+@pytest.mark.parametrize(
+    ("source", "seconds"), [("synthetic_audio:pitch", 0.4), ("synthetic_audio:order", 0.8)]
+)
 def test_note_is_the_loudest_at_the_end(source: str, seconds: float) -> None:
     hertz = {"do": 262, "re": 392, "mi": 587, "fa": 880, "sol": 1319, "la": 1976}
     for row in map(made(source).row, range(20)):
@@ -91,7 +101,12 @@ def test_note_is_the_loudest_at_the_end(source: str, seconds: float) -> None:
 
 
 def test_options_choose_size_and_length() -> None:
-    assert frames_of(made("synthetic_videos:direction", pixels=48, frames=8).row(0)).shape == (8, 48, 48, 3)
+    assert frames_of(made("synthetic_videos:direction", pixels=48, frames=8).row(0)).shape == (
+        8,
+        48,
+        48,
+        3,
+    )
     assert len(samples_of(made("synthetic_audio:pitch", seconds=1).row(0))) == 16_000
     with pytest.raises(
         ConfigError,

@@ -252,9 +252,9 @@ def test_show_gives_fingerprint_fields_and_the_whole_schema(
     assert code == 0
     assert shown["schema"] == current_release(schema_directory()).find("SampleScored")
     assert [row["field"] for row in shown["fields"]][:3] == [
-        "sample_id",
-        "prompt_group_id",
-        "policy_version",
+        "key",
+        "key.sample_id",
+        "key.prompt_group_id",
     ]
     assert len(shown["fingerprint"]) == 16
     _, listed = run(capsys, "schemas", "show")

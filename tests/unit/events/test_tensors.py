@@ -19,7 +19,7 @@ def test_dense_gives_the_same_array_when_it_is_there() -> None:
 def test_dense_names_the_field_when_it_was_not_fetched() -> None:
     with pytest.raises(
         TypeError,
-        match=r"^sample a/0: tokens still lies in the object store; fetch it with check_out first$",
+        match=r"^sample a/0: tokens is still in the object store; fetch it with check_out first$",
     ):
         dense(STORED, what="sample a/0: tokens")
 

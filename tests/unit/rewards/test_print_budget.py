@@ -15,7 +15,9 @@ def test_ordinary_prints_pass_however_they_come_in_pieces() -> None:
 
 def test_line_without_end_is_cut_and_the_next_one_passes() -> None:
     budget = PrintBudget(now=0.0)
-    written = b"".join(budget.limit(part, now=0.0) for part in [b"x" * 1_000] * 10 + [b"x\nshort\n"])
+    written = b"".join(
+        budget.limit(part, now=0.0) for part in [b"x" * 1_000] * 10 + [b"x\nshort\n"]
+    )
     assert written == b"x" * MAX_LINE_BYTES + b"...\nshort\n"
 
 
@@ -27,6 +29,6 @@ def test_what_exceeds_the_budget_is_counted_until_there_is_room_again() -> None:
     later = budget.limit(b"again\n", now=60.0)
     assert (
         later
-        == f"({num_left_out} bytes that the reward function printed are left out)\nagain\n".encode()
+        == f"({num_left_out} bytes printed by the reward function were dropped)\nagain\n".encode()
     )
     assert len(budget.limit(line * 1_000, now=60.0)) <= 60 * BYTES_PER_SECOND

@@ -76,7 +76,9 @@ def test_reward_of_a_log_is_taken_where_a_run_file_says_the_same_or_somebody_agr
     }
     theirs = small_run(tree)
     assert (
-        require_trusted_reward(theirs, own=[small_run(tree | {"run": {"id": "mine"}})], accept=refuse)
+        require_trusted_reward(
+            theirs, own=[small_run(tree | {"run": {"id": "mine"}})], accept=refuse
+        )
         == theirs.reward
     )
     with pytest.raises(

@@ -193,7 +193,7 @@ def test_pack_refuses_an_array_that_was_not_fetched():
     stored = StoredArray("<i4", (3,), ObjectRef("memory:///x", b"", 12))
     with pytest.raises(
         TypeError,
-        match="sample odd: tokens still lies in the object store; fetch it with check_out",
+        match="sample odd: tokens is still in the object store; fetch it with check_out",
     ):
         pack(one(tokens=stored), vocab_size=256)
 
