@@ -174,13 +174,13 @@ def test_nothing_is_left_of_what_a_program_started(kind: str) -> None:
 
 def test_doctor_tries_known_ways_out() -> None:
     assert re.fullmatch(
-        r"programs run behind .*; 11 ways out tried, none leads anywhere", check_isolation()
+        r"programs are isolated by .*; 11 known escapes tried, none succeeds", check_isolation()
     )
 
 
 def test_doctor_names_the_ways_out_that_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "ESCAPES", {"add numbers": "1 + 1", "divide by zero": "1 / 0"})
-    with pytest.raises(CheckFailed, match=r"a program behind .* can add numbers$"):
+    with pytest.raises(CheckFailed, match=r"a program isolated by .* can add numbers$"):
         check_isolation()
 
 
