@@ -146,8 +146,8 @@ def compare_rewards(
                 item.sample_id,
                 item.completion[-END_CHARACTERS:],
                 item.answer,
-                mine.explained(item, one),
-                other.explained(item, two),
+                mine.explain(item, one),
+                other.explain(item, two),
             )
             for item, one, two in cases
         ]

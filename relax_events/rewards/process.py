@@ -70,11 +70,9 @@ class PrintBudget:
         self._budget -= len(part)
         if not self._num_dropped_bytes:
             return part
-        note, self._num_dropped_bytes = (
-            f"({self._num_dropped_bytes} bytes printed by the reward function were dropped)\n".encode(),
-            0,
-        )
-        return note + part
+        note = f"({self._num_dropped_bytes} bytes printed by the reward function were dropped)\n"
+        self._num_dropped_bytes = 0
+        return note.encode() + part
 
 
 START_SECONDS = 120.0

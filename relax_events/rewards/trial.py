@@ -105,7 +105,7 @@ def try_reward(settings: RewardConfig, items: Sequence[RewardItem]) -> list[Scor
     """Score completions as a run would, and explain the rewards; raises as `RewardTrial`."""
     with RewardTrial(settings) as trial:
         return [
-            trial.explained(item, result)
+            trial.explain(item, result)
             for item, result in zip(items, trial.score(items), strict=True)
         ]
 

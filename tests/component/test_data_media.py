@@ -86,12 +86,12 @@ def test_marker_is_text_where_no_column_holds_pictures(tmp_path: Path) -> None:
             "see <image>",
             [],
             (
-                "the prompt holds 1 <image> and the row brings 0 of modality image; there must "
+                "the prompt has 1 <image> and the row has 0 of modality image; there must "
                 "be one for each"
             ),
         ),
-        ("see", ["a.png"], "the prompt holds 0 <image> and the row brings 1 of modality image"),
-        ("<image><image>", ["a.png"], "the prompt holds 2 <image> and the row brings 1"),
+        ("see", ["a.png"], "the prompt has 0 <image> and the row has 1 of modality image"),
+        ("<image><image>", ["a.png"], "the prompt has 2 <image> and the row has 1"),
         ("<image>", [5], r"images\[0\] is a int; media are paths"),
     ],
 )

@@ -20,8 +20,8 @@ from relax_events.events.parts import WorkerState
 from relax_events.events.types import WorkerHeartbeat
 from relax_events.kafka.records import ProducerRecord
 from relax_events.launcher.deaths import Progress
-from relax_events.launcher.run import RunSession
 from relax_events.launcher.managed_process import ManagedProcess, read_log_tail
+from relax_events.launcher.run import RunSession
 from relax_events.launcher.supervisor import Supervisor
 from relax_events.projections.scale_requests import Kind, Status
 from relax_events.projections.scaling import DesiredState, ElasticWorker, ExitReason, ScaleState
@@ -173,7 +173,11 @@ def test_run_says_on_the_log_who_is_gone_and_a_goodbye_that_the_worker_could_not
     ).request
     assert opening is not None
     taken_back = opening.status_command(Status.REMOVING, now=2_000_000, outcome=Status.CANCELLED)
-    for event in (opening.open_command(reason="asked"), beat("rollout-1", at_seconds=2), taken_back):
+    for event in (
+        opening.open_command(reason="asked"),
+        beat("rollout-1", at_seconds=2),
+        taken_back,
+    ):
         session._apply(event)
     for _ in range(2):
         session._reconcile(supervisor)

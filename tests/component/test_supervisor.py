@@ -191,7 +191,9 @@ def test_workers_that_the_health_manager_ends_are_its_own_to_count(
     make_run_config: MakeRunConfig, ended: MakeEnded
 ) -> None:
     supervisor = ended(make_run_config(workers=NO_RESTART), RESTART_CODE)
-    assert supervisor.poll(Progress())[0].startswith("controller-0 was killed by the health manager")
+    assert supervisor.poll(Progress())[0].startswith(
+        "controller-0 was killed by the health manager"
+    )
 
 
 def test_reason_is_told_although_the_folder_of_the_run_was_deleted(

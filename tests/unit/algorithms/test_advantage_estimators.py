@@ -31,7 +31,7 @@ def group(rewards: list[float], lengths: list[float] | None = None) -> GroupRewa
     )
 
 
-def judged(
+def estimate(
     rewards: list[float], masks: list[list[int]], *, cut_off: tuple[int, ...] = (), **settings: Any
 ) -> list[list[float]]:
     samples = [
@@ -63,9 +63,9 @@ def test_leave_one_out_is_divided_by_the_deviation_of_the_whole_group() -> None:
         [2, -2 / 3, -2 / 3, -2 / 3], rel=1e-5
     )
     assert rloo_advantages(group([0.1] * 7), normalise_std=True).tolist() == [0.0] * 7
-    assert judged([1, 0, 0, 0], [[0, 1]] * 4, name="rloo", normalise_std=True)[0] == pytest.approx(
-        [0, 2], rel=1e-5
-    )
+    assert estimate([1, 0, 0, 0], [[0, 1]] * 4, name="rloo", normalise_std=True)[
+        0
+    ] == pytest.approx([0, 2], rel=1e-5)
     with pytest.raises(RewardError, match="needs at least 2 samples of a prompt, got 1"):
         rloo_advantages(group([1]), normalise_std=True)
 
@@ -73,19 +73,19 @@ def test_leave_one_out_is_divided_by_the_deviation_of_the_whole_group() -> None:
 def test_deviation_is_divided_by_n_where_the_correction_is_0() -> None:
     # Of 1, 2, 3 around 2: sqrt(2 / 3) with n, 1 with n - 1. Of one success in four: sqrt(3) / 4 and
     # 1 / 2.
-    assert judged([1, 2, 3], [[1]] * 3, name="grpo", std_correction=0)[2] == pytest.approx(
+    assert estimate([1, 2, 3], [[1]] * 3, name="grpo", std_correction=0)[2] == pytest.approx(
         [math.sqrt(1.5)], rel=1e-5
     )
-    assert judged([1, 2, 3], [[1]] * 3, name="grpo", std_correction=1)[2] == pytest.approx(
+    assert estimate([1, 2, 3], [[1]] * 3, name="grpo", std_correction=1)[2] == pytest.approx(
         [1.0], rel=1e-5
     )
-    assert judged([1, 2, 3], [[1]] * 3, name="grpo") == judged(
+    assert estimate([1, 2, 3], [[1]] * 3, name="grpo") == estimate(
         [1, 2, 3], [[1]] * 3, name="grpo", std_correction=1
     )
-    assert judged([1, 0, 0, 0], [[1]] * 4, name="rloo", normalise_std=True, std_correction=0)[
+    assert estimate([1, 0, 0, 0], [[1]] * 4, name="rloo", normalise_std=True, std_correction=0)[
         0
     ] == pytest.approx([4 / math.sqrt(3)], rel=1e-5)
-    assert judged([0.5], [[1]], name="grpo", std_correction=0) == [[0.0]]
+    assert estimate([0.5], [[1]], name="grpo", std_correction=0) == [[0.0]]
     components = {"right": np.array([1.0, 0.0]), "form": np.array([3.0, 1.0])}
     apart = gdpo_advantages(
         GroupRewards(np.zeros(2), components),
@@ -136,7 +136,10 @@ def test_length_weighted_baseline_worked_out_by_hand() -> None:
     assert opo_advantages(group([1, 0, 4], [1, 0, 3])).tolist() == pytest.approx(
         [1 - 13 / 4, -13 / 4, 4 - 13 / 4]
     )
-    assert judged([1, 0], [[0, 1, 1, 1], [1, 0]], name="opo") == [[0, 0.25, 0.25, 0.25], [-0.75, 0]]
+    assert estimate([1, 0], [[0, 1, 1, 1], [1, 0]], name="opo") == [
+        [0, 0.25, 0.25, 0.25],
+        [-0.75, 0],
+    ]
 
 
 def test_length_weighted_baseline_leaves_the_sum_over_all_tokens_zero_and_is_the_mean_for_equal_lengths() -> (
@@ -183,7 +186,7 @@ def test_advantages_over_the_mean_worked_out_by_hand() -> None:
         == [0, 0]
     )
     assert maxrl_advantages(group([5])).tolist() == [0]
-    assert judged([1, 0, 0, 0], [[0, 1]] * 4, name="maxrl")[0] == [0, 3]
+    assert estimate([1, 0, 0, 0], [[0, 1]] * 4, name="maxrl")[0] == [0, 3]
     with pytest.raises(
         RewardError, match="rewards must be at least 0, got -1; shift the rewards to 0 and above"
     ):
@@ -247,37 +250,37 @@ def test_samples_cut_off_by_their_length_count_in_the_groups_statistics(
 ) -> None:
     # Mean of 4, 1, 2, 1 is 2. Whether they have a loss is the trainer's concern.
     assert (
-        judged([4, 1, 2, 1], MASKS, cut_off=(0,), name="dr_grpo", truncated_samples=truncated)
+        estimate([4, 1, 2, 1], MASKS, cut_off=(0,), name="dr_grpo", truncated_samples=truncated)
         == expected
     )
 
 
 def test_samples_cut_off_by_their_length_are_left_out_of_the_groups_statistics() -> None:
     settings = {"truncated_samples": "drop"}
-    assert judged([4, 1, 3, 2], MASKS, cut_off=(0,), name="dr_grpo", **settings) == [
+    assert estimate([4, 1, 3, 2], MASKS, cut_off=(0,), name="dr_grpo", **settings) == [
         [0, 0],
         [-1, -1],
         [1],
         [0],
     ]
-    assert judged([4, 1, 3, 2], MASKS, cut_off=(1, 0), name="rloo", **settings) == [
+    assert estimate([4, 1, 3, 2], MASKS, cut_off=(1, 0), name="rloo", **settings) == [
         [0, 0],
         [0, 0],
         [1],
         [-1],
     ]
-    assert judged([4, 1, 3, 2], MASKS, cut_off=(1, 0, 3), name="rloo", **settings) == [
+    assert estimate([4, 1, 3, 2], MASKS, cut_off=(1, 0, 3), name="rloo", **settings) == [
         [0, 0],
         [0, 0],
         [0],
         [0],
     ]  # no other to compare with
-    assert judged([4, 1, 3, 2], MASKS, cut_off=(0, 1, 2, 3), name="dr_grpo", **settings) == [
+    assert estimate([4, 1, 3, 2], MASKS, cut_off=(0, 1, 2, 3), name="dr_grpo", **settings) == [
         [0, 0],
         [0, 0],
         [0],
         [0],
     ]
-    assert judged([4, 1, 3, 2], MASKS, name="dr_grpo", **settings) == judged(
+    assert estimate([4, 1, 3, 2], MASKS, name="dr_grpo", **settings) == estimate(
         [4, 1, 3, 2], MASKS, name="dr_grpo"
     )

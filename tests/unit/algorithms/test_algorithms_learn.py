@@ -30,7 +30,7 @@ CORRECTED = {
 }
 
 
-def judged(draws: np.ndarray, logprobs: np.ndarray, judge: AdvantageEstimator) -> np.ndarray:
+def estimate(draws: np.ndarray, logprobs: np.ndarray, judge: AdvantageEstimator) -> np.ndarray:
     """Reward the share of token 0 in each sample; give the advantages of all tokens, end to end."""
     rewarded = [
         RewardedSample(
@@ -77,7 +77,7 @@ def test_policy_comes_to_choose_what_is_rewarded(name: str, settings: dict[str, 
             engine.exp(), len(lengths) * LENGTH, replacement=True, generator=generator
         )
         rollout = engine[draws]
-        advantages = judged(
+        advantages = estimate(
             draws.reshape(-1, LENGTH).numpy(), rollout.reshape(-1, LENGTH).numpy(), judge
         )
         policy = logits.log_softmax(-1)

@@ -167,7 +167,7 @@ def rewarded(index: int, *, mask: list[int] | None = None) -> RewardedSample:
     )
 
 
-def judged(algorithm: AlgorithmConfig, *, is_whole: bool = False) -> list[float]:
+def estimate(algorithm: AlgorithmConfig, *, is_whole: bool = False) -> list[float]:
     """Judge both prompt groups, and give one advantage for each sample."""
     judge, found = AdvantageEstimator(algorithm, max_new_tokens=MAX_NEW_TOKENS), []
     for at in range(0, len(GIVEN["rewards"]), SAMPLES_PER_PROMPT):
@@ -258,7 +258,7 @@ def test_loss_and_gradients_are_those_of_trls_preference_trainer(
 
 @pytest.mark.parametrize(("name", "normalise_std"), [("group", True), ("none", False)])
 def test_advantages_are_those_of_trls_group_trainer(name: str, normalise_std: bool) -> None:
-    assert judged(AlgorithmConfig(normalise_std=normalise_std)) == pytest.approx(
+    assert estimate(AlgorithmConfig(normalise_std=normalise_std)) == pytest.approx(
         TRL["advantages"][name], rel=ROUNDED, abs=ROUNDED
     )
 
@@ -280,7 +280,7 @@ def test_advantages_of_components_apart_are_those_of_trls_group_trainer() -> Non
     algorithm = AlgorithmConfig(
         name="gdpo", reward_weights={"first": 1.0, "second": 0.5}, std_correction=1
     )
-    values = np.array(judged(algorithm), np.float32)
+    values = np.array(estimate(algorithm), np.float32)
     whitening = compute_whitening(
         [(values, np.ones(len(values), np.int64))], over="samples", correction=1, ranks=SingleRank()
     )
@@ -290,7 +290,7 @@ def test_advantages_of_components_apart_are_those_of_trls_group_trainer() -> Non
 
 
 def test_normalised_advantages_are_those_of_trls_leave_one_out_trainer() -> None:
-    values = np.array(judged(AlgorithmConfig(name="rloo"), is_whole=True), np.float32)
+    values = np.array(estimate(AlgorithmConfig(name="rloo"), is_whole=True), np.float32)
     whitening = compute_whitening(
         [(values, np.ones(len(values), np.int64))], over="samples", correction=1, ranks=SingleRank()
     )
@@ -300,7 +300,7 @@ def test_normalised_advantages_are_those_of_trls_leave_one_out_trainer() -> None
 
 
 def test_advantages_over_the_deviation_of_the_batch_are_those_of_trls_group_trainer() -> None:
-    centred = np.array(judged(AlgorithmConfig(normalise_std=False, whiten_advantages="rewards")))
+    centred = np.array(estimate(AlgorithmConfig(normalise_std=False, whiten_advantages="rewards")))
     scaling = compute_reward_scaling([np.array(GIVEN["rewards"]).sum(axis=1)], ranks=SingleRank())
     assert scaling.apply(centred) == pytest.approx(TRL["advantages"]["batch"], rel=ROUNDED)
 
@@ -310,7 +310,7 @@ def test_advantages_are_those_of_trls_leave_one_out_trainer(
     name: str, kl_coefficient: float
 ) -> None:
     algorithm = AlgorithmConfig(name="rloo", kl_coefficient=kl_coefficient)
-    assert judged(algorithm, is_whole=True) == pytest.approx(
+    assert estimate(algorithm, is_whole=True) == pytest.approx(
         TRL["leave one out"][name]["advantages"], rel=ROUNDED
     )
 

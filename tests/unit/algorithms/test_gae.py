@@ -31,7 +31,7 @@ def sample(
     )
 
 
-def judged(samples: list[RewardedSample], **settings: Any) -> list[list[float]]:
+def estimate(samples: list[RewardedSample], **settings: Any) -> list[list[float]]:
     algorithm = AlgorithmConfig.model_validate({"name": "ppo"} | settings)
     return [values.tolist() for values in AdvantageEstimator(algorithm, max_new_tokens=8)(samples)]
 
@@ -57,7 +57,7 @@ def test_lambda_goes_from_one_step_errors_to_what_came_less_the_value() -> None:
 
 def test_turns_are_one_row_of_loss_tokens() -> None:
     # What other parties wrote between two turns is passed over, whatever stands in its values.
-    apart = judged(
+    apart = estimate(
         [sample("a", 1.0, [0, 1, 0, 0, 1], [9.0, 0.5, 9.0, 9.0, 0.25])], gamma=0.5, gae_lambda=0.5
     )
     # d = (0.5 * 0.25 - 0.5, 1 - 0.25), A1 = 0.75, A0 = -0.375 + 0.25 * 0.75
@@ -70,8 +70,8 @@ def test_samples_of_a_group_do_not_look_at_each_other() -> None:
         sample("b", -3.0, [0, 1], [0.0, 0.3]),
         sample("c", 2.0, [0, 0], [0.0, 0.0]),
     ]
-    alone = [judged([one])[0] for one in samples]
-    assert judged(samples) == alone
+    alone = [estimate([one])[0] for one in samples]
+    assert estimate(samples) == alone
     assert alone[2] == [0.0, 0.0]
 
 
@@ -82,7 +82,7 @@ def test_kl_in_the_reward_stands_at_its_token() -> None:
         "policy_logprobs": np.array([0.0, -1.0, -2.0], np.float32),
         "ref_logprobs": np.array([0.0, -1.5, -1.0], np.float32),
     }
-    given = judged(
+    given = estimate(
         [sample("a", 1.0, [0, 1, 1], [0.0, 0.0, 0.0], **logprobs)],
         kl_coefficient=0.1,
         gae_lambda=1.0,
@@ -94,14 +94,14 @@ def test_sample_without_values_is_named() -> None:
     with pytest.raises(
         RewardError, match=r"sample b lacks the critic's values; is the critic role running"
     ):
-        judged([sample("a", 1.0, [0, 1], [0.0, 0.1]), sample("b", 1.0, [0, 1], None)])
+        estimate([sample("a", 1.0, [0, 1], [0.0, 0.1]), sample("b", 1.0, [0, 1], None)])
     with pytest.raises(
         RewardError,
         match=r"sample a: the critic's values must be finite, one for each of 2 tokens, got shape \(1,\)",
     ):
-        judged([sample("a", 1.0, [0, 1], [0.1])])
+        estimate([sample("a", 1.0, [0, 1], [0.1])])
     with pytest.raises(RewardError, match=r"sample a: the critic's values must be finite"):
-        judged([sample("a", 1.0, [0, 1], [0.0, float("nan")])])
+        estimate([sample("a", 1.0, [0, 1], [0.0, float("nan")])])
 
 
 def test_advantage_of_ones_own_must_judge_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,11 +131,11 @@ def test_sample_cut_off_is_bootstrapped_with_the_value_at_its_last_token() -> No
         sample("a", 1.0, [0, 1, 1], [0.0, 0.5, 0.25], is_truncated=True),
         sample("b", 1.0, [0, 1, 1], [0.0, 0.5, 0.25]),
     ]
-    cut_off, ended = judged(given, gamma=0.5, gae_lambda=0.5, bootstrap_truncated=True)
+    cut_off, ended = estimate(given, gamma=0.5, gae_lambda=0.5, bootstrap_truncated=True)
     assert (cut_off, ended) == ([0.0, -0.15625, 0.875], [0.0, -0.1875, 0.75])
-    assert judged(given, gamma=0.5, gae_lambda=0.5) == [ended, ended]
+    assert estimate(given, gamma=0.5, gae_lambda=0.5) == [ended, ended]
     empty = sample("c", 1.0, [0, 0], [0.0, 0.0], is_truncated=True)
-    assert judged([*given, empty], bootstrap_truncated=True)[2] == [0.0, 0.0]
+    assert estimate([*given, empty], bootstrap_truncated=True)[2] == [0.0, 0.0]
     group = GroupValues(np.zeros((1, 2)), np.zeros((1, 2)), is_truncated=np.array([True]))
     with pytest.raises(
         RewardError, match="need the number of loss tokens of each sample, got none"
@@ -152,9 +152,9 @@ def test_lambda_adapts_to_the_length_of_each_sample() -> None:
         sample(str(row), 1.0, [1] * length, values[row, :length].tolist())
         for row, length in enumerate(lengths)
     ]
-    adapted = judged(given, gamma=0.9, length_adaptive_alpha=0.5)
+    adapted = estimate(given, gamma=0.9, length_adaptive_alpha=0.5)
     for row, own in enumerate([0.5, 0.0, 0.0]):
-        assert adapted[row] == judged([given[row]], gamma=0.9, gae_lambda=own)[0]
+        assert adapted[row] == estimate([given[row]], gamma=0.9, gae_lambda=own)[0]
         recorded = values[row, : lengths[row]].astype(np.float32).astype(float)
         errors = (
             np.append(np.zeros(lengths[row] - 1), 1.0)

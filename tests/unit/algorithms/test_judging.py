@@ -53,7 +53,7 @@ def samples(
     return made
 
 
-def judge(
+def estimate(
     given: list[RewardedSample], max_new_tokens: int = 8, **settings: Any
 ) -> list[list[float]]:
     algorithm = AlgorithmConfig.model_validate(settings)
@@ -115,14 +115,14 @@ def test_components_that_are_not_there_are_named() -> None:
     with pytest.raises(
         RewardError, match="sample s1 has the reward components none, another of its prompt has a"
     ):
-        judge(samples([1, 2], [{"a": 1.0}, {}]), name="gdpo")
+        estimate(samples([1, 2], [{"a": 1.0}, {}]), name="gdpo")
 
 
 def test_reward_that_is_not_finite_is_named() -> None:
     with pytest.raises(RewardError, match="sample s1: reward must be finite, got nan"):
-        judge(samples([1, float("nan"), 2]))
+        estimate(samples([1, float("nan"), 2]))
     with pytest.raises(RewardError, match="sample s0: b must be finite, got inf"):
-        judge(samples([1, 2], [{"a": 1.0, "b": float("inf")}, {"a": 1.0, "b": 2.0}]))
+        estimate(samples([1, 2], [{"a": 1.0, "b": float("inf")}, {"a": 1.0, "b": 2.0}]))
 
 
 def test_overlong_penalty_falls_linearly_over_the_last_of_the_length() -> None:
@@ -137,7 +137,7 @@ def test_overlong_penalty_falls_linearly_over_the_last_of_the_length() -> None:
 
 
 def test_advantages_lie_on_the_loss_tokens() -> None:
-    assert judge(samples([1, 2, 6]), normalise_std=False) == [
+    assert estimate(samples([1, 2, 6]), normalise_std=False) == [
         [0, -2, -2, 0, -2],
         [0, 0, -1],
         [0, 3, 3],
@@ -146,7 +146,7 @@ def test_advantages_lie_on_the_loss_tokens() -> None:
 
 def test_overlong_completions_lose_reward_before_it_is_normalised() -> None:
     # Of at most 4 tokens, the penalty runs from 2 to 4; the samples have 3, 1 and 2 loss tokens.
-    judged = judge(
+    judged = estimate(
         samples([1, 1, 1]),
         max_new_tokens=4,
         normalise_std=False,
@@ -158,7 +158,7 @@ def test_overlong_completions_lose_reward_before_it_is_normalised() -> None:
 
 def test_kl_in_the_reward_of_a_sample_is_the_sum_over_its_tokens() -> None:
     # policy - reference at the loss tokens: 0.5, -1, 2 | -1 | 0.5, -1, so k1 sums to 1.5, -1, -0.5.
-    judged = judge(samples([1, 1, 1], with_logprobs=True), name="rloo", kl_coefficient=2.0)
+    judged = estimate(samples([1, 1, 1], with_logprobs=True), name="rloo", kl_coefficient=2.0)
     rewards = np.array([1 - 3.0, 1 + 2.0, 1 + 1.0])
     expected = [rewards[0] - 2.5, rewards[1] - 0.0, rewards[2] - 0.5]
     assert [max(row, key=abs) for row in judged] == pytest.approx(expected)
@@ -176,7 +176,7 @@ def test_kl_in_the_reward_of_a_sample_is_the_sum_over_its_tokens() -> None:
 def test_kl_token_by_token_is_answered_for_by_what_led_to_it(
     estimator: str, terms: list[float]
 ) -> None:
-    judged = judge(
+    judged = estimate(
         samples([1, 1, 1], with_logprobs=True),
         name="reinforce_plus_plus",
         kl_coefficient=0.1,
@@ -189,33 +189,33 @@ def test_kl_token_by_token_is_answered_for_by_what_led_to_it(
     with pytest.raises(
         RewardError, match="sample s0 lacks the log-probabilities for the KL in its reward"
     ):
-        judge(samples([1, 1, 1]), name="reinforce_plus_plus", kl_coefficient=0.1)
+        estimate(samples([1, 1, 1]), name="reinforce_plus_plus", kl_coefficient=0.1)
 
 
 def test_teacher_lowers_and_raises_each_token_by_itself() -> None:
     # policy - teacher at the loss tokens: 0.5, -1, 2 | -1 | 0.5, -1, on top of the centred rewards
     # -2, -1, 3, or of nothing.
     given = samples([1, 2, 6], with_logprobs=True)
-    beside_rewards = judge(
+    beside_rewards = estimate(
         given, normalise_std=False, distill_coefficient=0.5, distill_placement="advantage"
     )
     assert beside_rewards == [[0, -2.25, -1.5, 0, -3.0], [0, 0, -0.5], [0, 2.75, 3.5]]
-    assert judge(given, name="opd") == [[0, -0.5, 1.0, 0, -2.0], [0, 0, 1.0], [0, -0.5, 1.0]]
+    assert estimate(given, name="opd") == [[0, -0.5, 1.0, 0, -2.0], [0, 0, 1.0], [0, -0.5, 1.0]]
     with pytest.raises(
         RewardError,
         match="sample s0 lacks the teacher's or the policy's log-probabilities; is the role",
     ):
-        judge(samples([1, 2, 6]), name="opd")
+        estimate(samples([1, 2, 6]), name="opd")
 
 
 def test_divergence_in_the_loss_leaves_the_advantages_alone() -> None:
     given = samples([1, 2, 6], with_logprobs=True)
-    assert judge(given, distill_coefficient=0.5) == judge(given)
+    assert estimate(given, distill_coefficient=0.5) == estimate(given)
 
 
 def test_kl_in_the_loss_leaves_the_advantages_alone() -> None:
     given = samples([1, 2, 6], with_logprobs=True)
-    assert judge(given, kl_coefficient=0.5) == judge(given)
+    assert estimate(given, kl_coefficient=0.5) == estimate(given)
 
 
 @pytest.mark.parametrize(
@@ -239,4 +239,4 @@ ODD = AlgorithmSpec(name="odd", summary="", formula="", source="", advantage=odd
         ConfigError,
         match=rf"algorithm .*odd.py:ODD: its advantage must return 3 finite numbers, one for each sample, got .*{got}",
     ):
-        judge(samples([1, 2, 6]), name=f"{file}:ODD")
+        estimate(samples([1, 2, 6]), name=f"{file}:ODD")

@@ -36,7 +36,7 @@ def sample(
     )
 
 
-def judged(one: RewardedSample, **settings: Any) -> list[float]:
+def estimate(one: RewardedSample, **settings: Any) -> list[float]:
     values: list[float] = AdvantageEstimator(
         AlgorithmConfig.model_validate(settings), max_new_tokens=16
     )([one])[0].tolist()
@@ -74,19 +74,19 @@ def test_rewards_that_do_not_fit_the_sample_are_refused_by_name() -> None:
         RewardError,
         match="sample a: turn_rewards must be one for each turn, and there are 3, got 2",
     ):
-        judged(sample(1.0, turn_rewards=[1.0, 2.0]))
+        estimate(sample(1.0, turn_rewards=[1.0, 2.0]))
     with pytest.raises(
         RewardError,
         match="sample a: token_rewards must be one for each loss token, and there are 6, got 10",
     ):
-        judged(sample(1.0, token_rewards=np.zeros(10)), name="reinforce_plus_plus")
+        estimate(sample(1.0, token_rewards=np.zeros(10)), name="reinforce_plus_plus")
     with pytest.raises(RewardError, match="sample a: turn_rewards must be finite, got nan at 1"):
-        judged(sample(1.0, turn_rewards=[1.0, float("nan"), 0.0]))
+        estimate(sample(1.0, turn_rewards=[1.0, float("nan"), 0.0]))
     with pytest.raises(
         RewardError,
         match="sample a: turn_rewards must be one for each turn, and there are 0, got 1",
     ):
-        judged(sample(1.0, np.zeros(3, np.uint8), turn_rewards=[1.0]))
+        estimate(sample(1.0, np.zeros(3, np.uint8), turn_rewards=[1.0]))
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_rewards_that_do_not_fit_the_sample_are_refused_by_name() -> None:
 def test_returns_count_what_each_turn_earned_from_its_last_token_on(
     gamma: float, expected: list[float]
 ) -> None:
-    given = judged(
+    given = estimate(
         sample(10.0, turn_rewards=[1.0, 2.0, 4.0]), name="reinforce_plus_plus", gamma=gamma
     )
     assert np.array(given)[MASK.astype(bool)].tolist() == pytest.approx(expected, rel=1e-7)
@@ -121,7 +121,7 @@ def test_generalised_advantages_of_two_turns_worked_out_by_hand() -> None:
         turn_rewards=[1.0, 0.0],
         token_rewards=np.array([0.0, 0.0, 0.5, 0.0]),
     )
-    assert judged(one, name="ppo", gamma=0.5, gae_lambda=0.5) == [
+    assert estimate(one, name="ppo", gamma=0.5, gae_lambda=0.5) == [
         0.0,
         -0.115234375,
         1.0390625,
@@ -144,7 +144,7 @@ def test_advantages_of_two_turns_by_turn_worked_out_by_hand() -> None:
         turn_rewards=[1.0, 0.0],
         token_rewards=np.array([0.0, 0.0, 0.5, 0.0]),
     )
-    given = judged(one, name="ppo", gamma=0.5, gae_lambda=0.5, turn_gamma=0.5)
+    given = estimate(one, name="ppo", gamma=0.5, gae_lambda=0.5, turn_gamma=0.5)
     assert given == [0.0, -0.1484375, 0.90625, 0.0, 0.15625, 0.375]
 
 
@@ -233,8 +233,8 @@ def test_advantages_by_turn_are_those_of_the_recursion_whoever_else_is_in_the_gr
 
 def test_sample_of_one_turn_has_the_same_advantages_by_turn() -> None:
     one = sample(2.0, np.ones(5, np.uint8), values=np.linspace(-1, 1, 5))
-    plain = judged(one, name="ppo", gamma=0.9, gae_lambda=0.8)
-    assert judged(one, name="ppo", gamma=0.9, gae_lambda=0.8, turn_gamma=0.3) == pytest.approx(
+    plain = estimate(one, name="ppo", gamma=0.9, gae_lambda=0.8)
+    assert estimate(one, name="ppo", gamma=0.9, gae_lambda=0.8, turn_gamma=0.3) == pytest.approx(
         plain, rel=1e-6
     )
 

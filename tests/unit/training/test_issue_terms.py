@@ -59,7 +59,7 @@ def test_honest_sample_meets_the_terms() -> None:
         ({"key": "000001-0003-0"}, "its key must be its prompt group, got '000001-0003-0'"),
         (
             {"partition": 99},
-            f"samples of version 1 of its prompt group stand on partition {OWN_PARTITION}, got 99",
+            f"samples of version 1 of its prompt group belong on partition {OWN_PARTITION}, got 99",
         ),
         (
             {"prompt_group_id": "000001-0004-0", "group_index": 4},
@@ -89,7 +89,7 @@ def test_end_is_refused_where_another_rank_reads_than_the_samples() -> None:
         with (
             nullcontext()
             if partition in own
-            else pytest.raises(ForeignRecord, match="stands on partitions of shard")
+            else pytest.raises(ForeignRecord, match="belong on partitions of shard")
         ):
             TERMS.check_shard(record, "000001-0002-0")
     assert (

@@ -81,11 +81,11 @@ def test_micro_batcher_keeps_prompt_groups_whole_within_the_budget(seed, max_tok
 @pytest.mark.parametrize(
     ("places", "text"),
     [
-        ([0, 2], "prompt group g0 has samples \\[0\\] side by side"),
-        ([1, 0], "prompt group g0 has samples \\[1, 0\\] side by side"),
-        ([0, 1, 3, 2], "prompt group g1 has samples \\[1, 0\\]"),
-        ([0, 2, 1, 3], "prompt group g0 has samples \\[0\\]"),
-        ([0, 1, 2], "prompt group g1 has samples \\[0\\]"),
+        ([0, 2], "prompt group g0 has adjacent samples \\[0\\]"),
+        ([1, 0], "prompt group g0 has adjacent samples \\[1, 0\\]"),
+        ([0, 1, 3, 2], "prompt group g1 has adjacent samples \\[1, 0\\]"),
+        ([0, 2, 1, 3], "prompt group g0 has adjacent samples \\[0\\]"),
+        ([0, 1, 2], "prompt group g1 has adjacent samples \\[0\\]"),
     ],
 )
 def test_prompt_group_that_is_not_whole_is_refused(places, text):

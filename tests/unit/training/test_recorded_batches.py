@@ -37,7 +37,7 @@ class Log:
     def __init__(self) -> None:
         self.num_read: list[int] = []
 
-    def read_exactly(
+    def read_at(
         self, topic: str, places: Collection[tuple[int, int]]
     ) -> dict[tuple[int, int], Record]:
         self.num_read.append(len(places))

@@ -368,7 +368,7 @@ def test_routers_with_another_rule_are_refused_by_name() -> None:
     with pytest.raises(
         ConfigError,
         match=(
-            "weigh the experts of the highest softmax probabilities by these, and "
+            "weigh the experts with the highest softmax probabilities by these probabilities, and "
             "Qwen3MoeTopKRouter of the model in"
         ),
     ):

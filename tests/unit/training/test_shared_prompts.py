@@ -160,7 +160,7 @@ def test_model_that_sees_a_window_shares_no_prompts(tmp_path):
 
 
 def test_model_that_lets_branches_leak_shares_no_prompts(monkeypatch):
-    monkeypatch.setattr(PolicyModel, "_sight", lambda self, units, branches: None)
+    monkeypatch.setattr(PolicyModel, "_shared_prompt_mask", lambda self, units, branches: None)
     assert load().prompt_sharing is None
 
 

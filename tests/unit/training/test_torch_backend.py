@@ -287,7 +287,7 @@ def test_step_that_failed_leaves_nothing_of_a_held_step():
     assert mine.step() == clean.step()
 
 
-def test_figures_tell_how_far_the_engines_policy_is():
+def test_metrics_measure_the_distance_to_the_engines_policy():
     mine = backend(algorithm={"old_logprobs": "actor", "correction": "tis", "correction_high": 1.1})
     mine.accumulate(SAMPLES)
     figures = mine.step()
@@ -704,12 +704,12 @@ def test_backend_names_a_missing_model():
         TorchBackend(missing, ranks=SingleRank())
 
 
-def test_figures_carry_every_field():
+def test_metrics_contain_every_field():
     mine = backend()
     mine.accumulate(SAMPLES)
     figures = mine.step()
     fields = dataclasses.asdict(figures)
-    assert fields.pop("own") == {}
+    assert fields.pop("algorithm_metrics") == {}
     assert figures.to_metrics() == {name: float(value) for name, value in fields.items()}
     own = dataclasses.replace(figures, own={"margin": 0.5}).to_metrics(of_engine=False)
     assert set(own) == {

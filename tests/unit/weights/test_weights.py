@@ -20,7 +20,7 @@ from relax_events.weights.artifact_writer import (
     weights_digest,
     write_weights,
 )
-from relax_events.weights.transport import StoreReader
+from relax_events.weights.transport import StorePublisher, StoreReader
 
 pytestmark = pytest.mark.unit
 
@@ -182,11 +182,11 @@ def test_read_weights_names_the_file_when_a_bit_was_flipped(store: ObjectStore) 
         ),
         (
             lambda manifest: manifest | {"policy_version": [[]]},
-            r"a whole number is needed, got \[\[\]\]",
+            r"expected an integer, got \[\[\]\]",
         ),
         (
             lambda manifest: manifest | {"model_type": {"deep": 1}},
-            "a text is needed, got {'deep': 1}",
+            "expected a string, got {'deep': 1}",
         ),
         (
             lambda manifest: (
@@ -197,19 +197,19 @@ def test_read_weights_names_the_file_when_a_bit_was_flipped(store: ObjectStore) 
                     "base": manifest["files"][0] | {"weights_digest": ""},
                 }
             ),
-            "a text is needed, got 1",
+            "expected a string, got 1",
         ),
         (
             lambda manifest: manifest | {"files": [manifest["files"][0] | {"num_bytes": "9"}]},
-            "a whole number is needed, got 9",
+            "expected an integer, got 9",
         ),
         (
             lambda manifest: manifest | {"files": [manifest["files"][0] | {"uri": None}]},
-            "a text is needed, got None",
+            "expected a string, got None",
         ),
         (
             lambda manifest: manifest | {"tensors": [manifest["tensors"][0] | {"file": True}]},
-            "a whole number is needed, got True",
+            "expected an integer, got True",
         ),
     ],
 )
@@ -261,7 +261,8 @@ def test_stored_versions_tells_half_written_ones_too(store: ObjectStore) -> None
 
 def test_store_transport_fetches_what_it_published(store: ObjectStore) -> None:
     transport = StoreReader(store)
-    artifact, digest = transport.publish(some_tensors(), policy_version=4)
+    publisher = StorePublisher(store)
+    artifact, digest = publisher.publish(some_tensors(), policy_version=4)
     published = PolicyVersionPublished(
         policy_version=4, artifact=artifact, transports=["store"], start_offsets=[]
     )
