@@ -391,11 +391,11 @@ REINFORCE_PLUS_PLUS_BASELINE = AlgorithmSpec(
 PPO = AlgorithmSpec(
     name="ppo",
     summary=(
-        "A critic says what is to be expected at each token; advantages are what came beyond it, "
-        "and PPO's ratio is clipped."
+        "A critic predicts the return from each token; the advantage is the return minus that "
+        "prediction, and PPO's ratio is clipped."
     ),
-    formula="d_t = r_t + gamma V_t+1 - V_t,  r_t = -kl_coefficient KL_t, and what was earned at t "
-    "besides; V = 0 behind the last token\n"
+    formula="d_t = r_t + gamma V_t+1 - V_t,  r_t = -kl_coefficient KL_t, plus the reward at t; "
+    " V = 0 behind the last token\n"
     "A_t = sum over u >= t of (gamma gae_lambda)^(u - t) d_u\nA'_t = (A_t - mean) / (std + "
     "1e-8) over all tokens of the step\n"
     f"{CLIPPED}, with A'_t\nL = mean over the step's tokens\n"
@@ -432,13 +432,13 @@ PPO = AlgorithmSpec(
     "these papers takes `kl_coefficient = 0.05`. "
     "A sample that was cut off by its length ends like any other, unless "
     "`bootstrap_truncated` puts the value at its last loss token in the "
-    "place of what might have come. VAPO (arXiv 2504.05118) has `critic_gae_lambda = 1`, "
+    "place of the return after it. VAPO (arXiv 2504.05118) has `critic_gae_lambda = 1`, "
     "`length_adaptive_alpha = 0.05` and `clip_high = 0.28`; "
     "its loss on right answers besides is not built. With `turn_gamma` above 0 it is the "
     "bi-level GAE of VAGEN (arXiv 2510.16907): at the last "
     "token of a turn A = d + turn_gamma gae_lambda A of the next turn's, d = r + turn_gamma "
     "V of the next turn's - V; the other tokens of the turn "
-    "go on from there, by gamma. What a token earned before its turn's end counts within "
+    "continue from there, by gamma. A token's reward before its turn's end counts within "
     "that turn alone.",
 )
 
@@ -467,7 +467,7 @@ GDPO = AlgorithmSpec(
         "whiten_advantages": "samples",
     },
     excluded={
-        "overlong_ratio": "a penalty has no place among components that are normalised apart",
+        "overlong_ratio": "a penalty is not one of the components that are normalised separately",
         "kl_placement": "there is no one reward to take the KL off",
     },
     components=True,
@@ -477,7 +477,7 @@ OPD = AlgorithmSpec(
     name="opd",
     summary=(
         "On-policy distillation: the teacher's log-probability of each token that the policy "
-        "drew, in place of a reward."
+        "sampled, instead of a reward."
     ),
     formula="A_t = -distill_coefficient * (lo_t - lq_t),  lq the teacher's log-probability of the "
     "token\n"
@@ -499,7 +499,7 @@ OPD = AlgorithmSpec(
     "scored and reported.",
 )
 
-NOTHING_REWARDED = dict.fromkeys(
+NOT_REWARDED = dict.fromkeys(
     (
         "overlong_ratio",
         "overlong_penalty",
@@ -508,9 +508,9 @@ NOTHING_REWARDED = dict.fromkeys(
         "whiten_advantages",
         "kl_placement",
     ),
-    "nothing is rewarded",
+    "there are no rewards",
 )
-NOTHING_DRAWN = dict.fromkeys(
+NOT_SAMPLED = dict.fromkeys(
     (
         "old_logprobs",
         "correction",
@@ -521,7 +521,7 @@ NOTHING_DRAWN = dict.fromkeys(
         "m2_threshold",
         "distill_coefficient",
     ),
-    "the tokens are the data's, no policy drew them",
+    "the tokens are from the data, not from a policy",
 )
 
 SFT = AlgorithmSpec(
@@ -536,22 +536,22 @@ SFT = AlgorithmSpec(
     policy_loss=f"{LOSSES}:reinforce_loss",
     settings={"old_logprobs": "trainer"},
     excluded={
-        **NOTHING_REWARDED,
-        **NOTHING_DRAWN,
+        **NOT_REWARDED,
+        **NOT_SAMPLED,
         "kl_coefficient": "the data's tokens estimate no divergence of the policy",
     },
     learns_from="answers",
     notes="The loss is the mean negative log-likelihood of an answer token, in nats; its "
     "exponential is the perplexity. Rows bring the answers "
     "by `data.completion_key` or `data.conversation_key`; without either the reference "
-    "answer is learnt.",
+    "answer is learned.",
 )
 
 OF_PAIRS: dict[str, Any] = {
     "advantage": f"{ADVANTAGES}:ones",
     "excluded": {
-        **NOTHING_REWARDED,
-        **NOTHING_DRAWN,
+        **NOT_REWARDED,
+        **NOT_SAMPLED,
         "kl_coefficient": "beta is what keeps the policy near the reference",
         "aggregation": "the loss is one of pairs",
     },

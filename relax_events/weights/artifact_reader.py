@@ -185,8 +185,8 @@ def _apply_tensor_delta(
             f"{entry.name} can't be changed: its positions, its values or what they are to "
             "be applied to are missing"
         )
-    places = np.frombuffer(positions.data, dtype=positions.dtype)
-    return RawTensor(old.dtype, old.shape, apply_delta(entry.name, old.data, places, values.data))
+    offsets = np.frombuffer(positions.data, dtype=positions.dtype)
+    return RawTensor(old.dtype, old.shape, apply_delta(entry.name, old.data, offsets, values.data))
 
 
 def _deserialize(data: bytes) -> list[tuple[str, dict[str, Any]]]:

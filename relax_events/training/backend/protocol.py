@@ -85,7 +85,9 @@ class StepMetrics:
         generated the samples, only those that apply.
         """
         metrics = {
-            name: float(value) for name, value in asdict(self).items() if name != "algorithm_metrics"
+            name: float(value)
+            for name, value in asdict(self).items()
+            if name != "algorithm_metrics"
         } | dict(self.algorithm_metrics)
         return (
             metrics

@@ -43,18 +43,19 @@ class SampleMedia:
         if not any(list_media(sample) for sample in samples):
             return batch
         lengths = [len(read_array(sample, "tokens")) for sample in samples]
-        places = np.split(batch.cells, np.cumsum(lengths)[:-1])
+        cells_by_sample = np.split(batch.cells, np.cumsum(lengths)[:-1])
         sequences = [
-            self._sequence(sample, cells) for sample, cells in zip(samples, places, strict=True)
+            self._sequence(sample, cells)
+            for sample, cells in zip(samples, cells_by_sample, strict=True)
         ]
         return replace(
             batch, media=self._family.build_inputs(sequences, position_ids=batch.position_ids)
         )
 
-    def _sequence(self, sample: TokenSequence, places: np.ndarray) -> MediaSequence:
+    def _sequence(self, sample: TokenSequence, cells: np.ndarray) -> MediaSequence:
         name, given = f"sample {sample.sample_id}", ~read_array(sample, "loss_mask").astype(bool)
         try:
             media = [self._library.load(reference) for reference in list_media(sample)]
         except PoisonSample as error:
             raise PoisonSample(f"{name}: {error}") from None
-        return MediaSequence(name, read_array(sample, "tokens"), given, media, places)
+        return MediaSequence(name, read_array(sample, "tokens"), given, media, cells)

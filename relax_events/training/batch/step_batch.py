@@ -107,12 +107,12 @@ class StepBatch:
 
     def _exclude_trained(self, members: Sequence[SampleReady], error: PoisonSample) -> None:
         group_id = members[0].prompt_group_id
-        places = [
+        positions = [
             (placed.partition, placed.offset)
             for placed in (self._located[sample.sample_id] for sample in members)
         ]
         self._untrainable[group_id] = UntrainableGroup(
-            group_id, members[0].policy_version, places, error
+            group_id, members[0].policy_version, positions, error
         )
         self.share.prompt_group_ids.remove(group_id)
         if not any(

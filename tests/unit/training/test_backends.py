@@ -30,6 +30,6 @@ def test_backend_that_replays_no_routing_is_refused_where_that_is_asked_for(
     asking = make_run_config(trainer={"backend": backend}, model={"routing_replay": "rollout"})
     with pytest.raises(
         ConfigError,
-        match=r"needs a backend that takes the choice of experts .* trainer.backend = '.*own.py:Own' does not",
+        match=r"needs a backend that replays the routing .* trainer.backend = '.*own.py:Own' does not",
     ):
         open_backend(asking, SingleRank())
