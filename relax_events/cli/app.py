@@ -15,5 +15,5 @@ app = App(
     help_formatter="plain",
     help_format="plaintext",
 )
-for name, (place, _) in COMMANDS.items():
-    app.command(place, name=name)
+for name, (target, _) in COMMANDS.items():
+    app.command(target, name=name)

@@ -36,7 +36,7 @@ def health(
     Example: relax health quickstart
 
     Args:
-        run: Id of the run whose workers are meant, or its run file; without it one worker is asked.
+        run: Id of the run whose workers are meant, or its run file; without it one worker is checked.
         port: Where that worker serves its metrics; 0 takes RELAX_TELEMETRY__METRICS_PORT from the
             environment.
         ready: Ask whether it takes work instead: it knows a policy version and does not drain.
@@ -58,14 +58,14 @@ def health(
 
 
 def ask(port: int, *, ready: bool, host: str = "127.0.0.1") -> str:
-    """Return what a worker says of itself.
+    """Return a worker's answer about its health.
 
     Args:
         port: Where it serves its metrics.
-        ready: Ask whether it takes work, in place of whether it is alive.
+        ready: Check readiness instead of liveness.
         host: Its address.
     Raises:
-        CheckFailed: It says no, or nothing.
+        CheckFailed: The worker is unhealthy, or does not answer.
     """
     path = "/readyz" if ready else "/healthz"
     what = f"{host}:{port}{path}"
@@ -81,7 +81,7 @@ def ask(port: int, *, ready: bool, host: str = "127.0.0.1") -> str:
             f"{what} does not answer: {error}; the worker still starts, or hangs"
         ) from None
     if head.split(" ", 2)[1:2] != ["200"]:
-        raise CheckFailed(f"{what} says {body.strip() or 'nothing'}; see the worker's log")
+        raise CheckFailed(f"{what} answers {body.strip() or 'nothing'}; see the worker's log")
     return body.strip()
 
 
@@ -94,7 +94,7 @@ def _show_workers(
     ready: bool,
     output: str,
 ) -> None:
-    """Show the workers that a run should have and those with a recent heartbeat: what each says, or
+    """Show the workers that a run should have and those with a recent heartbeat: each one's answer, or
     on another host how old its heartbeat is.
     """
     from relax_events.cli.output import print_json, print_table
@@ -113,11 +113,11 @@ def _show_workers(
     ]
     rows = []
     for worker_id in dict.fromkeys([*wanted, *sorted(alive)]):
-        beat = newest.get(worker_id)
+        heartbeat = newest.get(worker_id)
         is_well, text = _health_of(alive.get(worker_id), host, ready=ready)
         where = (
-            {"host": beat.host, "pid": beat.pid, "port": beat.metrics_port}
-            if beat is not None and worker_id in alive
+            {"host": heartbeat.host, "pid": heartbeat.pid, "port": heartbeat.metrics_port}
+            if heartbeat is not None and worker_id in alive
             else {}
         )
         rows.append(
@@ -128,15 +128,15 @@ def _show_workers(
                 "pid": "-",
                 "port": "-",
                 **where,
-                "says": text,
+                "answer": text,
             }
         )
     if output == "json":
         print_json(rows)
     else:
         print_table(
-            ["worker", "host", "pid", "port", "says"],
-            [[row[name] for name in ("worker", "host", "pid", "port", "says")] for row in rows],
+            ["worker", "host", "pid", "port", "answer"],
+            [[row[name] for name in ("worker", "host", "pid", "port", "answer")] for row in rows],
         )
     if unwell := [row["worker"] for row in rows if not row["healthy"]]:
         raise CheckFailed(
@@ -145,15 +145,15 @@ def _show_workers(
         )
 
 
-def _health_of(beat: WorkerHeartbeat | None, host: str, *, ready: bool) -> tuple[bool, str]:
-    if beat is None:
+def _health_of(heartbeat: WorkerHeartbeat | None, host: str, *, ready: bool) -> tuple[bool, str]:
+    if heartbeat is None:
         return False, "no heartbeat of late"
-    if beat.host != socket.gethostname():
+    if heartbeat.host != socket.gethostname():
         return (
             True,
-            f"heartbeat {max(0.0, time.time() - beat.sent_at / 1e6):.1f} s ago, {beat.state.value}",
+            f"heartbeat {max(0.0, time.time() - heartbeat.sent_at / 1e6):.1f} s ago, {heartbeat.state.value}",
         )
     try:
-        return True, ask(beat.metrics_port, ready=ready, host=host)
+        return True, ask(heartbeat.metrics_port, ready=ready, host=host)
     except CheckFailed as error:
         return False, str(error)

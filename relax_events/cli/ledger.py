@@ -42,15 +42,15 @@ def check(config: Path, *overrides: str, output: Literal["table", "json"] = "tab
         with closing(open_admin(settings, name="ledger")) as admin:
             require_run(settings, admin.topics(TopicPlan.from_config(settings).topic("")))
         ledger = read_ledger(settings)
-    figures, findings, unproven = ledger.totals(), ledger.findings(), ledger.unverified()
+    totals, findings, unproven = ledger.totals(), ledger.findings(), ledger.unverified()
     if output == "json":
         found = [
             {"rule": one.rule, "count": one.count, "examples": one.examples, "remedy": one.remedy}
             for one in findings
         ]
-        print_json({**figures, "problems": found, "unproven": unproven})
+        print_json({**totals, "problems": found, "unproven": unproven})
     else:
-        print_pairs(figures)
+        print_pairs(totals)
         for claim in unproven:
             print(f"NO PROOF  {claim}")
         for finding in findings:

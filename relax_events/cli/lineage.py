@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from cyclopts import App
 
 from relax_events.cli.output import print_json, print_table
-from relax_events.cli.run_reader import clock_time, excerpt, figure
+from relax_events.cli.run_reader import clock_time, excerpt, format_number
 
 if TYPE_CHECKING:
     from relax_events.history.lineage.prompt import PromptUse
@@ -82,8 +82,8 @@ def _print_version(found: VersionLineage) -> None:
             sample.sample_id,
             sample.policy_version,
             _row(sample.data_row, sample.row),
-            figure(sample.reward),
-            figure(sample.advantage),
+            format_number(sample.reward),
+            format_number(sample.advantage),
             sample.position,
         ]
         for sample in found.samples
@@ -127,7 +127,7 @@ def sample_lines(found: SampleLineage) -> Iterator[str]:
 
 
 def facts_text(stage: Stage) -> str:
-    """Return what a stage says on one line; numbers and digests are cut short."""
+    """Return the details of a stage on one line; numbers and digests are shortened."""
     return ", ".join(
         f"{name} {_fact(name, value)}"
         for name, value in stage.facts.items()
@@ -181,7 +181,7 @@ def _print_uses(uses: list[PromptUse]) -> None:
             clock_time(use.issued_at),
             use.outcome,
             "-" if use.train_step is None else use.train_step,
-            figure(use.mean_reward),
+            format_number(use.mean_reward),
             use.issued_position,
             use.ended_position or "-",
         ]
@@ -208,7 +208,7 @@ def _print_uses(uses: list[PromptUse]) -> None:
                     line.sample_id,
                     line.policy_version,
                     line.outcome,
-                    figure(line.reward),
+                    format_number(line.reward),
                     line.position,
                 ]
                 for line in use.samples

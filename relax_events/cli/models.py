@@ -49,7 +49,7 @@ def sft_warmup(config: Path, *overrides: str, output: Path | None = None) -> Non
     Args:
         config: The run file, TOML.
         overrides: section.key=value, overrides the run file.
-        output: Where the trained model goes; the place of the old one when not given.
+        output: Folder of the trained model; by default it replaces the old one.
     """
     from relax_events.config import load_run_config
     from relax_events.examples.model_preparation import warm_up_model

@@ -31,7 +31,7 @@ def agreed(question: str, *, yes: bool) -> bool:
 
 
 def accept_source(refused: UntrustedSettingsError, *, trusts: bool) -> None:
-    """Show what a log names, and go on if the flag says so or a person on a terminal agrees.
+    """Show what a log names, and continue if the flag is given or the user agrees.
 
     Raises:
         NotTrusted: Nobody agrees.

@@ -61,7 +61,7 @@ def rescore(
     )
     with open_run_log(config, overrides, name="rescore") as log:
         run = log.config.reward
-        if log.config.is_replay:  # in its run file stands what the log of its source says
+        if log.config.is_replay:  # its run file repeats the settings of its parent
             run = run.model_copy(update={"function": "", "environment": ()})
         settings = settings_for(run, reward, option or [], workers=workers)
         result = rescore_run(
@@ -147,20 +147,20 @@ class ProgressLines:
 def print_comparison(result: Comparison, *, topic: str) -> None:
     """Print what came out."""
     from relax_events.cli.output import print_pairs, print_table
-    from relax_events.cli.run_reader import excerpt, figure
+    from relax_events.cli.run_reader import excerpt, format_number
 
     print_pairs(
         {
             "topic": topic,
             "samples": f"{result.num_samples}, {result.num_compared} of them compared",
             "failed": (
-                f"{figure(result.original_failed_ratio)} of the original, "
-                f"{figure(result.new_failed_ratio)} of the new"
+                f"{format_number(result.original_failed_ratio)} of the original, "
+                f"{format_number(result.new_failed_ratio)} of the new"
             ),
-            "mean reward": f"{figure(result.original_mean)} original, {figure(result.new_mean)} new",
-            "mean absolute difference": figure(result.mean_absolute_difference),
-            "correlation": f"{figure(result.pearson)} Pearson, {figure(result.spearman)} Spearman",
-            "agreement": f"{figure(result.agreement_ratio)} on which side of {result.threshold:g}",
+            "mean reward": f"{format_number(result.original_mean)} original, {format_number(result.new_mean)} new",
+            "mean absolute difference": format_number(result.mean_absolute_difference),
+            "correlation": f"{format_number(result.pearson)} Pearson, {format_number(result.spearman)} Spearman",
+            "agreement": f"{format_number(result.agreement_ratio)} on which side of {result.threshold:g}",
             "prompt groups": f"{result.num_prompt_groups}, {result.num_reranked} of them ranked otherwise",
             "became informative": result.num_became_informative,
             "became uninformative": result.num_became_uninformative,
@@ -172,8 +172,8 @@ def print_comparison(result: Comparison, *, topic: str) -> None:
             [
                 pair.sample_id,
                 pair.policy_version,
-                figure(pair.original),
-                figure(pair.new),
+                format_number(pair.original),
+                format_number(pair.new),
                 excerpt(pair.completion, 80),
             ]
             for pair in result.extremes

@@ -195,10 +195,9 @@ def compare(
 
     from relax_events.cli.output import print_json
     from relax_events.cli.rescore import settings_for
-    from relax_events.config import RewardConfig
     from relax_events.errors import ConfigError
     from relax_events.history.samples.filter import parse_bounds
-    
+
     if bool(run) == (jsonl is not None):
         raise ConfigError("give either --run or --jsonl")
     if limit < 0:
@@ -246,9 +245,7 @@ class Broker:
     directory: Path
 
 
-def _compare_file(
-    sides: Sides, jsonl: Path, *, threshold: float | None, limit: int
-) -> Differences:
+def _compare_file(sides: Sides, jsonl: Path, *, threshold: float | None, limit: int) -> Differences:
     """Compare both functions on the completions of a file."""
     from relax_events.config import RewardConfig
     from relax_events.rewards.comparison import compare_rewards
@@ -334,7 +331,8 @@ def _section_of(
     functions is the run's own and the user accepts it.
 
     Raises:
-        UntrustedSettingsError: The log's section names external values that the user has not accepted.
+        UntrustedSettingsError: The log's section names external values that the user has not
+            accepted.
     """
     from functools import partial
 
@@ -347,7 +345,7 @@ def _section_of(
         return settings.reward
     if (
         is_run_file(run) or settings.reward.function not in names
-    ):  # the run file of a replay says what the log of its source says
+    ):  # the run file of a replay repeats the settings of its parent
         return RewardConfig()
     named = load_run_config(config) if config is not None else None
     return require_trusted_reward(
@@ -409,7 +407,10 @@ def print_differences(found: Differences) -> None:
             indent=2,
         )
         print_pairs(
-            {"first": printable(_format_score(example.first)), "second": printable(_format_score(example.second))},
+            {
+                "first": printable(_format_score(example.first)),
+                "second": printable(_format_score(example.second)),
+            },
             indent=2,
         )
 

@@ -1,4 +1,4 @@
-"""The role that `relax worker` is asked to run.
+"""`relax run`, `relax worker` and `relax doctor`.
 
 `relax run`, `relax worker`, `relax doctor`: what a person, a container and a cautious person start
 with.
@@ -54,7 +54,7 @@ def run(config: Path, *overrides: str, accept_changes: bool = False) -> None:
         if not sys.stdin.isatty():
             raise
         print(refused, file=sys.stderr)
-        if not agreed("go on with these changes?", yes=False):
+        if not agreed("continue with these changes?", yes=False):
             raise
         report = RunSession(settings, accepts_changes=True).run()
     print(format_closing_line(report, settings.run_directory))

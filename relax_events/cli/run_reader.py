@@ -64,7 +64,7 @@ def open_run(
     principal filled in.
 
     Args:
-        run: Its id, or its run file, which says the broker as well.
+        run: Its id, or its run file, which names the broker as well.
         config: A run file whose broker is meant, for an id.
         bootstrap_servers: The cluster that is meant, for an id.
         directory: Where the embedded broker is, for an id without either.
@@ -116,7 +116,7 @@ def clock_time(micros: int) -> str:
     return datetime.fromtimestamp(micros / 1e6, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
-def figure(value: float | None, digits: int = 3) -> str:
+def format_number(value: float | None, digits: int = 3) -> str:
     """Write a number for people; a dash when there is none."""
     return "-" if value is None else f"{value:.{digits}f}"
 

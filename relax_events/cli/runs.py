@@ -254,7 +254,7 @@ def delete(
         config: A run file whose broker is meant.
         bootstrap_servers: The cluster that is meant, as host:port,host:port.
         directory: Folder of the embedded broker, unless another option names a broker.
-        force: Also a run whose workers beat, or whose rollouts another run replays.
+        force: Also a run with live workers, or whose rollouts another run replays.
         dry_run: Show what would go and delete nothing.
         yes: Don't ask.
         output: A table to read, or JSON for programs.

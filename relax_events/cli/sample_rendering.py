@@ -1,4 +1,4 @@
-"""The flags that say which samples are meant; commands share them.
+"""Flags that select samples, shared by commands, and how samples are printed.
 
 Samples as text.
 """
@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from relax_events.cli.output import print_table
-from relax_events.cli.run_reader import clock_time, excerpt, figure
+from relax_events.cli.run_reader import clock_time, excerpt, format_number
 
 if TYPE_CHECKING:
     from relax_events.history.samples.filter import SampleFilter
@@ -116,7 +116,7 @@ def line_text(line: SampleLine, *, width: int) -> str:
     )
     completion = excerpt(line.completion, max(width - FIXED_WIDTH, 20))
     numbers = (
-        f"{line.policy_version:>7}  {standing:<13} {figure(line.reward):>7} "
+        f"{line.policy_version:>7}  {standing:<13} {format_number(line.reward):>7} "
         f"{line.num_completion_tokens:>6}"
     )
     return f"{line.sample_id:<17} {numbers}  {line.finish_reason:<6}  {completion}"
@@ -128,7 +128,7 @@ def print_sample(detail: SampleDetail) -> None:
     if detail.tokens:
         print()
         print_table(
-            TOKEN_COLUMNS, [token_cells(place, row) for place, row in enumerate(detail.tokens)]
+            TOKEN_COLUMNS, [token_cells(index, row) for index, row in enumerate(detail.tokens)]
         )
 
 
@@ -160,7 +160,7 @@ def sample_text(detail: SampleDetail) -> Iterator[str]:
         f"completion, ended by {sample.finish_reason.value}"
     )
     yield (
-        f"issued      for step {sample.key.train_step}, place {sample.key.group_index}, attempt "
+        f"issued      for step {sample.key.train_step}, slot {sample.key.group_index}, attempt "
         f"{sample.key.attempt}; row {sample.key.row} of the prompt stream"
     )
     if detail.num_generations > 1:
@@ -242,12 +242,14 @@ def indented(name: str, text: str) -> Iterator[str]:
     yield textwrap.indent(shown, "    ") if shown else "    (empty)"
 
 
-def token_cells(place: int, row: TokenRow) -> list[Any]:
+def token_cells(index: int, row: TokenRow) -> list[Any]:
     """Return a token as cells of a table."""
     logprobs = (row.rollout_logprob, row.actor_logprob, row.ref_logprob, row.teacher_logprob)
-    numbers = (figure(value if row.is_trained else None, 4) for value in (*logprobs, row.advantage))
+    numbers = (
+        format_number(value if row.is_trained else None, 4) for value in (*logprobs, row.advantage)
+    )
     return [
-        place,
+        index,
         row.token,
         excerpt(row.text, 24) if row.text.strip() else repr(row.text),
         "yes" if row.is_trained else "",

@@ -140,7 +140,7 @@ def export(
     last: int = 0,
     limit: int | None = None,
 ) -> None:
-    """Write samples into a .jsonl or .parquet file, with their media beside it, or into an .html
+    """Write samples into a .jsonl or .parquet file, with their media next to it, or into an .html
     page that shows them.
 
     Example: relax samples export configs/quickstart.toml --output-file samples.jsonl --reward 0.9..
@@ -151,7 +151,7 @@ def export(
         output_file: File to write; without it JSON lines go to stdout.
         which: Which samples.
         tokens: Add token ids, loss mask and rollout log-probabilities.
-        media: Folder for images, videos and audio; by default `<file>-media` beside the file.
+        media: Folder for images, videos and audio; by default `<file>-media` next to the file.
         last: Write only so many of the newest samples.
         limit: End after so many samples.
     """

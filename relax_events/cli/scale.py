@@ -48,10 +48,11 @@ def _client(
     from relax_events.controller.api_endpoint import ApiEndpointFile
     from relax_events.kafka.security.folder import read_secret
 
-    place = ApiEndpointFile.from_config(load_run_config(config, overrides))
-    address = url.rstrip("/") or place.read_url()
+    endpoint = ApiEndpointFile.from_config(load_run_config(config, overrides))
+    address = url.rstrip("/") or endpoint.read_url()
     return ScaleClient(
-        address, read_secret(token_file, key="--token-file") if token_file else place.read_token()
+        address,
+        read_secret(token_file, key="--token-file") if token_file else endpoint.read_token(),
     )
 
 

@@ -59,7 +59,15 @@ def _print(found: RunStatus, *, with_workers: bool = True) -> None:
     print(f"run {found.run_id} {found.status}{reason}")
     if with_workers:
         print(format_progress(found.progress, found.workers))
-        columns = ["worker", "state", "version", "processed", "in flight", "per s", "last beat"]
+        columns = [
+            "worker",
+            "state",
+            "version",
+            "processed",
+            "in flight",
+            "per s",
+            "last heartbeat",
+        ]
         print_table(
             columns, [[_cell(value) for value in found.row(worker)] for worker in found.workers]
         )

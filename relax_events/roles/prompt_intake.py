@@ -66,7 +66,7 @@ class PromptIntake:
             self._worker.connection,
             group=plan.consumer_group("rollout"),
             topic=plan.topic("prompt.groups"),
-            lanes=self._config.num_lanes,
+            max_leases=self._config.num_lanes,
             on_lease=on_lease,
         )
         return source

@@ -43,7 +43,7 @@ from relax_events.kafka.records import ProducerRecord
 from relax_events.projections.run_state import RunState
 from relax_events.projections.training_history import TrainingHistory
 from relax_events.runtime.control_follower import ControlFollower
-from relax_events.staleness import IssuedGroup, Place, end_of
+from relax_events.staleness import IssuedGroup, BatchSlot, build_group_end
 from relax_events.topics import TopicPlan
 
 WORKERS = 20
@@ -99,14 +99,14 @@ class LongLog:
 
     def _group_ids(self, step: int) -> list[str]:
         return [
-            IssuedGroup(Place(step, seat), 0, -1).prompt_group_id for seat in range(self._groups)
+            IssuedGroup(BatchSlot(step, seat), 0, -1).prompt_group_id for seat in range(self._groups)
         ]
 
     def _step(self, step: int) -> Iterator[tuple[str, str, Event]]:
         group_ids = self._group_ids(step)
         yield "control.train-steps", str(step), self._committed(step, group_ids)
         for group_id in group_ids:
-            end = end_of(
+            end = build_group_end(
                 group_id,
                 Outcome.TRAINED,
                 policy_version=step,

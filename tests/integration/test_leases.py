@@ -31,7 +31,7 @@ from relax_events.kafka.share_leases import ShareGroupLeases
 kind, bootstrap_servers, group, topic, lanes = sys.argv[1:]
 inbox = queue.SimpleQueue()
 make = {"ConsumerGroupLeases": ConsumerGroupLeases, "ShareGroupLeases": ShareGroupLeases}[kind]
-source = make(Connection(bootstrap_servers), group=group, topic=topic, lanes=int(lanes), on_lease=inbox.put)
+source = make(Connection(bootstrap_servers), group=group, topic=topic, max_leases=int(lanes), on_lease=inbox.put)
 for _ in range(2):
     print(inbox.get().record.value.decode())
 sys.stdin.read()
@@ -54,7 +54,7 @@ class Queue:
         inbox: queue.SimpleQueue[Lease] = queue.SimpleQueue()
         make: Any = {"ShareGroupLeases": ShareGroupLeases, "ConsumerGroupLeases": ConsumerGroupLeases}[self.kind]
         source = make(
-            self.connection, group=self.group, topic=self.topic, lanes=lanes, on_lease=inbox.put
+            self.connection, group=self.group, topic=self.topic, max_leases=lanes, on_lease=inbox.put
         )
         try:
             yield source, inbox

@@ -27,7 +27,7 @@ from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord
 from relax_events.media.library import MediaLibrary
 from relax_events.roles.worker_factory import open_worker
-from relax_events.staleness import end_of
+from relax_events.staleness import build_group_end
 from relax_events.topics import TopicPlan
 from tests.unit.pictures import picture_file, picture_model
 from workers.prompter import PrompterLoop
@@ -153,7 +153,7 @@ def test_rows_of_purged_records_are_not_issued_again(
         for event in written
     )
     ends = [
-        end_of(event.prompt_group_id, Outcome.TRAINED, policy_version=0, trainer_version=0)
+        build_group_end(event.prompt_group_id, Outcome.TRAINED, policy_version=0, trainer_version=0)
         for event in written[:2]
     ]
     producer.write(
@@ -201,7 +201,7 @@ def test_prompts_that_earned_too_much_do_not_come_round_again(
         ]
     )
     ends = [
-        end_of(
+        build_group_end(
             event.prompt_group_id,
             Outcome.TRAINED,
             policy_version=0,
@@ -268,7 +268,7 @@ def test_row_whose_picture_is_lost_is_not_issued_again_and_a_broken_one_is_passe
     )
     producer.write([ProducerRecord(plan.topic("control.policy-versions"), CODEC.encode(published(0)))])
     ends = [
-        end_of(event.prompt_group_id, Outcome.EXPIRED, policy_version=0, trainer_version=0)
+        build_group_end(event.prompt_group_id, Outcome.EXPIRED, policy_version=0, trainer_version=0)
         for event in written
     ]
     producer.write(

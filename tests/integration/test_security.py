@@ -391,7 +391,7 @@ def test_worker_that_may_not_lease_is_told_so(
         connection,
         group=mine.plan.consumer_group("rollout"),
         topic=mine.plan.topic("prompt.groups"),
-        lanes=1,
+        max_leases=1,
         on_lease=lambda _: None,
     )
     with pytest.raises(AccessDenied, match="AUTHORIZATION_FAILED"):

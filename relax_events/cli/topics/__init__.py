@@ -13,7 +13,7 @@ app = App(
         "plan configs/quickstart.toml"
     ),
 )
-PLACES = {
+MODULES = {
     "plan": "plan:plan",
     "apply": "plan:apply",
     "check": "check:check",
@@ -25,5 +25,5 @@ PLACES = {
     "export": "export:export_run",
     "import": "import_:import_run",
 }
-for name, place in PLACES.items():
-    app.command(f"relax_events.cli.topics.{place}", name=name)
+for name, module in MODULES.items():
+    app.command(f"relax_events.cli.topics.{module}", name=name)

@@ -25,17 +25,17 @@ def describe(config: Path, *overrides: str, output: Output = "table") -> None:
         topics = TopicPlan.from_config(settings)
         docs = {spec.name: spec.doc for spec in topics.specs()}
         found = admin.topics(topics.topic(""))
-        places = [
+        partitions = [
             (state.name, partition)
             for state in found.values()
             for partition in range(state.num_partitions)
         ]
-        begins, ends = admin.beginning_offsets(places), admin.end_offsets(places)
+        begins, ends = admin.beginning_offsets(partitions), admin.end_offsets(partitions)
         rows = []
         for name, state in sorted(found.items()):
-            mine = [place for place in places if place[0] == name]
-            gone = sum(begins[place] for place in mine)
-            kept = sum(ends[place] - begins[place] for place in mine)
+            mine = [partition for partition in partitions if partition[0] == name]
+            gone = sum(begins[partition] for partition in mine)
+            kept = sum(ends[partition] - begins[partition] for partition in mine)
             rows.append(
                 [
                     name,

@@ -52,10 +52,10 @@ def tail(
     from relax_events.ops import topic_tail
 
     with open_run(config, overrides) as (settings, admin):
-        places = topic_tail.find_partitions(settings, admin, entity, partition=partition)
+        partitions = topic_tail.find_partitions(settings, admin, entity, partition=partition)
         with RunLog(settings, name="tail") as log, suppress(KeyboardInterrupt):
-            starts = topic_tail.find_start_offsets(log, admin, places, from_)
-            stops = None if follow else admin.end_offsets(places)
+            starts = topic_tail.find_start_offsets(log, admin, partitions, from_)
+            stops = None if follow else admin.end_offsets(partitions)
             for item in islice(topic_tail.tail(log, starts, stops=stops), limit):
                 print(
                     _json(item, headers, raw) if output == "json" else _line(item, headers, raw),
@@ -77,13 +77,13 @@ def _json(item: TailedRecord, headers: bool, raw: str) -> str:
     import orjson
 
     record = item.record
-    place = {
+    position = {
         "topic": record.topic,
         "partition": record.partition,
         "offset": record.offset,
         "timestamp_ms": record.timestamp_ms,
     }
-    shown = place | {
+    shown = position | {
         "key": record.key,
         "event": item.event,
         "error" if item.error and not raw else "raw" if raw else "fields": _content(item, raw),
