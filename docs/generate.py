@@ -70,7 +70,7 @@ HEADERS = f"""## Headers
 | header | of | meaning |
 |---|---|---|
 | `{POLICY_VERSION_HEADER}` | samples and what belongs to them | Version that owns the record's slot, in decimal: what has left the window is passed over without being decoded. |
-| `traceparent`, `tracestate` | all records of a prompt group that is traced, steps, versions | W3C Trace Context, see [trace a run](../how-to/monitoring.md#traces). |
+| `traceparent`, `tracestate` | all records of a prompt group that is traced, steps, versions | W3C Trace Context, see [traces](../how-to/monitoring.md#traces). |
 | `origin-topic`, `origin-partition`, `origin-offset`, `error-class`, `error-text`, `worker-id` | dead letters | Where the record came from, and what is wrong with it; its own headers are kept. |"""
 
 
@@ -164,8 +164,8 @@ def algorithms_page() -> str:
     lead = (
         "Each is one spec that names its parts; `relax algorithms show NAME` prints the "
         "same. What the settings mean is in "
-        "[the run file](config.md), how to choose in [choose an "
-        "algorithm](../how-to/algorithms.md). In the formulas lp is the trained "
+        "[the run file](config.md), how to choose in [algorithms]"
+        "(../how-to/algorithms.md). In the formulas lp is the trained "
         "policy's log-probability of a token, lo the old policy's (`old_logprobs`), R a "
         "sample's reward. To each loss are added "
         "`kl_coefficient` times the KL estimate, where `kl_placement` is `loss`, "

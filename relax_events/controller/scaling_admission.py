@@ -129,7 +129,8 @@ def _require_within_bounds(bounds: ScalingBounds, pool: WorkerPool, command: Sca
         )
     if command.target > pool.max_workers:
         raise RejectedError(
-            f"{command.target} workers of {pool.model} are more than {pool.max_workers}: {pool.limit}"
+            f"{command.target} workers of {pool.model} are more than {pool.max_workers}: "
+            f"{pool.limit}"
         )
     if (
         command.kind is Kind.OUT

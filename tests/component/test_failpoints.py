@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from relax_events.errors import ConfigError
-from relax_events.runtime.failpoints import MAP_POINTS, PER_SAMPLE_ROLES, POINTS, Failpoints, parsed
+from relax_events.runtime.failpoints import SAMPLE_LOOP_POINTS, PER_SAMPLE_ROLES, POINTS, Failpoints, parse_failpoints
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -70,7 +70,7 @@ def test_other_points_are_passed(tmp_path: Path) -> None:
 
 
 def test_variable_names_points_passes_and_actions() -> None:
-    points = parsed("reward.before_commit:3=kill, trainer.in_transaction=stop,")
+    points = parse_failpoints("reward.before_commit:3=kill, trainer.in_transaction=stop,")
     assert [(point.mark_name, point.action) for point in points] == [
         ("reward.before_commit:3", "kill"),
         ("trainer.in_transaction:1", "stop"),
@@ -104,14 +104,14 @@ def test_variable_names_points_passes_and_actions() -> None:
 )
 def test_wrong_arming_is_refused_with_what_would_be_right(text: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match="RELAX_FAILPOINTS: ") as refused:
-        parsed(text)
+        parse_failpoints(text)
     assert complaint in str(refused.value)
 
 
 def test_how_to_names_what_exists() -> None:
     page = (ROOT / "docs/how-to/fault-injection.md").read_text()
     examples = re.findall(r'RELAX_FAILPOINTS="([^"]+)"', page)
-    assert [len(parsed(example)) for example in examples] == [2]
+    assert [len(parse_failpoints(example)) for example in examples] == [2]
     named = set(re.findall(r"test_\w+\.py", page))
     assert named
     assert named <= {path.name for path in (ROOT / "tests/fault").glob("test_*.py")}
@@ -137,4 +137,4 @@ def passed_points() -> Iterator[str]:
 
 def test_every_declared_point_stands_in_the_code_once() -> None:
     assert sorted(passed_points()) == sorted(POINTS)
-    assert set(MAP_POINTS) < {name.partition(".")[2] for name in POINTS}
+    assert set(SAMPLE_LOOP_POINTS) < {name.partition(".")[2] for name in POINTS}
