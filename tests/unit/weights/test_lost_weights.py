@@ -22,23 +22,25 @@ from relax_events.weights.manifest import Weights
 from workers.actor_forward import LOST_SECONDS, VersionedWeights
 
 
-class Told:
-    """Keeps what a role writes."""
+class RecordingWorker:
+    """Records what a role writes."""
 
     def __init__(self) -> None:
         self.role, self.metrics = "actor-forward", WorkerMetrics("actor-forward")
         self.plan = SimpleNamespace(num_slots=3)
-        self.control, self.beats = SimpleNamespace(latest=None), SimpleNamespace(policy_version=-1)
+        self.control = SimpleNamespace(latest=None)
+        self.lifecycle = self.records = self
+        self.heartbeat = SimpleNamespace(set_policy_version=lambda _: None)
 
     def piece(self, _: str) -> Any:
         return nullcontext()
 
     transfer = piece
 
-    def sample_record(self, _: str, event: LogprobsComputed, **__: object) -> tuple[str, int]:
+    def build_for_sample(self, _: str, event: LogprobsComputed, **__: object) -> tuple[str, int]:
         return event.sample_id, event.model_version
 
-    def tombstone(
+    def build_end_request(
         self, prompt_group_id: str, outcome: Outcome, reason: str, *, policy_version: int
     ) -> tuple[str, Outcome, str, int]:
         return prompt_group_id, outcome, reason, policy_version
@@ -71,7 +73,7 @@ class Transport:
 
 
 def test_lost_version_ends_its_own_prompt_groups_and_others_are_evaluated() -> None:
-    worker: Any = Told()
+    worker: Any = RecordingWorker()
     transport: Any = Transport(lost=2)
     now = [100.0]
     versions = VersionedWeights(worker, Scorer(), transport, clock=lambda: now[0])  # type: ignore[arg-type]
