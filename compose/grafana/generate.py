@@ -285,7 +285,7 @@ DASHBOARDS: dict[str, Sequence[Panel]] = {
         Panel(
             "Restores of the whole run",
             f"increase(relax_pipeline_restarts_total{{{RUN}}}[$__rate_interval])",
-            "restores",
+            "pipeline restarts",
         ),
     ),
 }

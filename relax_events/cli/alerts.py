@@ -9,7 +9,8 @@ from cyclopts import App
 app = App(
     name="alerts",
     help=(
-        "Hand alerts on to people.\n\nExample: relax alerts forward --urls notification_urls --port 9095"
+        "Hand alerts on to people.\n\nExample: relax alerts forward --urls notification_urls "
+        "--port 9095"
     ),
 )
 

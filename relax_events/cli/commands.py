@@ -35,7 +35,8 @@ COMMANDS = {
     "topics": (
         "relax_events.cli.topics:app",
         (
-            "Plan, check and operate topics: plan, apply, check, describe, lag, tail, purge, reset, "
+            "Plan, check and operate topics: plan, apply, check, describe, lag, tail, purge, "
+            "reset, "
             "export, import."
         ),
     ),
@@ -45,7 +46,10 @@ COMMANDS = {
     ),
     "runs": (
         "relax_events.cli.runs:app",
-        "List, inspect, replay, fork and delete runs: list, show, stop, timeline, replay, fork, delete.",
+        (
+            "List, inspect, replay, fork and delete runs: list, show, stop, timeline, replay, "
+            "fork, delete."
+        ),
     ),
     "scale": (
         "relax_events.cli.scale:app",

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 app = App(
     name="deadletter",
     help=(
-        "List, show, requeue and drop records that a role could not process.\n\nExample: relax deadletter list "
+        "List, show, requeue and drop records that a role could not process.\n\nExample: "
+        "relax deadletter list "
         "configs/quickstart.toml"
     ),
 )

@@ -36,7 +36,8 @@ def health(
     Example: relax health quickstart
 
     Args:
-        run: Id of the run whose workers are meant, or its run file; without it one worker is checked.
+        run: Id of the run whose workers are meant, or its run file; without it one worker is
+            checked.
         port: Where that worker serves its metrics; 0 takes RELAX_TELEMETRY__METRICS_PORT from the
             environment.
         ready: Ask whether it takes work instead: it knows a policy version and does not drain.
@@ -94,8 +95,8 @@ def _show_workers(
     ready: bool,
     output: str,
 ) -> None:
-    """Show the workers that a run should have and those with a recent heartbeat: each one's answer, or
-    on another host how old its heartbeat is.
+    """Show the workers that a run should have and those with a recent heartbeat: each one's answer,
+    or on another host how old its heartbeat is.
     """
     from relax_events.cli.output import print_json, print_table
     from relax_events.cli.run_reader import open_run
@@ -151,7 +152,10 @@ def _health_of(heartbeat: WorkerHeartbeat | None, host: str, *, ready: bool) -> 
     if heartbeat.host != socket.gethostname():
         return (
             True,
-            f"heartbeat {max(0.0, time.time() - heartbeat.sent_at / 1e6):.1f} s ago, {heartbeat.state.value}",
+            (
+                f"heartbeat {max(0.0, time.time() - heartbeat.sent_at / 1e6):.1f} s ago, "
+                f"{heartbeat.state.value}"
+            ),
         )
     try:
         return True, ask(heartbeat.metrics_port, ready=ready, host=host)

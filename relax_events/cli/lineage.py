@@ -93,7 +93,8 @@ def _print_version(found: VersionLineage) -> None:
 
 @app.command
 def sample(sample_id: str, config: Path, *overrides: str, output: Output = "table") -> None:
-    """Trace a sample from its prompt to the policy version that was trained on it, record by record.
+    """Trace a sample from its prompt to the policy version that was trained on it, record by
+    record.
 
     Example: relax lineage sample 000000-0000-0/0 configs/quickstart.toml
 

@@ -157,9 +157,15 @@ def print_comparison(result: Comparison, *, topic: str) -> None:
                 f"{format_number(result.original_failed_ratio)} of the original, "
                 f"{format_number(result.new_failed_ratio)} of the new"
             ),
-            "mean reward": f"{format_number(result.original_mean)} original, {format_number(result.new_mean)} new",
+            "mean reward": (
+                f"{format_number(result.original_mean)} original, "
+                f"{format_number(result.new_mean)} new"
+            ),
             "mean absolute difference": format_number(result.mean_absolute_difference),
-            "correlation": f"{format_number(result.pearson)} Pearson, {format_number(result.spearman)} Spearman",
+            "correlation": (
+                f"{format_number(result.pearson)} Pearson, {format_number(result.spearman)} "
+                "Spearman"
+            ),
             "agreement": f"{format_number(result.agreement_ratio)} on which side of {result.threshold:g}",
             "prompt groups": f"{result.num_prompt_groups}, {result.num_reranked} of them ranked otherwise",
             "became informative": result.num_became_informative,

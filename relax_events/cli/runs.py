@@ -421,12 +421,12 @@ def _train(
     from relax_events.launcher.preparation import prepare_run
     from relax_events.launcher.run import RunSession
     from relax_events.reports.run_report import format_closing_line
-    from relax_events.runtime.parent_run import SourceRun
+    from relax_events.runtime.parent_run import ParentRun
     from relax_events.runtime.private_files import keep_private
 
     with cluster.running(by="relax runs"):
         connection = cluster.connection(name="runs")
-        source = SourceRun.read(connection, choice.run)
+        source = ParentRun.read(connection, choice.run)
         settings = make_run_file(
             cluster, source, new, choice, overrides, accept=partial(accept_source, trusts=trusts)
         )

@@ -21,8 +21,8 @@ def status(
     directory: Path = Path(".relax"),
     output: Literal["table", "json"] = "table",
 ) -> None:
-    """Show the progress of a run: live on a terminal until it ends or Ctrl-C, else once. The run is not
-    touched.
+    """Show the progress of a run: live on a terminal until it ends or Ctrl-C, else once. The run is
+    not touched.
 
     Example: relax status quickstart --output json
 

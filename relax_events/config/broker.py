@@ -128,7 +128,8 @@ class BrokerConfig(Section):
                 f"{self.queue_partitions}"
             )
             raise ValueError(
-                f"{rule}; leave out broker.queue_partitions, or set broker.prompt_queue = 'consumer_group'"
+                f"{rule}; leave out broker.queue_partitions, or set broker.prompt_queue = "
+                "'consumer_group'"
             )
         return self
 

@@ -126,7 +126,8 @@ def _problems_with_data(config: RunConfig) -> Iterator[str]:
             )
     if config.data.pass_rate_range is not None:
         yield (
-            f"data.pass_rate_range = {list(config.data.pass_rate_range)} judges by rewards, and algorithm "
+            f"data.pass_rate_range = {list(config.data.pass_rate_range)} judges by rewards, "
+            "and algorithm "
             f"{name} has none; leave it out"
         )
 

@@ -162,8 +162,8 @@ def _is_outside(value: Any, kind: Names) -> bool:
 
 
 def _is_telling(key: str, value: Any) -> bool:
-    """Return whether an option may name something: it is more than a word or two, its key says so, or
-    it takes a protection away.
+    """Return whether an option may name something: it is more than a word or two, its key says so,
+    or it takes a protection away.
     """
     own = key.rpartition("options.")[2]
     if isinstance(value, bool):

@@ -24,8 +24,8 @@ DATA_SUFFIXES = (".jsonl", ".parquet", ".arrow")
 MAX_DEPTH = 64
 """Of sections and lists within each other; those of a run file are some six deep."""
 MAX_TOLD = 20
-"""Number of problems of a run file that are reported: to find the key that was meant takes some milliseconds
-each."""
+"""Number of problems of a run file that are reported: to find the key that was meant takes some
+milliseconds each."""
 HOUSE_FORM = {
     "Input should be": "must be",
     "String should match pattern": "must match",

@@ -304,9 +304,13 @@ class RunConfig(Section):
     def _ranks_have_shards(self) -> RunConfig:
         if self.trainer.ranks > self.broker.partitions_per_version:
             ranks = self.trainer.ranks
-            need = f"trainer.ranks = {ranks} needs broker.partitions_per_version >= {ranks}, got {self.broker.partitions_per_version}"
+            need = (
+                f"trainer.ranks = {ranks} needs broker.partitions_per_version >= {ranks}, got "
+                f"{self.broker.partitions_per_version}"
+            )
             raise ValueError(
-                f"every rank reads shards of its own: {need}; set broker.partitions_per_version or trainer.ranks"
+                f"every rank reads shards of its own: {need}; set "
+                "broker.partitions_per_version or trainer.ranks"
             )
         return self
 
@@ -344,7 +348,8 @@ class RunConfig(Section):
                     f"{section}.sglang.stall_seconds + start_seconds its server"
                 )
                 raise ValueError(
-                    f"{rule} may be started again while samples wait; set health.progress_timeout_seconds"
+                    f"{rule} may be started again while samples wait; set "
+                    "health.progress_timeout_seconds"
                 )
             if 0 < self.scaling.timeout_seconds < engine.start_limit_seconds:
                 rule = (

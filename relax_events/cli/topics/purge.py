@@ -16,8 +16,8 @@ def purge(
     yes: bool = False,
     output: Output = "table",
 ) -> int:
-    """Delete records that only policy versions before the retained ones own, and that no reader needs
-    any more.
+    """Delete records that only policy versions before the retained ones own, and that no reader
+    needs any more.
 
     Example: relax topics purge configs/quickstart.toml --before-version 20 --dry-run
 
