@@ -206,7 +206,9 @@ def _respond_rejected(_: Request, error: Exception) -> JSONResponse:
 
 
 def _respond_http_error(_: Request, error: Exception) -> JSONResponse:
-    """Respond to an error of the framework: an unknown path or method, or a call without the token."""
+    """Respond to an error of the framework: an unknown path or method, or a call without the
+    token.
+    """
     assert isinstance(error, PlainHTTPException)
     return _respond(error.status_code, "REJECTED", str(error.detail), dict(error.headers or {}))
 

@@ -256,7 +256,9 @@ class Autoscaler:
             )
 
     def _last_request_at(self, kind: Kind) -> int:
-        """Return when the autoscaler's newest request was made, by this or an earlier controller."""
+        """Return when the autoscaler's newest request was made, by this or an earlier
+        controller.
+        """
         ours = (
             request
             for request in self._service.state.requests.values()

@@ -1,9 +1,11 @@
 """The health manager's decisions: pure functions over `HealthState`.
 
-    healthy ──symptom──▶ restart the worker ──again, after max_restarts without success, and no healthy worker of its role──▶
-    restart the pipeline ──again, after max_restores without success──▶ end the run
+    healthy ──symptom──▶ restart the worker ──again, after max_restarts without success, and no
+    healthy worker of its role──▶ restart the pipeline ──again, after max_restores without
+    success──▶ end the run
                           ▲
-                          └── each waits the heartbeat timeout and a back-off after the previous one; a stalled pipeline starts here
+                          └── each waits the heartbeat timeout and a back-off after the previous
+                          one; a stalled pipeline starts here
 
 An intervention was without success unless at least `max_staleness + 2` train steps commit after it.
 Observer roles, which the run does not need, are restarted without limit. They are never a reason to
@@ -142,7 +144,8 @@ def decide(state: HealthState, limits: HealthLimits, *, now: int) -> list[RunCom
         )
     if not restarts and is_stalled(state, limits, now=now):
         reason = (
-            f"no worker has had any work for {limits.progress_timeout // MICROS} s, and the goal is "
+            f"no worker has had any work for {limits.progress_timeout // MICROS} s, and the "
+            "goal is "
             "not reached"
         )
         return _escalate(state, limits, reason, symptom=Symptom.STANDSTILL, now=now)
@@ -222,7 +225,8 @@ def _escalate(
         return []
     if len(restores) >= limits.max_pipeline_restarts:
         text = (
-            f"{reason}; nor did {len(restores)} pipeline restarts (health.max_pipeline_restarts); see "
+            f"{reason}; nor did {len(restores)} pipeline restarts "
+            "(health.max_pipeline_restarts); see "
             "docs/how-to/alerts/relax-run-aborted.md"
         )
         return [
@@ -257,7 +261,8 @@ def _describe_symptom(
     match symptom:
         case Symptom.STUCK:
             return (
-                f"has had work for {(heartbeat.sent_at - (heartbeat.busy_since or 0)) / MICROS:.0f} s and "
+                "has had work for "
+                f"{(heartbeat.sent_at - (heartbeat.busy_since or 0)) / MICROS:.0f} s and "
                 "has made no progress"
             )
         case Symptom.OVERDUE:

@@ -60,7 +60,8 @@ def require_rollout_capacity(config: RunConfig, size: int | None) -> str:
     if wanted > size:
         needed = f"{num_workers} rollout workers x {config.num_lanes} lanes = {wanted} members"
         raise ConfigError(
-            f"{needed} are more than the brokers allow a share group: {SHARE_GROUP_SIZE_KEY} = {size}; {REMEDY}"
+            f"{needed} are more than the brokers allow a share group: {SHARE_GROUP_SIZE_KEY} "
+            f"= {size}; {REMEDY}"
         )
     return (
         f"room for {max_rollout_workers(config, size)} rollout workers of {config.num_lanes} lanes "

@@ -95,7 +95,10 @@ def _build_pool(
     if role != "rollout" and plan.num_sample_partitions < most:
         most, limit = (
             plan.num_sample_partitions,
-            f"each needs a partition, and there are {plan.num_sample_partitions} (broker.partitions_per_version)",
+            (
+                f"each needs a partition, and there are {plan.num_sample_partitions} "
+                "(broker.partitions_per_version)"
+            ),
         )
     elif (
         role == "rollout"
@@ -116,7 +119,8 @@ def _build_pool(
     ):
         most = max_rollout_workers(config, share_group_size)
         limit = (
-            f"each has {config.num_lanes} lanes, and {SHARE_GROUP_SIZE_KEY} = {share_group_size} on the brokers; "
+            f"each has {config.num_lanes} lanes, and {SHARE_GROUP_SIZE_KEY} = "
+            f"{share_group_size} on the brokers; "
             f"{REMEDY}"
         )
     engine = {"rollout": config.engine, "judge": config.judge.engine}.get(role)

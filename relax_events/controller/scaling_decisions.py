@@ -1,6 +1,7 @@
 """The next step of each scale request: pure functions over `ScaleState`.
 
-    out   PENDING ─▶ CREATING | CONNECTING ─▶ HEALTH_CHECKING ─▶ WEIGHT_SYNCING ─▶ READY ─▶ ACTIVE | PARTIAL
+    out   PENDING ─▶ CREATING | CONNECTING ─▶ HEALTH_CHECKING ─▶ WEIGHT_SYNCING ─▶ READY
+          ─▶ ACTIVE | PARTIAL
                             │ a worker fails, the deadline passes, the caller cancels
                             └──▶ REMOVING ─all its workers have exited─▶ FAILED | CANCELLED
     in    PENDING ─▶ DRAINING ─all have sent STOPPED─▶ REMOVING ─all have exited─▶ COMPLETED

@@ -1,8 +1,10 @@
 """Reads a run's log into a ledger, each topic once and all in step with each other, so that a run
 of any length fits into memory.
 
-    policy versions: which offsets belong to which versions ──▶ the next versions that make a block of records
-    block: prompt queue ─▶ samples, scores and ready samples of these versions ─▶ train steps, outcomes ─▶ finalize ─▶ the next block
+    policy versions: which offsets belong to which versions ──▶ the next versions that make a block
+        of records
+    block: prompt queue ─▶ samples, scores and ready samples of these versions ─▶ train steps,
+        outcomes ─▶ finalize ─▶ the next block
 
 Where a topic is not sorted by versions, it is read until its newest record shows that the block's
 are read. That only decides how much is held in memory: a late record is checked all the same.
@@ -35,8 +37,8 @@ from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.records import Record
 from relax_events.projections.ledger import Ledger
 from relax_events.projections.purged_ranges import PurgedRanges
-from relax_events.runtime.parent_run import SourceRun
-from relax_events.staleness import is_guest
+from relax_events.runtime.parent_run import ParentRun
+from relax_events.staleness import is_external
 from relax_events.topics import TopicPlan
 from relax_events.topics.plan import TRAINER_INPUTS
 
@@ -333,7 +335,7 @@ class LedgerReader:
             }
             self._stamps[topic_partition] = event.policy_version
         elif isinstance(event, TrainStepCommitted) or (
-            isinstance(event, PromptGroupIssued) and not is_guest(event.prompt_group_id)
+            isinstance(event, PromptGroupIssued) and not is_external(event.prompt_group_id)
         ):
             self._stamps[topic_partition] = event.train_step
         elif isinstance(event, PromptGroupEnded):
@@ -343,6 +345,6 @@ class LedgerReader:
 def _source_steps(config: RunConfig, connection: Connection) -> Iterator[TrainStepCommitted]:
     """Give the steps of the source that a replay trains."""
     until = config.parent.until_version
-    for step in SourceRun.read(connection, config.parent.run).steps():
+    for step in ParentRun.read(connection, config.parent.run).steps():
         if config.first_version <= step.train_step and (until < 0 or step.train_step < until):
             yield step

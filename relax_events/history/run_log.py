@@ -244,7 +244,9 @@ class RunLog(AbstractContextManager["RunLog"]):
     def read(
         self, spans: Mapping[TopicPartition, OffsetRange], kind: type[EventT]
     ) -> Iterator[DecodedRecord[EventT]]:
-        """Read the events of a kind in these ranges; undecodable records are counted as unreadable."""
+        """Read the events of a kind in these ranges; undecodable records are counted as
+        unreadable.
+        """
         for record in self.records(spans):
             event = self.decode(record)
             if isinstance(event, kind) and belongs_on(self.plan.parse_entity(record.topic), event):

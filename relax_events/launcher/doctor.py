@@ -1,5 +1,5 @@
-"""Checks everything that a run needs, and starts nothing: each finding says what is wrong and what
-to do.
+"""The doctor: checks everything that a run needs, and starts nothing. Each finding names the
+problem and the remedy.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ MIN_FREE_BYTES = 1024**3
 CHECKPOINT_BYTES_PER_PARAMETER = 12
 """Weights in float32 and AdamW's two moments."""
 LOG_BYTES_PER_TOKEN = 48
-"""What a token takes on all topics of a run together: 0.4 GB for 1,024 samples of 8,192 tokens,
+"""Bytes of a token on all topics of a run together: 0.4 GB for 1,024 samples of 8,192 tokens,
 without routed experts and top tokens."""
 PROBE = b"relax doctor"
 NUM_MEASURED = 2000
 PROGRAM_REWARD = "code"
-"""The reward that runs what a model wrote."""
+"""The reward that runs programs that the model wrote."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,8 @@ class Finding:
 
 
 def run_checks(config: RunConfig) -> list[Finding]:
-    """Run every check on a run whose defaults are settled; one that fails doesn't keep the others
-    from running.
+    """Run every check on a run whose defaults are resolved; a failed check does not stop the
+    others.
     """
     prompts = PromptCheck()
     checks: dict[str, Callable[[RunConfig], str]] = {
@@ -88,8 +88,8 @@ def run_checks(config: RunConfig) -> list[Finding]:
 
 
 def run_checks_with_defaults(config: RunConfig) -> tuple[list[Finding], list[Derived]]:
-    """Run every check on a run file as it was read; return also what was derived for the keys that
-    it leaves out.
+    """Run every check on a run file as it was read; return also the values derived for the keys
+    that it leaves out.
     """
     try:
         settings, derived = resolve_defaults(config, known=read_resolved(config))
@@ -106,7 +106,7 @@ def _finding(what: str, check: Callable[[RunConfig], str], config: RunConfig) ->
             what,
             True,
             (
-                f"not looked at: {error.name} is not installed here; run relax doctor where the "
+                f"not checked: {error.name} is not installed here; run relax doctor where the "
                 "model runs too"
             ),
         )
@@ -115,8 +115,8 @@ def _finding(what: str, check: Callable[[RunConfig], str], config: RunConfig) ->
 
 
 def check_broker(config: RunConfig) -> str:
-    """The cluster answers and its topics don't contradict the plan; or Java is there for the
-    embedded broker.
+    """Check that the cluster answers and its topics don't contradict the plan; or that Java is
+    installed for the embedded broker.
     """
     broker = embedded_broker(config)
     if broker is not None and not broker.is_running:
@@ -141,7 +141,7 @@ def check_broker(config: RunConfig) -> str:
 
 
 def check_weights(config: RunConfig) -> str:
-    """The model is the one whose weights the run has published."""
+    """Check that the model is the one whose weights the run has published."""
     broker = embedded_broker(config)
     if broker is not None and not broker.is_running:
         return "not compared with the model: the embedded broker does not run"
@@ -154,7 +154,7 @@ def check_weights(config: RunConfig) -> str:
 
 
 def check_dependent_runs(config: RunConfig) -> str:
-    """Runs that replay this one find the records that they still need."""
+    """Check that runs which replay this one find the records that they still need."""
     broker = embedded_broker(config)
     if config.is_replay or (broker is not None and not broker.is_running):
         return (
@@ -168,8 +168,8 @@ def check_dependent_runs(config: RunConfig) -> str:
 
 
 def check_sandbox(config: RunConfig) -> str:
-    """Programs that a model wrote are kept from this machine, where the rewards run any: known ways
-    out are tried.
+    """Check the sandbox of programs that the model wrote, where rewards run any: known escapes are
+    tried.
     """
     options = [
         one.options for one in config.reward.chosen.values() if one.function == PROGRAM_REWARD
@@ -182,7 +182,7 @@ def check_sandbox(config: RunConfig) -> str:
 
 
 def check_registry(config: RunConfig) -> str:
-    """The schema registry answers, where the run has one."""
+    """Check that the schema registry answers, where the run has one."""
     if not config.broker.schema_registry:
         return "none: records carry their schema's fingerprint"
     return (
@@ -192,7 +192,7 @@ def check_registry(config: RunConfig) -> str:
 
 
 def check_store(config: RunConfig) -> str:
-    """The object store takes an object and gives it back."""
+    """Check that the object store can be written and read."""
     store = ObjectStore.open(config.objects_uri, uri_aliases=config.objects.uri_aliases)
     reference = store.put_at("doctor/probe", PROBE)
     store.get(reference)
@@ -201,7 +201,7 @@ def check_store(config: RunConfig) -> str:
 
 
 def check_disk(config: RunConfig) -> str:
-    """The run's directory has room."""
+    """Check that the run's directory has enough space."""
     wanted = config.run.directory.absolute()
     folder = next(path for path in (wanted, *wanted.parents) if path.exists())
     free, least = shutil.disk_usage(folder).free, MIN_FREE_BYTES + _stored_bytes(config)
@@ -214,8 +214,8 @@ def check_disk(config: RunConfig) -> str:
 
 
 def _stored_bytes(config: RunConfig) -> int:
-    """Return what checkpoints and versions of the weights take in the run's own folder; 0 where
-    they lie elsewhere, or the model is not here yet.
+    """Return the size of checkpoints and weight versions in the run's own folder; 0 where they are
+    stored elsewhere, or the model is not here yet.
     """
     known = (
         read_checkpoint_facts(config).get("model")
@@ -235,7 +235,7 @@ def _stored_bytes(config: RunConfig) -> int:
 
 
 def _growth(config: RunConfig) -> str:
-    """Say how much the log grows to at most, where the run file keeps all of it and the broker's
+    """Describe the maximum growth of the log, where the run file keeps all of it and the broker's
     disk is this one.
     """
     if (
@@ -268,8 +268,8 @@ class PromptCheck:
         self._first: PromptRow | None = None
 
     def check_data(self, config: RunConfig) -> str:
-        """The prompts can be opened (every row of a file is looked at), and the first one read;
-        those of evaluations as well.
+        """Check that the prompts can be opened, every row of a file included, and that the first
+        one can be read; those of evaluations as well.
         """
         if (
             config.is_replay
@@ -300,8 +300,8 @@ class PromptCheck:
             yield f"{source.num_rows} to evaluate {part.name} on{_left_out(source)}"
 
     def check_reward(self, config: RunConfig) -> str:
-        """The reward function loads, and scores the reference answer of the first prompt in
-        time.
+        """Check that the reward function loads, and scores the reference answer of the first prompt
+        in time.
         """
         if not config.algorithm.has_rewards and not config.evaluation.datasets:
             return f"algorithm {config.algorithm.name} needs none"

@@ -1,4 +1,6 @@
-"""`relax run`: everything that a run needs on this machine, from the broker to the report."""
+"""One session of `relax run`: everything that a run needs on this machine, from the broker to the
+report.
+"""
 
 from __future__ import annotations
 
@@ -67,16 +69,14 @@ log = structlog.get_logger()
 TURN_SECONDS = 0.5
 LAG_EVERY_SECONDS = 2.0
 MAX_REASON = 2_000
-"""Characters of the reason for the end of a run; the log of the worker has the rest."""
+"""Maximum characters of the reason of a run's end; the worker's log has the rest."""
 LAG_TIMEOUT_SECONDS = (
     2.0  # we also tend the broker: asking one that died must not keep us from starting it again
 )
 
 
 class RunSession:
-    """One `relax run` from start to report. A run whose topics exist already is taken up where it
-    was.
-    """
+    """One `relax run` from start to report. A run whose topics exist already is resumed."""
 
     def __init__(self, config: RunConfig, *, accepts_changes: bool = False) -> None:
         """Prepare a session; nothing is started yet.
@@ -102,10 +102,10 @@ class RunSession:
         """Run to the end and return the report.
 
         Raises:
-            RunFailed: The goal was not reached; the text says why.
+            RunFailed: The goal was not reached; the text names the reason.
             Interrupted: Likewise, by a signal.
-            ConfigError: The run file has changed in a way that the run can't go on with, or that
-                nobody has accepted.
+            ConfigError: The run file has changed in a way that the run can't continue with, or that
+                was not accepted.
             CheckFailed: The ledger found a broken promise.
         """
         started = time.monotonic()
@@ -157,7 +157,7 @@ class RunSession:
             return self._finish(time.monotonic() - started)
 
     def _run_workers(self, supervisor: Supervisor, admin: Admin, display: ProgressDisplay) -> None:
-        """Have the workers work until the run ends, and stop them."""
+        """Run the workers until the run ends, and stop them."""
         try:
             if self._state.ended is None and not self._drain.requested:
                 self._warn_of_other_sessions(display)
@@ -171,9 +171,7 @@ class RunSession:
             self._send_goodbyes(supervisor)
 
     def _start_broker(self, stack: ExitStack, display: ProgressDisplay) -> None:
-        """Start the broker that the run brings along; if it is a secured one, see that it knows our
-        principals.
-        """
+        """Start the embedded broker; create the run's users and ACLs on a secured one."""
         if self._broker is None:
             self._config = apply_principal(self._config, OPERATOR)
             return
@@ -187,8 +185,8 @@ class RunSession:
             self._config = apply_principal(self._config, OPERATOR)
 
     def _resolve_settings(self, display: ProgressDisplay) -> None:
-        """Fill in what the run file leaves out, and refuse what has changed in it since the last
-        session, unless it was accepted.
+        """Fill in the keys that the run file leaves out, and refuse changes since the last session
+        that were not accepted.
         """
         described = read_last_session(self._config)
         self._config, derived = resolve_defaults(
@@ -206,15 +204,13 @@ class RunSession:
                 display.print_line(f"{one.key} = {one.value}, derived: {one.reason}")
 
     def _report_interrupt(self, display: ProgressDisplay) -> None:
-        """Say at once that the interrupt was heard: draining takes up to
-        `workers.drain_seconds`.
-        """
+        """Report the interrupt at once: draining takes up to `workers.drain_seconds`."""
         self._drain.wait(threading.TIMEOUT_MAX)
         display.print_line("draining; press Ctrl-C again to stop at once")
 
     def _warn_of_other_sessions(self, display: ProgressDisplay) -> None:
-        """Tell a person that another `relax run` works on the run. Nothing gets lost by it: the
-        workers share the work, and one trainer is fenced.
+        """Report other sessions of the run. They are harmless: the workers share the work, and one
+        trainer is fenced.
         """
         for session in self._sessions.others:
             display.print_line(
@@ -223,7 +219,7 @@ class RunSession:
             )
 
     def _write_resolved(self) -> Path:
-        """Write the run file with everything filled in: what the workers are started with."""
+        """Write the resolved run file, which the workers are started with."""
         path = self._config.run_directory / RESOLVED_FILE
         write_private(
             path,
@@ -247,12 +243,12 @@ class RunSession:
         return follower
 
     def _resume(self, display: ProgressDisplay) -> None:
-        """Take back the end of an earlier session, unless the run has reached its goal."""
+        """Resume a run that an earlier session ended, unless it has reached its goal."""
         with self._lock:
             ended, num_steps = self._state.ended, self._state.num_steps
         if ended is None or num_steps >= self._config.num_train_steps:
             return
-        display.print_line(f"taken up at step {num_steps}; it had ended: {ended.reason}")
+        display.print_line(f"resumed at step {num_steps}; it had ended: {ended.reason}")
         resume = RunCommanded(
             command=Command.RESUME,
             reason=f"relax run, towards {self._config.num_train_steps} steps",
@@ -262,7 +258,7 @@ class RunSession:
         self._projections.apply(resume)
 
     def _send(self, entity: str, event: Event, *, key: str = "") -> None:
-        """Hand an event to the client, and don't wait: we tend the broker as well."""
+        """Send an event without waiting: this thread also supervises the broker."""
         self._producer.send(
             ProducerRecord(
                 TopicPlan.from_config(self._config).topic(entity),
@@ -282,7 +278,9 @@ class RunSession:
             self._workers_to_kill.append(event.worker_id)
 
     def _watch(self, supervisor: Supervisor, admin: Admin, display: ProgressDisplay) -> None:
-        """Look after everything until the controller ends the run, or somebody ends us."""
+        """Supervise broker and workers until the controller ends the run, or this process is
+        stopped.
+        """
         is_told = not self._config.evaluation.datasets
         while self._state.ended is None and not self._drain.wait(TURN_SECONDS):
             self._restart_broker(display)
@@ -301,8 +299,8 @@ class RunSession:
             self._show(admin, display, supervisor)
 
     def _poll_workers(self, supervisor: Supervisor, display: ProgressDisplay) -> None:
-        """Look after the workers; one that can't be kept going ends the run, and the log says so,
-        unless another `relax run` works on it.
+        """Poll the workers. A worker that keeps failing ends the run, and the log records it,
+        unless another session works on the run.
         """
         try:
             for text in supervisor.poll(self._progress()):
@@ -326,8 +324,8 @@ class RunSession:
             return Progress(self._state.num_steps, dict(self._state.workers))
 
     def _reconcile(self, supervisor: Supervisor) -> None:
-        """Have the workers there that shall be by the log, and say on it who is gone; a goodbye
-        that a worker could not say is said for it.
+        """Start and end elastic workers according to the log, and record exits on it; send STOPPED
+        for a worker that could not.
         """
         with self._lock:
             elastic = list(self._scaling.workers.values())
@@ -341,7 +339,7 @@ class RunSession:
             self._send("control.commands", gone)
 
     def _send_goodbye(self, heartbeat: WorkerHeartbeat) -> None:
-        """Say for a worker that it has stopped; `beat` is its newest heartbeat."""
+        """Send a worker's STOPPED heartbeat in its name, from its newest heartbeat."""
         goodbye = replace(
             heartbeat,
             state=WorkerState.STOPPED,
@@ -352,8 +350,8 @@ class RunSession:
         self._send(HEARTBEATS[heartbeat.role], goodbye, key=heartbeat.worker_id)
 
     def _send_goodbyes(self, supervisor: Supervisor) -> None:
-        """Say goodbye for our workers that ended without one, so that none counts as alive; not
-        while another session works in their names.
+        """Send STOPPED for own workers that exited without it, so that none counts as alive; not
+        while another session uses their names.
         """
         with self._lock:
             owed = [
@@ -372,7 +370,7 @@ class RunSession:
             log.warning("final_heartbeat.send_failed", error=str(error))
 
     def _restart_fenced(self, supervisor: Supervisor) -> None:
-        """Start a fenced worker again once nobody else does its work."""
+        """Restart a fenced worker once no other instance does its work."""
         for worker_id, fencing in supervisor.fenced.items():
             with self._lock:
                 heartbeat = self._state.workers.get(worker_id)
@@ -385,7 +383,7 @@ class RunSession:
 
     def _restart_broker(self, display: ProgressDisplay) -> None:
         if self._broker is not None and not self._broker.is_running:
-            display.print_line("the broker died and is started again")
+            display.print_line("the broker died and is restarted")
             log.warning("broker.died", error=str(self._broker.explain_death()))
             try:
                 self._broker.restart()
@@ -405,12 +403,10 @@ class RunSession:
             display.update(self._state, lag=self._lag, alive=dict.fromkeys(supervisor.pids, True))
 
     def _finish(self, wall_seconds: float) -> dict[str, Any]:
-        """Prove the books, write the report, and say whether the goal was reached."""
+        """Check the ledger, write the report, and raise if the goal was not reached."""
         ended = self._state.ended
         succeeded = ended is not None and ended.succeeded
-        reason = (
-            ended.reason if ended else "interrupted; the same command takes the run up where it is"
-        )
+        reason = ended.reason if ended else "interrupted; the same command resumes the run"
         report, ledger = self._write_report(wall_seconds, succeeded=succeeded, reason=reason)
         if problems := ledger.problems():
             raise CheckFailed("the ledger found broken promises:\n" + "\n".join(problems))
@@ -424,8 +420,8 @@ class RunSession:
         return report
 
     def _report_abort(self, error: RelaxError, wall_seconds: float) -> None:
-        """Write the report of a run that an error ends; the error is what people have to see,
-        whatever becomes of the report.
+        """Write the report of a run that an error ends. The original error is raised even if the
+        report fails.
         """
         if isinstance(error, BrokerError):
             return  # nothing can be read

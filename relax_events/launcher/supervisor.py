@@ -1,4 +1,6 @@
-"""Starts a run's worker processes on this machine, restarts those that die, and ends them together."""
+"""Starts a run's worker processes on this machine, restarts those that die, and ends them
+together.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -27,7 +29,7 @@ from relax_events.events.parts import WorkerState, now_micros
 from relax_events.events.types import WorkerHeartbeat
 from relax_events.kafka.batch_verification import VARIABLE as VERIFY_BATCHES
 from relax_events.kafka.credentials import build_worker_credentials
-from relax_events.launcher.deaths import BACKOFF_SECONDS, DeathCount, Progress
+from relax_events.launcher.deaths import BACKOFF_SECONDS, Progress
 from relax_events.launcher.fork_client import ForkServer
 from relax_events.launcher.fork_protocol import SpawnRequest, shared_environment
 from relax_events.launcher.managed_process import Fencing, ManagedProcess, read_log_tail
@@ -181,7 +183,9 @@ class Supervisor:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Process ids of the running processes by worker id, including those of a trainer's ranks."""
+        """Process ids of the running processes by worker id, including those of a trainer's
+        ranks.
+        """
         return {
             name: pid
             for managed in self._processes.values()

@@ -123,7 +123,9 @@ def _broker(folder: SecurityFolder, host: str, *, is_alone: bool) -> dict[str, A
 
 
 def _access(folder: SecurityFolder, hosts: list[str]) -> dict[str, Any]:
-    """Return the service that creates users and ACLs on the brokers; it alone reads all passwords."""
+    """Return the service that creates users and ACLs on the brokers; it alone reads all
+    passwords.
+    """
     return {
         **ONE_SHOT,
         "command": ["broker", "secure", RUN_FILE, "--out", str(folder.path), "--apply", "--yes"],
@@ -136,7 +138,9 @@ def _access(folder: SecurityFolder, hosts: list[str]) -> dict[str, Any]:
 
 
 def _mounted(folder: SecurityFolder) -> str:
-    """Return the mount of the whole folder at its path on this machine: its files name each other."""
+    """Return the mount of the whole folder at its path on this machine: its files name each
+    other.
+    """
     return f"{folder.path}:{folder.path}:ro"
 
 

@@ -278,7 +278,8 @@ def _require_same(log: RunLog, records: Sequence[tuple[Record, DeadLetter]]) -> 
             raise
         except BrokerError as error:
             raise ConfigError(
-                f"the original records of dead letters of {topic} can't be read, so the letters can't "
+                f"the original records of dead letters of {topic} can't be read, so the "
+                "letters can't "
                 f"be verified: {error}; drop them"
             ) from error
         for record, dead_letter in copies:

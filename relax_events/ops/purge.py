@@ -5,10 +5,13 @@ A record may be deleted up to the lowest of these offsets:
 
     versions    the start of the oldest retained version of its slot
     groups      the committed offset of every role that reads it
-    recovery    the first record of any step after the newest usable checkpoint, and the trainer's next offset
+    recovery    the first record of any step after the newest usable checkpoint, and the
+                trainer's next offset
     critic      (where there is one) the first record of any step after its newest checkpoint
-    followers   the checkpoint of every run that trains this run's samples, unless it is more than `run.follower_versions` behind the retained versions
-    slots       (prompt queue) the first record whose batch slot was not trained for a version that is not retained
+    followers   the checkpoint of every run that trains this run's samples, unless it is more than
+                `run.follower_versions` behind the retained versions
+    slots       (prompt queue) the first record whose batch slot was not trained for a version
+                that is not retained
 
 Control topics are never purged: they are the ledger.
 """
@@ -24,7 +27,7 @@ from relax_events.config import RunConfig
 from relax_events.events.parts import TopicOffset
 from relax_events.events.types import PolicyVersionPublished, PromptGroupIssued, TrainStepCommitted
 from relax_events.kafka.admin import Admin
-from relax_events.staleness import Place as BatchSlot
+from relax_events.staleness import BatchSlot as BatchSlot
 from relax_events.topics import TopicPlan, compute_slot
 from relax_events.topics.partitions import TopicPartition
 from relax_events.topics.plan import TRAINER_INPUTS, TRAINING_SAMPLES
@@ -65,13 +68,13 @@ Bounds = Mapping[TopicPartition, int]
 def oldest_retained(
     config: RunConfig, *, newest_version: int, before_version: int | None = None
 ) -> int:
-    """Return the first policy version whose records stay: of those that are to go, and never one of
-    the trainer's window.
+    """Return the first policy version whose records are kept, at most the start of the trainer's
+    window.
 
     Args:
-        config: `run.retain_versions` counts where no version is given; 0 retains all.
-        newest_version: The newest that was published.
-        before_version: Records of older versions are to go.
+        config: `run.retain_versions` applies where no version is given; 0 retains all.
+        newest_version: The newest published version.
+        before_version: Delete records of older versions.
     """
     retained = config.run.retain_versions
     wanted = (
@@ -87,10 +90,11 @@ def oldest_retained(
 def version_bounds(
     plan: TopicPlan, published: Iterable[PolicyVersionPublished], *, before_version: int
 ) -> dict[TopicPartition, int]:
-    """Return below which offset of each sample partition only versions before `before_version` lie.
+    """Return the offset of each sample partition below which only versions before `before_version`
+    lie.
 
-    Where the slot has no retained version yet, its newest owner's start counts, and its records
-    stay.
+    Where the slot has no retained version yet, its newest owner's start is the bound, and its
+    records stay.
     """
     by_slot: dict[int, list[PolicyVersionPublished]] = {}
     for event in published:
@@ -153,16 +157,16 @@ def recovery_bounds(
     checkpoint_version: int,
     positions: Mapping[tuple[str, int], int],
 ) -> dict[TopicPartition, int]:
-    """Return below which offset of each partition a trainer that starts anew reads nothing.
+    """Return the first offset of each partition that a restarted trainer reads.
 
     It trains the steps from the checkpoint's version on again, from their recorded offsets, then
-    reads on where the steps had come to.
+    continues at the steps' consumed offsets.
 
     Args:
         plan: The run's topics.
-        steps: The committed ones, at least those from the checkpoint's version on.
+        steps: The committed steps, at least those from the checkpoint's version on.
         checkpoint_version: Of the newest usable checkpoint; 0 when there is none.
-        positions: Where the steps had come to, by entity and partition.
+        positions: Offsets that the steps have consumed, by entity and partition.
     """
     topic = plan.topic(TRAINING_SAMPLES)
     bounds = {
@@ -187,18 +191,18 @@ def queue_bounds(
     trained: Mapping[BatchSlot, int],
     before_version: int,
 ) -> dict[TopicPartition, int]:
-    """Return below which offset of each queue partition every prompt group is over and its seat was
-    trained long ago.
+    """Return the offset of each queue partition below which every prompt group has ended and its
+    batch slot was trained long ago.
 
-    The record with the highest row stays with all behind it: from it a prompter that starts anew
-    knows which prompt comes next.
+    The record with the highest row is kept with all records after it: a restarted prompter derives
+    the next prompt from it.
 
     Args:
         plan: The run's topics.
         queued: The queue's records, in order per partition.
         ended: Ids of the prompt groups that ended.
-        trained: The train step that trained each seat.
-        before_version: A seat counts when the version that its step made is older.
+        trained: The train step that trained each batch slot.
+        before_version: A batch slot counts when the version that its step made is older.
     """
     bounds = dict.fromkeys(
         ((plan.topic(QUEUE), partition) for partition in range(plan.queue_partitions)), 0
@@ -207,7 +211,7 @@ def queue_bounds(
     newest: tuple[int, int, int] = (-1, 0, 0)
     for item in queued:
         if item.issued is None:
-            continue  # nobody's record: it goes with what stands around it
+            continue  # an unreadable record is deleted with its neighbours
         newest = max(newest, (item.issued.row, item.partition, item.offset))
         step = trained.get(BatchSlot(item.issued.train_step, item.issued.group_index))
         if item.issued.prompt_group_id not in ended or step is None or step + 1 >= before_version:
@@ -221,9 +225,7 @@ def queue_bounds(
 
 
 def group_bounds(config: RunConfig, admin: Admin) -> dict[str, Bounds]:
-    """Return, for each role, up to where it has committed at every place that it reads; 0 where it
-    has not.
-    """
+    """Return, for each role, its committed offset at every partition that it reads; 0 if none."""
     plan = TopicPlan.from_config(config)
     bounds: dict[str, Bounds] = {}
     for role in list_role_inputs(config):

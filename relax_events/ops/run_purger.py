@@ -46,7 +46,7 @@ from relax_events.ops.purge import (
 )
 from relax_events.projections.base import apply_events
 from relax_events.projections.training_history import advance_positions
-from relax_events.staleness import Place as BatchSlot
+from relax_events.staleness import BatchSlot as BatchSlot
 from relax_events.topics import TopicPlan
 from relax_events.topics.partitions import TopicPartition
 from relax_events.topics.plan import TRAINING_SAMPLES
@@ -62,7 +62,8 @@ class RetentionState:
 
     steps: list[TrainStepCommitted] = field(default_factory=list)
     num_steps_before: int = 0
-    """Number of steps that are not in `steps`: committed before the log that was read, or dropped."""
+    """Number of steps that are not in `steps`: committed before the log that was read, or
+    dropped."""
     positions: dict[tuple[str, int], int] = field(default_factory=dict)
     """The next offset of the trainer's input, by entity and partition."""
     published: dict[int, PolicyVersionPublished] = field(default_factory=dict)

@@ -237,7 +237,9 @@ def plan_security(config: RunConfig, connection: Connection) -> SecurityChanges:
 
 
 def plan_removal(config: RunConfig, connection: Connection) -> SecurityChanges:
-    """Return what `remove_security` would remove from the cluster: all users and ACLs of the run."""
+    """Return what `remove_security` would remove from the cluster: all users and ACLs of the
+    run.
+    """
     return PrincipalAdmin(connection).plan_changes(build_run_prefix(config.run.id), [], [])
 
 

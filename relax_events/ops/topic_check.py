@@ -86,8 +86,8 @@ def drift_findings(changes: Iterable[Change]) -> Iterator[TopicFinding]:
 def partition_findings(
     partitions: Iterable[PartitionState], found: Mapping[str, TopicState]
 ) -> Iterator[TopicFinding]:
-    """Say which partitions nobody leads, which lack replicas in sync, and which can't be written
-    for lack of them.
+    """Report partitions without a leader, with replicas out of sync, or with too few of them to be
+    written.
     """
     count = wrong = 0
     for state in partitions:
@@ -102,12 +102,16 @@ def partition_findings(
         if state.leader < 0:
             yield TopicFinding(
                 "partitions",
-                f"{topic_partition} is offline: none of the brokers {list(state.replicas)} leads it",
+                (
+                    f"{topic_partition} is offline: none of the brokers {list(state.replicas)} "
+                    "leads it"
+                ),
                 "start those brokers",
             )
         elif len(state.in_sync) < needed:
             text = (
-                f"{topic_partition} can't be written: {len(state.in_sync)} in sync, min.insync.replicas is "
+                f"{topic_partition} can't be written: {len(state.in_sync)} in sync, "
+                "min.insync.replicas is "
                 f"{needed}"
             )
             yield TopicFinding("partitions", text, f"start the brokers {missing}")

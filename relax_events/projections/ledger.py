@@ -39,7 +39,7 @@ from relax_events.projections.ledger_group_check import GroupCheck, check_slots
 from relax_events.projections.ledger_sequence_check import SequenceCheck
 from relax_events.projections.ledger_step_check import StepCheck
 from relax_events.projections.purged_ranges import PurgedRanges
-from relax_events.staleness import IssuedGroup, is_guest
+from relax_events.staleness import IssuedGroup, is_external
 from relax_events.topics import TopicPlan
 from relax_events.topics.contents import belongs_on
 from relax_events.topics.partitions import count_slots
@@ -219,8 +219,8 @@ class Ledger:
             UNPARSEABLE
             if slot is None
             else EXTERNAL
-            if is_guest(group_id)
-            else slot.place.train_step
+            if is_external(group_id)
+            else slot.slot.train_step
         )
         if self.first_version <= step < self._closed_below or step in self._closed:
             return None
@@ -235,7 +235,7 @@ class Ledger:
             self._skipped_rows.setdefault(
                 row,
                 (
-                    UNPARSEABLE if group.batch_slot is None else group.batch_slot.place.train_step,
+                    UNPARSEABLE if group.batch_slot is None else group.batch_slot.slot.train_step,
                     reason,
                 ),
             )

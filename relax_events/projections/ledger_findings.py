@@ -58,13 +58,17 @@ REMEDIES = {
     Rule.SAMPLE_NOT_TRAINED: f"{LINEAGE}; {FORK}",
     Rule.NEVER_GENERATED: FORK,
     Rule.OTHER_TOKENS: FORK,
-    Rule.OTHER_RECORD: f"is this the run's own cluster, or was a topic restored incompletely? Otherwise {FORK}",
+    Rule.OTHER_RECORD: (
+        "is this the run's own cluster, or was a topic restored incompletely? Otherwise " + FORK
+    ),
     Rule.NOT_SCORED: FORK,
     Rule.NEVER_ISSUED: f"{WRITER}; {FORK}",
     Rule.EXTERNAL_TRAINED: FORK,
     Rule.TOO_STALE: FORK,
     Rule.TRAINED_BY_OLDER_VERSION: FORK,
-    Rule.WRONG_STALENESS_COUNTS: "use the ledger's counts, not the step's, and report it with the log",
+    Rule.WRONG_STALENESS_COUNTS: (
+        "use the ledger's counts, not the step's, and report it with the log"
+    ),
     Rule.BAD_STEP: WRITER,
     Rule.SKIPPED_MOVED: f"{WRITER}; {FORK}",
     Rule.NOT_AS_SOURCE: "start the replay again under another run.id",
@@ -74,14 +78,18 @@ REMEDIES = {
     Rule.CONFLICTING_OUTCOMES: f"{WRITER}; {LINEAGE}",
     Rule.DUPLICATE_OUTCOME: f"{WRITER}; {LINEAGE}",
     Rule.NO_REASON: f"{WRITER}; {LINEAGE}",
-    Rule.STEP_WITHOUT_OUTCOME: f"was run.prompts_per_step changed between two starts of the run? {LINEAGE}",
+    Rule.STEP_WITHOUT_OUTCOME: (
+        f"was run.prompts_per_step changed between two starts of the run? {LINEAGE}"
+    ),
     Rule.OFFSETS_WITHOUT_OUTCOME: f"the trainer will not read it again; {LINEAGE}",
     Rule.OFFSET_WENT_BACK: WRITER,
     Rule.TRAINED_BELOW_OFFSET: FORK,
     Rule.STEP_ORDER: WRITER,
     Rule.VERSION_ORDER: WRITER,
     Rule.UNPAIRED: WRITER,
-    Rule.MANIFEST: "restore the object from a backup, or fork the run at another version (relax runs fork)",
+    Rule.MANIFEST: (
+        "restore the object from a backup, or fork the run at another version (relax runs fork)"
+    ),
 }
 
 

@@ -14,7 +14,7 @@ from relax_events.events.types import PromptGroupEnded
 from relax_events.projections.ledger_evidence import Evidence
 from relax_events.projections.ledger_facts import GroupFacts
 from relax_events.projections.ledger_findings import Findings, LedgerTotals, Rule
-from relax_events.staleness import is_guest
+from relax_events.staleness import is_external
 
 
 @dataclass(slots=True)
@@ -46,13 +46,13 @@ class GroupCheck:
         if times:
             self._check_training(group, findings)
         self._check_outcomes(group, findings)
-        if not group.outcomes and not times and group.is_issued and not is_guest(group.group_id):
+        if not group.outcomes and not times and group.is_issued and not is_external(group.group_id):
             self._check_open(group, findings, complete_below=complete_below, last_step=last_step)
         return totals
 
     def _check_training(self, group: GroupFacts, findings: Findings) -> None:
         where = f"{group.group_id} in train step {_join(group.train_steps)}"
-        if is_guest(group.group_id):
+        if is_external(group.group_id):
             findings.add(Rule.EXTERNAL_TRAINED, where)
         elif not (
             group.is_issued
@@ -103,8 +103,8 @@ class GroupCheck:
         """
         slot, steps, records = group.batch_slot, group.train_steps, group.ready_and_trained
         if slot is not None and (outcome.train_step, outcome.group_index, outcome.attempt) != (
-            slot.place.train_step,
-            slot.place.group_index,
+            slot.slot.train_step,
+            slot.slot.group_index,
             slot.attempt,
         ):
             return (
@@ -147,7 +147,7 @@ class GroupCheck:
         """
         records, slot_position = (
             group.newest_records,
-            group.batch_slot.place if group.batch_slot else None,
+            group.batch_slot.slot if group.batch_slot else None,
         )
         if records and all(offset < self.consumed.get(at, 0) for at, offset in records.items()):
             (entity, partition), offset = max(records.items())
@@ -175,7 +175,7 @@ class GroupCheck:
         )
         lost_issue = self.evidence.lost_issue(group)
         is_issued = group.is_issued or lost_issue
-        if is_issued and is_guest(group.group_id):
+        if is_issued and is_external(group.group_id):
             counts["external"] += 1
         elif is_issued:
             outcome = group.outcomes[0].outcome.value if group.outcomes else "in_flight"
@@ -186,7 +186,7 @@ class GroupCheck:
             if self.evidence.lost_samples(group)
             else 0
         )
-        is_counted = is_issued and not is_guest(group.group_id)
+        is_counted = is_issued and not is_external(group.group_id)
         counts["rolled out" if is_counted else "foreign"] += len(group.generated)
         counts["regenerated"] += group.num_generated - len(group.generated) if is_counted else 0
         if group.outcomes and group.outcomes[0].outcome is Outcome.TRAINED:
@@ -200,7 +200,7 @@ def check_slots(groups: dict[str, GroupFacts]) -> Findings:
     slots: dict[int, list[str]] = {}
     for group in groups.values():
         if group.trained and group.batch_slot is not None:
-            slots.setdefault(group.batch_slot.place.group_index, []).append(group.group_id)
+            slots.setdefault(group.batch_slot.slot.group_index, []).append(group.group_id)
     for names in slots.values():
         if len(names) > 1:
             findings.add(Rule.SLOT_TRAINED_TWICE, f"{' and '.join(sorted(names))}")

@@ -23,12 +23,13 @@ from relax_events.events.types import (
     TrainStepCommitted,
     WorkerHeartbeat,
 )
-from relax_events.staleness import is_guest
+from relax_events.staleness import is_external
 from relax_events.topics.plan import HEARTBEATS, METRICS
 
 EMPTY = np.zeros(0, np.int32)
 MAX_KEPT = 128
-"""Newest steps, evaluations and reports that are kept: more than any display of a running run shows."""
+"""Newest steps, evaluations and reports that are kept: more than any display of a running run
+shows."""
 MAX_RECENT_IDS = 20_000
 """Newest prompt group ids among which a repeated outcome is recognised."""
 RUN_STATE_TOPICS = (
@@ -136,7 +137,7 @@ class RunState:
             self.num_consecutive_failures = self.num_consecutive_skips = 0
 
     def _apply_outcome(self, event: PromptGroupEnded) -> None:
-        if event.prompt_group_id in self.recent_ended_ids or is_guest(event.prompt_group_id):
+        if event.prompt_group_id in self.recent_ended_ids or is_external(event.prompt_group_id):
             return
         self.recent_ended_ids[event.prompt_group_id] = None
         self._bound(self.recent_ended_ids, limit=MAX_RECENT_IDS)

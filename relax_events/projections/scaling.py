@@ -13,7 +13,8 @@ from relax_events.projections.scale_requests import Kind, ScaleRequest, Status
 MAX_ENDED_KEPT = 100
 """Newest ended requests that are kept however old they are."""
 KEPT_MICROS = 7 * 86_400 * 1_000_000
-"""Age up to which every ended request is kept: a call repeated with its key gets the same request."""
+"""Age up to which every ended request is kept: a call repeated with its key gets the same
+request."""
 
 
 class DesiredState(StrEnum):

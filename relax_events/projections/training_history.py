@@ -25,7 +25,7 @@ from relax_events.runtime.control_follower import (
     read_newest_publications,
 )
 from relax_events.runtime.worker import Worker
-from relax_events.staleness import is_guest
+from relax_events.staleness import is_external
 from relax_events.topics import TopicPlan
 
 
@@ -130,7 +130,7 @@ class TrainingHistory:
             self.steps.append(event)
         elif isinstance(event, PromptGroupEnded):
             self.ended_group_ids.add(event.prompt_group_id)
-            self._outcomes[event.outcome.value] += not is_guest(event.prompt_group_id)
+            self._outcomes[event.outcome.value] += not is_external(event.prompt_group_id)
         elif isinstance(event, PolicyVersionPublished):
             self.published.append(event)
 
@@ -167,7 +167,8 @@ class TrainingHistory:
         read.
 
         Raises:
-            RunFailed: A step is missing and no checkpoint can be read; the text names the checkpoints.
+            RunFailed: A step is missing and no checkpoint can be read; the text names the
+                checkpoints.
         """
         if not self.is_fresh and self.published[0].policy_version != first_version:
             named = ", ".join(reference.uri for reference in self.checkpoints()) or "none"

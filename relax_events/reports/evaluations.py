@@ -1,4 +1,4 @@
-"""The evaluations of a run, read back from its log."""
+"""The evaluations of a run, read from its log, as a table."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ from relax_events.projections.ledger import Ledger
 from relax_events.projections.run_state import RunState, count_samples, max_sample_staleness
 from relax_events.reports.report_page import render_report
 from relax_events.runtime.private_files import write_private
-from relax_events.runtime.run_description import config_digest
+from relax_events.runtime.run_description import digest_config
 from relax_events.session.resume import settings_history
 
 MICROS = 1e6
@@ -185,7 +185,7 @@ def build_report(
         "weights_digests": [step.weights_digest.hex() for step in steps],
         "ledger_problems": ledger.problems(),
         "config": config.model_dump(mode="json", exclude=SECRET_KEYS),
-        "config_digest": config_digest(config),
+        "config_digest": digest_config(config),
         "config_changes": [
             {"from_version": version, "changes": [str(change) for change in changes]}
             for version, changes in settings_history(state.descriptions, run_id=config.run.id)

@@ -206,12 +206,18 @@ def learning_tiles(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     return [
         (
             "reward",
-            f"{format_metric(report['reward_first'], 3)} &rarr; {format_metric(report['reward_last'], 3)}",
+            (
+                f"{format_metric(report['reward_first'], 3)} &rarr; "
+                f"{format_metric(report['reward_last'], 3)}"
+            ),
             "first step, last step",
         ),
         (
             "reward, 10 steps",
-            f"{format_metric(report['reward_first_10'], 3)} &rarr; {format_metric(report['reward_last_10'], 3)}",
+            (
+                f"{format_metric(report['reward_first_10'], 3)} &rarr; "
+                f"{format_metric(report['reward_last_10'], 3)}"
+            ),
             "first ten, last ten",
         ),
     ]

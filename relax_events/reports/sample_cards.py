@@ -32,7 +32,8 @@ def render_group(
     """
     sample = views[0].sample
     origin = (
-        f"version {sample.policy_version}, issued for step {sample.key.train_step}, row {sample.key.row} "
+        f"version {sample.policy_version}, issued for step {sample.key.train_step}, row "
+        f"{sample.key.row} "
         "of the prompt stream"
     )
     prompt = "".join(render_message(message, render_media) for message in sample.messages)
@@ -66,7 +67,8 @@ def render_sample(view: SampleView, *, newest_version: int) -> str:
     cells = "".join(render_cell(*cell) for cell in _numbers(view, outcome))
     judgement = view.score.judge_response if view.score is not None else ""
     judged = f'<div class="message"><b>judge</b>{render_text(judgement)}</div>' if judgement else ""
-    return f"<tr><td>{escape(sample.sample_id.rpartition('/')[2])}</td>{cells}<td>{render_text(sample.completion)}{judged}</td></tr>"
+    index = escape(sample.sample_id.rpartition("/")[2])
+    return f"<tr><td>{index}</td>{cells}<td>{render_text(sample.completion)}{judged}</td></tr>"
 
 
 def _numbers(view: SampleView, outcome: str) -> Iterator[tuple[str, bool]]:

@@ -81,7 +81,8 @@ def caption(media: MediaRef) -> str:
     extent = f"{media.extent}, " if media.extent else ""
     return (
         "<span "
-        f'title="{escape(media.uri)}">{escape(f"{media.media_type}, {extent}{media.num_bytes} bytes")}</span>'
+        f'title="{escape(media.uri)}">'
+        f"{escape(f'{media.media_type}, {extent}{media.num_bytes} bytes')}</span>"
     )
 
 

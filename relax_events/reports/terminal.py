@@ -217,7 +217,8 @@ def format_progress(metrics: ProgressMetrics, workers: list[WorkerRow]) -> str:
             "no train step yet",
             (
                 "workers "
-                f"{sum(row.heartbeat_age_seconds is not None for row in workers)}/{len(workers)} ready"
+                f"{sum(row.heartbeat_age_seconds is not None for row in workers)}/{len(workers)} "
+                "ready"
             ),
         ]
     parts.append(f"lag {metrics.num_lagging}")

@@ -44,7 +44,9 @@ class ProgressPanel:
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> Iterable[RenderableType]:
-        """Draw the panel. Narrow windows have fewer columns, low ones fewer rows; the metrics stay."""
+        """Draw the panel. Narrow windows have fewer columns, low ones fewer rows; the metrics
+        stay.
+        """
         room = options.max_height - FRAME_ROWS - TABLE_HEAD_ROWS
         tables: list[Table] = []
         for table in (self._lag_table(options.max_width), self._engine_table(options.max_width)):

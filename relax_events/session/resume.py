@@ -18,8 +18,12 @@ from relax_events.errors import ConfigError
 from relax_events.events.types import RunDescribed
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.log_reader import LogReader
-from relax_events.runtime.parent_run import SourceRun
-from relax_events.runtime.run_description import describe, described_config, read_description
+from relax_events.runtime.parent_run import ParentRun
+from relax_events.runtime.run_description import (
+    build_run_description,
+    read_described_config,
+    read_description,
+)
 from relax_events.session.broker_address import open_admin
 from relax_events.session.defaults import log_derived, resolve_defaults
 from relax_events.topics import TopicPlan
@@ -30,7 +34,9 @@ WITHOUT_MODEL = frozenset({"reward", "metrics"})
 
 
 class ChangesNotAccepted(ConfigError):
-    """The run file has changed since the run's last session in a way that changes what is trained."""
+    """The run file has changed since the run's last session in a way that changes what is
+    trained.
+    """
 
 
 def read_last_session(config: RunConfig) -> RunDescribed | None:
@@ -57,7 +63,7 @@ def known_settings(config: RunConfig, described: RunDescribed | None) -> RunConf
     """
     if described is None:
         return (
-            SourceRun.read(
+            ParentRun.read(
                 Connection.from_config(config.broker, client_id=f"{config.run.id}.source"),
                 config.parent.run,
             ).config
@@ -65,7 +71,7 @@ def known_settings(config: RunConfig, described: RunDescribed | None) -> RunConf
             else None
         )
     with suppress(ConfigError):  # of a release that this one can't read: `changes_since` says so
-        return described_config(described, run_id=config.run.id)
+        return read_described_config(described, run_id=config.run.id)
     return None
 
 
@@ -104,11 +110,11 @@ def find_changes(described: RunDescribed, config: RunConfig) -> list[Change]:
     nothing where the description is of an unreadable release.
     """
     try:
-        old = described_config(described, run_id=config.run.id, own=config)
+        old = read_described_config(described, run_id=config.run.id, own=config)
     except ConfigError as error:
         log.warning("run_description.decode_failed", run_id=config.run.id, error=str(error))
         return []
-    trees = (orjson.loads(describe(one).config) for one in (old, config))
+    trees = (orjson.loads(build_run_description(one).config) for one in (old, config))
     return changes_between(old, config, old_tree=next(trees), new_tree=next(trees))
 
 
@@ -166,7 +172,7 @@ def settings_history(
         with suppress(
             ConfigError
         ):  # of a release that this one can't read: `RunSummary.config` says so
-            if changes := find_changes(old, described_config(new, run_id=run_id)):
+            if changes := find_changes(old, read_described_config(new, run_id=run_id)):
                 found.append((new.from_version or 0, changes))
     return found
 

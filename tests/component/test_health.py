@@ -53,7 +53,7 @@ def test_worker_that_lives_and_takes_no_work_yet_is_healthy_and_not_ready(
     assert capsys.readouterr().out == "ok\n"
     with pytest.raises(
         CheckFailed,
-        match=rf"127.0.0.1:{endpoint.port}/readyz says no: it starts; see the worker's log",
+        match=rf"127.0.0.1:{endpoint.port}/readyz answers no: it starts; see the worker's log",
     ):
         health(port=endpoint.port, ready=True)
 
@@ -79,7 +79,7 @@ def test_hung_worker_is_not_healthy(
     monkeypatch.setattr(Standing, "illness", "its work loop has not turned for 61 s")
     with pytest.raises(
         CheckFailed,
-        match="healthz says no: its work loop has not turned for 61 s; see the worker's log",
+        match="healthz answers no: its work loop has not turned for 61 s; see the worker's log",
     ):
         health(port=endpoint.port)
 

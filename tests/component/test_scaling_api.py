@@ -109,7 +109,7 @@ def test_nobody_is_let_in_without_the_token(served: Served) -> None:
             "no token, or the wrong one; send `Authorization: Bearer TOKEN`",
         )
     assert served.commands == []
-    with pytest.raises(ConfigError, match=r"refused it \(401\): no token, or the wrong one"):
+    with pytest.raises(ConfigError, match=r"rejected the call \(401\): no token, or the wrong one"):
         ScaleClient(served.client.url, "wrong").call("GET", "engines")
 
 
@@ -245,7 +245,7 @@ def test_call_is_answered_when_the_broker_is_away(
             "2 records were not acknowledged within 120 s; see that the broker runs"
         )
 
-    monkeypatch.setattr(served.desk, "_give", away)
+    monkeypatch.setattr(served.desk, "_emit", away)
     code, answer = served.called("POST", "/rollout/scale_out", {"num_replicas": 3})
     assert (code, answer["status"]) == (503, "UNAVAILABLE")
     assert "see that the broker runs" in answer["message"]
@@ -301,11 +301,11 @@ def test_command_line_finds_api_and_token_in_the_folder_of_the_run(
 ) -> None:
     run_file = tmp_path / "run.json"
     run_file.write_bytes(orjson.dumps(served.config.model_dump(mode="json")))
-    scale.out(run_file, to=2, dry_run=True)
+    scale.out(run_file, replicas=2, dry_run=True)
     assert (
         capsys.readouterr().out == "DRY_RUN: rollout-1 comes, of model default; nothing was done\n"
     )
-    scale.out(run_file, to=2, output="json")
+    scale.out(run_file, replicas=2, output="json")
     request_id = orjson.loads(capsys.readouterr().out)["request_id"]
     with pytest.raises(CheckFailed, match=rf"\(409\): request {request_id} for default is PENDING"):
         scale.scale_in(run_file, to=1, yes=True)

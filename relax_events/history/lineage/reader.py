@@ -1,5 +1,5 @@
-"""Where a policy version, a sample or a prompt comes from, and what became of it: all read back
-from the log.
+"""The lineage of a sample: from its prompt to the policy versions that it trained, read from the
+log.
 """
 
 from __future__ import annotations

@@ -34,7 +34,9 @@ class TrainedSample:
 
 @dataclass(frozen=True, slots=True)
 class RewardUse:
-    """A version of a reward function, with the number of samples it scored and their mean reward."""
+    """A version of a reward function, with the number of samples it scored and their mean
+    reward.
+    """
 
     reward_name: str
     reward_digest: str

@@ -143,7 +143,8 @@ def require_deletable(run: RunSummary, runs: Iterable[RunSummary]) -> None:
     """
     if run.live_workers:
         raise BrokerRefused(
-            f"run {run.run_id} is active: {', '.join(run.live_workers)} send heartbeats; stop it first, "
+            f"run {run.run_id} is active: {', '.join(run.live_workers)} send heartbeats; "
+            "stop it first, "
             "or give --force"
         )
     if users := [

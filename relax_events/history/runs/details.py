@@ -253,6 +253,8 @@ def highlights(config: RunConfig) -> dict[str, Any]:
         "correction": algorithm.correction
         if algorithm.correction == "none"
         else f"{algorithm.correction}, {algorithm.correction_level}",
-        "learning_rate": f"{trainer.learning_rate:g}, {trainer.schedule}, {trainer.warmup_steps} warm-up steps",
+        "learning_rate": (
+            f"{trainer.learning_rate:g}, {trainer.schedule}, {trainer.warmup_steps} warm-up steps"
+        ),
         "objects": config.objects_uri,
     }

@@ -17,7 +17,7 @@ from relax_events.history.runs.inherited_code import Accept, read_own_run_files,
 from relax_events.history.runs.listing import read_runs
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.log_reader import LogReader
-from relax_events.runtime.parent_run import SourceRun
+from relax_events.runtime.parent_run import ParentRun
 from relax_events.runtime.private_files import write_private
 from relax_events.runtime.run_description import SHAPE_KEYS
 
@@ -40,7 +40,7 @@ class ParentChoice:
 
 def make_run_file(
     cluster: Cluster,
-    source: SourceRun,
+    source: ParentRun,
     run_id: str,
     choice: ParentChoice,
     overrides: Sequence[str],
@@ -126,7 +126,7 @@ def _refuse_other_run(connection: Connection, run_id: str, source_id: str) -> No
         )
 
 
-def _source_section(source: SourceRun, choice: ParentChoice) -> dict[str, Any]:
+def _source_section(source: ParentRun, choice: ParentChoice) -> dict[str, Any]:
     newest = max(
         (step.policy_version for step in source.steps()), default=source.config.first_version
     )
@@ -157,7 +157,7 @@ def _refuse_other_names(overrides: Iterable[str]) -> None:
             )
 
 
-def find_first_row(source: SourceRun, version: int) -> int:
+def find_first_row(source: ParentRun, version: int) -> int:
     """Return the row of the prompt stream that the parent issued first for the step at a version: a
     fork continues there.
 
@@ -186,7 +186,7 @@ def find_first_row(source: SourceRun, version: int) -> int:
     return min(rows, default=behind or version * source.config.run.prompts_per_step)
 
 
-def require_verifiable(source: SourceRun, config: RunConfig) -> None:
+def require_verifiable(source: ParentRun, config: RunConfig) -> None:
     """Refuse a bit-for-bit comparison of a replay that can't be equal.
 
     Raises:

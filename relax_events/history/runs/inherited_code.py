@@ -21,7 +21,7 @@ from relax_events.config import RewardConfig, RunConfig, load_run_config
 from relax_events.config.external_values import Named, names_in
 from relax_events.config.loading import ENVIRONMENT_PREFIX
 from relax_events.errors import ConfigError
-from relax_events.runtime.run_description import describe
+from relax_events.runtime.run_description import build_run_description
 
 NOT_INHERITED: tuple[str, ...] = ("broker.", "parent.", "run.id")
 """Keys that the new run file sets."""
@@ -120,7 +120,7 @@ def external_values(config: RunConfig, *, is_replay: bool) -> list[Named]:
         config: The run.
         is_replay: Whether it trains recorded rollouts only: then fewer are used.
     """
-    tree: Mapping[str, Any] = orjson.loads(describe(config).config)
+    tree: Mapping[str, Any] = orjson.loads(build_run_description(config).config)
     unused = NOT_INHERITED
     if is_replay and not _generates(config):
         unused += UNUSED_BY_REPLAY

@@ -21,7 +21,7 @@ from relax_events.kafka.inventory import Inventory
 from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.records import Record
 from relax_events.projections.run_state import RunState
-from relax_events.runtime.run_description import described_config
+from relax_events.runtime.run_description import read_described_config
 from relax_events.topics import TopicPlan
 from relax_events.topics.contents import belongs_on
 from relax_events.topics.plan import HEARTBEATS
@@ -60,7 +60,9 @@ class RunSummary:
         """The run file, where the log has it and this release can read it."""
         try:
             return (
-                described_config(self.description, run_id=self.run_id) if self.description else None
+                read_described_config(self.description, run_id=self.run_id)
+                if self.description
+                else None
             )
         except ConfigError as error:
             log.warning("run_description.decode_failed", run_id=self.run_id, error=str(error))
@@ -100,7 +102,9 @@ class RunSummary:
 
     @property
     def policy_version(self) -> int:
-        """The newest version that a step made; the first one before any, -1 where that is unknown."""
+        """The newest version that a step made; the first one before any, -1 where that is
+        unknown.
+        """
         if self.state.steps:
             return self.state.steps[-1].policy_version
         config = self.config

@@ -12,7 +12,7 @@ from relax_events.events.types import TrainStepCommitted
 from relax_events.history.runs.details import find_missing_record
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
-from relax_events.runtime.parent_run import SourceRun
+from relax_events.runtime.parent_run import ParentRun
 
 ROLLOUT_KEYS = ("max_staleness", "prompts_per_step", "samples_per_prompt")
 
@@ -28,7 +28,7 @@ def resolve_parent(config: RunConfig) -> RunConfig:
     """
     if not config.parent.run:
         return config
-    source = SourceRun.read(
+    source = ParentRun.read(
         Connection.from_config(config.broker, client_id=f"{config.run.id}.source"),
         config.parent.run,
         own=config,
@@ -59,7 +59,7 @@ def resolve_parent(config: RunConfig) -> RunConfig:
     )
 
 
-def _with_store(config: RunConfig, source: SourceRun) -> RunConfig:
+def _with_store(config: RunConfig, source: ParentRun) -> RunConfig:
     """Fill in the parent's object store, once its log and the run file agree."""
     text, usual = (
         source.config.objects_uri,
@@ -78,7 +78,7 @@ def _with_store(config: RunConfig, source: SourceRun) -> RunConfig:
     )
 
 
-def _require_same_rollouts(config: RunConfig, source: SourceRun) -> None:
+def _require_same_rollouts(config: RunConfig, source: ParentRun) -> None:
     if source.config.is_replay:
         other = source.config.parent.run
         raise ConfigError(
@@ -94,7 +94,7 @@ def _require_same_rollouts(config: RunConfig, source: SourceRun) -> None:
             )
 
 
-def _require_records(config: RunConfig, source: SourceRun) -> int:
+def _require_records(config: RunConfig, source: ParentRun) -> int:
     """Return the parent's newest version, once the records of all steps to train are available."""
     topic = source.plan.topic("advantage.samples")
     topic_partitions = [
@@ -115,7 +115,8 @@ def _require_records(config: RunConfig, source: SourceRun) -> int:
         ):
             begin = f"the log begins at {oldest.get(topic_partition[0], 0)}"
             gone = gone or (
-                f"record {topic}[{topic_partition[0]}]@{topic_partition[1]}, of train step {step.train_step}, "
+                f"record {topic}[{topic_partition[0]}]@{topic_partition[1]}, of train step "
+                f"{step.train_step}, "
                 f"was purged ({begin})"
             )
             earliest = step.policy_version
@@ -138,7 +139,7 @@ def read_source_curves(config: RunConfig, train_steps: list[int]) -> dict[str, A
     """
     if not config.parent.run:
         return None
-    source = SourceRun.read(
+    source = ParentRun.read(
         Connection.from_config(config.broker, client_id=f"{config.run.id}.source"),
         config.parent.run,
         own=config,

@@ -36,7 +36,9 @@ Entry = dict[str, Any]
 
 
 def read_timeline(log: RunLog) -> Iterator[Entry]:
-    """Yield the trace's entries, one topic after the other; nothing of the log is held in memory."""
+    """Yield the trace's entries, one topic after the other; nothing of the log is held in
+    memory.
+    """
     yield from track_names()
     for entity, kind in ((entity, kind) for entity, kind in SHOWN.items() if log.plan.has(entity)):
         for found in log.read_control(entity, kind):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from relax_events.events.types import TrainStepCommitted
 from relax_events.kafka.connection import Connection
-from relax_events.runtime.parent_run import SourceRun
+from relax_events.runtime.parent_run import ParentRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +19,9 @@ class Verification:
 
 def verify_replay(connection: Connection, source_id: str, replay_id: str) -> Verification:
     """Compare every step of a replay with the same step of its parent."""
-    recorded = {step.train_step: step for step in SourceRun.read(connection, source_id).steps()}
+    recorded = {step.train_step: step for step in ParentRun.read(connection, source_id).steps()}
     num_steps = 0
-    for step in SourceRun.read(connection, replay_id).steps():
+    for step in ParentRun.read(connection, replay_id).steps():
         if difference := first_difference(recorded[step.train_step], step):
             return Verification(num_steps, f"train step {step.train_step}: {difference}")
         num_steps += 1

@@ -35,7 +35,9 @@ class TokenRow:
 
 @dataclass(frozen=True, slots=True)
 class SampleDetail:
-    """A sample with its advantage record, the scores of rescorings, and its tokens when requested."""
+    """A sample with its advantage record, the scores of rescorings, and its tokens when
+    requested.
+    """
 
     view: SampleView
     newest_version: int

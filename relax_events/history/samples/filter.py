@@ -92,7 +92,7 @@ class SampleFilter:
             low, high = max(low, self.train_step - plan.max_staleness), min(high, self.train_step)
         if not self.group_id:
             return VersionRange(integer_range(low, high))
-        low = max(low, IssuedGroup.parse(self.group_id).place.train_step - plan.max_staleness)
+        low = max(low, IssuedGroup.parse(self.group_id).slot.train_step - plan.max_staleness)
         end = ends.get(self.group_id)
         if end is not None and end.event.outcome is Outcome.TRAINED:
             low, high = max(low, end.event.policy_version), min(high, end.event.policy_version)

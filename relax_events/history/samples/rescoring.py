@@ -1,9 +1,8 @@
-"""Runs another reward function over the samples of a run, into a topic of its own, and compares the
-two.
+"""Rescores the samples of a run by another reward function, into a topic of its own, and compares
+both.
 
-Each score lies in the partition of its sample, as on `reward.scores`, so that whoever joins the two
-joins locally. What
-is scored already is not scored again: a second call goes on where the first stopped.
+Each score lies in the partition of its sample, as on `reward.scores`, so that consumers can join
+both locally. Scored samples are not scored again: a second call continues where the first stopped.
 """
 
 from __future__ import annotations
@@ -152,7 +151,9 @@ class PartitionRescorer:
     open_groups: dict[GroupKey, list[ScoredPair]] = field(default_factory=dict)
 
     def run(self, topic_partition: TopicPartition, span: OffsetRange, originals: Rewards) -> None:
-        """Score a partition's samples and add them to the comparison, prompt group by prompt group."""
+        """Score a partition's samples and add them to the comparison, prompt group by prompt
+        group.
+        """
         _, partition = topic_partition
         new = read_rewards(
             self.log,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from event_samples import ended, rolled_out
-from sound_run import SEVERAL, TAMPERINGS, SoundRun, Tampering
+from valid_run import SEVERAL, TAMPERINGS, SoundRun, Tampering
 
 from relax_events.events.parts import Outcome
 from relax_events.history.ledger import stable_ranges

@@ -12,7 +12,7 @@ import orjson
 import pytest
 from event_samples import committed, ready
 from pydantic import ValidationError
-from sound_run import MAX_STALENESS, SoundRun
+from valid_run import MAX_STALENESS, SoundRun
 
 from relax_events.config import AlgorithmConfig, RunConfig
 from relax_events.errors import ConfigError
@@ -22,7 +22,7 @@ from relax_events.history.runs.details import find_missing_record
 from relax_events.history.runs.forking import inherited_algorithm
 from relax_events.history.runs.verification import first_difference
 from relax_events.projections.ledger import Ledger
-from relax_events.runtime.run_description import describe, described_config, is_told
+from relax_events.runtime.run_description import build_run_description, read_described_config, is_recorded
 from relax_events.topics import TopicPlan
 from relax_events.training.batch.assembly import LocatedSample
 from relax_events.training.replay.relabel import (
@@ -113,24 +113,24 @@ def test_description_gives_the_run_file_back_without_what_is_secret(
     config = make_run_config(
         broker=broker, trainer={"learning_rate": 0.125}, parent={"run": "old", "from_version": 3}
     )
-    described = describe(config)
+    described = build_run_description(config)
     assert (described.parent_run, described.parent_version) == ("old", 3)
     assert not {"kafka.example", "rack-17", "client"} & set(described.config.split('"'))
-    back = described_config(described, run_id=config.run.id)
+    back = read_described_config(described, run_id=config.run.id)
     assert back.model_dump(exclude={"broker"}) == config.model_dump(exclude={"broker"})
     assert TopicPlan.from_config(back) == TopicPlan.from_config(config)
-    assert is_told(
-        dataclasses.replace(described, described_at=1), [describe(make_run_config()), described]
+    assert is_recorded(
+        dataclasses.replace(described, described_at=1), [build_run_description(make_run_config()), described]
     )
-    assert not is_told(described, [described, describe(make_run_config())])
-    assert not is_told(described, [])
+    assert not is_recorded(described, [described, build_run_description(make_run_config())])
+    assert not is_recorded(described, [])
 
 
 def test_description_of_an_imported_run_leads_to_its_own_topics_and_objects(
     make_run_config: MakeConfig,
 ) -> None:
     config = make_run_config(run={"id": "first"})
-    moved = described_config(describe(config), run_id="second")
+    moved = read_described_config(build_run_description(config), run_id="second")
     assert TopicPlan.from_config(moved).topic("rollout.samples") == "relax.second.rollout.samples"
     assert moved.objects_uri == config.objects_uri.replace("/first/", "/second/")
     assert moved.objects.uri_aliases == (config.objects_uri,)
@@ -139,7 +139,7 @@ def test_description_of_an_imported_run_leads_to_its_own_topics_and_objects(
 def test_description_of_another_release_names_the_key_that_is_not_known(
     make_run_config: MakeConfig,
 ) -> None:
-    described = describe(make_run_config())
+    described = build_run_description(make_run_config())
     tree = orjson.loads(described.config)
     tree["run"]["colour"] = "red"
     newer = dataclasses.replace(
@@ -148,7 +148,7 @@ def test_description_of_another_release_names_the_key_that_is_not_known(
     with pytest.raises(
         ConfigError, match=r"does not fit this release at run\.colour: .*written by 9\.0"
     ):
-        described_config(newer, run_id=described.run_id)
+        read_described_config(newer, run_id=described.run_id)
 
 
 def placed(rewards: list[float], **changes: Any) -> list[LocatedSample]:

@@ -20,7 +20,7 @@ from relax_events.history.runs.inherited_code import (
     read_own_run_files,
     require_trust,
 )
-from relax_events.runtime.run_description import describe, described_config
+from relax_events.runtime.run_description import build_run_description, read_described_config
 from relax_events.session.resume import find_changes, settings_history
 
 MakeConfig = Callable[..., RunConfig]
@@ -163,19 +163,19 @@ def test_description_runs_no_code(
     make_run_config: MakeConfig, evil: tuple[str, Path], dropped: tuple[str, ...]
 ) -> None:
     name, trace = evil
-    described = describe(make_run_config())
+    described = build_run_description(make_run_config())
     tree = orjson.loads(described.config)
     tree["algorithm"] = {"name": name, "clip_low": 0.1}
     tree["run"] = {key: value for key, value in tree["run"].items() if key not in dropped}
     forged = dataclasses.replace(described, config=orjson.dumps(tree).decode())
-    found = described_config(forged, run_id=described.run_id)
+    found = read_described_config(forged, run_id=described.run_id)
     assert (found.algorithm.name, found.algorithm.learns_from, found.algorithm.is_unread) == (
         name,
         "rewards",
         True,
     )
     assert found.roles()
-    assert describe(found).config
+    assert build_run_description(found).config
     settings_history([forged, described, forged, forged], run_id=described.run_id)
     find_changes(forged, make_run_config())
     assert left(found, overrides=["algorithm.clip_low=0.3"])["algorithm.name"] == name

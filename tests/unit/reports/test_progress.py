@@ -298,7 +298,7 @@ def test_worker_table_knows_engines_by_their_reports() -> None:
     ("width", "columns"),
     [
         (44, ["worker", "state", "processed"]),
-        (80, ["worker", "state", "version", "processed", "last", "beat", "restarts"]),
+        (80, ["worker", "state", "version", "processed", "heartbeat", "restarts"]),
         (
             100,
             [
@@ -310,8 +310,7 @@ def test_worker_table_knows_engines_by_their_reports() -> None:
                 "flight",
                 "per",
                 "s",
-                "last",
-                "beat",
+                "heartbeat",
                 "restarts",
             ],
         ),

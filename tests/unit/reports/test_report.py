@@ -17,7 +17,7 @@ from relax_events.projections.ledger import Ledger
 from relax_events.projections.run_state import RunState
 from relax_events.reports.report_files import build_report, write_report
 from relax_events.reports.report_page import format_duration, render_report
-from relax_events.runtime.run_description import config_digest
+from relax_events.runtime.run_description import digest_config
 from tests.unit.html_page import Page
 from tests.unit.run_events import at, records_of, run_config, train_step
 
@@ -310,8 +310,8 @@ def test_report_keeps_client_settings_to_itself() -> None:
     )
     report = built(*books(1), config=secret)
     assert "hunter2" not in json.dumps(report)
-    assert report["config_digest"] == config_digest(config)
-    assert config_digest(run_config(seed=5)) != config_digest(config)
+    assert report["config_digest"] == digest_config(config)
+    assert digest_config(run_config(seed=5)) != digest_config(config)
 
 
 @pytest.mark.parametrize(
