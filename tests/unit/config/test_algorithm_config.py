@@ -17,8 +17,8 @@ from relax_events.config import AlgorithmConfig, RunConfig, load_run_config
 from relax_events.config.algorithm import NOT_SHARED
 from relax_events.config.algorithm_spec import find_algorithm, resolve
 from relax_events.errors import ConfigError, PoisonSample
-from relax_events.runtime.run_description import describe as describe_run
-from relax_events.runtime.run_description import described_config
+from relax_events.runtime.run_description import build_run_description as describe_run
+from relax_events.runtime.run_description import read_described_config
 from relax_events.runtime.validation import check_trainable
 from relax_events.training.replay.relabel import needs_new_advantages
 
@@ -189,7 +189,7 @@ def test_every_installed_algorithm_is_whole() -> None:
         ({"gate_positive": 1.0}, "gate_positive = 1.0 is not used by grpo"),
         (
             {"name": "gdpo", "overlong_ratio": 0.2},
-            "overlong_ratio = 0.2 is not for gdpo: a penalty has no place among components",
+            "overlong_ratio = 0.2 is not for gdpo: a penalty is not one of",
         ),
         (
             {"name": "gdpo", "kl_placement": "reward"},
@@ -257,7 +257,7 @@ def test_every_installed_algorithm_is_whole() -> None:
         ),
         (
             {"name": "sft", "veto_low": 1e-4},
-            "veto_low = 0.0001 is not for sft: the tokens are the data's, no policy drew them",
+            "veto_low = 0.0001 is not for sft: the tokens are from the data, not from a policy",
         ),
         (
             {"name": "maxrl", "overlong_ratio": 0.2},
@@ -454,7 +454,7 @@ def test_description_of_a_run_can_be_read_where_its_algorithms_file_is_not(
     described = describe_run(config)
     Path(mine.removesuffix(":MINE")).unlink()
     assert (
-        described_config(described, run_id=config.run.id).algorithm.model_dump()
+        read_described_config(described, run_id=config.run.id).algorithm.model_dump()
         == config.algorithm.model_dump()
     )
 

@@ -172,11 +172,11 @@ def test_replay_learns_from_what_was_recorded(
         ),
         (
             SFT | {"algorithm": {"name": "sft", "old_logprobs": "rollout"}},
-            "old_logprobs = 'rollout' is not for sft: the tokens are the data's",
+            "old_logprobs = 'rollout' is not for sft: the tokens are from the data",
         ),
         (
             SFT | {"algorithm": {"name": "sft", "filter_uniform_rewards": True}},
-            "filter_uniform_rewards = True is not for sft: nothing is rewarded",
+            "filter_uniform_rewards = True is not for sft: there are no rewards",
         ),
         (SFT | {"algorithm": {"name": "sft", "dpo_beta": 0.1}}, "dpo_beta = 0.1 is not used by sft"),
         (

@@ -11,7 +11,7 @@ from relax_events.config import RunConfig
 from relax_events.config.loading import _known_keys
 from relax_events.config.session_changes import RULES, Rule, rule_of
 from relax_events.errors import ConfigError
-from relax_events.runtime.run_description import describe
+from relax_events.runtime.run_description import build_run_description
 from relax_events.session.resume import (
     ChangesNotAccepted,
     find_changes,
@@ -23,7 +23,7 @@ MakeRunConfig = Callable[..., RunConfig]
 
 
 def rules(old: RunConfig, new: RunConfig) -> dict[str, Rule]:
-    return {change.key: change.rule for change in find_changes(describe(old), new)}
+    return {change.key: change.rule for change in find_changes(build_run_description(old), new)}
 
 
 def test_every_key_has_a_rule_and_every_rule_a_key() -> None:
@@ -88,7 +88,7 @@ def test_refusal_names_keys_values_and_the_way_out(make_run_config: MakeRunConfi
         make_run_config(),
         make_run_config(run={"prompts_per_step": 8}, trainer={"learning_rate": 0.5}),
     )
-    changes = find_changes(describe(old), new)
+    changes = find_changes(build_run_description(old), new)
     with pytest.raises(
         ConfigError,
         match=r"relax runs fork mine NEW_ID run.prompts_per_step=8\n  run.prompts_per_step: 16 -> 8  \(",
@@ -101,7 +101,7 @@ def test_change_of_the_training_is_refused_until_it_is_accepted(
     make_run_config: MakeRunConfig,
 ) -> None:
     changes = find_changes(
-        describe(make_run_config(trainer={"learning_rate": 0.25})),
+        build_run_description(make_run_config(trainer={"learning_rate": 0.25})),
         make_run_config(trainer={"learning_rate": 0.5}),
     )
     with pytest.raises(
@@ -115,9 +115,9 @@ def test_history_says_from_which_version_a_setting_holds(make_run_config: MakeRu
     first = make_run_config(trainer={"learning_rate": 0.25})
     second = make_run_config(trainer={"learning_rate": 0.5})
     told = [
-        describe(first),
-        dataclasses.replace(describe(first, from_version=4), package_version="other"),
-        describe(second, from_version=7),
+        build_run_description(first),
+        dataclasses.replace(build_run_description(first, from_version=4), package_version="other"),
+        build_run_description(second, from_version=7),
     ]
     ((version, changes),) = settings_history(told, run_id=first.run.id)
     assert (version, [str(change) for change in changes]) == (
