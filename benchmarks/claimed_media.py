@@ -96,7 +96,7 @@ def processed(
 ) -> None:
     """Fetch a file, check it and decode it, as the decoding child does."""
     data = store.get(stored)
-    INSPECTORS[modality](data, limits=limits, place="piece")
+    INSPECTORS[modality](data, limits=limits, location="piece")
     decode(data, modality, plan=plan, limits=limits, location="piece")
 
 
@@ -111,7 +111,7 @@ def main() -> None:
                 "piece",
                 sha256(file).digest(),
                 num_bytes=len(file),
-                **asdict(INSPECTORS[modality](file, limits=limits, place=name)),
+                **asdict(INSPECTORS[modality](file, limits=limits, location=name)),
             )
             plan = layout.preprocessor_for(reference).plan(reference)
             array = np.concatenate(

@@ -27,7 +27,7 @@ from relax_events.kafka.consumer import SubscribedConsumer
 from relax_events.kafka.embedded import EmbeddedBroker
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import POLICY_VERSION_HEADER, ProducerRecord, Record
-from relax_events.staleness.window import is_expired, skip_targets
+from relax_events.staleness.window import find_skip_targets, is_expired
 
 LENGTHS = (1_000, 10_000, 100_000, 1_000_000)
 NUM_ROUNDS = 9
@@ -97,7 +97,7 @@ class Log:
         positions = {
             partition: position for (_, partition), position in self._consumer.positions.items()
         }
-        for partition, offset in skip_targets(
+        for partition, offset in find_skip_targets(
             positions, [(self._partition, self.length - 1)]
         ).items():
             self._consumer.seek(self.topic, partition, offset)

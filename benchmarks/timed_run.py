@@ -20,9 +20,9 @@ from benchmarks.timeline import Timeline
 from relax_events.examples.tiny_models import make_tiny
 from relax_events.kafka.embedded import EmbeddedBroker
 from relax_events.roles.generation_request import sample_seed
-from relax_events.staleness import IssuedGroup, Place
+from relax_events.staleness import BatchSlot, IssuedGroup
 from relax_events.topics import count_slots
-from workers.prompter import seed_of
+from workers.prompter import derive_seed
 
 FOLDER = Path(__file__).parent
 PROMPTS = [
@@ -121,10 +121,10 @@ class TimedRun:
         """Return the completion tokens that the run's seeds stand for, by step, prompt group and
         sample."""
         steps, groups = range(self.mode.num_steps), range(self.workload.prompts_per_step)
-        return [[self._group_lengths(Place(step, index)) for index in groups] for step in steps]
+        return [[self._group_lengths(BatchSlot(step, index)) for index in groups] for step in steps]
 
-    def _group_lengths(self, place: Place) -> list[int]:
-        lengths, seed = self.workload.lengths, seed_of(0, IssuedGroup(place, 0, 0))
+    def _group_lengths(self, place: BatchSlot) -> list[int]:
+        lengths, seed = self.workload.lengths, derive_seed(0, IssuedGroup(place, 0, 0))
         return [
             lengths.record_tokens(sample_seed(seed, index)) * lengths.record_divisor
             for index in range(self.workload.samples_per_prompt)

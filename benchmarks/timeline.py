@@ -57,7 +57,7 @@ class Timeline:
         """Return when the last prompt group of each train step was through a stage."""
         ends: dict[int, float] = {}
         for prompt_group_id, seconds in self.groups[stage].items():
-            step = IssuedGroup.parse(prompt_group_id).place.train_step
+            step = IssuedGroup.parse(prompt_group_id).slot.train_step
             ends[step] = max(seconds, ends.get(step, 0.0))
         return ends
 

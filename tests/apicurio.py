@@ -11,7 +11,7 @@ from pathlib import Path
 
 from confluent_kafka.schema_registry import SchemaRegistryClient
 
-from relax_events.kafka.embedded.jars import Jar, locate_cache, ensure_files, read_jar_lock
+from relax_events.kafka.embedded.jars import Jar, ensure_files, locate_cache, read_jar_lock
 from relax_events.kafka.embedded.java import find_java
 from relax_events.kafka.embedded.ports import choose_port
 
@@ -32,7 +32,9 @@ def serve_apicurio(folder: Path) -> Iterator[str]:
     """Give the address of Confluent's interface of a registry in memory; the folder takes the
     unpacked program."""
     (archive,) = ensure_files(
-        [ARCHIVE], locate_cache(read_jar_lock()).parent / "apicurio", title="Apicurio Registry 3.0.9"
+        [ARCHIVE],
+        locate_cache(read_jar_lock()).parent / "apicurio",
+        title="Apicurio Registry 3.0.9",
     )
     with tarfile.open(archive) as packed:
         packed.extractall(folder, filter="data")

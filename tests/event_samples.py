@@ -18,10 +18,10 @@ from relax_events.events.parts import (
     VersionSegment,
 )
 from relax_events.events.types import (
+    LogprobsComputed,
     PolicyVersionPublished,
     PromptGroupEnded,
     PromptGroupIssued,
-    LogprobsComputed,
     SampleReady,
     SampleRolledOut,
     SampleScored,
@@ -47,8 +47,8 @@ def sample_key(
         prompt_group_id=group_id,
         sample_index=index,
         samples_per_prompt=of,
-        train_step=group.place.train_step,
-        group_index=group.place.group_index,
+        train_step=group.slot.train_step,
+        group_index=group.slot.group_index,
         attempt=group.attempt,
         row=7,
         policy_version=version,
@@ -85,8 +85,8 @@ def issued(group_id: str = "000000-0000-0", *, row: int = 7, of: int = 2) -> Pro
     group = IssuedGroup.parse(group_id)
     return PromptGroupIssued(
         prompt_group_id=group_id,
-        train_step=group.place.train_step,
-        group_index=group.place.group_index,
+        train_step=group.slot.train_step,
+        group_index=group.slot.group_index,
         attempt=group.attempt,
         row=row,
         required_policy_version=0,
@@ -113,9 +113,7 @@ def rolled_out(
         "rolled_out_at": 1_700_000_000_000_000,
     }
     key = sample_key(group_id, index, version=version, of=of)
-    sample: SampleRolledOut = changed(
-        SampleRolledOut(key=key, **_trajectory() | fields), **changes
-    )
+    sample: SampleRolledOut = changed(SampleRolledOut(key=key, **_trajectory() | fields), **changes)
     return sample
 
 
@@ -184,8 +182,8 @@ def ended(
     group = IssuedGroup.parse(group_id)
     return PromptGroupEnded(
         prompt_group_id=group_id,
-        train_step=group.place.train_step,
-        group_index=group.place.group_index,
+        train_step=group.slot.train_step,
+        group_index=group.slot.group_index,
         attempt=group.attempt,
         row=7,
         outcome=outcome,

@@ -32,7 +32,7 @@ COSTLY = (
     "integration/test_broadcast.py::test_engine_that_dies_or_hangs_on_the_way_holds_up_nobody[memory-stop]",
     "integration/test_embedded_broker.py::test_a_start_does_not_fail_when_the_class_archive_is_damaged",
     "e2e/test_bad_input.py::test_doctor_finds_everything_at_once_and_starts_nothing",
-    "e2e/test_bad_input.py::test_resumed_run_refuses_another_model_before_a_worker_starts",
+    "e2e/test_bad_input.py::test_resumed_run_rejects_another_model_before_a_worker_starts",
     "e2e/test_bad_input.py::test_run_whose_rewards_all_fail_ends_with_the_reasons",
     "unit/rewards/test_rewards_against_math_verify.py",
 )
@@ -50,9 +50,9 @@ CHOSEN = (
     "integration/test_step_commit.py",
     "integration/test_transactions.py",
     "e2e/test_bad_input.py",
-    "fault/test_killed_broker.py::test_a_killed_workers_place_is_free_although_the_broker_was_killed_too",
+    "fault/test_killed_broker.py::test_a_killed_workers_index_is_free_although_the_broker_was_killed_too",
     "fault/test_killed_roles.py",
-    "fault/test_large_things.py::test_oversize_record_is_refused_by_the_broker",
+    "fault/test_large_things.py::test_oversize_record_is_rejected_by_the_broker",
 )
 """Files, or single tests, of the slow kinds that are in the gate."""
 SGLANG_FIXTURES = {"sglang_python", "server_url", "make_sglang"}

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from relax_events.kafka.embedded.jars import (
     Jar,
-    locate_cache,
     ensure_files,
     ensure_jars,
+    locate_cache,
     read_jar_lock,
 )
 from relax_events.kafka.embedded.java import find_java

@@ -112,7 +112,7 @@ class Site:
             self.engines.append(Fragile(self._open(), self))
         return self.engines[-1]
 
-    def lose(self) -> None:
+    def record_failure(self) -> None:
         """Have the engine of the moment lost."""
         if self.engines:
             self.engines[-1].is_lost = True

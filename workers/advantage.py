@@ -35,9 +35,9 @@ from relax_events.objects.roots import list_media
 from relax_events.roles.worker_factory import open_worker
 from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.join import GroupJoin, JoinedGroup
-from relax_events.runtime.validation import check_sample, require_belonging
+from relax_events.runtime.validation import check_sample, require_allowed_event
 from relax_events.runtime.worker import Worker
-from relax_events.staleness import IssuedGroup, is_guest
+from relax_events.staleness import IssuedGroup, is_external
 from relax_events.topics.plan import LOGPROB_TOPICS
 
 log = structlog.get_logger()
@@ -54,7 +54,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
         AdvantageLoop(worker).run()
 
 
-def needed_evaluators(config: RunConfig) -> frozenset[str]:
+def needed_model_roles(config: RunConfig) -> frozenset[str]:
     """Return whose log-probabilities and values a sample needs before it can be trained."""
     algorithm = config.algorithm
     wanted = {
@@ -71,7 +71,7 @@ class AdvantageLoop:
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        evaluators = needed_evaluators(worker.config)
+        evaluators = needed_model_roles(worker.config)
         scores = ["reward.scores"] if self._has_rewards else []
         entities = [
             "rollout.samples",
@@ -79,7 +79,7 @@ class AdvantageLoop:
             *(LOGPROB_TOPICS[name] for name in sorted(evaluators)),
         ]
         self._join = GroupJoin(evaluators=evaluators, needs_scores=self._has_rewards)
-        self._judge = AdvantageEstimator(
+        self._estimator = AdvantageEstimator(
             worker.config.algorithm, max_new_tokens=worker.config.engine.sampling.max_new_tokens
         )
         self._committed: dict[tuple[str, int], int] = {}
@@ -88,7 +88,7 @@ class AdvantageLoop:
             worker.connection,
             consumer_group=worker.plan.consumer_group("advantage"),
             topics=[worker.plan.topic(entity) for entity in entities],
-            on_revoked=self._give_back,
+            on_revoked=self._release,
         )
         worker.lifecycle.track_lag(self._consumer)
 
@@ -99,7 +99,7 @@ class AdvantageLoop:
     def run(self) -> None:
         """Work until the drain starts."""
         worker = self._worker
-        worker.control.follow(self._note)
+        worker.control.follow(self._apply)
         while not worker.drain.requested:
             records = self._consumer.fetch(MAX_RECORDS, timeout_seconds=IDLE_SECONDS)
             if records:
@@ -144,7 +144,7 @@ class AdvantageLoop:
         event = self._worker.records.decode(record)
         if event is not None:
             try:
-                require_belonging(self._worker.plan.parse_entity(record.topic), event)
+                require_allowed_event(self._worker.plan.parse_entity(record.topic), event)
             except ForeignRecord as error:
                 self._worker.records.dead_letter(record, error)
                 self._join.skip(record)
@@ -180,10 +180,10 @@ class AdvantageLoop:
             self._end(group, Outcome.FAILED, reason)
             return
         rewards = np.array(
-            [self._reward_of(group, sample) for sample in group.ordered_samples()], np.float64
+            [self._get_reward(group, sample) for sample in group.ordered_samples()], np.float64
         )
         mean_reward = float(rewards.mean()) if self._has_rewards else None
-        if is_guest(group.prompt_group_id):
+        if is_external(group.prompt_group_id):
             self._end(
                 group,
                 Outcome.FILTERED,
@@ -215,7 +215,7 @@ class AdvantageLoop:
         for sample, values in zip(group.ordered_samples(), advantages, strict=True):
             self._worker.records.producer.send(self._ready_record(group, sample, advantages=values))
 
-    def _reward_of(self, group: JoinedGroup, sample: SampleRolledOut) -> float:
+    def _get_reward(self, group: JoinedGroup, sample: SampleRolledOut) -> float:
         """Return a sample's reward: 0 where nothing is rewarded."""
         return group.reward_of(sample) if self._has_rewards else 0.0
 
@@ -233,45 +233,45 @@ class AdvantageLoop:
         rewarded = [
             RewardedSample(
                 sample_id=sample.sample_id,
-                reward=self._reward_of(group, sample),
+                reward=self._get_reward(group, sample),
                 components=self._components_of(group, sample),
                 loss_mask=dense(sample.loss_mask, what=f"sample {sample.sample_id}: loss_mask"),
-                policy_logprobs=_plain(
-                    _evaluated(group, sample, "actor")
+                policy_logprobs=_dense(
+                    _find_logprobs(group, sample, "actor")
                     if drawn_by_actor
                     else sample.rollout_logprobs,
                     sample,
                 ),
-                ref_logprobs=_plain(_evaluated(group, sample, "reference"), sample),
-                values=_plain(_evaluated(group, sample, "critic"), sample),
-                teacher_logprobs=_plain(_evaluated(group, sample, "teacher"), sample),
+                ref_logprobs=_dense(_find_logprobs(group, sample, "reference"), sample),
+                values=_dense(_find_logprobs(group, sample, "critic"), sample),
+                teacher_logprobs=_dense(_find_logprobs(group, sample, "teacher"), sample),
                 is_truncated=sample.finish_reason is FinishReason.LENGTH,
-                turn_rewards=_plain(self._turn_rewards_of(group, sample), sample),
-                token_rewards=_plain(self._token_rewards_of(group, sample), sample),
+                turn_rewards=_dense(self._turn_rewards_of(group, sample), sample),
+                token_rewards=_dense(self._token_rewards_of(group, sample), sample),
             )
             for sample in group.ordered_samples()
         ]
-        return self._judge(rewarded)
+        return self._estimator(rewarded)
 
     def _ready_record(
         self, group: JoinedGroup, sample: SampleRolledOut, *, advantages: NDArray[np.float32]
     ) -> ProducerRecord:
-        taught = group.evaluations.get("teacher", {}).get(sample.sample_id)
+        taught = group.logprobs.get("teacher", {}).get(sample.sample_id)
         ready = SampleReady(
             key=sample.key,
             tokens=sample.tokens,
             loss_mask=dense(sample.loss_mask, what=f"sample {sample.sample_id}: loss_mask"),
             rollout_logprobs=sample.rollout_logprobs,
-            actor_logprobs=_evaluated(group, sample, "actor"),
-            ref_logprobs=_evaluated(group, sample, "reference"),
-            values=_evaluated(group, sample, "critic"),
-            teacher_logprobs=_evaluated(group, sample, "teacher"),
+            actor_logprobs=_find_logprobs(group, sample, "actor"),
+            ref_logprobs=_find_logprobs(group, sample, "reference"),
+            values=_find_logprobs(group, sample, "critic"),
+            teacher_logprobs=_find_logprobs(group, sample, "teacher"),
             topk_ids=sample.topk_ids
             if taught is None or taught.topk_ids is None
             else taught.topk_ids,
             topk_teacher_logprobs=None if taught is None else taught.topk_logprobs,
             advantages=advantages,
-            reward=self._reward_of(group, sample),
+            reward=self._get_reward(group, sample),
             components=self._components_of(group, sample),
             turn_rewards=self._turn_rewards_of(group, sample),
             token_rewards=self._token_rewards_of(group, sample),
@@ -307,7 +307,7 @@ class AdvantageLoop:
             reason=reason,
         )
 
-    def _note(self, event: Event) -> None:
+    def _apply(self, event: Event) -> None:
         if isinstance(event, PolicyVersionPublished):
             self._expiry_is_due = True
 
@@ -318,7 +318,7 @@ class AdvantageLoop:
         oldest = self._worker.control.policy_version - self._worker.config.run.max_staleness
         for group in self._join.evict_older_than(oldest):
             self._join.close(group)
-            if group.is_rolled_out:
+            if group.has_all_samples:
                 self._end(
                     group,
                     Outcome.EXPIRED,
@@ -339,7 +339,7 @@ class AdvantageLoop:
         self._committed |= {(mark.topic, mark.partition): mark.offset for mark in moved}
         self._consumer.commit(moved, wait=wait)
 
-    def _give_back(self, offsets: list[TopicOffset], deadline: Deadline) -> None:
+    def _release(self, offsets: list[TopicOffset], deadline: Deadline) -> None:
         self._commit(wait=deadline)
         failpoint("advantage.handing_over")
         for offset in offsets:
@@ -347,12 +347,12 @@ class AdvantageLoop:
             self._committed.pop((offset.topic, offset.partition), None)
 
 
-def _evaluated(group: JoinedGroup, sample: SampleRolledOut, evaluator: str) -> Array | None:
-    found = group.evaluations.get(evaluator, {}).get(sample.sample_id)
+def _find_logprobs(group: JoinedGroup, sample: SampleRolledOut, evaluator: str) -> Array | None:
+    found = group.logprobs.get(evaluator, {}).get(sample.sample_id)
     return None if found is None else found.values
 
 
-def _plain(values: Array | None, sample: SampleRolledOut) -> NDArray[np.generic] | None:
+def _dense(values: Array | None, sample: SampleRolledOut) -> NDArray[np.generic] | None:
     return (
         None
         if values is None

@@ -44,13 +44,13 @@ from relax_events.roles.worker_factory import open_store, open_worker
 from relax_events.runtime.control_follower import RECENT_VERSIONS, ControlFollower
 from relax_events.runtime.control_view import RESTART_CODE
 from relax_events.runtime.failpoints import failpoint
-from relax_events.runtime.parent_run import SourceRun
-from relax_events.runtime.run_description import describe, is_told
+from relax_events.runtime.parent_run import ParentRun
+from relax_events.runtime.run_description import build_run_description, is_recorded
 from relax_events.runtime.worker import Worker
 
 log = structlog.get_logger()
 IDLE_SECONDS = 0.5
-SEEN_SECONDS = (
+SCRAPE_GRACE_SECONDS = (
     12.0  # longer than Prometheus needs to come by once, and shorter than a drain may take
 )
 PARTITIONS_SECONDS, PARTITIONS_TIMEOUT_SECONDS = 30.0, 3.0
@@ -105,7 +105,7 @@ class ControllerLoop:
         bounds = ScalingBounds.from_config(
             self._config, is_supervised=SUPERVISOR_PID_VARIABLE in os.environ, share_group_size=size
         )
-        self._scaling = ScalingService(ScaleState(), bounds, self._give)
+        self._scaling = ScalingService(ScaleState(), bounds, self._emit)
         self._projections = ProjectionGroup(self._state, self._health, self._scaling.state)
         self._autoscaler = Autoscaler(self._config, self._state, self._scaling)
         worker.metrics.registry.register(ScaleMetrics(self._scaling.state, bounds))
@@ -127,38 +127,38 @@ class ControllerLoop:
         self._describe()
         if self._config.is_replay and self._config.parent.follow:
             self._follow_leader()
-        worker.control.follow(self._inbox.put, self._watch_ourselves)
+        worker.control.follow(self._inbox.put, self._check_own_liveness)
         with ExitStack() as stack:
             if is_served(self._config.scaling):
                 stack.enter_context(
                     closing(ApiServer(self._config, self._scaling, self._inbox.put))
                 )
             while not worker.drain.requested:
-                self._turn()
-            self._stay_to_be_scraped()
+                self._step()
+            self._wait_for_last_scrape()
         self._purger.close()
         self._admin.close()
         if self._leader_follower is not None:
             self._leader_follower.close()
 
-    def _turn(self) -> None:
+    def _step(self) -> None:
         self._take()
-        self._judge()
-        self._tend_workers()
-        self._look_at_queue()
+        self._check_completion()
+        self._reconcile_workers()
+        self._measure_queue()
         self._autoscaler.poll(now=now_micros(), num_unfinished=self._metrics.num_queued)
         self._scaling.reconcile()
-        self._look_at_partitions()
+        self._check_partitions()
         for entity, count in self._retention.purge_if_due().items():
             self._worker.metrics.count_purged(entity, count)
         self._worker.lifecycle.tick(working=False)
 
-    def _stay_to_be_scraped(self) -> None:
+    def _wait_for_last_scrape(self) -> None:
         """Serve for a moment how the run ended, where somebody is there to see it: it is what
         silences alerts, or the reason for one.
         """
         deadline = Deadline(
-            SEEN_SECONDS
+            SCRAPE_GRACE_SECONDS
             if self._state.ended is not None and self._config.telemetry.metrics_port
             else 0.0
         )
@@ -185,10 +185,10 @@ class ControllerLoop:
         versions = [
             event.policy_version for event in history if isinstance(event, PolicyVersionPublished)
         ]
-        described = describe(
+        described = build_run_description(
             self._config, from_version=max(versions, default=None), store_marker=mark.value
         )
-        if not is_told(described, history):
+        if not is_recorded(described, history):
             self._worker.records.producer.write(
                 [self._worker.records.build("control.commands", described)]
             )
@@ -197,7 +197,7 @@ class ControllerLoop:
         """Watch the run whose steps our trainer follows: when it has ended, so shall we, once all
         is trained.
         """
-        source = SourceRun.read(self._worker.connection, self._config.parent.run, own=self._config)
+        source = ParentRun.read(self._worker.connection, self._config.parent.run, own=self._config)
         self._leader = RunState()
         self._leader_follower = ControlFollower(
             self._worker.connection, source.plan, source.codec()
@@ -211,13 +211,13 @@ class ControllerLoop:
                 if isinstance(item, MainThreadTask):
                     item.run()
                 elif item is not None:
-                    self._note(item)
+                    self._apply(item)
                     self._retention.apply(item)
                 item = self._inbox.get_nowait()
         except queue.Empty:
             return
 
-    def _judge(self) -> None:
+    def _check_completion(self) -> None:
         """End the run when it has reached its goal, or when nothing but failures come."""
         run, state, num_steps = self._config.run, self._state, self._config.num_train_steps
         if state.ended is not None:
@@ -271,10 +271,10 @@ class ControllerLoop:
         )
         return True
 
-    def _note(self, event: Event) -> None:
+    def _apply(self, event: Event) -> None:
         self._projections.apply(event)
 
-    def _tend_workers(self) -> None:
+    def _reconcile_workers(self) -> None:
         """Do about workers that are not well what is to be done now; with the last step trained the
         run needs none of the pipeline any more.
         """
@@ -282,9 +282,9 @@ class ControllerLoop:
         limits = (
             dataclasses.replace(self._limits, pipeline=frozenset()) if is_trained else self._limits
         )
-        self._give(decide(self._health, limits, now=now_micros()))
+        self._emit(decide(self._health, limits, now=now_micros()))
 
-    def _watch_ourselves(self, _: Event) -> None:
+    def _check_own_liveness(self, _: Event) -> None:
         """End this process when its work loop hangs, from the thread that hears the others beat:
         nobody else watches the controller.
         """
@@ -292,7 +292,7 @@ class ControllerLoop:
             log.error("worker.killed", reason=self._worker.lifecycle.liveness_problem())
             os._exit(RESTART_CODE)
 
-    def _look_at_queue(self) -> None:
+    def _measure_queue(self) -> None:
         """Ask from time to time how many prompt groups wait; where the broker does not tell,
         nothing is told.
         """
@@ -312,7 +312,7 @@ class ControllerLoop:
             self._metrics.num_queued = None
             self._look_at_queue_after = time.monotonic() + QUEUE_RETRY_SECONDS
 
-    def _look_at_partitions(self) -> None:
+    def _check_partitions(self) -> None:
         """Ask from time to time how the run's partitions are; while the cluster does not tell,
         nothing is told.
         """
@@ -328,9 +328,9 @@ class ControllerLoop:
             self._metrics.partitions = {}
 
     def _stop(self, *, reason: str, succeeded: bool = False) -> None:
-        self._give([RunCommanded(command=Command.STOP, reason=reason, succeeded=succeeded)])
+        self._emit([RunCommanded(command=Command.STOP, reason=reason, succeeded=succeeded)])
 
-    def _give(self, commands: Sequence[RunCommanded]) -> None:
+    def _emit(self, commands: Sequence[RunCommanded]) -> None:
         """Write commands, and know them from then on."""
         if not commands:
             return
@@ -340,7 +340,7 @@ class ControllerLoop:
         )
         failpoint("controller.after_command")
         for event in commands:
-            self._note(event)
+            self._apply(event)
             addressed_to = event.worker_id or event.role or "all"
             log.info(
                 "run.commanded",

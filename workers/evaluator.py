@@ -133,30 +133,30 @@ class EvaluatorLoop:
                 else self._inbox.get(timeout=IDLE_SECONDS)
             )
             while True:
-                self._note(event)
+                self._apply(event)
                 event = self._inbox.get_nowait()
         except queue.Empty:
             return
 
-    def _note(self, event: Event | None) -> None:
+    def _apply(self, event: Event | None) -> None:
         config = self._config
         if isinstance(event, PolicyEvaluated):
             self._done.add((event.policy_version, event.dataset))
-            if not list(self._left(event.policy_version)):
+            if not list(self._is_expired(event.policy_version)):
                 self._published.pop(event.policy_version, None)
         elif isinstance(event, PolicyVersionPublished):
             version = event.policy_version
             is_due = config.evaluation.is_due(
                 version, first=config.first_version, last=config.last_version
             )
-            if is_due and list(self._left(version)):
+            if is_due and list(self._is_expired(version)):
                 self._published[version] = event
 
-    def _beat_between_scores(self) -> None:
+    def _send_heartbeat_between_scores(self) -> None:
         self._worker.heartbeat.advance()
         self._worker.lifecycle.tick(working=True)
 
-    def _left(self, version: int) -> Iterator[EvaluationDatasetConfig]:
+    def _is_expired(self, version: int) -> Iterator[EvaluationDatasetConfig]:
         """Give the datasets that a version is still to be evaluated on."""
         return (
             dataset
@@ -171,7 +171,7 @@ class EvaluatorLoop:
         if weights is None:
             return
         self._worker.heartbeat.set_policy_version(version)
-        for dataset in list(self._left(version)):
+        for dataset in list(self._is_expired(version)):
             started = time.monotonic()
             done = self._pass(dataset, weights)
             if done is None:
@@ -223,13 +223,13 @@ class EvaluatorLoop:
             library=self._library,
             rewards=self._rewards[dataset.name],
             config=self._config,
-            beat=self._beat_between_scores,
+            beat=self._send_heartbeat_between_scores,
         )
-        while not one.is_over:
+        while not one.is_finished:
             if self._worker.drain.requested:
                 one.abort()
                 return None
-            one.turn()
+            one.step()
             failpoint("evaluator.generating")
             self._worker.heartbeat.set_in_flight(self._engine.num_running)
             self._worker.heartbeat.advance_to(self._engine.num_tokens)

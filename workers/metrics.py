@@ -73,7 +73,7 @@ class MetricsLoop:
         with MetricsFile(worker.config.run_directory / "metrics.jsonl") as file:
             start_offsets = dict.fromkeys(FOLLOWED, 0) | file.positions
             worker.control.follow(
-                lambda event: self._hear(event, file), start_offsets=start_offsets
+                lambda event: self._receive(event, file), start_offsets=start_offsets
             )
             while True:
                 try:
@@ -100,7 +100,7 @@ class MetricsLoop:
         except BrokerError as error:
             log.warning("metrics.read_aborted", error=str(error))
 
-    def _hear(self, event: Event, file: MetricsFile) -> None:
+    def _receive(self, event: Event, file: MetricsFile) -> None:
         """Take what lay on the log at our start as it is read, so that no more of it is held; what
         comes later waits for the loop.
         """
@@ -115,7 +115,7 @@ class MetricsLoop:
 
     def _take(self, event: Event | None, file: MetricsFile) -> None:
         started = time.monotonic()
-        self._tell(event)
+        self._deliver(event)
         if (line := self._line(event)) is not None:
             failpoint("metrics.before_write")
             file.write(line)
@@ -135,7 +135,7 @@ class MetricsLoop:
             )
             self._saved_at = time.monotonic()
 
-    def _tell(self, event: Event | None) -> None:
+    def _deliver(self, event: Event | None) -> None:
         if event is not None and (notice := self._desk.apply(event)) is not None:
             for teller in self._tellers:
                 teller.put(notice)
@@ -180,7 +180,7 @@ class MetricsLoop:
                 "phase_seconds": event.phase_seconds,
             }
         if isinstance(event, PolicyEvaluated):
-            figures = evaluation_figures(event)
+            figures = build_evaluation_metrics(event)
             self._track(
                 f"evaluation/{event.dataset}", event.policy_version, event.evaluated_at, figures
             )
@@ -204,7 +204,7 @@ class MetricsLoop:
         return None
 
 
-def evaluation_figures(event: PolicyEvaluated) -> dict[str, float]:
+def build_evaluation_metrics(event: PolicyEvaluated) -> dict[str, float]:
     """Return the figures of an evaluation that are known, by name."""
     figures = {
         "reward_mean": event.reward_mean,

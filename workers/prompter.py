@@ -56,11 +56,11 @@ from relax_events.runtime.validation import check_issued
 from relax_events.runtime.worker import Worker
 from relax_events.staleness import (
     IssuedGroup,
-    Place,
+    BatchSlot,
     admitted_steps,
-    due_places,
-    is_guest,
-    reissue_of,
+    find_unissued_slots,
+    is_external,
+    build_reissue,
 )
 from relax_events.telemetry.traces import TracedWork
 from relax_events.topics import compute_shard
@@ -70,7 +70,7 @@ IDLE_SECONDS = 0.5
 QUEUE, ENDS, SUMMARIES = "prompt.groups", "control.prompt-group-outcomes", "control.prompter-state"
 SUMMARY_STEPS = 8
 """Train steps that are admitted between two summaries."""
-MAX_EARNED = 400_000
+MAX_SUMMARY_REWARDS = 400_000
 """Mean rewards that fit into a record; beyond, a prompter that starts again reads all of the
 log."""
 
@@ -109,19 +109,19 @@ class PrompterLoop:
         self._messages_of = read_messages
         self._inbox: queue.SimpleQueue[tuple[Event | None, int]] = queue.SimpleQueue()
         self._in_flight: dict[str, IssuedGroup] = {}
-        self._seats: set[Place] = set()
+        self._issued_slots: set[BatchSlot] = set()
         self._next_step = self._summed_step = self._config.first_version
         self._ends_position = 0
         self._needs_history = needs_history(self._config.data)
         self._trained: Counter[int] = Counter()
-        self._chooser = PromptSampler(
+        self._sampler = PromptSampler(
             stream,
             filters,
             block_rows=self._config.data.filter_window_rows
             if self._config.data.prompt_filter
             else 1,
             first_row=self._config.parent.from_row,
-            heartbeat=self._beat,
+            heartbeat=self._send_heartbeat,
         )
         # A record batch for each prompt group, so that a share consumer can lease one at a time.
         self._producer = RecordProducer(worker.connection, one_record_per_batch=True)
@@ -136,12 +136,12 @@ class PrompterLoop:
         while not worker.drain.requested:
             with suppress(queue.Empty):
                 self._take(*self._inbox.get(timeout=IDLE_SECONDS))
-                self._sum_up()
+                self._write_summary()
             worker.lifecycle.tick(working=False)
         self._producer.close()
         self._admin.close()
 
-    def _beat(self) -> None:
+    def _send_heartbeat(self) -> None:
         self._worker.heartbeat.advance()  # a block of rows was filtered
         self._worker.lifecycle.tick(working=True)
 
@@ -168,7 +168,7 @@ class PrompterLoop:
             }
         )
         if summary is not None:
-            self._begin_at(summary)
+            self._restore_summary(summary)
             self._ends_position = begins.get((plan.topic(ENDS), 0), 0)
         queue = [(plan.topic(QUEUE), partition) for partition in range(plan.queue_partitions)]
         places = queue if summary is not None else [*queue, (plan.topic(ENDS), 0)]
@@ -177,22 +177,22 @@ class PrompterLoop:
         for record in reader.stream(
             {place: (begins.get(place, 0), high) for place, (_, high) in ends.items()}
         ):
-            event = self._known(record)
+            event = self._decode(record)
             if isinstance(event, PromptGroupIssued):
                 self._remember_issue(event)
                 if not event.attempt:
                     first_rows.setdefault(record.partition, event.row)
             elif isinstance(event, PromptGroupEnded) and event.outcome is Outcome.TRAINED:
-                self._seats.add(Place(event.train_step, event.group_index))
+                self._issued_slots.add(BatchSlot(event.train_step, event.group_index))
         for partition, row in first_rows.items():
             if ends[queue[partition]][0] > begins.get(queue[partition], 0):
-                self._chooser.skip_to_block_of(row)
+                self._sampler.skip_to_block_of(row)
         reader.close()
         if self._in_flight or summary is not None:
             log.info(
                 "prompts.recovered",
                 num_prompt_groups=len(self._in_flight),
-                next_row=self._chooser.floor,
+                next_row=self._sampler.floor,
             )
 
     def _read_summary(self, reader: LogReader) -> PrompterStateSaved | None:
@@ -206,9 +206,9 @@ class PrompterLoop:
                         return event
         return None
 
-    def _begin_at(self, summary: PrompterStateSaved) -> None:
+    def _restore_summary(self, summary: PrompterStateSaved) -> None:
         self._next_step = self._summed_step = summary.next_step
-        self._chooser.resume_at(summary.next_row, summary.later_rows)
+        self._sampler.resume_at(summary.next_row, summary.later_rows)
         self._in_flight = {
             name: replace(IssuedGroup.parse(name), row=row)
             for name, row in summary.in_flight.items()
@@ -219,9 +219,9 @@ class PrompterLoop:
             np.asarray(summary.reward_history_values).tolist(),
             strict=True,
         ):
-            self._chooser.history.add(DatasetRow(dataset, index), reward)
+            self._sampler.history.add(DatasetRow(dataset, index), reward)
 
-    def _sum_up(self) -> None:
+    def _write_summary(self) -> None:
         """Write down from time to time how things stand, so that a start costs the same however
         long the run is.
 
@@ -231,17 +231,17 @@ class PrompterLoop:
         if self._next_step < self._summed_step + SUMMARY_STEPS:
             return
         self._summed_step = self._next_step
-        plan, earned = self._worker.plan, list(self._chooser.history.entries())
-        if len(earned) > MAX_EARNED:
-            log.warning("prompter_state.save_failed", num_earned=len(earned), limit=MAX_EARNED)
+        plan, earned = self._worker.plan, list(self._sampler.history.entries())
+        if len(earned) > MAX_SUMMARY_REWARDS:
+            log.warning("prompter_state.save_failed", num_earned=len(earned), limit=MAX_SUMMARY_REWARDS)
             return
         queue = [(plan.topic(QUEUE), partition) for partition in range(plan.queue_partitions)]
         positions = self._admin.end_offsets(queue) | {(plan.topic(ENDS), 0): self._ends_position}
         summary = PrompterStateSaved(
             positions=[TopicOffset(*place, offset) for place, offset in sorted(positions.items())],
             next_step=self._next_step,
-            next_row=self._chooser.floor,
-            later_rows=self._chooser.later_rows,
+            next_row=self._sampler.floor,
+            later_rows=self._sampler.later_rows,
             in_flight={name: group.row for name, group in self._in_flight.items()},
             num_trained={str(step): count for step, count in self._trained.items()},
             reward_history_rows=np.array(
@@ -253,13 +253,13 @@ class PrompterLoop:
             [self._worker.records.build(SUMMARIES, summary, key="prompter")]
         )
 
-    def _known(self, record: Record) -> Event | None:
+    def _decode(self, record: Record) -> Event | None:
         """Return a record's event; None for a stranger's, which the rollout role keeps among its
         dead letters.
         """
         with suppress(CorruptRecord, PoisonSample, SchemaError):
             event = self._worker.records.codec.decode(record.value)
-            if not isinstance(event, PromptGroupIssued) or not is_guest(
+            if not isinstance(event, PromptGroupIssued) or not is_external(
                 check_issued(event).prompt_group_id
             ):
                 return event
@@ -268,54 +268,54 @@ class PrompterLoop:
     def _remember_issue(self, event: PromptGroupIssued) -> None:
         skipped_rows = [int(row) for row in event.skipped_rows if row.isdecimal()]
         self._remember(
-            IssuedGroup(Place(event.train_step, event.group_index), event.attempt, event.row),
+            IssuedGroup(BatchSlot(event.train_step, event.group_index), event.attempt, event.row),
             skipped_rows,
         )
 
     def _remember(self, group: IssuedGroup, skipped_rows: Iterable[int]) -> None:
         self._in_flight[group.prompt_group_id] = group
-        self._seats.add(group.place)
+        self._issued_slots.add(group.slot)
         for row in (group.row, *skipped_rows):
-            self._chooser.mark_used(row)
+            self._sampler.mark_used(row)
 
     def _take(self, event: Event | None, ends_position: int) -> None:
         self._ends_position = max(self._ends_position, ends_position)
         if isinstance(event, PolicyVersionPublished):
             if not self._needs_history or event.policy_version == self._config.first_version:
-                self._admit(event.policy_version)
+                self._issue_admitted(event.policy_version)
         elif isinstance(event, PromptGroupEnded):
-            self._note_end(event)
+            self._apply_end(event)
 
-    def _note_end(self, event: PromptGroupEnded) -> None:
+    def _apply_end(self, event: PromptGroupEnded) -> None:
         ended = self._in_flight.pop(event.prompt_group_id, None)
         if (
             ended is not None
             and event.mean_reward is not None
             and event.outcome in (Outcome.TRAINED, Outcome.FILTERED)
         ):
-            self._chooser.add_reward(ended.row, event.mean_reward)
+            self._sampler.add_reward(ended.row, event.mean_reward)
         if event.outcome is Outcome.TRAINED:
-            self._note_trained(event.trainer_version)
+            self._count_trained(event.trainer_version)
         elif ended is not None:
-            self._replace(ended, event.outcome)
+            self._reissue(ended, event.outcome)
 
-    def _note_trained(self, train_step: int) -> None:
+    def _count_trained(self, train_step: int) -> None:
         if not self._needs_history:
             return
         self._trained[train_step] += 1
         if self._trained[train_step] == self._config.run.prompts_per_step:
             del self._trained[train_step]
-            self._admit(train_step + 1)
+            self._issue_admitted(train_step + 1)
 
-    def _admit(self, published_version: int) -> None:
+    def _issue_admitted(self, published_version: int) -> None:
         """Issue every seat of the admitted steps that is still empty."""
         run = self._config.run
         steps = admitted_steps(
             published_version, max_staleness=run.max_staleness, num_steps=run.num_steps
         )
         new_steps = range(self._next_step, steps.stop)
-        places = due_places(self._seats, steps=new_steps, prompts_per_step=run.prompts_per_step)
-        choices = self._chooser.next_rows(len(places), train_step=max(steps.stop - 1, 0))
+        places = find_unissued_slots(self._issued_slots, steps=new_steps, prompts_per_step=run.prompts_per_step)
+        choices = self._sampler.next_rows(len(places), train_step=max(steps.stop - 1, 0))
         self._issue(
             [
                 (IssuedGroup(place, 0, choice.row), choice)
@@ -323,21 +323,21 @@ class PrompterLoop:
             ]
         )
         self._next_step = max(self._next_step, steps.stop)
-        self._seats = {place for place in self._seats if place.train_step >= self._next_step}
+        self._issued_slots = {place for place in self._issued_slots if place.train_step >= self._next_step}
 
-    def _replace(self, ended: IssuedGroup, outcome: Outcome) -> None:
-        successor = reissue_of(ended, outcome=outcome, next_row=-1)
+    def _reissue(self, ended: IssuedGroup, outcome: Outcome) -> None:
+        successor = build_reissue(ended, outcome=outcome, next_row=-1)
         if successor is None or successor.prompt_group_id in self._in_flight:
             return
-        is_same = outcome is Outcome.EXPIRED and self._is_at_hand(ended.row)
+        is_same = outcome is Outcome.EXPIRED and self._is_readable(ended.row)
         choice = (
             SelectedRow(ended.row)
             if is_same
-            else self._chooser.next_rows(1, train_step=ended.place.train_step)[0]
+            else self._sampler.next_rows(1, train_step=ended.slot.train_step)[0]
         )
         self._issue([(replace(successor, row=choice.row), choice)])
 
-    def _is_at_hand(self, row: int) -> bool:
+    def _is_readable(self, row: int) -> bool:
         """Return whether a row can be issued once more: the files that it names may be gone."""
         try:
             self._messages_of(self._stream[row])
@@ -375,7 +375,7 @@ class PrompterLoop:
             group.prompt_group_id,
             topic="prompt.groups",
             instead_of=former,
-            train_step=group.place.train_step,
+            train_step=group.slot.train_step,
             attempt=group.attempt,
             row=group.row,
         )
@@ -383,15 +383,15 @@ class PrompterLoop:
     def _record(self, group: IssuedGroup, choice: SelectedRow) -> ProducerRecord:
         self._worker.heartbeat.advance()  # reading a row's media may take long
         run, row = self._config.run, self._stream[group.row]
-        required = max(group.place.train_step - run.max_staleness, 0)
+        required = max(group.slot.train_step - run.max_staleness, 0)
         if group.attempt:
             required = max(
                 required, self._worker.control.policy_version
             )  # a late comer starts on fresh weights, or it would expire again
         issued = PromptGroupIssued(
             prompt_group_id=group.prompt_group_id,
-            train_step=group.place.train_step,
-            group_index=group.place.group_index,
+            train_step=group.slot.train_step,
+            group_index=group.slot.group_index,
             attempt=group.attempt,
             row=group.row,
             required_policy_version=required,
@@ -402,7 +402,7 @@ class PrompterLoop:
             tools=row.tools,
             completions=row.completions,
             skipped_rows={str(number): reason for number, reason in choice.skipped.items()},
-            seed=seed_of(run.seed, group),
+            seed=derive_seed(run.seed, group),
         )
         partition = compute_shard(group.prompt_group_id, shards=self._worker.plan.queue_partitions)
         return self._worker.records.build(
@@ -410,6 +410,6 @@ class PrompterLoop:
         )
 
 
-def seed_of(run_seed: int, group: IssuedGroup) -> int:
+def derive_seed(run_seed: int, group: IssuedGroup) -> int:
     """Derive a prompt group's seed from the run's."""
     return (run_seed * 1_000_003 + compute_shard(group.prompt_group_id, shards=2**31)) % 2**53

@@ -34,7 +34,7 @@ from relax_events.media.library import MediaLibrary
 from relax_events.roles.engine_factory import open_rollout_engine
 from relax_events.roles.engine_monitor import EngineMonitor
 from relax_events.roles.generation_request import build_generation_request
-from relax_events.roles.handover import Partials
+from relax_events.roles.handover import PartialSamples
 from relax_events.roles.inflight_group import InflightGroup
 from relax_events.roles.media_prefetch import MediaPrefetcher
 from relax_events.roles.prompt_intake import DELIVERY_MARGIN, PromptIntake
@@ -101,7 +101,7 @@ class RolloutLoop:
         self._inbox: queue.SimpleQueue[Lease | None] = queue.SimpleQueue()
         self._waiting: list[InflightGroup] = []
         self._running: dict[str, InflightGroup] = {}
-        self._partials = Partials(open_store(self._config))
+        self._partials = PartialSamples(open_store(self._config))
         self._written: deque[str] = deque(maxlen=MAX_REMEMBERED_GROUPS)
         self._redelivery_guard = RedeliveryGuard(worker)
         self._monitor = EngineMonitor(worker, engine)
@@ -157,7 +157,7 @@ class RolloutLoop:
 
     def _step(self) -> None:
         self._poll_leases(block=False)
-        for lease in self._redelivery_guard.unclaimed():
+        for lease in self._redelivery_guard.find_unclaimed():
             self._intake.give_up(lease)
         if self._weights.update_if_newer():
             self._asleep = False
@@ -291,7 +291,7 @@ class RolloutLoop:
                 self._intake.fail(lease, f"engine refused the prompt: {error}")
             return False
         self._running[group.issued.prompt_group_id] = group
-        group.work = self._begin_trace(group)
+        group.trace = self._begin_trace(group)
         return True
 
     def _begin_trace(self, group: InflightGroup) -> TracedWork:
@@ -343,7 +343,7 @@ class RolloutLoop:
         for group in groups:
             self._written.append(group.issued.prompt_group_id)
             group.done()
-            group.end_work()
+            group.end_trace()
         self._partials.forget(group.issued.prompt_group_id for group in groups if group.is_resumed)
         self._worker.metrics.count_tokens(
             sum(sample.num_sampled_tokens for group in groups for sample in group.samples)

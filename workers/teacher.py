@@ -64,7 +64,7 @@ class TeacherScorer(LogprobScorer):
         takes one.
         """
         if not self._algorithm.has_topk_loss:
-            return super().scores_of(samples)
+            return super().compute_scores(samples)
         choose_own = self._algorithm.distill_tokens == "teacher_topk"
         return self._teacher.score_topk(
             samples, num_ids=self._algorithm.distill_top_k, choose_own=choose_own

@@ -36,7 +36,7 @@ from relax_events.objects import ObjectStore
 from relax_events.projections.training_history import TrainingHistory
 from relax_events.roles.worker_factory import open_store, open_worker
 from relax_events.runtime.failpoints import failpoint
-from relax_events.runtime.parent_run import SourceRun
+from relax_events.runtime.parent_run import ParentRun
 from relax_events.runtime.worker import Worker
 from relax_events.topics import TopicPlan
 from relax_events.topics.plan import TRAINING_SAMPLES
@@ -122,7 +122,7 @@ class TrainLoop:
         self._began_ns = 0
         backend.on_progress(self._progress_in_step)
         self._source = (
-            SourceRun.read(worker.connection, self._config.parent.run, own=self._config)
+            ParentRun.read(worker.connection, self._config.parent.run, own=self._config)
             if self._config.parent.run
             else None
         )

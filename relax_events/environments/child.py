@@ -19,7 +19,7 @@ import orjson
 from relax_events.environments.reply import Reply
 from relax_events.errors import ConfigError, RelaxError
 from relax_events.plugins import ENVIRONMENTS, FUNCTION, find_plugin
-from relax_events.runtime.subprocess_rpc import LENGTHS, answer, failing_aloud, questions
+from relax_events.runtime.subprocess_rpc import LENGTHS, respond, raise_failures, read_requests
 
 FILES = "files"
 ARGUMENTS = ("messages", "answer", "metadata")
@@ -37,12 +37,12 @@ def main() -> int:
     setup = orjson.loads(requests.readline())
     resource.setrlimit(resource.RLIMIT_AS, (setup["memory_bytes"], setup["memory_bytes"]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    asked = questions(requests)
+    asked = read_requests(requests)
     next(asked)
     try:
         function = load_environment(setup["function"], setup["options"])
     except (RelaxError, MemoryError) as error:
-        answer(
+        respond(
             answers,
             {
                 "load_error": str(error)
@@ -50,10 +50,10 @@ def main() -> int:
             },
         )
         return 2
-    answer(answers, {"takes_files": _has_parameter(function, FILES)})
-    with failing_aloud(answers):
+    respond(answers, {"takes_files": _has_parameter(function, FILES)})
+    with raise_failures(answers):
         for question, content in asked:
-            answer(
+            respond(
                 answers,
                 *_call_environment(
                     function, question, content, max_item_bytes=setup["max_item_bytes"]

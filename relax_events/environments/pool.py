@@ -21,7 +21,7 @@ from relax_events.media.items import read_items
 from relax_events.media.library import MediaLibrary
 from relax_events.media.model_inputs import ProcessedMedia
 from relax_events.objects.roots import list_message_media
-from relax_events.runtime.subprocess_rpc import LENGTHS, AnsweringChild, ChildLost
+from relax_events.runtime.subprocess_rpc import LENGTHS, SubprocessRpc, ChildProcessLost
 
 START_SECONDS = 120.0
 
@@ -115,15 +115,15 @@ class _EnvironmentChild:
             **config.environment.model_dump(mode="json"),
             "max_item_bytes": config.model.media.max_item_bytes,
         }
-        self._child: AnsweringChild | None = None
+        self._child: SubprocessRpc | None = None
         self._takes_files = self._is_closed = False
 
-    def start(self) -> AnsweringChild:
+    def start(self) -> SubprocessRpc:
         """Start the child; errors as for the pool."""
-        child = self._child = AnsweringChild("relax_events.environments.child", setup=self._setup)
+        child = self._child = SubprocessRpc("relax_events.environments.child", setup=self._setup)
         try:
             response, _ = child.ask({}, seconds=START_SECONDS)
-        except ChildLost as lost:
+        except ChildProcessLost as lost:
             self._child = None
             how = (
                 f"took longer than {START_SECONDS:g} s to load"
@@ -185,7 +185,7 @@ class _EnvironmentChild:
         child = self._child or self.start()
         try:
             return child.ask(request, files, seconds=self._environment.timeout_seconds)
-        except ChildLost as lost:
+        except ChildProcessLost as lost:
             self._child = None
             limit = (
                 f"took longer than {self._environment.timeout_seconds:g} s "

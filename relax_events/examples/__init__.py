@@ -1,3 +1,3 @@
-"""Synthetic tasks, tiny models and their preparation. The library finds them by entry points and
+"""Synthetic tasks, tiny models and their preparation. The library loads them by entry points and
 never imports them.
 """

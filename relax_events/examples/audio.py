@@ -13,7 +13,7 @@ from relax_events.examples.media_tasks import SyntheticItem, SyntheticKind
 from relax_events.media.wav import RATE_HERTZ, Samples, encode_wav
 
 NOTES = {"do": 262.0, "re": 392.0, "mi": 587.0, "fa": 880.0, "sol": 1319.0, "la": 1976.0}
-"""In hertz, a fifth apart."""
+"""Frequencies in hertz, a fifth apart."""
 LOUDNESS, NOISE, DETUNING = 0.3, 0.02, 0.02
 
 
@@ -21,7 +21,7 @@ class ToneOptions(Section):
     """What `data.options` may hold."""
 
     seconds: Annotated[float, Field(ge=0.05, le=60)] = 0.4
-    """Of a tone."""
+    """Duration of a tone."""
 
 
 def _pitch(generator: np.random.Generator, options: ToneOptions) -> SyntheticItem:
@@ -30,7 +30,7 @@ def _pitch(generator: np.random.Generator, options: ToneOptions) -> SyntheticIte
 
 
 def _order(generator: np.random.Generator, options: ToneOptions) -> SyntheticItem:
-    """Play one tone, and then another; the answer is the latter."""
+    """Generate two tones in sequence; the answer is the second."""
     first, last = generator.choice(list(NOTES), 2, replace=False)
     return SyntheticItem(
         str(last),
@@ -43,7 +43,7 @@ def _order(generator: np.random.Generator, options: ToneOptions) -> SyntheticIte
 
 
 def _tone(generator: np.random.Generator, hertz: float, seconds: float) -> Samples:
-    """Play a note a little out of tune, among noise."""
+    """Generate a slightly detuned note with noise."""
     time = np.arange(round(seconds * RATE_HERTZ)) / RATE_HERTZ
     played = hertz * (1 + DETUNING * generator.standard_normal())
     begin = generator.random() * 2 * np.pi

@@ -32,7 +32,7 @@ QUESTIONS = {
 }
 GREY = 180
 NOISE, SHADE = 60, 15
-"""How bright the background's noise is at most, and how far a square's colour strays."""
+"""Maximum brightness of the background noise, and maximum deviation of a square's colour."""
 Canvas = UInt8[np.ndarray, "side side 3"]
 
 
@@ -40,7 +40,7 @@ class SceneOptions(Section):
     """What `data.options` may hold."""
 
     pixels: Annotated[int, Field(ge=16, le=1024)] = 32
-    """Of a side."""
+    """Pixels of a side."""
 
 
 def _colour(generator: np.random.Generator, options: SceneOptions) -> SyntheticItem:
@@ -107,7 +107,7 @@ def _square(generator: np.random.Generator, area: Canvas, colour: str) -> None:
 
 
 def background(generator: np.random.Generator, pixels: int) -> Canvas:
-    """Draw dark noise."""
+    """Generate dark noise."""
     return generator.integers(0, NOISE, (pixels, pixels, 3)).astype(np.uint8)
 
 

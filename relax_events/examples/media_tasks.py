@@ -25,7 +25,7 @@ SEED_STRIDE = 1_000_003
 
 @dataclass(frozen=True, slots=True)
 class SyntheticItem:
-    """An answer, a file, and what the row's metadata say besides."""
+    """A generated media file with its answer and further metadata of the row."""
 
     answer: str
     file: bytes
@@ -33,7 +33,7 @@ class SyntheticItem:
 
 
 ItemGenerator = Callable[[np.random.Generator, Any], SyntheticItem]
-"""Makes them from a source of chance and the options."""
+"""Generates an item from a random generator and the options."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,8 @@ class SyntheticKind:
     """What is made.
 
     Attributes:
-        modality: Of the files.
-        options: What `data.options` may hold.
-        tasks: A question for each, and what makes its files.
+        modality: Modality of the files. options: Schema of `data.options`. tasks: Question and
+            generator of each task, by name.
     """
 
     modality: Modality
@@ -56,8 +55,8 @@ class SyntheticKind:
 
 
 class SyntheticSource:
-    """Files with one question each, made on demand: the same seed and index give the same file,
-    whatever was made before.
+    """Media files with one question each, generated on demand: seed and index determine the
+    file.
     """
 
     def __init__(
@@ -66,13 +65,13 @@ class SyntheticSource:
         """Choose a task.
 
         Args:
-            name: Of the kind, as a run file names it.
-            kind: What is made.
-            task: One of the kind's.
-            config: Gives the number of rows, the options and the system prompt.
+            name: Name of the kind in run files.
+            kind: The kind of media.
+            task: A task of the kind.
+            config: Number of rows, options and system prompt.
             seed: The run's seed.
         Raises:
-            ConfigError: There is no such task, or it does not take these options.
+            ConfigError: There is no such task, or it rejects these options.
         """
         if task not in kind.tasks:
             raise ConfigError(
@@ -101,7 +100,7 @@ class SyntheticSource:
         return self._config.num_problems
 
     def row(self, index: int) -> PromptRow:
-        """Make one file."""
+        """Generate one row."""
         if not 0 <= index < self.num_rows:
             raise IndexError(f"row {index} of {self._name}: data.num_problems is {self.num_rows}")
         question, generate = self._kind.tasks[self._task]

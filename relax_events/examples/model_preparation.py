@@ -1,4 +1,4 @@
-"""Makes the small model that a run file describes, out of the run's own data."""
+"""Prepare the tiny model that a run file describes, from the run's own data."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def prepare_model(config: RunConfig, *, report: Report = print) -> Path:
     """Make the model of `model.path` where there is none: a tiny model by `model.tiny`, then the
     SFT warm-up.
 
-    A folder that is there is left as it is; if it was made from other settings, the report says so.
-    The folder appears whole or not at all.
+    An existing folder is not changed; if it was made from other settings, the report says so. The
+    folder is written atomically.
 
     Args:
         config: The run file.
-        report: Called with a line about each stage.
+        report: Called with a line for each stage.
     Returns:
         The folder.
     Raises:
-        ConfigError: The folder is missing and the run file has no `model.tiny`, or the data is
-            unfit.
+        ConfigError: The folder is missing and the run file has no `model.tiny`, or the data are
+            invalid.
     """
     path = config.model.path
     if (path / "config.json").is_file():
@@ -63,12 +63,12 @@ def warm_up_model(config: RunConfig, *, output: Path | None = None, report: Repo
     Args:
         config: The run file; where its `model.path` does not exist the tiny model is made first.
         output: The folder to write; `model.path` when None.
-        report: Called with a line about each stage.
+        report: Called with a line for each stage.
     Returns:
         The folder written.
     Raises:
-        ConfigError: The folder is missing and the run file has no `model.tiny`, or the data is
-            unfit.
+        ConfigError: The folder is missing and the run file has no `model.tiny`, or the data are
+            invalid.
         EnvironmentProblem: The folder can't be written.
     """
     logging.disable_progress_bar()
@@ -90,7 +90,7 @@ def warm_up_model(config: RunConfig, *, output: Path | None = None, report: Repo
 
 
 def _check_writable(folder: Path) -> None:
-    """Find out before the work what would spoil it after."""
+    """Check that the folder can be written before the work starts."""
     try:
         folder.mkdir(parents=True)
         folder.rmdir()
@@ -107,7 +107,7 @@ def make_tiny_for(
     """Write a tiny model whose tokenizer is trained on the prompts and answers of a run's data,
     those under `assistant_turns_key` among them.
 
-    The text around the problems of each dataset becomes one token each: see `constant_phrases`.
+    The constant text around the problems of each dataset becomes one token: see `constant_phrases`.
     """
     stream = open_stream(data, seed=seed, shuffle=True)
     rows = [stream[number] for number in range(tiny.corpus_rows)]
@@ -158,8 +158,8 @@ def _copy_or_make(config: RunConfig, draft: Path, report: Report) -> None:
 
 
 def _train(config: RunConfig, path: Path, report: Report) -> None:
-    # Another order than the run's own, so that the run does not begin with the very prompts it was
-    # warmed up on.
+    # A different order from the run's, so that the run does not start with the prompts of the
+    # warm-up.
     stream = open_stream(
         config.data, seed=config.run.seed, order_seed=config.run.seed + 1, shuffle=True
     )

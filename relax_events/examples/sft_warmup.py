@@ -1,6 +1,4 @@
-"""A short supervised start: next-token training on reference answers, until reinforcement learning
-finds something to reinforce.
-"""
+"""Warm up a model by supervised training on reference answers, so that RL gets non-zero rewards."""
 
 from __future__ import annotations
 
@@ -24,13 +22,12 @@ TEXT = Family()
 
 @dataclass(frozen=True, slots=True)
 class SupervisedExample:
-    """A prompt and what should follow.
+    """A prompt and its target.
 
     Attributes:
-        prompt_tokens: Up to where the model goes on.
-        answer_tokens: The completion, with its end token; of several turns, the replies too.
-        chosen: Which of these the model should have written.
-        media: What the placeholders stand for, in the prompt and in replies.
+        prompt_tokens: Tokens of the prompt. answer_tokens: Tokens of the completion with its stop
+            token; for several turns with the replies. loss_mask: True on the tokens that the model
+            should generate. media: Media of the placeholders in the prompt and in replies.
     """
 
     prompt_tokens: NDArray[np.int32]
@@ -41,9 +38,7 @@ class SupervisedExample:
 
 @dataclass(frozen=True, slots=True)
 class PaddedBatch:
-    """Examples side by side, padded on the left; `labels` are `IGNORED` wherever there is nothing
-    to learn.
-    """
+    """A batch of examples, padded on the left; `labels` are `IGNORED` on tokens without loss."""
 
     input_ids: Tensor
     attention_mask: Tensor
@@ -65,11 +60,11 @@ def sft_warmup(
 
     Args:
         model: The policy.
-        batch: Gives the examples of a step, counted from 0.
+        batch: Returns the examples of a step, counted from 0.
         config: Steps, target and learning rate.
         report: Called after each step with its number, counted from 1, and its mean loss per answer
             token in nats.
-        family: Of the model.
+        family: The model's family.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=0.0)
     model.train()
@@ -91,7 +86,7 @@ def sft_warmup(
 def count_correct(
     model: PreTrainedModel, examples: Sequence[SupervisedExample], *, family: Family = TEXT
 ) -> int:
-    """Count the examples that the model would complete as it should by its likeliest tokens."""
+    """Count the examples that greedy decoding completes correctly."""
     batch = pad_left(examples, device=model.device, family=family)
     wanted = batch.labels[:, 1:]
     likeliest = _logits(model, batch, family)[:, :-1].argmax(-1)
@@ -101,7 +96,7 @@ def count_correct(
 def pad_left(
     examples: Sequence[SupervisedExample], *, device: torch.device, family: Family = TEXT
 ) -> PaddedBatch:
-    """Put examples side by side so that all end in the last column."""
+    """Pad examples on the left to one batch."""
     lengths = [len(example.prompt_tokens) + len(example.answer_tokens) for example in examples]
     width = max(lengths)
     tokens = np.zeros((len(examples), width), dtype=np.int64)

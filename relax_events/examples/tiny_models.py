@@ -1,6 +1,4 @@
-"""Tiny models of real architectures with random weights: the whole pipeline runs on two CPU cores
-with them.
-"""
+"""Write tiny models of real architectures with random weights, for pipelines on two CPU cores."""
 
 from __future__ import annotations
 
@@ -45,7 +43,7 @@ THREE_POSITIONS: dict[str, Any] = {
     }
 }
 HYBRID: dict[str, Any] = {
-    "head_dim": 2 * HEAD_DIM,  # of which a quarter turns with the position
+    "head_dim": 2 * HEAD_DIM,  # a quarter of it is rotary
     "full_attention_interval": 2,
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": HEAD_DIM,
@@ -102,8 +100,8 @@ NAMED_TOKENS = {
     "audio_bos_token": "<|audio_start|>",
     "audio_eos_token": "<|audio_end|>",
 }
-"""What a model that hears calls its placeholders in `tokenizer_config.json`; its processor in
-transformers asks for them."""
+"""Names of the placeholders in the `tokenizer_config.json` of an audio model; its processor in
+transformers requires them."""
 
 
 def make_tiny(
@@ -120,8 +118,7 @@ def make_tiny(
     """Write a tiny random model and its own tokenizer in Hugging Face layout, and return the
     folder.
 
-    The same arguments give the same files, byte for byte. Existing files of a model in `path` are
-    replaced.
+    The same arguments give the same files, byte for byte. Model files in `path` are replaced.
 
     Args:
         path: The folder; made if missing.
@@ -133,7 +130,7 @@ def make_tiny(
         vocab_size: Byte symbols and merges of the tokenizer; special tokens and phrases come on
             top.
         phrases: Texts that become one token each.
-        seed: Of the random weights.
+        seed: Seed of the random weights.
     Raises:
         ConfigError: The family is not known, or a size does not fit.
     """
@@ -186,8 +183,8 @@ def _config(
         "num_key_value_heads": num_heads // 2,
         "head_dim": HEAD_DIM,
         "max_position_embeddings": MAX_CONTEXT_TOKENS,
-        # The usual 0.02 is for widths of thousands; at width 64 it starves the signal and learning
-        # takes several times as long.
+        # The usual 0.02 is for widths of thousands; at width 64 learning takes several times as
+        # long with it.
         "initializer_range": 1 / math.sqrt(hidden_size),
         "tie_word_embeddings": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
@@ -208,9 +205,7 @@ def _config(
 def _with_towers(
     language: dict[str, Any], tokenizer: Qwen2Tokenizer, *, hears: bool
 ) -> dict[str, Any]:
-    """Return the settings of a model with a vision tower, and perhaps an audio tower, around those
-    of its language model.
-    """
+    """Return the settings of a language model with a vision tower and optionally an audio tower."""
     names = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
     names |= {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}
     names |= (
@@ -284,7 +279,7 @@ def _build_model(config: PreTrainedConfig) -> PreTrainedModel:
     if config.model_type not in MEDIA_FAMILIES:
         plain: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         return plain
-    if _reads_audio(config.model_type):  # no automatic class knows the thinker by itself
+    if _reads_audio(config.model_type):  # no auto class supports the thinker alone
         hearing: PreTrainedModel = Qwen3OmniMoeThinkerForConditionalGeneration(config)
         return hearing
     seeing: PreTrainedModel = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)

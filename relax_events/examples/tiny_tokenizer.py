@@ -1,5 +1,5 @@
-"""A small byte-level tokenizer of Qwen's kind, trained on a task's own text; no file from any hub
-is needed.
+"""Train a small byte-level tokenizer in Qwen's format on a task's own text, without any
+download.
 """
 
 from __future__ import annotations
@@ -54,8 +54,7 @@ def train_tokenizer(
         corpus: Texts to learn merges from.
         vocab_size: Byte symbols and merges together, without special tokens and phrases; 256 means
             no merges, one token per byte.
-        phrases: Texts that become one token each wherever they stand: the constant words around a
-            task's problems.
+        phrases: Texts that become one token each: the constant text around a task's problems.
     Raises:
         ValueError: `vocab_size` has no room for the 256 byte symbols.
     """
@@ -95,11 +94,11 @@ def train_tokenizer(
 
 
 def constant_phrases(prompts: Sequence[str]) -> list[str]:
-    """Find the text that all prompts begin and end with.
+    """Find the common prefix and suffix of all prompts.
 
-    As one token each they leave the problem itself at one token per character, which a model of a
-    tenth of a million parameters can attend to; learnt merges would also cut through the problem's
-    own words. Fewer than two different prompts have no constant part.
+    As one token each, they leave one token per character for the problem, which a model of 0.1
+    million parameters can attend to; learned merges would split the problem's own words. Fewer than
+    two different prompts have no constant part.
     """
     if len(set(prompts)) < 2:
         return []

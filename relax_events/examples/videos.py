@@ -23,13 +23,13 @@ class ClipOptions(Section):
     """What `data.options` may hold."""
 
     pixels: Annotated[int, Field(ge=16, le=1024, multiple_of=2)] = 32
-    """Of a side."""
+    """Pixels of a side."""
     frames: Annotated[int, Field(ge=4, le=1024, multiple_of=2)] = 4
     """Of a clip, two a second."""
 
 
 def _direction(generator: np.random.Generator, options: ClipOptions) -> SyntheticItem:
-    """Let a square move from one side to the other."""
+    """Generate a square that moves from one side to the other."""
     name = list(DIRECTIONS)[generator.integers(len(DIRECTIONS))]
     pixels, colour = options.pixels, list(COLOURS)[generator.integers(len(COLOURS))]
     side = pixels // 3
@@ -46,7 +46,7 @@ def _direction(generator: np.random.Generator, options: ClipOptions) -> Syntheti
 
 
 def _order(generator: np.random.Generator, options: ClipOptions) -> SyntheticItem:
-    """Show a square of one colour, and then of another; the answer is the latter."""
+    """Generate a square of one colour and then of another; the answer is the second."""
     first, last = generator.choice(list(COLOURS), 2, replace=False)
     side = options.pixels // 2
     frames = []

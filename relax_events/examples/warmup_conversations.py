@@ -1,5 +1,5 @@
-"""What a model learns before its run: the answers that rows bring, and between them what the run's
-environment says to them.
+"""Build supervised examples from the assistant turns of rows and the replies of the run's
+environment.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from relax_events.objects.store import ObjectStore
 
 
 class WarmupConversations:
-    """Plays the samples of rows as a policy would that gives the rows' answers; nothing reaches the
-    run's object store. Used by one thread.
+    """Runs the environment on the rows' assistant turns; nothing is written to the run's object
+    store. Not thread-safe.
     """
 
     def __init__(self, config: RunConfig, *, model_path: Path) -> None:
-        """Load the tokenizer, and start the environment where there is one.
+        """Load the tokenizer, and start the environment, if any.
 
         Args:
             config: The run.
-            model_path: The model that will learn.
+            model_path: The model to train.
         Raises:
             ConfigError: The model folder or the environment can't be used.
         """
@@ -55,12 +55,12 @@ class WarmupConversations:
         )
 
     def close(self) -> None:
-        """End the environment."""
+        """Stop the environment."""
         if self._pool is not None:
             self._pool.close()
 
     def build_example(self, row: PromptRow) -> SupervisedExample:
-        """Play a row.
+        """Build the example of a row.
 
         Raises:
             ConfigError: It does not bring its answers, or the environment ends the sample before
@@ -107,14 +107,15 @@ class WarmupConversations:
 
 
 def read_assistant_turns(row: PromptRow, *, key: str) -> list[str]:
-    """Return what a policy that does well would say to a row, answer by answer.
+    """Return the assistant turns of a row.
 
     Args:
-        row: Brings its reference answer, and perhaps a list of answers in its metadata.
+        row: A row with a reference answer, and optionally a list of assistant turns in its
+            metadata.
         key: Of that list, see `sft_warmup.assistant_turns_key`; empty for the reference answer
             alone.
     Raises:
-        ConfigError: There is no list of texts of that name.
+        ConfigError: The metadata has no list of texts under that key.
     """
     if not key:
         return [row.answer]

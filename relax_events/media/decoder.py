@@ -12,7 +12,7 @@ from relax_events.errors import EnvironmentProblem, MediaError
 from relax_events.events.parts import Modality
 from relax_events.media.facts import MediaFacts, require_bytes
 from relax_events.media.preprocessing import DecodePlan
-from relax_events.runtime.subprocess_rpc import AnsweringChild, ChildLost
+from relax_events.runtime.subprocess_rpc import SubprocessRpc, ChildProcessLost
 
 START_SECONDS = 60.0
 """Extra time for the first file, for the process to start."""
@@ -30,7 +30,7 @@ class Decoder:
             limits: Of files and decoding.
         """
         self._limits = limits
-        self._child: AnsweringChild | None = None
+        self._child: SubprocessRpc | None = None
 
     @property
     def pid(self) -> int | None:
@@ -66,19 +66,19 @@ class Decoder:
     ) -> tuple[dict[str, Any], bytes]:
         require_bytes(data, self._limits, location)
         seconds = self._limits.decode_seconds + (START_SECONDS if self._child is None else 0)
-        child = self._child = self._child or AnsweringChild(
+        child = self._child = self._child or SubprocessRpc(
             "relax_events.media.decoder_child",
             setup=self._limits.model_dump(mode="json"),
             is_confined=True,
         )
         question = {
             "modality": modality,
-            "place": location,
+            "location": location,
             "plan": None if plan is None else asdict(plan),
         }
         try:
             head, content = child.ask(question, [data], seconds=seconds)
-        except ChildLost as lost:
+        except ChildProcessLost as lost:
             self._child = None
             raise self._lost_error(lost, location) from None
         if "error" in head:
@@ -87,7 +87,7 @@ class Decoder:
             raise EnvironmentProblem(head["problem"]["text"])
         return head, content
 
-    def _lost_error(self, lost: ChildLost, location: str) -> MediaError:
+    def _lost_error(self, lost: ChildProcessLost, location: str) -> MediaError:
         if lost.is_late:
             rule = f"model.media.decode_seconds = {self._limits.decode_seconds:g}"
             return MediaError(

@@ -25,7 +25,7 @@ from relax_events.media.facts import MediaFacts
 from relax_events.media.images import decode_image, inspect_image
 from relax_events.media.preprocessing import DecodePlan
 from relax_events.media.videos import decode_video, inspect_video
-from relax_events.runtime.subprocess_rpc import answer, failing_aloud, questions
+from relax_events.runtime.subprocess_rpc import respond, raise_failures, read_requests
 
 INSPECTORS: dict[Modality, Callable[..., MediaFacts]] = {
     Modality.IMAGE: inspect_image,
@@ -39,24 +39,24 @@ def main() -> int:
     answers, requests = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(0), "rb")
     os.dup2(2, 1)  # codecs must not print into the responses
     setup = orjson.loads(requests.readline())
-    with failing_aloud(answers):
+    with raise_failures(answers):
         limits = MediaConfig.model_validate(setup)
         resource.setrlimit(resource.RLIMIT_AS, (limits.decode_bytes, limits.decode_bytes))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        for question, data in questions(requests):
+        for question, data in read_requests(requests):
             _answer(answers, question, data, limits)
     return 0
 
 
 def _answer(answers: BinaryIO, question: dict[str, Any], data: bytes, limits: MediaConfig) -> None:
-    modality, place = Modality(question["modality"]), question["place"]
+    modality, location = Modality(question["modality"]), question["location"]
     arrays: list[NDArray[Any]] = []
     try:
         if question["plan"] is None:
-            said = {"facts": asdict(INSPECTORS[modality](data, limits=limits, place=place))}
+            said = {"facts": asdict(INSPECTORS[modality](data, limits=limits, location=location))}
         else:
             arrays = decode(
-                data, modality, plan=DecodePlan(**question["plan"]), limits=limits, location=place
+                data, modality, plan=DecodePlan(**question["plan"]), limits=limits, location=location
             )
             said = {}
     except MediaError as error:
@@ -64,9 +64,9 @@ def _answer(answers: BinaryIO, question: dict[str, Any], data: bytes, limits: Me
     except EnvironmentProblem as error:
         said = {"problem": {"text": str(error)}}
     except MemoryError:
-        need = f"{place} needs more than model.media.decode_bytes = {limits.decode_bytes} to decode"
+        need = f"{location} needs more than model.media.decode_bytes = {limits.decode_bytes} to decode"
         said = {"error": {"text": need, "reason": "too_much_memory"}}
-    answer(answers, said, [np.ascontiguousarray(array).data for array in arrays])
+    respond(answers, said, [np.ascontiguousarray(array).data for array in arrays])
 
 
 def decode(

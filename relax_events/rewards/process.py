@@ -19,7 +19,7 @@ import orjson
 
 from relax_events.config import RewardConfig
 from relax_events.errors import ConfigError
-from relax_events.runtime.child_environment import child_environment
+from relax_events.runtime.child_environment import build_child_environment
 
 MAX_LINE_BYTES = 4_000
 BURST_BYTES = 262_144
@@ -124,7 +124,7 @@ class RewardChild:
             stderr=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
-            env=child_environment(config.variables),
+            env=build_child_environment(config.variables),
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None

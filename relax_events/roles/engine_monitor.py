@@ -41,8 +41,8 @@ class EngineMonitor:
         self._capacity = (config or worker.config.engine).max_running_samples
         self._counted = self._reported = engine.usage
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        worker.heartbeat.add_metrics_source(self._figures)
-        worker.lifecycle.on_heartbeat(self._look)
+        worker.heartbeat.add_metrics_source(self._collect_metrics)
+        worker.lifecycle.on_heartbeat(self._update_metrics)
 
     @contextmanager
     def activity(self, activity: Activity) -> Iterator[None]:
@@ -55,17 +55,17 @@ class EngineMonitor:
             self._seconds[activity] += seconds
             self._metrics.count_seconds(activity, seconds)
 
-    def _look(self) -> None:
+    def _update_metrics(self) -> None:
         usage = self._engine.usage
         self._metrics.set_samples(
             decoding=usage.num_decoding, waiting=usage.num_waiting, capacity=self._capacity
         )
-        self._metrics.count_tokens(tokens_between(self._counted, usage))
+        self._metrics.count_tokens(count_tokens_between(self._counted, usage))
         self._counted = usage
 
-    def _figures(self, elapsed: float) -> Mapping[str, float]:
+    def _collect_metrics(self, elapsed: float) -> Mapping[str, float]:
         usage, seconds = self._engine.usage, dict(self._seconds)
-        tokens = tokens_between(self._reported, usage)
+        tokens = count_tokens_between(self._reported, usage)
         self._reported = usage
         self._seconds.clear()
         input_tokens = tokens["prefilled"] + tokens["cached"]
@@ -83,7 +83,7 @@ class EngineMonitor:
         }
 
 
-def tokens_between(before: EngineUsage, now: EngineUsage) -> dict[str, int]:
+def count_tokens_between(before: EngineUsage, now: EngineUsage) -> dict[str, int]:
     """Return the tokens between two looks, by what the engine did with them."""
     return {
         "generated": now.num_generated - before.num_generated,

@@ -32,7 +32,7 @@ def pass_at_k(num_samples: int, num_passed: int, *, k: int) -> float:
 
 
 @dataclass(slots=True)
-class PromptTally:
+class PromptResults:
     """What the samples of one prompt came to."""
 
     num_scored: int = 0
@@ -41,13 +41,13 @@ class PromptTally:
 
 
 @dataclass(slots=True)
-class EvaluationTally:
+class EvaluationResults:
     """What the samples of all prompts came to. A sample that could not be scored counts in no
     figure but its own.
     """
 
     pass_reward: float
-    prompts: dict[int, PromptTally] = field(default_factory=dict)
+    prompts: dict[int, PromptResults] = field(default_factory=dict)
     num_samples: int = 0
     num_tokens: int = 0
     num_truncated: int = 0
@@ -71,7 +71,7 @@ class EvaluationTally:
         if reward is None:
             self.num_unscored += 1
             return
-        prompt = self.prompts.setdefault(row, PromptTally())
+        prompt = self.prompts.setdefault(row, PromptResults())
         prompt.num_scored += 1
         prompt.num_passed += reward >= self.pass_reward
         prompt.reward_sum += reward

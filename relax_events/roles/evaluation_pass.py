@@ -29,7 +29,7 @@ from relax_events.media.library import MediaLibrary
 from relax_events.media.model_inputs import ProcessedMedia
 from relax_events.rewards.pool import RewardItem, RewardPool
 from relax_events.rewards.scoring import role_text_pairs
-from relax_events.roles.evaluation_metrics import EvaluationTally
+from relax_events.roles.evaluation_metrics import EvaluationResults
 
 log = structlog.get_logger()
 STEP_SECONDS = 0.25
@@ -90,14 +90,14 @@ class EvaluationPass:
         self._at_work: dict[str, tuple[int, PromptRow, int]] = {}
         """Row, prompt and samples still missing of each prompt at work, by the name that the engine
         knows it under."""
-        self.tally = EvaluationTally(dataset.pass_reward)
+        self.tally = EvaluationResults(dataset.pass_reward)
 
     @property
-    def is_over(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether every sample is scored."""
         return self._next_row == self._source.num_rows and not self._at_work
 
-    def turn(self) -> None:
+    def step(self) -> None:
         """Fill the engine, wait a moment for samples, and score them."""
         while self._next_row < self._source.num_rows and self._has_room():
             self._submit(self._next_row)

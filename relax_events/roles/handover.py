@@ -42,7 +42,7 @@ KINDS = "iuf"
 """Of numpy's dtypes: whole numbers and floats, which hold no pointers."""
 
 
-class Partials:
+class PartialSamples:
     """Unfinished prompt groups in the run's object store."""
 
     def __init__(self, store: ObjectStore) -> None:

@@ -40,7 +40,7 @@ class InflightGroup:
     is_resumed: bool = False
     """Whether another worker had begun with it."""
     samples: list[GeneratedSample] = field(default_factory=list)
-    work: TracedWork = NOT_TRACED
+    trace: TracedWork = NOT_TRACED
     """What its trace shows of the generation."""
 
     @property
@@ -95,7 +95,7 @@ class InflightGroup:
             sample.error for sample in self.samples if sample.finish_reason is FinishReason.ERROR
         ]
 
-    def end_work(self) -> None:
+    def end_trace(self) -> None:
         """Tell its trace what came of the generation."""
         num_tokens = sum(len(sample.tokens) for sample in self.samples)
         error = f"engine: {self.errors[0]}" if self.errors else ""
@@ -104,7 +104,7 @@ class InflightGroup:
             "num_samples": len(self.samples),
             "num_tokens": num_tokens,
         }
-        self.work.end(facts, error=error)
+        self.trace.end(facts, error=error)
 
     def done(self) -> None:
         """Settle all leases: the work is finished and safe."""
@@ -113,6 +113,6 @@ class InflightGroup:
 
     def release(self) -> None:
         """Settle all leases: the work was not finished."""
-        self.work.end(error="released unfinished")
+        self.trace.end(error="released unfinished")
         for lease in self.leases:
             lease.release()

@@ -54,7 +54,7 @@ class LogprobScorer:
                 records += self._ended(members, error)
                 continue
             with self._worker.lifecycle.piece("score a part of a record batch"):
-                scores = self.scores_of(members)
+                scores = self.compute_scores(members)
             for sample, values in zip(members, scores, strict=True):
                 evaluated = LogprobsComputed(
                     key=sample.key,
@@ -97,7 +97,7 @@ class LogprobScorer:
             for group in groups
         ]
 
-    def scores_of(self, samples: Sequence[SampleRolledOut]) -> list[SampleScores]:
+    def compute_scores(self, samples: Sequence[SampleRolledOut]) -> list[SampleScores]:
         """Return what is said of each sample."""
         return [SampleScores(logprobs) for logprobs in self._scorer.score(samples)]
 

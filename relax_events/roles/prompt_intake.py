@@ -23,7 +23,7 @@ from relax_events.kafka.leases import (
 from relax_events.kafka.records import Record
 from relax_events.kafka.share_leases import ShareGroupLeases
 from relax_events.objects.roots import list_message_media
-from relax_events.roles.handover import Partials
+from relax_events.roles.handover import PartialSamples
 from relax_events.roles.inflight_group import InflightGroup
 from relax_events.roles.media_prefetch import MediaPrefetcher
 from relax_events.runtime.validation import check_issued
@@ -42,7 +42,7 @@ class PromptIntake:
         worker: Worker,
         renderer: PromptRenderer,
         *,
-        partials: Partials,
+        partials: PartialSamples,
         prefetcher: MediaPrefetcher,
     ) -> None:
         self._worker, self._config, self._renderer = worker, worker.config, renderer

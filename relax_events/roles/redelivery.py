@@ -32,7 +32,7 @@ from relax_events.topics.contents import belongs_on
 from relax_events.topics.plan import HEARTBEATS
 
 log = structlog.get_logger()
-SILENT_BEATS = 10
+SILENT_HEARTBEATS = 10
 """Intervals without a heartbeat after which a worker counts as gone."""
 ENTITY = HEARTBEATS["rollout"]
 
@@ -77,7 +77,7 @@ class RedeliveryGuard:
         )
         self._held[prompt_group_id] = _Held([lease], self._clock())
 
-    def unclaimed(self) -> list[Lease]:
+    def find_unclaimed(self) -> list[Lease]:
         """Read what heartbeats came; settle what others have ended, and return the leases of prompt
         groups that nobody has.
 
@@ -86,17 +86,17 @@ class RedeliveryGuard:
         """
         if not self._held:
             return []
-        for beat in self._beats():
+        for beat in self._read_heartbeats():
             for prompt_group_id, held in self._held.items():
                 held.apply(prompt_group_id, beat, self._clock())
         seconds, given_up = (
-            SILENT_BEATS * self._worker.config.workers.heartbeat_seconds,
+            SILENT_HEARTBEATS * self._worker.config.workers.heartbeat_seconds,
             list[Lease](),
         )
         for prompt_group_id, held in list(self._held.items()):
             if held.is_ended:
                 log.info("prompt_group.already_ended", prompt_group_id=prompt_group_id)
-                _settle_all(self._held.pop(prompt_group_id).leases)
+                _acknowledge_all(self._held.pop(prompt_group_id).leases)
             elif held.is_unclaimed(self._clock(), seconds):
                 given_up += self._held.pop(prompt_group_id).leases
         if not self._held:
@@ -116,7 +116,7 @@ class RedeliveryGuard:
         if reader is not None:
             reader.close()
 
-    def _beats(self) -> Iterable[WorkerHeartbeat]:
+    def _read_heartbeats(self) -> Iterable[WorkerHeartbeat]:
         """Give the heartbeats that came since the last call; of the first call on, those that come
         from then on.
         """
@@ -142,6 +142,6 @@ class RedeliveryGuard:
                 yield event
 
 
-def _settle_all(leases: Iterable[Lease]) -> None:
+def _acknowledge_all(leases: Iterable[Lease]) -> None:
     for lease in leases:
         lease.done()

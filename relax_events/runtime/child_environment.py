@@ -43,7 +43,7 @@ ALLOWED = frozenset(
 ALLOWED_PREFIXES = ("LC_", "OMP_", "MKL_", "OPENBLAS_")
 
 
-def child_environment(
+def build_child_environment(
     also: Iterable[str] = (), *, prefixes: tuple[str, ...] = ()
 ) -> dict[str, str]:
     """Return the variables for a child: those that are no secrets, and those that its user names.

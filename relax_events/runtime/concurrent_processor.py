@@ -12,14 +12,14 @@ from relax_events.deadline import Deadline
 from relax_events.events.parts import TopicOffset
 from relax_events.events.types import SampleRolledOut
 from relax_events.kafka.records import ProducerRecord, Record
-from relax_events.runtime.processors import operation_of
+from relax_events.runtime.processors import choose_operation
 from relax_events.runtime.sample_input import IDLE_SECONDS, SampleInput
 from relax_events.runtime.worker import Worker
 from relax_events.telemetry.traces import TracedWork
 
 STEP_SECONDS = 0.25
 DRAIN_COMMIT_SECONDS = 5.0
-Place = tuple[str, int]
+TopicPartition = tuple[str, int]
 Key = tuple[str, int, int]
 """Topic, partition and offset of a sample's record."""
 Done = tuple[Key, Sequence[ProducerRecord]]
@@ -67,13 +67,13 @@ class ConcurrentLoop:
         self, worker: Worker, processor: ConcurrentProcessor, *, max_records: int = 256
     ) -> None:
         self._worker, self._processor = worker, processor
-        self._operation = operation_of(worker)
+        self._operation = choose_operation(worker)
         self._input = SampleInput(worker, max_records=max_records, on_revoked=self._release)
-        self._held: dict[Place, dict[int, tuple[int, TracedWork]]] = {}
+        self._held: dict[TopicPartition, dict[int, tuple[int, TracedWork]]] = {}
         """Version and trace of each sample in flight, in the order of their offsets."""
-        self._next_offsets: dict[Place, int] = {}
+        self._next_offsets: dict[TopicPartition, int] = {}
         """Offset behind the last record that was taken."""
-        self._committed: dict[Place, int] = {}
+        self._committed: dict[TopicPartition, int] = {}
 
     def run(self) -> None:
         """Work until the drain starts, and finish what is in flight."""
@@ -169,7 +169,7 @@ class ConcurrentLoop:
             for kept in (self._held, self._next_offsets, self._committed):
                 kept.pop(place, None)
 
-    def _keys(self, is_wanted: Callable[[Place, int], bool]) -> list[Key]:
+    def _keys(self, is_wanted: Callable[[TopicPartition, int], bool]) -> list[Key]:
         return [
             (*place, offset)
             for place, held in self._held.items()

@@ -30,7 +30,7 @@ ACTIONS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 ARMING = re.compile(r"(?P<name>[a-z_.-]+)(:(?P<nth_pass>[1-9][0-9]*))?=(?P<action>[a-z]+)")
 EXAMPLE = f'for example {VARIABLE}="reward.before_commit:3=kill"'
 
-MAP_POINTS = {
+SAMPLE_LOOP_POINTS = {
     "before_flush": "outputs are handed to the client, none is known to be safe",
     "before_commit": "outputs are acknowledged, the input offsets are not committed",
     "after_commit": "the commit of the input offsets is under way, no later input was read",
@@ -41,7 +41,7 @@ POINTS = {
     "rollout.generating": "prompt groups are leased and half generated",
     "rollout.before_flush": "samples are handed to the client, none is known to be safe",
     "rollout.before_settle": "samples are acknowledged, their leases are open",
-    **{f"{role}.{name}": text for role in PER_SAMPLE_ROLES for name, text in MAP_POINTS.items()},
+    **{f"{role}.{name}": text for role in PER_SAMPLE_ROLES for name, text in SAMPLE_LOOP_POINTS.items()},
     "judge.at_work": "samples are at the judge's engine, no input of theirs is committed",
     "critic.learning": "the critic has learned from a committed step, others may be left",
     "advantage.before_flush": "joined samples are handed to the client, none is known to be safe",
@@ -102,7 +102,7 @@ class Failpoints:
                 there is.
         """
         self.armed, self.folder = {}, folder
-        for point in parsed(text):
+        for point in parse_failpoints(text):
             self.armed.setdefault(point.name, []).append(point)
 
     def reach(self, name: str) -> None:
@@ -155,12 +155,12 @@ def marks_folder(run_directory: Path) -> Path:
     return run_directory / "failpoints"
 
 
-def parsed(text: str) -> list[ArmedPoint]:
+def parse_failpoints(text: str) -> list[ArmedPoint]:
     """Read the variable's text; raises as `Failpoints.arm`."""
-    return [_parsed_one(part.strip()) for part in text.split(",") if part.strip()]
+    return [_parse_failpoint(part.strip()) for part in text.split(",") if part.strip()]
 
 
-def _parsed_one(text: str) -> ArmedPoint:
+def _parse_failpoint(text: str) -> ArmedPoint:
     found = ARMING.fullmatch(text)
     if found is None:
         raise ConfigError(

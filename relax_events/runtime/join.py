@@ -19,7 +19,7 @@ from relax_events.events.types import LogprobsComputed, SampleRolledOut, SampleS
 from relax_events.kafka.records import Record
 
 Key = tuple[str, int]
-Place = tuple[str, int]
+TopicPartition = tuple[str, int]
 
 
 @dataclass(slots=True)
@@ -32,12 +32,12 @@ class JoinedGroup:
     generation_digest: str = ""
     samples: dict[str, SampleRolledOut] = field(default_factory=dict)
     scores: dict[str, SampleScored] = field(default_factory=dict)
-    evaluations: dict[str, dict[str, LogprobsComputed]] = field(default_factory=dict)
+    logprobs: dict[str, dict[str, LogprobsComputed]] = field(default_factory=dict)
     failure: str = ""
-    records: list[tuple[Place, int]] = field(default_factory=list)
+    records: list[tuple[TopicPartition, int]] = field(default_factory=list)
 
     @property
-    def is_rolled_out(self) -> bool:
+    def has_all_samples(self) -> bool:
         """Whether all samples have been generated, so that its lease was or will be settled."""
         return (
             bool(self.samples)
@@ -47,10 +47,10 @@ class JoinedGroup:
     def is_complete(self, evaluators: frozenset[str], *, needs_scores: bool = True) -> bool:
         """Whether every sample has its score and its evaluations."""
         return (
-            self.is_rolled_out
+            self.has_all_samples
             and (not needs_scores or self.scores.keys() >= self.samples.keys())
             and all(
-                self.evaluations.get(name, {}).keys() >= self.samples.keys() for name in evaluators
+                self.logprobs.get(name, {}).keys() >= self.samples.keys() for name in evaluators
             )
         )
 
@@ -79,8 +79,8 @@ class GroupJoin:
         self._evaluators, self._needs_scores = evaluators, needs_scores
         self._open: dict[Key, dict[str, JoinedGroup]] = {}
         """By prompt group and version, then by generation."""
-        self._held: dict[Place, dict[int, Key]] = {}
-        self._positions: dict[Place, int] = {}
+        self._held: dict[TopicPartition, dict[int, Key]] = {}
+        self._positions: dict[TopicPartition, int] = {}
         self._done: dict[Key, str | None] = {}
         """The generation that was joined; None where the prompt group was over otherwise."""
         self.num_dropped = 0
@@ -108,7 +108,7 @@ class GroupJoin:
         elif isinstance(event, SampleScored):
             group.scores.setdefault(event.sample_id, event)
         else:
-            group.evaluations.setdefault(event.model_role, {}).setdefault(event.sample_id, event)
+            group.logprobs.setdefault(event.model_role, {}).setdefault(event.sample_id, event)
         return (
             group if group.is_complete(self._evaluators, needs_scores=self._needs_scores) else None
         )
@@ -157,7 +157,7 @@ class GroupJoin:
             for (_, version), generations in self._open.items()
             if version < oldest_version
         ]
-        return [max(generations, key=lambda group: group.is_rolled_out) for generations in late]
+        return [max(generations, key=lambda group: group.has_all_samples) for generations in late]
 
     def drop_partition(self, topic: str, partition: int) -> None:
         """Forget what belongs to a partition that went to another member; it will read it again."""

@@ -20,14 +20,14 @@ from relax_events.events.types import Event, TrainStepCommitted
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.records import Record
-from relax_events.runtime.run_description import described_config, read_description
+from relax_events.runtime.run_description import read_described_config, read_description
 from relax_events.topics import TopicPlan
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
-class SourceRun:
+class ParentRun:
     """A run as its log describes it."""
 
     config: RunConfig
@@ -45,7 +45,7 @@ class SourceRun:
     @classmethod
     def read(
         cls, connection: Connection, run_id: str, *, own: RunConfig | None = None
-    ) -> SourceRun:
+    ) -> ParentRun:
         """Read a run's description.
 
         Args:
@@ -75,7 +75,7 @@ class SourceRun:
                 f"the log of run {run_id!r} does not say what it is, as those of earlier "
                 f"releases; {remedy}"
             )
-        config = described_config(described, run_id=run_id, own=own)
+        config = read_described_config(described, run_id=run_id, own=own)
         return cls(
             config, TopicPlan.from_config(config), connection, own.parent.objects_uri if own else ""
         )

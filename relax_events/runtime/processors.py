@@ -161,7 +161,7 @@ class SampleLoop:
         self._worker, self._processor, self._max_tokens = worker, processor, max_tokens
         self._gatherer = gatherer or SingleSamples()
         self._max_part_records = max_part_records or max_records
-        self._operation = operation_of(worker)
+        self._operation = choose_operation(worker)
         self._listeners, self._after_part = listeners, after_part
         self._input = SampleInput(worker, max_records=max_records, on_revoked=self._release)
 
@@ -245,6 +245,6 @@ class SampleLoop:
             self._input.commit(pending, wait=deadline)
 
 
-def operation_of(worker: Worker) -> str:
+def choose_operation(worker: Worker) -> str:
     """Return what the role's work on samples is called in traces."""
     return "score" if worker.role in ("reward", "judge") else "evaluate"

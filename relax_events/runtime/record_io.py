@@ -22,7 +22,7 @@ from relax_events.events.types import Event
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import POLICY_VERSION_HEADER, ProducerRecord, Record
 from relax_events.runtime.control_view import ControlView
-from relax_events.staleness import end_of
+from relax_events.staleness import build_group_end
 from relax_events.telemetry.metrics import WorkerMetrics
 from relax_events.telemetry.traces import NO_HEADERS, Traces
 from relax_events.topics import TopicPlan
@@ -124,7 +124,7 @@ class RecordIO:
         The trainer decides, since only it knows whether the prompt group has been trained meanwhile.
         """
         version = max(self._control.policy_version, 0)
-        ended = end_of(
+        ended = build_group_end(
             prompt_group_id,
             outcome,
             reason=reason,

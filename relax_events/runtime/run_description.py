@@ -23,7 +23,7 @@ from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.records import Record
 from relax_events.topics import TopicPlan
 
-PLACE_KEYS = {"broker": {"bootstrap_servers", "client", "embedded_password_file"}}
+LOCATION_KEYS = {"broker": {"bootstrap_servers", "client", "embedded_password_file"}}
 SHAPE_KEYS = (
     "partitions_per_version",
     "queue_partitions",
@@ -36,7 +36,7 @@ SHAPE_KEYS = (
 a secret."""
 
 
-def describe(
+def build_run_description(
     config: RunConfig, *, from_version: int | None = None, store_marker: str = ""
 ) -> RunDescribed:
     """Return what the log is told about a run. Its folders come out absolute, since whoever reads
@@ -63,7 +63,7 @@ def describe(
     return RunDescribed(
         run_id=config.run.id,
         config=orjson.dumps(tree, option=orjson.OPT_SORT_KEYS).decode(),
-        config_digest=config_digest(config),
+        config_digest=digest_config(config),
         package_version=__version__,
         parent_run=config.parent.run or None,
         parent_version=config.parent.from_version if config.parent.run else None,
@@ -72,15 +72,15 @@ def describe(
     )
 
 
-def config_digest(config: RunConfig) -> str:
+def digest_config(config: RunConfig) -> str:
     """Return the SHA-256 of a run file as resolved, hexadecimal; the broker's address and client
     settings don't count.
     """
-    tree = config.model_dump(mode="json", exclude=PLACE_KEYS)
+    tree = config.model_dump(mode="json", exclude=LOCATION_KEYS)
     return hashlib.sha256(orjson.dumps(tree, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
-def is_told(described: RunDescribed, history: Iterable[Event]) -> bool:
+def is_recorded(described: RunDescribed, history: Iterable[Event]) -> bool:
     """Tell whether the newest description on the log says the same already, whenever that was."""
     newest = next(
         (event for event in reversed(list(history)) if isinstance(event, RunDescribed)), None
@@ -92,7 +92,7 @@ def _content(described: RunDescribed) -> tuple[Any, ...]:
     return described.run_id, described.config, described.package_version, described.store_marker
 
 
-def described_config(
+def read_described_config(
     described: RunDescribed, *, run_id: str, own: RunConfig | None = None
 ) -> RunConfig:
     """Return the configuration that a description holds; its broker table says nothing of where the

@@ -17,7 +17,7 @@ from relax_events.kafka.records import Record
 from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.validation import check_sample
 from relax_events.runtime.worker import Worker
-from relax_events.staleness import skip_targets
+from relax_events.staleness import find_skip_targets
 
 IDLE_SECONDS = 0.5
 
@@ -121,7 +121,7 @@ class SampleInput:
             positions = {
                 partition: position for (_, partition), position in self._consumer.positions.items()
             }
-            for partition, offset in skip_targets(positions, starts).items():
+            for partition, offset in find_skip_targets(positions, starts).items():
                 self._worker.metrics.count_expired(offset - positions[partition])
                 self._consumer.seek(self._topic, partition, offset)
         return bool(published)

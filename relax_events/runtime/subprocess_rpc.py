@@ -20,7 +20,7 @@ from typing import IO, Any
 
 import orjson
 
-from relax_events.runtime.child_environment import child_environment
+from relax_events.runtime.child_environment import build_child_environment
 
 LENGTHS = "num_bytes"
 """Key of a line under which the lengths stand."""
@@ -31,14 +31,14 @@ EXIT_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class ChildLost(Exception):
+class ChildProcessLost(Exception):
     """The child is gone: it was ended because it was late, or ended by itself."""
 
     is_late: bool
     ending: str
 
 
-class AnsweringChild:
+class SubprocessRpc:
     """The parent's side. It ends with us, and with whoever holds it. Used by one thread at a
     time.
     """
@@ -62,7 +62,7 @@ class AnsweringChild:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
-            env=child_environment(),
+            env=build_child_environment(),
         )
         self._finalizer = weakref.finalize(self, _end, self._process)
         assert self._process.stdin is not None
@@ -97,7 +97,7 @@ class AnsweringChild:
             watch.cancel()
         if answer is None or FAILURE in answer[0]:
             failure = "" if answer is None else f"{answer[0][FAILURE]}; "
-            raise ChildLost(late.is_set(), failure + self.close(exit_seconds=EXIT_SECONDS))
+            raise ChildProcessLost(late.is_set(), failure + self.close(exit_seconds=EXIT_SECONDS))
         return answer
 
     def close(self, *, exit_seconds: float = 0.0) -> str:
@@ -126,25 +126,25 @@ class AnsweringChild:
         return _read(self._process.stdout)
 
 
-def questions(requests: IO[bytes]) -> Iterator[tuple[dict[str, Any], bytes]]:
+def read_requests(requests: IO[bytes]) -> Iterator[tuple[dict[str, Any], bytes]]:
     """Give the questions that a child is asked, until there are no more; for the child's side."""
     while (question := _read(requests)) is not None:
         yield question
 
 
 @contextlib.contextmanager
-def failing_aloud(answers: IO[bytes]) -> Iterator[None]:
+def raise_failures(answers: IO[bytes]) -> Iterator[None]:
     """Answer an error that nobody foresaw by its name and text, before the child ends of it; for
     the child's side.
     """
     try:
         yield
     except Exception as error:
-        answer(answers, {FAILURE: f"{type(error).__name__}: {error}"})
+        respond(answers, {FAILURE: f"{type(error).__name__}: {error}"})
         raise
 
 
-def answer(
+def respond(
     answers: IO[bytes], said: Mapping[str, Any], contents: Sequence[bytes | memoryview] = ()
 ) -> None:
     """Answer a question; for the child's side."""

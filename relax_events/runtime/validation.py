@@ -42,7 +42,7 @@ def check_issued(event: Event) -> PromptGroupIssued:
     return event
 
 
-def require_belonging(entity: str, event: Event) -> None:
+def require_allowed_event(entity: str, event: Event) -> None:
     """Check that an event stands on a topic, given without its run, that holds its kind.
 
     Raises:
@@ -55,7 +55,7 @@ def require_belonging(entity: str, event: Event) -> None:
         )
 
 
-def outcomes_on(entity: str) -> tuple[Outcome, ...]:
+def allowed_outcomes(entity: str) -> tuple[Outcome, ...]:
     """Return the outcomes that a role may ask for on a topic: whether a prompt group is filtered,
     the role that writes samples says alone.
     """
@@ -95,7 +95,7 @@ def _require_own_id(event: PromptGroupIssued | PromptGroupEnded, *, what: str) -
     except CorruptRecord as error:
         raise PoisonSample(str(error)) from None
     named, written = (
-        (issued.place.train_step, issued.place.group_index, issued.attempt),
+        (issued.slot.train_step, issued.slot.group_index, issued.attempt),
         (event.train_step, event.group_index, event.attempt),
     )
     if named != written:

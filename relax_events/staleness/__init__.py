@@ -4,28 +4,28 @@ offsets.
 
 from relax_events.staleness.admission import (
     IssuedGroup,
-    Place,
+    BatchSlot,
     admitted_steps,
-    due_places,
-    end_of,
-    is_guest,
-    reissue_of,
+    find_unissued_slots,
+    build_group_end,
+    is_external,
+    build_reissue,
 )
 from relax_events.staleness.selection import ReadyGroup, select_groups
-from relax_events.staleness.window import is_expired, skip_targets, staleness_of, window
+from relax_events.staleness.window import is_expired, find_skip_targets, compute_staleness, window
 
 __all__ = [
     "IssuedGroup",
-    "Place",
+    "BatchSlot",
     "ReadyGroup",
     "admitted_steps",
-    "due_places",
-    "end_of",
+    "find_unissued_slots",
+    "build_group_end",
     "is_expired",
-    "is_guest",
-    "reissue_of",
+    "is_external",
+    "build_reissue",
     "select_groups",
-    "skip_targets",
-    "staleness_of",
+    "find_skip_targets",
+    "compute_staleness",
     "window",
 ]

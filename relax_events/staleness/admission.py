@@ -11,13 +11,13 @@ from relax_events.events.parts import Outcome
 from relax_events.events.types import PromptGroupEnded
 
 ID_PATTERN = re.compile("([0-9]{6,12})-([0-9]{4,12})-([0-9]{1,12})")
-FIRST_GUEST_SEAT = 1_000_000
+FIRST_EXTERNAL_INDEX = 1_000_000
 """A `group_index` that no batch reaches: from here on the seats belong to producers other than the
 prompter."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Place:
+class BatchSlot:
     """A seat in a train step's batch."""
 
     train_step: int
@@ -28,14 +28,14 @@ class Place:
 class IssuedGroup:
     """A prompt group as it was issued: its seat, the attempt, and its row in the prompt stream."""
 
-    place: Place
+    slot: BatchSlot
     attempt: int
     row: int
 
     @property
     def prompt_group_id(self) -> str:
         """Return the derived id: the same seat and attempt always give the same id."""
-        return f"{self.place.train_step:06d}-{self.place.group_index:04d}-{self.attempt}"
+        return f"{self.slot.train_step:06d}-{self.slot.group_index:04d}-{self.attempt}"
 
     @classmethod
     def parse(cls, prompt_group_id: str) -> IssuedGroup:
@@ -45,7 +45,7 @@ class IssuedGroup:
             CorruptRecord: The text is no prompt group id.
         """
         match = ID_PATTERN.fullmatch(prompt_group_id)
-        group = match and cls(Place(int(match[1]), int(match[2])), int(match[3]), -1)
+        group = match and cls(BatchSlot(int(match[1]), int(match[2])), int(match[3]), -1)
         if group is None or group.prompt_group_id != prompt_group_id:
             raise CorruptRecord(
                 f"{prompt_group_id[:64]!r} is no prompt group id; they look like 000012-0003-0"
@@ -53,17 +53,17 @@ class IssuedGroup:
         return group
 
 
-def is_guest(prompt_group_id: str) -> bool:
+def is_external(prompt_group_id: str) -> bool:
     """Tell whether a prompt group was issued by a producer other than the prompter: it is generated
     and scored, never trained.
 
     A text that is no prompt group id is nobody's, and so no guest's.
     """
     match = ID_PATTERN.fullmatch(prompt_group_id)
-    return match is not None and int(match[2]) >= FIRST_GUEST_SEAT
+    return match is not None and int(match[2]) >= FIRST_EXTERNAL_INDEX
 
 
-def end_of(
+def build_group_end(
     prompt_group_id: str,
     outcome: Outcome,
     *,
@@ -80,8 +80,8 @@ def end_of(
     group = IssuedGroup.parse(prompt_group_id)
     return PromptGroupEnded(
         prompt_group_id=prompt_group_id,
-        train_step=group.place.train_step,
-        group_index=group.place.group_index,
+        train_step=group.slot.train_step,
+        group_index=group.slot.group_index,
         attempt=group.attempt,
         row=group.row,
         outcome=outcome,
@@ -105,18 +105,18 @@ def admitted_steps(published_version: int, *, max_staleness: int, num_steps: int
     )
 
 
-def due_places(issued: Iterable[Place], *, steps: range, prompts_per_step: int) -> list[Place]:
+def find_unissued_slots(issued: Iterable[BatchSlot], *, steps: range, prompts_per_step: int) -> list[BatchSlot]:
     """Return the seats of the admitted steps that no prompt group was ever issued for, in order."""
     taken = set(issued)
     return [
         place
         for step in steps
         for index in range(prompts_per_step)
-        if (place := Place(step, index)) not in taken
+        if (place := BatchSlot(step, index)) not in taken
     ]
 
 
-def reissue_of(ended: IssuedGroup, *, outcome: Outcome, next_row: int) -> IssuedGroup | None:
+def build_reissue(ended: IssuedGroup, *, outcome: Outcome, next_row: int) -> IssuedGroup | None:
     """Return the prompt group that takes the seat of one that ended untrained, or None when it was
     trained.
 
@@ -126,4 +126,4 @@ def reissue_of(ended: IssuedGroup, *, outcome: Outcome, next_row: int) -> Issued
     if outcome is Outcome.TRAINED:
         return None
     row = ended.row if outcome is Outcome.EXPIRED else next_row
-    return IssuedGroup(ended.place, ended.attempt + 1, row)
+    return IssuedGroup(ended.slot, ended.attempt + 1, row)

@@ -10,17 +10,17 @@ def window(trainer_version: int, *, max_staleness: int) -> range:
     return range(max(0, trainer_version - max_staleness), trainer_version + 1)
 
 
-def staleness_of(policy_version: int, *, trainer_version: int) -> int:
+def compute_staleness(policy_version: int, *, trainer_version: int) -> int:
     """Return how many versions a sample is behind the trainer."""
     return trainer_version - policy_version
 
 
 def is_expired(policy_version: int, *, trainer_version: int, max_staleness: int) -> bool:
     """Tell whether a sample of this version may no longer be trained."""
-    return staleness_of(policy_version, trainer_version=trainer_version) > max_staleness
+    return compute_staleness(policy_version, trainer_version=trainer_version) > max_staleness
 
 
-def skip_targets(
+def find_skip_targets(
     positions: Mapping[int, int], start_offsets: Iterable[tuple[int, int]]
 ) -> dict[int, int]:
     """Return where to seek when a version takes over its slot: partition -> offset, for partitions

@@ -20,7 +20,7 @@ from relax_events.projections.training_history import TrainingHistory
 from relax_events.runtime.control_follower import SUMMED_ENTITIES
 from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.worker import Worker
-from relax_events.staleness import end_of, is_guest
+from relax_events.staleness import build_group_end, is_external
 from relax_events.telemetry.traces import NO_HEADERS
 from relax_events.training.step_record import RankStepResult, StepRecord
 
@@ -131,7 +131,7 @@ class StepCommitter:
         self._count_outcomes(ended)
 
     def _count_outcomes(self, ended: Sequence[PromptGroupEnded]) -> None:
-        self._ended.update(end.outcome.value for end in ended if not is_guest(end.prompt_group_id))
+        self._ended.update(end.outcome.value for end in ended if not is_external(end.prompt_group_id))
 
     def _history(self) -> TrainingHistory:
         """Read the history since this trainer's last publication, or since it started."""
@@ -245,7 +245,7 @@ def build_trained_outcomes(
         for group_id in result.prompt_group_ids:
             mean_reward = sum(rewards[group_id]) / len(rewards[group_id]) if has_rewards else None
             ended.append(
-                end_of(
+                build_group_end(
                     group_id,
                     Outcome.TRAINED,
                     policy_version=versions[group_id],

@@ -36,7 +36,7 @@ from relax_events.kafka.log_reader import LogReader
 from relax_events.objects import ObjectStore
 from relax_events.runtime.control_follower import find_start_offsets, read_newest_publications
 from relax_events.runtime.failpoints import failpoint
-from relax_events.runtime.parent_run import SourceRun
+from relax_events.runtime.parent_run import ParentRun
 from relax_events.runtime.worker import Worker
 from relax_events.topics import TopicPlan
 from relax_events.topics.plan import METRICS, TRAINING_SAMPLES
@@ -87,7 +87,7 @@ class CriticLearner:
         begin = self._find_start_offset(store)
         digests = self._recorded_digests(begin)
         self._restore(store, digests)
-        own = SourceRun(worker.config, worker.plan, worker.connection)
+        own = ParentRun(worker.config, worker.plan, worker.connection)
         first, last = critic.policy_version, worker.config.last_version
         critic_algorithm = worker.config.algorithm.of_critic
         relabeller = (

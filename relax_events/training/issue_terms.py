@@ -69,7 +69,7 @@ class IssueRules:
         except CorruptRecord as error:
             yield str(error)
             return
-        place, newest = issued.place, trainer_version + self.plan.max_staleness
+        place, newest = issued.slot, trainer_version + self.plan.max_staleness
         if (named := (place.train_step, place.group_index, issued.attempt)) != (
             sample.key.train_step,
             sample.key.group_index,

@@ -9,7 +9,7 @@ import pytest
 from relax_events.config import RewardConfig
 from relax_events.rewards.pool import RewardItem, RewardPool
 from relax_events.rewards.scores import Score
-from relax_events.runtime.child_environment import child_environment
+from relax_events.runtime.child_environment import build_child_environment
 
 SECRETS = (
     "AWS_SECRET_ACCESS_KEY",
@@ -31,11 +31,11 @@ def _secrets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_secrets")
 def test_children_inherit_no_secrets() -> None:
-    found = child_environment()
+    found = build_child_environment()
     assert not found.keys() & {*SECRETS, "JUDGE_TOKEN"}
     assert {"PATH", "HOME", "OMP_NUM_THREADS"} <= found.keys()
-    assert child_environment(["JUDGE_TOKEN"])["JUDGE_TOKEN"] == "y"
-    assert child_environment(prefixes=("WANDB_",))["WANDB_API_KEY"] == "x"
+    assert build_child_environment(["JUDGE_TOKEN"])["JUDGE_TOKEN"] == "y"
+    assert build_child_environment(prefixes=("WANDB_",))["WANDB_API_KEY"] == "x"
 
 
 @pytest.mark.usefixtures("_secrets")

@@ -15,7 +15,7 @@ from relax_events.engines.protocol import GenerationRequest
 from relax_events.engines.requests import build_samples
 from relax_events.engines.sglang.checkpoint import ModelFolder
 from relax_events.engines.sglang.inflight import InflightRequest
-from relax_events.engines.sglang.media_features import HEAD, read, requested
+from relax_events.engines.sglang.media_features import PREFIX, parse_image_data, build_image_data
 from relax_events.engines.sample_state import SampleState
 from relax_events.errors import PoisonSample
 from relax_events.events.parts import Modality
@@ -55,7 +55,7 @@ def samples_of(
     model = ModelFolder.read(path or picture_model(), media=bounds)
     assert model.layout is not None
     return (
-        build_samples(request, first_order=0, taken=(), model=model, max_context_tokens=512),
+        build_samples(request, first_order=0, running_ids=(), model=model, max_context_tokens=512),
         model,
         model.layout,
     )
@@ -68,9 +68,9 @@ def test_arrays_are_sent_once_for_all_samples_and_come_as_they_were(
     samples[1].tokens = np.array(
         [65, layout.placeholders[Modality.IMAGE]], np.int32
     )  # it has begun, and drew a placeholder
-    sent = requested(samples, model, weights="v1")
-    assert ["shown" in json.loads(text.removeprefix(HEAD)) for text in sent] == [True, False, False]
-    prompts = read(sent)
+    sent = build_image_data(samples, model, weights="v1")
+    assert ["arrays" in json.loads(text.removeprefix(PREFIX)) for text in sent] == [True, False, False]
+    prompts = parse_image_data(sent)
     assert len({id(shown) for shown, _ in prompts}) == 1
     shown = prompts[0][0]
     assert [array.modality for array in shown] == [Modality.IMAGE, Modality.VIDEO]
@@ -87,7 +87,7 @@ def test_arrays_are_sent_once_for_all_samples_and_come_as_they_were(
 
 def test_runs_are_where_the_placeholders_stand(request_of_both: GenerationRequest) -> None:
     samples, model, layout = samples_of(request_of_both)
-    (_, placing), *_ = read(requested(samples, model, weights="v1"))
+    (_, placing), *_ = parse_image_data(build_image_data(samples, model, weights="v1"))
     tokens = request_of_both.prompt_tokens.tolist()
     for modality, runs in zip((Modality.IMAGE, Modality.VIDEO), placing.runs, strict=True):
         places = [place for first, last in runs for place in range(first, last + 1)]
@@ -113,7 +113,7 @@ def test_what_is_heard_is_sent_as_a_spectrum_and_of_a_clip_beside_what_is_seen(
     prompt = prompt_of(media, path=omni_model(), bounds=bounds)
     request = replace(request_about(1, (), num_samples=1), prompt_tokens=prompt, media=media)
     samples, model, layout = samples_of(request, omni_model(), bounds)
-    ((shown, placing),) = read(requested(samples, model, weights="v1"))
+    ((shown, placing),) = parse_image_data(build_image_data(samples, model, weights="v1"))
     assert [array.modality for array in shown] == [Modality.AUDIO, Modality.VIDEO, Modality.AUDIO]
     assert [array.values.shape for array in shown] == [(128, 113), (8, 32, 48, 3), (128, 450)]
     assert [array.geometry is None for array in shown] == [True, False, True]
@@ -151,7 +151,7 @@ def test_identity_tells_shapes_and_versions_apart(request_of_both: GenerationReq
         samples, model, _ = samples_of(request_of_both)
         for sample in samples:
             sample.media = (*media, request_of_both.media[1])  # type: ignore[assignment]
-        return read(requested(samples, model, weights=weights))[0][0][0].identity
+        return parse_image_data(build_image_data(samples, model, weights=weights))[0][0][0].identity
 
     assert identity((plain,), "v1") == identity((plain,), "v1")
     assert (
@@ -179,11 +179,11 @@ def test_another_length_of_the_prompt_refuses_its_tokens(
         "finish_reason": None,
         "output_token_logprobs": [[-1.0, 65, None]],
     }
-    request.take({"meta_info": meta, "output_ids": [65]})
-    request.take({"meta_info": meta | {"finish_reason": {"type": "length"}}, "output_ids": [65]})
+    request.add_event({"meta_info": meta, "output_ids": [65]})
+    request.add_event({"meta_info": meta | {"finish_reason": {"type": "length"}}, "output_ids": [65]})
     assert request.has_finished
     assert request.tokens == []
-    assert f"the server read {num_sent - 5} tokens, and its prompt has {num_sent}" in request.refusal
+    assert f"the server read {num_sent - 5} tokens, and its prompt has {num_sent}" in request.rejection
 
 
 def test_media_for_a_model_that_servers_are_not_sent_media_for_are_refused(
@@ -191,8 +191,8 @@ def test_media_for_a_model_that_servers_are_not_sent_media_for_are_refused(
 ) -> None:
     model = ModelFolder.read(hybrid_model(), media=BOUNDS)
     with pytest.raises(
-        PoisonSample, match="the engine shows its model text alone; take engine 'transformers'"
+        PoisonSample, match="the engine feeds its model text only; take engine 'transformers'"
     ):
         build_samples(
-            request_of_both, first_order=0, taken=(), model=model, max_context_tokens=512
+            request_of_both, first_order=0, running_ids=(), model=model, max_context_tokens=512
         )

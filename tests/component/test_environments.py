@@ -22,7 +22,12 @@ from small_settings import small_run
 from relax_events.config import EngineConfig, MediaConfig, ModelConfig, SamplingConfig
 from relax_events.data.placeholders import PLACEHOLDERS
 from relax_events.data.rendering import PromptRenderer
-from relax_events.engines.protocol import GeneratedSample, GenerationRequest, SampleRequest, EnvironmentContext
+from relax_events.engines.protocol import (
+    EnvironmentContext,
+    GeneratedSample,
+    GenerationRequest,
+    SampleRequest,
+)
 from relax_events.engines.transformers.engine import TransformersEngine
 from relax_events.environments.episodes import MultiTurnEngine, turn_seed
 from relax_events.environments.pool import EnvironmentPool
@@ -35,7 +40,7 @@ from relax_events.media.token_layout import modality_of
 from relax_events.models.families import read_family
 from relax_events.objects import ObjectStore
 from relax_events.objects.roots import list_message_media
-from relax_events.roles.handover import Partials
+from relax_events.roles.handover import PartialSamples
 from relax_events.training.backend.policy_model import PolicyModel
 from relax_events.training.backend.scoring import LogprobScorer
 from relax_events.training.batch.packing import pack
@@ -45,7 +50,7 @@ from tests.unit import pictures
 from tests.unit.moving_and_sounding import KINDS, item_of, media_run, omni_model
 from tests.unit.pictures import picture_file, picture_model, picture_run, question
 
-ENVIRONMENTS = Path(__file__).parents[1] / "environments_of_tests.py"
+ENVIRONMENTS = Path(__file__).parents[1] / "environment_functions.py"
 ENGINE: dict[str, Any] = {"max_running_samples": 8, "max_context_tokens": 512}
 SETTINGS: dict[str, Any] = {"max_new_tokens": 12, "temperature": 1.0}
 
@@ -73,7 +78,7 @@ def engine_of(path: Path, media: MediaConfig, *, records_experts: bool) -> Trans
 
 
 class Talk:
-    """An engine over a tiny model, an environment of `environments_of_tests.py`, and what belongs
+    """An engine over a tiny model, an environment of `environment_functions.py`, and what belongs
     to them. A model that hears has experts."""
 
     def __init__(
@@ -425,7 +430,7 @@ def through_the_store(folder: Path, sample: GeneratedSample) -> GeneratedSample:
     """Return a sample as the worker that takes its prompt group next finds it; one that has not
     begun is not kept."""
     partials, index = (
-        Partials(ObjectStore.open((folder / "handed-over").as_uri())),
+        PartialSamples(ObjectStore.open((folder / "handed-over").as_uri())),
         int(sample.sample_id[-1]),
     )
     is_kept = partials.keep(sample.prompt_group_id, [sample]) > 0

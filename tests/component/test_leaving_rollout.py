@@ -18,7 +18,7 @@ from relax_events.engines.transformers.engine import TransformersEngine
 from relax_events.kafka.leases import Lease
 from relax_events.kafka.records import Record
 from relax_events.objects import ObjectStore
-from relax_events.roles.handover import PREFIX, Partials
+from relax_events.roles.handover import PREFIX, PartialSamples
 from relax_events.roles.inflight_group import InflightGroup
 from relax_events.telemetry.traces import Traces
 from tests.unit.pictures import picture_engine, picture_model
@@ -53,7 +53,7 @@ class Stage:
             False,
         )
         self.loop._renderer = SimpleNamespace(stop_token_ids=())
-        self.loop._running, self.loop._written, self.loop._partials = {}, [], Partials(store)
+        self.loop._running, self.loop._written, self.loop._partials = {}, [], PartialSamples(store)
         self.loop._records = self._records
 
     def take(self, *, delivery_count: int) -> InflightGroup:

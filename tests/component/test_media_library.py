@@ -82,7 +82,7 @@ def test_places_of_one_name_in_two_datasets_are_told_apart(
         for folder in ("one", "two")
     ]
     inline = [
-        replace(picture_item(32, 32, seed=seed), place="rows.jsonl:row 0: images[0]")
+        replace(picture_item(32, 32, seed=seed), location="rows.jsonl:row 0: images[0]")
         for seed in (7, 8)
     ]
     assert len({library.add(item).digest for item in (*items, *inline)}) == 4

@@ -37,7 +37,7 @@ def refused(library: MediaLibrary, item: MediaItem) -> str:
 def test_clip_and_sound_are_stored_once_and_processed_once_on_a_machine(tmp_path: Path) -> None:
     library = opened(tmp_path)
     clip, sound = library.add(item_of(*CLIP)), library.add(item_of(*SOUND))
-    assert library.add(replace(item_of(*CLIP), place="another row")) == clip
+    assert library.add(replace(item_of(*CLIP), location="another row")) == clip
     assert (clip.media_type, clip.width, clip.height, clip.num_frames, clip.rate_hertz) == (
         "video/mp4",
         48,

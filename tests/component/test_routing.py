@@ -69,7 +69,7 @@ def wait_for(router: Router, condition: Callable[[], bool]) -> None:
     while not condition():
         assert router.poll(timeout_seconds=0.01) == []
         pause.wait(0.01)
-        router._take_events()
+        router._handle_events()
 
 
 def home_of(sites: list[Site], number: int) -> Site:
@@ -118,12 +118,12 @@ def test_some_engine_has_room_and_none_gets_far_above_the_mean(
 
 
 def test_pauses_grow_until_a_sample_ends() -> None:
-    circuit = CircuitBreaker()
-    assert [circuit.lose() for _ in range(5)] == [0.0, 1.0, 2.0, 4.0, 8.0]
-    assert max(circuit.lose() for _ in range(2000)) == MAX_PAUSE_SECONDS
-    assert circuit.is_half_open
-    circuit.close()
-    assert (circuit.is_half_open, circuit.lose()) == (False, 0.0)
+    circuit_breaker = CircuitBreaker()
+    assert [circuit_breaker.record_failure() for _ in range(5)] == [0.0, 1.0, 2.0, 4.0, 8.0]
+    assert max(circuit_breaker.record_failure() for _ in range(2000)) == MAX_PAUSE_SECONDS
+    assert circuit_breaker.is_half_open
+    circuit_breaker.record_success()
+    assert (circuit_breaker.is_half_open, circuit_breaker.record_failure()) == (False, 0.0)
 
 
 def test_seeds_draw_the_tokens_whichever_engine_has_them(open_router: OpenRouter) -> None:
@@ -172,7 +172,7 @@ def test_samples_of_a_lost_engine_go_on_in_another_one(open_router: OpenRouter, 
         router.submit(request)
     await_gate(router, sites, gate)
     sites[0].is_away = True
-    sites[0].lose()
+    sites[0].record_failure()
     gate.open()
     samples = finish(router)
     moved = [
@@ -197,7 +197,7 @@ def test_experts_of_samples_that_go_on_in_another_engine_are_told_of_as_a_whole(
         router.submit(request)
     await_gate(router, sites, gate)
     sites[0].is_away = True
-    sites[0].lose()
+    sites[0].record_failure()
     gate.open()
     samples = finish(router)
     assert any(len(sample.tokens) for request in sites[1].submitted for sample in request.samples)
@@ -215,7 +215,7 @@ def test_engine_that_comes_back_has_the_newest_version_before_it_serves(
     router, sites = open_router(2)
     weights, _ = other_weights(1)
     sites[0].is_away = True
-    sites[0].lose()
+    sites[0].record_failure()
     wait_for(router, lambda: len(router._serving) == 1)
     router.load_weights(weights)
     sites[0].is_away = False
@@ -236,7 +236,7 @@ def test_version_that_is_not_in_memory_any_more_is_waited_for(open_router: OpenR
     (first, _), (second, _) = other_weights(1), other_weights(2, seed=5)
     router.load_weights(first)
     next(iter(first.tensors.values())).zero_()
-    sites[0].lose()
+    sites[0].record_failure()
     wait_for(router, lambda: len(sites[0].engines) == 2 and len(router._serving) == 1)
     router.submit(make_request(1))
     assert all(sample.segments == (VersionSegment(1, 6),) for sample in finish(router).values())
@@ -312,7 +312,7 @@ def test_samples_wait_while_no_engine_is_there(open_router: OpenRouter) -> None:
     router, sites = open_router(2)
     for site in sites:
         site.is_away = True
-        site.lose()
+        site.record_failure()
     wait_for(router, lambda: not router._serving)
     router.submit(make_request(1))
     with pytest.raises(
@@ -343,7 +343,7 @@ def test_engines_that_are_lost_again_and_again_end_the_router(open_router: OpenR
 
     def lose_while_it_runs() -> None:
         while True:
-            sites[0].lose()
+            sites[0].record_failure()
             router.poll(timeout_seconds=0.05)
 
     with pytest.raises(
@@ -406,7 +406,7 @@ def test_sleeping_engines_wake_and_go_on(open_router: OpenRouter, gate: Gate) ->
     router.submit(request)
     await_gate(router, [home_of(sites, 1)], gate)
     router.sleep()
-    home_of(sites, 1).lose()
+    home_of(sites, 1).record_failure()
     wait_for(router, lambda: len(home_of(sites, 1).engines) == 2)
     assert router.poll(timeout_seconds=3600.0) == []
     router.wake()
@@ -428,7 +428,7 @@ def test_losses_are_counted(open_router: OpenRouter) -> None:
     router.submit(make_request(1, num_samples=3))
     home = home_of(sites, 1)
     home.is_away = True
-    home.lose()
+    home.record_failure()
     wait_for(router, lambda: len(router._serving) == 1)
     assert (value("relax_engine_serving"), value("relax_engine_open_circuits")) == (1, 1)
     assert value("relax_engine_failures_total") in (1, 2)  # lost, and away when it was to be opened

@@ -308,7 +308,7 @@ def test_command_line_finds_api_and_token_in_the_folder_of_the_run(
     scale.out(run_file, replicas=2, output="json")
     request_id = orjson.loads(capsys.readouterr().out)["request_id"]
     with pytest.raises(CheckFailed, match=rf"\(409\): request {request_id} for default is PENDING"):
-        scale.scale_in(run_file, to=1, yes=True)
+        scale.scale_in(run_file, replicas=1, yes=True)
     scale.status(run_file)
     shown = capsys.readouterr().out.splitlines()
     assert [line.split()[:3] for line in shown[1:3]] == [
@@ -318,7 +318,7 @@ def test_command_line_finds_api_and_token_in_the_folder_of_the_run(
     assert shown[-1].split()[:5] == [request_id, "PENDING", "default", "rollout-1", "out"]
     scale.cancel(run_file, request_id)
     assert capsys.readouterr().out == f"REMOVING {request_id}: cancelled: rollout-1\n"
-    assert scale.scale_in(run_file, to=1, model="reward") == 0
+    assert scale.scale_in(run_file, replicas=1, model="reward") == 0
     assert capsys.readouterr().out == "NOOP: workers of reward there are: 1\n"
     with pytest.raises(ConfigError, match=r"\(404\): there is no request 'nobody'"):
         scale.cancel(run_file, "nobody")

@@ -25,7 +25,7 @@ from relax_events.examples.warmup_conversations import WarmupConversations
 from relax_events.models.families import read_family
 from tests.unit.pictures import picture_model, picture_run
 
-ENVIRONMENTS = Path(__file__).parents[1] / "environments_of_tests.py"
+ENVIRONMENTS = Path(__file__).parents[1] / "environment_functions.py"
 
 
 @contextmanager

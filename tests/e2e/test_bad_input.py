@@ -85,7 +85,7 @@ def fails(completion, *, answer, metadata, prompt):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_run_refuses_before_anything_starts(
+def test_run_fails_before_anything_starts(
     relax: Relax, run_file: Path, tmp_path: Path, override: str, texts: list[str]
 ) -> None:
     ended = relax("run", run_file, override)
@@ -114,7 +114,7 @@ def test_command_says_within_seconds_that_no_broker_answers(
 
 
 @pytest.mark.timeout(300)
-def test_resumed_run_refuses_another_model_before_a_worker_starts(
+def test_resumed_run_rejects_another_model_before_a_worker_starts(
     relax: Relax, finished_run: FinishedRun, tmp_path: Path
 ) -> None:
     other = make_tiny(tmp_path / "other", corpus=["12=21"], hidden_size=64)
@@ -180,7 +180,7 @@ def test_rows_in_place_of_a_run_file_are_named_as_such(relax: Relax, prepared: P
     ) in ended.err
 
 
-def test_worker_of_unknown_role_is_refused_with_the_known_ones(
+def test_worker_of_unknown_role_is_rejected_with_the_known_ones(
     relax: Relax, run_file: Path
 ) -> None:
     ended = relax("worker", "dancer", run_file)

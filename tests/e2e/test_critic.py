@@ -54,7 +54,7 @@ def events(run: FinishedRun, entity: str) -> list[Event]:
     return found
 
 
-def test_critic_has_learned_as_long_as_the_policy_that_it_judges(ppo_run: FinishedRun) -> None:
+def test_critic_has_learned_as_long_as_the_policy_that_it_scores(ppo_run: FinishedRun) -> None:
     folder, run_id = ppo_run.run_file.parent, ppo_run.config.run.id
     report = report_of(folder, run_id)
     assert report["succeeded"]

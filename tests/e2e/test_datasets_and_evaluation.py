@@ -16,8 +16,8 @@ from pyarrow import parquet as pq
 from relax_events.events.codec import EventCodec
 from relax_events.events.types import Event, PolicyEvaluated, PromptGroupIssued, TrainStepCommitted
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.inventory import Inventory
+from relax_events.kafka.log_reader import LogReader
 
 pytestmark = pytest.mark.timeout(300)
 DATA = """

@@ -56,7 +56,7 @@ def test_policy_comes_nearer_to_its_teacher(
 
 
 @pytest.mark.long
-def test_drawn_tokens_are_distilled_again_with_another_coefficient(
+def test_sampled_tokens_are_distilled_again_with_another_coefficient(
     relax: Relax, run_file: Path, bootstrap_servers: str, run_id: str, teacher: Path, tmp_path: Path
 ) -> None:
     sync = (
@@ -104,7 +104,7 @@ def test_drawn_tokens_are_distilled_again_with_another_coefficient(
     assert "is not on the log" in refused.err
 
 
-def test_teacher_with_another_tokenizer_is_refused_before_anything_starts(
+def test_teacher_with_another_tokenizer_is_rejected_before_anything_starts(
     relax: Relax, run_file: Path, teacher: Path, tmp_path: Path
 ) -> None:
     other = shutil.copytree(teacher, tmp_path / "other")

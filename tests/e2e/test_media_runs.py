@@ -200,7 +200,9 @@ def test_run_trains_on_all_media_and_hostile_ones_end_their_own_rows_alone(
     samples = [
         event
         for event in events_of(
-            bootstrap_servers, run_id, rollout_samples=TopicPlan.from_config(config).num_sample_partitions
+            bootstrap_servers,
+            run_id,
+            rollout_samples=TopicPlan.from_config(config).num_sample_partitions,
         )
         if isinstance(event, SampleRolledOut)
     ]
@@ -224,7 +226,10 @@ def test_run_trains_on_all_media_and_hostile_ones_end_their_own_rows_alone(
             f"[{reference.media_type}, {extents[reference.media_type]}, "
             f"{reference.num_bytes} bytes: {reference.uri}]"
         ) in shown
-    assert relax("samples", "export", media_run, "--output-file", media_run.parent / "out.jsonl").code == 0
+    assert (
+        relax("samples", "export", media_run, "--output-file", media_run.parent / "out.jsonl").code
+        == 0
+    )
     kept = {path.suffix: path for path in (media_run.parent / "out-media").iterdir()}
     assert sorted(kept) == [".mp4", ".png", ".wav"]
     assert {
@@ -286,7 +291,7 @@ def show(completion, *, messages, answer, metadata, files):
 
 
 @pytest.mark.timeout(300)
-def test_run_talks_with_an_environment_that_shows_pictures_and_a_bad_one_ends_its_prompt_group_alone(
+def test_run_talks_with_an_environment_that_shows_images_and_a_bad_one_ends_its_prompt_group_alone(
     relax: Relax, tmp_path: Path, bootstrap_servers: str, run_id: str
 ) -> None:
     for number in range(2):
@@ -338,7 +343,9 @@ def test_run_talks_with_an_environment_that_shows_pictures_and_a_bad_one_ends_it
     samples = [
         event
         for event in events_of(
-            bootstrap_servers, run_id, rollout_samples=TopicPlan.from_config(config).num_sample_partitions
+            bootstrap_servers,
+            run_id,
+            rollout_samples=TopicPlan.from_config(config).num_sample_partitions,
         )
         if isinstance(event, SampleRolledOut)
     ]
@@ -361,7 +368,7 @@ def test_run_talks_with_an_environment_that_shows_pictures_and_a_bad_one_ends_it
     ("task", "chance"),
     [("colours", 1 / 6), ("motion", 1 / 4), ("tones", 1 / 6), ("omni", 7 / 36), ("zoom", 1 / 6)],
 )
-def test_model_learns_what_pictures_clips_and_sounds_show(
+def test_model_learns_what_images_videos_and_audio_show(
     relax: Relax,
     tmp_path: Path,
     bootstrap_servers: str,

@@ -21,8 +21,8 @@ from relax_events.events.releases import current_release
 from relax_events.events.schemas import schema_directory
 from relax_events.events.types import PromptGroupEnded, SampleRolledOut, SampleScored
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.inventory import Inventory
+from relax_events.kafka.log_reader import LogReader
 
 PROMPTS = ("spell \u8336 backwards", "spell tea sdrawkcab")
 SAMPLES_PER_PROMPT = 3
@@ -109,7 +109,7 @@ def ask(
 
 @pytest.mark.timeout(300)
 @pytest.mark.long
-def test_java_guest_gets_samples_of_its_own_prompts(
+def test_external_java_producer_gets_samples_of_its_own_prompts(
     ask: Callable[..., Asked], relax: Relax, run_file: Path, bootstrap_servers: str, run_id: str
 ) -> None:
     asked = ask()
@@ -130,7 +130,7 @@ def test_java_guest_gets_samples_of_its_own_prompts(
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_run_with_a_schema_registry_is_read_by_a_guest_that_does_not_know_it(
+def test_run_with_a_schema_registry_is_read_by_an_external_reader_that_does_not_know_it(
     ask: Callable[..., Asked], relax: Relax, run_file: Path, bootstrap_servers: str, tmp_path: Path
 ) -> None:
     """All roles write Confluent's framing, the guest the other one; the ids of the schemas stand on

@@ -179,7 +179,7 @@ def test_replay_learns_from_the_scores_of_a_rescoring(
     assert not set(report["weights_digests"]) & set(recorded["weights_digests"])
 
 
-def test_source_that_no_run_file_here_vouches_for_is_refused_with_the_list(
+def test_source_that_no_run_file_here_vouches_for_is_rejected_with_the_list(
     relax: Relax, finished_run: FinishedRun, run_id: str, tmp_path: Path
 ) -> None:
     source = finished_run.config.run.id
@@ -203,7 +203,7 @@ def test_source_that_no_run_file_here_vouches_for_is_refused_with_the_list(
     assert not (tmp_path / ".relax/runs").exists()
 
 
-def test_second_learner_follows_a_fork_while_it_goes_on(
+def test_second_learner_follows_a_fork_while_it_continues(
     relax: Relax, finished_run: FinishedRun, run_id: str, tmp_path: Path
 ) -> None:
     where = (*place(finished_run, tmp_path), TRUST)
@@ -297,7 +297,7 @@ def until_described(connection: Connection, run_id: str, process: subprocess.Pop
         ),
     ],
 )
-def test_replay_that_is_impossible_is_refused(
+def test_replay_that_is_impossible_is_rejected(
     arguments: tuple[str, ...],
     text: str,
     relax: Relax,

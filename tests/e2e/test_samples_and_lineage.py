@@ -48,7 +48,14 @@ def test_samples_are_shown_and_exported(
 
     path = tmp_path / "samples.parquet"
     exported = relax(
-        "samples", "export", finished_run.run_file, "--output-file", path, "--tokens", "--version", "..1"
+        "samples",
+        "export",
+        finished_run.run_file,
+        "--output-file",
+        path,
+        "--tokens",
+        "--version",
+        "..1",
     )
     assert exported.code == 0, exported.err
     rows = pyarrow.parquet.read_table(path).to_pylist()
@@ -63,7 +70,7 @@ def test_samples_are_shown_and_exported(
     )
 
 
-def test_following_ends_in_peace_when_interrupted(finished_run: FinishedRun) -> None:
+def test_following_ends_cleanly_when_interrupted(finished_run: FinishedRun) -> None:
     command = [
         sys.executable,
         "-m",

@@ -86,7 +86,7 @@ def test_tail_shows_records_with_headers(finished_run: FinishedRun) -> None:
     ],
     ids=["tail", "lag"],
 )
-def test_what_goes_on_for_ever_ends_well_at_control_c(
+def test_what_continues_for_ever_ends_well_at_control_c(
     finished_run: FinishedRun, arguments: list[str], first: bytes
 ) -> None:
     words = [str(finished_run.run_file) if word == "RUN_FILE" else word for word in arguments]
@@ -130,7 +130,7 @@ def move(finished_run: FinishedRun, tmp_path: Path, run_id: str) -> None:
     assert "every partition is as exported" in imported.err
 
 
-def test_run_is_moved_with_its_objects_and_keeps_its_books(
+def test_run_is_moved_with_its_objects_and_keeps_its_ledger(
     finished_run: FinishedRun, tmp_path: Path, run_id: str
 ) -> None:
     move(finished_run, tmp_path, run_id)

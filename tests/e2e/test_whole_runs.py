@@ -90,7 +90,12 @@ def rolled_out(
 def test_two_ranks_train_what_one_rank_trains(
     relax: Relax, run_file: Path, bootstrap_servers: str, run_id: str
 ) -> None:
-    sync = ("run.mode=sync", "run.max_staleness=0", "broker.partitions_per_version=2", "trainer.learning_rate=1e-3")
+    sync = (
+        "run.mode=sync",
+        "run.max_staleness=0",
+        "broker.partitions_per_version=2",
+        "trainer.learning_rate=1e-3",
+    )
     one = run_to_goal(relax, run_file, bootstrap_servers, *sync, f"run.id={run_id}-one")
     two = run_to_goal(
         relax, run_file, bootstrap_servers, *sync, f"run.id={run_id}-two", "trainer.ranks=2"

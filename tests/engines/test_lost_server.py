@@ -238,7 +238,7 @@ def test_samples_of_a_killed_server_go_on_in_the_other_one(
         assert engine.poll(timeout_seconds=0.3) == []
     begun = {name: tokens for name, tokens in begun_in(victim).items() if tokens}
     assert begun
-    process = serving_of(victim)._process
+    process = lifecycle_of(victim)._process
     assert process is not None
     assert process._process is not None
     os.killpg(process._process.pid, signal.SIGKILL)
@@ -264,7 +264,7 @@ def test_samples_of_a_killed_server_go_on_in_the_other_one(
     assert list(tmp_path.iterdir()) == []
 
 
-def serving_of(member: Replica) -> ServerLifecycle:
+def lifecycle_of(member: Replica) -> ServerLifecycle:
     """Give what tends the server of a member."""
     server = member._engine
     assert isinstance(server, SGLangServer)
@@ -273,7 +273,7 @@ def serving_of(member: Replica) -> ServerLifecycle:
 
 def begun_in(member: Replica) -> dict[str, list[int]]:
     """Give the tokens that have come of each sample that a member has."""
-    requests = serving_of(member).generation._requests.values()
+    requests = lifecycle_of(member).generation._requests.values()
     return {
         request.sample.sample_id: [*request.sample.tokens.tolist(), *request.tokens]
         for request in requests

@@ -58,7 +58,7 @@ from tests.unit.moving_and_sounding import (
 from tests.unit.pictures import picture_model, plain_model, prompt_of, question, request_about
 
 pytestmark = pytest.mark.timeout(720)  # the first test waits for the server
-ENVIRONMENTS = Path(__file__).parents[1] / "environments_of_tests.py"
+ENVIRONMENTS = Path(__file__).parents[1] / "environment_functions.py"
 LONG = 200
 PICTURE, CLIP, WIDE = (
     (Modality.IMAGE, (64, 48)),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from harness import FaultRun
-from stage import laid_over, lay_out, make_model, usual_tree
+from run_setup import default_config, lay_out, make_model, merge_config
 
 from relax_events.config import RunConfig
 from relax_events.kafka.embedded import EmbeddedBroker
@@ -58,7 +58,7 @@ def start_run(
     opened: list[FaultRun] = []
 
     def start(**sections: dict[str, Any]) -> FaultRun:
-        tree = laid_over(usual_tree(directory, f"{run_id}-{len(opened)}"), sections)
+        tree = merge_config(default_config(directory, f"{run_id}-{len(opened)}"), sections)
         broker.start()
         opened.append(FaultRun(RunConfig.model_validate(tree), broker))
         return opened[-1]

@@ -30,12 +30,12 @@ from relax_events.events.types import Event, PromptGroupEnded
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.batch_verification import VARIABLE as EXAMINE
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.embedded import EmbeddedBroker
+from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.records import Record
 from relax_events.ops.topic_apply import apply_topics
 from relax_events.projections.run_state import RunState
-from relax_events.runtime.failpoints import VARIABLE, marks_folder, parsed
+from relax_events.runtime.failpoints import VARIABLE, marks_folder, parse_failpoints
 from relax_events.session.broker_address import with_address
 from relax_events.topics import TopicPlan
 from relax_events.topics.plan import HEARTBEATS
@@ -166,7 +166,7 @@ class FaultRun:
                 found[f"{words[place + 1]}-{words[words.index('--index') + 1]}"] = process
         return found
 
-    def until(
+    def wait_until(
         self, condition: Callable[[], bool], what: str, *, timeout_seconds: float | None = None
     ) -> None:
         """Follow the control log until the condition holds; fail at the timeout, or when `relax
@@ -177,10 +177,10 @@ class FaultRun:
         deadline = time.monotonic() + timeout_seconds
         while not condition():
             assert time.monotonic() < deadline, (
-                f"not within {timeout_seconds:g} s: {what}; {self._standing()}"
+                f"not within {timeout_seconds:g} s: {what}; {self._describe_progress()}"
             )
             assert any(process.poll() is None for process in self._started), (
-                f"ended before: {what}; {self._standing()}"
+                f"ended before: {what}; {self._describe_progress()}"
             )
             self._pump()
 
@@ -190,7 +190,7 @@ class FaultRun:
         while time.monotonic() < over:
             self._pump()
 
-    def until_ended(
+    def wait_until_ended(
         self, process: subprocess.Popen[bytes], *, timeout_seconds: float | None = None
     ) -> int:
         """Follow the control log until a process of ours has ended, and return its exit code."""
@@ -200,14 +200,14 @@ class FaultRun:
         deadline = time.monotonic() + timeout_seconds
         while (code := process.poll()) is None:
             assert time.monotonic() < deadline, (
-                f"did not end within {timeout_seconds:g} s; {self._standing()}"
+                f"did not end within {timeout_seconds:g} s; {self._describe_progress()}"
             )
             self._pump()
         return code
 
-    def until_steps(self, num_steps: int, *, timeout_seconds: float | None = None) -> None:
+    def wait_until_steps(self, num_steps: int, *, timeout_seconds: float | None = None) -> None:
         """Wait until so many train steps are committed."""
-        self.until(
+        self.wait_until(
             lambda: self.state.num_steps >= num_steps,
             f"{num_steps} train steps",
             timeout_seconds=timeout_seconds,
@@ -218,7 +218,7 @@ class FaultRun:
         they may fire again."""
         self.variables[VARIABLE] = ",".join(points)
         for point in points:
-            (marks_folder(self.folder) / mark_of(point)).unlink(missing_ok=True)
+            (marks_folder(self.folder) / failpoint_marker(point)).unlink(missing_ok=True)
 
     def fired(self) -> set[str]:
         """Return the crash points that fired, as `name:n`."""
@@ -249,7 +249,7 @@ class FaultRun:
         started = time.monotonic()
         self.follow_for(READ_UP_SECONDS)
         goal = self.state.num_steps + self.config.run.max_staleness + 2
-        self.until_steps(
+        self.wait_until_steps(
             goal, timeout_seconds=max(seconds, PATIENCE_SECONDS) if is_stretched else seconds
         )
         taken, bound = (
@@ -257,26 +257,28 @@ class FaultRun:
             seconds * (self.slowness() if is_stretched else 1.0),
         )
         assert taken <= bound, (
-            f"over it after {taken:.1f} s, the bound is {bound:.1f} s; {self._standing()}"
+            f"over it after {taken:.1f} s, the bound is {bound:.1f} s; {self._describe_progress()}"
         )
         return taken
 
-    def until_ready_again(
+    def wait_until_ready_again(
         self, *worker_ids: str, killed: dict[str, int], timeout_seconds: float | None = None
     ) -> None:
         """Wait until other processes than the killed ones have taken up the work of these
         workers."""
 
-        def taken_up() -> bool:
+        def resumed() -> bool:
             return all(
                 self.pid(worker_id) != killed[worker_id]
                 and self.state.workers[worker_id].state in READY
                 for worker_id in worker_ids
             )
 
-        self.until(taken_up, f"{', '.join(worker_ids)} beat again", timeout_seconds=timeout_seconds)
+        self.wait_until(
+            resumed, f"{', '.join(worker_ids)} beat again", timeout_seconds=timeout_seconds
+        )
 
-    def until_gone(
+    def wait_until_gone(
         self, processes: list[psutil.Process], *, timeout_seconds: float | None = None
     ) -> None:
         """Wait until these processes have ended."""
@@ -401,7 +403,7 @@ class FaultRun:
             if isinstance(event, PromptGroupEnded) and event.outcome is Outcome.FAILED:
                 self.failures[event.prompt_group_id] = event.reason
 
-    def _standing(self) -> str:
+    def _describe_progress(self) -> str:
         workers = {
             worker_id: f"{beat.state} {beat.pid}" for worker_id, beat in self.state.workers.items()
         }
@@ -409,13 +411,13 @@ class FaultRun:
         return f"{self.state.num_steps} steps, {workers}, the output:\n{output[-3000:]}"
 
 
-def mark_of(point: str) -> str:
+def failpoint_marker(point: str) -> str:
     """Return the name of the mark that an armed point leaves, `name:n`."""
-    (armed,) = parsed(point)
+    (armed,) = parse_failpoints(point)
     return armed.mark_name
 
 
-def assert_books_balance(run: FaultRun) -> dict[str, Any]:
+def assert_ledger_balances(run: FaultRun) -> dict[str, Any]:
     """Assert what every fault leaves untouched, by the log and by the report; return the ledger's
     figures."""
     ledger, report, config = run.ledger(), run.report(), run.config.run

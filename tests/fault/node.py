@@ -11,8 +11,8 @@ import psutil
 
 from relax_events.kafka.embedded import process as processes
 from relax_events.kafka.embedded.directory import START_SECONDS
-from relax_events.kafka.embedded.jars import locate_cache, ensure_jars, read_jar_lock
-from relax_events.kafka.embedded.java import build_broker_command, locate_class_archive, find_java
+from relax_events.kafka.embedded.jars import ensure_jars, locate_cache, read_jar_lock
+from relax_events.kafka.embedded.java import build_broker_command, find_java, locate_class_archive
 from relax_events.kafka.embedded.ports import HOST, choose_port
 from relax_events.kafka.embedded.process import wait_until_ready
 from relax_events.kafka.embedded.settings import build_server_properties
@@ -84,7 +84,9 @@ class Node:
         java, lock = find_java(), read_jar_lock()
         jars = ensure_jars(lock, locate_cache(lock))
         archive = locate_class_archive(java, jars, jars[0].parent)
-        words = build_broker_command(java, jars, self._properties, archive=archive, archive_at_exit=None)
+        words = build_broker_command(
+            java, jars, self._properties, archive=archive, archive_at_exit=None
+        )
         self._process = processes.spawn(words, log=self.directory / "broker.log")
 
     def start(self) -> None:

@@ -75,5 +75,7 @@ def poison_prompts(producer: RecordProducer, plan: TopicPlan, *, version: int) -
         (STRANGE, sample),
         (STRANGE, b"\xc3\x01"),
     )
-    producer.write(ProducerRecord(plan.topic("prompt.groups"), value, key=key) for key, value in values)
+    producer.write(
+        ProducerRecord(plan.topic("prompt.groups"), value, key=key) for key, value in values
+    )
     return len(values)

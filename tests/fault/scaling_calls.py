@@ -32,9 +32,9 @@ def state_of(run: FaultRun) -> ScaleState:
     return state
 
 
-def until_over(run: FaultRun, request_id: str) -> Status:
+def wait_until_over(run: FaultRun, request_id: str) -> Status:
     """Wait until a request is over, and return how it ended."""
-    run.until(lambda: not state_of(run).requests[request_id].is_open, f"{request_id} is over")
+    run.wait_until(lambda: not state_of(run).requests[request_id].is_open, f"{request_id} is over")
     return state_of(run).requests[request_id].status
 
 

@@ -27,11 +27,11 @@ from typing import Any
 
 import orjson
 import soak_plugins
-from harness import FaultRun, assert_books_balance
+from harness import FaultRun, assert_ledger_balances
 from link import Link
 from node import Node, choose_ports, node_behind_link
+from run_setup import default_config, lay_out, make_model, merge_config
 from soak_faults import FAULTS, MAX_RESTARTS, SLOW_FACTOR, Fault, delete, files_below
-from stage import laid_over, lay_out, make_model, usual_tree
 
 from relax_events.cli.output import print_table
 from relax_events.config import RunConfig
@@ -43,9 +43,7 @@ LINK_REQUEST_SECONDS = 5.0
 START_SECONDS = 120.0
 LAST_STEPS = 5
 SLOW_SECONDS = 120.0
-LEAST_SLOW_SECONDS = (
-    30.0  # below that, `workers.heartbeat_timeout_seconds` would be less than workers are paused for
-)
+LEAST_SLOW_SECONDS = 30.0  # below that, `workers.heartbeat_timeout_seconds` would be less than workers are paused for
 ENDLESS = 1_000_000
 MAX_ROLLOUT = 2
 VIOLATED = 6
@@ -98,8 +96,8 @@ class Soak:
         make_model(self.folder)
         random = Random(self.seed)
         with (
-            near_broker(self.folder / "broker") as own,
-            far_broker(self.folder / "far") as (far, link),
+            local_broker(self.folder / "broker") as own,
+            linked_broker(self.folder / "far") as (far, link),
         ):
             self.started = time.monotonic()
             number = 0
@@ -133,10 +131,10 @@ class Soak:
             run.patience = self.patience
             bound = FAULTS[kind].bound_seconds * self.patience
             target, seconds = "", None
-            self._say(f"{kind} ...")
+            self._report(f"{kind} ...")
             try:
                 run.start()
-                run.until_steps(2, timeout_seconds=START_SECONDS * self.patience)
+                run.wait_until_steps(2, timeout_seconds=START_SECONDS * self.patience)
                 broken_at = time.monotonic()
                 target = FAULTS[kind].inject(run, random)
                 seconds = time.monotonic() - broken_at
@@ -147,7 +145,7 @@ class Soak:
                 self.violations.append(f"{config.run.id}: {kind}: {error}")
                 seconds = None
             self.injected.append(Injected(kind, target, seconds))
-            self._say(
+            self._report(
                 f"{kind:<20}{target:<64}  "
                 f"{'NOT ENDED AS IT MUST' if seconds is None else f'ended in {seconds:.1f} s of {bound:g}'}"
             )
@@ -183,9 +181,12 @@ class Soak:
             "prompt_queue": lease,
             "queue_partitions": 1 if lease == "share_group" else MAX_ROLLOUT,
         }  # a worker without a partition gets no prompts
-        limits = {"max_restarts": max_restarts, "heartbeat_timeout_seconds": self.slow_seconds / SLOW_FACTOR}
-        tree = laid_over(
-            usual_tree(self.folder, f"soak-{self.seed}-{number}{suffix}"),
+        limits = {
+            "max_restarts": max_restarts,
+            "heartbeat_timeout_seconds": self.slow_seconds / SLOW_FACTOR,
+        }
+        tree = merge_config(
+            default_config(self.folder, f"soak-{self.seed}-{number}{suffix}"),
             {
                 "run": MODES[number % len(MODES)]
                 | {
@@ -195,11 +196,14 @@ class Soak:
                 },
                 "broker": queue | over_link,
                 # All share one store; the arrays of most samples travel by reference.
-                "objects": {"uri": (self.folder / "bucket").as_uri(), "claim_check_threshold_bytes": 60},
+                "objects": {
+                    "uri": (self.folder / "bucket").as_uri(),
+                    "claim_check_threshold_bytes": 60,
+                },
                 "engine": {"name": f"{soak_plugins.__file__}:SoakedEngine"},
                 "trainer": {"backend": f"{soak_plugins.__file__}:SoakedTrainer"},
                 "reward": {
-                    "function": f"{self.folder / 'reward.py'}:as_told",
+                    "function": f"{self.folder / 'reward.py'}:as_commanded",
                     "timeout_seconds": 2.0,
                 },
                 "workers": {
@@ -219,10 +223,10 @@ class Soak:
             "advantage": config.workers.advantage,
             "link": run.link is not None,
         }
-        self._say(f"run {config.run.id}: {MODES[len(self.runs) % len(MODES)] | settings}")
+        self._report(f"run {config.run.id}: {MODES[len(self.runs) % len(MODES)] | settings}")
         try:
             run.start()
-            run.until_steps(2, timeout_seconds=START_SECONDS * self.patience)
+            run.wait_until_steps(2, timeout_seconds=START_SECONDS * self.patience)
             self._break(run, random)
             if self.violations:
                 return
@@ -239,7 +243,7 @@ class Soak:
                 **sizes(run),
             }
         )
-        self._say(f"run {config.run.id} ended at its goal, {standing(ledger)}; {sizes(run)}")
+        self._report(f"run {config.run.id} ended at its goal, {standing(ledger)}; {sizes(run)}")
 
     def _break(self, run: FaultRun, random: Random) -> None:
         """Inject faults until this run's time is over, or with `meets_each` once each was
@@ -256,7 +260,7 @@ class Soak:
             run.follow_for(random.uniform(0.2, 3.0))
             self._inject(run, kind, random)
             if time.monotonic() - checked_at > CHECK_SECONDS:
-                self._say(f"ledger on the running log: {standing(run.ledger())}")
+                self._report(f"ledger on the running log: {standing(run.ledger())}")
                 checked_at = time.monotonic()
         self.seconds_left -= time.monotonic() - begun_at
 
@@ -277,7 +281,7 @@ class Soak:
     def _inject(self, run: FaultRun, kind: str, random: Random) -> None:
         fault: Fault = FAULTS[kind]
         bound = fault.bound_seconds * self.patience
-        self._say(f"{kind} ...")
+        self._report(f"{kind} ...")
         target = fault.inject(run, random)
         try:
             seconds: float | None = run.recovers_within(bound, is_stretched=False)
@@ -288,9 +292,11 @@ class Soak:
             )
         self.injected.append(Injected(kind, target, seconds))
         recovered = "NOT RECOVERED" if seconds is None else f"recovered in {seconds:.1f} s"
-        self._say(f"{kind:<20}{target:<64}  {recovered} of {bound:g}, {run.state.num_steps} steps")
+        self._report(
+            f"{kind:<20}{target:<64}  {recovered} of {bound:g}, {run.state.num_steps} steps"
+        )
 
-    def _say(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         print(f"{time.monotonic() - self.started:7.1f} s  {text}", flush=True)
 
     def summary(self) -> dict[str, Any]:
@@ -323,7 +329,7 @@ class Soak:
 
 
 @contextmanager
-def near_broker(folder: Path) -> Iterator[EmbeddedBroker]:
+def local_broker(folder: Path) -> Iterator[EmbeddedBroker]:
     """Give a broker that runs start again by themselves, and end it whoever started it last."""
     with EmbeddedBroker(folder) as broker:
         try:
@@ -333,7 +339,7 @@ def near_broker(folder: Path) -> Iterator[EmbeddedBroker]:
 
 
 @contextmanager
-def far_broker(folder: Path) -> Iterator[tuple[Node, Link]]:
+def linked_broker(folder: Path) -> Iterator[tuple[Node, Link]]:
     """Give a broker that a run reaches over a link, and others without it; nobody but a fault
     starts it again."""
     port, linked_port = choose_ports(2)
@@ -349,12 +355,12 @@ def finished(run: FaultRun) -> dict[str, Any]:
     balance, as the disk must be swept."""
     workers = run.worker_processes()
     run.process.send_signal(signal.SIGTERM)
-    run.until_ended(run.process, timeout_seconds=60 * run.patience)
-    run.until_gone(workers, timeout_seconds=60 * run.patience)
+    run.wait_until_ended(run.process, timeout_seconds=60 * run.patience)
+    run.wait_until_gone(workers, timeout_seconds=60 * run.patience)
     run.follow_for(1.0)
     num_steps = run.state.num_steps + LAST_STEPS
     process = run.start("run", run.run_file, f"run.num_steps={num_steps}", "--accept-changes")
-    code = run.until_ended(process)
+    code = run.wait_until_ended(process)
     assert code == 0, f"the run was to end at step {num_steps}, it ended with exit code {code}"
     config = run.config = run.config.model_copy(
         update={"run": run.config.run.model_copy(update={"num_steps": num_steps})}
@@ -366,7 +372,7 @@ def finished(run: FaultRun) -> dict[str, Any]:
     assert left["checkpoints"] <= config.trainer.keep_checkpoints + 3, (
         f"{left['checkpoints']} checkpoints are left"
     )
-    return assert_books_balance(run)
+    return assert_ledger_balances(run)
 
 
 def standing(ledger: dict[str, Any]) -> str:

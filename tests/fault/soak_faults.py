@@ -19,8 +19,8 @@ import psutil
 from harness import FaultRun, command, environment
 from link import Link
 from poison import OVERSIZE_BYTES, poison_prompts, poison_samples
+from run_setup import PROMPTS
 from soak_plugins import ALWAYS, ERROR, SLOW_STEP, deaths_of
-from stage import PROMPTS
 
 from relax_events.config import RunConfig
 from relax_events.errors import BrokerRefused
@@ -106,23 +106,23 @@ def pause_broker(run: FaultRun, random: Random) -> str:
 def second_trainer(run: FaultRun, random: Random) -> str:
     """Stop the trainer, have another one take over, let the first come back and be fenced, end the
     other."""
-    run.until(lambda: "trainer-0" in run.living(), "there is a trainer to be replaced")
+    run.wait_until(lambda: "trainer-0" in run.living(), "there is a trainer to be replaced")
     zombie = run.living()["trainer-0"].pid
     num_fenced = len(run.logged("run", "worker.fenced"))
     with paused(zombie):
         second = run.start_worker("trainer", index=0)
-        run.until_ready_again("trainer-0", killed={"trainer-0": zombie})
-    run.until(
+        run.wait_until_ready_again("trainer-0", killed={"trainer-0": zombie})
+    run.wait_until(
         lambda: len(run.logged("run", "worker.fenced")) > num_fenced, "the first trainer is fenced"
     )
     second.send_signal(signal.SIGTERM)
-    run.until_ended(second)
+    run.wait_until_ended(second)
     return f"trainer-0, process {zombie}"
 
 
 def poison(run: FaultRun, random: Random) -> str:
     """Write garbage into the topics that workers read."""
-    with stranger(run) as producer:
+    with foreign_producer(run) as producer:
         version = max(run.state.policy_version, 0)
         num_records = poison_samples(producer, run.plan, version=version) + poison_prompts(
             producer, run.plan, version=version
@@ -133,7 +133,7 @@ def poison(run: FaultRun, random: Random) -> str:
 def oversize(run: FaultRun, random: Random) -> str:
     """Write a record that is larger than its topic allows; the broker must refuse it."""
     entity = random.choice(["prompt.groups", "rollout.samples", "advantage.samples"])
-    with stranger(run) as producer:
+    with foreign_producer(run) as producer:
         try:
             producer.write([ProducerRecord(run.plan.topic(entity), bytes(OVERSIZE_BYTES))])
         except BrokerRefused:
@@ -201,14 +201,14 @@ def join_and_leave(run: FaultRun, random: Random) -> str:
     """Let one more rollout worker join, and leave in peace or by a crash."""
     worker_id = f"rollout-{run.config.workers.rollout}"
     extra = run.start_worker("rollout", index=run.config.workers.rollout)
-    run.until(
+    run.wait_until(
         lambda: run.is_ready(worker_id) and run.pid(worker_id) == extra.pid,
         "the extra rollout worker is ready",
     )
     run.follow_for(LOOK_SECONDS)
     number = random.choice([signal.SIGTERM, signal.SIGKILL])
     extra.send_signal(number)
-    run.until_ended(extra)
+    run.wait_until_ended(extra)
     return f"{worker_id}, {number.name}"
 
 
@@ -217,18 +217,18 @@ def slow_step(run: FaultRun, random: Random) -> str:
     for hung, or be started again."""
     call, activity = random.choice(sorted(CALLS.items()))
     seconds = SLOW_FACTOR * run.config.workers.heartbeat_timeout_seconds
-    run.until(
+    run.wait_until(
         lambda: "trainer-0" in run.living() and run.is_ready("trainer-0"), "there is a trainer"
     )
     restarts = commanded_restarts(run), len(run.logged("run", "worker.died"))
     pid, order = run.pid("trainer-0"), run.folder / SLOW_STEP
     write_whole(order, f"{call} {seconds}")
-    run.until(lambda: not order.exists(), "the trainer is in the slow call")
+    run.wait_until(lambda: not order.exists(), "the trainer is in the slow call")
     ends_at, seen = time.monotonic() + seconds, set[str]()
     while time.monotonic() < ends_at:
         run.follow_for(0.2)
         seen.add(run.state.workers["trainer-0"].activity)
-    run.until_steps(run.state.num_steps + 1)
+    run.wait_until_steps(run.state.num_steps + 1)
     assert activity in seen, (
         f"the trainer's heartbeats named {sorted(seen)} while it was in {call!r} for "
         f"{seconds:g} s, not {activity!r}"
@@ -255,7 +255,7 @@ def hanging_verifier(run: FaultRun, random: Random) -> str:
 
     deaths = len(run.logged("run", "worker.died"))
     write_whole(order, "\n".join(prompts))
-    run.until(
+    run.wait_until(
         lambda: len(failed()) >= NUM_HUNG, f"{NUM_HUNG} prompt groups fail since the verifier hangs"
     )
     order.unlink()
@@ -269,11 +269,11 @@ def crash_loop(run: FaultRun, random: Random) -> str:
         random.choice(["rollout-0", "trainer-0"]),
         random.randint(2, MAX_RESTARTS // 2),
     )
-    order, known = run.folder / deaths_of(worker_id), num_told_deaths(run)
+    order, known = run.folder / deaths_of(worker_id), num_commanded_deaths(run)
     write_whole(order, "x" * num_deaths)
-    run.until(lambda: not order.exists(), f"{worker_id} died {num_deaths} times")
-    run.until(
-        lambda: num_told_deaths(run) == known + num_deaths,
+    run.wait_until(lambda: not order.exists(), f"{worker_id} died {num_deaths} times")
+    run.wait_until(
+        lambda: num_commanded_deaths(run) == known + num_deaths,
         f"relax run has seen {worker_id} die {num_deaths} times",
     )
     return f"{worker_id}, {num_deaths} times"
@@ -287,7 +287,7 @@ def endless_crash_loop(run: FaultRun, random: Random) -> str:
     )  # while another one generates, steps are committed, and the run goes on
     worker_id = random.choice(["rollout-0", "trainer-0"]) if alone else "trainer-0"
     write_whole(run.folder / deaths_of(worker_id), ALWAYS)
-    code = run.until_ended(run.process)
+    code = run.wait_until_ended(run.process)
     assert code == 1, f"the run was to end with exit code 1, got {code}"
     run.follow_for(1.0)
     max_restarts = run.config.workers.max_restarts
@@ -326,13 +326,13 @@ def shared_bucket(run: FaultRun, random: Random) -> str:
             )
             return bool(files_below(samples)) and not files_below(samples / "00000000")
 
-        run.until(
+        run.wait_until(
             has_purged,
             "the neighbour purges objects of its first version",
             timeout_seconds=NEIGHBOUR_SECONDS * run.patience,
         )
         process.send_signal(signal.SIGTERM)
-        run.until(lambda: process.poll() is not None, "the neighbour drains")
+        run.wait_until(lambda: process.poll() is not None, "the neighbour drains")
         assert process.returncode == 128 + signal.SIGTERM, (
             f"the neighbour ended with exit code {process.returncode}"
         )
@@ -346,7 +346,7 @@ def shared_bucket(run: FaultRun, random: Random) -> str:
             f"{neighbour.config.run.id}: {lost[:3]}"
         )
         finished = stamps(neighbour.objects)
-        run.until_steps(
+        run.wait_until_steps(
             run.state.num_steps + 2 * run.config.trainer.checkpoint_every
         )  # it prunes weights and checkpoints meanwhile
         assert stamps(neighbour.objects) == finished, (
@@ -437,7 +437,7 @@ def commanded_restarts(run: FaultRun) -> int:
     return sum(bool(getattr(event, "arguments", {}).get("tier")) for event in events)
 
 
-def num_told_deaths(run: FaultRun) -> int:
+def num_commanded_deaths(run: FaultRun) -> int:
     """Return how many workers died since the soak told them to."""
     return sum(ERROR in line["error"] for line in run.logged("run", "worker.died"))
 
@@ -517,8 +517,8 @@ def restart(run: FaultRun, number: int) -> str:
     """End `relax run` by a signal, see its workers gone, and start it again."""
     workers = run.worker_processes()
     run.process.send_signal(number)
-    run.until_ended(run.process, timeout_seconds=60 * run.patience)
-    run.until_gone(workers, timeout_seconds=60 * run.patience)
+    run.wait_until_ended(run.process, timeout_seconds=60 * run.patience)
+    run.wait_until_gone(workers, timeout_seconds=60 * run.patience)
     run.start()
     return "relax run"
 
@@ -541,7 +541,7 @@ def _signal(pid: int, number: int) -> None:
 
 
 @contextmanager
-def stranger(run: FaultRun) -> Iterator[RecordProducer]:
+def foreign_producer(run: FaultRun) -> Iterator[RecordProducer]:
     """Give a producer that is none of the run's."""
     producer = RecordProducer(run.connection)
     try:

@@ -40,7 +40,7 @@ def this_worker() -> str:
     return f"{words[words.index('worker') + 1]}-{words[words.index('--index') + 1]}"
 
 
-def die_if_told(worker_id: str) -> None:
+def die_if_commanded(worker_id: str) -> None:
     """Raise what ends the worker, if the run's folder says so, and count it there first."""
     path = Path(deaths_of(worker_id))
     if not path.exists():
@@ -58,7 +58,7 @@ class SoakedEngine(TransformersEngine):
     def poll(self, *, timeout_seconds: float) -> list[GeneratedSample]:
         """Decode as usual."""
         if self.num_running:
-            die_if_told(this_worker())
+            die_if_commanded(this_worker())
         return super().poll(timeout_seconds=timeout_seconds)
 
 
@@ -67,7 +67,7 @@ class SoakedTrainer(TorchBackend):
 
     def accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
         """Train a micro-batch as usual."""
-        die_if_told("trainer-0")
+        die_if_commanded("trainer-0")
         self._linger("accumulate")
         super().accumulate(micro_batch)
 

@@ -7,8 +7,8 @@ import signal
 from collections.abc import Callable
 
 import pytest
-from harness import FaultRun, assert_books_balance
-from scaling_calls import state_of, until_over
+from harness import FaultRun, assert_ledger_balances
+from scaling_calls import state_of, wait_until_over
 
 from relax_events.projections.scale_requests import Kind, ScaleRequest, Status
 
@@ -46,23 +46,23 @@ def test_workers_come_while_prompts_wait_and_go_while_nothing_does(
         scaling={"max_workers": 2, "autoscaler": QUICK},
     )
     run.start()
-    run.until(lambda: bool(asked(run, Kind.OUT)), "another worker is asked for")
+    run.wait_until(lambda: bool(asked(run, Kind.OUT)), "another worker is asked for")
     (grown,) = asked(run, Kind.OUT)
     assert (grown.workers, grown.target) == (("rollout-1",), 2)
     run.signal(signal.SIGSTOP, "trainer-0")  # so that there is work left when it comes
-    assert until_over(run, grown.request_id) is Status.ACTIVE
+    assert wait_until_over(run, grown.request_id) is Status.ACTIVE
     run.signal(signal.SIGCONT, "trainer-0")
-    run.until(lambda: run.num_taken("rollout-1") > 0, "it has taken prompt groups")
+    run.wait_until(lambda: run.num_taken("rollout-1") > 0, "it has taken prompt groups")
 
     run.signal(signal.SIGSTOP, "trainer-0")  # no version comes, so the prompts run out
-    run.until(lambda: bool(asked(run, Kind.IN)), "a worker is sent away")
+    run.wait_until(lambda: bool(asked(run, Kind.IN)), "a worker is sent away")
     (shrunk,) = asked(run, Kind.IN)
     assert (shrunk.workers, shrunk.target) == (("rollout-1",), 1)
-    assert until_over(run, shrunk.request_id) is Status.COMPLETED
+    assert wait_until_over(run, shrunk.request_id) is Status.COMPLETED
     run.signal(signal.SIGCONT, "trainer-0")
 
-    assert run.until_ended(run.process) == 0
-    ledger = assert_books_balance(run)
+    assert run.wait_until_ended(run.process) == 0
+    ledger = assert_ledger_balances(run)
     assert (ledger["rollouts_regenerated"], ledger["outcomes"]["failed"]) == (0, 0)
     assert [line["direction"] for line in run.logged("controller-0", "scaling.requested")][:2] == [
         "out",

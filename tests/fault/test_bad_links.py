@@ -8,7 +8,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from harness import BROKER_SECONDS, FaultRun, assert_books_balance
+from harness import BROKER_SECONDS, FaultRun, assert_ledger_balances
 from link import Link
 from node import Node, choose_ports, node_behind_link
 
@@ -37,13 +37,13 @@ def broker(directory: Path, run_id: str, link: Link) -> Iterator[Node]:
 
 
 @pytest.mark.long
-def test_run_goes_on_over_bad_links(start_run: Callable[..., FaultRun], link: Link) -> None:
+def test_run_continues_over_bad_links(start_run: Callable[..., FaultRun], link: Link) -> None:
     run = start_run(
         run={"num_steps": 50},
         broker={"bootstrap_servers": link.address, "request_timeout_seconds": REQUEST_SECONDS},
     )
     run.start()
-    run.until_steps(4)
+    run.wait_until_steps(4)
 
     link.latency_seconds, link.bytes_per_second = 0.1, 200_000.0  # 200 ms there and back
     run.recovers_within(BROKER_SECONDS)
@@ -79,5 +79,5 @@ def test_run_goes_on_over_bad_links(start_run: Callable[..., FaultRun], link: Li
         *(f"{seconds:.1f}" for seconds in healed),
     )
 
-    assert run.until_ended(run.process) == 0
-    assert_books_balance(run)
+    assert run.wait_until_ended(run.process) == 0
+    assert_ledger_balances(run)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness import FaultRun, assert_books_balance, mark_of
+from harness import FaultRun, assert_ledger_balances, failpoint_marker
 
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import Outcome
@@ -36,9 +36,9 @@ def test_chosen_prompts_are_each_issued_once_when_the_prompter_dies(
     )
     points = ("prompter.after_issue:2=kill", "trainer.in_transaction:4=kill")
     run.arm(*points)
-    assert run.until_ended(run.start()) == 0
-    assert run.fired() == {mark_of(point) for point in points}
-    assert_books_balance(run)
+    assert run.wait_until_ended(run.start()) == 0
+    assert run.fired() == {failpoint_marker(point) for point in points}
+    assert_ledger_balances(run)
 
     codec = EventCodec()
     events = [
@@ -64,7 +64,9 @@ def test_chosen_prompts_are_each_issued_once_when_the_prompter_dies(
     assert not [event for event in issued.values() if "tea" in event.messages[-1].text]
     begun = max(rows) // BLOCK_ROWS * BLOCK_ROWS
     assert {*rows, *passed_over} >= set(range(begun))
-    assert run.report()["prompts_skipped"]["prompt_filter"] == list(passed_over.values()).count("prompt_filter")
+    assert run.report()["prompts_skipped"]["prompt_filter"] == list(passed_over.values()).count(
+        "prompt_filter"
+    )
 
 
 def _takes_the_seat_of(prompt_group_id: str, ended: set[str]) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster
-from harness import BROKER_SECONDS, EVERYTHING_SECONDS, FaultRun, assert_books_balance
+from harness import BROKER_SECONDS, EVERYTHING_SECONDS, FaultRun, assert_ledger_balances
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def broker(directory: Path, run_id: str) -> Iterator[Cluster]:
 
 
 @pytest.mark.long
-def test_run_goes_on_when_a_leading_broker_dies_and_when_one_is_lost_for_good(
+def test_run_continues_when_a_leading_broker_dies_and_when_one_is_lost_for_good(
     start_run: Callable[..., FaultRun], broker: Cluster
 ) -> None:
     run = start_run(
@@ -28,13 +28,13 @@ def test_run_goes_on_when_a_leading_broker_dies_and_when_one_is_lost_for_good(
     )
     topic = run.plan.topic("control.train-steps")
     run.start()
-    run.until_steps(3)
+    run.wait_until_steps(3)
     first = broker.leader(topic)
     broker.nodes[first].kill()
     seconds = run.recovers_within(BROKER_SECONDS)
     broker.nodes[first].start()
     back = run.recovers_within(BROKER_SECONDS)
-    run.until(
+    run.wait_until(
         lambda: broker.is_whole(""),
         "the node that came back has caught up",
         timeout_seconds=BROKER_SECONDS,
@@ -49,13 +49,13 @@ def test_run_goes_on_when_a_leading_broker_dies_and_when_one_is_lost_for_good(
     )
     print(f"seconds: leader killed {seconds:.1f}, back {back:.1f}, another lost {lost:.1f}")
 
-    assert run.until_ended(run.process) == 0
-    assert_books_balance(run)
+    assert run.wait_until_ended(run.process) == 0
+    assert_ledger_balances(run)
     assert broker.nodes[second].pid is None, "one was lost for good"
 
 
 @pytest.mark.long
-def test_run_goes_on_when_the_leading_broker_is_cut_off_from_the_others(
+def test_run_continues_when_the_leading_broker_is_cut_off_from_the_others(
     start_run: Callable[..., FaultRun], broker: Cluster
 ) -> None:
     """Every client still reaches it, and it still believes that it leads: what it takes must not
@@ -66,7 +66,7 @@ def test_run_goes_on_when_the_leading_broker_is_cut_off_from_the_others(
     )
     topic = run.plan.topic("control.train-steps")
     run.start()
-    run.until_steps(3)
+    run.wait_until_steps(3)
     first = broker.leader(topic)
     broker.cut_off(first)
     seconds = run.recovers_within(EVERYTHING_SECONDS)
@@ -75,7 +75,7 @@ def test_run_goes_on_when_the_leading_broker_is_cut_off_from_the_others(
 
     broker.reunite()
     reunited = run.recovers_within(BROKER_SECONDS)
-    run.until(
+    run.wait_until(
         lambda: broker.is_whole(""),
         "the node that was cut off has caught up",
         timeout_seconds=BROKER_SECONDS,
@@ -86,5 +86,5 @@ def test_run_goes_on_when_the_leading_broker_is_cut_off_from_the_others(
     )
     print(f"seconds: cut off {seconds:.1f}, reunited {reunited:.1f}")
 
-    assert run.until_ended(run.process) == 0
-    assert_books_balance(run)
+    assert run.wait_until_ended(run.process) == 0
+    assert_ledger_balances(run)

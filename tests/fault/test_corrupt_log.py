@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from disk import BatchOnDisk, batches
-from harness import BROKER_SECONDS, PATIENCE_SECONDS, FaultRun, assert_books_balance
+from harness import BROKER_SECONDS, PATIENCE_SECONDS, FaultRun, assert_ledger_balances
 from node import Node, choose_ports
 
 from relax_events.errors import BrokerError
@@ -54,7 +54,7 @@ def test_altered_samples_are_never_trained_and_their_prompt_groups_fail(
 ) -> None:
     run = start_run(run={"num_steps": 24}, broker={"bootstrap_servers": broker.bootstrap_servers})
     run.start()
-    run.until_steps(4)
+    run.wait_until_steps(4)
     topic, num_partitions = run.plan.topic("rollout.samples"), run.plan.num_sample_partitions
     readers = [worker_id for worker_id in run.worker_ids if worker_id.startswith(READERS)]
     run.signal(signal.SIGSTOP, *readers)
@@ -71,7 +71,7 @@ def test_altered_samples_are_never_trained_and_their_prompt_groups_fail(
             if batch.first > before.get(partition, -1)
         }
 
-    run.until(lambda: bool(unread()), "rollout workers went on")
+    run.wait_until(lambda: bool(unread()), "rollout workers went on")
     run.follow_for(PILE_UP_SECONDS)
     # in good order: after a kill it would cut an altered batch off the segment that it still writes
     broker.stop()
@@ -82,9 +82,9 @@ def test_altered_samples_are_never_trained_and_their_prompt_groups_fail(
     run.signal(signal.SIGCONT, *readers)
     run.recovers_within(BROKER_SECONDS)
 
-    assert run.until_ended(run.process) == 0
+    assert run.wait_until_ended(run.process) == 0
     run.variables[EXAMINE] = "1"
-    ledger = assert_books_balance(run)
+    ledger = assert_ledger_balances(run)
     assert ledger["records_unreadable"] == sum(
         batch.last - batch.first + 1 for batch in altered.values()
     ), "the ledger counts the gap"
@@ -116,12 +116,12 @@ def test_altered_samples_are_never_trained_and_their_prompt_groups_fail(
 
 
 @pytest.mark.long
-def test_run_with_an_altered_decision_is_not_taken_up(
+def test_run_with_an_altered_decision_is_not_resumed(
     start_run: Callable[..., FaultRun], broker: Node
 ) -> None:
     run = start_run(run={"num_steps": 60}, broker={"bootstrap_servers": broker.bootstrap_servers})
     first = run.start()
-    run.until_steps(4)
+    run.wait_until_steps(4)
     first.send_signal(signal.SIGTERM)
     first.wait(PATIENCE_SECONDS)
     topic = run.plan.topic("control.train-steps")
@@ -144,7 +144,7 @@ def test_run_with_an_altered_decision_is_not_taken_up(
 @pytest.mark.long
 @pytest.mark.parametrize("examines", ["", "1"])
 @pytest.mark.parametrize("place", ["middle", "end"])
-def test_readers_pass_over_an_altered_batch_once(
+def test_readers_skip_an_altered_batch_once(
     broker: Node, place: str, examines: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(EXAMINE, examines)

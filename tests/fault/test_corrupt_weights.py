@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable
 
 import pytest
-from harness import WORKER_SECONDS, FaultRun, assert_books_balance
+from harness import WORKER_SECONDS, FaultRun, assert_ledger_balances
 
 from relax_events.events.codec import EventCodec
 from relax_events.events.types import SampleRolledOut
@@ -19,8 +19,8 @@ def publish_behind_the_engines_back(run: FaultRun) -> int:
     """Stop rollout and let the trainer publish, then stop it too; return the newest version, which
     the engine has not read."""
     while True:
-        run.until_steps(run.state.num_steps + 1)
-        run.until(
+        run.wait_until_steps(run.state.num_steps + 1)
+        run.wait_until(
             lambda: (
                 run.logged("rollout-0", "weights.loaded")[-1]["policy_version"]
                 >= run.state.policy_version
@@ -40,12 +40,12 @@ def publish_behind_the_engines_back(run: FaultRun) -> int:
 
 
 @pytest.mark.long
-def test_engine_refuses_an_altered_artifact_and_recovers_with_the_next_version(
+def test_engine_rejects_an_altered_artifact_and_recovers_with_the_next_version(
     start_run: Callable[..., FaultRun],
 ) -> None:
     run = start_run(run={"num_steps": STEPS})
     run.start()
-    run.until_steps(2)
+    run.wait_until_steps(2)
     altered = publish_behind_the_engines_back(run)
     (file,) = (run.folder / "objects" / "weights" / f"{altered:08d}").glob("*.safetensors")
     data = bytearray(file.read_bytes())
@@ -54,15 +54,16 @@ def test_engine_refuses_an_altered_artifact_and_recovers_with_the_next_version(
     run.signal(signal.SIGCONT, "rollout-0", "trainer-0")
     run.recovers_within(WORKER_SECONDS)
 
-    run.until(
-        lambda: bool(run.logged("rollout-0", "weights.load_failed")), "the engine refuses the version"
+    run.wait_until(
+        lambda: bool(run.logged("rollout-0", "weights.load_failed")),
+        "the engine refuses the version",
     )
-    run.until(
+    run.wait_until(
         lambda: run.logged("rollout-0", "weights.loaded")[-1]["policy_version"] > altered,
         "the engine loads a newer version",
     )
-    assert run.until_ended(run.process) == 0
-    assert_books_balance(run)
+    assert run.wait_until_ended(run.process) == 0
+    assert_ledger_balances(run)
     refused = run.logged("rollout-0", "weights.load_failed")
     loaded = [
         line["policy_version"]

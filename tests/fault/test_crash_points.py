@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness import FaultRun, assert_books_balance, mark_of
-from stage import judged_by
+from harness import FaultRun, assert_ledger_balances, failpoint_marker
+from run_setup import judge_config
 
 from relax_events.events.codec import EventCodec
 from relax_events.events.types import BroadcastMembership, PolicyEvaluated, TrainStepCommitted
@@ -72,7 +72,7 @@ LONG = [
 
 def test_every_point_has_its_turn() -> None:
     assert sorted(
-        mark_of(f"{point}=kill").rpartition(":")[0]
+        failpoint_marker(f"{point}=kill").rpartition(":")[0]
         for points in BY_DEFAULT + LONG
         for point in points
     ) == sorted(POINTS)
@@ -98,7 +98,7 @@ def test_run_ends_by_itself_when_workers_kill_themselves_at(
     is_evaluated, is_taught, is_broadcast = (
         points[0].startswith(place) for place in ("evaluator.", "teacher.", "weights.broadcasting")
     )
-    judged = judged_by(directory) if points[0].startswith("judge.") else {}
+    judged = judge_config(directory) if points[0].startswith("judge.") else {}
     run = start_run(
         run={"num_steps": STEPS_OF_ONE_ROLE if is_taught else STEPS},
         evaluation=evaluation if is_evaluated else {},
@@ -119,9 +119,9 @@ def test_run_ends_by_itself_when_workers_kill_themselves_at(
     )
     armed = [f"{point}=kill" for point in points]
     run.arm(*armed)
-    assert run.until_ended(run.start()) == 0
-    assert run.fired() == {mark_of(point) for point in armed}
-    assert_books_balance(run)
+    assert run.wait_until_ended(run.start()) == 0
+    assert run.fired() == {failpoint_marker(point) for point in armed}
+    assert_ledger_balances(run)
     if is_evaluated:
         assert_evaluated_once(run)
     if is_broadcast:

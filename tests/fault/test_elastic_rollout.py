@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness import FaultRun, assert_books_balance
-from scaling_calls import API, scale, state_of, statuses, until_over
-from stage import judged_by
+from harness import FaultRun, assert_ledger_balances
+from run_setup import judge_config
+from scaling_calls import API, scale, state_of, statuses, wait_until_over
 
 from relax_events.events.parts import WorkerState
 from relax_events.projections.scale_requests import Status
@@ -23,7 +23,7 @@ def test_rollout_goes_from_one_worker_to_three_and_back_under_load_and_loses_not
 ) -> None:
     run = start_run(run={"num_steps": 40}, **API)
     run.start()
-    run.until_steps(2)
+    run.wait_until_steps(2)
     run.signal(
         signal.SIGSTOP, "trainer-0"
     )  # so that there is work left, however long two workers take to start
@@ -41,12 +41,12 @@ def test_rollout_goes_from_one_worker_to_three_and_back_under_load_and_loses_not
     assert scale(run, "out", "--replicas", "3", "--key", "grow")[1]["request_id"] == grown
     assert scale(run, "in", "--replicas", "1", "--yes")[0] == 6, "the first request is open"
     run.process.send_signal(signal.SIGCONT)
-    run.until(
+    run.wait_until(
         lambda: run.is_ready("rollout-1") and run.is_ready("rollout-2"),
         "two workers more are ready",
     )
     run.signal(signal.SIGCONT, "trainer-0")
-    assert until_over(run, grown) is Status.ACTIVE
+    assert wait_until_over(run, grown) is Status.ACTIVE
     assert statuses(run, grown) == [
         "CREATING",
         "HEALTH_CHECKING",
@@ -54,7 +54,7 @@ def test_rollout_goes_from_one_worker_to_three_and_back_under_load_and_loses_not
         "READY",
         "ACTIVE",
     ]
-    run.until(
+    run.wait_until(
         lambda: min(run.num_taken(f"rollout-{index}") for index in (1, 2)) > 0,
         "both have taken prompt groups",
     )
@@ -62,7 +62,7 @@ def test_rollout_goes_from_one_worker_to_three_and_back_under_load_and_loses_not
     run.signal(signal.SIGSTOP, "trainer-0")  # so that the run is not over before they have left
     code, shrunk = scale(run, "in", "--replicas", "1", "--yes")
     assert (code, shrunk["selected_engines"]) == (0, ["rollout-2", "rollout-1"])
-    assert until_over(run, shrunk["request_id"]) is Status.COMPLETED
+    assert wait_until_over(run, shrunk["request_id"]) is Status.COMPLETED
     left = state_of(run)
     assert (left.workers, sorted(left.requests[shrunk["request_id"]].exited_workers)) == (
         {},
@@ -76,8 +76,8 @@ def test_rollout_goes_from_one_worker_to_three_and_back_under_load_and_loses_not
     ] * 2
     run.signal(signal.SIGCONT, "trainer-0")
 
-    assert run.until_ended(run.process) == 0
-    ledger = assert_books_balance(run)
+    assert run.wait_until_ended(run.process) == 0
+    ledger = assert_ledger_balances(run)
     assert (
         ledger["rollouts_regenerated"],
         ledger["outcomes"]["expired"],
@@ -90,9 +90,9 @@ def test_rollout_goes_from_one_worker_to_three_and_back_under_load_and_loses_not
 def test_judges_go_from_one_to_two_and_back_under_load_and_lose_nothing(
     start_run: Callable[..., FaultRun], directory: Path
 ) -> None:
-    run = start_run(run={"num_steps": 40}, **judged_by(directory), **API)
+    run = start_run(run={"num_steps": 40}, **judge_config(directory), **API)
     run.start()
-    run.until_steps(2)
+    run.wait_until_steps(2)
     run.signal(
         signal.SIGSTOP, "trainer-0"
     )  # so that there is work left, however long a worker takes to start
@@ -101,18 +101,18 @@ def test_judges_go_from_one_to_two_and_back_under_load_and_lose_nothing(
     assert scale(run, "out", "--model", "judge", "--engine-url", "http://127.0.0.1:1")[0] != 0, (
         "a server is the run file's to name"
     )
-    run.until(lambda: run.is_ready("judge-1"), "a second judge is ready")
+    run.wait_until(lambda: run.is_ready("judge-1"), "a second judge is ready")
     run.signal(signal.SIGCONT, "trainer-0")
-    assert until_over(run, answer["request_id"]) is Status.ACTIVE
-    run.until(lambda: run.state.workers["judge-1"].num_processed > 0, "it has judged")
+    assert wait_until_over(run, answer["request_id"]) is Status.ACTIVE
+    run.wait_until(lambda: run.state.workers["judge-1"].num_processed > 0, "it has judged")
 
     run.signal(signal.SIGSTOP, "trainer-0")  # so that the run is not over before it has left
     code, shrunk = scale(run, "in", "--model", "judge", "--replicas", "1", "--yes")
     assert (code, shrunk["selected_engines"]) == (0, ["judge-1"])
-    assert until_over(run, shrunk["request_id"]) is Status.COMPLETED
+    assert wait_until_over(run, shrunk["request_id"]) is Status.COMPLETED
     assert set(run.living()) == set(run.worker_ids)
     run.signal(signal.SIGCONT, "trainer-0")
 
-    assert run.until_ended(run.process) == 0
-    ledger = assert_books_balance(run)
+    assert run.wait_until_ended(run.process) == 0
+    ledger = assert_ledger_balances(run)
     assert (ledger["outcomes"]["expired"], ledger["outcomes"]["failed"]) == (0, 0)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from harness import WORKER_SECONDS, FaultRun, assert_books_balance
+from harness import WORKER_SECONDS, FaultRun, assert_ledger_balances
 
 NO_SPACE, TOO_LARGE = "No space left on device", "File too large"
 
@@ -69,18 +69,20 @@ def disk(tmp_path: Path) -> Iterator[SmallDisk]:
 
 
 @pytest.mark.long
-def test_trainer_says_that_the_disk_is_full_and_goes_on_when_there_is_room(
+def test_trainer_says_that_the_disk_is_full_and_continues_when_there_is_room(
     start_run: Callable[..., FaultRun], disk: SmallDisk
 ) -> None:
     run = start_run(run={"num_steps": 16}, objects={"uri": disk.folder.as_uri()})
     run.start()
-    run.until_steps(4)
+    run.wait_until_steps(4)
     disk.fill(run)
     if disk.is_mounted:
-        run.until(lambda: bool(run.logged("trainer-0", "objects.unavailable")), "the trainer waits")
+        run.wait_until(
+            lambda: bool(run.logged("trainer-0", "objects.unavailable")), "the trainer waits"
+        )
         complaint = run.logged("trainer-0", "objects.unavailable")[0]["error"]
     else:
-        run.until(lambda: bool(run.logged("run", "worker.died")), "the trainer gives up")
+        run.wait_until(lambda: bool(run.logged("run", "worker.died")), "the trainer gives up")
         log = (run.folder / "logs" / "trainer-0.log").read_text()
         (complaint,) = {line for line in log.splitlines() if line.startswith("error: ")}
         assert "Traceback" not in log
@@ -89,8 +91,8 @@ def test_trainer_says_that_the_disk_is_full_and_goes_on_when_there_is_room(
     assert disk.complaint in complaint
     assert str(disk.folder) in complaint, "it names the place that is full"
 
-    assert run.until_ended(run.process) == 0
-    assert assert_books_balance(run)["rollouts_regenerated"] == 0
+    assert run.wait_until_ended(run.process) == 0
+    assert assert_ledger_balances(run)["rollouts_regenerated"] == 0
     died = {line["worker_id"] for line in run.logged("run", "worker.died")}
     assert died == (set() if disk.is_mounted else {"trainer-0"}), (
         "a full disk is the trainer's trouble alone, and is waited for"

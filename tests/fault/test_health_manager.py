@@ -11,8 +11,8 @@ from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import pytest
-from harness import WORKER_SECONDS, FaultRun, assert_books_balance
-from stage import SLOW_SECONDS
+from harness import WORKER_SECONDS, FaultRun, assert_ledger_balances
+from run_setup import SLOW_SECONDS
 
 HEALTH = {"progress_timeout_seconds": 5.0, "backoff_seconds": 1.0}
 WORKERS = {"heartbeat_seconds": 0.2, "heartbeat_timeout_seconds": 10.0}
@@ -44,23 +44,23 @@ def test_stuck_worker_is_started_again_and_the_count_outlives_the_controller(
     engine = {"name": f"{directory / 'engine.py'}:StuckOnce"}
     run = start_run(run={"num_steps": 40}, engine=engine, health=HEALTH)
     run.start()
-    run.until(lambda: (run.folder / "stuck").exists(), "the engine draws nothing any more")
+    run.wait_until(lambda: (run.folder / "stuck").exists(), "the engine draws nothing any more")
     stuck = run.pid("rollout-0")
-    run.until(
+    run.wait_until(
         lambda: asked(run, "rollout-0", "/healthz").startswith(
             "no: it has made no progresss work for"
         ),
         "it says that it is stuck",
     )
-    run.until(lambda: run.pid("rollout-0") not in (stuck, -1), "another process generates")
-    run.until_ready_again("controller-0", killed=run.kill("controller-0"))
+    run.wait_until(lambda: run.pid("rollout-0") not in (stuck, -1), "another process generates")
+    run.wait_until_ready_again("controller-0", killed=run.kill("controller-0"))
     run.recovers_within(WORKER_SECONDS)
     figures = run.metrics("controller-0")
     assert figures['relax_health_restarts_total{role="rollout",symptom="stuck"}'] == 1
     assert figures["relax_pipeline_restarts_total"] == figures["relax_run_aborted"] == 0
 
-    assert run.until_ended(run.process) == 0
-    assert_books_balance(run)
+    assert run.wait_until_ended(run.process) == 0
+    assert_ledger_balances(run)
     assert commanded(run) == [("rollout-0", "restart", "stuck")]
 
 
@@ -73,7 +73,7 @@ def test_run_skips_steps_that_are_not_finite_and_ends_after_several_in_a_row(
         trainer={"backend": f"{directory / 'trainer.py'}:NotFinite", "max_steps_not_finite": 2},
     )
     run.start()
-    assert run.until_ended(run.process) == 1
+    assert run.wait_until_ended(run.process) == 1
     assert run.state.ended is not None
     assert (
         "train steps in a row had a loss or gradient that is not finite "
@@ -93,12 +93,12 @@ def test_run_skips_steps_that_are_not_finite_and_ends_after_several_in_a_row(
 def test_hung_worker_is_started_again(start_run: Callable[..., FaultRun]) -> None:
     run = start_run(run={"num_steps": 40}, workers=WORKERS)
     run.start()
-    run.until_steps(3)
+    run.wait_until_steps(3)
     hung = run.signal(signal.SIGSTOP, "reward-0")
-    run.until_ready_again("reward-0", killed=hung)
+    run.wait_until_ready_again("reward-0", killed=hung)
     run.recovers_within(WORKER_SECONDS)
-    assert run.until_ended(run.process) == 0
-    assert_books_balance(run)
+    assert run.wait_until_ended(run.process) == 0
+    assert_ledger_balances(run)
     assert ("reward-0", "restart", "silent") in commanded(run)
 
 
@@ -107,7 +107,11 @@ def test_trainer_whose_calls_take_longer_than_silence_may_last_is_left_alone(
     start_run: Callable[..., FaultRun], directory: Path
 ) -> None:
     workers = {"heartbeat_seconds": 0.2, "heartbeat_timeout_seconds": SLOW_SECONDS / 2}
-    health = HEALTH | {"progress_timeout_seconds": 8 * SLOW_SECONDS, "max_restarts": 1, "max_pipeline_restarts": 0}
+    health = HEALTH | {
+        "progress_timeout_seconds": 8 * SLOW_SECONDS,
+        "max_restarts": 1,
+        "max_pipeline_restarts": 0,
+    }
     run = start_run(
         run={"num_steps": 3},
         trainer={"backend": f"{directory / 'trainer.py'}:Slow"},
@@ -122,11 +126,11 @@ def test_trainer_whose_calls_take_longer_than_silence_may_last_is_left_alone(
         inside.update({beat.activity} if beat else ())
         return run.process.poll() is not None
 
-    run.until(lambda: looks() or run.state.num_steps == 2, "the slow step is committed")
-    assert run.until_ended(run.process) == 0
+    run.wait_until(lambda: looks() or run.state.num_steps == 2, "the slow step is committed")
+    assert run.wait_until_ended(run.process) == 0
     assert inside >= {"train a micro-batch", "step the optimizer", "write weights"}
     assert commanded(run) == []
-    assert_books_balance(run)
+    assert_ledger_balances(run)
 
 
 @pytest.mark.long
@@ -141,7 +145,7 @@ def test_trainer_that_hangs_inside_a_call_is_started_again_at_its_deadline_and_t
         health=health,
     )
     run.start()
-    assert run.until_ended(run.process) == 1
+    assert run.wait_until_ended(run.process) == 1
     assert commanded(run) == [("trainer-0", "restart", "overdue")]
     assert run.state.ended is not None
     assert "step the optimizer, whose deadline passed" in run.state.ended.reason
@@ -156,7 +160,11 @@ def test_run_is_restored_and_then_given_up_when_nothing_helps(
         "max_running_samples": 4,
         "max_prompt_groups": 1,
     }
-    health = HEALTH | {"progress_timeout_seconds": 15.0, "max_restarts": 1, "max_pipeline_restarts": 1}
+    health = HEALTH | {
+        "progress_timeout_seconds": 15.0,
+        "max_restarts": 1,
+        "max_pipeline_restarts": 1,
+    }
     few_roles = {"kl_coefficient": 0.0, "old_logprobs": "rollout"}
     sections = {
         "run": {"num_steps": 40, "prompts_per_step": 64},
@@ -165,7 +173,7 @@ def test_run_is_restored_and_then_given_up_when_nothing_helps(
     }
     run = start_run(**sections, engine=engine, health=health)
     run.start()
-    assert run.until_ended(run.process, timeout_seconds=220) == 1
+    assert run.wait_until_ended(run.process, timeout_seconds=220) == 1
     pipeline = {f"{role}-0" for role in run.config.roles()} - {"controller-0", "metrics-0"}
     told = commanded(run)
     assert told[0] == ("rollout-0", "restart", "stuck")
@@ -184,14 +192,14 @@ def test_controller_that_hangs_ends_itself_when_it_can_again(
 ) -> None:
     run = start_run(run={"num_steps": 240}, workers=WORKERS | {"heartbeat_timeout_seconds": 25.0})
     run.start()
-    run.until_steps(3)
+    run.wait_until_steps(3)
     hung = run.signal(signal.SIGSTOP, "controller-0")
     run.follow_for(27.0)
     run.signal_process(signal.SIGCONT, hung["controller-0"])
-    run.until_ready_again("controller-0", killed=hung)
-    assert run.until_ended(run.process) == 0
+    run.wait_until_ready_again("controller-0", killed=hung)
+    assert run.wait_until_ended(run.process) == 0
     assert commanded(run) == [], "it had heard nobody, itself included"
-    assert_books_balance(run)
+    assert_ledger_balances(run)
 
 
 @pytest.mark.long
@@ -200,13 +208,13 @@ def test_worker_is_well_and_not_ready_while_the_broker_is_away(
 ) -> None:
     run = start_run(run={"num_steps": 60})
     run.start()
-    run.until_steps(2)
+    run.wait_until_steps(2)
     assert asked(run, "reward-0", "/healthz").startswith("ok")
     assert asked(run, "reward-0", "/readyz") == "ok"
     assert run.broker.pid is not None
     os.kill(run.broker.pid, signal.SIGSTOP)
     try:
-        run.until(
+        run.wait_until(
             lambda: asked(run, "reward-0", "/readyz") == "no: the broker does not answer",
             "a worker notices",
         )
@@ -214,5 +222,5 @@ def test_worker_is_well_and_not_ready_while_the_broker_is_away(
     finally:
         os.kill(run.broker.pid, signal.SIGCONT)
     run.recovers_within(WORKER_SECONDS)
-    run.until(lambda: asked(run, "reward-0", "/readyz") == "ok", "it takes work again")
+    run.wait_until(lambda: asked(run, "reward-0", "/readyz") == "ok", "it takes work again")
     assert commanded(run) == []

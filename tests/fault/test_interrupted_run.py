@@ -19,16 +19,16 @@ def interrupted(run: FaultRun, number: int, *, after_steps: int, num_answers: in
     """Start a run, interrupt it, wait for its answer while it can't drain, and return its exit
     code."""
     process = run.start()
-    run.until_steps(after_steps)
+    run.wait_until_steps(after_steps)
     held = run.signal(signal.SIGSTOP, "reward-0")
     process.send_signal(number)
-    run.until(
+    run.wait_until(
         lambda: run.output.read_text().count(DRAINING) == num_answers,
         "it answers while its workers drain",
     )
     assert process.poll() is None
     os.kill(held["reward-0"], signal.SIGCONT)
-    return run.until_ended(process)
+    return run.wait_until_ended(process)
 
 
 @pytest.mark.long
@@ -45,7 +45,7 @@ def test_interrupted_run_answers_at_once_and_its_resumed_session_reports_the_who
     interrupted_at = run.state.num_steps
 
     process = run.start()
-    assert run.until_ended(process) == 0
+    assert run.wait_until_ended(process) == 0
     report = orjson.loads((run.folder / "report.json").read_bytes())
     assert report["steps"] == 14
     assert report["steps_of_session"] <= 14 - interrupted_at
@@ -63,10 +63,10 @@ def test_second_relax_run_says_who_works_on_the_run_already(
 ) -> None:
     run = start_run(run={"num_steps": 100_000})
     first = run.start()
-    run.until_steps(1)
+    run.wait_until_steps(1)
     second = run.start()
     notice = f"another relax run works on this run already (pid {first.pid} on "
-    run.until(lambda: notice in run.output.read_text(), "the second one says so")
+    run.wait_until(lambda: notice in run.output.read_text(), "the second one says so")
     for process in (first, second):
         process.send_signal(signal.SIGTERM)
-    assert (run.until_ended(first), run.until_ended(second)) == (143, 143)
+    assert (run.wait_until_ended(first), run.wait_until_ended(second)) == (143, 143)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from broker_steps import MEMBER, next_line, other_process
-from harness import BROKER_SECONDS, EVERYTHING_SECONDS, FaultRun, assert_books_balance
+from harness import BROKER_SECONDS, EVERYTHING_SECONDS, FaultRun, assert_ledger_balances
 from node import Node, choose_ports
 
 from relax_events.kafka.admin import Admin
@@ -22,11 +22,11 @@ def test_run_ends_by_itself_when_broker_and_workers_are_killed(
 ) -> None:
     run = start_run(run={"num_steps": 30})
     process = run.start()
-    run.until_steps(5)
+    run.wait_until_steps(5)
     killed = run.kill(*run.worker_ids)
     run.broker.kill()
     run.recovers_within(EVERYTHING_SECONDS)
-    run.until_ready_again(*run.worker_ids, killed=killed)
+    run.wait_until_ready_again(*run.worker_ids, killed=killed)
 
     run.broker.kill()
     run.recovers_within(BROKER_SECONDS)
@@ -34,11 +34,11 @@ def test_run_ends_by_itself_when_broker_and_workers_are_killed(
         "the broker was killed within the run, not after it"
     )
 
-    assert run.until_ended(process) == 0
-    assert_books_balance(run)
+    assert run.wait_until_ended(process) == 0
+    assert_ledger_balances(run)
 
 
-def test_a_killed_workers_place_is_free_although_the_broker_was_killed_too(
+def test_a_killed_workers_index_is_free_although_the_broker_was_killed_too(
     directory: Path, run_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(

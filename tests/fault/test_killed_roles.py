@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import psutil
-from harness import WORKER_SECONDS, FaultRun, assert_books_balance
+from harness import WORKER_SECONDS, FaultRun, assert_ledger_balances
 
 # Without one of these the run stands still within a few steps, so each can be waited for; metrics
 # and controller are missed by nobody but the end.
@@ -22,13 +22,13 @@ NEEDED = (
 MISSED_LATER = ("metrics-0", "controller-0")
 
 
-def test_run_ends_by_itself_when_every_role_is_killed_once_and_the_starter_before_them(
+def test_run_ends_by_itself_when_every_role_is_killed_once_and_the_fork_server_before_them(
     start_run: Callable[..., FaultRun],
 ) -> None:
     run = start_run(run={"num_steps": 44})
     assert sorted(run.worker_ids) == sorted(NEEDED + MISSED_LATER)
     process = run.start()
-    run.until_steps(2)
+    run.wait_until_steps(2)
     starter = psutil.Process(run.pid("trainer-0")).parent()
     assert starter is not None
     assert "relax_events.launcher.fork_server" in starter.cmdline()
@@ -37,8 +37,8 @@ def test_run_ends_by_itself_when_every_role_is_killed_once_and_the_starter_befor
     for worker_id in NEEDED:
         killed |= run.kill(worker_id)
         run.recovers_within(WORKER_SECONDS)
-        run.until_ready_again(worker_id, killed=killed)
-    run.until_ready_again(*run.worker_ids, killed=killed)
+        run.wait_until_ready_again(worker_id, killed=killed)
+    run.wait_until_ready_again(*run.worker_ids, killed=killed)
     assert run.state.num_steps < run.config.run.num_steps, (
         "everything was killed within the run, not after it"
     )
@@ -52,6 +52,6 @@ def test_run_ends_by_itself_when_every_role_is_killed_once_and_the_starter_befor
         if sample.startswith("relax_workers{") and "silent" not in sample
     ) == len(run.worker_ids)
 
-    assert run.until_ended(process) == 0
-    assert_books_balance(run)
+    assert run.wait_until_ended(process) == 0
+    assert_ledger_balances(run)
     assert run.worker_processes() == []

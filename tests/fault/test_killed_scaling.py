@@ -7,8 +7,8 @@ import signal
 from collections.abc import Callable
 
 import pytest
-from harness import FaultRun, assert_books_balance, mark_of
-from scaling_calls import API, scale, state_of, statuses, until_over
+from harness import FaultRun, assert_ledger_balances, failpoint_marker
+from scaling_calls import API, scale, state_of, statuses, wait_until_over
 
 from relax_events.projections.scale_requests import Status
 
@@ -41,7 +41,7 @@ def call(run: FaultRun, *words: str) -> str:
         answers.append(scale(run, *words))
         return answers[-1][0] == 0
 
-    run.until(is_answered, f"`relax scale {' '.join(words)}` is answered")
+    run.wait_until(is_answered, f"`relax scale {' '.join(words)}` is answered")
     return str(answers[-1][1]["request_id"])
 
 
@@ -55,22 +55,22 @@ def test_controller_that_dies_in_a_state_of_scaling_leaves_nothing_half_done(
     armed = [f"{point}=kill" for point in points]
     run.arm(*armed)
     run.start()
-    run.until_steps(1)
+    run.wait_until_steps(1)
     run.signal(signal.SIGSTOP, "trainer-0")  # so that the run is not over before
     grown = call(run, "out", "--replicas", "2", "--key", "grow")
-    assert until_over(run, grown) is Status.ACTIVE
-    run.until(lambda: run.is_ready("rollout-1"), "the new worker is ready")
+    assert wait_until_over(run, grown) is Status.ACTIVE
+    run.wait_until(lambda: run.is_ready("rollout-1"), "the new worker is ready")
     shrunk = call(run, "in", "--replicas", "1", "--yes", "--key", "shrink")
-    assert until_over(run, shrunk) is Status.COMPLETED
+    assert wait_until_over(run, shrunk) is Status.COMPLETED
     run.signal(signal.SIGCONT, "trainer-0")
 
-    assert run.fired() == {mark_of(point) for point in armed}
+    assert run.fired() == {failpoint_marker(point) for point in armed}
     assert (statuses(run, grown), statuses(run, shrunk)) == (OUT, IN), (
         "no step twice, none left out"
     )
     left = state_of(run)
     assert ([*left.requests], left.workers) == ([grown, shrunk], {})
     assert set(run.living()) == set(run.worker_ids)
-    assert run.until_ended(run.process) == 0
-    ledger = assert_books_balance(run)
+    assert run.wait_until_ended(run.process) == 0
+    ledger = assert_ledger_balances(run)
     assert (ledger["rollouts_regenerated"], ledger["outcomes"]["failed"]) == (0, 0)

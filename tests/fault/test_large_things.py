@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from harness import LIVING_SECONDS, FaultRun, assert_books_balance
+from harness import LIVING_SECONDS, FaultRun, assert_ledger_balances
 from poison import OVERSIZE_BYTES
 
 from relax_events.errors import BrokerRefused
@@ -49,20 +49,22 @@ def num_waiting(run: FaultRun) -> int:
 def test_lost_and_altered_objects_cost_their_prompt_groups_alone(
     start_run: Callable[..., FaultRun],
 ) -> None:
-    run = start_run(run={"num_steps": 12}, objects={"claim_check_threshold_bytes": CLAIM_CHECK_THRESHOLD_BYTES})
+    run = start_run(
+        run={"num_steps": 12}, objects={"claim_check_threshold_bytes": CLAIM_CHECK_THRESHOLD_BYTES}
+    )
     run.start()
-    run.until_steps(2)
+    run.wait_until_steps(2)
     run.signal(signal.SIGSTOP, "rollout-0")
-    run.until(lambda: num_waiting(run) >= 2, "prompt groups wait for rollout")
+    run.wait_until(lambda: num_waiting(run) >= 2, "prompt groups wait for rollout")
     # The reward role alone will not have read what comes now: the advantage role will, and wait for
     # scores that never come.
     run.signal(signal.SIGSTOP, "reward-0")
     before = rolled_out(run)
     run.signal(signal.SIGCONT, "rollout-0")
-    run.until(
+    run.wait_until(
         lambda: len(rolled_out(run).keys() - before.keys()) >= 2, "samples wait for their reward"
     )
-    run.until(
+    run.wait_until(
         lambda: run.state.workers["rollout-0"].num_in_flight == 0, "nothing is being generated"
     )
     (lost, lost_path), (altered, altered_path) = sorted(
@@ -73,8 +75,8 @@ def test_lost_and_altered_objects_cost_their_prompt_groups_alone(
     run.signal(signal.SIGCONT, "reward-0")
     run.recovers_within(LIVING_SECONDS)
 
-    assert run.until_ended(run.process) == 0
-    assert assert_books_balance(run)["outcomes"]["failed"] == 2
+    assert run.wait_until_ended(run.process) == 0
+    assert assert_ledger_balances(run)["outcomes"]["failed"] == 2
     letters = {letter.key: letter.headers for letter in run.records("reward.dead-letters")}
     assert {group: headers["error-class"] for group, headers in letters.items()} == {
         lost: "ObjectError",
@@ -82,7 +84,9 @@ def test_lost_and_altered_objects_cost_their_prompt_groups_alone(
     }
     assert "there is no such object" in letters[lost]["error-text"]
     assert "was altered: its SHA-256 must be" in letters[altered]["error-text"]
-    events = [EventCodec().decode(record.value) for record in run.records("control.prompt-group-outcomes")]
+    events = [
+        EventCodec().decode(record.value) for record in run.records("control.prompt-group-outcomes")
+    ]
     outcomes = {
         event.prompt_group_id: event.outcome.value
         for event in events
@@ -92,7 +96,7 @@ def test_lost_and_altered_objects_cost_their_prompt_groups_alone(
 
 
 @pytest.mark.parametrize("entity", ["prompt.groups", "rollout.samples"])
-def test_oversize_record_is_refused_by_the_broker(
+def test_oversize_record_is_rejected_by_the_broker(
     start_run: Callable[..., FaultRun], entity: str
 ) -> None:
     run = start_run()

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import other_release
 import pytest
-from harness import LIVING_SECONDS, FaultRun, assert_books_balance
+from harness import LIVING_SECONDS, FaultRun, assert_ledger_balances
 
 RELEASES = {"older": "reward-1", "newer": "reward-2"}
 
 
 @pytest.mark.long
-def test_run_goes_on_when_releases_are_mixed(start_run: Callable[..., FaultRun]) -> None:
+def test_run_continues_when_releases_are_mixed(start_run: Callable[..., FaultRun]) -> None:
     run = start_run(run={"num_steps": 24})
     run.start()
-    run.until_steps(2)
+    run.wait_until_steps(2)
     run.signal(
         signal.SIGSTOP, "trainer-0"
     )  # so that there is work left, however long the others take to start
@@ -32,13 +32,13 @@ def test_run_goes_on_when_releases_are_mixed(start_run: Callable[..., FaultRun])
             worker_id.rpartition("-")[2],
         ]
         run.start_program([sys.executable, str(Path(other_release.__file__)), release, *words])
-    run.until(
+    run.wait_until(
         lambda: all(run.is_ready(worker_id) for worker_id in RELEASES.values()),
         "both other releases are ready",
     )
     run.signal(signal.SIGCONT, "trainer-0")
     run.recovers_within(LIVING_SECONDS)
-    run.until(
+    run.wait_until(
         lambda: all(
             run.state.workers[worker_id].num_processed > 0 for worker_id in RELEASES.values()
         ),
@@ -48,8 +48,8 @@ def test_run_goes_on_when_releases_are_mixed(start_run: Callable[..., FaultRun])
         "they scored within the run, not after it"
     )
 
-    assert run.until_ended(run.process) == 0
-    ledger = assert_books_balance(run)
+    assert run.wait_until_ended(run.process) == 0
+    ledger = assert_ledger_balances(run)
     assert (ledger["outcomes"]["failed"], ledger["records_unreadable"]) == (0, 0)
     scores = run.records("reward.scores", num_partitions=run.plan.num_sample_partitions)
     assert len({record.value[:10] for record in scores}) == 3, (

@@ -6,19 +6,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from harness import BROKER_SECONDS, FaultRun, assert_books_balance
+from harness import BROKER_SECONDS, FaultRun, assert_ledger_balances
 from soak_faults import paused
 
 PAUSE_SECONDS = 8.0
 
 
 @pytest.mark.long
-def test_run_goes_on_when_the_broker_pauses_longer_than_sessions_last(
+def test_run_continues_when_the_broker_pauses_longer_than_sessions_last(
     start_run: Callable[..., FaultRun],
 ) -> None:
     run = start_run(run={"num_steps": 24})
     run.start()
-    run.until_steps(4)
+    run.wait_until_steps(4)
     pid = run.broker.pid
     assert pid is not None
     with paused(pid):
@@ -30,6 +30,6 @@ def test_run_goes_on_when_the_broker_pauses_longer_than_sessions_last(
     print(f"recovered in {run.recovers_within(BROKER_SECONDS):.1f} s")
     assert run.state.num_steps < run.config.run.num_steps, "it paused within the run, not after it"
 
-    assert run.until_ended(run.process) == 0
-    assert_books_balance(run)
+    assert run.wait_until_ended(run.process) == 0
+    assert_ledger_balances(run)
     assert run.broker.pid == pid, "it was not taken for dead"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 from event_samples import changed, rolled_out
-from harness import LIVING_SECONDS, FaultRun, assert_books_balance
+from harness import LIVING_SECONDS, FaultRun, assert_ledger_balances
 from poison import CODEC, STRANGE, poison_prompts, poison_samples, poisoned
 
 from relax_events.errors import ForeignRecord, PoisonSample
@@ -19,10 +19,10 @@ from relax_events.kafka.records import ProducerRecord
 SCORERS = ("reward", "reference", "actor-forward", "advantage")
 
 
-def test_poison_is_dead_lettered_and_the_run_goes_on(start_run: Callable[..., FaultRun]) -> None:
+def test_poison_is_dead_lettered_and_the_run_continues(start_run: Callable[..., FaultRun]) -> None:
     run = start_run(run={"num_steps": 16})
     run.start()
-    run.until_steps(3)
+    run.wait_until_steps(3)
     version = run.state.policy_version
     sample = rolled_out(STRANGE, of=4, version=version)
     strange_version = changed(
@@ -51,8 +51,8 @@ def test_poison_is_dead_lettered_and_the_run_goes_on(start_run: Callable[..., Fa
     run.recovers_within(LIVING_SECONDS)
     pids = {worker_id: run.pid(worker_id) for worker_id in run.worker_ids}
 
-    assert run.until_ended(run.process) == 0
-    ledger = assert_books_balance(run)
+    assert run.wait_until_ended(run.process) == 0
+    ledger = assert_ledger_balances(run)
     assert {worker_id: run.pid(worker_id) for worker_id in run.worker_ids} == pids, (
         "poison killed nobody"
     )
@@ -81,5 +81,5 @@ def test_poison_is_dead_lettered_and_the_run_goes_on(start_run: Callable[..., Fa
     ]
     strangers = [event for event in ended if event.prompt_group_id == STRANGE]
     assert [event.outcome.value for event in strangers] == ["failed"], (
-        "a stranger's prompt group is ended once, as failed"
+        "an unknown producer's prompt group is ended once, as failed"
     )

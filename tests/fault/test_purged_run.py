@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from harness import FaultRun, assert_books_balance
+from harness import FaultRun, assert_ledger_balances
 
 from relax_events.kafka.admin import Admin
 from relax_events.objects import ObjectStore
@@ -34,11 +34,13 @@ def test_run_recovers_when_old_versions_were_purged(start_run: Callable[..., Fau
         begins = admin.beginning_offsets(places)
         return all(any(begins[place] for place in places if place[0] == topic) for topic in topics)
 
-    run.until(is_purged, "records of every kind are purged")
+    run.wait_until(is_purged, "records of every kind are purged")
     assert run.state.num_steps < 24
-    run.until_ready_again("trainer-0", "prompter-0", killed=run.kill("trainer-0", "prompter-0"))
-    assert run.until_ended(process) == 0
-    ledger = assert_books_balance(run)
+    run.wait_until_ready_again(
+        "trainer-0", "prompter-0", killed=run.kill("trainer-0", "prompter-0")
+    )
+    assert run.wait_until_ended(process) == 0
+    ledger = assert_ledger_balances(run)
     assert min(ledger["samples_purged"], ledger["prompt_groups_purged"]) > 0
     assert len(ledger["unproven"]) == 2
     # The prompter that started anew knew of seats whose issue was purged: it issued none of them

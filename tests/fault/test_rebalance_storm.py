@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from harness import LIVING_SECONDS, FaultRun, assert_books_balance
+from harness import LIVING_SECONDS, FaultRun, assert_ledger_balances
 
 from relax_events.deadline import Deadline
 from relax_events.events.codec import EventCodec
@@ -46,12 +46,12 @@ def visit(run: FaultRun, role: str) -> int:
 
 @pytest.mark.long
 @pytest.mark.parametrize("prompt_queue", ["share_group", "consumer_group"])
-def test_run_goes_on_while_members_come_and_go(
+def test_run_continues_while_members_come_and_go(
     start_run: Callable[..., FaultRun], lease: str
 ) -> None:
     run = start_run(run={"num_steps": 64}, broker={"prompt_queue": lease})
     run.start()
-    run.until_steps(3)
+    run.wait_until_steps(3)
     pids = {worker_id: run.pid(worker_id) for worker_id in run.worker_ids}
     before = run.state.num_steps
     num_given = sum(visit(run, role) for _ in range(NUM_VISITS // 2) for role in TOPICS)
@@ -60,8 +60,8 @@ def test_run_goes_on_while_members_come_and_go(
     assert run.state.num_steps < run.config.run.num_steps
     run.recovers_within(LIVING_SECONDS)
 
-    assert run.until_ended(run.process) == 0
-    assert_books_balance(run)
+    assert run.wait_until_ended(run.process) == 0
+    assert_ledger_balances(run)
     assert {worker_id: run.pid(worker_id) for worker_id in run.worker_ids} == pids, (
         "nobody had to be started again"
     )

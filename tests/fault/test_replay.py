@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from harness import WORKER_SECONDS, FaultRun, assert_books_balance
+from harness import WORKER_SECONDS, FaultRun, assert_ledger_balances
 
 STEPS = 14
 SYNC: dict[str, Any] = {
@@ -29,13 +29,13 @@ def test_sync_run_repeats_bit_for_bit_when_the_trainer_is_killed(
     run = start_run(**SYNC)
     process = run.start()
     for steps in (3, 8):  # before the first checkpoint, and between two
-        run.until_steps(steps)
+        run.wait_until_steps(steps)
         killed = run.kill("trainer-0")
         run.recovers_within(WORKER_SECONDS)
-        run.until_ready_again("trainer-0", killed=killed)
+        run.wait_until_ready_again("trainer-0", killed=killed)
     assert run.state.num_steps < STEPS
-    assert run.until_ended(process) == 0
-    assert assert_books_balance(run)["rollouts_regenerated"] == 0
+    assert run.wait_until_ended(process) == 0
+    assert assert_ledger_balances(run)["rollouts_regenerated"] == 0
     replays = run.logged("trainer-0", "train_steps.replayed")
     assert len(replays) == 2
     assert all(line["identical"] and line["num_steps"] > 0 for line in replays)
@@ -44,8 +44,8 @@ def test_sync_run_repeats_bit_for_bit_when_the_trainer_is_killed(
 
 def undisturbed(run: FaultRun) -> dict[str, Any]:
     """Run to the end; return the report."""
-    assert run.until_ended(run.start()) == 0
-    assert_books_balance(run)
+    assert run.wait_until_ended(run.start()) == 0
+    assert_ledger_balances(run)
     return run.report()
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness import WORKER_SECONDS, FaultRun, assert_books_balance
+from harness import WORKER_SECONDS, FaultRun, assert_ledger_balances
 
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import Outcome
@@ -30,12 +30,14 @@ def test_hanging_reward_costs_one_prompt_group(
         },
     )
     run.start()
-    run.until(lambda: bool(list(run.folder.glob("hangs"))), "the reward function hangs")
+    run.wait_until(lambda: bool(list(run.folder.glob("hangs"))), "the reward function hangs")
     run.recovers_within(WORKER_SECONDS)
 
-    assert run.until_ended(run.process) == 0
-    assert assert_books_balance(run)["outcomes"]["failed"] == 1
-    events = [EventCodec().decode(record.value) for record in run.records("control.prompt-group-outcomes")]
+    assert run.wait_until_ended(run.process) == 0
+    assert assert_ledger_balances(run)["outcomes"]["failed"] == 1
+    events = [
+        EventCodec().decode(record.value) for record in run.records("control.prompt-group-outcomes")
+    ]
     (failed,) = (
         event
         for event in events
@@ -64,8 +66,8 @@ def test_prompt_whose_samples_all_hang_the_verifier_fails_and_never_ends_the_run
     }
     run = start_run(**sections, reward=reward, workers=workers, health=health)
     run.start()
-    assert run.until_ended(run.process) == 0
-    assert assert_books_balance(run)["outcomes"]["failed"] >= 1
+    assert run.wait_until_ended(run.process) == 0
+    assert assert_ledger_balances(run)["outcomes"]["failed"] >= 1
     assert [line["worker_id"] for line in run.logged("run", "worker.spawned")].count(
         "reward-0"
     ) == 1

@@ -108,7 +108,7 @@ def test_soak_of_chosen_kinds_meets_each(tmp_path: Path, kinds: tuple[str, ...])
     )
 
 
-def test_slow_seconds_below_a_pause_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_slow_seconds_below_a_pause_are_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         soak.main(["--slow-seconds", "12"])
     assert "--slow-seconds must be >= 30, got 12" in capsys.readouterr().err
@@ -132,7 +132,7 @@ def test_each_kind_is_injected_though_the_time_is_over(
     assert injected == []
 
 
-def test_worker_dies_as_often_as_it_was_told(
+def test_worker_dies_as_often_as_configured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -140,13 +140,13 @@ def test_worker_dies_as_often_as_it_was_told(
     order.write_text("xx")
     for num_left in (1, 0):
         with pytest.raises(RuntimeError, match=soak_plugins.ERROR):
-            soak_plugins.die_if_told("trainer-0")
+            soak_plugins.die_if_commanded("trainer-0")
         assert (len(order.read_text()) if order.exists() else 0) == num_left
-    soak_plugins.die_if_told("trainer-0")
+    soak_plugins.die_if_commanded("trainer-0")
     order.write_text(soak_plugins.ALWAYS)
     for _ in range(9):
         with pytest.raises(RuntimeError, match=soak_plugins.ERROR):
-            soak_plugins.die_if_told("trainer-0")
+            soak_plugins.die_if_commanded("trainer-0")
 
 
 def test_violation_gives_exit_code_6_and_keeps_everything(
@@ -181,5 +181,7 @@ def test_every_setting_that_a_soak_draws_is_one_that_a_run_takes(tmp_path: Path)
         soak.Soak(tmp_path, seed=1, minutes=1.0)._settings(number, random, None)
         for number in range(60)
     ]
-    kinds = {(config.broker.prompt_queue, config.workers.rollout, config.run.mode) for config in drawn}
+    kinds = {
+        (config.broker.prompt_queue, config.workers.rollout, config.run.mode) for config in drawn
+    }
     assert len(kinds) == 8, "each lease with one and two rollout workers, async and sync"

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from harness import WORKER_SECONDS, FaultRun, assert_books_balance, mark_of
+from harness import WORKER_SECONDS, FaultRun, assert_ledger_balances, failpoint_marker
 
 from relax_events.events.codec import EventCodec
 from relax_events.events.types import SampleScored
@@ -19,26 +19,28 @@ POINT = "reward.before_commit:3=stop"
 
 
 @pytest.mark.long
-def test_stale_commit_is_refused_and_its_work_is_done_again(
+def test_stale_commit_is_rejected_and_its_work_is_done_again(
     start_run: Callable[..., FaultRun],
 ) -> None:
     run = start_run(run={"num_steps": 36}, workers={"reward": 2}, telemetry={"log_level": "debug"})
     run.arm(POINT)
     run.start()
-    run.until(lambda: run.fired() == {mark_of(POINT)}, "one of the reward workers stops")
-    pid = int((marks_folder(run.folder) / mark_of(POINT)).read_text())
+    run.wait_until(
+        lambda: run.fired() == {failpoint_marker(POINT)}, "one of the reward workers stops"
+    )
+    pid = int((marks_folder(run.folder) / failpoint_marker(POINT)).read_text())
     (stale,) = (worker_id for worker_id in ("reward-0", "reward-1") if run.pid(worker_id) == pid)
     run.recovers_within(WORKER_SECONDS)
     os.kill(pid, signal.SIGCONT)
-    run.until(
+    run.wait_until(
         lambda: bool(run.logged(stale, "offset_commit.rejected")), "the late commit is refused"
     )
     assert run.state.num_steps < run.config.run.num_steps, (
         "it came back within the run, not after it"
     )
 
-    assert run.until_ended(run.process) == 0
-    assert_books_balance(run)
+    assert run.wait_until_ended(run.process) == 0
+    assert_ledger_balances(run)
     assert len(run.logged(stale, "worker.started")) == 1
     codec = EventCodec()
     events = [

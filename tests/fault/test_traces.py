@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 
-from harness import FaultRun, assert_books_balance
+from harness import FaultRun, assert_ledger_balances
 from otlp_receiver import Collector, ReceivedSpan, collecting
 
 from relax_events.events.types import TrainStepCommitted
@@ -95,7 +95,7 @@ def assert_shows_the_whole_path(trace: list[ReceivedSpan]) -> None:
     assert generated.facts["messaging.kafka.offset"] >= 0
 
 
-def test_trained_prompt_groups_are_traced_and_a_collector_that_is_away_is_missed_by_nobody(
+def test_trained_prompt_groups_are_traced_and_a_collector_that_is_away_is_missed_by_no_one(
     start_run: Callable[..., FaultRun],
 ) -> None:
     with collecting() as collector:
@@ -104,20 +104,20 @@ def test_trained_prompt_groups_are_traced_and_a_collector_that_is_away_is_missed
         )
         run.variables[VARIABLE] = KILLED
         process = run.start()
-        run.until(
+        run.wait_until(
             lambda: any(redelivered(span) for span in collector.named("generate prompt.groups")),
             "another took up its work",
         )
         num_traced = run.state.num_steps + 2
-        run.until_steps(num_traced)
-        run.until(
+        run.wait_until_steps(num_traced)
+        run.wait_until(
             lambda: len(collector.named("step advantage.samples")) >= num_traced,
             "the steps' spans came",
         )
-    run.until(lambda: run.metrics("trainer-0").get(LOST, 0) > 0, "the trainer lost spans")
+    run.wait_until(lambda: run.metrics("trainer-0").get(LOST, 0) > 0, "the trainer lost spans")
     assert run.state.num_steps < run.config.run.num_steps, "the collector went away within the run"
-    assert run.until_ended(process) == 0
-    assert_books_balance(run)
+    assert run.wait_until_ended(process) == 0
+    assert_ledger_balances(run)
 
     steps = committed(run)[
         : num_traced - 1

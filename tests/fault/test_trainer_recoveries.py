@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import FaultRun, assert_books_balance
+from harness import FaultRun, assert_ledger_balances
 
 STEPS = 8
 REFUSED = "000001-0001-0"
@@ -85,17 +85,17 @@ def test_trainer_takes_an_older_checkpoint_where_the_newest_is_unreadable(
             }
         )
 
-    run.until(lambda: len(checkpoints()) >= 2, "two checkpoints are named")
+    run.wait_until(lambda: len(checkpoints()) >= 2, "two checkpoints are named")
     process.send_signal(signal.SIGTERM)
-    run.until_ended(process)
+    run.wait_until_ended(process)
     run.follow_for(1.0)
     older, newest = checkpoints()[-2:]
     shards = list((run.objects / "checkpoints" / f"{newest:08d}").rglob("*.safetensors"))
     assert shards
     for shard in shards:
         shard.write_bytes(shard.read_bytes()[:-1])
-    assert run.until_ended(run.start()) == 0, run.output.read_text()
-    assert_books_balance(run)
+    assert run.wait_until_ended(run.start()) == 0, run.output.read_text()
+    assert_ledger_balances(run)
     (unreadable,) = run.logged("trainer-0", "checkpoint.read_failed")
     assert unreadable["policy_version"] == newest
     assert run.logged("trainer-0", "checkpoint.loaded")[-1]["policy_version"] == older
@@ -107,9 +107,9 @@ def test_sample_that_the_trainer_can_not_compute_costs_its_prompt_group_alone(
     start_run: Callable[..., FaultRun], tmp_path: Path
 ) -> None:
     run = start_run(run={"num_steps": 4}, trainer=own_backend(tmp_path, REFUSES, "Refusing"))
-    assert run.until_ended(run.start()) == 0
+    assert run.wait_until_ended(run.start()) == 0
     run.follow_for(1.0)
-    ledger = assert_books_balance(run)
+    ledger = assert_ledger_balances(run)
     assert ledger["outcomes"]["failed"] == 1
     ((name, reason),) = run.failures.items()
     assert name == REFUSED
@@ -130,8 +130,8 @@ def test_master_weights_outlive_a_trainer_whose_kernels_do_not_repeat_themselves
         run={"num_steps": 6}, model={"dtype": "bfloat16"}, trainer={"checkpoint_every": 3} | backend
     )
     run.arm("trainer.after_commit:5=kill")
-    assert run.until_ended(run.start()) == 0
-    assert_books_balance(run)
+    assert run.wait_until_ended(run.start()) == 0
+    assert_ledger_balances(run)
     (diverged,) = run.logged("trainer-0", "replay.diverged")
     version = diverged["policy_version"]
     first = min(tmp_path.glob(f"stepped-*-{version}.npz"), key=lambda path: path.stat().st_mtime_ns)

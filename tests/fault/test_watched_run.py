@@ -51,7 +51,7 @@ class Terminal:
                     self.shown += data.decode(errors="replace")
                     self._changed.notify_all()
 
-    def until_shown(self, text: str) -> None:
+    def wait_until_shown(self, text: str) -> None:
         """Wait until a text was drawn."""
         with self._changed:
             assert self._changed.wait_for(lambda: text in self.shown, SECONDS), self.shown
@@ -77,9 +77,9 @@ def test_run_is_looked_at_and_stopped_from_another_shell_and_resumed(
     run = start_run(run={"num_steps": 100_000})
     run_id, where = run.config.run.id, ("--directory", run.config.run.directory)
     first = run.start()
-    run.until_steps(2)
+    run.wait_until_steps(2)
     for worker_id in run.worker_ids:
-        run.until(lambda worker_id=worker_id: run.is_ready(worker_id), f"{worker_id} is ready")  # type: ignore[misc]
+        run.wait_until(lambda worker_id=worker_id: run.is_ready(worker_id), f"{worker_id} is ready")  # type: ignore[misc]
 
     code, shown = called(run, "status", run_id, *where, "--output", "json")
     status = orjson.loads(shown)
@@ -112,7 +112,7 @@ def test_run_is_looked_at_and_stopped_from_another_shell_and_resumed(
     assert f"run {run_id} ended: relax runs stop asked for it" in live.shown
     stopped = orjson.loads(shown)
     assert (code, stopped["left"], set(stopped["stopped"])) == (0, [], set(run.worker_ids))
-    assert run.until_ended(first) == 1
+    assert run.wait_until_ended(first) == 1
     assert (
         f"run {run_id} ended before its goal: relax runs stop asked for it; the same relax "
         "run resumes it"
@@ -128,5 +128,5 @@ def test_run_is_looked_at_and_stopped_from_another_shell_and_resumed(
     second = run.start(
         "run", run.run_file, f"run.num_steps={run.state.num_steps + 2}", "--accept-changes"
     )
-    assert run.until_ended(second) == 0
+    assert run.wait_until_ended(second) == 0
     assert run.ledger()["samples_lost"] == 0

@@ -75,7 +75,10 @@ def override(data: bytes) -> None:
 def rows(data: bytes) -> None:
     """Open a file of rows and read all of them."""
     config = DataConfig(
-        source="jsonl:rows", max_invalid_rows=3, multimodal_keys={"image": "image"}, media_root=FOLDER
+        source="jsonl:rows",
+        max_invalid_rows=3,
+        multimodal_keys={"image": "image"},
+        media_root=FOLDER,
     )
     with suppress(ConfigError):
         source = JsonlSource(_as_file("rows.jsonl", data), config)

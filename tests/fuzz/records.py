@@ -25,13 +25,13 @@ from relax_events.objects.roots import AllowedRoots
 from relax_events.objects.store import ObjectStore
 from relax_events.ops.dead_letters import parse_dead_letter
 from relax_events.ops.topic_tail import to_json
-from relax_events.runtime.run_description import described_config
+from relax_events.runtime.run_description import read_described_config
 from relax_events.runtime.validation import (
+    allowed_outcomes,
     check_ended,
     check_issued,
     check_ready,
     check_sample,
-    outcomes_on,
 )
 from relax_events.staleness import IssuedGroup
 from tests import event_samples
@@ -121,7 +121,7 @@ def decode(data: bytes) -> None:
         event = CODEC.decode(data)
         orjson.dumps(to_json(event))
         AllowedRoots(("file:///a/",)).check(event)
-        may_end = partial(check_ended, allowed=outcomes_on("prompt.end-requests"))
+        may_end = partial(check_ended, allowed=allowed_outcomes("prompt.end-requests"))
         checks = {
             "SampleRolledOut": check_sample,
             "SampleReady": check_ready,
@@ -266,7 +266,7 @@ def described(data: bytes) -> None:
     """Read the run file that a log holds."""
     text = data.decode(errors="replace")
     with suppress(ConfigError):
-        described_config(
+        read_described_config(
             RunDescribed(run_id="fuzzed", config=text, config_digest="", package_version="0"),
             run_id="other",
         )
@@ -280,7 +280,7 @@ def group_id(data: bytes) -> None:
     """Read a prompt group's id."""
     with suppress(CorruptRecord):
         issued = IssuedGroup.parse(data.decode(errors="replace"))
-        assert issued.place.train_step >= 0
+        assert issued.slot.train_step >= 0
 
 
 TARGETS = [

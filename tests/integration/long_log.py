@@ -277,7 +277,7 @@ def start_prompter(config: RunConfig) -> Any:
         return {
             "in_flight": len(loop._in_flight),
             "next_step": loop._next_step,
-            "next_row": loop._chooser.floor,
+            "next_row": loop._sampler.floor,
         }
 
 

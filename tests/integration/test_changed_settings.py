@@ -13,7 +13,7 @@ from relax_events.events.codec import EventCodec
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord
 from relax_events.roles.worker_factory import open_worker
-from relax_events.runtime.run_description import describe
+from relax_events.runtime.run_description import build_run_description
 from relax_events.topics import TopicPlan
 
 
@@ -23,7 +23,7 @@ def test_worker_refuses_a_run_file_that_the_run_can_not_go_on_with(
 ) -> None:
     config = apply_run()
     topic = TopicPlan.from_config(config).topic("control.commands")
-    producer.write([ProducerRecord(topic, EventCodec().encode(describe(config)), key="k")])
+    producer.write([ProducerRecord(topic, EventCodec().encode(build_run_description(config)), key="k")])
     changed = config.model_copy(
         update={
             "run": config.run.model_copy(update={"prompts_per_step": 2 * config.run.prompts_per_step})

@@ -23,8 +23,8 @@ from relax_events.history.runs.replay import resolve_parent
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord
-from relax_events.runtime.parent_run import SourceRun
-from relax_events.runtime.run_description import describe
+from relax_events.runtime.parent_run import ParentRun
+from relax_events.runtime.run_description import build_run_description
 from relax_events.topics import TopicPlan
 
 CODEC = EventCodec()
@@ -68,7 +68,7 @@ def hostile(
     )
     (tmp_path / "evil.py").write_text(f"open({str(trace)!r}, 'w')\n")
     evil = f"{tmp_path / 'evil.py'}:x"
-    tree = orjson.loads(describe(config).config)
+    tree = orjson.loads(build_run_description(config).config)
     tree["run"]["directory"] = str(tmp_path / "theirs")
     tree["algorithm"]["name"] = tree["trainer"]["backend"] = tree["engine"]["name"] = evil
     tree["reward"] |= {
@@ -82,7 +82,7 @@ def hostile(
     topic = TopicPlan.from_config(config).topic("control.commands")
 
     def tell(told: dict[str, Any]) -> None:
-        event = dataclasses.replace(describe(config), config=orjson.dumps(told).decode())
+        event = dataclasses.replace(build_run_description(config), config=orjson.dumps(told).decode())
         producer.write([ProducerRecord(topic, CODEC.encode(event), partition=0)])
         producer.flush()
 
@@ -161,13 +161,13 @@ def test_store_of_the_source_is_the_one_that_was_agreed_to(
     hostile: Hostile, connection: Connection, bootstrap_servers: str, tmp_path: Path
 ) -> None:
     """The log may say something else by the time at which the workers start."""
-    honest = orjson.loads(describe(hostile.config).config)
+    honest = orjson.loads(build_run_description(hostile.config).config)
     honest["run"]["directory"] = str(tmp_path / "theirs")
     hostile.tell(honest)
     cluster = Cluster.from_options(
         config=None, bootstrap_servers=bootstrap_servers, directory=tmp_path / "mine"
     )
-    source = SourceRun.read(connection, hostile.config.run.id)
+    source = ParentRun.read(connection, hostile.config.run.id)
     new = f"{hostile.config.run.id}-new"
     config = make_run_file(
         cluster,
@@ -181,7 +181,7 @@ def test_store_of_the_source_is_the_one_that_was_agreed_to(
     assert resolve_parent(config).parent.objects_uri == source.config.objects_uri
     honest["run"]["directory"] = str(tmp_path / "evil")
     hostile.tell(honest)
-    again = SourceRun.read(connection, hostile.config.run.id, own=config)
+    again = ParentRun.read(connection, hostile.config.run.id, own=config)
     assert again.config.objects_uri != again.objects_uri == config.parent.objects_uri
     with pytest.raises(
         ConfigError,

@@ -10,7 +10,7 @@ import orjson
 import pytest
 import torch
 from event_samples import rolled_out
-from sound_run import SETTINGS, TAMPERINGS, SoundRun
+from valid_run import SETTINGS, TAMPERINGS, SoundRun
 
 from relax_events.cli.ledger import check
 from relax_events.config import RunConfig

@@ -30,7 +30,7 @@ from relax_events.kafka.records import ProducerRecord
 from relax_events.kafka.share_leases import ShareGroupLeases
 from relax_events.objects import ObjectStore
 from relax_events.objects.marker import MARKER, claim_store
-from relax_events.runtime.run_description import describe
+from relax_events.runtime.run_description import build_run_description
 from relax_events.topics import TopicPlan
 
 CODEC = EventCodec()
@@ -70,7 +70,7 @@ def test_run_is_read_back_from_its_log(
         "interrupted",
         None,
     )
-    write(producer, config, "control.commands", describe(config))
+    write(producer, config, "control.commands", build_run_description(config))
     write(
         producer,
         config,
@@ -101,7 +101,7 @@ def test_worker_that_is_silent_for_too_long_does_not_count_as_alive(
     apply_run: ApplyRun, connection: Connection, producer: RecordProducer
 ) -> None:
     config = apply_run(workers={"heartbeat_timeout_seconds": 5.0})
-    write(producer, config, "control.commands", describe(config))
+    write(producer, config, "control.commands", build_run_description(config))
     write(
         producer, config, "control.heartbeats.trainer", beat(WorkerState.WORKING, seconds_ago=6.0)
     )
@@ -122,7 +122,7 @@ def neighbours(
             producer,
             config,
             "control.commands",
-            describe(config, store_marker=claim_store(store, run_id=config.run.id).value),
+            build_run_description(config, store_marker=claim_store(store, run_id=config.run.id).value),
         )
         producer.write([ProducerRecord(plan.topic("prompt.groups"), b"prompt", partition=0)])
         lanes = ShareGroupLeases(
@@ -217,7 +217,7 @@ def test_deletion_keeps_objects_in_a_store_that_another_run_uses(
     uri = (tmp_path_factory.mktemp("shared") / "objects").as_uri()
     for name in (run_id, f"{run_id}-b"):
         config = apply_run(run={"id": name}, objects={"uri": uri, "by_run": False})
-        write(producer, config, "control.commands", describe(config))
+        write(producer, config, "control.commands", build_run_description(config))
     ObjectStore.open(uri).put(b"of one of them")
     deletion = plan_deletion(connection, run_id)
     assert (deletion.objects, deletion.note) == (
@@ -244,7 +244,7 @@ def test_deletion_keeps_objects_of_a_victim_that_a_log_names_as_its_own(
     config = apply_run(
         run={"id": run_id}, objects={"uri": f"{tmp_path.as_uri()}/{detour}", "by_run": False}
     )
-    write(producer, config, "control.commands", describe(config, store_marker=mark.value))
+    write(producer, config, "control.commands", build_run_description(config, store_marker=mark.value))
     deletion = plan_deletion(connection, run_id)
     assert deletion.objects == []
     assert "and the log says run" in deletion.note or detour == "objects/weights"
@@ -268,8 +268,8 @@ def test_run_that_lives_or_is_replayed_is_not_deleted(
         ),
         "trainer.dead-letters",
     }
-    write(producer, config, "control.commands", describe(config))
-    write(producer, replay, "control.commands", describe(replay))
+    write(producer, config, "control.commands", build_run_description(config))
+    write(producer, replay, "control.commands", build_run_description(replay))
     with pytest.raises(
         BrokerRefused,
         match=rf"run {run_id} holds the rollouts of {run_id}-r \(replay from 0\); delete that first, or give --force",
@@ -298,7 +298,7 @@ def test_replay_of_purged_rollouts_is_refused(
         committed(step, sample_ids=["a", "b"], offsets=np.array([2 * step, 2 * step + 1]), **places)
         for step in range(2)
     ]
-    write(producer, config, "control.commands", describe(config))
+    write(producer, config, "control.commands", build_run_description(config))
     write(producer, config, "control.train-steps", *steps)
     write(
         producer, config, "control.policy-versions", *(published(version) for version in range(3))
@@ -319,7 +319,7 @@ def test_replay_of_a_replay_names_the_run_that_has_the_rollouts(
     apply_run: ApplyRun, run_id: str, producer: RecordProducer
 ) -> None:
     first = apply_run(run={"id": run_id}, parent={"run": "origin"})
-    write(producer, first, "control.commands", describe(first))
+    write(producer, first, "control.commands", build_run_description(first))
     with pytest.raises(
         ConfigError,
         match=rf"run {run_id} is itself a replay, of origin, and has no rollouts of its own; replay origin",

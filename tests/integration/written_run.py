@@ -24,7 +24,7 @@ from relax_events.kafka.connection import Connection
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import POLICY_VERSION_HEADER, ProducerRecord
 from relax_events.ops.topic_apply import apply_topics
-from relax_events.runtime.run_description import describe
+from relax_events.runtime.run_description import build_run_description
 from relax_events.topics import TopicPlan, compute_shard
 
 CODEC = EventCodec()
@@ -53,7 +53,7 @@ class WrittenRun:
 
     def describe(self) -> None:
         """Write what the run is."""
-        self._control("control.commands", describe(self.config))
+        self._control("control.commands", build_run_description(self.config))
 
     def publish(self, version: int) -> None:
         """Publish a version whose records begin where its partitions end now."""

@@ -128,7 +128,7 @@ def test_each_generation_is_complete_exactly_once_in_any_order(
     for group in complete:
         assert [sample.key.sample_index for sample in group.ordered_samples()] == [0, 1]
         assert group.scores.keys() == group.samples.keys()
-        assert all(group.evaluations[name].keys() == group.samples.keys() for name in EVALUATORS)
+        assert all(group.logprobs[name].keys() == group.samples.keys() for name in EVALUATORS)
     assert join.num_open == 0
 
 
@@ -234,7 +234,7 @@ def test_expired_groups_are_those_below_the_window() -> None:
         join.add(
             record_of(offset, group_id, version=version), rolled_out(group_id, version=version)
         )
-    assert [(group.prompt_group_id, group.is_rolled_out) for group in join.evict_older_than(1)] == [
+    assert [(group.prompt_group_id, group.has_all_samples) for group in join.evict_older_than(1)] == [
         ("000000-0000-0", False),
         ("000000-0001-0", False),
     ]

@@ -26,7 +26,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from routed_engines import Site, make_router
 
 from relax_events.engines.protocol import Engine, GeneratedSample, GenerationRequest
-from relax_events.engines.replicas import policies as circuit
+from relax_events.engines.replicas import policies as circuit_breaker
 from relax_events.engines.replicas import replica as member
 from relax_events.engines.replicas import router
 from relax_events.engines.transformers.engine import TransformersEngine
@@ -83,9 +83,9 @@ class RoutingMachine(RuleBasedStateMachine):
     @initialize()
     def open(self) -> None:
         self.patch = pytest.MonkeyPatch()
-        for module in (circuit, member):
+        for module in (circuit_breaker, member):
             self.patch.setattr(module, "FIRST_PAUSE_SECONDS", PAUSE_SECONDS)
-        self.patch.setattr(circuit, "LONGEST_PAUSE_SECONDS", PAUSE_SECONDS)
+        self.patch.setattr(circuit_breaker, "LONGEST_PAUSE_SECONDS", PAUSE_SECONDS)
         self.patch.setattr(member, "IDLE_SECONDS", PAUSE_SECONDS)
         self.patch.setattr(router, "MOST_BARREN_LOSSES", 10**6)
         self.sites = [Site(f"engine-{place}", opened(place)) for place in range(NUM_SITES)]
@@ -107,9 +107,9 @@ class RoutingMachine(RuleBasedStateMachine):
         self.take(self.router.poll(timeout_seconds=0.02))
 
     @rule(place=SITES, is_away=st.booleans())
-    def lose(self, place: int, is_away: bool) -> None:
+    def record_failure(self, place: int, is_away: bool) -> None:
         self.sites[place].is_away = is_away
-        self.sites[place].lose()
+        self.sites[place].record_failure()
 
     @rule(place=SITES)
     def return_(self, place: int) -> None:

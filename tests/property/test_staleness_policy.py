@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from relax_events.events.parts import Outcome
 from relax_events.staleness import (
     IssuedGroup,
-    Place,
+    BatchSlot,
     ReadyGroup,
     admitted_steps,
-    due_places,
+    find_unissued_slots,
     is_expired,
-    reissue_of,
+    build_reissue,
     select_groups,
-    skip_targets,
-    staleness_of,
+    find_skip_targets,
+    compute_staleness,
     window,
 )
 from relax_events.topics import compute_partition, compute_slot, count_slots, list_slot_partitions
@@ -84,7 +84,7 @@ def test_what_is_expired_is_what_lies_before_the_window(
 def test_skip_never_goes_back_nor_to_a_partition_of_others(
     positions: dict[int, int], starts: list[tuple[int, int]]
 ) -> None:
-    targets = skip_targets(positions, starts)
+    targets = find_skip_targets(positions, starts)
     for partition, offset in targets.items():
         assert offset > positions[partition]
     assert all(
@@ -96,7 +96,7 @@ def test_skip_never_goes_back_nor_to_a_partition_of_others(
 
 @given(step=st.integers(0, 10**7), index=st.integers(0, 10**5), attempt=st.integers(0, 10**4))
 def test_prompt_group_ids_read_back(step: int, index: int, attempt: int) -> None:
-    group = IssuedGroup(Place(step, index), attempt, -1)
+    group = IssuedGroup(BatchSlot(step, index), attempt, -1)
     assert IssuedGroup.parse(group.prompt_group_id) == group
 
 
@@ -113,7 +113,7 @@ def test_admitted_steps_are_those_whose_first_version_is_out(
 
 @given(taken=st.sets(st.tuples(st.integers(0, 3), st.integers(0, 3))))
 def test_due_places_are_the_empty_seats_in_order(taken: set[tuple[int, int]]) -> None:
-    places = due_places([Place(*seat) for seat in taken], steps=range(1, 3), prompts_per_step=3)
+    places = find_unissued_slots([BatchSlot(*seat) for seat in taken], steps=range(1, 3), prompts_per_step=3)
     assert [(place.train_step, place.group_index) for place in places] == [
         (step, index) for step in (1, 2) for index in range(3) if (step, index) not in taken
     ]
@@ -123,12 +123,12 @@ def test_due_places_are_the_empty_seats_in_order(taken: set[tuple[int, int]]) ->
 def test_reissue_keeps_the_seat_and_gives_expired_prompts_another_chance(
     outcome: Outcome, attempt: int, row: int
 ) -> None:
-    successor = reissue_of(IssuedGroup(Place(3, 1), attempt, row), outcome=outcome, next_row=100)
+    successor = build_reissue(IssuedGroup(BatchSlot(3, 1), attempt, row), outcome=outcome, next_row=100)
     if outcome is Outcome.TRAINED:
         assert successor is None
     else:
         assert successor == IssuedGroup(
-            Place(3, 1), attempt + 1, row if outcome is Outcome.EXPIRED else 100
+            BatchSlot(3, 1), attempt + 1, row if outcome is Outcome.EXPIRED else 100
         )
 
 
@@ -145,7 +145,7 @@ class SimulatedRun:
     prompts_per_step: int = 3
     version: int = 0
     next_row: int = 0
-    seats: set[Place] = field(default_factory=set)
+    seats: set[BatchSlot] = field(default_factory=set)
     waiting: list[tuple[IssuedGroup, int]] = field(default_factory=list)
     running: list[tuple[IssuedGroup, int]] = field(default_factory=list)
     ready: list[tuple[IssuedGroup, int]] = field(default_factory=list)
@@ -165,7 +165,7 @@ class SimulatedRun:
         steps = admitted_steps(
             self.version, max_staleness=self.max_staleness, num_steps=self.num_steps
         )
-        for place in due_places(self.seats, steps=steps, prompts_per_step=self.prompts_per_step):
+        for place in find_unissued_slots(self.seats, steps=steps, prompts_per_step=self.prompts_per_step):
             self.issue(
                 IssuedGroup(place, 0, self.next_row),
                 required=max(place.train_step - self.max_staleness, 0),
@@ -173,7 +173,7 @@ class SimulatedRun:
             self.next_row += 1
 
     def issue(self, group: IssuedGroup, *, required: int) -> None:
-        self.seats.add(group.place)
+        self.seats.add(group.slot)
         self.waiting.append((group, required))
 
     def start(self) -> None:
@@ -193,7 +193,7 @@ class SimulatedRun:
 
     def end(self, group: IssuedGroup, outcome: Outcome) -> None:
         self.outcomes[outcome] += 1
-        if (successor := reissue_of(group, outcome=outcome, next_row=self.next_row)) is not None:
+        if (successor := build_reissue(group, outcome=outcome, next_row=self.next_row)) is not None:
             self.next_row += 1
             self.issue(successor, required=self.version)
 
@@ -204,8 +204,8 @@ class SimulatedRun:
                 self.end(group, Outcome.EXPIRED)
         rows = [
             ReadyGroup(
-                group.place.train_step,
-                group.place.group_index,
+                group.slot.train_step,
+                group.slot.group_index,
                 group.attempt,
                 version,
                 group.prompt_group_id,
@@ -219,7 +219,7 @@ class SimulatedRun:
             return
         for row in chosen:
             self.seen_staleness.append(
-                staleness_of(row.policy_version, trainer_version=self.version)
+                compute_staleness(row.policy_version, trainer_version=self.version)
             )
             self.trained_ids.append(row.prompt_group_id)
             self.outcomes[Outcome.TRAINED] += 1
@@ -240,8 +240,8 @@ def test_in_order_run_never_trains_too_stale_and_expires_nothing(
     assert max(run.seen_staleness) <= max_staleness
     assert len(set(run.trained_ids)) == len(run.trained_ids) == 18
     assert run.outcomes[Outcome.EXPIRED] == 0
-    seats = [IssuedGroup.parse(group_id).place for group_id in run.trained_ids]
-    assert sorted(seats) == [Place(step, index) for step in range(6) for index in range(3)]
+    seats = [IssuedGroup.parse(group_id).slot for group_id in run.trained_ids]
+    assert sorted(seats) == [BatchSlot(step, index) for step in range(6) for index in range(3)]
 
 
 @given(max_staleness=st.integers(0, 3), seed=SEEDS)

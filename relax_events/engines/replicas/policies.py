@@ -41,7 +41,7 @@ class CircuitBreaker:
             else min(MAX_PAUSE_SECONDS, MIN_PAUSE_SECONDS * 2.0 ** min(doublings, 30))
         )
 
-    def close(self) -> None:
+    def record_success(self) -> None:
         """Reset the count: a sample has finished."""
         self.num_failures = 0
 

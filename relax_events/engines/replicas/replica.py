@@ -291,7 +291,7 @@ class Replica:
         while True:
             is_busy = engine.num_running > 0 and not self._is_asleep
             if samples := engine.poll(timeout_seconds=POLL_SECONDS if is_busy else 0.0):
-                self.circuit_breaker.close()
+                self.circuit_breaker.record_success()
                 self._on_event(SamplesFinished(self, samples))
             with suppress(queue.Empty):
                 call = (

@@ -1,4 +1,4 @@
-"""Where a completion's final answer stands, and what the reference answers are."""
+"""Extract the final answer of a completion, and parse reference answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_TOUCHING, MAX_JOINED, MAX_BOXES = 10, 70, 50
 
 
 def final_text(completion: str) -> str:
-    """Return what follows the reasoning: the text after the last `</think>`, or all of it."""
+    """Return the text after the reasoning: after the last `</think>`, or all of it."""
     return completion.rpartition(THOUGHT_END)[2].strip()
 
 
@@ -31,7 +31,7 @@ def tagged_answer(text: str) -> str | None:
 
 
 def last_box(text: str) -> str | None:
-    r"""Return the content of the last `\boxed{}`, or None where there is none or it is not closed.
+    r"""Return the content of the last `\boxed{}`, or None if there is none or it is not closed.
 
     Raises:
         RewardError: It is too long for an answer.
@@ -41,31 +41,30 @@ def last_box(text: str) -> str | None:
 
 
 def last_boxes(text: str) -> list[str]:
-    r"""Return the contents of the last `\boxed{}` and of those before it that belong to the same
-    answer, in their order.
+    r"""Return the contents of the last `\boxed{}` and of the boxes before it that belong to the
+    same answer, in order.
 
-    Boxes belong together where they touch, or where a comma, a semicolon, "and" or "or" in less
-    than 70 characters joins them. There are none where the last one is not closed.
+    Boxes belong together if they touch, or if fewer than 70 characters with a comma, a semicolon,
+    "and" or "or" join them. An unclosed last box gives an empty list.
 
     Raises:
-        RewardError: A box is too long for an answer, or they are too many.
+        RewardError: A box is too long for an answer, or there are too many.
     """
     return _boxes(text, only_joined=True)
 
 
 def reference_boxes(text: str) -> list[str]:
-    """Return what a reference has boxed; where it is more than one answer, all of them are wanted.
+    """Return the boxed answers of a reference; if there are several, all are required.
 
     Raises:
-        ValueError: Boxes far from each other hold different answers, so it is open which are
-            wanted.
+        ValueError: Boxes far from each other hold different answers, so the reference is ambiguous.
     """
     boxes = last_boxes(text)
     if len(boxes) != len(every := _boxes(text, only_joined=False)):
         said = ", ".join(every)
         raise ValueError(
-            f"the reference answer boxes {said:.80} far from each other; give the wanted "
-            "answer alone, see data.answer_key"
+            f"the reference answer boxes {said:.80} far from each other; keep only the "
+            "correct answer, see data.answer_key"
         )
     return boxes
 
@@ -96,7 +95,7 @@ def _are_joined(between: str) -> bool:
 
 
 def _read_box(text: str, start: int) -> tuple[str | None, int]:
-    """Return what a box holds whose command ends here, and where the box ends."""
+    """Return the content of the box whose command ends at `start`, and the end of the box."""
     if not text.startswith("{", start):
         bare = BARE.match(text, start)
         return (bare[0], bare.end()) if bare else (None, start)
@@ -111,10 +110,10 @@ def _read_box(text: str, start: int) -> tuple[str | None, int]:
 
 
 def short_answer(text: str) -> str:
-    """Return an answer as it is.
+    """Check the length of an answer, and return it stripped.
 
     Raises:
-        RewardError: It is too long for one.
+        RewardError: The answer is too long.
     """
     if len(text) > MAX_ANSWER_CHARACTERS:
         raise RewardError(
@@ -124,10 +123,10 @@ def short_answer(text: str) -> str:
 
 
 def references(answer: str) -> list[str]:
-    """Return the reference answers: one, or those of a JSON list of which any will do.
+    """Return the reference answers: one, or those of a JSON list of alternatives.
 
     Raises:
-        ValueError: There is none, so nothing can be right or wrong.
+        ValueError: There is no reference answer.
     """
     found = [answer]
     if answer.lstrip().startswith("["):

@@ -1,4 +1,4 @@
-"""Rewards for questions with a few answers to choose from."""
+"""Rewards for multiple-choice questions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LETTER_FORMS = (
     re.compile(r"\b([A-Z])\b\W{0,3}\s(?i:is|must be|seems)\s(?i:the )?(?i:correct|right|best)\b"),
     re.compile(r"^[^\w\n]*([A-Z])(?:[).:]|[^\w\n]*$)", re.MULTILINE),
 )
-"""From the plainest statement to the weakest; the last match of the first form that occurs
+"""From the most explicit to the weakest form; the last match of the first form that occurs
 counts."""
 LABEL_EDGES = "()[]{}.:,*\"' \t\n"
 
@@ -29,7 +29,7 @@ LABEL_EDGES = "()[]{}.:,*\"' \t\n"
 def explain_gpqa(
     completion: str, *, answer: str, metadata: dict[str, Any], **_: Any
 ) -> Explanation:
-    """Tell which letter the completion decides for."""
+    """Explain which letter the completion chooses."""
     text, choices = final_text(completion), _read_choices(metadata)
     named, wanted = chosen_letter(text, num_choices=len(choices)), correct_letter(answer, metadata)
     letter = named or _only_choice_in(text, choices)
@@ -52,12 +52,12 @@ def explain_gpqa(
 def gpqa(completion: str, *, answer: str, metadata: dict[str, Any], prompt: str) -> float:
     r"""Give 1 for the right letter after `</think>`, else 0.
 
-    The letter stands in a box, in an `<answer>` tag, behind "answer" or "option", before "is
-    correct", or begins a line. A letter without a choice counts only where the metadata name no
-    choices. Where there is none, the one choice whose text occurs in the answer counts.
+    The letter is in a box, in an `<answer>` tag, after "answer" or "option", before "is correct",
+    or starts a line. A letter beyond the choices counts only if the metadata name no choices.
+    Without a letter, the only choice whose text occurs in the answer counts.
 
     Raises:
-        ValueError: Neither metadata nor the reference answer say which letter is right.
+        ValueError: Neither metadata nor the reference answer name the correct letter.
     """
     wanted = correct_letter(answer, metadata)
     return float(explain_gpqa(completion, answer=answer, metadata=metadata).answer == wanted)
@@ -82,8 +82,8 @@ def multiple_choice(
 
 
 def chosen_letter(text: str, *, num_choices: int = 0) -> str | None:
-    """Return the letter that a text decides for, or None; letters beyond the number of choices are
-    none, where it is known.
+    """Return the letter that a text chooses, or None; letters beyond a known number of choices are
+    ignored.
     """
     known = string.ascii_uppercase[: num_choices or None]
     for form in LETTER_FORMS:
@@ -93,7 +93,7 @@ def chosen_letter(text: str, *, num_choices: int = 0) -> str | None:
 
 
 def correct_letter(answer: str, metadata: dict[str, Any]) -> str:
-    """Return the letter that metadata or the reference answer name.
+    """Return the correct letter from the metadata or the reference answer.
 
     Raises:
         ValueError: Neither does.
@@ -120,7 +120,7 @@ def _label(text: str) -> str:
 
 
 def _find_letter(answer: str, choices: list[str]) -> str:
-    """Return the letter that a reference answer is, or the letter of the choice that it repeats."""
+    """Return the letter of the choice that equals a reference answer, else the answer itself."""
     words = squad_words(answer)
     return next(
         (_letter(index) for index, choice in enumerate(choices) if squad_words(choice) == words),

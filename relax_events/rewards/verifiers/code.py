@@ -1,4 +1,4 @@
-"""Rewards for programs: they are run against tests, in a sandbox."""
+"""Rewards for programs: run them against tests in a sandbox."""
 
 from __future__ import annotations
 
@@ -56,17 +56,16 @@ def code(
     the share of tests it passes.
 
     Each test may take `test_seconds` and `memory_bytes`; `reward.timeout_seconds` bounds them all
-    together. A program that runs into a limit, or is killed, is a failure of scoring unless
-    `limit_reward` says what it is worth. The components are `passed`, the share of tests, and
+    together. A program that exceeds a limit, or is killed, is a scoring failure unless
+    `limit_reward` gives its reward. The components are `passed`, the share of tests, and
     `has_code`. Tests are found in the metadata, or as JSON of the same form in the reference
     answer.
 
-    Where this machine has no walls that keep a program from its files, network and processes, none
-    is run; `allow_unprotected` accepts that.
+    If this machine has no sandbox that isolates a program from files, network and processes, no
+    program runs; `allow_unprotected` runs it anyway.
 
     Raises:
-        EnvironmentProblem: There are no such walls.
-        RewardError: The program ran into a limit.
+        EnvironmentProblem: There is no such sandbox. RewardError: The program exceeded a limit.
         ValueError: The sample has no tests.
     """
     tests = read_tests(
@@ -81,7 +80,7 @@ def code(
     if num_passed is None:
         if limit_reward is None:
             raise RewardError(
-                f"the program ran into a limit of the sandbox: {test_seconds:g} s, "
+                f"the program exceeded a limit of the sandbox: {test_seconds:g} s, "
                 f"{memory_bytes} bytes or its processes"
             )
         return {"reward": limit_reward, "passed": 0.0, "has_code": 1.0}
@@ -94,8 +93,8 @@ def code(
 
 
 def python_block(completion: str) -> str | None:
-    """Return the last block of Python behind the reasoning, or None; a block of no named language
-    counts as Python.
+    """Return the last Python block after the reasoning, or None; a block without a language counts
+    as Python.
     """
     blocks = [
         text
@@ -106,10 +105,10 @@ def python_block(completion: str) -> str | None:
 
 
 def read_tests(metadata: dict[str, Any]) -> Sequence[str | tuple[str, str]]:
-    """Return the tests: programs of statements, or pairs of what goes in and what comes out.
+    """Return the tests: programs of statements, or pairs of input and expected output.
 
     Raises:
-        ValueError: There are none, or they are of no known form.
+        ValueError: There are none, or their form is unknown.
     """
     found = next((metadata[key] for key in TEST_KEYS if metadata.get(key)), None)
     if isinstance(found, str):
@@ -173,7 +172,7 @@ def _from_answer(answer: str) -> dict[str, Any]:
 def _num_passed(
     sandbox: Sandbox, tests: Sequence[str | tuple[str, str]], *, stops_early: bool
 ) -> int | None:
-    """Return how many tests pass, or None when the program ran into a limit."""
+    """Return the number of passed tests, or None if the program exceeded a limit."""
     num_passed = 0
     for test in tests:
         verdict = _run(sandbox, test)
@@ -194,5 +193,7 @@ def _run(sandbox: Sandbox, test: str | tuple[str, str]) -> Verdict:
 
 
 def _lines(text: str) -> list[list[str]]:
-    """Return the words of each line, without empty lines at the end: white space never decides."""
+    """Return the words of each line without trailing empty lines, so that white space is
+    ignored.
+    """
     return [line.split() for line in text.rstrip().splitlines()]

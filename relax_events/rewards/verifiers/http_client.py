@@ -1,5 +1,5 @@
-"""Asks a service over HTTP: with a deadline, again after what may pass, and in few connections. The
-only place that imports the HTTP client.
+"""Send requests to a service over HTTP, with timeout, retries and a connection pool. Only this
+module imports the HTTP client.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def import_client() -> Any:
         import httpx2
     except ImportError as error:
         raise EnvironmentProblem(
-            f"this reward asks a service, for which it needs httpx2 ({error}); install "
+            f"this reward calls a service, which needs httpx2 ({error}); install "
             "relax-events[rewards]"
         ) from None
     return httpx2
@@ -45,20 +45,20 @@ async def post_json(
 ) -> Any:
     """Send a JSON document and return the one that comes back.
 
-    No connection, a broken one, a late answer, a busy or a failing service are worth another try,
-    after a pause that doubles; any other refusal is final.
+    Connection errors, timeouts and the status codes of a busy or failing service are retried after
+    a doubling pause; other errors are final.
 
     Args:
-        url: Of the service.
-        body: What to send.
-        seconds: Of one try.
-        retries: Further tries.
+        url: URL of the service.
+        body: JSON document to send.
+        seconds: Timeout of one attempt.
+        retries: Number of further attempts.
         token_variable: Name of the environment variable that holds the bearer token; empty sends
             none.
-        pause_seconds: Before the second try.
+        pause_seconds: Pause before the second attempt.
     Raises:
-        RewardError: The service did not answer with JSON; the text says what it did at last. Or the
-            token would leave this machine unencrypted.
+        RewardError: The service did not respond with JSON, with its last error; or the token would
+            leave this machine unencrypted.
     """
     if token_variable and is_in_clear(url):
         raise RewardError(

@@ -49,7 +49,7 @@ def ascii_of(text: str) -> str:
 
 
 @instruction("format:parentheses")
-def nests_brackets(response: str) -> bool:
+def format_parentheses(response: str) -> bool:
     """Brackets of any kind are nested five deep, and the innermost is closed."""
     opened: list[str] = []
     for character in response:
@@ -66,7 +66,7 @@ def nests_brackets(response: str) -> bool:
 
 
 @instruction("format:quotes")
-def nests_quotes(response: str) -> bool:
+def format_quotes(response: str) -> bool:
     """Double and single quotation marks alternate three deep, and all are closed again."""
     opened: list[str] = []
     deepest = 0
@@ -82,7 +82,7 @@ def nests_quotes(response: str) -> bool:
 
 
 @instruction("format:options")
-def is_one_option(response: str, *, options: str) -> bool:
+def format_options(response: str, *, options: str) -> bool:
     """It is one of these options and nothing else; options by letter have to be given to the
     letter.
     """
@@ -94,14 +94,14 @@ def is_one_option(response: str, *, options: str) -> bool:
 
 
 @instruction("format:newline")
-def has_a_word_a_line(response: str) -> bool:
+def format_newline(response: str) -> bool:
     """Every word has a line of its own."""
     text = response.translate(NO_PUNCTUATION).strip()
     return len([line for line in text.split("\n") if line]) == len(text.split())
 
 
 @instruction("format:emoji")
-def ends_sentences_with_emoji(response: str) -> bool:
+def format_emoji(response: str) -> bool:
     """An emoji follows every sentence, before or behind its end mark."""
     sentences = [
         sentence.translate(NO_PUNCTUATION).strip() for sentence in _with_what_follows(response)
@@ -115,14 +115,14 @@ def _with_what_follows(text: str) -> list[str]:
 
 
 @instruction("format:line_indent")
-def climbs_stairs(response: str) -> bool:
+def format_line_indent(response: str) -> bool:
     """Each line is indented further than the one before."""
     indents = [len(line) - len(line.lstrip(" ")) for line in response.split("\n") if line.strip()]
     return all(first < second for first, second in pairwise(indents))
 
 
 @instruction("format:quote_unquote")
-def explains_quotes(response: str) -> bool:
+def format_quote_unquote(response: str) -> bool:
     """No quotation follows another at once, and none ends the response."""
     text = "".join(
         response.replace("\u201c", '"').replace("\u201d", '"').replace("'\"'", "").split()
@@ -132,13 +132,13 @@ def explains_quotes(response: str) -> bool:
 
 
 @instruction("format:list")
-def has_separators(response: str, *, sep: str) -> bool:
+def format_list(response: str, *, sep: str) -> bool:
     """This mark occurs twice."""
     return response.count(sep) >= 2
 
 
 @instruction("format:thesis")
-def has_italic_thesis(response: str) -> bool:
+def format_thesis(response: str) -> bool:
     """Something in italics, by HTML, is followed by something else."""
     opened = {tag: response.find(f"<{tag}>") for tag in ITALIC_TAGS}
     closed = {tag: response.find(f"</{tag}>", start) for tag, start in opened.items() if start >= 0}
@@ -152,13 +152,13 @@ def has_italic_thesis(response: str) -> bool:
 
 
 @instruction("format:sub-bullets")
-def has_sub_bullets(response: str) -> bool:
+def format_sub_bullets(response: str) -> bool:
     """Every bullet * has a bullet - below it."""
     return all("-" in bullet for bullet in response.split("*")[1:])
 
 
 @instruction("format:no_bullets_bullets")
-def has_sentences_then_bullets(response: str) -> bool:
+def format_no_bullets_bullets(response: str) -> bool:
     """At least two sentences are followed by at least two bullets *, and by nothing else."""
     lines = [line.strip() for line in response.split("\n")]
     first = next((index for index, line in enumerate(lines) if line.startswith("*")), len(lines))
@@ -170,7 +170,7 @@ def has_sentences_then_bullets(response: str) -> bool:
 
 
 @instruction("format:title_case")
-def is_in_title_case(response: str) -> bool:
+def format_title_case(response: str) -> bool:
     """Every word begins with a capital."""
     return not any(
         token[0].islower() and (len(token) == 1 or token[1:].islower() or token[1:].isupper())
@@ -179,7 +179,7 @@ def is_in_title_case(response: str) -> bool:
 
 
 @instruction("format:output_template")
-def fills_the_template(response: str) -> bool:
+def format_output_template(response: str) -> bool:
     """The three headings of the template occur."""
     return all(
         heading in response for heading in ("My Answer:", "My Conclusion:", "Future Outlook:")
@@ -187,37 +187,37 @@ def fills_the_template(response: str) -> bool:
 
 
 @instruction("format:no_whitespace")
-def has_no_white_space(response: str) -> bool:
+def format_no_whitespace(response: str) -> bool:
     """There is no white space."""
     return not any(character.isspace() for character in response)
 
 
 @instruction("repeat:repeat_change")
-def repeats_but_the_first_word(response: str, *, prompt_to_repeat: str) -> bool:
+def repeat_repeat_change(response: str, *, prompt_to_repeat: str) -> bool:
     """It is the request with another first word."""
     return response != prompt_to_repeat and response.split()[1:] == prompt_to_repeat.split()[1:]
 
 
 @instruction("repeat:repeat_simple")
-def repeats_the_sentence(response: str) -> bool:
+def repeat_repeat_simple(response: str) -> bool:
     """It is the sentence that was asked for, alone."""
     return response.strip().lower() == ONLY_THIS
 
 
 @instruction("repeat:repeat_span")
-def repeats_the_span(response: str, *, prompt_to_repeat: str, n_start: int, n_end: int) -> bool:
+def repeat_repeat_span(response: str, *, prompt_to_repeat: str, n_start: int, n_end: int) -> bool:
     """It is the request's words from one index up to, not including, another."""
     return response.lower().split() == prompt_to_repeat.lower().split()[n_start:n_end]
 
 
 @instruction("custom:multiples")
-def counts_by_seven(response: str) -> bool:
+def custom_multiples(response: str) -> bool:
     """Its numbers are the multiples of seven from 14 to 49."""
     return re.findall(r"\d+", response) == ["14", "21", "28", "35", "42", "49"]
 
 
 @instruction("custom:mcq_count_length")
-def asks_four_questions(response: str) -> bool:
+def custom_mcq_count_length(response: str) -> bool:
     """It is four questions of five choices each, every one longer than the one before."""
     questions = [question for question in QUESTION.split(response) if question.strip()]
     lengths = [_length_of_question(question) for question in questions]
@@ -237,7 +237,7 @@ def _length_of_question(question: str) -> int:
 
 
 @instruction("custom:reverse_newline")
-def lists_africa_backwards(response: str) -> bool:
+def custom_reverse_newline(response: str) -> bool:
     """From Zimbabwe on, at least 52 lines stand in reverse alphabetical order."""
     lines = [ascii_of(line.strip(EDGES)) for line in response.split("\n") if line.strip(EDGES)]
     start = next((index for index, line in enumerate(lines) if "Zimbabwe" in line), len(lines))
@@ -247,19 +247,19 @@ def lists_africa_backwards(response: str) -> bool:
 
 
 @instruction("custom:word_reverse")
-def names_the_eagle_by_words(response: str) -> bool:
+def custom_word_reverse(response: str) -> bool:
     """Read word by word from its end, it names the bald eagle."""
     return "bald eagle" in " ".join(reversed(bare_words(response)))
 
 
 @instruction("custom:character_reverse")
-def names_the_eagle_by_letters(response: str) -> bool:
+def custom_character_reverse(response: str) -> bool:
     """Read letter by letter from its end, it names the bald eagle."""
     return "bald eagle" in response.lower()[::-1]
 
 
 @instruction("custom:sentence_alphabet")
-def tells_the_alphabet(response: str) -> bool:
+def custom_sentence_alphabet(response: str) -> bool:
     """Its 26 sentences begin with the letters of the alphabet in turn."""
     return (
         "".join(sentence[0].lower() for sentence in sentences_of(response))
@@ -268,13 +268,13 @@ def tells_the_alphabet(response: str) -> bool:
 
 
 @instruction("custom:european_capitals_sort")
-def lists_capitals_southwards(response: str) -> bool:
+def custom_european_capitals_sort(response: str) -> bool:
     """It lists the capitals in their order, with commas."""
     return [name.strip() for name in ascii_of(response).split(",") if name.strip()] == CAPITALS
 
 
 @instruction("custom:csv_city")
-def is_table_of_cities(response: str) -> bool:
+def custom_csv_city(response: str) -> bool:
     """It is CSV with these five columns and seven rows."""
     return _is_table(
         list(csv.reader(response.splitlines())),
@@ -284,7 +284,7 @@ def is_table_of_cities(response: str) -> bool:
 
 
 @instruction("custom:csv_special_character")
-def is_table_of_products(response: str) -> bool:
+def custom_csv_special_character(response: str) -> bool:
     """It is CSV with these five columns and fourteen rows, and a field in quotation marks has a
     special character.
     """
@@ -295,7 +295,7 @@ def is_table_of_products(response: str) -> bool:
 
 
 @instruction("custom:csv_quotes")
-def is_table_of_grades(response: str) -> bool:
+def custom_csv_quotes(response: str) -> bool:
     """It is separated by tabs, with these five columns and three rows, every field in quotation
     marks.
     """
@@ -317,7 +317,7 @@ def _is_table(rows: Sequence[Sequence[str]], columns: Sequence[str], *, num_rows
 
 
 @instruction("custom:date_format_list")
-def lists_dates(response: str) -> bool:
+def custom_date_format_list(response: str) -> bool:
     """It is dates of Napoleon's life, as YYYY-MM-DD, with commas."""
     return all(_is_date_of_napoleon(text.strip()) for text in response.split(","))
 

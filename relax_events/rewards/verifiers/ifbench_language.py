@@ -56,7 +56,7 @@ def import_package(name: str, instruction_name: str) -> Any:
 
 
 @instruction("ratio:stop_words")
-def has_few_stop_words(response: str, *, percentage: int) -> bool:
+def ratio_stop_words(response: str, *, percentage: int) -> bool:
     """At most so many percent of its words are stop words."""
     words = WORD.findall(response.lower())
     return bool(words) and 100 * sum(word in STOP_WORDS for word in words) <= percentage * len(
@@ -65,7 +65,7 @@ def has_few_stop_words(response: str, *, percentage: int) -> bool:
 
 
 @instruction("words:odd_even_syllables")
-def alternates_syllables(response: str) -> bool:
+def words_odd_even_syllables(response: str) -> bool:
     """Words with an odd and with an even number of syllables alternate."""
     syllapy = import_package("syllapy", "words:odd_even_syllables")
     numbers = [syllapy.count(word) % 2 for word in bare_words(response)]
@@ -73,7 +73,7 @@ def alternates_syllables(response: str) -> bool:
 
 
 @instruction("words:start_verb")
-def begins_with_a_verb(response: str) -> bool:
+def words_start_verb(response: str) -> bool:
     """Its first word is a verb, as it stands or in small letters; marks before it do not count."""
     words = next(
         (

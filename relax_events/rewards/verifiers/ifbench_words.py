@@ -45,43 +45,43 @@ def bare_words(text: str) -> list[str]:
 
 
 @instruction("count:word_count_range")
-def has_words_between(response: str, *, min_words: int, max_words: int) -> bool:
+def count_word_count_range(response: str, *, min_words: int, max_words: int) -> bool:
     """Its number of words is in this range."""
     return min_words <= len(WORD.findall(response)) <= max_words
 
 
 @instruction("count:unique_word_count")
-def has_unique_words(response: str, *, N: int) -> bool:  # noqa: N803 the dataset's name
+def count_unique_word_count(response: str, *, N: int) -> bool:  # noqa: N803 the dataset's name
     """At least so many different words occur."""
     return len({word.strip(EDGES) for word in response.lower().split()}) >= N
 
 
 @instruction("count:conjunctions")
-def has_conjunctions(response: str, *, small_n: int) -> bool:
+def count_conjunctions(response: str, *, small_n: int) -> bool:
     """At least so many of the seven coordinating conjunctions occur."""
     return len(CONJUNCTIONS & {word.strip(EDGES).lower() for word in response.split()}) >= small_n
 
 
 @instruction("count:person_names")
-def has_names(response: str, *, N: int) -> bool:  # noqa: N803
+def count_person_names(response: str, *, N: int) -> bool:  # noqa: N803
     """At least so many of the fifty names occur."""
     return sum(re.search(rf"\b{name}\b", response) is not None for name in NAMES) >= N
 
 
 @instruction("count:numbers")
-def has_numbers(response: str, *, N: int) -> bool:  # noqa: N803
+def count_numbers(response: str, *, N: int) -> bool:  # noqa: N803
     """Exactly so many numbers occur."""
     return len(re.findall(r"\d+", response.translate(NO_PUNCTUATION))) == N
 
 
 @instruction("count:pronouns")
-def has_pronouns(response: str, *, N: int) -> bool:  # noqa: N803
+def count_pronouns(response: str, *, N: int) -> bool:  # noqa: N803
     """At least so many pronouns occur."""
     return sum(token in PRONOUNS for token in TOKEN.findall(response.lower())) >= N
 
 
 @instruction("count:punctuation")
-def has_all_punctuation(response: str) -> bool:
+def count_punctuation(response: str) -> bool:
     """Each of . , ! ? ; : occurs, and an interrobang besides."""
     found = next((mark for mark in ("?!", "!?", "\u203d") if mark in response), None)
     rest = "" if found is None else response.replace(found, "", 1)
@@ -89,14 +89,14 @@ def has_all_punctuation(response: str) -> bool:
 
 
 @instruction("count:words_japanese")
-def has_japanese_words(response: str, *, N: int) -> bool:  # noqa: N803
+def count_words_japanese(response: str, *, N: int) -> bool:  # noqa: N803
     """Every so-manieth word is Japanese, numbers aside."""
     words = [word.strip(EDGES) for word in response.split()][N - 1 :: N]
     return all(JAPANESE.search(word) for word in words if word and not word.isdigit())
 
 
 @instruction("count:keywords_multiple")
-def has_keywords_so_often(
+def count_keywords_multiple(
     response: str, *, keyword1: str, keyword2: str, keyword3: str, keyword4: str, keyword5: str
 ) -> bool:
     """The five keywords occur once, twice, three, five and seven times."""
@@ -108,14 +108,14 @@ def has_keywords_so_often(
 
 
 @instruction("ratio:sentence_type")
-def has_two_statements_a_question(response: str) -> bool:
+def ratio_sentence_type(response: str) -> bool:
     """There are twice as many sentences with a full stop as with a question mark."""
     ends = Counter(sentence[-1] for sentence in sentences_of(response))
     return ends["."] == 2 * ends["?"]
 
 
 @instruction("ratio:sentence_balance")
-def has_balanced_sentences(response: str) -> bool:
+def ratio_sentence_balance(response: str) -> bool:
     """As many sentences end with a full stop as with a question mark and with an exclamation
     mark.
     """
@@ -124,7 +124,7 @@ def has_balanced_sentences(response: str) -> bool:
 
 
 @instruction("ratio:overlap")
-def overlaps(response: str, *, reference_text: str, percentage: int) -> bool:
+def ratio_overlap(response: str, *, reference_text: str, percentage: int) -> bool:
     """So much of its different runs of three characters occurs in the reference too, two percent
     more or less.
     """
@@ -139,14 +139,14 @@ def overlaps(response: str, *, reference_text: str, percentage: int) -> bool:
 
 
 @instruction("ratio:sentence_words")
-def has_three_equal_sentences(response: str) -> bool:
+def ratio_sentence_words(response: str) -> bool:
     """It has three sentences of the same number of characters."""
     sentences = sentences_of(response)
     return len(sentences) == 3 and len({len(sentence) for sentence in sentences}) == 1
 
 
 @instruction("words:alphabet")
-def follows_the_alphabet(response: str) -> bool:
+def words_alphabet(response: str) -> bool:
     """Each word begins with the letter after that of the word before; a follows z."""
     letters = [word[0] for word in bare_words(response)]
     numbers = [ord(letter) - ord("a") for letter in letters]
@@ -155,20 +155,20 @@ def follows_the_alphabet(response: str) -> bool:
 
 
 @instruction("words:vowel")
-def has_three_vowels(response: str) -> bool:
+def words_vowel(response: str) -> bool:
     """It is one paragraph, with at most three of the five vowels."""
     text = response.strip().lower()
     return "\n" not in text and len(set("aeiou") & set(text)) <= 3
 
 
 @instruction("words:consonants")
-def has_clusters(response: str) -> bool:
+def words_consonants(response: str) -> bool:
     """Every word has two consonants together."""
     return all(CLUSTER.search(word) for word in response.lower().split())
 
 
 @instruction("words:palindrome")
-def has_palindromes(response: str) -> bool:
+def words_palindrome(response: str) -> bool:
     """Ten words of five letters or more read the same backwards."""
     found = [
         word
@@ -179,7 +179,7 @@ def has_palindromes(response: str) -> bool:
 
 
 @instruction("words:prime_lengths")
-def has_prime_lengths(response: str) -> bool:
+def words_prime_lengths(response: str) -> bool:
     """The length of every word is a prime number."""
     return all(
         len(word) > 1 and all(len(word) % divisor for divisor in range(2, len(word)))
@@ -188,33 +188,33 @@ def has_prime_lengths(response: str) -> bool:
 
 
 @instruction("words:repeats")
-def repeats_at_most(response: str, *, small_n: int) -> bool:
+def words_repeats(response: str, *, small_n: int) -> bool:
     """No word occurs more often."""
     return max(Counter(bare_words(response)).values(), default=0) <= small_n
 
 
 @instruction("words:last_first")
-def chains_sentences(response: str) -> bool:
+def words_last_first(response: str) -> bool:
     """Each sentence begins with the last word of the one before."""
     words = [found for sentence in sentences_of(response) if (found := bare_words(sentence))]
     return all(first[-1] == second[0] for first, second in pairwise(words))
 
 
 @instruction("words:paragraph_last_first")
-def frames_paragraphs(response: str) -> bool:
+def words_paragraph_last_first(response: str) -> bool:
     """Each line ends with the word that it begins with."""
     lines = [line.strip().lower().strip(EDGES).split() for line in response.split("\n")]
     return all(words[0] == words[-1] for words in lines if words)
 
 
 @instruction("words:no_consecutive")
-def changes_letters(response: str) -> bool:
+def words_no_consecutive(response: str) -> bool:
     """No two words in a row begin with the same letter."""
     return all(first[0] != second[0] for first, second in pairwise(bare_words(response)))
 
 
 @instruction("words:words_position")
-def has_keyword_at_both_ends(response: str, *, keyword: str) -> bool:
+def words_words_position(response: str, *, keyword: str) -> bool:
     """The second word, and the second to last, is this one; a mark of punctuation counts as a
     word.
     """
@@ -223,7 +223,7 @@ def has_keyword_at_both_ends(response: str, *, keyword: str) -> bool:
 
 
 @instruction("words:keywords_specific_position")
-def has_keyword_at(response: str, *, keyword: str, n: int, m: int) -> bool:
+def words_keywords_specific_position(response: str, *, keyword: str, n: int, m: int) -> bool:
     """The mth word of the nth sentence is this one."""
     sentences = sentences_of(response)
     tokens = TOKEN.findall(sentences[n - 1].lower()) if n <= len(sentences) else []
@@ -231,7 +231,7 @@ def has_keyword_at(response: str, *, keyword: str, n: int, m: int) -> bool:
 
 
 @instruction("sentence:keyword")
-def has_keyword_in_sentence(response: str, *, word: str, N: int) -> bool:  # noqa: N803
+def sentence_keyword(response: str, *, word: str, N: int) -> bool:  # noqa: N803
     """The so-manieth sentence has this word."""
     sentences = sentences_of(response)
     return (
@@ -241,14 +241,14 @@ def has_keyword_in_sentence(response: str, *, word: str, N: int) -> bool:  # noq
 
 
 @instruction("sentence:increment")
-def grows_by(response: str, *, small_n: int) -> bool:
+def sentence_increment(response: str, *, small_n: int) -> bool:
     """Each sentence has so many more words than the one before."""
     counts = [len(bare_words(sentence)) for sentence in sentences_of(response)]
     return all(second == first + small_n for first, second in pairwise(counts))
 
 
 @instruction("sentence:alliteration_increment")
-def alliterates_more_and_more(response: str) -> bool:
+def sentence_alliteration_increment(response: str) -> bool:
     """Each sentence has more words in runs with the same first letter than the one before."""
     counts = [_num_alliterating(sentence) for sentence in sentences_of(response)]
     return all(first < second for first, second in pairwise(counts))

@@ -12,7 +12,7 @@ from relax_events.rewards.verifiers.answer_extraction import final_text
 from relax_events.rewards.verifiers.ifeval_instructions import INSTRUCTIONS, import_langdetect
 
 TABLES = (ifbench_words, ifbench_forms, ifbench_language)
-"""Importing them has put their instructions into the table."""
+"""Importing these modules registers their instructions."""
 KEYWORD_PARAMETERS = ("keyword", "forbidden_word", "word", "letter", "first_word")
 METADATA = {
     "instruction_id_list": "ids such as `punctuation:no_comma`, as in the dataset",
@@ -23,7 +23,7 @@ METADATA = {
 def explain_ifeval(
     completion: str, *, metadata: dict[str, Any], prompt: str, mode: str = "strict", **_: Any
 ) -> Explanation:
-    """Tell which instructions were not followed."""
+    """Explain which instructions were not followed."""
     followed = follow(completion, metadata=metadata, prompt=prompt, mode=mode)
     missed = [name for name, is_followed in followed if not is_followed]
     return Explanation(
@@ -101,8 +101,8 @@ def follow(
 
 
 def variants(text: str) -> list[str]:
-    """Return a text without what often stands around an answer, in the eight ways of the loose
-    measure.
+    """Return the eight variants of the loose metric: a text without its first or last line and
+    without asterisks.
     """
     lines = text.split("\n")
     cuts = [
@@ -135,8 +135,8 @@ def _is_followed(name: str, kwargs: Mapping[str, Any], texts: Sequence[str], pro
 
 
 def _convert_argument(name: str, parameter: inspect.Parameter, value: Any) -> Any:
-    """Return an argument as a check takes it: datasets hold whole numbers as floats, and keywords
-    with blanks around them.
+    """Convert an argument for a check: datasets store whole numbers as floats, and keywords with
+    surrounding blanks.
     """
     if isinstance(value, float) and parameter.annotation == "int":
         if not value.is_integer():

@@ -88,13 +88,13 @@ def count_sentences(text: str) -> int:
 
 
 @instruction("keywords:existence")
-def has_keywords(response: str, *, keywords: list[str]) -> bool:
+def keywords_existence(response: str, *, keywords: list[str]) -> bool:
     """All keywords occur."""
     return all(re.search(re.escape(keyword), response, re.IGNORECASE) for keyword in keywords)
 
 
 @instruction("keywords:frequency")
-def has_keyword_often(
+def keywords_frequency(
     response: str, *, keyword: str, frequency: int, relation: str | None = None
 ) -> bool:
     """A keyword occurs at least, or less than, so often."""
@@ -104,7 +104,7 @@ def has_keyword_often(
 
 
 @instruction("keywords:forbidden_words")
-def avoids_words(response: str, *, forbidden_words: list[str]) -> bool:
+def keywords_forbidden_words(response: str, *, forbidden_words: list[str]) -> bool:
     """None of these words occurs."""
     return not any(
         re.search(rf"\b{re.escape(word)}\b", response, re.IGNORECASE) for word in forbidden_words
@@ -112,7 +112,7 @@ def avoids_words(response: str, *, forbidden_words: list[str]) -> bool:
 
 
 @instruction("keywords:letter_frequency")
-def has_letter_often(
+def keywords_letter_frequency(
     response: str, *, letter: str, let_frequency: int, let_relation: str | None = None
 ) -> bool:
     """A letter occurs at least, or less than, so often, in either case."""
@@ -125,7 +125,7 @@ def has_letter_often(
 
 
 @instruction("language:response_language")
-def is_in_language(response: str, *, language: str) -> bool:
+def language_response_language(response: str, *, language: str) -> bool:
     """The response is in this language; a text that has none, such as numbers, passes."""
     package = import_langdetect()
     try:
@@ -135,13 +135,15 @@ def is_in_language(response: str, *, language: str) -> bool:
 
 
 @instruction("length_constraints:number_sentences")
-def has_sentences(response: str, *, num_sentences: int, relation: str | None = None) -> bool:
+def length_constraints_number_sentences(
+    response: str, *, num_sentences: int, relation: str | None = None
+) -> bool:
     """It has at least, or less than, so many sentences."""
     return compares(count_sentences(response), relation, num_sentences)
 
 
 @instruction("length_constraints:number_paragraphs")
-def has_paragraphs(response: str, *, num_paragraphs: int) -> bool:
+def length_constraints_number_paragraphs(response: str, *, num_paragraphs: int) -> bool:
     """Exactly so many paragraphs stand between the marks `***`, none of them empty."""
     parts = re.split(r"\s?\*\*\*\s?", response)
     inner = [
@@ -151,13 +153,15 @@ def has_paragraphs(response: str, *, num_paragraphs: int) -> bool:
 
 
 @instruction("length_constraints:number_words")
-def has_words(response: str, *, num_words: int, relation: str | None = None) -> bool:
+def length_constraints_number_words(
+    response: str, *, num_words: int, relation: str | None = None
+) -> bool:
     """It has at least, or less than, so many words."""
     return compares(len(WORD.findall(response)), relation, num_words)
 
 
 @instruction("length_constraints:nth_paragraph_first_word")
-def nth_paragraph_begins_with(
+def length_constraints_nth_paragraph_first_word(
     response: str, *, num_paragraphs: int, nth_paragraph: int, first_word: str
 ) -> bool:
     """There are so many paragraphs, with an empty line between them, and the nth begins with this
@@ -175,7 +179,7 @@ def nth_paragraph_begins_with(
 
 
 @instruction("detectable_content:number_placeholders")
-def has_placeholders(response: str, *, num_placeholders: int) -> bool:
+def detectable_content_number_placeholders(response: str, *, num_placeholders: int) -> bool:
     """At least so many placeholders in square brackets occur."""
     return sum(_num_bracketed(line) for line in response.split("\n")) >= num_placeholders
 
@@ -188,7 +192,7 @@ def _num_bracketed(line: str) -> int:
 
 
 @instruction("detectable_content:postscript")
-def has_postscript(response: str, *, postscript_marker: str) -> bool:
+def detectable_content_postscript(response: str, *, postscript_marker: str) -> bool:
     """A postscript begins with this mark."""
     marker = postscript_marker.strip()
     spelt = {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"}.get(marker, re.escape(marker))
@@ -196,19 +200,19 @@ def has_postscript(response: str, *, postscript_marker: str) -> bool:
 
 
 @instruction("detectable_format:number_bullet_lists")
-def has_bullets(response: str, *, num_bullets: int) -> bool:
+def detectable_format_number_bullet_lists(response: str, *, num_bullets: int) -> bool:
     """Exactly so many lines are bullets, `* ` or `- `."""
     return sum(BULLET.match(line) is not None for line in response.split("\n")) == num_bullets
 
 
 @instruction("detectable_format:constrained_response")
-def is_constrained(response: str) -> bool:
+def detectable_format_constrained_response(response: str) -> bool:
     """One of the three permitted answers occurs."""
     return any(answer in response for answer in CONSTRAINED_RESPONSES)
 
 
 @instruction("detectable_format:number_highlighted_sections")
-def has_highlights(response: str, *, num_highlights: int) -> bool:
+def detectable_format_number_highlighted_sections(response: str, *, num_highlights: int) -> bool:
     """At least so many parts are highlighted, as *this* or **this**."""
     return (
         sum(bool((two or one).strip()) for two, one in HIGHLIGHT.findall(response))
@@ -217,7 +221,9 @@ def has_highlights(response: str, *, num_highlights: int) -> bool:
 
 
 @instruction("detectable_format:multiple_sections")
-def has_sections(response: str, *, section_spliter: str, num_sections: int) -> bool:
+def detectable_format_multiple_sections(
+    response: str, *, section_spliter: str, num_sections: int
+) -> bool:
     """At least so many sections begin with this word and a number."""
     return (
         len(re.findall(rf"\s?{re.escape(section_spliter.strip())}\s?\d+\s?", response))
@@ -226,7 +232,7 @@ def has_sections(response: str, *, section_spliter: str, num_sections: int) -> b
 
 
 @instruction("detectable_format:json_format")
-def is_json(response: str) -> bool:
+def detectable_format_json_format(response: str) -> bool:
     """The whole response is JSON, a fence around it aside."""
     text = response.strip()
     if len(text) >= 2 * len(FENCE) and text.startswith(FENCE) and text.endswith(FENCE):
@@ -243,7 +249,7 @@ def is_json(response: str) -> bool:
 
 
 @instruction("detectable_format:title")
-def has_title(response: str) -> bool:
+def detectable_format_title(response: str) -> bool:
     """A title stands in double angular brackets."""
     lines = (
         line[line.find("<<") : max(line.rfind(">>"), 0)]
@@ -254,7 +260,7 @@ def has_title(response: str) -> bool:
 
 
 @instruction("combination:two_responses")
-def has_two_responses(response: str) -> bool:
+def combination_two_responses(response: str) -> bool:
     """Two different responses, with six asterisks between them."""
     parts = response.split("******")
     kept = [
@@ -266,26 +272,26 @@ def has_two_responses(response: str) -> bool:
 
 
 @instruction("combination:repeat_prompt")
-def repeats_prompt(response: str, *, prompt_to_repeat: str) -> bool:
+def combination_repeat_prompt(response: str, *, prompt_to_repeat: str) -> bool:
     """It begins with the prompt, word for word."""
     return response.strip().lower().startswith(prompt_to_repeat.strip().lower())
 
 
 @instruction("startend:end_checker")
-def ends_with(response: str, *, end_phrase: str) -> bool:
+def startend_end_checker(response: str, *, end_phrase: str) -> bool:
     """It ends with this phrase, quotation marks aside."""
     return response.strip().strip('"').lower().endswith(end_phrase.strip().lower())
 
 
 @instruction("startend:quotation")
-def is_quoted(response: str) -> bool:
+def startend_quotation(response: str) -> bool:
     """It stands in double quotation marks."""
     text = response.strip()
     return len(text) > 1 and text.startswith('"') and text.endswith('"')
 
 
 @instruction("change_case:capital_word_frequency")
-def has_capital_words(
+def change_case_capital_word_frequency(
     response: str, *, capital_frequency: int, capital_relation: str | None = None
 ) -> bool:
     """At least, or less than, so many words are all capitals."""
@@ -297,18 +303,18 @@ def has_capital_words(
 
 
 @instruction("change_case:english_capital")
-def is_english_in_capitals(response: str) -> bool:
+def change_case_english_capital(response: str) -> bool:
     """It is English, and has no small letter."""
-    return response.isupper() and is_in_language(response, language="en")
+    return response.isupper() and language_response_language(response, language="en")
 
 
 @instruction("change_case:english_lowercase")
-def is_english_in_small_letters(response: str) -> bool:
+def change_case_english_lowercase(response: str) -> bool:
     """It is English, and has no capital letter."""
-    return response.islower() and is_in_language(response, language="en")
+    return response.islower() and language_response_language(response, language="en")
 
 
 @instruction("punctuation:no_comma")
-def has_no_comma(response: str) -> bool:
+def punctuation_no_comma(response: str) -> bool:
     """There is no comma."""
     return "," not in response

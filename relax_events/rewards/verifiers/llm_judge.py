@@ -1,6 +1,4 @@
-"""Rewards from a language model that judges: one behind the chat interface that inference servers
-share (POST .../v1/chat/completions), or the judge role's own.
-"""
+"""Rewards from an LLM judge: a chat endpoint (POST .../v1/chat/completions), or the judge role."""
 
 from __future__ import annotations
 
@@ -53,8 +51,8 @@ VERDICT_POINTS = {"a": 1.0, "b": 0.0, "tie": 0.5}
 
 @dataclass(frozen=True, slots=True)
 class Grading:
-    """How a judge is asked for its opinion of one sample, and how that is read: the options that
-    `genrm` has whoever judges.
+    """The judge prompt of one sample and the parser of its score: the options of `genrm` for
+    endpoint and judge role.
     """
 
     template: Template = RUBRIC_TEMPLATE
@@ -64,7 +62,7 @@ class Grading:
     def build_prompt(
         self, completion: str, *, answer: str, metadata: Mapping[str, Any], prompt: str
     ) -> str:
-        """Return what the judge is asked about a completion; its reasoning is not shown."""
+        """Return the judge prompt for a completion, without its reasoning."""
         return self.template.safe_substitute(
             prompt=prompt,
             answer=answer,
@@ -84,7 +82,7 @@ class Grading:
 
 @dataclass(frozen=True, slots=True)
 class LLMJudge:
-    """A chat endpoint, and how to ask it."""
+    """A chat endpoint with its request settings."""
 
     url: str
     model: str
@@ -95,10 +93,10 @@ class LLMJudge:
     token_variable: str
 
     async def complete(self, question: str) -> str:
-        """Return the judge's answer to a question, without its reasoning.
+        """Return the judge's response to a prompt, without its reasoning.
 
         Raises:
-            RewardError: It did not answer, or not as a chat endpoint does.
+            RewardError: The endpoint did not respond, or not with a chat completion.
         """
         body = {
             "messages": [{"role": "user", "content": question}],
@@ -153,7 +151,7 @@ async def genrm(
     and $max_score. The reasoning before `</think>` is not shown to the judge.
 
     Raises:
-        RewardError: The judge did not answer, or its answer holds no score in range: a failure,
+        RewardError: The judge did not respond, or its response has no score in range: a failure,
             never a 0.
     """
     judge = LLMJudge(url, model, temperature, max_tokens, request_seconds, retries, token_variable)
@@ -187,15 +185,15 @@ async def genrm_pairwise(
     retries: int = 3,
     token_variable: str = "",
 ) -> list[Any]:
-    """Give each sample of a prompt group the share of its comparisons that it wins before a judging
-    model; a tie is half a win.
+    """Give each sample of a prompt group its win rate in pairwise comparisons by an LLM judge; a
+    tie is half a win.
 
-    Every sample meets every other one, or only the reference answer (`opponents`), in both orders,
-    since judges prefer a place. The last line "Verdict: A", "B" or "tie" decides. A text as
-    `template` holds $prompt, $first, $second and $rubric.
+    Every sample is compared with every other, or only with the reference answer (`opponents`), in
+    both orders, because judges have a position bias. The last line "Verdict: A", "B" or "tie"
+    decides. A text as `template` holds $prompt, $first, $second and $rubric.
 
     Raises:
-        ValueError: There is nobody to compare with.
+        ValueError: There is no opponent to compare with.
     """
     judge = LLMJudge(url, model, temperature, max_tokens, request_seconds, retries, token_variable)
     texts = [final_text(completion) for completion in completions]
@@ -238,13 +236,13 @@ async def genrm_pairwise(
 def win_shares(
     num_samples: int, pairs: list[tuple[int, int]], *rounds: list[float | RewardError]
 ) -> list[float | RewardError]:
-    """Return each sample's mean over its comparisons; one without a verdict fails the samples that
-    it was about.
+    """Return each sample's mean over its comparisons; a comparison without a verdict fails its
+    samples.
 
     Args:
         num_samples: Samples of the prompt group; higher indices in `pairs` are the reference.
-        pairs: Who was compared.
-        rounds: For each round of all pairs, what the first of each pair got: 1, 0.5 or 0.
+        pairs: Indices of the compared samples. rounds: For each round of all pairs, the points of
+            the first of each pair: 1, 0.5 or 0.
     """
     found: list[list[float | RewardError]] = [[] for _ in range(num_samples)]
     for verdicts in rounds:
@@ -263,10 +261,10 @@ def _mean(verdicts: list[float | RewardError]) -> float | RewardError:
 
 
 def load_template(template: str) -> Template:
-    """Return a built-in template by its name, or the one that the text itself is.
+    """Return a built-in template by name, or a template from the text.
 
     Raises:
-        ConfigError: It is neither.
+        ConfigError: The text is neither.
     """
     if "$" not in template and template not in BUILT_IN:
         raise ConfigError(
@@ -292,7 +290,7 @@ def read_score(text: str, *, max_score: float) -> float:
 
 
 def read_verdict(text: str) -> float:
-    """Return what the first answer gets by the last verdict of a judge: 1, 0.5 or 0.
+    """Return the points of the first answer by the judge's last verdict: 1, 0.5 or 0.
 
     Raises:
         RewardError: There is none.

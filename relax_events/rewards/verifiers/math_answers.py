@@ -44,13 +44,13 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 def find_math(
     completion: str, *, answer: str, box_only: bool = False, boxes: Boxes = "joined", **_: Any
 ) -> MathFinding:
-    """Judge the final answer behind the reasoning."""
+    """Compare the final answer after the reasoning."""
     text = final_text(completion)
     return (find_boxed if box_only else find_answer)(text, answer, last_alone=boxes == "last")
 
 
 def find_after_reasoning(completion: str, *, answer: str, **_: Any) -> MathFinding:
-    """Judge the last box behind a mark that ends the reasoning."""
+    """Compare the last box after the mark that ends the reasoning."""
     for mark in (THOUGHT_END, RESPONSE_MARK, RESPONSE_MARK.replace(" ", "")):
         found, text = completion.rpartition(mark)[1:]
         if found:
@@ -64,12 +64,12 @@ def find_after_reasoning(completion: str, *, answer: str, **_: Any) -> MathFindi
 
 
 def find_last_box(completion: str, *, answer: str, **_: Any) -> MathFinding:
-    """Judge the last box of all."""
+    """Compare the last box of the completion."""
     return find_boxed(completion, answer)
 
 
 def find_answer_line(completion: str, *, answer: str, **_: Any) -> MathFinding:
-    """Judge the last line "Answer:" as text."""
+    """Compare the last line "Answer:" as text."""
     lines = ANSWER_LINE.findall(completion[-TAIL_CHARACTERS:])
     given, wanted = (
         _normalize_dapo(lines[-1]) if lines else None,

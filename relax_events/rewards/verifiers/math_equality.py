@@ -1,6 +1,4 @@
-"""Whether two answers are the same in mathematics: as text, as numbers, or to a computer algebra
-system.
-"""
+"""Compare two mathematical answers: as text, as numbers, or by a computer algebra system."""
 
 from __future__ import annotations
 
@@ -33,16 +31,15 @@ GROUPED = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 
 
 def are_equal(given: str, wanted: str) -> bool:
-    """Tell whether an answer equals the reference, both in LaTeX, in the syntax of programs, or in
-    words.
+    """Return whether an answer equals the reference; both in LaTeX, program syntax, or words.
 
-    Most answers are decided as text or as rational numbers, within microseconds; the others by
-    math-verify, whose rules hold then: sets, intervals, matrices, equations, and decimals that
-    agree to six digits.
+    Most answers are compared as text or as rational numbers, within microseconds; the others by
+    math-verify, with its rules: sets, intervals, matrices, equations, and decimals that agree to
+    six digits.
 
     Raises:
-        RewardError: The answer is too long, nested too deeply, or holds too large a number to be
-            compared, so it stays open whether it is right.
+        RewardError: The answer is too long, too deeply nested, or has too large a number to
+            compare.
     """
     mine, other = normalize(given), normalize(wanted)
     if not mine or not other:
@@ -70,7 +67,7 @@ def _are_equal_numbers(mine: str, other: str) -> bool | None:
 
 @lru_cache(maxsize=4096)
 def normalize(text: str) -> str:
-    r"""Return an answer without what does not matter: spaces, `$`, `\left`, sizes of fractions,
+    r"""Normalize an answer: remove spaces, `$`, `\left`, sizes of fractions,
     text commands, degrees, a full stop.
     """
     text = NO_SPACE.sub("", text[: MAX_ANSWER_CHARACTERS + 1]).replace("{,}", ",")
@@ -84,9 +81,7 @@ def normalize(text: str) -> str:
 
 
 def plain_number(text: str) -> Fraction | None:
-    """Return the value of an integer, a decimal or a fraction of integers; None for everything
-    else.
-    """
+    """Return the value of an integer, a decimal or a fraction of integers; None for other texts."""
     if PLAIN_NUMBER.fullmatch(text):
         return Fraction(text)
     if (found := PLAIN_FRACTION.fullmatch(text)) is None:
@@ -113,20 +108,18 @@ def import_math_verify() -> Any:
         ) from None
     logging.getLogger("math_verify").setLevel(
         logging.ERROR
-    )  # It warns that we keep the time limit, which we do, by killing.
+    )  # It warns that the caller must enforce the time limit, which the pool does by killing.
     return math_verify
 
 
 def warm_up() -> None:
-    """Import math-verify and let it build its grammar's tables, so that the first samples do not
-    pay for it.
-    """
+    """Import math-verify and build its grammar tables, so that the first samples are not slow."""
     import_math_verify()
     _are_equal_expressions(r"\frac{x^{2}+1}{\sqrt{2}}", r"\left(1, \pi\right]")
 
 
 def equals_parsed(found: tuple[Any, ...], wanted: str) -> bool:
-    """Tell whether what math-verify has found in a completion, an expression and its text, equals a
+    """Return whether what math-verify found in a completion (an expression and its text) equals a
     reference.
 
     Raises:
@@ -151,7 +144,7 @@ def _verify(wanted: tuple[Any, ...], found: tuple[Any, ...]) -> bool:
         )
     except (MemoryError, RecursionError):
         raise
-    # The border to math-verify and sympy, which raise at what they cannot compare, such as `x < 2`
+    # The boundary to math-verify and sympy, which raise if they cannot compare, such as `x < 2`
     # with `x \\neq 2`.
     except Exception:
         return not {part for part in wanted if isinstance(part, str)}.isdisjoint(
@@ -161,7 +154,7 @@ def _verify(wanted: tuple[Any, ...], found: tuple[Any, ...]) -> bool:
 
 @lru_cache(maxsize=1024)
 def parse_expressions(text: str) -> tuple[Any, ...]:
-    """Return what an answer says in mathematics, and how it says so.
+    """Parse an answer: its expression and its text.
 
     Raises:
         RewardError: As in `are_equal`.
@@ -181,17 +174,17 @@ def parse_expressions(text: str) -> tuple[Any, ...]:
 
 
 def to_math_verify_latex(text: str) -> str:
-    r"""Return LaTeX with what math-verify's grammar lacks in words that it has: `\bmod`,
+    r"""Replace LaTeX commands that math-verify's grammar lacks by ones that it has: `\bmod`,
     `\mathrm{e}`.
     """
     return UPRIGHT_LETTER.sub(r"\1", text.replace(r"\bmod", r"\mod"))
 
 
 def check_size(expressions: Iterable[Any]) -> tuple[Any, ...]:
-    """Return expressions as they are.
+    """Check the size of the numbers in expressions, and return the expressions.
 
     Raises:
-        RewardError: One holds a number too large to be worked out.
+        RewardError: A number is too large to be evaluated.
     """
     kept = tuple(expressions)
     for expression in kept:
@@ -213,11 +206,11 @@ def check_comparable(text: str) -> None:
 
 
 def _num_bits(expression: Any) -> float:
-    """Return about how many bits the numbers of an expression have before they are worked out.
+    """Estimate the bits of the numbers in an expression without evaluating it.
 
     Raises:
-        RewardError: More than any answer has. Python works out a power of powers in one go, for
-            hours, and cannot be interrupted.
+        RewardError: More bits than any answer has. Python would evaluate a power of powers for
+            hours without interruption.
     """
     parts = getattr(expression, "args", ())
     below = [_num_bits(part) for part in parts]

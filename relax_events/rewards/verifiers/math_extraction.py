@@ -1,4 +1,4 @@
-"""Where a completion states its final answer in mathematics, and whether that answer is right."""
+"""Extract the final mathematical answer of a completion, and compare it with the references."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TAIL_CHARACTERS = 1000
 MAX_CLAUSE_CHARACTERS = 100
 STATED = re.compile(r"answer(?:\s+is\b|\W{0,4}[:=])(?:\s*is\b)?[\s:=*]*", re.IGNORECASE)
 CLOSING = re.compile(r"final answer is\b[^\n]{1,200}?I hope", re.IGNORECASE)
-"""Minerva's prompts ask for this sentence; what it says counts like a box, wherever it stands."""
+"""Minerva's prompts request this sentence; its answer counts like a box, at any position."""
 CLAUSE_END = re.compile(r"\.(?:\s|$)")
 CLAUSE_EDGES = "*_` \t"
 
@@ -52,7 +52,7 @@ def find_answer(text: str, answer: str, *, last_alone: bool = False) -> MathFind
     sentence, else what it states last.
 
     Raises:
-        RewardError: Nobody can decide whether the answer is right.
+        RewardError: The answer can't be compared.
     """
     closing = None
     for closing in CLOSING.finditer(text):  # noqa: B007 the last one counts
@@ -66,11 +66,11 @@ def find_answer(text: str, answer: str, *, last_alone: bool = False) -> MathFind
 
 
 def find_boxed(text: str, answer: str, *, last_alone: bool = False) -> MathFinding:
-    """Compare what a text has boxed last with the reference answers: the last box, with those that
-    are joined to it unless it counts alone.
+    """Compare the last box of a text, with the boxes joined to it unless `last_alone`, with the
+    reference answers.
 
     Raises:
-        RewardError: Nobody can decide whether the answer is right.
+        RewardError: The answer can't be compared.
     """
     wanted = [reference_text(one) for one in references(answer)]
     if not (boxes := last_boxes(text)):
@@ -86,11 +86,11 @@ def find_boxed(text: str, answer: str, *, last_alone: bool = False) -> MathFindi
 
 
 def find_stated(text: str, answer: str) -> MathFinding:
-    """Compare what a text without boxes states last with the reference answers: what follows
-    "answer is", else its last formula or number.
+    """Compare the last stated answer of a text without boxes with the reference answers: the text
+    after "answer is", else the last formula or number.
 
     Raises:
-        RewardError: Nobody can decide whether the answer is right.
+        RewardError: The answer can't be compared.
     """
     wanted = [reference_text(one) for one in references(answer)]
     tail = _tail(text)
@@ -120,13 +120,15 @@ def find_stated(text: str, answer: str) -> MathFinding:
 
 
 def reference_text(reference: str) -> str:
-    """Return what a reference wants: all that it has boxed, or what follows `####`, or itself."""
+    """Return the answer of a reference: all its boxes, or the text after `####`, or the whole
+    text.
+    """
     boxes = reference_boxes(reference)
     return ", ".join(boxes) if boxes else reference.rpartition(FINAL_ANSWER_MARK)[2].strip()
 
 
 def _tail(text: str) -> str:
-    """Return the end of a text, from the beginning of a line, so that no formula is cut in two."""
+    """Return the end of a text from the start of a line, so that no formula is cut."""
     tail = text[-TAIL_CHARACTERS:]
     if len(text) <= TAIL_CHARACTERS:
         return tail
@@ -145,8 +147,8 @@ def _stated_clause(tail: str) -> str | None:
 
 
 def _extract(tail: str) -> tuple[Any, ...]:
-    """Return what math-verify finds: an expression and its text, or the text alone where it can't
-    be read.
+    """Return the result of math-verify: an expression and its text, or only the text if it can't be
+    parsed.
     """
     package = import_math_verify()
     config = (

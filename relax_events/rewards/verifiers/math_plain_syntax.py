@@ -1,4 +1,4 @@
-"""Answers in the syntax of programs, such as `2*pi` and `x**2`, which the grammar of LaTeX reads as
+"""Parse answers in program syntax, such as `2*pi` and `x**2`, which a LaTeX grammar reads as
 products of letters.
 """
 
@@ -37,15 +37,14 @@ TOKEN = re.compile(
 )
 NUMBER_BEFORE_NAME = re.compile(r"(?<![\d.])(\d+\.?\d*|\.\d+)(?=[a-zA-Z(])(?![eE][-+]?\d)")
 ONLY_PLAIN = re.compile(r"\*|\d[eE][-+]?\d")
-"""What LaTeX does not have."""
+"""Syntax that LaTeX does not have."""
 
 
 def plain_expression(text: str) -> Any:
-    """Return the expression that a text writes in the syntax of programs, not worked out; None for
-    every other text.
+    """Parse a text in program syntax to an unevaluated expression; None for any other text.
 
-    Only numbers, single letters, the functions of `FUNCTIONS` and arithmetic are read, so nothing
-    else can be run by reading it.
+    Only numbers, single letters, the functions of `FUNCTIONS` and arithmetic are accepted, so
+    parsing can't run other code.
     """
     sides = text.split("=")
     if len(sides) > 2 or not all(_is_plain(side) for side in sides):

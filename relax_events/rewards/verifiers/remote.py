@@ -1,4 +1,4 @@
-"""Rewards that another program computes: asked over HTTP, sample by sample or by prompt group."""
+"""Rewards from a remote service over HTTP, by sample or by prompt group."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ async def remote(
     retries: int = 3,
     token_variable: str = "",
 ) -> Any:
-    """Give what a service answers to a POST of `prompt`, `response`, `label` and `metadata`: a
+    """Return the response of a service to a POST of `prompt`, `response`, `label` and `metadata`: a
     number, or an object of components.
 
-    Connections and errors of the service are tried again `retries` times, with pauses.
-    `token_variable` names the environment variable of a bearer token.
+    Connection and service errors are retried `retries` times, with pauses. `token_variable` names
+    the environment variable of a bearer token.
 
     Raises:
-        RewardError: The service did not answer, or not with a reward.
+        RewardError: The service did not respond, or not with a reward.
     """
     body = {"prompt": prompt, "response": completion, "label": answer, "metadata": metadata}
     return _reward(
@@ -51,13 +51,13 @@ async def remote_group(
     retries: int = 3,
     token_variable: str = "",
 ) -> list[Any]:
-    """Give what a service answers to one POST for the whole prompt group, with `responses`: a list
-    of numbers or of objects.
+    """Return the response of a service to one POST for the whole prompt group, with `responses`: a
+    list of numbers or of objects.
 
-    An object with `error` fails its sample alone. All else is as in `remote`.
+        An object with `error` fails only its sample. Otherwise as `remote`.
 
     Raises:
-        RewardError: The service did not answer, or not with a list of that length.
+        RewardError: The service did not respond, or not with a list of that length.
     """
     body = {"prompt": prompt, "responses": completions, "label": answer, "metadata": metadata}
     found = await post_json(

@@ -26,7 +26,7 @@ def exact_match(completion: str, *, answer: str, metadata: dict[str, Any], promp
 
 
 def explain_gsm8k(completion: str, *, answer: str, **_: Any) -> Explanation:
-    """Tell which number was compared."""
+    """Explain which number was compared."""
     wanted, given = final_number(answer), final_number(completion)
     place = f"behind {FINAL_ANSWER_MARK}" if FINAL_ANSWER_MARK in completion else "the last number"
     return Explanation(

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from relax_events.events.parts import Outcome, TopicOffset
 from relax_events.events.types import PromptGroupEnded, SampleReady
 from relax_events.kafka.records import Record
-from relax_events.staleness import IssuedGroup, ReadyGroup, end_of, is_expired, is_guest
+from relax_events.staleness import IssuedGroup, ReadyGroup, build_group_end, is_expired, is_external
 
 Key = tuple[str, int]
 Partition = tuple[str, int]
@@ -81,15 +81,15 @@ class DedupWindow:
         if len(self._ids) > DEDUP_WINDOW_SIZE:
             for old in list(self._ids)[: DEDUP_WINDOW_SIZE // 2]:
                 del self._ids[old]
-                if not is_guest(old):  # an external id's step is chosen by its producer
+                if not is_external(old):  # an external id's step is chosen by its producer
                     self.forgotten_step = max(
-                        self.forgotten_step, IssuedGroup.parse(old).place.train_step
+                        self.forgotten_step, IssuedGroup.parse(old).slot.train_step
                     )
 
     def __contains__(self, group_id: str) -> bool:
         return group_id in self._ids or (
             self.forgotten_step >= 0
-            and IssuedGroup.parse(group_id).place.train_step <= self.forgotten_step
+            and IssuedGroup.parse(group_id).slot.train_step <= self.forgotten_step
         )
 
     def __iter__(self) -> Iterator[str]:
@@ -125,7 +125,7 @@ class BatchAssembler:
                 f"{trainer_version}"
             )
             self._end(
-                end_of(
+                build_group_end(
                     group_id,
                     Outcome.FAILED,
                     reason=reason,
@@ -146,7 +146,7 @@ class BatchAssembler:
         if record.key and not self._is_final(record.key):
             version = trainer_version if record.policy_version is None else record.policy_version
             self._end(
-                end_of(
+                build_group_end(
                     record.key,
                     Outcome.FAILED,
                     reason=reason,
@@ -174,7 +174,7 @@ class BatchAssembler:
     ) -> None:
         """End a prompt group that turned out to be untrainable."""
         self._end(
-            end_of(
+            build_group_end(
                 group_id,
                 Outcome.FAILED,
                 reason=reason,
@@ -214,7 +214,7 @@ class BatchAssembler:
             return
         reason = f"version {version} left the window of version {trainer_version}"
         self._end(
-            end_of(
+            build_group_end(
                 group_id,
                 Outcome.EXPIRED,
                 reason=reason,
@@ -236,8 +236,8 @@ class BatchAssembler:
             if part.complete() is not None and group_id not in self._taken:
                 issued = IssuedGroup.parse(group_id)
                 found[group_id] = ReadyGroup(
-                    issued.place.train_step,
-                    issued.place.group_index,
+                    issued.slot.train_step,
+                    issued.slot.group_index,
                     issued.attempt,
                     version,
                     group_id,

@@ -14,8 +14,8 @@ from relax_events.runtime.validation import (
     check_ended,
     check_ready,
     check_trainable,
-    outcomes_on,
-    require_belonging,
+    allowed_outcomes,
+    require_allowed_event,
 )
 from relax_events.runtime.worker import Worker
 from relax_events.staleness import IssuedGroup
@@ -87,9 +87,9 @@ class SampleIntake:
         ForeignRecord, and PoisonSample as `_trainable`.
         """
         entity = TopicPlan.parse_entity(record.topic)
-        require_belonging(entity, event)
+        require_allowed_event(entity, event)
         if isinstance(event, PromptGroupEnded):
-            ended = check_ended(event, allowed=outcomes_on(entity))
+            ended = check_ended(event, allowed=allowed_outcomes(entity))
             self._terms.check_shard(record, ended.prompt_group_id)
             return ended
         if isinstance(event, SampleReady):

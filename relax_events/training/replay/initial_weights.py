@@ -11,7 +11,7 @@ import structlog
 from relax_events.errors import ConfigError, ObjectError, WeightsError
 from relax_events.events.types import PolicyVersionPublished
 from relax_events.objects import ObjectStore
-from relax_events.runtime.parent_run import SourceRun
+from relax_events.runtime.parent_run import ParentRun
 from relax_events.training.backend.protocol import TrainerState
 from relax_events.training.checkpoint.checkpoints import Checkpoints
 from relax_events.training.ranks import Ranks
@@ -28,7 +28,7 @@ class InitialState:
     state: TrainerState
 
 
-def read_initial_state(source: SourceRun, version: int, *, ranks: Ranks) -> InitialState | None:
+def read_initial_state(source: ParentRun, version: int, *, ranks: Ranks) -> InitialState | None:
     """Return the source's state at a version: its checkpoint of that version if there is one, else
     its published weights.
 
@@ -69,7 +69,7 @@ def read_initial_state(source: SourceRun, version: int, *, ranks: Ranks) -> Init
     raise _not_left(source, version)
 
 
-def _not_left(source: SourceRun, version: int) -> ConfigError:
+def _not_left(source: ParentRun, version: int) -> ConfigError:
     run_id = source.config.run.id
     left = f"relax runs show {run_id} lists the versions that are left under `starts`"
     return ConfigError(

@@ -24,7 +24,7 @@ from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.records import Record
 from relax_events.objects import ObjectStore
 from relax_events.objects.claim_check import check_out
-from relax_events.runtime.parent_run import SourceRun
+from relax_events.runtime.parent_run import ParentRun
 from relax_events.runtime.worker import Worker
 from relax_events.training.ranks import Ranks
 from relax_events.training.replay.recorded_batches import (
@@ -47,7 +47,7 @@ log = structlog.get_logger()
 class ParentDecoder:
     """Decodes the parent run's records, and fetches arrays from its store."""
 
-    def __init__(self, source: SourceRun) -> None:
+    def __init__(self, source: ParentRun) -> None:
         self._source, self._codec = source, source.codec()
         self._store = ObjectStore.open(
             source.objects_uri, uri_aliases=source.config.objects.uri_aliases
@@ -66,7 +66,7 @@ class ParentDecoder:
         return check_out(self.decode(record), self._store)
 
 
-def open_recorded_batches(worker: Worker, source: SourceRun, ranks: Ranks) -> RecordedBatches:
+def open_recorded_batches(worker: Worker, source: ParentRun, ranks: Ranks) -> RecordedBatches:
     """Return the batches of a replay: as recorded, or relabelled if the run file requires it.
 
     Raises:
@@ -115,7 +115,7 @@ def require_compatible_algorithm(source: RunConfig, config: RunConfig) -> None:
 
 
 def _read_rescored_rewards(
-    worker: Worker, source: SourceRun
+    worker: Worker, source: ParentRun
 ) -> dict[TrajectoryKey, RelabelledReward]:
     scores, run_id = worker.config.parent.scores, source.config.run.id
     topic = worker.plan.topic(f"reward.scores.{scores}")
@@ -143,7 +143,7 @@ class ReplaySource:
 
     def __init__(
         self,
-        source: SourceRun,
+        source: ParentRun,
         batches: RecordedBatches,
         *,
         first: int,

@@ -12,7 +12,7 @@ from relax_events.events.parts import CheckpointRef
 from relax_events.events.types import PolicyVersionPublished
 from relax_events.objects import ObjectStore
 from relax_events.projections.training_history import TrainingHistory
-from relax_events.runtime.parent_run import SourceRun
+from relax_events.runtime.parent_run import ParentRun
 from relax_events.runtime.worker import Worker
 from relax_events.training.backend.master_weights import reconcile
 from relax_events.training.backend.protocol import TrainerBackend, TrainerState
@@ -34,7 +34,7 @@ def is_newest_lost(published: PolicyVersionPublished, *, store: ObjectStore, ran
 
 
 def load_parent_weights(
-    source: SourceRun,
+    source: ParentRun,
     worker: Worker,
     backend: TrainerBackend,
     *,

@@ -90,7 +90,7 @@ def test_run_that_is_there_is_kept_until_its_settings_change(
     assert len(ran) == 2
 
 
-def test_picture_has_a_panel_for_each_algorithm_on_the_same_axes() -> None:
+def test_image_has_a_panel_for_each_algorithm_on_the_same_axes() -> None:
     panels = {
         "grpo": [Curve([0, 1, 2], [0.0, 0.5, 1.0]), Curve([0, 1, 2], [0.0, 0.7, 1.0])],
         "a<b": [Curve([0, 1], [1.0, None])],
@@ -110,7 +110,7 @@ def test_strong_line_is_the_moving_mean_of_all_runs() -> None:
     assert list(mean.rewards) == pytest.approx([(0.2 + 1.0 + 0.2) / 3] * 3)
 
 
-def test_page_says_who_learnt_the_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_page_says_who_learned_the_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     learnt = [
         curves.learnt_of(report_of(rewards), name, 0)
         for name, rewards in {"grpo": [0.2, 0.9], "dapo": [0.2, 0.7]}.items()
@@ -125,7 +125,7 @@ def test_page_says_who_learnt_the_task(tmp_path: Path, capsys: pytest.CaptureFix
     assert json.loads((tmp_path / "curves.json").read_text())["data"][0]["rewards"] == [0.2, 0.9]
 
 
-def test_reward_in_parts_tells_right_answers_from_long_enough_ones() -> None:
+def test_reward_in_parts_separates_right_answers_from_long_enough_ones() -> None:
     config = load_run_config(quickstart.CONFIG, environment={})
     row = GeneratedSource("string_insertion", config.data, seed=0).row(0)
     wrong = "".join("Z" if letter != "Z" else "A" for letter in row.answer)

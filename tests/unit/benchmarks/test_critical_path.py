@@ -105,5 +105,8 @@ def test_critical_path_follows_what_an_engine_does_with_a_new_version(
 ) -> None:
     timing = {"train_token_seconds": 0.0}
     assert path(
-        [[[2]], [[10]], [[1]]], timing=timing, max_staleness=1, weight_update_mode=weight_update_mode
+        [[[2]], [[10]], [[1]]],
+        timing=timing,
+        max_staleness=1,
+        weight_update_mode=weight_update_mode,
     ) == pytest.approx(published)

@@ -20,7 +20,12 @@ from relax_events.ops.dead_letters import (
 from relax_events.topics import TopicPlan
 
 PLAN = TopicPlan(
-    "run", max_staleness=1, partitions_per_version=2, queue_partitions=4, replication_factor=1, compression="none"
+    "run",
+    max_staleness=1,
+    partitions_per_version=2,
+    queue_partitions=4,
+    replication_factor=1,
+    compression="none",
 )
 HEADERS = {
     "policy-version": "3",
@@ -45,7 +50,7 @@ def names(letters: list[DeadLetter]) -> list[str]:
     return [letter.id for letter in letters]
 
 
-def test_letter_is_read_off_its_headers() -> None:
+def test_dead_letter_is_read_off_its_headers() -> None:
     assert (LETTER.id, LETTER.origin, LETTER.num_bytes) == (
         "reward@12",
         "relax.run.rollout.samples[5]@77",
@@ -59,7 +64,7 @@ def test_letter_is_read_off_its_headers() -> None:
     )
 
 
-def test_letter_of_a_stranger_without_headers_is_listed_all_the_same() -> None:
+def test_dead_letter_of_an_unknown_producer_without_headers_is_listed_all_the_same() -> None:
     strange = parse_dead_letter(
         "reward", replace(RECORD, headers={"origin-partition": "x", "origin-offset": "-1"})
     )
@@ -79,7 +84,7 @@ def test_letter_of_a_stranger_without_headers_is_listed_all_the_same() -> None:
     ],
     ids=str,
 )
-def test_letters_are_chosen_by_name_role_and_reason(
+def test_dead_letters_are_chosen_by_name_role_and_reason(
     selection: Selection, chosen: list[str]
 ) -> None:
     assert names(selection.choose(LETTERS)) == chosen
@@ -104,7 +109,7 @@ def test_letters_are_chosen_by_name_role_and_reason(
     ],
     ids=str,
 )
-def test_choice_that_can_not_be_is_refused(selection: Selection, text: str) -> None:
+def test_choice_that_can_not_be_is_rejected(selection: Selection, text: str) -> None:
     with pytest.raises(ConfigError) as refused:
         selection.choose(LETTERS)
     assert text in str(refused.value)
@@ -144,10 +149,8 @@ def test_mark_names_the_letter_and_holds_nothing() -> None:
         ("", 0),
     ],
 )
-def test_forged_origin_is_refused(topic: str, partition: int) -> None:
-    with pytest.raises(
-        ConfigError, match=r"dead letter reward@12 names its origin as .*; drop it"
-    ):
+def test_forged_origin_is_rejected(topic: str, partition: int) -> None:
+    with pytest.raises(ConfigError, match=r"dead letter reward@12 names its origin as .*; drop it"):
         require_origin(replace(LETTER, origin_topic=topic, origin_partition=partition), PLAN)
 
 
@@ -160,7 +163,7 @@ def test_forged_origin_is_refused(topic: str, partition: int) -> None:
         ("trainer", "relax.run.prompt.end-requests", 0),
     ],
 )
-def test_origin_that_the_role_works_off_is_taken(role: str, topic: str, partition: int) -> None:
+def test_origin_that_the_role_processes_is_taken(role: str, topic: str, partition: int) -> None:
     require_origin(replace(LETTER, role=role, origin_topic=topic, origin_partition=partition), PLAN)
 
 

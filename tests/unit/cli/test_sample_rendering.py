@@ -152,7 +152,7 @@ def test_other_scores_stand_below_the_original() -> None:
     assert lines[place + 1].split()[:2] == ["strict", "0.5"]
 
 
-def test_token_shows_figures_where_it_was_trained() -> None:
+def test_token_shows_metrics_where_it_was_trained() -> None:
     row = TokenRow(65, "A", True, -0.5, None, -0.25, 1.5, teacher_logprob=-0.125)
     assert token_cells(3, row) == [
         3,

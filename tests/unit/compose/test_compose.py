@@ -117,7 +117,7 @@ def test_worker_starts_after_topics_and_model_and_again_when_it_dies(name: str) 
     )
 
 
-def test_image_asks_the_worker_how_it_is_runs_as_nobody_special_and_hands_signals_on() -> None:
+def test_image_checks_the_worker_runs_as_an_ordinary_user_and_hands_signals_on() -> None:
     text = (COMPOSE / "Dockerfile").read_text()
     stages = re.findall(r"^FROM \S+ AS (\S+)$", text, re.MULTILINE)
     assert (
@@ -239,7 +239,9 @@ def test_alerts_are_gathered_alike_whether_they_are_sent_or_not() -> None:
     )
     (webhook,) = sending["receivers"][0].pop("webhook_configs")
     assert silent == sending
-    service = yaml.safe_load((COMPOSE / "notifications.yml").read_text())["services"]["notifications"]
+    service = yaml.safe_load((COMPOSE / "notifications.yml").read_text())["services"][
+        "notifications"
+    ]
     assert (webhook["url"], service["command"][:2]) == (
         "http://notifications:9095/",
         ["alerts", "forward"],

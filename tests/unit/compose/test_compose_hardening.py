@@ -174,7 +174,7 @@ def test_no_secret_stands_in_a_file(service: dict[str, Any]) -> None:
     )
 
 
-def test_dashboards_ask_for_a_password_and_tell_nobody_elsewhere() -> None:
+def test_dashboards_ask_for_a_password_and_send_nothing_elsewhere() -> None:
     tree = LOADED["dashboards.yml"]
     environment = tree["services"]["grafana"]["environment"]
     assert environment["GF_SECURITY_ADMIN_PASSWORD__FILE"] == "/run/secrets/grafana_password"

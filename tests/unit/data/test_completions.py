@@ -45,7 +45,7 @@ def test_single_message_to_learn_is_the_answer(tmp_path: Path, completion: Any) 
     assert row.metadata == '{"level":1}'
 
 
-def test_completion_stands_beside_a_reference_answer_of_its_own(tmp_path: Path) -> None:
+def test_completion_stands_next_to_a_reference_answer_of_its_own(tmp_path: Path) -> None:
     row = row_of(
         tmp_path,
         {"prompt": "hi", "completion": "so: yo", "answer": "yo"},
@@ -59,7 +59,7 @@ def test_completion_stands_beside_a_reference_answer_of_its_own(tmp_path: Path) 
     ("train_on", "expected"),
     [("all", (["hi"], [["yo", "and?", "bye"]], "")), ("last", (["hi", "yo", "and?"], [], "bye"))],
 )
-def test_conversation_is_cut_before_what_is_learnt(
+def test_conversation_is_cut_before_the_completion(
     tmp_path: Path, train_on: str, expected: Any
 ) -> None:
     row = row_of(
@@ -145,7 +145,7 @@ def test_prompt_of_a_pair_reaches_to_where_the_answers_part(tmp_path: Path) -> N
         ),
     ],
 )
-def test_unfit_row_is_refused_by_place_and_column(
+def test_invalid_row_is_rejected_by_location_and_column(
     tmp_path: Path, columns: dict[str, Any], keys: dict[str, Any], text: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"rows.jsonl:1.*{text}"):

@@ -48,7 +48,7 @@ def test_verifier_scores_with_the_metadata_alone() -> None:
     assert reasoning_gym("", answer="", metadata=metadata, prompt="") == 0.0
 
 
-def test_verifier_refuses_metadata_from_elsewhere() -> None:
+def test_verifier_rejects_metadata_from_elsewhere() -> None:
     with pytest.raises(
         ValueError,
         match=r"metadata lacks entry, options, task; this reward needs data.source = 'reasoning_gym:<task>'",
@@ -88,7 +88,7 @@ def test_generated_source_names_the_tasks_when_one_is_unknown() -> None:
 
 
 @pytest.mark.parametrize("options", [{"min_len": 3}, {"min_word_len": 5, "max_word_len": 4}])
-def test_generated_source_names_options_that_the_task_refuses(options: dict[str, int]) -> None:
+def test_generated_source_names_options_that_the_task_rejects(options: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=r"task 'spell_backward' does not take data.options"):
         open_source(DataConfig(source="reasoning_gym:spell_backward", options=options), seed=0)
 

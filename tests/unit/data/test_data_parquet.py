@@ -83,7 +83,7 @@ def test_parquet_takes_a_slice_across_row_groups(
     assert answers(source_of(f"{path}{span}")) == expected
 
 
-def test_parquet_leaves_unfit_rows_out_up_to_the_limit(tmp_path: Path) -> None:
+def test_parquet_leaves_invalid_rows_out_up_to_the_limit(tmp_path: Path) -> None:
     rows = numbered(0, 9)
     rows[0]["prompt"] = rows[4]["prompt"] = rows[8]["prompt"] = ""
     path = write_table(tmp_path / "rows.parquet", rows)
@@ -130,7 +130,7 @@ def test_parquet_reads_only_the_columns_that_a_row_needs(tmp_path: Path) -> None
         source_of(path)
 
 
-def test_parquet_refuses_what_is_none(tmp_path: Path) -> None:
+def test_parquet_rejects_what_is_none(tmp_path: Path) -> None:
     (tmp_path / "text.parquet").write_text("no parquet")
     write_table(tmp_path / "empty.parquet", numbered(0, 1))
     with pytest.raises(

@@ -64,7 +64,7 @@ def test_renderer_decodes_broken_bytes_without_failing(folder: Path) -> None:
     assert renderer.completion_text(cut) == "\N{REPLACEMENT CHARACTER}"
 
 
-def test_renderer_refuses_a_folder_that_is_missing_or_empty(tmp_path: Path) -> None:
+def test_renderer_rejects_a_folder_that_is_missing_or_empty(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
         match=r"nowhere does not exist; set model.path, or make the folder with: relax models prepare",
@@ -74,7 +74,7 @@ def test_renderer_refuses_a_folder_that_is_missing_or_empty(tmp_path: Path) -> N
         PromptRenderer.from_folder(tmp_path, CHAT)
 
 
-def test_renderer_refuses_a_chat_template_that_is_not_there() -> None:
+def test_renderer_rejects_a_chat_template_that_is_not_there() -> None:
     tokenizer = train_tokenizer(["abc"])
     tokenizer.chat_template = None
     with pytest.raises(
@@ -186,7 +186,7 @@ def test_renderer_gives_options_and_tools_to_a_tokenizer_of_transformers_alike(
     )
 
 
-def test_renderer_names_the_conversation_that_the_template_refuses(
+def test_renderer_names_the_conversation_that_the_template_rejects(
     folder: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "strict.jinja").write_text("{{ raise_exception('no system role') }}")
@@ -199,7 +199,7 @@ def test_renderer_names_the_conversation_that_the_template_refuses(
         renderer.prompt_tokens(TALK)
 
 
-def test_renderer_refuses_a_template_file_that_is_none(folder: Path, tmp_path: Path) -> None:
+def test_renderer_rejects_a_template_file_that_is_none(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "broken.jinja").write_text("{% if %}")
     with pytest.raises(
         ConfigError, match=r"is not a Jinja template: .*; set data.chat_template_file"

@@ -69,14 +69,14 @@ def test_jsonl_reads_chat_messages_and_puts_the_system_prompt_first(tmp_path: Pa
     assert [message.text for message in source.row(1).messages] == ["mine", "a"]
 
 
-def test_jsonl_passes_over_blank_lines_and_a_missing_last_newline(tmp_path: Path) -> None:
+def test_jsonl_skips_blank_lines_and_a_missing_last_newline(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('\n{"prompt": "a", "answer": ""}\n   \n{"prompt": "b", "answer": ""}')
     source = open_source(jsonl(path), seed=0)
     assert [source.row(index).messages[0].text for index in range(source.num_rows)] == ["a", "b"]
 
 
-def test_jsonl_needs_no_answers_when_told_so(tmp_path: Path) -> None:
+def test_jsonl_needs_no_answers_when_configured_so(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "rows.jsonl", {"prompt": "a"})
     assert open_source(jsonl(path, answer_key=""), seed=0).row(0).answer == ""
 
@@ -107,7 +107,7 @@ def test_jsonl_needs_no_answers_when_told_so(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_jsonl_names_the_line_that_is_unfit(tmp_path: Path, line: object, text: str) -> None:
+def test_jsonl_names_the_line_that_is_invalid(tmp_path: Path, line: object, text: str) -> None:
     path = write_lines(tmp_path / "rows.jsonl", {"prompt": "good", "answer": "a"}, line)
     with pytest.raises(ConfigError, match=text):
         open_source(jsonl(path), seed=0)
@@ -121,7 +121,7 @@ def test_jsonl_notices_a_row_that_changed_after_it_was_opened(tmp_path: Path) ->
         source.row(0)
 
 
-def test_jsonl_refuses_files_without_rows(tmp_path: Path) -> None:
+def test_jsonl_rejects_files_without_rows(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere.jsonl does not exist; set data.source"):
         open_source(jsonl(tmp_path / "nowhere.jsonl"), seed=0)
     with pytest.raises(ConfigError, match=r"has no rows"):
@@ -140,7 +140,7 @@ def test_jsonl_has_no_rows_beyond_its_ends(tmp_path: Path, index: int) -> None:
 
 
 @pytest.mark.parametrize("source", ["rows.jsonl", "csv:rows.csv", "jsonl:", "reasoning_gym:"])
-def test_open_source_refuses_what_it_does_not_know(source: str) -> None:
+def test_open_source_rejects_unknown_values(source: str) -> None:
     with pytest.raises(
         ConfigError,
         match=r"data.source must be one of 'jsonl:<path>', .*, 'synthetic_audio:<task>', 'synthetic_images:<task>'",
@@ -199,7 +199,7 @@ def test_jsonl_reads_compressed_files(tmp_path: Path, suffix: str) -> None:
         ),
     ],
 )
-def test_jsonl_refuses_a_file_of_which_a_few_bytes_would_fill_the_disk(
+def test_jsonl_rejects_a_file_of_which_a_few_bytes_would_fill_the_disk(
     tmp_path: Path,
     suffix: str,
     settings: dict[str, int],
@@ -218,7 +218,7 @@ def test_jsonl_refuses_a_file_of_which_a_few_bytes_would_fill_the_disk(
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz"])
-def test_jsonl_refuses_what_is_no_regular_file(tmp_path: Path, name: str) -> None:
+def test_jsonl_rejects_what_is_no_regular_file(tmp_path: Path, name: str) -> None:
     """Reading a pipe that nobody writes to would never end."""
     os.mkfifo(tmp_path / name)
     with pytest.raises(ConfigError, match=f"{name} can't be read: it is no regular file"):
@@ -227,13 +227,13 @@ def test_jsonl_refuses_what_is_no_regular_file(tmp_path: Path, name: str) -> Non
         open_source(jsonl(Path("/dev/zero")), seed=0)
 
 
-def test_parquet_refuses_what_is_no_regular_file(tmp_path: Path) -> None:
+def test_parquet_rejects_what_is_no_regular_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "train-00000.parquet")
     with pytest.raises(ConfigError, match=r"train-00000.parquet is not a regular file"):
         open_source(DataConfig(source=f"parquet:{tmp_path}"), seed=0)
 
 
-def test_jsonl_leaves_unfit_rows_out_up_to_the_limit(tmp_path: Path) -> None:
+def test_jsonl_leaves_invalid_rows_out_up_to_the_limit(tmp_path: Path) -> None:
     rows: list[object] = [{"prompt": "p", "answer": str(number)} for number in range(4)]
     path = write_lines(tmp_path / "rows.jsonl", rows[0], "{", rows[1], {"prompt": "p"}, *rows[2:])
     source = open_source(jsonl(path, max_invalid_rows=2), seed=0)

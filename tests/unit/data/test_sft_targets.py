@@ -136,7 +136,7 @@ def test_prompt_group_has_an_answer_for_each_sample(folder: Path) -> None:
         (issued([], answer=" "), "an assistant message of the target is empty"),
     ],
 )
-def test_prompt_group_without_its_answers_is_refused(
+def test_prompt_group_without_its_answers_is_rejected(
     folder: Path, group: PromptGroupIssued, text: str
 ) -> None:
     with pytest.raises(PoisonSample, match=text):

@@ -46,7 +46,7 @@ def pixels_of(row: PromptRow) -> np.ndarray:
     return np.asarray(Image.open(BytesIO(item.read(BOUNDS)))).astype(int)
 
 
-def test_picture_is_the_same_for_a_seed_and_another_for_another() -> None:
+def test_image_is_the_same_for_a_seed_and_another_for_another() -> None:
     one, again, other = (scenes("colour", seed=seed).row(5) for seed in (1, 1, 2))
     assert one == again
     assert not np.array_equal(pixels_of(one), pixels_of(other))
@@ -76,7 +76,7 @@ def test_corner_is_where_it_is_bright() -> None:
         assert f"{'top' if y < 16 else 'bottom'} {'left' if x < 16 else 'right'}" == row.answer
 
 
-def test_pictures_have_the_size_that_is_asked_for() -> None:
+def test_images_have_the_size_that_is_asked_for() -> None:
     assert pixels_of(scenes("where", options={"pixels": 48}).row(0)).shape == (48, 48, 3)
 
 
@@ -95,7 +95,9 @@ def test_pictures_have_the_size_that_is_asked_for() -> None:
         ("colour", {"size": 8}, "Extra inputs are not permitted"),
     ],
 )
-def test_scenes_refuse_what_they_do_not_know(task: str, options: dict[str, Any], text: str) -> None:
+def test_synthetic_images_refuse_what_they_do_not_know(
+    task: str, options: dict[str, Any], text: str
+) -> None:
     with pytest.raises(ConfigError, match=text):
         scenes(task, options=options)
 
@@ -105,7 +107,7 @@ def run_of(folder: Path, family: str, **algorithm: Any) -> RunConfig:
     return picture_run(folder, model=tiny, algorithm=algorithm)
 
 
-def test_run_needs_a_model_that_reads_pictures(tmp_path: Path) -> None:
+def test_run_needs_a_model_that_reads_images(tmp_path: Path) -> None:
     assert require_model(run_of(tmp_path, "qwen3_vl")).endswith("will be made by the run")
     with pytest.raises(
         ConfigError,
@@ -114,7 +116,7 @@ def test_run_needs_a_model_that_reads_pictures(tmp_path: Path) -> None:
         require_model(run_of(tmp_path, "qwen3"))
 
 
-def test_run_with_pictures_needs_an_engine_that_shows_them(tmp_path: Path) -> None:
+def test_run_with_images_needs_an_engine_that_supports_them(tmp_path: Path) -> None:
     def run(family: str) -> RunConfig:
         model = {"path": tmp_path / "none", "tiny": {"family": family}}
         return picture_run(tmp_path, model=model, engine={"name": "sglang"})
@@ -127,7 +129,7 @@ def test_run_with_pictures_needs_an_engine_that_shows_them(tmp_path: Path) -> No
     assert require_model(picture_run(tmp_path, engine={"name": "sglang"})).endswith("is complete")
 
 
-def test_run_with_sounds_needs_a_model_that_hears(tmp_path: Path) -> None:
+def test_run_with_audio_needs_a_model_that_reads_audio(tmp_path: Path) -> None:
     def run(family: str) -> RunConfig:
         return picture_run(
             tmp_path,
@@ -143,7 +145,7 @@ def test_run_with_sounds_needs_a_model_that_hears(tmp_path: Path) -> None:
         require_model(run("qwen3_vl"))
 
 
-def test_run_with_pictures_needs_a_critic_that_sees(tmp_path: Path) -> None:
+def test_run_with_images_needs_a_critic_that_reads_images(tmp_path: Path) -> None:
     run = run_of(tmp_path, "qwen3_vl", name="ppo")
     assert require_model(run).endswith("will be made by the run")
     blind = run.model_copy(
@@ -155,7 +157,7 @@ def test_run_with_pictures_needs_a_critic_that_sees(tmp_path: Path) -> None:
         require_model(blind)
 
 
-def test_small_picture_of_a_zoom_tells_where_and_the_quarter_which_colour() -> None:
+def test_small_image_of_a_zoom_shows_where_and_the_quarter_which_colour() -> None:
     for row in map(scenes("zoom").row, range(12)):
         metadata = json.loads(row.metadata)
         small = pixels_of(row)

@@ -83,7 +83,7 @@ def test_dapo_math_takes_messages_and_the_nested_answer(tmp_path: Path) -> None:
     ] == [1.0, -1.0]
 
 
-def test_open_r1_puts_the_picture_before_the_question(tmp_path: Path) -> None:
+def test_open_r1_puts_the_image_before_the_question(tmp_path: Path) -> None:
     picture = picture_file(64, 48)
     rows = [OPEN_R1 | {"image": {"bytes": picture, "path": None}}]
     (tmp_path / "data").mkdir()
@@ -112,7 +112,7 @@ def test_open_r1_puts_the_picture_before_the_question(tmp_path: Path) -> None:
     assert reward_of(config, row, "B") == {"accuracy": 0.0, "format": 0.0}
 
 
-def test_avqa_puts_picture_and_sound_before_question_and_options(tmp_path: Path) -> None:
+def test_avqa_puts_image_and_audio_before_question_and_options(tmp_path: Path) -> None:
     files = {
         "images/sample_3.jpg": picture_file(64, 48, kind="JPEG"),
         "audios/sample_3.wav": sound_file(0.5),
@@ -147,7 +147,7 @@ def test_avqa_puts_picture_and_sound_before_question_and_options(tmp_path: Path)
         ({"problem": "is <image> there?"}, r"the prompt has 2 <image> and the row has 1"),
     ],
 )
-def test_row_that_the_template_cannot_take_is_unfit(
+def test_row_that_the_template_cannot_take_is_invalid(
     tmp_path: Path, changes: dict[str, Any], error: str
 ) -> None:
     (tmp_path / "train.jsonl").write_bytes(orjson.dumps(AVQA | changes) + b"\n")

@@ -131,7 +131,7 @@ def test_experts_are_told_of_with_a_place_for_layers_that_have_none() -> None:
 def test_folder_that_holds_no_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"config.json can't be read: .* take the model's folder as it was published",
+        match=r"config.json can't be read: .* use the model folder as published",
     ):
         ModelFolder.read(tmp_path)
     (tmp_path / "config.json").write_text('{"vocab_size": 3}')
@@ -224,11 +224,11 @@ def test_checksums_of_every_tensor_are_known_beforehand(family: str) -> None:
         ModelFolder.read(tiny_model(family)).tensors(),
         ModelFolder.read(tiny_model(family, seed=9)).tensors(),
     )
-    fingerprints, unverified = WeightChecksums.infer(
+    checksums, unverified = WeightChecksums.infer(
         server_tensors(family, own), own, dtype=torch.float32
     )
     assert unverified == []
-    assert fingerprints.of(other) == server_tensors(family, other)
+    assert checksums.compute(other) == server_tensors(family, other)
 
 
 def test_what_no_recipe_explains_stays_unproven() -> None:
@@ -249,7 +249,7 @@ def admitted(num_top: int = 0) -> SampleState:
     return build_samples(
         request,
         first_order=0,
-        taken=(),
+        running_ids=(),
         model=ModelFolder.read(tiny_model()),
         max_context_tokens=128,
     )[0]
@@ -258,7 +258,7 @@ def admitted(num_top: int = 0) -> SampleState:
 def event(
     tokens: list[int],
     *,
-    spans: list[tuple[str, int, int]] | None = None,
+    version_spans: list[tuple[str, int, int]] | None = None,
     reason: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Give what a server sends: some tokens, and at the end whose they are."""
@@ -269,9 +269,9 @@ def event(
     meta["output_top_logprobs"] = [
         [[-1.0, token, None], [-2.0, token + 1, None]] for token in tokens
     ]
-    if spans is not None:
+    if version_spans is not None:
         meta["weight_versions"] = [
-            {"version": name, "start": start, "end": end} for name, start, end in spans
+            {"version": name, "start": start, "end": end} for name, start, end in version_spans
         ]
     return {"output_ids": tokens, "meta_info": meta}
 
@@ -279,11 +279,11 @@ def event(
 def test_request_that_ended_brings_its_tokens_with_their_versions() -> None:
     sample = admitted(num_top=2)
     request = InflightRequest(sample, "rid", 0)
-    request.take(event([1, 2]))
+    request.add_event(event([1, 2]))
     request.mark_weight_update()
-    request.take(
+    request.add_event(
         event(
-            [3, 4, 5], spans=[("zero", 0, 3), ("one", 3, 5)], reason={"type": "length", "length": 5}
+            [3, 4, 5], version_spans=[("zero", 0, 3), ("one", 3, 5)], reason={"type": "length", "length": 5}
         )
     )
     request.update_sample(versions={"zero": 0, "one": 1}, swapped={1})
@@ -294,10 +294,10 @@ def test_request_that_ended_brings_its_tokens_with_their_versions() -> None:
     again = InflightRequest(sample, "next", 1)
     assert again.prompt["input_ids"] == [*sample.prompt_tokens.tolist(), 1, 2, 3, 4, 5]
     assert again.prompt["max_new_tokens"] == 4
-    again.take(
+    again.add_event(
         event(
             [6],
-            spans=[("one", 0, 1)],
+            version_spans=[("one", 0, 1)],
             reason={"type": "abort", "message": "Abort", "status_code": None},
         )
     )
@@ -312,13 +312,13 @@ def test_request_that_ended_brings_its_tokens_with_their_versions() -> None:
 def test_request_that_broke_off_brings_what_is_certain() -> None:
     sample = admitted()
     request = InflightRequest(sample, "rid", 4)
-    request.take(event([1, 2]))
+    request.add_event(event([1, 2]))
     request.update_sample(versions={}, swapped=())
     assert (sample.tokens.tolist(), sample.segments) == ([1, 2], (VersionSegment(4, 2),))
     request = InflightRequest(sample, "next", 4)
-    request.take(event([3]))
+    request.add_event(event([3]))
     request.mark_weight_update()
-    request.take(event([7]))  # of the old weights or the new ones: nobody knows
+    request.add_event(event([7]))  # of the old weights or the new ones: nobody knows
     request.update_sample(versions={}, swapped=())
     assert (sample.tokens.tolist(), sample.segments) == ([1, 2, 3], (VersionSegment(4, 3),))
 
@@ -326,7 +326,7 @@ def test_request_that_broke_off_brings_what_is_certain() -> None:
 def test_tokens_of_weights_that_nobody_loaded_are_refused() -> None:
     sample = admitted()
     request = InflightRequest(sample, "rid", 0)
-    request.take(event([1], spans=[("default", 0, 1)], reason={"type": "length", "length": 1}))
+    request.add_event(event([1], version_spans=[("default", 0, 1)], reason={"type": "length", "length": 1}))
     with pytest.raises(
         UnknownVersion, match="its tokens are of weights 'default', which were never loaded"
     ):
@@ -336,10 +336,10 @@ def test_tokens_of_weights_that_nobody_loaded_are_refused() -> None:
 
 def test_request_that_the_server_refuses_says_why() -> None:
     request = InflightRequest(admitted(), "rid", 0)
-    request.take(
-        event([], spans=[], reason={"type": "abort", "message": "too long", "status_code": 400})
+    request.add_event(
+        event([], version_spans=[], reason={"type": "abort", "message": "too long", "status_code": 400})
     )
-    assert (request.has_finished, request.refusal) == (True, "too long")
+    assert (request.has_finished, request.rejection) == (True, "too long")
 
 
 @pytest.mark.parametrize(
@@ -351,7 +351,7 @@ def test_plugin_leaves_machines_alone_that_have_their_own_platform(
 ) -> None:
     monkeypatch.setattr(torch, "accelerator", SimpleNamespace(is_available=lambda: has_gpu))
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", environment)
-    assert plugin.activate() == expected
+    assert plugin.choose_platform() == expected
     if expected is None:
         plugin.replace_cuda_calls()  # imports nothing of SGLang, which is not there
 
@@ -360,7 +360,7 @@ def test_logprob_that_is_no_number_is_kept_as_such() -> None:
     request = InflightRequest(admitted(), "rid", 0)
     broken = event([1])
     broken["meta_info"]["output_token_logprobs"] = [[None, 1, None]]
-    request.take(broken)
+    request.add_event(broken)
     assert np.isnan(request.logprobs).all()
 
 

@@ -81,7 +81,7 @@ def test_prepare_says_so_when_the_model_was_made_from_other_settings(tmp_path: P
     ]
 
 
-def test_prepare_refuses_a_missing_model_without_a_recipe(tmp_path: Path) -> None:
+def test_prepare_rejects_a_missing_model_without_a_recipe(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
         match=r"model does not exist; set model.path, or describe a small model in \[model.tiny\]",
@@ -131,7 +131,7 @@ def test_sft_warmup_gives_the_same_weights_for_a_seed(tmp_path: Path) -> None:
     assert (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
 
 
-def test_sft_warmup_goes_on_from_the_model_that_is_there(tmp_path: Path) -> None:
+def test_sft_warmup_continues_from_the_model_that_is_there(tmp_path: Path) -> None:
     random = warm_up_model(run_config(tmp_path), report=lambda _: None)
     weights = (random / "model.safetensors").read_bytes()
     copy = warm_up_model(run_config(tmp_path), output=tmp_path / "copy", report=lambda _: None)

@@ -67,7 +67,7 @@ def test_make_tiny_makes_mixtures_of_experts_when_asked(tmp_path: Path) -> None:
     assert torch.isfinite(logits).all()
 
 
-def test_tokenizer_of_a_model_that_hears_names_the_placeholders_for_its_processor(
+def test_tokenizer_of_a_model_that_reads_audio_names_the_placeholders_for_its_processor(
     tmp_path: Path,
 ) -> None:
     path = make_tiny(
@@ -89,7 +89,7 @@ def test_tokenizer_of_a_model_that_hears_names_the_placeholders_for_its_processo
         ({"vocab_size": 255}, "vocab_size must be >= 256"),
     ],
 )
-def test_make_tiny_refuses_what_does_not_fit(
+def test_make_tiny_rejects_what_does_not_fit(
     tmp_path: Path, settings: dict[str, object], text: str
 ) -> None:
     with pytest.raises(ConfigError, match=text):

@@ -109,7 +109,7 @@ STRANGERS = [
 
 @pytest.mark.parametrize("data", STRANGERS)
 def test_other_files_are_refused(data: bytes) -> None:
-    assert "is no picture of the formats PNG" in check_refused(data, "wrong_type")
+    assert "is no image of the formats PNG" in check_refused(data, "wrong_type")
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG"])

@@ -24,7 +24,7 @@ ALL = 12
 
 def refused(data: bytes, reason: str, *, clip: bool) -> str:
     with pytest.raises(MediaError) as caught:
-        (inspect_video if clip else inspect_audio)(data, limits=LIMITS, place="rows:1")
+        (inspect_video if clip else inspect_audio)(data, limits=LIMITS, location="rows:1")
     assert caught.value.reason == reason
     return str(caught.value)
 

@@ -158,9 +158,9 @@ def test_sound_is_not_for_a_model_that_only_sees() -> None:
 def test_placeholders_of_other_kinds_than_the_media_are_refused() -> None:
     omni = layout(hears=True)
     image, audio = (omni.placeholders[modality] for modality in (Modality.IMAGE, Modality.AUDIO))
-    with pytest.raises(PoisonSample, match="placeholders are of other kinds than its media"):
+    with pytest.raises(PoisonSample, match="placeholders are of other modalities than its media"):
         omni.expand_placeholders(np.array([7, image], np.int32), [sound(16_000)])
-    with pytest.raises(PoisonSample, match="of other kinds than its media, or in another order"):
+    with pytest.raises(PoisonSample, match="of other modalities than its media, or in another order"):
         omni.find_media_tokens(np.array([image] * 13), np.ones(13, bool), [sound(16_000)])
     assert omni.expand_placeholders(np.array([7, audio, 8], np.int32), [sound(16_000)]).tolist() == [
         7,
@@ -177,8 +177,8 @@ def test_placeholders_of_other_kinds_than_the_media_are_refused() -> None:
             {"frame_factor": 1},
             False,
             (
-                "frame_factor must be a multiple of the model's 2 frames that the model looks at "
-                "together, got 1"
+                "frame_factor must be a multiple of the model's 2 frames per temporal "
+                "patch, got 1"
             ),
         ),
         (

@@ -15,7 +15,7 @@ from relax_events.events.types import PromptGroupIssued
 from relax_events.projections.ledger import Ledger
 from relax_events.projections.run_state import RunState
 from relax_events.runtime.validation import check_issued
-from relax_events.staleness import IssuedGroup, is_guest
+from relax_events.staleness import IssuedGroup, is_external
 from relax_events.training.batch import assembly
 from tests.unit.run_events import at
 
@@ -27,8 +27,8 @@ def issued(prompt_group_id: str = GUEST) -> PromptGroupIssued:
     group = IssuedGroup.parse(prompt_group_id)
     return PromptGroupIssued(
         prompt_group_id=prompt_group_id,
-        train_step=group.place.train_step,
-        group_index=group.place.group_index,
+        train_step=group.slot.train_step,
+        group_index=group.slot.group_index,
         attempt=group.attempt,
         row=-1,
         required_policy_version=0,
@@ -49,7 +49,7 @@ def issued(prompt_group_id: str = GUEST) -> PromptGroupIssued:
     ],
 )
 def test_guest_is_told_by_its_seat(prompt_group_id: str, expected: bool) -> None:
-    assert is_guest(prompt_group_id) is expected
+    assert is_external(prompt_group_id) is expected
 
 
 @pytest.mark.parametrize("changes", [{"train_step": 4}, {"group_index": 1}, {"attempt": 1}])

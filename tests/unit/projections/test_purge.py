@@ -10,7 +10,7 @@ import pytest
 from event_samples import committed, published
 from hypothesis import given
 from hypothesis import strategies as st
-from sound_run import MAX_STALENESS, SoundRun
+from valid_run import MAX_STALENESS, SoundRun
 
 from relax_events.config import RunConfig
 from relax_events.events.parts import TopicOffset
@@ -25,7 +25,7 @@ from relax_events.ops.purge import (
 )
 from relax_events.projections.ledger import Ledger
 from relax_events.projections.purged_ranges import PurgedRanges
-from relax_events.staleness import Place as Seat
+from relax_events.staleness import BatchSlot as Seat
 from relax_events.topics import TopicPlan
 from relax_events.topics.plan import END_REQUESTS
 

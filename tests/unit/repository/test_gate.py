@@ -23,7 +23,7 @@ def test_gate_names_what_is_there(name: str) -> None:
 def test_gate_takes_whole_files_and_single_tests_with_their_parameters() -> None:
     assert is_in_gate("fault/test_killed_roles.py::test_anything[one]")
     assert is_in_gate(
-        "fault/test_large_things.py::test_oversize_record_is_refused_by_the_broker[prompt.groups]"
+        "fault/test_large_things.py::test_oversize_record_is_rejected_by_the_broker[prompt.groups]"
     )
     assert not is_in_gate(
         "fault/test_large_things.py::test_lost_and_altered_objects_cost_their_prompt_groups_alone"

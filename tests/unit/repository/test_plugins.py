@@ -33,14 +33,14 @@ def test_find_plugin_gives_an_installed_entry_point_unloaded() -> None:
     assert found.value == "relax_events.engines.transformers.engine:TransformersEngine"
 
 
-def test_find_plugin_loads_a_class_of_a_file_with_what_lies_beside_it(tmp_path: Path) -> None:
+def test_find_plugin_loads_a_class_of_a_file_with_what_lies_next_to_it(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("SPEED = 3\n")
     file = tmp_path / "mine.py"
     file.write_text(SOURCE)
     assert find_plugin(ENGINES, f"{file}:Mine", what="engine.name").load()().speed == 3
 
 
-def test_file_is_run_as_it_stands_though_bytecode_of_the_same_size_and_second_lies_beside_it(
+def test_file_is_run_as_it_stands_though_bytecode_of_the_same_size_and_second_lies_next_to_it(
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "mine.py"

@@ -52,7 +52,7 @@ def test_durations_are_of_files_that_are_there() -> None:
 
 
 @pytest.mark.parametrize("text", ["0/3", "4/3", "3", "a/b", "-1/3"])
-def test_shard_that_there_is_not_is_refused(text: str) -> None:
+def test_shard_that_there_is_not_is_rejected(text: str) -> None:
     assert shard_named("3/3") == (3, 3)
     with pytest.raises(ValueError, match="a shard is k/N"):
         shard_named(text)

@@ -20,7 +20,7 @@ TEXTS = [
 ]
 
 
-def test_boxed_answers_are_judged_as_math_verify_judges_them(
+def test_boxed_answers_are_compared_as_by_math_verify(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.ERROR)  # it warns of each call without a timeout

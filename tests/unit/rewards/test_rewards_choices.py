@@ -66,7 +66,7 @@ def test_gpqa_takes_the_letter_from_the_reference_answer_or_its_text() -> None:
     ("answer", "metadata"),
     [("", {}), ("none of them", {"choices": CHOICES}), ("", {"correct_letter": "AB"})],
 )
-def test_gpqa_fails_when_nobody_says_what_is_right(answer: str, metadata: dict[str, Any]) -> None:
+def test_gpqa_fails_without_a_correct_letter(answer: str, metadata: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="the right letter must be one of A to Z"):
         gpqa("Answer: A", answer=answer, metadata=metadata, prompt="")
 

@@ -28,7 +28,7 @@ def test_list_names_every_reward_with_what_it_checks(capsys: pytest.CaptureFixtu
     assert (found["genrm"], found["genrm_pairwise"]) == ("samples", "prompt groups")
 
 
-def test_show_tells_metadata_options_and_source(capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_prints_metadata_options_and_source(capsys: pytest.CaptureFixture[str]) -> None:
     show("ifeval")
     text = capsys.readouterr().out
     assert "instruction_id_list  ids such as" in text
@@ -43,7 +43,7 @@ def test_show_tells_metadata_options_and_source(capsys: pytest.CaptureFixture[st
     assert options["retries"]["default"] == 3
 
 
-def test_show_describes_a_function_of_ones_own(
+def test_show_describes_a_function_of_a_user(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "own.py"

@@ -65,7 +65,7 @@ def test_draw_takes_all_of_few_and_some_from_everywhere_of_many() -> None:
     assert 25 <= sum(number < 5_000 for number in drawn) <= 75
 
 
-def test_reward_of_a_log_is_taken_where_a_run_file_says_the_same_or_somebody_agrees() -> None:
+def test_reward_of_a_log_is_taken_where_a_run_file_says_the_same_or_someone_agrees() -> None:
     def refuse(refused: UntrustedSettingsError) -> None:
         raise refused
 

@@ -190,13 +190,13 @@ def test_score_takes_numbers_and_components(value: Any, score: Score) -> None:
 
 
 @pytest.mark.parametrize("value", [None, "1", [1.0], {}, {"a": "1"}, {1: 1.0}, 1j])
-def test_score_refuses_other_types(value: Any) -> None:
+def test_score_rejects_other_types(value: Any) -> None:
     with pytest.raises(TypeError, match=r"it must return a number or a dict of numbers"):
         parse_score(value)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, {"a": math.nan}])
-def test_score_refuses_what_is_not_finite(value: Any) -> None:
+def test_score_rejects_what_is_not_finite(value: Any) -> None:
     with pytest.raises(ValueError, match=r"rewards must be finite"):
         parse_score(value)
 

@@ -175,7 +175,7 @@ def follow(response: str, name: str, kwargs: dict[str, Any]) -> float:
 
 
 @pytest.mark.parametrize(("name", "kwargs", "good", "bad"), CASES)
-def test_instruction_tells_a_response_that_follows_from_one_that_does_not(
+def test_instruction_accepts_only_a_response_that_follows_it(
     name: str, kwargs: dict[str, Any], good: str, bad: str
 ) -> None:
     assert follow(good, name, kwargs) == 1.0
@@ -190,12 +190,12 @@ def test_all_58_instructions_are_covered() -> None:
 
 
 @pytest.mark.parametrize("response", ["...", "?!", "_ _", '"', "\n\n\n", "((((((", "\u00e9", "1"])
-def test_odd_responses_are_judged_and_not_stumbled_over(response: str) -> None:
+def test_odd_responses_are_checked_and_not_stumbled_over(response: str) -> None:
     assert {follow(response, name, kwargs) for name, kwargs, *_ in CASES} <= {0.0, 1.0}
 
 
 @pytest.mark.parametrize(("package", "name", "good", "bad"), ENGLISH_CASES)
-def test_instruction_about_english_tells_a_response_that_follows_from_one_that_does_not(
+def test_instruction_about_english_accepts_only_a_response_that_follows_it(
     package: str, name: str, good: str, bad: str
 ) -> None:
     pytest.importorskip(package)

@@ -152,7 +152,7 @@ def follow(response: str, *named: tuple[str, dict[str, Any]], **options: Any) ->
 
 
 @pytest.mark.parametrize(("name", "kwargs", "good", "bad"), CASES)
-def test_instruction_tells_a_response_that_follows_from_one_that_does_not(
+def test_instruction_accepts_only_a_response_that_follows_it(
     name: str, kwargs: dict[str, Any], good: str, bad: str
 ) -> None:
     padded = kwargs | {"num_anything_else": None}  # datasets keep a column for every argument

@@ -431,7 +431,7 @@ def test_verdict_is_the_published_one(
 @pytest.mark.parametrize(
     "kwargs", [{"letter": "ab", "let_frequency": 1}, {"letter": "a", "let_frequency": -1}]
 )
-def test_arguments_that_the_published_program_refuses_are_a_failure(kwargs: dict[str, Any]) -> None:
+def test_arguments_that_the_published_program_rejects_are_a_failure(kwargs: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"keywords:letter_frequency takes .*, got"):
         judge("keywords:letter_frequency", kwargs, "abc")
 

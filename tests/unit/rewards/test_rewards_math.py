@@ -209,7 +209,7 @@ def test_last_box_alone_counts_where_it_is_asked_to(answer: str) -> None:
     assert call(math, r"The final answer is 2. I hope it is correct.", answer, boxes="last") == 1.0
 
 
-def test_reference_with_boxes_far_from_each_other_is_refused() -> None:
+def test_reference_with_boxes_far_from_each_other_is_rejected() -> None:
     with pytest.raises(ValueError, match="boxes 1, 2 far from each other"):
         call(
             math,

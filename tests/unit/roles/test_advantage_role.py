@@ -14,7 +14,7 @@ from relax_events.algorithms.advantage_estimator import AdvantageEstimator
 from relax_events.events.parts import FinishReason, Outcome
 from relax_events.events.types import SampleReady
 from relax_events.runtime.join import JoinedGroup
-from workers.advantage import AdvantageLoop, needed_evaluators
+from workers.advantage import AdvantageLoop, needed_model_roles
 
 GROUP = "000004-0000-0"
 
@@ -62,15 +62,15 @@ def finish(
         )
         if ref is not None:
             evaluated = dataclasses.replace(event_samples.evaluated(GROUP, index), values=ref)
-            group.evaluations.setdefault("reference", {})[sample.sample_id] = evaluated
+            group.logprobs.setdefault("reference", {})[sample.sample_id] = evaluated
         if taught is not None:
             evaluated = dataclasses.replace(
                 event_samples.evaluated(GROUP, index, model_role="teacher"), **taught
             )
-            group.evaluations.setdefault("teacher", {})[sample.sample_id] = evaluated
+            group.logprobs.setdefault("teacher", {})[sample.sample_id] = evaluated
     sent, loop = Sent(config), AdvantageLoop.__new__(AdvantageLoop)
     loop._worker = sent  # type: ignore[assignment]
-    loop._judge = AdvantageEstimator(
+    loop._estimator = AdvantageEstimator(
         config.algorithm, max_new_tokens=config.engine.sampling.max_new_tokens
     )
     loop._join = SimpleNamespace(close=lambda closed: None)  # type: ignore[assignment]
@@ -113,7 +113,7 @@ def test_what_the_teacher_said_travels_to_the_trainer(make_run_config: Any) -> N
         "distill_top_k": 2,
     }
     config = make_run_config(algorithm=settings, teacher={"model_path": "teacher"})
-    assert needed_evaluators(config) == {"teacher"}
+    assert needed_model_roles(config) == {"teacher"}
     ids, logprobs = (
         np.array([[5, 9], [6, 1]], np.int32),
         np.log(np.array([[0.5, 0.25], [0.9, 0.05]], np.float32)),

@@ -21,7 +21,7 @@ from relax_events.events.parts import (
     VersionSegment,
 )
 from relax_events.objects import ObjectStore
-from relax_events.roles.handover import PREFIX, Partials
+from relax_events.roles.handover import PREFIX, PartialSamples
 from relax_events.roles.inflight_group import InflightGroup
 
 GROUP = "000003-0001-0"
@@ -55,12 +55,12 @@ def store(tmp_path: Path) -> ObjectStore:
 
 
 @pytest.fixture
-def partials(store: ObjectStore) -> Partials:
-    return Partials(store)
+def partials(store: ObjectStore) -> PartialSamples:
+    return PartialSamples(store)
 
 
 def test_what_was_generated_is_found_again_and_goes_once_it_is_written(
-    partials: Partials, store: ObjectStore
+    partials: PartialSamples, store: ObjectStore
 ) -> None:
     assert partials.find(GROUP, num_samples=4) == {}
     assert partials.keep(GROUP, BEGUN) == 7
@@ -81,7 +81,7 @@ def test_what_was_generated_is_found_again_and_goes_once_it_is_written(
     assert store.list(PREFIX) == []
 
 
-def test_prompt_group_goes_on_with_it_on_weights_that_are_as_new(partials: Partials) -> None:
+def test_prompt_group_goes_on_with_it_on_weights_that_are_as_new(partials: PartialSamples) -> None:
     partials.keep(GROUP, BEGUN)
     group = InflightGroup([], issued(GROUP, of=4), np.zeros(1, np.int32))
     group.resume(partials.find(GROUP, num_samples=4))
@@ -103,7 +103,7 @@ def test_prompt_group_goes_on_with_it_on_weights_that_are_as_new(partials: Parti
     ids=["altered", "torn", "empty", "another header"],
 )
 def test_what_was_altered_is_not_used(
-    partials: Partials, store: ObjectStore, spoil: Callable[[bytes], bytes]
+    partials: PartialSamples, store: ObjectStore, spoil: Callable[[bytes], bytes]
 ) -> None:
     partials.keep(GROUP, BEGUN)
     store.put_at(PREFIX + GROUP, spoil(store.get_at(PREFIX + GROUP)))
@@ -116,7 +116,7 @@ def test_what_was_altered_is_not_used(
     ids=["nothing is left to do", "of another size"],
 )
 def test_what_does_not_fit_the_prompt_group_is_not_used(
-    partials: Partials, num_samples: int, kept: list[GeneratedSample]
+    partials: PartialSamples, num_samples: int, kept: list[GeneratedSample]
 ) -> None:
     partials.keep(GROUP, kept)
     assert partials.find(GROUP, num_samples=num_samples) == {}
@@ -128,13 +128,13 @@ def test_what_does_not_fit_the_prompt_group_is_not_used(
     ids=["none", "not begun", "failed"],
 )
 def test_nothing_is_kept_of_what_nobody_can_go_on_with(
-    partials: Partials, store: ObjectStore, samples: list[GeneratedSample]
+    partials: PartialSamples, store: ObjectStore, samples: list[GeneratedSample]
 ) -> None:
     assert partials.keep(GROUP, samples) == 0
     assert store.list(PREFIX) == []
 
 
-def test_all_that_a_sample_is_made_of_is_found_again(partials: Partials) -> None:
+def test_all_that_a_sample_is_made_of_is_found_again(partials: PartialSamples) -> None:
     shown = MediaRef(
         "file:///samples/5/crop.png", bytes(range(32)), "image/png", 99, width=3, height=2
     )

@@ -7,7 +7,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from relax_events.roles.evaluation_metrics import EvaluationTally, pass_at_k
+from relax_events.roles.evaluation_metrics import EvaluationResults, pass_at_k
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_pass_at_k_refuses_numbers_that_do_not_fit(
 
 def test_tally_gives_the_figures_of_its_samples() -> None:
     rewards = {0: [1.0, 0.0, 0.0, 0.5], 1: [1.0, 1.0, 1.0, 1.0], 2: [0.0, 0.0, 0.0, 0.0]}
-    tally = EvaluationTally(pass_reward=0.5)
+    tally = EvaluationResults(pass_reward=0.5)
     for row, values in rewards.items():
         for place, reward in enumerate(values):
             tally.note_sample(
@@ -71,7 +71,7 @@ def test_tally_gives_the_figures_of_its_samples() -> None:
 
 
 def test_tally_leaves_out_what_was_not_scored() -> None:
-    tally = EvaluationTally(pass_reward=1.0)
+    tally = EvaluationResults(pass_reward=1.0)
     for row, reward in [(0, 1.0), (0, None), (1, 0.0), (1, 1.0)]:
         tally.note_sample(row, reward=reward, num_tokens=1, is_truncated=False)
     assert (tally.num_unscored, tally.reward_mean) == (1, 0.75)
@@ -79,7 +79,7 @@ def test_tally_leaves_out_what_was_not_scored() -> None:
 
 
 def test_tally_of_nothing_knows_nothing() -> None:
-    tally = EvaluationTally(pass_reward=1.0)
+    tally = EvaluationResults(pass_reward=1.0)
     assert (
         tally.reward_mean,
         tally.reward_stderr,

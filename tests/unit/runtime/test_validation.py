@@ -14,7 +14,7 @@ from event_samples import ended, ready, rolled_out, scored
 
 from relax_events.errors import PoisonSample
 from relax_events.events.parts import Outcome
-from relax_events.runtime.validation import check_ended, check_ready, check_sample, outcomes_on
+from relax_events.runtime.validation import check_ended, check_ready, check_sample, allowed_outcomes
 from relax_events.topics.plan import END_REQUESTS, TRAINING_SAMPLES
 
 
@@ -158,11 +158,11 @@ def test_good_samples_pass_unchanged_and_other_events_do_not() -> None:
 def test_end_that_nobody_may_ask_for_is_poison(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(PoisonSample, match=re.escape(text)) as caught:
         check_ended(
-            replace(ended("000001-0002-0"), **changes), allowed=outcomes_on(TRAINING_SAMPLES)
+            replace(ended("000001-0002-0"), **changes), allowed=allowed_outcomes(TRAINING_SAMPLES)
         )
     assert len(str(caught.value)) < 300
     assert (
-        check_ended(ended("000001-0002-0"), allowed=outcomes_on(TRAINING_SAMPLES)).prompt_group_id
+        check_ended(ended("000001-0002-0"), allowed=allowed_outcomes(TRAINING_SAMPLES)).prompt_group_id
         == "000001-0002-0"
     )
 
@@ -180,4 +180,4 @@ def test_topic_says_which_outcomes_its_writers_may_ask_for(
             if outcome in refused
             else nullcontext()
         ):
-            check_ended(ended("000001-0002-0", outcome), allowed=outcomes_on(entity))
+            check_ended(ended("000001-0002-0", outcome), allowed=allowed_outcomes(entity))

@@ -6,11 +6,11 @@ import pytest
 
 from relax_events.errors import CorruptRecord
 from relax_events.events.parts import Outcome
-from relax_events.staleness import end_of
+from relax_events.staleness import build_group_end
 
 
 def test_end_of_reads_seat_and_attempt_from_the_id() -> None:
-    ended = end_of(
+    ended = build_group_end(
         "000012-0003-4",
         Outcome.EXPIRED,
         policy_version=9,
@@ -32,4 +32,4 @@ def test_end_of_reads_seat_and_attempt_from_the_id() -> None:
 @pytest.mark.parametrize("text", ["", "12-3-4", "000012-0003", "000012-0003-4/0"])
 def test_end_of_refuses_what_is_no_id(text: str) -> None:
     with pytest.raises(CorruptRecord, match="is no prompt group id; they look like 000012-0003-0"):
-        end_of(text, Outcome.FAILED, policy_version=0, trainer_version=0)
+        build_group_end(text, Outcome.FAILED, policy_version=0, trainer_version=0)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from event_samples import ended, ready, rolled_out, scored
 from event_samples import evaluated as logprobs
-from sound_run import SoundRun
+from valid_run import SoundRun
 
 from relax_events.events.parts import Outcome, WorkerState
 from relax_events.events.types import Event, MetricsReported, WorkerHeartbeat

@@ -19,7 +19,7 @@ PROMPTS = [
 # learn from, and the same wherever it is computed. `slowly`: for tests that need time within a run
 # on a machine of any speed. `badly`: what reward functions of users do now and then. `hang_once`:
 # on the first sample of a run, in whose folder it is called. `hang_on_milk`: on all samples of one
-# prompt. `as_told`: on all samples of the prompts that a file in the run's folder names, and
+# prompt. `as_commanded`: on all samples of the prompts that a file in the run's folder names, and
 # `badly` otherwise.
 REWARDS = """
 import time
@@ -52,7 +52,7 @@ def hang_on_milk(completion, *, answer, metadata, prompt):
         time.sleep(1000)
     return spread(completion, answer=answer, metadata=metadata, prompt=prompt)
 
-def as_told(completion, *, answer, metadata, prompt):
+def as_commanded(completion, *, answer, metadata, prompt):
     try:
         hanging = open("hanging_prompts").read().splitlines()
     except FileNotFoundError:
@@ -181,7 +181,7 @@ def make_model(folder: Path) -> Path:
     return folder / "model"
 
 
-def usual_tree(folder: Path, run_id: str) -> dict[str, dict[str, Any]]:
+def default_config(folder: Path, run_id: str) -> dict[str, dict[str, Any]]:
     """Return a run file with every role in it, and steps of well under a second."""
     return {
         "run": {
@@ -209,7 +209,7 @@ def usual_tree(folder: Path, run_id: str) -> dict[str, dict[str, Any]]:
     }
 
 
-def judged_by(folder: Path, **judge: Any) -> dict[str, dict[str, Any]]:
+def judge_config(folder: Path, **judge: Any) -> dict[str, dict[str, Any]]:
     """Return the sections of a run whose rewards are a judge's, which writes for a while and has an
     opinion of everything."""
     engine = {
@@ -224,7 +224,7 @@ def judged_by(folder: Path, **judge: Any) -> dict[str, dict[str, Any]]:
     }
 
 
-def laid_over(
+def merge_config(
     tree: dict[str, dict[str, Any]], sections: dict[str, dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
     """Return the tree with the keys of these sections laid over its own."""

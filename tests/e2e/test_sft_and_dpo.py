@@ -176,7 +176,7 @@ def assert_every_seat_was_trained(run: FinishedRun, *, size: int) -> None:
     assert report["staleness_max"] <= run.config.run.max_staleness
 
 
-def test_answers_are_learnt_and_a_killed_rollout_worker_loses_none(
+def test_answers_are_learned_and_a_killed_rollout_worker_loses_none(
     answers_run: FinishedRun,
 ) -> None:
     assert_every_seat_was_trained(answers_run, size=1)

@@ -32,7 +32,11 @@ SETTINGS: dict[str, Any] = {
     },
     "model": {"path": "model"},
     "data": {"source": "jsonl:rows"},
-    "broker": {"partitions_per_version": 2, "prompt_queue": "consumer_group", "queue_partitions": 2},
+    "broker": {
+        "partitions_per_version": 2,
+        "prompt_queue": "consumer_group",
+        "queue_partitions": 2,
+    },
 }
 
 
@@ -44,7 +48,9 @@ class SoundRun:
     """
 
     def __init__(self, num_steps: int = 6, *, run_id: str = "sound") -> None:
-        self.plan = TopicPlan.from_config(small_run({**SETTINGS, "run": SETTINGS["run"] | {"id": run_id}}))
+        self.plan = TopicPlan.from_config(
+            small_run({**SETTINGS, "run": SETTINGS["run"] | {"id": run_id}})
+        )
         self.log: dict[tuple[str, int], list[Event]] = {}
         self._publish(0)
         for step in range(num_steps):
@@ -341,7 +347,7 @@ def _guest_trained(run: SoundRun) -> None:
             if getattr(event, "prompt_group_id", "") == "000003-0000-0":
                 changes: dict[str, Any] = {"prompt_group_id": guest}
                 if isinstance(event, SampleEvent) or hasattr(event, "group_index"):
-                    changes |= {"group_index": IssuedGroup.parse(guest).place.group_index}
+                    changes |= {"group_index": IssuedGroup.parse(guest).slot.group_index}
                 if hasattr(event, "sample_id"):
                     changes |= {"sample_id": f"{guest}/{event.sample_id[-1]}"}
                 events[index] = changed(event, **changes)
@@ -375,9 +381,7 @@ TAMPERINGS: dict[str, Tampering] = {
         run, "prompt.groups", prompt_group_id="000003-0000-0"
     ),
     "external prompt group trained": _guest_trained,
-    "train step reports wrong staleness counts": lambda run: _step_at(
-        run, 3, staleness_counts=[4]
-    ),
+    "train step reports wrong staleness counts": lambda run: _step_at(run, 3, staleness_counts=[4]),
     "train step that skipped its update committed other weights": lambda run: (
         _step_at(run, 2, weights_digest=b"1" * 32),
         _step_at(run, 3, update_skipped=True, weights_digest=b"2" * 32),
@@ -385,8 +389,8 @@ TAMPERINGS: dict[str, Tampering] = {
     "train step contradicts itself": lambda run: _step_at(
         run, 3, prompt_group_ids=_step(run, 3).prompt_group_ids[:1]
     ),
-    "prompt group trained without an outcome on control.prompt-group-outcomes": lambda run: _drop_all(
-        run, "control.prompt-group-outcomes", "000003-0000-0"
+    "prompt group trained without an outcome on control.prompt-group-outcomes": lambda run: (
+        _drop_all(run, "control.prompt-group-outcomes", "000003-0000-0")
     ),
     "prompt group with outcome trained that no step trained": lambda run: (
         run.issue(LATE),

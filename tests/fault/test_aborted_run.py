@@ -31,7 +31,7 @@ def test_run_ends_with_the_error_of_a_worker_that_dies_at_every_try(
         trainer={"backend": f"{tmp_path / 'no_room.py'}:NoRoom"},
         workers={"max_restarts": 2},
     )
-    assert run.until_ended(run.start()) == 1
+    assert run.wait_until_ended(run.start()) == 1
     shown = run.output.read_text()
     assert (
         shown.count("trainer-0 died: MemoryError: no room for 7.42 GiB; it is restarted; log: ")
@@ -42,7 +42,7 @@ def test_run_ends_with_the_error_of_a_worker_that_dies_at_every_try(
         "GiB; log: "
     )
     assert f"error: {reason}" in shown
-    run.until_gone(run.worker_processes())
+    run.wait_until_gone(run.worker_processes())
     run.follow_for(1.0)
     assert run.state.ended is not None
     assert run.state.ended.reason.startswith(reason)
@@ -52,7 +52,7 @@ def test_run_ends_with_the_error_of_a_worker_that_dies_at_every_try(
     listed = read_run(run.connection, run.config.run.id)
     assert (listed.status, listed.live_workers) == ("ended", []), "the run can be deleted at once"
     (run.config.run_directory / "report.json").unlink()
-    assert run.until_ended(run.start("report", run.run_file)) == 0
+    assert run.wait_until_ended(run.start("report", run.run_file)) == 0
     assert (
         f"run {run.config.run.id} did not reach its goal at step 0 of 5: {reason}"
         in run.output.read_text()
