@@ -1,7 +1,7 @@
 """The health manager's decisions: pure functions over `HealthState`.
 
     healthy ──symptom──▶ restart the worker ──again, after max_restarts without success, and no
-    healthy worker of its role──▶ restart the pipeline ──again, after max_restores without
+    healthy worker of its role──▶ restart the pipeline ──again, after max_pipeline_restarts without
     success──▶ end the run
                           ▲
                           └── each waits the heartbeat timeout and a back-off after the previous

@@ -140,7 +140,7 @@ public final class Guest {
   private void await(Set<String> ids, int samplesPerPrompt) throws Exception {
     Set<String> open = new LinkedHashSet<>(ids);
     Set<String> sampled = new LinkedHashSet<>();
-    try (KafkaConsumer<byte[], byte[]> consumer = reader("rollout.samples", "reward.scores", "control.group-outcomes")) {
+    try (KafkaConsumer<byte[], byte[]> consumer = reader("rollout.samples", "reward.scores", "control.prompt-group-outcomes")) {
       while (!open.isEmpty() || sampled.size() < ids.size() * samplesPerPrompt) {
         for (ConsumerRecord<byte[], byte[]> record : poll(consumer, "samples of " + open)) {
           String kind = kindOf(record.topic());
