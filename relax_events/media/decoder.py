@@ -12,7 +12,7 @@ from relax_events.errors import EnvironmentProblem, MediaError
 from relax_events.events.parts import Modality
 from relax_events.media.facts import MediaFacts, require_bytes
 from relax_events.media.preprocessing import DecodePlan
-from relax_events.runtime.subprocess_rpc import SubprocessRpc, ChildProcessLost
+from relax_events.runtime.subprocess_rpc import ChildProcessLost, SubprocessRpc
 
 START_SECONDS = 60.0
 """Extra time for the first file, for the process to start."""

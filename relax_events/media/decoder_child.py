@@ -25,7 +25,7 @@ from relax_events.media.facts import MediaFacts
 from relax_events.media.images import decode_image, inspect_image
 from relax_events.media.preprocessing import DecodePlan
 from relax_events.media.videos import decode_video, inspect_video
-from relax_events.runtime.subprocess_rpc import respond, raise_failures, read_requests
+from relax_events.runtime.subprocess_rpc import raise_failures, read_requests, respond
 
 INSPECTORS: dict[Modality, Callable[..., MediaFacts]] = {
     Modality.IMAGE: inspect_image,
@@ -56,7 +56,11 @@ def _answer(answers: BinaryIO, question: dict[str, Any], data: bytes, limits: Me
             said = {"facts": asdict(INSPECTORS[modality](data, limits=limits, location=location))}
         else:
             arrays = decode(
-                data, modality, plan=DecodePlan(**question["plan"]), limits=limits, location=location
+                data,
+                modality,
+                plan=DecodePlan(**question["plan"]),
+                limits=limits,
+                location=location,
             )
             said = {}
     except MediaError as error:
@@ -64,7 +68,9 @@ def _answer(answers: BinaryIO, question: dict[str, Any], data: bytes, limits: Me
     except EnvironmentProblem as error:
         said = {"problem": {"text": str(error)}}
     except MemoryError:
-        need = f"{location} needs more than model.media.decode_bytes = {limits.decode_bytes} to decode"
+        need = (
+            f"{location} needs more than model.media.decode_bytes = {limits.decode_bytes} to decode"
+        )
         said = {"error": {"text": need, "reason": "too_much_memory"}}
     respond(answers, said, [np.ascontiguousarray(array).data for array in arrays])
 

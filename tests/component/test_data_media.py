@@ -87,7 +87,7 @@ def test_marker_is_text_where_no_column_holds_pictures(tmp_path: Path) -> None:
             [],
             (
                 "the prompt has 1 <image> and the row has 0 of modality image; there must "
-                "be one for each"
+                "be one placeholder for each"
             ),
         ),
         ("see", ["a.png"], "the prompt has 0 <image> and the row has 1 of modality image"),

@@ -89,7 +89,7 @@ def test_check_whose_package_is_not_here_keeps_no_other_from_running(
     def no_tokenizer(*_: object, **__: object) -> str:
         raise ModuleNotFoundError("No module named 'tokenizers'", name="tokenizers")
 
-    monkeypatch.setattr(doctor, "require_room", no_tokenizer)
+    monkeypatch.setattr(doctor, "require_context_length", no_tokenizer)
     (room,) = [finding for finding in run_checks(make_data()) if finding.what == "room"]
     assert room == Finding(
         "room",
@@ -297,7 +297,7 @@ def test_disk_has_to_hold_checkpoints_and_versions(
     a gibibyte."""
     (tmp_path / "model").mkdir()
     facts = CheckpointFacts("bfloat16", 596_049_920, 151_936, 1024, 28, 16, 8, 128, 3072, 40_960)
-    monkeypatch.setattr(doctor, "facts_of", lambda _: {"model": facts})
+    monkeypatch.setattr(doctor, "read_checkpoint_facts", lambda _: {"model": facts})
     config = make_run_config(run={"max_staleness": 2}, model={"dtype": "bfloat16"})
     monkeypatch.setattr(
         doctor.shutil, "disk_usage", lambda _: DiskUsage(10**12, 10**12 - 27 * 10**9, 27 * 10**9)

@@ -11,8 +11,8 @@ from relax_events.kafka.embedded import java as java_module
 from relax_events.kafka.embedded.java import (
     Java,
     build_broker_command,
-    locate_class_archive,
     find_java,
+    locate_class_archive,
     parse_major,
 )
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from relax_events.errors import EnvironmentProblem
-from relax_events.kafka.embedded.process import terminate, wait_for_end, find_process, spawn
+from relax_events.kafka.embedded.process import find_process, spawn, terminate, wait_for_end
 
 
 @pytest.fixture

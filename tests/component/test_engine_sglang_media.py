@@ -13,10 +13,10 @@ from transformers import WhisperFeatureExtractor
 from relax_events.config import MediaConfig
 from relax_events.engines.protocol import GenerationRequest
 from relax_events.engines.requests import build_samples
+from relax_events.engines.sample_state import SampleState
 from relax_events.engines.sglang.checkpoint import ModelFolder
 from relax_events.engines.sglang.inflight import InflightRequest
-from relax_events.engines.sglang.media_features import PREFIX, parse_image_data, build_image_data
-from relax_events.engines.sample_state import SampleState
+from relax_events.engines.sglang.media_features import PREFIX, build_image_data, parse_image_data
 from relax_events.errors import PoisonSample
 from relax_events.events.parts import Modality
 from relax_events.media.library import MediaLibrary
@@ -69,7 +69,11 @@ def test_arrays_are_sent_once_for_all_samples_and_come_as_they_were(
         [65, layout.placeholders[Modality.IMAGE]], np.int32
     )  # it has begun, and drew a placeholder
     sent = build_image_data(samples, model, weights="v1")
-    assert ["arrays" in json.loads(text.removeprefix(PREFIX)) for text in sent] == [True, False, False]
+    assert ["arrays" in json.loads(text.removeprefix(PREFIX)) for text in sent] == [
+        True,
+        False,
+        False,
+    ]
     prompts = parse_image_data(sent)
     assert len({id(shown) for shown, _ in prompts}) == 1
     shown = prompts[0][0]
@@ -180,10 +184,14 @@ def test_another_length_of_the_prompt_refuses_its_tokens(
         "output_token_logprobs": [[-1.0, 65, None]],
     }
     request.add_event({"meta_info": meta, "output_ids": [65]})
-    request.add_event({"meta_info": meta | {"finish_reason": {"type": "length"}}, "output_ids": [65]})
+    request.add_event(
+        {"meta_info": meta | {"finish_reason": {"type": "length"}}, "output_ids": [65]}
+    )
     assert request.has_finished
     assert request.tokens == []
-    assert f"the server read {num_sent - 5} tokens, and its prompt has {num_sent}" in request.rejection
+    assert (
+        f"the server read {num_sent - 5} tokens, and its prompt has {num_sent}" in request.rejection
+    )
 
 
 def test_media_for_a_model_that_servers_are_not_sent_media_for_are_refused(

@@ -14,7 +14,13 @@ from pathlib import Path
 import pytest
 
 from relax_events.errors import ConfigError
-from relax_events.runtime.failpoints import SAMPLE_LOOP_POINTS, PER_SAMPLE_ROLES, POINTS, Failpoints, parse_failpoints
+from relax_events.runtime.failpoints import (
+    PER_SAMPLE_ROLES,
+    POINTS,
+    SAMPLE_LOOP_POINTS,
+    Failpoints,
+    parse_failpoints,
+)
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """

@@ -9,7 +9,7 @@ from engine_requests import finish
 from relax_events.config import MediaConfig
 from relax_events.errors import ConfigError
 from relax_events.media.library import MediaLibrary
-from relax_events.models.families import read_family, freeze
+from relax_events.models.families import freeze, read_family
 from relax_events.training.backend.torch_backend import TorchBackend
 from relax_events.training.ranks import SingleRank
 from tests.unit.moving_and_sounding import omni_model

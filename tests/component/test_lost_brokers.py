@@ -16,8 +16,8 @@ from relax_events.kafka import producer as producers
 from relax_events.kafka import share_leases
 from relax_events.kafka.connection import LOST_SECONDS, Connection
 from relax_events.kafka.consumer import SubscribedConsumer
-from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.embedded.ports import choose_port
+from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord
 from relax_events.kafka.share_leases import ShareGroupLeases

@@ -19,7 +19,7 @@ from relax_events.events.types import Event, RunCommanded, RunDescribed
 from relax_events.notifications.builder import MAX_NOTIFICATIONS, NotificationBuilder
 from relax_events.notifications.notifier import open_notifiers
 from relax_events.notifications.services import VARIABLE
-from relax_events.projections.health import Intervention, Symptom, RecoveryLevel
+from relax_events.projections.health import Intervention, RecoveryLevel, Symptom
 from relax_events.telemetry import delivery as feeding
 from relax_events.telemetry.redaction import redacted
 from tests.unit.run_events import run_config, train_step

@@ -15,7 +15,15 @@ from escapes import programs_left
 from relax_events.errors import EnvironmentProblem, RewardError
 from relax_events.rewards.verifiers.code import code, python_block
 from relax_events.rewards.verifiers.code import read_tests as read_tests
-from relax_events.sandbox import Limits, Sandbox, Verdict, Isolation, find_isolation, require_isolation, walls
+from relax_events.sandbox import (
+    Isolation,
+    Limits,
+    Sandbox,
+    Verdict,
+    find_isolation,
+    require_isolation,
+    walls,
+)
 
 pytestmark = pytest.mark.unit
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from relax_events.reports.run_report import format_closing_line
-from relax_events.session.records import RunSessions, Session, session_seconds, parse_sessions
+from relax_events.session.records import RunSessions, Session, parse_sessions, session_seconds
 
 SECOND = 1_000_000
 HOLD = (

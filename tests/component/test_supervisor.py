@@ -209,7 +209,7 @@ def test_reason_is_told_although_the_folder_of_the_run_was_deleted(
         managed.process.wait(30)
     with pytest.raises(
         ConfigError,
-        match=r"controller-0 can't go on: ended with exit code 2; log: .*:\nerror: the reason",
+        match=r"controller-0 can't continue: ended with exit code 2; log: .*:\nerror: the reason",
     ):
         supervisor.poll(Progress())
 

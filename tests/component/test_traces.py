@@ -23,7 +23,7 @@ from relax_events.telemetry.component_metrics import SpanMetrics
 from relax_events.telemetry.traces import NOT_TRACED, Traces, open_traces, require_tracing
 from relax_events.telemetry.traces import export as sending
 from relax_events.telemetry.traces import factory as opening
-from relax_events.telemetry.traces.recorded import is_sampled, derive_root
+from relax_events.telemetry.traces.recorded import derive_root, is_sampled
 
 MakeRunConfig = Callable[..., RunConfig]
 GROUP = "000007-0003-0"

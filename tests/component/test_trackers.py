@@ -16,8 +16,8 @@ from relax_events.errors import ConfigError
 from relax_events.telemetry import delivery as feeding
 from relax_events.telemetry.delivery import DeliveryQueue
 from relax_events.telemetry.trackers import (
-    StepMetrics,
     DeliveryProgress,
+    StepMetrics,
     open_tracker_queue,
     open_tracker_queues,
     require_trackers,

@@ -12,7 +12,13 @@ import pytest
 
 from relax_events.cli.logs import logs
 from relax_events.errors import ConfigError
-from relax_events.history.worker_logs import LogParser, LogTail, log_files, read_lines, filter_by_level
+from relax_events.history.worker_logs import (
+    LogParser,
+    LogTail,
+    filter_by_level,
+    log_files,
+    read_lines,
+)
 
 SECONDS = 60.0
 

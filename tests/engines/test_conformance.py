@@ -62,7 +62,9 @@ def token_counts(engine: Engine) -> list[int]:
     if isinstance(engine, Fragile):
         return token_counts(engine._engine)
     if isinstance(engine, SGLangServer):
-        return [len(request.tokens) for request in list(engine._lifecycle.generation._requests.values())]
+        return [
+            len(request.tokens) for request in list(engine._lifecycle.generation._requests.values())
+        ]
     assert isinstance(engine, TransformersEngine)
     counts: list[int] = engine._table._counts[: engine._table.num_rows].tolist()
     return counts

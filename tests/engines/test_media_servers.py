@@ -24,7 +24,12 @@ from sglang_servers import engines_at, started_server
 
 from relax_events.config import MediaConfig
 from relax_events.data.rendering import PromptRenderer
-from relax_events.engines.protocol import Engine, GeneratedSample, GenerationRequest, EnvironmentContext
+from relax_events.engines.protocol import (
+    Engine,
+    EnvironmentContext,
+    GeneratedSample,
+    GenerationRequest,
+)
 from relax_events.engines.sglang import generation
 from relax_events.engines.sglang import media_features as media_wire
 from relax_events.engines.sglang.checkpoint import ModelFolder
@@ -415,7 +420,9 @@ def test_answers_to_pictures_that_come_in_between_are_those_of_the_trainer(
             replace(
                 request,
                 stop_token_ids=stops,
-                task=EnvironmentContext(messages=question(*(piece.reference for piece in request.media))),
+                task=EnvironmentContext(
+                    messages=question(*(piece.reference for piece in request.media))
+                ),
             )
         )
         samples = list(finish(engine).values())

@@ -214,7 +214,11 @@ def test_chat_is_answered_at_once_and_in_pieces(url: str) -> None:
         ),
         ("/generate", {"input_ids": []}, "must have at least one token"),
         ("/generate", {"input_ids": [1] * 5000}, "must leave room for one more"),
-        ("/generate", {"text": ["a", "b"], "rid": "one"}, "each of 2 prompts needs a rid of its own"),
+        (
+            "/generate",
+            {"text": ["a", "b"], "rid": "one"},
+            "each of 2 prompts needs a rid of its own",
+        ),
         (
             "/generate",
             {"text": ["a", "b"], "rid": ["one", "one"]},
@@ -354,7 +358,8 @@ def test_checksums_of_experts_are_those_of_the_checkpoint(tmp_path: Path) -> Non
         (rank,) = ask(url, "/weights_checker", {"action": "checksum"})["ranks"]
     folder = ModelFolder.read(path)
     assert (
-        rank["checksums"].keys() == folder.match_tensors(Weights(0, folder.tensors(), b"").tensors).keys()
+        rank["checksums"].keys()
+        == folder.match_tensors(Weights(0, folder.tensors(), b"").tensors).keys()
     )
 
 

@@ -202,7 +202,7 @@ class HashingBackend:
         self.policy_version, self._names = self.policy_version + 1, []
         return StepMetrics(**dict.fromkeys(StepMetrics.__dataclass_fields__, 0) | {"own": {}})
 
-    def tell_progress(self, progressed: Callable[[], None]) -> None:
+    def on_progress(self, report_progress: Callable[[], None]) -> None:
         pass
 
     def skip_step(self) -> None:
@@ -445,14 +445,14 @@ class SimulatedRun:
                 row=issued.row,
                 answer=issued.answer,
             )
-            record = self.engine.sample_record(
+            record = self.engine.records.build_for_sample(
                 "rollout.samples",
                 sample,
                 prompt_group_id=issued.prompt_group_id,
                 policy_version=policy_version,
             )
-            self.engine.producer.send(record)
-        self.engine.producer.flush()
+            self.engine.records.producer.send(record)
+        self.engine.records.producer.flush()
 
     def close(self) -> None:
         """End every process."""

@@ -532,7 +532,7 @@ MUTATIONS: dict[str, tuple[Any, str, Any]] = {
         "transactional_id",
         lambda *_: f"trainer-{next(unique)}",
     ),
-    "what ended untrained is not issued again": (PrompterLoop, "_replace", lambda *_: None),
+    "what ended untrained is not issued again": (PrompterLoop, "_reissue", lambda *_: None),
 }
 
 RARELY_FOUND = {"the window is not looked at"}

@@ -110,7 +110,9 @@ def test_equal_probabilities_keep_the_lower_tokens_first() -> None:
 
 def test_logprobs_are_those_before_the_restriction() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
-    tokens, logprobs = sample_tokens(logits, np.array([0.99]), sampling=rows(1, temperature=2.0, top_k=2))
+    tokens, logprobs = sample_tokens(
+        logits, np.array([0.99]), sampling=rows(1, temperature=2.0, top_k=2)
+    )
     weights = np.exp(np.array([1.0, 0.5, 0.0, -0.5]))
     assert tokens.tolist() == [1]
     assert logprobs[0] == pytest.approx(np.log(weights[1] / weights.sum()), abs=1e-6)

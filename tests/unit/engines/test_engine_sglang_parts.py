@@ -25,13 +25,13 @@ from transformers import (
 
 from relax_events.config import SGLangConfig
 from relax_events.engines.requests import build_samples
+from relax_events.engines.sample_state import SampleState
 from relax_events.engines.sglang.checkpoint import ModelFolder, find_non_finite
 from relax_events.engines.sglang.engine import servers
 from relax_events.engines.sglang.inflight import InflightRequest, UnknownVersion
 from relax_events.engines.sglang.patches import model as model_intake
 from relax_events.engines.sglang.patches import plugin
 from relax_events.engines.sglang.weight_checksums import WeightChecksums
-from relax_events.engines.sample_state import SampleState
 from relax_events.errors import ConfigError, WeightsError
 from relax_events.events.parts import VersionSegment
 from tests.unit.moving_and_sounding import expert_model, omni_model, whole_omni_model
@@ -283,7 +283,9 @@ def test_request_that_ended_brings_its_tokens_with_their_versions() -> None:
     request.mark_weight_update()
     request.add_event(
         event(
-            [3, 4, 5], version_spans=[("zero", 0, 3), ("one", 3, 5)], reason={"type": "length", "length": 5}
+            [3, 4, 5],
+            version_spans=[("zero", 0, 3), ("one", 3, 5)],
+            reason={"type": "length", "length": 5},
         )
     )
     request.update_sample(versions={"zero": 0, "one": 1}, swapped={1})
@@ -326,9 +328,12 @@ def test_request_that_broke_off_brings_what_is_certain() -> None:
 def test_tokens_of_weights_that_nobody_loaded_are_refused() -> None:
     sample = admitted()
     request = InflightRequest(sample, "rid", 0)
-    request.add_event(event([1], version_spans=[("default", 0, 1)], reason={"type": "length", "length": 1}))
+    request.add_event(
+        event([1], version_spans=[("default", 0, 1)], reason={"type": "length", "length": 1})
+    )
     with pytest.raises(
-        UnknownVersion, match="its tokens are of weights 'default', which were never loaded"
+        UnknownVersion,
+        match="the server reports tokens of weights 'default', which were never loaded",
     ):
         request.update_sample(versions={"zero": 0}, swapped=())
     assert len(sample.tokens) == 0
@@ -337,7 +342,11 @@ def test_tokens_of_weights_that_nobody_loaded_are_refused() -> None:
 def test_request_that_the_server_refuses_says_why() -> None:
     request = InflightRequest(admitted(), "rid", 0)
     request.add_event(
-        event([], version_spans=[], reason={"type": "abort", "message": "too long", "status_code": 400})
+        event(
+            [],
+            version_spans=[],
+            reason={"type": "abort", "message": "too long", "status_code": 400},
+        )
     )
     assert (request.has_finished, request.rejection) == (True, "too long")
 

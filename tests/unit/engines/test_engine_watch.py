@@ -32,7 +32,9 @@ class Watched:
         )  # of a run that it was in before
         self.metrics = WorkerMetrics("rollout")
         self.reports: list[dict[str, float]] = []
-        heartbeat = Heartbeat(self._send, worker_id="rollout-0", role="rollout", interval_seconds=1.0)
+        heartbeat = Heartbeat(
+            self._send, worker_id="rollout-0", role="rollout", interval_seconds=1.0
+        )
         looks: list[Any] = []
         config = SimpleNamespace(engine=EngineConfig(threads=1, max_running_samples=64))
         worker = SimpleNamespace(
@@ -134,7 +136,11 @@ def test_report_tells_what_happened_since_the_one_before(watched: Watched) -> No
     )
     assert (first["cached_ratio"], first["recomputed_tokens"]) == (0.75, 4.0)
     assert (first["decoding_samples"], first["capacity_samples"]) == (8.0, 64.0)
-    assert (second["tokens_per_second"], second["generating_ratio"], second["recomputed_tokens"]) == (
+    assert (
+        second["tokens_per_second"],
+        second["generating_ratio"],
+        second["recomputed_tokens"],
+    ) == (
         0.0,
         0.0,
         0.0,

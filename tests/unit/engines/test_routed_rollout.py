@@ -147,7 +147,8 @@ def test_experts_are_recorded_only_where_they_are_replayed(make_run_config: Any)
     )
     assert select_routed_experts(generated(routed_experts=experts), asking, num_tokens=5) is experts
     assert (
-        select_routed_experts(generated(routed_experts=experts), make_run_config(), num_tokens=5) is None
+        select_routed_experts(generated(routed_experts=experts), make_run_config(), num_tokens=5)
+        is None
     )
 
 

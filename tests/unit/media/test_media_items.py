@@ -96,7 +96,8 @@ def test_item_is_refused_when_it_is_larger_than_allowed(root: Path) -> None:
 def test_column_gives_one_item_or_a_list_in_any_of_the_forms_of_datasets() -> None:
     def sources(value: object) -> list[str | bytes]:
         return [
-            one.source for one in read_items(value, modality=Modality.IMAGE, location="row 1: images")
+            one.source
+            for one in read_items(value, modality=Modality.IMAGE, location="row 1: images")
         ]
 
     assert sources(None) == []

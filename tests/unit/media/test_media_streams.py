@@ -105,7 +105,10 @@ def test_sound_keeps_its_pitch_and_length_at_the_rate_of_the_model(
     assert (facts.media_type, facts.rate_hertz) == (media_type, hertz)
     assert facts.num_frames / hertz == pytest.approx(1.5, abs=0.11)
     samples = decode_audio(
-        data, plan=DecodePlan((24_000,), "float32", rate_hertz=16_000), limits=LIMITS, location="rows:1"
+        data,
+        plan=DecodePlan((24_000,), "float32", rate_hertz=16_000),
+        limits=LIMITS,
+        location="rows:1",
     )
     middle = samples[4_000:20_000]
     assert np.abs(np.fft.rfft(middle)).argmax() == 1000  # a bin a hertz
@@ -116,7 +119,10 @@ def test_sound_of_the_right_rate_is_left_as_it_is() -> None:
     drawn = np.random.default_rng(0).uniform(-1, 1, 5_000)
     data = written("pcm_s16le", "wav", sound=drawn)
     samples = decode_audio(
-        data, plan=DecodePlan((5_000,), "float32", rate_hertz=16_000), limits=LIMITS, location="rows:1"
+        data,
+        plan=DecodePlan((5_000,), "float32", rate_hertz=16_000),
+        limits=LIMITS,
+        location="rows:1",
     )
     assert np.array_equal(samples, (drawn * 20_000).astype(np.int16).astype(np.float32) / 2**15)
 
@@ -133,7 +139,10 @@ def test_channels_are_mixed_into_one() -> None:
     stereo = stereo + np.stack([body, -body], 1).astype("<i2").tobytes()
     stereo = stereo[:4] + struct.pack("<I", len(stereo) - 8) + stereo[8:]
     samples = decode_audio(
-        stereo, plan=DecodePlan((8_000,), "float32", rate_hertz=16_000), limits=LIMITS, location="rows:1"
+        stereo,
+        plan=DecodePlan((8_000,), "float32", rate_hertz=16_000),
+        limits=LIMITS,
+        location="rows:1",
     )
     assert np.abs(samples).max() < 1e-4
 
@@ -208,7 +217,9 @@ def test_files_are_told_apart_by_their_first_bytes() -> None:
         "wav": sound_file(),
         "mp3": written("libmp3lame", "mp3", sound=tone(440.0, 1.0)),
     }
-    assert {name: detect_format(data) for name, data in kinds.items()} == {name: name for name in kinds}
+    assert {name: detect_format(data) for name, data in kinds.items()} == {
+        name: name for name in kinds
+    }
     assert detect_format(b"\xff\xfb\x90\x00") == "mp3"
     assert detect_format(b"%PDF-1.7") is None
 

@@ -18,7 +18,7 @@ from transformers.video_utils import VideoMetadata
 from relax_events.config import MediaConfig
 from relax_events.errors import ConfigError, MediaError, PoisonSample
 from relax_events.events.parts import MediaRef, Modality
-from relax_events.media.preprocessing import VideoPreprocessor, AudioPreprocessor
+from relax_events.media.preprocessing import AudioPreprocessor, VideoPreprocessor
 from relax_events.media.token_layout import MediaLayout, OmniLayout
 from tests.unit.moving_and_sounding import BOUNDS, SMALL, omni_model
 from tests.unit.pictures import picture_model
@@ -160,9 +160,13 @@ def test_placeholders_of_other_kinds_than_the_media_are_refused() -> None:
     image, audio = (omni.placeholders[modality] for modality in (Modality.IMAGE, Modality.AUDIO))
     with pytest.raises(PoisonSample, match="placeholders are of other modalities than its media"):
         omni.expand_placeholders(np.array([7, image], np.int32), [sound(16_000)])
-    with pytest.raises(PoisonSample, match="of other modalities than its media, or in another order"):
+    with pytest.raises(
+        PoisonSample, match="of other modalities than its media, or in another order"
+    ):
         omni.find_media_tokens(np.array([image] * 13), np.ones(13, bool), [sound(16_000)])
-    assert omni.expand_placeholders(np.array([7, audio, 8], np.int32), [sound(16_000)]).tolist() == [
+    assert omni.expand_placeholders(
+        np.array([7, audio, 8], np.int32), [sound(16_000)]
+    ).tolist() == [
         7,
         *[audio] * 13,
         8,
@@ -176,10 +180,7 @@ def test_placeholders_of_other_kinds_than_the_media_are_refused() -> None:
         (
             {"frame_factor": 1},
             False,
-            (
-                "frame_factor must be a multiple of the model's 2 frames per temporal "
-                "patch, got 1"
-            ),
+            ("frame_factor must be a multiple of the model's 2 frames per temporal patch, got 1"),
         ),
         (
             {"audio_sample_rate": 8_000},
