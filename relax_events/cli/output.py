@@ -34,7 +34,7 @@ def accept_source(refused: UntrustedSettingsError, *, trusts: bool) -> None:
     """Show what a log names, and continue if the flag is given or the user agrees.
 
     Raises:
-        NotTrusted: Nobody agrees.
+        UntrustedSettingsError: The user does not agree.
     """
     from relax_events.history.runs.inherited_code import format_values
     from relax_events.printable import printable

@@ -95,7 +95,7 @@ def test_check_whose_package_is_not_here_keeps_no_other_from_running(
         "room",
         True,
         (
-            "not looked at: tokenizers is not installed here; run relax doctor where the model "
+            "not checked: tokenizers is not installed here; run relax doctor where the model "
             "runs too"
         ),
     )

@@ -57,7 +57,7 @@ def started(supervisor: Supervisor, *deed: str, monkeypatch: pytest.MonkeyPatch)
         }
         return managed
 
-    monkeypatch.setattr(Supervisor, "_elastic", stand_in)
+    monkeypatch.setattr(Supervisor, "_build_elastic", stand_in)
     assert supervisor.reconcile([WANTED]) == []
     managed = supervisor._processes["rollout-1"]
     deadline = time.monotonic() + 60
