@@ -1,4 +1,4 @@
-"""Our bus beside TransferQueue and Redis streams, on the same samples: rates, latencies, processor
+"""Our bus next to TransferQueue and Redis streams, on the same samples: rates, latencies, processor
 time, and what a kill loses.
 
 The sides take turns within each round, so that whatever else the machine does falls on all of them;
@@ -39,7 +39,7 @@ RATE_AIM, P99_AIM_MS, BATCH_AIM = 20.0, 10.0, 1.5
 PACED_PER_SECOND, PACED_SECONDS = (
     50.0,
     6.0,
-)  # so many that its p99 is not the very first one, whose topic nobody has met yet
+)  # so many that its p99 is not the very first one, whose topic no one has met yet
 
 Results = dict[str, list[Result]]
 

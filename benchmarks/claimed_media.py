@@ -60,7 +60,7 @@ def photo(width: int, height: int, *, seed: int = 0) -> Image.Image:
 
 
 def written(picture: Image.Image, kind: str) -> bytes:
-    """Return a picture as a file."""
+    """Return a image as a file."""
     file = BytesIO()
     picture.save(file, kind, quality=90)
     return file.getvalue()

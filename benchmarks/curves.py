@@ -1,7 +1,7 @@
 """Every algorithm learns the quickstart task: a run of each with the same steps and seeds, the
-rewards side by side in one picture.
+rewards side by side in one image.
 
-A run takes a minute or two. What is there already is kept, so the command goes on where it was
+A run takes a minute or two. What is there already is kept, so the command continues where it was
 stopped: `python -m benchmarks.curves`.
 """
 
@@ -175,7 +175,7 @@ def row_of(name: str, runs: Sequence[Learnt]) -> dict[str, str]:
 
 
 def conclusion_of(learnt: Sequence[Learnt]) -> str:
-    """Say which algorithms learnt the task."""
+    """Say which algorithms learned the task."""
     names = dict.fromkeys(one.algorithm for one in learnt)
     slow = sorted({one.algorithm for one in learnt if one.num_steps_to_aim is None})
     text = (
@@ -188,7 +188,7 @@ def conclusion_of(learnt: Sequence[Learnt]) -> str:
 def publish(
     learnt: Sequence[Learnt], *, num_steps: int, num_seeds: int, folder: Path = report.FOLDER
 ) -> None:
-    """Write the picture, then the page."""
+    """Write the image, then the page."""
     panels: dict[str, list[Curve]] = {}
     for one in learnt:
         panels.setdefault(one.algorithm, []).append(one.curve)

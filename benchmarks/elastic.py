@@ -69,7 +69,7 @@ class Watched:
 
     @contextmanager
     def started(self) -> Iterator[None]:
-        """Have the run go on, and end it in peace."""
+        """Have the run continue, and end it in peace."""
         command = [
             sys.executable,
             "-m",

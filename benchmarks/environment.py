@@ -1,4 +1,4 @@
-"""Virtual environments of what we are measured beside: Ray, TRL and their companions stay out of
+"""Virtual environments of what we are measured next to: Ray, TRL and their companions stay out of
 ours."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The trainer's kernels beside TRL's on the same numbers: losses, advantages, and log-probabilities
-over a large vocabulary.
+"""The trainer's kernels next to TRL's on the same numbers: losses, advantages, and
+log-probabilities over a large vocabulary.
 
 All run in TRL's environment, which shares our torch, so that both sides have the same one.
 """

@@ -1,7 +1,7 @@
 """Does a long log cost anything? Passing stale records, and writing, reading and asking for
 positions, from a thousand records to a million.
 
-Records are small, so that what is measured is the log and not the bytes; nobody's decode is in it.
+Records are small, so that what is measured is the log and not the bytes; no one's decode is in it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """An inference engine that takes the time of the paper's and computes nothing: it sleeps on a timer
 and hands out dummy tokens.
 
-It runs beside its worker, as an engine with devices of its own does: what the worker does between
+It runs next to its worker, as an engine with devices of its own does: what the worker does between
 two polls costs it no time. All running samples advance alike, slower the more there are; `done`
 counts the tokens that each has got since the beginning.
 """
@@ -169,7 +169,8 @@ class TimedEngine:
     def load_weights(
         self, weights: Weights, *, on_running: Literal["swap", "restart"] = "restart"
     ) -> None:
-        """Stand still for as long as loading takes; running samples go on under the new version."""
+        """Stand still for as long as loading takes; running samples continue under the new
+        version."""
         self._advance()
         for _, _, sample in self._running:
             sample.note(

@@ -1,5 +1,5 @@
-"""Whole runs beside TRL's GRPOTrainer: the same model, prompts, batch, objective, optimizer and two
-cores; throughput, time to a reward, reward.
+"""Whole runs next to TRL's GRPOTrainer: the same model, prompts, batch, objective, optimizer and
+two cores; throughput, time to a reward, reward.
 
 Sides take turns, each round another seed; ratios are of one round. TRL runs in an environment of
 its own (`benchmarks.trl_run`).

@@ -1,7 +1,7 @@
 """The paper's workloads on the real bus and the real roles, with engine and trainer that take the
 paper's time (scaled) and compute nothing.
 
-Each mode is a `relax run`; beside its step time stands the shortest that the schedule allows
+Each mode is a `relax run`; next to its step time stands the shortest that the schedule allows
 (`benchmarks.critical_path`).
 """
 
@@ -36,7 +36,7 @@ Step and bound are in the paper's seconds; the steps that carry the start are le
 
 
 def measure(stage: Stage, workload: Workload, mode: Mode) -> dict[str, Any]:
-    """Run one mode and set its step beside the bound, both in the paper's seconds, over the same
+    """Run one mode and set its step next to the bound, both in the paper's seconds, over the same
     steps."""
     run, time_scale = TimedRun(stage, workload, mode), workload.time_scale
     data = run.finish(run.start())

@@ -26,8 +26,8 @@ while len(consumer.positions) < 4:
 print("assigned")
 sys.stdin.read()
 """
-"""Program that joins a group, prints a line once it has four partitions, and waits: for `other_process`, with bootstrap servers, client
-id, group and topic."""
+"""Program that joins a group, prints a line once it has four partitions, and waits: for
+`other_process`, with bootstrap servers, client id, group and topic."""
 
 LOG_APART = "import sys, structlog\nstructlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))\n"
 """Before the code of another process: what it logs is none of the lines that it prints."""

@@ -20,7 +20,7 @@ class Gate:
 
     It stands in `TransformersEngine.poll`, so it holds our own servers and routed engines too as
     far as they run in this process. SGLang's servers, which run in processes of their own, look at
-    a file and go on by a few steps a second while it is there (`sglang_gate`).
+    a file and continue by a few steps a second while it is there (`sglang_gate`).
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
@@ -55,7 +55,7 @@ class Gate:
         unseen.rename(self._file)
 
     def open(self) -> None:
-        """Let engines go on."""
+        """Let engines continue."""
         self._num_tokens = None
         self._file.unlink(missing_ok=True)
 

@@ -96,7 +96,7 @@ def make_request(
 
 
 def continued(request: GenerationRequest, partial: list[GeneratedSample]) -> GenerationRequest:
-    """Ask to go on with aborted samples."""
+    """Ask to continue with aborted samples."""
     seeds = {sample.sample_id: sample.seed for sample in request.samples}
     samples = tuple(
         SampleRequest(
@@ -188,7 +188,7 @@ def check_draws(
     logprob_error: float = 1e-4,
     draw_error: float = 1e-4,
 ) -> None:
-    """Hold samples beside whole forwards in float64: their log-probabilities, and that their own
+    """Hold samples next to whole forwards in float64: their log-probabilities, and that their own
     seeds drew their tokens.
 
     That is what an engine promises whatever else runs and wherever a sample began. Two computations

@@ -325,7 +325,7 @@ OTHER_TESTS = {
 
 
 def programs_left() -> list[str]:
-    """Return the command lines of programs of ours, or of nobody's any more, that have not ended
+    """Return the command lines of programs of ours, or of no one's any more, that have not ended
     within a few seconds; others run their own."""
     deadline = time.monotonic() + LEFT_SECONDS
     while (found := _programs()) and time.monotonic() < deadline:

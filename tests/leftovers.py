@@ -59,7 +59,7 @@ class Leftovers:
             self._folder = Path(tempfile.mkdtemp(prefix="relax-tests-"))
             self._folder.chmod(
                 0o755
-            )  # programs that are run as somebody else have folders of their own in it
+            )  # programs that are run as someone else have folders of their own in it
             os.environ["TMPDIR"] = tempfile.tempdir = str(self._folder)
             self._shared_before = _names(SHARED_MEMORY)
 
@@ -147,7 +147,7 @@ def _is_orphan_of_ours(process: psutil.Process) -> bool:
     """Return whether a process without a parent has come up in our folder since we began: a new
     title overwrites the variables of a forked worker.
 
-    One that has its variables and no mark among them was started by somebody else.
+    One that has its variables and no mark among them was started by someone else.
     """
     return (
         process.ppid() == 1
@@ -158,7 +158,7 @@ def _is_orphan_of_ours(process: psutil.Process) -> bool:
 
 def _is_open(path: Path) -> bool:
     """Return whether some process still uses a file of shared memory, or will delete it: then it is
-    somebody else's, since ours have ended."""
+    someone else's, since ours have ended."""
     is_tracked = path.name.startswith(TRACKED)
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):

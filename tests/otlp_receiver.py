@@ -58,7 +58,7 @@ class Collector:
 
 @contextmanager
 def collecting() -> Iterator[Collector]:
-    """Serve a collector on a free port; after it nobody listens there."""
+    """Serve a collector on a free port; after it no one listens there."""
     collector = Collector()
 
     class Handler(BaseHTTPRequestHandler):

@@ -92,7 +92,7 @@ class Fragile:
 
 
 class Site:
-    """Where an engine is opened, and opened anew."""
+    """Where an engine is opened, and opened again."""
 
     def __init__(self, name: str, open_engine: Callable[[], Engine]) -> None:
         self.name, self._open = name, open_engine

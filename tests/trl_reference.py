@@ -1,7 +1,7 @@
 """What TRL's own trainers compute on small inputs: `python -m tests.trl_reference` writes it to
 tests/data/trl.json, with the release that it is of.
 
-Our losses and advantages are held beside that file in the gate. It needs TRL's environment, which
+Our losses and advantages are held next to that file in the gate. It needs TRL's environment, which
 the first call makes from `requirements/trl.txt`. TRL is run as it is, from rollout to loss; the one
 thing put in its way is the model: the log-probabilities that its forward passes would give are
 those of the inputs. All is in float64.

@@ -188,7 +188,7 @@ def _change_sample(run: SoundRun, entity: str, name: str, **fields: Any) -> None
 
 
 def _drop(run: SoundRun, entity: str, **fields: Any) -> None:
-    """Take a record away; where offsets behind it must stay, put somebody else's in its place."""
+    """Take a record away; where offsets behind it must stay, put someone else's in its place."""
     partition, offset = run.find(entity, **fields)
     stranger = {
         "rollout.samples": rolled_out,
@@ -246,7 +246,7 @@ def _train_half(run: SoundRun) -> None:
 
 
 def _train_seat_again(run: SoundRun) -> None:
-    """The step trains a second attempt of a seat beside the first one."""
+    """The step trains a second attempt of a seat next to the first one."""
     group = "000003-0000-1"
     run.issue(group)
     places = run.generate(group, version=2)

@@ -27,7 +27,7 @@ from benchmarks.planes.samples import arrays
 FIELDS = ["tokens", "loss_mask", "rollout_logprobs", "advantages", "row", "ready_at"]
 ROOT = Path(__file__).parents[2]
 STOP_SECONDS = 30.0
-# its controller tells nobody when samples come; asked in between it would be busy with that
+# its controller tells no one when samples come; asked in between it would be busy with that
 RETRY_SECONDS = 0.002
 # its client hangs on a dead storage unit for 200 s, three times; who looks for what is left needn't
 IMPATIENT = {
@@ -39,7 +39,7 @@ ENVIRONMENT = {
     "TQ_LOGGING_LEVEL": "CRITICAL",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
-    "RAY_AUTH_MODE": "token",  # our clients share a token with our cluster, and nobody else's do
+    "RAY_AUTH_MODE": "token",  # our clients share a token with our cluster, and no one else's do
 }
 
 

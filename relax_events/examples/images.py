@@ -1,4 +1,4 @@
-"""Pictures that are drawn on demand: what colour, how many, where."""
+"""Images that are drawn on demand: what colour, how many, where."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _where(generator: np.random.Generator, options: SceneOptions) -> SyntheticIt
 
 
 def _zoom(generator: np.random.Generator, options: SceneOptions) -> SyntheticItem:
-    """Draw a square in a quarter of a picture, and a small picture of the whole, in grey: only a
+    """Draw a square in a quarter of a image, and a small image of the whole, in grey: only a
     closer look tells the colour.
     """
     name, corner = (

@@ -1,4 +1,4 @@
-"""Questions about media that are made on demand: pictures of `synthetic_images`, `synthetic_videos`
+"""Questions about media that are made on demand: images of `synthetic_images`, `synthetic_videos`
 and `synthetic_audio`, each a file as anybody's would be.
 """
 

@@ -124,7 +124,7 @@ def make_tiny(
         path: The folder; made if missing.
         corpus: Texts that the tokenizer is trained on.
         family: `qwen3` or `qwen3_moe`; `qwen3_vl`, `qwen3_vl_moe`, `qwen3_5` or `qwen3_5_moe`,
-            which read pictures and clips; `qwen3_omni_moe_thinker`, which hears as well.
+            which read images and videos; `qwen3_omni_moe_thinker`, which hears as well.
         hidden_size: Width of the model, a multiple of 32.
         num_layers: Decoder layers.
         vocab_size: Byte symbols and merges of the tokenizer; special tokens and phrases come on

@@ -1,4 +1,4 @@
-"""An environment that shows a part of a picture: the policy names a quarter, and sees it closer."""
+"""An environment that shows a part of a image: the policy names a quarter, and sees it closer."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def zoom(
     files: list[bytes],
     question: str = "",
 ) -> Reply | None:
-    """Show the quarter of a picture that the answer names, `top left` to `bottom right`; an answer
+    """Show the quarter of a image that the answer names, `top left` to `bottom right`; an answer
     that names none ends the sample.
 
     Args:
         completion: What the policy wrote.
         messages: What was said before.
         answer: Not looked at.
-        metadata: Where it has `original`, this is the picture: a data URI, or the number of one of
+        metadata: Where it has `original`, this is the image: a data URI, or the number of one of
             the prompt's. Samples without it end.
-        files: The pictures so far.
+        files: The images so far.
         question: Put behind the quarter; a row's own `then` in its metadata stands in for it.
     """
     del messages, answer
@@ -46,7 +46,7 @@ def zoom(
 
 
 def quarter(picture: bytes, *, row: int, column: int) -> bytes:
-    """Cut a quarter out of a picture, as a PNG."""
+    """Cut a quarter out of a image, as a PNG."""
     from PIL import Image
 
     with Image.open(BytesIO(picture)) as whole:

@@ -238,8 +238,8 @@ def test_prompt_whose_text_holds_a_placeholder_by_itself_is_refused(tmp_path: Pa
     with pytest.raises(
         PoisonSample,
         match=(
-            "renders to 2 media placeholders and brings 1 pieces, which need 1; does its text "
-            "hold one by itself"
+            "renders to 2 media placeholders and has 1 files, which need 1; does its text "
+            "contain one"
         ),
     ):
         renderer.prompt_tokens(insert_media(source.row(0).messages, [reference]))

@@ -158,7 +158,7 @@ def test_engine_refuses_pictures_that_the_prompt_has_no_room_for(library: MediaL
     )
     with pytest.raises(
         PoisonSample,
-        match="1 media files have 12 tokens, and the sequence holds 24 placeholders",
+        match="1 media files have 12 tokens, and the sequence has 24 placeholders",
     ):
         engine.submit(fewer)
     assert engine.num_running == 0

@@ -487,7 +487,7 @@ def test_what_goes_wrong_in_an_environment_costs_that_sample_alone(tmp_path: Pat
         assert told in sample.error
         assert (sample.finish_reason is FinishReason.ERROR) == bool(told) == bool(sample.error)
         assert (
-            f"on answer 1 of sample {what}/0" in sample.error
+            f"on turn 1 of sample {what}/0" in sample.error
             or not told
             or what == "writes a placeholder"
         )
@@ -555,6 +555,6 @@ def write(path: Path, data: bytes) -> Path:
 def test_reply_without_a_task_is_refused_by_name(tmp_path: Path) -> None:
     with (
         talk(tmp_path, "echo_twice") as one,
-        pytest.raises(PoisonSample, match="g0 brings no task"),
+        pytest.raises(PoisonSample, match="g0 has no context"),
     ):
         one.engine.submit(replace(one.request(), environment_context=None))

@@ -45,7 +45,7 @@ def test_same_picture_is_stored_once_under_its_content(
     library: MediaLibrary, tmp_path: Path
 ) -> None:
     one, other = (
-        library.add(replace(picture_item(48, 32), place=place)) for place in ("row 1", "row 2")
+        library.add(replace(picture_item(48, 32), location=place)) for place in ("row 1", "row 2")
     )
     assert one == other
     (file,) = object_files(tmp_path)

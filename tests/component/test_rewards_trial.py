@@ -211,7 +211,7 @@ def test_compare_gives_options_to_either_side(
         ({}, "give either --run or --jsonl"),
         ({"run": "a", "jsonl": Path("b")}, "give either --run or --jsonl"),
         ({"jsonl": Path("b"), "limit": -1}, "--limit must be >= 0, got -1"),
-        ({"jsonl": Path("b"), "version": "1"}, "--version is of samples of a run"),
+        ({"jsonl": Path("b"), "version": "1"}, "--version selects samples of a run"),
     ],
 )
 def test_compare_names_what_does_not_go_together(given: dict[str, Any], text: str) -> None:

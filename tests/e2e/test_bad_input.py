@@ -273,7 +273,8 @@ def test_run_whose_rewards_all_fail_ends_with_the_reasons(
     assert "Traceback" not in ended.err
     assert f"run {run_id} ended before its goal: " in ended.err
     assert (
-        "prompt groups failed in a row (run.max_failed_prompt_groups); the last one: reward: reward "
+        "prompt groups failed in a row (run.max_failed_prompt_groups); the last one: reward: "
+        "reward "
         "function"
     ) in ended.err
     report = report_of(tmp_path, run_id)

@@ -1,4 +1,4 @@
-"""A run on two weighted datasets, one of them Parquet, whose versions are evaluated beside the
+"""A run on two weighted datasets, one of them Parquet, whose versions are evaluated next to the
 training."""
 
 from __future__ import annotations

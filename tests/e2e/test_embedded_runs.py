@@ -57,7 +57,7 @@ def started(run_file: Path, *overrides: str) -> Iterator[subprocess.Popen[bytes]
 
 
 def until_workers_use_it(broker: EmbeddedBroker, process: subprocess.Popen[bytes]) -> None:
-    """Wait until workers of a run use the broker beside the run itself."""
+    """Wait until workers of a run use the broker next to the run itself."""
     while broker.pid is None or len(broker.users) < 3:
         with suppress(subprocess.TimeoutExpired):
             pytest.fail(f"the run ended early: exit code {process.wait(LOOK_SECONDS)}")

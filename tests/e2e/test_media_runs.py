@@ -1,4 +1,4 @@
-"""Runs on pictures, sounds and clips, from the row of the data to the gradient."""
+"""Runs on images, sounds and videos, from the row of the data to the gradient."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ bootstrap_servers = "{bootstrap_servers}"
 
 @pytest.fixture
 def media_run(tmp_path: Path, bootstrap_servers: str, run_id: str) -> Path:
-    """Write a run file and rows about pictures, a sound, a clip, all of them, and none; among the
+    """Write a run file and rows about images, a sound, a clip, all of them, and none; among the
     first there are three that can't be used."""
     (tmp_path / "media").mkdir()
     files = {
@@ -129,7 +129,7 @@ def events_of(bootstrap_servers: str, run_id: str, **partitions: int) -> list[Ev
 def ask_about_a_picture_that_is_gone(
     bootstrap_servers: str, run_id: str, *, objects_uri: str
 ) -> str:
-    """Issue a prompt group whose picture is not in the store, and return the picture's address."""
+    """Issue a prompt group whose image is not in the store, and return the image's address."""
     uri = f"{objects_uri}/sha256/00/{64 * '0'}.png"
     picture = ContentPart(
         Modality.IMAGE, media=MediaRef(uri, bytes(32), "image/png", 100, width=32, height=32)

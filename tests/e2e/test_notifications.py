@@ -1,4 +1,4 @@
-"""What a run tells while it goes on: to people, and to TensorBoard."""
+"""What a run tells while it continues: to people, and to TensorBoard."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Runs that go back to another: replays bit for bit and with other settings, a fork, a second
-learner beside a live run."""
+learner next to a live run."""
 
 from __future__ import annotations
 

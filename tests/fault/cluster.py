@@ -42,7 +42,7 @@ FAST_FAILOVER = {
 
 class Cluster:
     """Three combined nodes with static voters. It is used where a run has an embedded broker.
-    Nobody logs in to it."""
+    No one logs in to it."""
 
     password_file: Path | None = None
 

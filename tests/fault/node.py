@@ -33,7 +33,7 @@ class Node:
     """One Kafka node in a folder. Clients connect to `port`; `properties` lays out the rest.
 
     It is used where a run has an embedded broker: it starts, is killed, and keeps its records and
-    ports. Nobody logs in to it.
+    ports. No one logs in to it.
     """
 
     password_file: Path | None = None

@@ -43,7 +43,8 @@ LINK_REQUEST_SECONDS = 5.0
 START_SECONDS = 120.0
 LAST_STEPS = 5
 SLOW_SECONDS = 120.0
-LEAST_SLOW_SECONDS = 30.0  # below that, `workers.heartbeat_timeout_seconds` would be less than workers are paused for
+# below that, `workers.heartbeat_timeout_seconds` would be less than workers are paused for
+LEAST_SLOW_SECONDS = 30.0
 ENDLESS = 1_000_000
 MAX_ROLLOUT = 2
 VIOLATED = 6
@@ -340,7 +341,7 @@ def local_broker(folder: Path) -> Iterator[EmbeddedBroker]:
 
 @contextmanager
 def linked_broker(folder: Path) -> Iterator[tuple[Node, Link]]:
-    """Give a broker that a run reaches over a link, and others without it; nobody but a fault
+    """Give a broker that a run reaches over a link, and others without it; no one but a fault
     starts it again."""
     port, linked_port = choose_ports(2)
     with (

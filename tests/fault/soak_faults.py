@@ -213,7 +213,7 @@ def join_and_leave(run: FaultRun, random: Random) -> str:
 
 
 def slow_step(run: FaultRun, random: Random) -> str:
-    """Let one call of the trainer take longer than any worker may be silent; nobody may be taken
+    """Let one call of the trainer take longer than any worker may be silent; no one may be taken
     for hung, or be started again."""
     call, activity = random.choice(sorted(CALLS.items()))
     seconds = SLOW_FACTOR * run.config.workers.heartbeat_timeout_seconds
@@ -284,7 +284,7 @@ def endless_crash_loop(run: FaultRun, random: Random) -> str:
     process left."""
     alone = (
         run.config.workers.rollout == 1
-    )  # while another one generates, steps are committed, and the run goes on
+    )  # while another one generates, steps are committed, and the run continues
     worker_id = random.choice(["rollout-0", "trainer-0"]) if alone else "trainer-0"
     write_whole(run.folder / deaths_of(worker_id), ALWAYS)
     code = run.wait_until_ended(run.process)
@@ -501,7 +501,7 @@ def stamps(folder: Path) -> dict[Path, tuple[int, int]]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file that nobody sees half of."""
+    """Write a file that no one sees half of."""
     unseen = path.with_name(f"{path.name}.new")
     unseen.write_text(text)
     unseen.replace(path)

@@ -59,7 +59,7 @@ def test_run_continues_when_the_leading_broker_is_cut_off_from_the_others(
     start_run: Callable[..., FaultRun], broker: Cluster
 ) -> None:
     """Every client still reaches it, and it still believes that it leads: what it takes must not
-    count, and nobody may wait for it long."""
+    count, and no one may wait for it long."""
     run = start_run(
         run={"num_steps": 40},
         broker={"bootstrap_servers": broker.bootstrap_servers, "replication_factor": 3},

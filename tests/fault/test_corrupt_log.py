@@ -1,4 +1,4 @@
-"""Bytes of the log are altered on the broker's disk: nobody trains on them, nobody loops over them,
+"""Bytes of the log are altered on the broker's disk: no one trains on them, no one loops over them,
 and the books still balance."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PILE_UP_SECONDS = 2.0
 
 @pytest.fixture
 def broker(directory: Path, run_id: str) -> Iterator[Node]:
-    """Give a broker that nobody but the test starts and stops."""
+    """Give a broker that no one but the test starts and stops."""
     port, controller_port = choose_ports(2)
     with Node(
         directory / f"{run_id}-node", port=port, controller_port=controller_port, properties={}

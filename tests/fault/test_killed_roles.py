@@ -9,7 +9,7 @@ import psutil
 from harness import WORKER_SECONDS, FaultRun, assert_ledger_balances
 
 # Without one of these the run stands still within a few steps, so each can be waited for; metrics
-# and controller are missed by nobody but the end.
+# and controller are missed by no one but the end.
 NEEDED = (
     "prompter-0",
     "rollout-0",

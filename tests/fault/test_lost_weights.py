@@ -1,5 +1,5 @@
-"""The newest version's weights are lost in the store: the run does not go on being started in vain,
-and trains to its end."""
+"""The newest version's weights are lost in the store: the run does not continue being started in
+vain, and trains to its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The broker is stopped for longer than sessions last and goes on: what its clients held is
+"""The broker is stopped for longer than sessions last and continues: what its clients held is
 delivered once."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Workers that fall silent and come back, and a second trainer: nothing is doubled, nobody is
+"""Workers that fall silent and come back, and a second trainer: nothing is doubled, no one is
 missed."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Strangers write garbage into the run's topics: it is dead-lettered with a reason, and hurts
-nobody else."""
+no one else."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_poison_is_dead_lettered_and_the_run_continues(start_run: Callable[..., 
         found = Counter(letter.headers["error-class"] for letter in letters)
         if (
             role == "trainer"
-        ):  # it knows that nobody issued such a prompt group, before it looks at the numbers
+        ):  # it knows that no one issued such a prompt group, before it looks at the numbers
             found[PoisonSample.__name__] += found[ForeignRecord.__name__]
         assert all(found[name] >= count for name, count in expected.items()), (role, found)
         assert all(

@@ -1,4 +1,4 @@
-"""Members of the groups that share a run's work come and go every second: the run goes on, and
+"""Members of the groups that share a run's work come and go every second: the run continues, and
 little is done twice."""
 
 from __future__ import annotations
@@ -47,15 +47,18 @@ def visit(run: FaultRun, role: str) -> int:
 @pytest.mark.long
 @pytest.mark.parametrize("prompt_queue", ["share_group", "consumer_group"])
 def test_run_continues_while_members_come_and_go(
-    start_run: Callable[..., FaultRun], lease: str
+    start_run: Callable[..., FaultRun], prompt_queue: str
 ) -> None:
-    run = start_run(run={"num_steps": 64}, broker={"prompt_queue": lease})
+    run = start_run(run={"num_steps": 64}, broker={"prompt_queue": prompt_queue})
     run.start()
     run.wait_until_steps(3)
     pids = {worker_id: run.pid(worker_id) for worker_id in run.worker_ids}
     before = run.state.num_steps
     num_given = sum(visit(run, role) for _ in range(NUM_VISITS // 2) for role in TOPICS)
-    print(f"{lease}: {num_given} partitions moved, {run.state.num_steps - before} steps meanwhile")
+    print(
+        f"{prompt_queue}: {num_given} partitions moved, {run.state.num_steps - before} steps "
+        "meanwhile"
+    )
     assert num_given >= NUM_VISITS, "partitions moved"
     assert run.state.num_steps < run.config.run.num_steps
     run.recovers_within(LIVING_SECONDS)
@@ -72,7 +75,7 @@ def test_run_continues_while_members_come_and_go(
     ]
     times_scored = Counter(event.sample_id for event in events if isinstance(event, SampleScored))
     num_again = times_scored.total() - len(times_scored)
-    print(f"{lease}: {num_again} of {len(times_scored)} samples scored again")
+    print(f"{prompt_queue}: {num_again} of {len(times_scored)} samples scored again")
     assert num_again <= len(times_scored) / 2, (
         "a partition that moves is read again from its last commit, not from its beginning"
     )

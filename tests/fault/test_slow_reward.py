@@ -1,5 +1,5 @@
 """A reward function hangs on one sample, longer than any timeout: the sample's prompt group fails,
-counted, and the run goes on."""
+counted, and the run continues."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """What is trained is traced from prompt to step, though a rollout worker is killed; and a collector
-that goes away is missed by nobody."""
+that goes away is missed by no one."""
 
 from __future__ import annotations
 

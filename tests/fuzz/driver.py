@@ -137,7 +137,8 @@ class Child:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", HypothesisWarning)
                 seeded(seed)(quiet(checked))()
-        # what a target raised is noted already; what hypothesis says of it beside is of no use here
+        # what a target raised is noted already; what hypothesis says of it next to is of no use
+        # here
         except BaseException:
             if not self._raised and time.monotonic() < self._until:
                 raise

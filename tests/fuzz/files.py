@@ -1,4 +1,4 @@
-"""Files that somebody hands to a run: run files, rows, exports, manifests, markers, media."""
+"""Files that someone hands to a run: run files, rows, exports, manifests, markers, media."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def vocabulary(data: bytes) -> None:
 
 
 def picture(data: bytes) -> None:
-    """Check a picture, and bring it to a size."""
+    """Check a image, and bring it to a size."""
     with suppress(MediaError, MemoryError):
         inspect_image(data, limits=LIMITS, location="picture")
         decode_image(data, size=(16, 16), limits=LIMITS, location="picture")

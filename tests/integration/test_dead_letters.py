@@ -38,7 +38,7 @@ from relax_events.ops.dead_letters import (
 from relax_events.roles.worker_factory import StoreClaimCheck
 from relax_events.runtime.worker import Worker
 from relax_events.training.batch.assembly import BatchAssembler
-from relax_events.training.issue_terms import IssueRules
+from relax_events.training.batch.sample_intake import SampleIntake
 from workers.advantage import AdvantageLoop
 from workers.trainer import TrainLoop
 
@@ -92,18 +92,16 @@ def test_letters_of_the_trainer_are_safe_before_the_offsets_that_pass_their_reco
     with Worker(
         "trainer", written.config, claim_check=claim_check, linger_ms=100_000
     ) as worker:  # nothing goes by itself
-        loop: Any = SimpleNamespace(
-            _worker=worker, _terms=IssueRules.from_config(written.config), _topic=record.topic
-        )
-        loop._assembler = BatchAssembler(
-            max_staleness=written.config.run.max_staleness, decided=set()
-        )
+        assembler = BatchAssembler(max_staleness=written.config.run.max_staleness, decided=set())
+        unused: Any = SimpleNamespace()
+        intake = SampleIntake(worker, unused, assembler, library=unused, topic=record.topic)
+        loop: Any = SimpleNamespace(_worker=worker, _assembler=assembler)
         for found in records_of(written, "advantage.samples"):
             places.append((found.partition, found.offset))
             if not is_read_again:
-                TrainLoop._take(loop, found, 0)
+                intake.add(found, 0)
         if is_read_again:  # a sample whose trouble shows when its step trains it
-            TrainLoop._refuse(loop, places, PoisonSample("no good"))
+            intake.reject(places, PoisonSample("no good"))
         consumed = TrainLoop._consumed(loop)
         (letter,) = records_of(written, "trainer.dead-letters")
     assert (letter.value, letter.headers["origin-partition"]) == (b"no event", "1")
@@ -223,12 +221,12 @@ def test_forged_letter_writes_nothing(
         (
             "rollout.samples",
             0,
-            r"dead letter reward@1 holds other bytes than .*rollout\.samples\[0\]@0, where it names its origin as; drop it",
+            r"dead letter reward@1 holds other bytes than .*rollout\.samples\[0\]@0, its named origin; drop it",
         ),
         (
             "rollout.samples",
             7,
-            r"can't be read, so nothing proves them: record .*rollout\.samples\[0\]@7 does not exist.*; drop them",
+            r"can't be read, so the letters can't be verified: record .*rollout\.samples\[0\]@7 does not exist.*; drop them",
         ),
         (
             "advantage.samples",

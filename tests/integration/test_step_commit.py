@@ -168,7 +168,7 @@ def test_unreadable_step_stops_the_trainer_rather_than_being_passed_over(
     )
     with pytest.raises(
         BrokerError,
-        match=r"policy version 2 was published, but train step 1 can't be read .* nothing is trained until it can",
+        match=r"policy version 2 was published, but train step 1 can't be read .* training is blocked until it can be read",
     ):
         turn_until(lambda: False, lambda: TrainingHistory.read(worker))
 

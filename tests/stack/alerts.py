@@ -203,7 +203,7 @@ def _hold(engine: ContainerEngine, held: HeldFault, sink: WebhookSink) -> AlertR
     """Hold a fault until its alert fires and is sent, end it, and wait until no alert fires.
 
     Raises:
-        StackError: It did not fire, nobody was sink, it did not clear, or another one fired.
+        StackError: It did not fire, no one was sink, it did not clear, or another one fired.
     """
     if early := firing():
         raise StackError(f"{held.name}: {', '.join(sorted(early))} fires before the fault")

@@ -1,4 +1,4 @@
-"""The learning curves: every algorithm has a run file, a run that is there is kept, and picture and
+"""The learning curves: every algorithm has a run file, a run that is there is kept, and image and
 page follow from the reports."""
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def test_image_has_a_panel_for_each_algorithm_on_the_same_axes() -> None:
     cells = root.findall(f"{SVG}svg")
     assert [text.text for text in root.findall(f"{SVG}text")] == ["grpo", "a<b"]
     assert [len(cell.findall(f"{SVG}path")) for cell in cells] == [3, 2]
-    # A report's chart is 480 wide with 58 and 12 beside its axes, and 220 high with 12 and 38.
+    # A report's chart is 480 wide with 58 and 12 next to its axes, and 220 high with 12 and 38.
     assert cells[0].findall(f"{SVG}path")[0].get("d") == "M58.0,182.0L263.0,97.0L468.0,12.0"
     assert cells[1].findall(f"{SVG}path")[0].get("d") == "M58.0,12.0"
 

@@ -56,7 +56,7 @@ def test_critical_path_trains_prompt_groups_as_they_come_when_on_policy() -> Non
 
 
 def test_critical_path_overlaps_steps_when_staleness_is_allowed() -> None:
-    # Step 1 was generated beside step 0. Step 2 is issued at 6.3, but version 2 of 8.2 is loaded
+    # Step 1 was generated next to step 0. Step 2 is issued at 6.3, but version 2 of 8.2 is loaded
     # before it runs: 10.2 to 14.2 and 15.2.
     assert path([TWO_GROUPS] * 3, max_staleness=1) == pytest.approx([0.0, 6.3, 8.2, 16.5])
 
@@ -67,8 +67,8 @@ def test_critical_path_queues_prompt_groups_when_lanes_are_few() -> None:
 
 
 def test_critical_path_slows_samples_down_when_many_run() -> None:
-    # Two share 2 / (2 + 1) tokens per second each until 3, the second goes on alone at 1: 5; then 6
-    # x 0.1 and 0.5.
+    # Two share 2 / (2 + 1) tokens per second each until 3, the second continues alone at 1: 5; then
+    # 6 x 0.1 and 0.5.
     assert path(
         [[[2, 4]]], timing={"peak_tokens_per_second": 2.0, "half_load": 1.0}
     ) == pytest.approx([0.0, 6.1])
@@ -94,7 +94,7 @@ def test_critical_path_passes_prompt_groups_through_the_forward_roles() -> None:
     ("weight_update_mode", "published"),
     [
         # Swap: loading from 2.5 to 4.5 delays the sample of step 1 from 10 to 12; that of step 2
-        # runs beside it.
+        # runs next to it.
         ("swap", [0.0, 2.5, 12.5, 13.0]),
         # Finish: the sample of step 1 ends at 10, loading takes until 12, that of step 2 until 13.
         ("finish", [0.0, 2.5, 10.5, 13.5]),

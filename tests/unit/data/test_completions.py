@@ -114,7 +114,10 @@ def test_prompt_of_a_pair_reaches_to_where_the_answers_part(tmp_path: Path) -> N
         (
             {"m": [BOT]},
             {"conversation_key": "m"},
-            "m begins with an assistant message; the prompt must have at least one message before it",
+            (
+                "m begins with an assistant message; the prompt must have at least one message "
+                "before it"
+            ),
         ),
         ({"m": "hi"}, {"conversation_key": "m"}, "m: a completion must begin and end"),
         (

@@ -219,7 +219,7 @@ def test_jsonl_rejects_a_file_of_which_a_few_bytes_would_fill_the_disk(
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz"])
 def test_jsonl_rejects_what_is_no_regular_file(tmp_path: Path, name: str) -> None:
-    """Reading a pipe that nobody writes to would never end."""
+    """Reading a pipe that no one writes to would never end."""
     os.mkfifo(tmp_path / name)
     with pytest.raises(ConfigError, match=f"{name} can't be read: it is no regular file"):
         open_source(jsonl(tmp_path / name), seed=0)

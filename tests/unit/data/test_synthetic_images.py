@@ -1,4 +1,4 @@
-"""Drawn pictures: the same for a seed, and what their answers say; and runs that can't look at
+"""Drawn images: the same for a seed, and what their answers say; and runs that can't look at
 them."""
 
 import json
@@ -87,7 +87,8 @@ def test_images_have_the_size_that_is_asked_for() -> None:
             "sound",
             {},
             (
-                "synthetic_images has no task 'sound'; set data.source = 'synthetic_images:<task>' to one of "
+                "synthetic_images has no task 'sound'; set data.source = "
+                "'synthetic_images:<task>' to one of "
                 "colour, count, where"
             ),
         ),

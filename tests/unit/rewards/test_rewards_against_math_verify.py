@@ -1,4 +1,4 @@
-"""The reward `math` beside bare math-verify: every boxed answer against every reference, all of
+"""The reward `math` next to bare math-verify: every boxed answer against every reference, all of
 which are found alike."""
 
 from __future__ import annotations

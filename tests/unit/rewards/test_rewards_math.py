@@ -1,4 +1,4 @@
-"""Rewards for mathematics: what equals what, where the answer stands, and what nobody can
+"""Rewards for mathematics: what equals what, where the answer stands, and what no one can
 decide."""
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class Stage:
         self.counted: list[str] = []
         engine = SimpleNamespace(count_seconds=lambda activity, seconds: None)
         metrics = SimpleNamespace(
-            tokens=lambda count: None, scored=self.counted.append, engine=engine
+            count_tokens=lambda count: None, count_scored=self.counted.append, engine=engine
         )
         worker: Any = SimpleNamespace(
             config=config,
@@ -382,7 +382,7 @@ def test_judge_is_looked_at_before_the_run_starts(
         require_judge(config(tmp_path))
     with pytest.raises(
         ConfigError,
-        match=r"reward.options.temperature is of a judge behind a server, and judge.model_path gives the run one",
+        match=r"reward.options.temperature configures a judge server, but judge.model_path gives the run its own judge",
     ):
         require_judge(config(options={"temperature": 0.5}))
     with pytest.raises(
@@ -390,7 +390,7 @@ def test_judge_is_looked_at_before_the_run_starts(
     ):
         require_judge(config(options={"template": "grade"}))
     with pytest.raises(
-        ConfigError, match=r"reward.weights names accuracy, and a judge gives reward alone"
+        ConfigError, match=r"reward.weights names accuracy, and a judge returns only reward"
     ):
         load_judge_rewards(config(weights={"accuracy": 1.0}))
     with pytest.raises(ConfigError, match=r"the judge role has no model; set judge.model_path"):
