@@ -13,9 +13,9 @@ from relax_events.ops.dead_letters import (
     DeadLetter,
     Selection,
     parse_dead_letter,
-    resolution_record,
-    require_origin,
     raw_copy,
+    require_origin,
+    resolution_record,
 )
 from relax_events.topics import TopicPlan
 
