@@ -163,12 +163,12 @@ class AdvantageLoop:
         try:
             IssuedGroup.parse(record.key)
         except CorruptRecord:
-            self._join.skip(record)  # nobody's record: its dead letter is all that can be done
+            self._join.skip(record)  # an unknown producer's record: its dead letter must do
             return None
         return self._join.fail(record, reason)
 
     def _finish(self, group: JoinedGroup) -> None:
-        """Send a prompt group that is complete, or over, on its way to the trainer."""
+        """Send a complete or failed prompt group to the trainer."""
         self._join.close(group)
         failures = [
             score.error or "no reward"
@@ -187,7 +187,7 @@ class AdvantageLoop:
             self._end(
                 group,
                 Outcome.FILTERED,
-                "guest: generated and scored, not trained",
+                "external: generated and scored, not trained",
                 mean_reward=mean_reward,
             )
             return
@@ -312,8 +312,8 @@ class AdvantageLoop:
             self._expiry_is_due = True
 
     def _expire(self) -> None:
-        """Close what left the window. Half a generation is dropped in silence: its lease brings the
-        prompt group back.
+        """End prompt groups that left the window. An incomplete generation is dropped without a
+        record: its lease brings the prompt group back.
         """
         oldest = self._worker.control.policy_version - self._worker.config.run.max_staleness
         for group in self._join.evict_older_than(oldest):
@@ -356,5 +356,5 @@ def _dense(values: Array | None, sample: SampleRolledOut) -> NDArray[np.generic]
     return (
         None
         if values is None
-        else dense(values, what=f"sample {sample.sample_id}: what was evaluated")
+        else dense(values, what=f"sample {sample.sample_id}: log-probabilities of a model")
     )

@@ -1,4 +1,4 @@
-"""The judge role: what a model of the run's own thinks of every sample.
+"""The judge role: a model of the run grades every sample.
 
 Consumes rollout.samples, produces SampleScored on reward.scores: for the samples whose reward
 function is `genrm`, in place of the reward role. A worker writes many judgements side by side, on
@@ -80,7 +80,7 @@ class PendingSample:
 
 
 class JudgeScorer:
-    """Has the engine write judgements, and reads scores from them; see `concurrent_processor.ConcurrentProcessor`."""
+    """Lets the engine write judgements, and parses their scores; see `concurrent_processor.ConcurrentProcessor`."""
 
     def __init__(
         self, worker: Worker, engine: Engine, judged: dict[str | None, JudgeReward]
@@ -115,7 +115,7 @@ class JudgeScorer:
         return self._engine.num_tokens
 
     def submit(self, key: Key, sample: SampleRolledOut) -> None:
-        """Ask about a sample."""
+        """Submit the judge request of a sample."""
         reward = self._judged.get(read_source(sample, self._worker.config.reward))
         if reward is None:
             self._done.append((key, ()))
@@ -132,7 +132,7 @@ class JudgeScorer:
             self._asked[name] = asked
 
     def poll(self, *, timeout_seconds: float) -> list[Done]:
-        """Give what is judged, waiting for the first."""
+        """Return the judged samples, waiting for the first."""
         if self._asked:
             with self._monitor.activity("generating"):
                 generated = self._engine.poll(
@@ -146,7 +146,7 @@ class JudgeScorer:
         return done
 
     def cancel(self, keys: Collection[Key]) -> None:
-        """Give up judgements that nobody waits for."""
+        """Cancel judgements that are no longer wanted."""
         dropped, wanted = (
             [name for name, asked in self._asked.items() if asked.key in keys],
             set(keys),
@@ -199,8 +199,8 @@ class JudgeScorer:
     def _unreadable(
         self, asked: PendingSample, written: GeneratedSample, text: str, error: RewardError
     ) -> ProducerRecord:
-        """Answer for a judgement without a score: with a failure, or a 0 where the run wants
-        that.
+        """Build the score of an unparsable judgement: a failure, or 0 with `judge.on_parse_error =
+        "zero"`.
         """
         cut = (
             f"; it was cut off after {written.num_sampled_tokens} tokens, see "

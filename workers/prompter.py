@@ -233,7 +233,9 @@ class PrompterLoop:
         self._summed_step = self._next_step
         plan, earned = self._worker.plan, list(self._sampler.history.entries())
         if len(earned) > MAX_SUMMARY_REWARDS:
-            log.warning("prompter_state.save_failed", num_earned=len(earned), limit=MAX_SUMMARY_REWARDS)
+            log.warning(
+                "prompter_state.save_failed", num_earned=len(earned), limit=MAX_SUMMARY_REWARDS
+            )
             return
         queue = [(plan.topic(QUEUE), partition) for partition in range(plan.queue_partitions)]
         positions = self._admin.end_offsets(queue) | {(plan.topic(ENDS), 0): self._ends_position}
@@ -314,7 +316,9 @@ class PrompterLoop:
             published_version, max_staleness=run.max_staleness, num_steps=run.num_steps
         )
         new_steps = range(self._next_step, steps.stop)
-        places = find_unissued_slots(self._issued_slots, steps=new_steps, prompts_per_step=run.prompts_per_step)
+        places = find_unissued_slots(
+            self._issued_slots, steps=new_steps, prompts_per_step=run.prompts_per_step
+        )
         choices = self._sampler.next_rows(len(places), train_step=max(steps.stop - 1, 0))
         self._issue(
             [
@@ -323,7 +327,9 @@ class PrompterLoop:
             ]
         )
         self._next_step = max(self._next_step, steps.stop)
-        self._issued_slots = {place for place in self._issued_slots if place.train_step >= self._next_step}
+        self._issued_slots = {
+            place for place in self._issued_slots if place.train_step >= self._next_step
+        }
 
     def _reissue(self, ended: IssuedGroup, outcome: Outcome) -> None:
         successor = build_reissue(ended, outcome=outcome, next_row=-1)

@@ -112,7 +112,7 @@ class RolloutLoop:
         self._asleep = False
 
     def run(self) -> None:
-        """Work until the drain starts, finish what runs, release what waits."""
+        """Work until the drain starts, finish running prompt groups, release waiting ones."""
         worker = self._worker
         worker.drain.on_start(lambda: self._put(None))
         worker.control.follow(
@@ -135,8 +135,8 @@ class RolloutLoop:
             leases.close()
 
     def _hand_over_unfinished(self) -> None:
-        """Keep what has been generated of the prompt groups that run, and release them: whoever
-        takes one next goes on with its tokens.
+        """Store the unfinished samples of running prompt groups, and release the prompt groups: the
+        next worker resumes from their tokens.
         """
         if not self._running:
             return
@@ -182,23 +182,21 @@ class RolloutLoop:
         )
 
     def _is_blocked_on_weights(self) -> bool:
-        """Tell whether a prompt group waits though the version that it needs is out: the engine has
-        not loaded it, for whatever reason.
-        """
+        """Tell whether a prompt group waits for a published version that the engine has not loaded."""
         published = self._worker.control.policy_version
         return not self._worker.control.is_paused and any(
             group.issued.required_policy_version <= published for group in self._waiting
         )
 
     def _put(self, lease: Lease | None) -> None:
-        """Put a lease, or a reason to look around, into the inbox from any thread; an engine at
-        work hands over to us at its next token.
+        """Put a lease, or None to wake the loop, into the inbox from any thread; a running engine
+        returns at its next token.
         """
         self._inbox.put(lease)
         self._engine.interrupt()
 
     def _poll_leases(self, *, block: bool) -> None:
-        """Take what lies in the inbox; with `block`, wait for the first item, or until a
+        """Take the leases from the inbox; with `block`, wait for the first item, or until a
         heartbeat is due.
         """
         try:
@@ -238,8 +236,8 @@ class RolloutLoop:
         return self._running.get(prompt_group_id) or next(waiting, None)
 
     def _submit_waiting_groups(self) -> None:
-        """Start waiting prompt groups, oldest first, while there is room, the engine's version is
-        new enough and their media are here.
+        """Submit waiting prompt groups, oldest first, while the engine has capacity, its version is
+        new enough and their media are fetched.
         """
         if self._worker.control.is_paused or self._must_drain():
             return
@@ -323,7 +321,7 @@ class RolloutLoop:
             self._write(finished, started)
 
     def _write(self, groups: list[InflightGroup], started: float) -> None:
-        """Make samples safe first, settle their leases after."""
+        """Write samples and flush them, then acknowledge their leases."""
         for group in groups:
             prompt_group_id, errors = group.issued.prompt_group_id, group.errors
             failure = (

@@ -59,7 +59,7 @@ class TeacherScorer(LogprobScorer):
         )
         self._teacher, self._algorithm = scorer, worker.config.algorithm
 
-    def scores_of(self, samples: Sequence[SampleRolledOut]) -> list[SampleScores]:
+    def compute_scores(self, samples: Sequence[SampleRolledOut]) -> list[SampleScores]:
         """Return the drawn tokens' log-probabilities, and those of a set of tokens where the loss
         takes one.
         """

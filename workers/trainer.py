@@ -176,8 +176,8 @@ class TrainLoop:
                 self._publisher.close()
 
     def _recover(self) -> int:
-        """Bring weights, optimizer and positions to where the log says that training stands; return
-        how many steps the run has committed.
+        """Restore weights, optimizer and positions to the state of the log; return how many steps
+        the run has committed.
         """
         history = TrainingHistory.read(self._worker)
         restored = self._checkpoints.load_newest(history.checkpoints())
@@ -251,9 +251,7 @@ class TrainLoop:
         return history.num_steps
 
     def _open_batches(self, history: TrainingHistory) -> None:
-        """Go on where the log says: at our own positions, or behind the last step of the source
-        that we trained.
-        """
+        """Resume at our own positions, or behind the last parent step that we trained."""
         if self._source is not None and self._batches is not None:
             first, last = self._backend.policy_version, self._config.last_version
             self._recorded = RecordedTraining(
@@ -326,8 +324,8 @@ class TrainLoop:
         self._commits.commit_step(wait=False)
 
     def _progress_in_step(self) -> None:
-        """Beat, and commit the step before once its weights are written, while a step that had to
-        be whole is trained.
+        """Send a heartbeat, and commit the step before once its weights are written, during a long
+        optimizer step.
         """
         self._worker.lifecycle.record_progress()
         self._commits.commit_step(wait=False)

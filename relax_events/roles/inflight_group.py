@@ -1,6 +1,4 @@
-"""What a rollout worker has at hand of a prompt group, from its lease to the last of its
-samples.
-"""
+"""The state of a prompt group in a rollout worker, from its lease to its last sample."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from relax_events.telemetry.traces import NOT_TRACED, TracedWork, Value
 
 @dataclass(slots=True)
 class InflightGroup:
-    """A leased prompt group and what has been generated of it.
+    """A leased prompt group and its samples so far.
 
     It has several leases when its prompt was delivered again while it was at work: the broker was
     away and forgot who holds what, the lease lapsed, or a prompter that died in the middle had
@@ -36,7 +34,7 @@ class InflightGroup:
     """Done when what the prompt shows is on this machine, or can't be had; None where it shows
     nothing."""
     partials: dict[int, GeneratedSample] = field(default_factory=dict)
-    """By sample index, what another worker had generated of samples that go on."""
+    """By sample index, unfinished samples of another worker that are resumed."""
     is_resumed: bool = False
     """Whether another worker had begun with it."""
     samples: list[GeneratedSample] = field(default_factory=list)
@@ -61,9 +59,7 @@ class InflightGroup:
         )
 
     def resume(self, found: Mapping[int, GeneratedSample]) -> None:
-        """Go on with what another worker has generated, on weights as new as the newest of its
-        tokens'.
-        """
+        """Resume samples of another worker, on weights as new as the newest of their tokens."""
         self.samples = [
             sample for sample in found.values() if sample.finish_reason is not FinishReason.ABORT
         ]
@@ -83,20 +79,20 @@ class InflightGroup:
 
     @property
     def policy_versions(self) -> list[int]:
-        """Versions that drew its tokens."""
+        """Versions that its tokens were sampled from."""
         return sorted(
             {segment.policy_version for sample in self.samples for segment in sample.segments}
         )
 
     @property
     def errors(self) -> list[str]:
-        """Why samples failed, where some did."""
+        """Errors of failed samples."""
         return [
             sample.error for sample in self.samples if sample.finish_reason is FinishReason.ERROR
         ]
 
     def end_trace(self) -> None:
-        """Tell its trace what came of the generation."""
+        """End the trace with the results of the generation."""
         num_tokens = sum(len(sample.tokens) for sample in self.samples)
         error = f"engine: {self.errors[0]}" if self.errors else ""
         facts: dict[str, Value] = {

@@ -1,5 +1,5 @@
-"""Brings media to this machine before an engine is asked about them: a long clip takes seconds to
-decode, in which others go on.
+"""Prefetches media before an engine needs them: decoding a long video takes seconds, in which other
+prompt groups run.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from relax_events.media.library import MediaLibrary
 
 
 class MediaPrefetcher:
-    """Fetches, checks and decodes in a thread of its own, in the order of asking, into the
+    """Fetches, checks and decodes media in a thread, in the order of the calls, into the
     machine's cache.
     """
 
@@ -21,14 +21,13 @@ class MediaPrefetcher:
 
         Args:
             library: This thread's alone.
-            on_arrival: Is called from that thread when what was asked for is there, or can't be
-                had.
+            on_arrival: Called from that thread when media are fetched or failed.
         """
         self._library, self._on_arrival = library, on_arrival
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="media")
 
     def prefetch(self, references: Sequence[MediaRef]) -> Future[None] | None:
-        """Begin to bring media; None where there are none. The result raises as
+        """Start to fetch media; None where there are none. The result raises as
         `MediaLibrary.processed`.
         """
         if not references:
@@ -38,5 +37,5 @@ class MediaPrefetcher:
         return coming
 
     def close(self) -> None:
-        """Leave what has not begun."""
+        """Drop fetches that have not begun."""
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -1,5 +1,5 @@
-"""Prompt groups that were delivered too often: each is held until it is known whether another
-rollout worker still has it.
+"""Holds prompt groups that were delivered too often, until heartbeats show whether another rollout
+worker still has them.
 
 The broker counts deliveries and tells nobody why there were so many. The workers that took the
 prompt group may have died, and then the next one may die of it as well. Or the broker was away, or
@@ -8,7 +8,7 @@ worker names in its own what it has at work, and what it has ended lately.
 
     lease at the delivery limit --> hold --> a heartbeat says "ended"   --> done
                                      |  ^--- a heartbeat says "at work" --- hold on
-                                     '-----> silence of SILENT_BEATS    --> unclaimed: the caller ends the prompt group as failed
+                                     '-----> silence of SILENT_HEARTBEATS    --> find_unclaimed: the caller ends the prompt group as failed
 
 A worker that is silent for so long and goes on all the same writes its samples behind the failure;
 the trainer drops them as duplicates.

@@ -1,6 +1,4 @@
-"""What the rollout role says of a sample: its prompt, its completion, and whose tokens are
-whose.
-"""
+"""Builds the event of a generated sample."""
 
 from __future__ import annotations
 
@@ -24,13 +22,13 @@ def build_sample_event(
     worker: Worker,
     renderer: PromptRenderer,
 ) -> SampleRolledOut:
-    """Make the event of a sample that ended.
+    """Build the event of a finished sample.
 
     Args:
         group: Its prompt group.
-        sample: As the engine gave it.
+        sample: Of the engine.
         owner: The policy version that the whole prompt group counts as.
-        worker: Who generated it.
+        worker: That generated it.
         renderer: Of the policy.
     Raises:
         ConfigError: The algorithm needs more than the engine gives.

@@ -1,4 +1,4 @@
-"""Takes an engine from policy version to policy version, each at its turn."""
+"""Loads new policy versions into an engine."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ RELOAD_SECONDS = 2.0
 
 
 class WeightUpdater:
-    """Loads the newest version when it is the engine's turn to; an artifact that fails its check is
-    tried again.
+    """Loads the newest version as `run.weight_update_mode` says; an artifact that fails its check is
+    retried.
     """
 
     def __init__(
@@ -35,10 +35,11 @@ class WeightUpdater:
         self._mode = worker.config.run.weight_update_mode
         self._reload_after = 0.0
         self.refused_version = -1
-        """The last one that the engine did not take."""
+        """The last version that failed to load."""
 
     def update_if_newer(self) -> bool:
-        """Tell whether the engine has gone over to another version, and is awake."""
+        """Load the newest version if it may be loaded now; return whether the engine changed its
+        version, and is awake."""
         newest = self._worker.control.latest
         if (
             newest is None

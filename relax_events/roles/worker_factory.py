@@ -36,14 +36,21 @@ class StoreClaimCheck:
         allowed_roots: Sequence[str] = (),
         leave: Collection[str] = (),
     ) -> None:
-        self._store, self._claim_check_threshold, self._leave = store, claim_check_threshold_bytes, leave
+        self._store, self._claim_check_threshold, self._leave = (
+            store,
+            claim_check_threshold_bytes,
+            leave,
+        )
         self._roots = AllowedRoots.for_store(store.uri(""), allowed_roots)
 
     def check_in(self, event: Event, *, policy_version: int | None) -> Event:
         """Store arrays above the limit with the objects of the version."""
         folder = "" if policy_version is None else build_version_folder(policy_version)
         return check_in(
-            event, self._store, claim_check_threshold_bytes=self._claim_check_threshold, folder=folder
+            event,
+            self._store,
+            claim_check_threshold_bytes=self._claim_check_threshold,
+            folder=folder,
         )
 
     def check_out(self, event: Event) -> Event:

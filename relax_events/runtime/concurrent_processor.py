@@ -106,16 +106,16 @@ class ConcurrentLoop:
         self._worker.lifecycle.tick(working=is_busy)
 
     def _take(self, record: Record) -> None:
-        place = (record.topic, record.partition)
-        self._next_offsets[place] = record.offset + 1
+        partition_key = (record.topic, record.partition)
+        self._next_offsets[partition_key] = record.offset + 1
         if self._worker.control.is_expired(record.policy_version):
             self._worker.metrics.count_expired(1)
         elif (sample := self._input.decode(record)) is not None:
             work = self._worker.records.traces.begin(
                 self._operation, sample.prompt_group_id, topic="rollout.samples"
             )
-            self._held.setdefault(place, {})[record.offset] = (sample.policy_version, work)
-            self._processor.submit((*place, record.offset), sample)
+            self._held.setdefault(partition_key, {})[record.offset] = (sample.policy_version, work)
+            self._processor.submit((*partition_key, record.offset), sample)
 
     def _finish(self, done: Sequence[Done], started: float) -> None:
         """Send outputs, and commit as far as all is processed."""
@@ -136,17 +136,18 @@ class ConcurrentLoop:
         given, since other commits may be lost.
         """
         offsets = {
-            place: next(iter(self._held.get(place, ())), next_offset)
-            for place, next_offset in self._next_offsets.items()
+            partition_key: next(iter(self._held.get(partition_key, ())), next_offset)
+            for partition_key, next_offset in self._next_offsets.items()
         }
         moved = {
-            place: offset
-            for place, offset in offsets.items()
-            if wait is not None or self._committed.get(place) != offset
+            partition_key: offset
+            for partition_key, offset in offsets.items()
+            if wait is not None or self._committed.get(partition_key) != offset
         }
         if moved:
             self._input.flush_and_commit(
-                [TopicOffset(*place, offset) for place, offset in moved.items()], wait=wait
+                [TopicOffset(*partition_key, offset) for partition_key, offset in moved.items()],
+                wait=wait,
             )
             self._committed |= moved
 
@@ -154,27 +155,27 @@ class ConcurrentLoop:
         """Skip stale records, and cancel stale samples in flight."""
         if not self._input.skip_stale():
             return
-        stale = self._keys(lambda place, version: self._worker.control.is_expired(version))
+        stale = self._keys(lambda partition_key, version: self._worker.control.is_expired(version))
         self._worker.metrics.count_expired(len(stale))
         self._cancel(stale, error="left the window")
 
     def _release(self, offsets: list[TopicOffset], deadline: Deadline) -> None:
         self._commit(wait=deadline)
-        places = {(offset.topic, offset.partition) for offset in offsets}
+        partitions = {(offset.topic, offset.partition) for offset in offsets}
         self._cancel(
-            self._keys(lambda place, version: place in places),
+            self._keys(lambda partition_key, version: partition_key in partitions),
             error="the partition went to another worker",
         )
-        for place in places:
+        for partition_key in partitions:
             for kept in (self._held, self._next_offsets, self._committed):
-                kept.pop(place, None)
+                kept.pop(partition_key, None)
 
     def _keys(self, is_wanted: Callable[[TopicPartition, int], bool]) -> list[Key]:
         return [
-            (*place, offset)
-            for place, held in self._held.items()
+            (*partition_key, offset)
+            for partition_key, held in self._held.items()
             for offset, (version, _) in held.items()
-            if is_wanted(place, version)
+            if is_wanted(partition_key, version)
         ]
 
     def _cancel(self, keys: Sequence[Key], *, error: str) -> None:

@@ -6,10 +6,7 @@ before it.
     control.train-steps       ......└── steps from here on       PolicyVersionPublished.control_offsets
     control.prompt-group-outcomes    ......└── ends from here on        PolicyVersionPublished.num_steps_before, outcome_counts_before
 
-So what a reader of the log takes to start does not grow with the run.
-
-Follows the control topics: which version is out, what the controller asks for, which schemas
-    writers use.
+So the cost of starting to read does not grow with the run.
 """
 
 from __future__ import annotations
@@ -164,7 +161,7 @@ class ControlFollower:
         self._reader = LogReader(self._own)
         commands = [
             event
-            for record in self._reader.read_to_end(self._places(READ_WHOLE))
+            for record in self._reader.read_to_end(self._partitions(READ_WHOLE))
             if (event := self._take(record)) is not None
         ]
         published = self._read_versions(max(num_versions, plan.num_slots + 1))
@@ -173,7 +170,7 @@ class ControlFollower:
         self.history: list[Event] = [*published, *drop_superseded(commands)]
         self._thread = threading.Thread(target=self._follow, name="control", daemon=True)
 
-    def _places(self, entities: Iterable[str]) -> list[tuple[str, int]]:
+    def _partitions(self, entities: Iterable[str]) -> list[tuple[str, int]]:
         return [(self._plan.topic(entity), 0) for entity in entities]
 
     def _read_versions(self, num_versions: int) -> list[PolicyVersionPublished]:
@@ -188,13 +185,11 @@ class ControlFollower:
     def start(
         self, *listeners: Listener, start_offsets: Mapping[str, int] = NO_START_OFFSETS
     ) -> None:
-        """Tell the listeners what was read so far and what there is of the other topics, then go on
-        live.
+        """Send the listeners what was read so far and the rest of the other topics, then follow live.
 
         Args:
             listeners: Called with each event.
-            start_offsets: Offsets to begin at, by entity, for topics of which the caller knows what lies
-                before.
+            start_offsets: Offsets to begin at, by entity, for topics whose earlier records the caller knows.
         """
         self._listeners = list(listeners)
         history, self.history = self.history, []
@@ -206,10 +201,13 @@ class ControlFollower:
         }
         for record in self._reader.stream(spans):
             self._receive(record)
-        starts = {place: start for place, (start, _) in spans.items()} | dict.fromkeys(
-            self._places(ALWAYS_FOLLOWED), 0
-        )
-        self._starts = {place: self._positions.get(place, start) for place, start in starts.items()}
+        starts = {
+            topic_partition: start for topic_partition, (start, _) in spans.items()
+        } | dict.fromkeys(self._partitions(ALWAYS_FOLLOWED), 0)
+        self._starts = {
+            topic_partition: self._positions.get(topic_partition, start)
+            for topic_partition, start in starts.items()
+        }
         self._reader.assign(self._starts)
         self._thread.start()
 
@@ -261,14 +259,14 @@ class ControlFollower:
         """Read on to the end of the publications, by a client of its own: the thread has the other
         one.
         """
-        place = (self._plan.topic(PUBLICATIONS), 0)
+        topic_partition = (self._plan.topic(PUBLICATIONS), 0)
         start = max(
             self._checked_to, self.position(PUBLICATIONS) - 1
-        )  # the thread may not have taken in the last one that it has read
+        )  # the thread may not have processed the last one that it has read
         if self._checking is None:
             self._checking = LogReader(self._connection, fetch_wait_ms=1)
-        end = self._checking.watermarks(*place)[1]
-        for record in self._checking.stream({place: (start, end)}, with_damaged=True):
+        end = self._checking.watermarks(*topic_partition)[1]
+        for record in self._checking.stream({topic_partition: (start, end)}, with_damaged=True):
             with suppress(CorruptRecord, SchemaError):
                 event = self._codec.decode(record.value)
                 if isinstance(event, PolicyVersionPublished):
@@ -281,7 +279,7 @@ class ControlFollower:
             checking.close()
 
     def learn_schemas(self) -> None:
-        """Read control.schemas to its end now: someone used a schema that is new to us."""
+        """Read control.schemas to its end now: a writer uses an unknown schema."""
         reader = LogReader(self._connection)
         try:
             for record in reader.read_to_end([(self._schemas_topic, 0)]):
@@ -290,14 +288,14 @@ class ControlFollower:
             reader.close()
 
     def stop(self) -> None:
-        """Stop following; the listeners hear no more from the thread."""
+        """Stop following; the thread calls the listeners no more."""
         self._closing.set()
         if self._thread.ident is not None:
             self._thread.join(STOP_SECONDS)
 
     def read_remaining(self) -> None:
-        """Tell the listeners, in this thread, what the followed topics hold up to now and was not
-        read before `stop`.
+        """Send the listeners, in this thread, the records of the followed topics that were not read
+        before `stop`.
 
         Topics have no order among each other: a command may be read before the train steps that
             were committed before it.
@@ -309,8 +307,11 @@ class ControlFollower:
         if self._thread.is_alive():
             return  # a listener does not come back: its thread has the reader
         spans = {
-            place: (self._positions.get(place, start), self._reader.watermarks(*place)[1])
-            for place, start in self._starts.items()
+            topic_partition: (
+                self._positions.get(topic_partition, start),
+                self._reader.watermarks(*topic_partition)[1],
+            )
+            for topic_partition, start in self._starts.items()
         }
         for record in self._reader.stream(spans):
             self._receive(record)
@@ -322,8 +323,8 @@ class ControlFollower:
         self._drop_checking()
 
     def check(self) -> None:
-        """Raise what ended the following; the work loop asks, since it would never hear of a
-        version or a command again.
+        """Raise the error that ended the thread; the work loop calls this, since it would never
+        receive a version or a command again.
 
         Raises:
             AccessDenied: We may not read the control topics.
@@ -348,7 +349,7 @@ class ControlFollower:
             )
 
     def poll_once(self, *, timeout_seconds: float) -> None:
-        """Wait for records, and tell the listeners what is in them."""
+        """Wait for records, and send their events to the listeners."""
         try:
             records = self._reader.fetch(timeout_seconds=timeout_seconds)
         except BrokerError as error:
@@ -368,8 +369,8 @@ class ControlFollower:
     def _renew_reader(self) -> None:
         """Read on with a new client where ours finds no broker and a new one does.
 
-        A client that was told of no brokers at all, as by a controller that takes the only one for
-        gone, may never find them again (librdkafka issue 5301).
+        A client that received an empty broker list, as from a controller that takes the only broker for
+        dead, may never find them again (librdkafka issue 5301).
         """
         if self._reader.cluster_id(self._schemas_topic):
             return
@@ -380,7 +381,10 @@ class ControlFollower:
         log.warning("control.client_recreated")
         self._reader, cut_off = reader, self._reader
         self._reader.assign(
-            {place: self._positions.get(place, start) for place, start in self._starts.items()}
+            {
+                topic_partition: self._positions.get(topic_partition, start)
+                for topic_partition, start in self._starts.items()
+            }
         )
         cut_off.close()
 
@@ -405,15 +409,17 @@ class ControlFollower:
         return event
 
     def _decode(self, record: Record) -> Event | None:
-        place = (record.topic, record.partition)
-        self._positions[place] = max(record.offset + 1, self._positions.get(place, 0))
+        topic_partition = (record.topic, record.partition)
+        self._positions[topic_partition] = max(
+            record.offset + 1, self._positions.get(topic_partition, 0)
+        )
         try:
             event = self._codec.decode(record.value)
         except (
             CorruptRecord,
             SchemaError,
             BrokerError,
-        ) as error:  # of the broker's: a stranger's schema, and a registry that is away
+        ) as error:  # of the broker: an unknown schema, or a registry that is away
             log.error("control_record.rejected", place=record.location, error=str(error))
             return None
         if belongs_on(entity := self._plan.parse_entity(record.topic), event):
@@ -421,7 +427,7 @@ class ControlFollower:
         log.error(
             "control_record.rejected",
             place=record.location,
-            error=f"{entity} holds no {type(event).__name__}: its writer may not say it",
+            error=f"{entity} holds no {type(event).__name__}: its writer may not write it",
         )
         return None
 
@@ -462,10 +468,9 @@ class ControlFollower:
 
 
 def drop_superseded(history: Sequence[Event]) -> list[Event]:
-    """Leave out commands of the past that a later resume took back, so that a run that was taken up
-    again stays up.
+    """Leave out commands of the past that a later resume superseded, so that a resumed run does not stop again.
 
-    What workers there shall be is not among them: a run that is taken up has as many as it had.
+    Scale commands stay: a resumed run has as many workers as before.
     """
     commands = [event for event in history if isinstance(event, RunCommanded)]
     resumed = max(

@@ -41,7 +41,11 @@ POINTS = {
     "rollout.generating": "prompt groups are leased and half generated",
     "rollout.before_flush": "samples are handed to the client, none is known to be safe",
     "rollout.before_settle": "samples are acknowledged, their leases are open",
-    **{f"{role}.{name}": text for role in PER_SAMPLE_ROLES for name, text in SAMPLE_LOOP_POINTS.items()},
+    **{
+        f"{role}.{name}": text
+        for role in PER_SAMPLE_ROLES
+        for name, text in SAMPLE_LOOP_POINTS.items()
+    },
     "judge.at_work": "samples are at the judge's engine, no input of theirs is committed",
     "critic.learning": "the critic has learned from a committed step, others may be left",
     "advantage.before_flush": "joined samples are handed to the client, none is known to be safe",

@@ -1,14 +1,9 @@
-"""Long calls that a work loop is inside of, each with a name and a deadline of its own.
+"""Sends heartbeats from the work loop, with how long it has had work without making progress.
 
-Heartbeats, sent by the work loop itself: they tell since when it has had work and has not got on
-    with it.
-
-Inside a long call that the loop has declared (`activity`), `heartbeat_thread` sends them in its
-place, with the call's name and deadline. All durations are measured by the monotonic clock; the
-times in an event are worked out when it is sent, so a step of the wall clock moves all alike.
-
-Sends heartbeats while the work loop is inside a long call. Between calls it stays silent, so that a
-loop that hangs is noticed.
+Inside a long call that the loop has declared (`activity`), a thread sends them instead, with the
+call's name and deadline; between calls that thread is silent, so that a hung loop is noticed.
+Durations are measured by the monotonic clock, and the times in an event are computed when it is
+sent, so a step of the wall clock moves all of them alike.
 """
 
 from __future__ import annotations
@@ -31,8 +26,8 @@ from relax_events.events.types import MetricsReported, WorkerHeartbeat
 
 @dataclass(slots=True)
 class Activity:
-    """A long call. `started` is a time of the monotonic clock, as is `progressed`: when it last got
-    on, from which the deadline counts.
+    """A long call. `started` is a time of the monotonic clock, as is `progressed`: when it last
+    made progress, from which the deadline counts.
     """
 
     name: str
@@ -58,7 +53,7 @@ class Activity:
 
 class Activities:
     """The calls that the work loop is inside of, outermost first. One thread enters and leaves
-    them; any thread may ask.
+    them; any thread may read.
     """
 
     def __init__(self) -> None:
@@ -66,11 +61,11 @@ class Activities:
         self._stack: list[Activity] = []
 
     @contextmanager
-    def during(self, name: str, *, deadline_seconds: float) -> Iterator[None]:
+    def declare(self, name: str, *, deadline_seconds: float) -> Iterator[None]:
         """Declare a long call for the length of the block.
 
         Args:
-            name: What the worker does, as people read it: "publish weights".
+            name: What the worker does, for people: "publish weights".
             deadline_seconds: After how long without progress the call counts as hung.
         """
         now = time.monotonic()
@@ -84,7 +79,7 @@ class Activities:
                 self._stack = [other for other in self._stack if other is not activity]
 
     def renew(self) -> None:
-        """Note that the innermost call gets on: its deadline counts from now."""
+        """Record progress of the innermost call: its deadline counts from now."""
         with self._lock:
             if self._stack:
                 self._stack[-1].progressed = time.monotonic()
@@ -105,8 +100,8 @@ REPORT_EVERY_HEARTBEATS = 5
 
 
 class Heartbeat:
-    """Call `tick` from every turn of the work loop; it sends at most one beat per interval, and at
-    every change of state.
+    """Call `tick` from every turn of the work loop; it sends at most one heartbeat per interval, and
+    one at every change of state.
     """
 
     def __init__(self, send: Send, *, worker_id: str, role: str, interval_seconds: float) -> None:
@@ -154,29 +149,27 @@ class Heartbeat:
         self._metrics_port = port
 
     def add_metrics_source(self, source: Callable[[float], Mapping[str, float]]) -> None:
-        """Have further figures reported: those that this gives, once for each report, of the
-        seconds since the one before.
+        """Report further metrics: the source is called once for each report, with the seconds since
+        the report before.
         """
         self._more = source
 
     def record_processed(self, count: int, *, seconds: float) -> None:
-        """Note finished records and the time that they took."""
+        """Record finished records and the time that they took."""
         self.num_processed += count
         self._busy_seconds += seconds
         self.advance()
 
     def advance(self) -> None:
-        """Note that work goes on though no record is finished yet: tokens were drawn, a recorded
-        step was trained again.
+        """Record progress though no record is finished yet: tokens were sampled, a recorded step was
+        trained again.
         """
         self._ticked = self._progressed = time.monotonic()
         self._busy_from = None
         self._activities.renew()
 
     def advance_to(self, mark: int) -> None:
-        """Note how far work has come, by a count of any kind: it goes on when that is another than
-        before.
-        """
+        """Record how far work has come, by a count of any kind; a changed count is progress."""
         if mark != self._mark:
             self._mark = mark
             self.advance()
@@ -185,16 +178,16 @@ class Heartbeat:
     def activity(
         self, name: str, *, deadline_seconds: float, is_progress: bool = True
     ) -> Iterator[None]:
-        """Declare a long call of the work loop for the length of the block; one that returns has
-        got on with the work, one that raises has not.
+        """Declare a long call of the work loop for the length of the block; one that returns is progress, one
+        that raises is not.
 
         Args:
-            name: What the worker does, as people read it: "publish weights".
-            deadline_seconds: After how long the call counts as hung, and the worker is started
-                again; each `advance` inside begins it anew.
+            name: What the worker does, for people: "publish weights".
+            deadline_seconds: After how long the call counts as hung, and the worker is
+                restarted; each `advance` inside restarts the deadline.
             is_progress: Whether its return is progress; waiting for others is none.
         """
-        with self._activities.during(name, deadline_seconds=deadline_seconds):
+        with self._activities.declare(name, deadline_seconds=deadline_seconds):
             try:
                 yield
             finally:
@@ -215,10 +208,10 @@ class Heartbeat:
         return "" if activity is None else f"{activity.name} for {activity.seconds:.0f} s"
 
     def tick(self, state: WorkerState) -> bool:
-        """Send a beat if one is due; return whether it was."""
+        """Send a heartbeat if one is due; return whether it was."""
         now = self._ticked = time.monotonic()
         if self.is_starting and state is not WorkerState.STARTING:
-            self.advance()  # nobody has waited for work while it loaded its model
+            self.advance()  # loading the model counts as progress
         if state is WorkerState.IDLE:
             self._busy_from = None
         elif state is WorkerState.WORKING and self._busy_from is None:
@@ -237,8 +230,8 @@ class Heartbeat:
         return True
 
     def send_inside_activity(self) -> None:
-        """Send a beat for the work loop if it is inside a long call and one is due. Called by
-        another thread than the loop's.
+        """Send a heartbeat for the work loop if it is inside a long call and one is due; called by
+        the heartbeat thread.
         """
         with self._sending:
             now = time.monotonic()
@@ -254,7 +247,7 @@ class Heartbeat:
 
     @property
     def seconds_without_progress(self) -> float:
-        """For how long it has had work without getting on with it; 0 inside a long call, which has
+        """For how long it has had work without progress; 0 inside a long call, which has
         a deadline of its own.
         """
         since = self._busy_from
@@ -346,5 +339,5 @@ class HeartbeatThread:
         while not self._closing.wait(self._interval):
             try:
                 self._heartbeat.send_inside_activity()
-            except BrokerError as error:  # the work loop meets it too, and decides
+            except BrokerError as error:  # the work loop fails on it too, and decides
                 log.warning("heartbeat.send_failed", error=str(error))

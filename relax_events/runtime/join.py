@@ -179,12 +179,12 @@ class GroupJoin:
 
     def _forget(self, key: Key) -> None:
         for group in self._open.pop(key).values():
-            for place, offset in group.records:
-                self._held[place].pop(offset, None)
+            for topic_partition, offset in group.records:
+                self._held[topic_partition].pop(offset, None)
 
     def _group_of(self, record: Record, key: Key, generation: str) -> JoinedGroup | None:
-        place = (record.topic, record.partition)
-        self._positions[place] = record.offset + 1
+        topic_partition = (record.topic, record.partition)
+        self._positions[topic_partition] = record.offset + 1
         if key in self._done:
             self.num_dropped += self._done[key] not in (None, generation)
             return None
@@ -194,7 +194,7 @@ class GroupJoin:
             group = generations[generation] = JoinedGroup(
                 key[0], key[1], record.partition, generation
             )
-        if record.offset not in self._held.setdefault(place, {}):
-            self._held[place][record.offset] = key
-            group.records.append((place, record.offset))
+        if record.offset not in self._held.setdefault(topic_partition, {}):
+            self._held[topic_partition][record.offset] = key
+            group.records.append((topic_partition, record.offset))
         return group

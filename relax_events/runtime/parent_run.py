@@ -52,7 +52,7 @@ class ParentRun:
             connection: To the cluster.
             run_id: The run.
             own: The run that goes back to it, as far as it has a run file by now: see
-                `described_config`.
+                `read_described_config`.
 
         Raises:
             ConfigError: There is no such run, or its log does not say what it is.

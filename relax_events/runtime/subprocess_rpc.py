@@ -1,4 +1,4 @@
-"""A process of its own that answers questions one at a time: one that hangs, grows or crashes costs
+"""A child process that answers requests one at a time: one that hangs, grows or crashes costs
 its question, and never the worker.
 
 A question is a line of JSON and bytes behind it, whose lengths stand in the line; so is the answer.
@@ -47,7 +47,7 @@ class SubprocessRpc:
         """Start the process, without the worker's credentials and other secrets.
 
         Args:
-            module: What it runs; it answers by `questions` and `answer`.
+            module: What it runs; it answers by `read_requests` and `respond`.
             setup: What it is told first.
             is_confined: Whether it gets by without files, network and processes of its own: then it
                 is kept from them.
@@ -85,7 +85,7 @@ class SubprocessRpc:
         Returns:
             The answer, and the bytes behind it.
         Raises:
-            ChildLost: There is none within the time, or the child is gone; there is nothing to be
+            ChildProcessLost: There is none within the time, or the child is gone; there is nothing to be
                 had from it any more.
         """
         late = threading.Event()

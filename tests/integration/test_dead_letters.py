@@ -155,7 +155,7 @@ def test_letters_are_listed_with_reason_and_origin(
         with pytest.raises(
             ConfigError,
             match=(
-                "role 'dancer' has no dead letters; those that may have some: actor-forward, "
+                "role 'dancer' has no dead-letter topic; roles with one: actor-forward, "
                 "advantage"
             ),
         ):

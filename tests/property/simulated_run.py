@@ -200,7 +200,7 @@ class HashingBackend:
             )
         self._digest = zlib.crc32(" ".join(self._names).encode(), self._digest)
         self.policy_version, self._names = self.policy_version + 1, []
-        return StepMetrics(**dict.fromkeys(StepMetrics.__dataclass_fields__, 0) | {"own": {}})
+        return StepMetrics(**dict.fromkeys(StepMetrics.__dataclass_fields__, 0) | {"algorithm_metrics": {}})
 
     def on_progress(self, report_progress: Callable[[], None]) -> None:
         pass
