@@ -133,7 +133,9 @@ class Talk:
             sampling=SamplingConfig(**SETTINGS | sampling),
             stop_token_ids=self.stops,
             media=tuple(map(self.library.load, references)),
-            environment_context=EnvironmentContext(messages=messages, answer="red", metadata='{"word": "so"}'),
+            environment_context=EnvironmentContext(
+                messages=messages, answer="red", metadata='{"word": "so"}'
+            ),
         )
 
 
@@ -170,7 +172,9 @@ def ready(request: GenerationRequest, sample: GeneratedSample) -> SampleReady:
     )
 
 
-def shown_by_hand(renderer: PromptRenderer, task: EnvironmentContext, turns: Sequence[ChatMessage]) -> str:
+def shown_by_hand(
+    renderer: PromptRenderer, task: EnvironmentContext, turns: Sequence[ChatMessage]
+) -> str:
     """Render a whole conversation as the tokenizer's template does, from its beginning."""
     return renderer.apply_template([*task.messages, *turns], is_whole=True)
 
@@ -330,7 +334,7 @@ def record_forwards(engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch)
             places, cells = np.arange(end + 1), {}
             positions = np.tile(places, (3, 1))
             if sequences:
-                alone = replace(sequences[row], places=places)
+                alone = replace(sequences[row], cells=places)
                 made = family.build_inputs([alone], position_ids=places[None])
                 if made is not None:
                     positions, cells = (
@@ -459,7 +463,7 @@ TOLD = {
     "dies": "died (exit code 3)",
     "brings no picture": "which is no image of the formats PNG",
     "brings a bomb": "many pixels: Image size (900000000 pixels)",
-    "names a file": "rows may name none",
+    "names a file": "rows may not name files",
     "names an address": "media_hosts allows none",
     "brings too few": "the prompt holds 2 <image> and the row brings 1",
     "brings too much": "model.media.max_item_bytes",

@@ -130,7 +130,7 @@ def test_sequence_must_hold_the_placeholders_of_its_media(library: MediaLibrary)
     with pytest.raises(
         PoisonSample,
         match=(
-            f"1 media files have {len(block)} tokens, and the sequence holds "
+            f"1 media files have {len(block)} tokens, and the sequence has "
             f"{len(block) - 1} placeholders"
         ),
     ):

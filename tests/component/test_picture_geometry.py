@@ -127,7 +127,7 @@ def test_placeholders_that_the_policy_wrote_stand_for_nothing() -> None:
     given_tokens = np.arange(8) < 6
     assert layout().find_media_tokens(tokens, given_tokens, [reference(32, 32)]).tolist() == [1, 2, 3, 4]
     with pytest.raises(
-        PoisonSample, match="1 media files have 4 tokens, and the sequence holds 6 placeholders"
+        PoisonSample, match="1 media files have 4 tokens, and the sequence has 6 placeholders"
     ):
         layout().find_media_tokens(tokens, np.ones(8, bool), [reference(32, 32)])
 

@@ -65,7 +65,7 @@ def test_sample_with_other_pictures_than_places_is_named(
     wrong = replace(samples[0], media=[*samples[0].media, *samples[0].media][:num_left])
     with pytest.raises(
         PoisonSample,
-        match=rf"sample {wrong.sample_id}: {num_left} media files have \d+ tokens, and the sequence holds 24",
+        match=rf"sample {wrong.sample_id}: {num_left} media files have \d+ tokens, and the sequence has 24",
     ):
         TorchBackend(picture_run(tmp_path), ranks=SingleRank()).accumulate([wrong])
 
