@@ -29,7 +29,7 @@ NUM_EDGE_STEPS, REWARD_AIM = 10, 0.8
 START = "model.path={materials}/model"
 WITHOUT_SAMPLES = ("algorithm.kl_coefficient=0", "algorithm.old_logprobs=trainer")
 HELD_OUT = (
-    'name = "held-out", source = "reasoning_gym:string_insertion", size = 256, options = '
+    'name = "held-out", source = "reasoning_gym:string_insertion", num_problems = 256, options = '
     "{min_string_length = 5, max_string_length = 5}"
 )
 EVALUATED = ("evaluation.every=3", f"evaluation.datasets=[{{{HELD_OUT}}}]")

@@ -342,6 +342,6 @@ def test_step_reports_what_says_something_without_an_engine() -> None:
 def test_backend_refuses_half_a_pair_and_keeps_the_rest_of_the_step() -> None:
     mine = backend("dpo")
     mine.accumulate(SAMPLES[:4])
-    with pytest.raises(PoisonSample, match="prompt group g2 has samples"):
+    with pytest.raises(PoisonSample, match="prompt group g2 has adjacent samples"):
         mine.accumulate(SAMPLES[4:5])
     assert mine.step().num_samples == 4

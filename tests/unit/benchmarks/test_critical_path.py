@@ -95,9 +95,9 @@ def test_critical_path_passes_prompt_groups_through_the_forward_roles() -> None:
     [
         # Swap: loading from 2.5 to 4.5 delays the sample of step 1 from 10 to 12; that of step 2
         # runs next to it.
-        ("swap", [0.0, 2.5, 12.5, 13.0]),
+        ("in_flight", [0.0, 2.5, 12.5, 13.0]),
         # Finish: the sample of step 1 ends at 10, loading takes until 12, that of step 2 until 13.
-        ("finish", [0.0, 2.5, 10.5, 13.5]),
+        ("drain", [0.0, 2.5, 10.5, 13.5]),
     ],
 )
 def test_critical_path_follows_what_an_engine_does_with_a_new_version(

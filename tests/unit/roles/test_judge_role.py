@@ -325,7 +325,7 @@ def test_judge_takes_the_place_of_the_reward_role(make_run_config: MakeRunConfig
         (
             {"reward": {"function": "math"}},
             (
-                "judge.model_path is of no use with reward.function = 'math', which asks no "
+                "judge.model_path is of no use with reward.function = 'math', which uses no "
                 "judge; set reward.function"
             ),
         ),

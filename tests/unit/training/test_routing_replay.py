@@ -341,7 +341,7 @@ def test_sample_is_checked_for_a_row_of_experts_for_all_tokens_but_the_last() ->
 def test_experts_that_were_not_fetched_are_a_mistake_of_the_caller() -> None:
     sample = drawn()[0]
     stored = StoredArray("|u1", np.asarray(sample.routed_experts).shape, None)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="routed_experts still lies in the object store"):
+    with pytest.raises(TypeError, match="routed_experts is still in the object store"):
         SHAPE.checked(changed(sample, routed_experts=stored))
 
 

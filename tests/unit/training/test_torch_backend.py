@@ -711,7 +711,7 @@ def test_metrics_contain_every_field():
     fields = dataclasses.asdict(figures)
     assert fields.pop("algorithm_metrics") == {}
     assert figures.to_metrics() == {name: float(value) for name, value in fields.items()}
-    own = dataclasses.replace(figures, own={"margin": 0.5}).to_metrics(of_engine=False)
+    own = dataclasses.replace(figures, algorithm_metrics={"margin": 0.5}).to_metrics(of_engine=False)
     assert set(own) == {
         "loss",
         "entropy",

@@ -274,7 +274,7 @@ def test_versions_that_lead_back_to_themselves_are_refused(store: ObjectStore) -
         store, old, policy_version=5, previous=WrittenWeights(Base(base, digest), old)
     )
     with pytest.raises(
-        WeightsError, match="policy version 5 is based on version 5, which is no older one"
+        WeightsError, match="policy version 5 is a delta to version 5, which is not older"
     ):
         read_weights(store, reference)
 
