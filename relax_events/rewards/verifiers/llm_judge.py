@@ -241,8 +241,8 @@ def win_shares(
 
     Args:
         num_samples: Samples of the prompt group; higher indices in `pairs` are the reference.
-        pairs: Indices of the compared samples. rounds: For each round of all pairs, the points of
-            the first of each pair: 1, 0.5 or 0.
+        pairs: Indices of the compared samples.
+        *rounds: For each round of all pairs, the points of the first of each pair: 1, 0.5 or 0.
     """
     found: list[list[float | RewardError]] = [[] for _ in range(num_samples)]
     for verdicts in rounds:
