@@ -465,7 +465,7 @@ TOLD = {
     "brings a bomb": "many pixels: Image size (900000000 pixels)",
     "names a file": "rows may not name files",
     "names an address": "media_hosts allows none",
-    "brings too few": "the prompt holds 2 <image> and the row brings 1",
+    "brings too few": "the prompt has 2 <image> and the row has 1",
     "brings too much": "model.media.max_item_bytes",
     "writes a placeholder": "does its text contain one?",
     "returns a number": "returned int",

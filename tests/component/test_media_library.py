@@ -135,7 +135,7 @@ def test_sequence_must_hold_the_placeholders_of_its_media(library: MediaLibrary)
         ),
     ):
         library.require_fit(fit[2:], np.ones(len(fit) - 2, bool), [reference])
-    with pytest.raises(PoisonSample, match="holds 0 placeholders"):
+    with pytest.raises(PoisonSample, match="has 0 placeholders"):
         library.require_fit(fit, np.zeros(len(fit), bool), [reference])
     library.require_fit(fit[:1], np.ones(1, bool), [])
 
