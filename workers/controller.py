@@ -232,11 +232,15 @@ class ControllerLoop:
             done = f"all {state.num_steps} train steps of run {self._config.parent.run} are trained"
             self._stop(reason=f"{done}; it had ended: {self._leader.ended.reason}", succeeded=True)
         elif state.num_consecutive_failures >= run.max_failed_prompt_groups:
-            failed = f"{state.num_consecutive_failures} prompt groups failed in a row (run.max_failed_prompt_groups)"
+            failed = (
+                f"{state.num_consecutive_failures} prompt groups failed in a row "
+                "(run.max_failed_prompt_groups)"
+            )
             self._stop(reason=f"{failed}; the last one: {state.last_failure}")
         elif state.num_consecutive_skips >= self._config.trainer.max_steps_not_finite:
             what = (
-                f"{state.num_consecutive_skips} train steps in a row had a loss or gradient that is "
+                f"{state.num_consecutive_skips} train steps in a row had a loss or gradient "
+                "that is "
                 "not finite (trainer.max_steps_not_finite)"
             )
             last = (

@@ -2,8 +2,8 @@
 from the run's own steps.
 
     rollout.samples ──▶ first learn from every step that led to the sample's version, then evaluate
-    ──▶ LogprobsComputed on critic.values control.train-steps ──▶ learn from the step, between record
-    batches
+    ──▶ LogprobsComputed on critic.values control.train-steps ──▶ learn from the step, between
+    record batches
 
 So the values of a sample are those of a critic that has learned at least as long as the policy that
 drew it; in sync mode exactly as long. The version that the critic had come to stands in the event.

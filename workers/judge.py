@@ -3,8 +3,8 @@
 Consumes rollout.samples, produces SampleScored on reward.scores: for the samples whose reward
 function is `genrm`, in place of the reward role. A worker writes many judgements side by side, on
 an engine of its own; whichever is done first is on the log first. A judgement without a score fails
-its sample, with its text, or is a 0 (`judge.on_parse_error`); a sample that the judge can't be asked
-about has failed.
+its sample, with its text, or is a 0 (`judge.on_parse_error`); a sample that the judge can't be
+asked about has failed.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ class PendingSample:
 
 
 class JudgeScorer:
-    """Lets the engine write judgements, and parses their scores; see `concurrent_processor.ConcurrentProcessor`."""
+    """Lets the engine write judgements, and parses their scores; see
+    `concurrent_processor.ConcurrentProcessor`.
+    """
 
     def __init__(
         self, worker: Worker, engine: Engine, judged: dict[str | None, JudgeReward]

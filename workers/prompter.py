@@ -55,12 +55,12 @@ from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.validation import check_issued
 from relax_events.runtime.worker import Worker
 from relax_events.staleness import (
-    IssuedGroup,
     BatchSlot,
+    IssuedGroup,
     admitted_steps,
+    build_reissue,
     find_unissued_slots,
     is_external,
-    build_reissue,
 )
 from relax_events.telemetry.traces import TracedWork
 from relax_events.topics import compute_shard

@@ -182,7 +182,9 @@ class RolloutLoop:
         )
 
     def _is_blocked_on_weights(self) -> bool:
-        """Tell whether a prompt group waits for a published version that the engine has not loaded."""
+        """Tell whether a prompt group waits for a published version that the engine has not
+        loaded.
+        """
         published = self._worker.control.policy_version
         return not self._worker.control.is_paused and any(
             group.issued.required_policy_version <= published for group in self._waiting

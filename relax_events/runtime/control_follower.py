@@ -1,5 +1,6 @@
-"""Finds where to begin in the control log: each publication of a policy version sums up what lies
-before it.
+"""Follows the control log: versions, commands and the schemas of other writers.
+
+Each publication of a policy version sums up the log before it, and so gives the start offsets:
 
     control.policy-versions   ... v-2  v-1  v      read backwards from the end, until enough publications are found
                                     │
@@ -185,11 +186,13 @@ class ControlFollower:
     def start(
         self, *listeners: Listener, start_offsets: Mapping[str, int] = NO_START_OFFSETS
     ) -> None:
-        """Send the listeners what was read so far and the rest of the other topics, then follow live.
+        """Send the listeners what was read so far and the rest of the other topics, then follow
+        live.
 
         Args:
             listeners: Called with each event.
-            start_offsets: Offsets to begin at, by entity, for topics whose earlier records the caller knows.
+            start_offsets: Offsets to begin at, by entity, for topics whose earlier records the
+                caller knows.
         """
         self._listeners = list(listeners)
         history, self.history = self.history, []
@@ -369,8 +372,8 @@ class ControlFollower:
     def _renew_reader(self) -> None:
         """Read on with a new client where ours finds no broker and a new one does.
 
-        A client that received an empty broker list, as from a controller that takes the only broker for
-        dead, may never find them again (librdkafka issue 5301).
+        A client that received an empty broker list, as from a controller that takes the only broker
+        for dead, may never find them again (librdkafka issue 5301).
         """
         if self._reader.cluster_id(self._schemas_topic):
             return
@@ -468,7 +471,8 @@ class ControlFollower:
 
 
 def drop_superseded(history: Sequence[Event]) -> list[Event]:
-    """Leave out commands of the past that a later resume superseded, so that a resumed run does not stop again.
+    """Leave out commands of the past that a later resume superseded, so that a resumed run does not
+    stop again.
 
     Scale commands stay: a resumed run has as many workers as before.
     """

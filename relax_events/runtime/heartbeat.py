@@ -100,8 +100,8 @@ REPORT_EVERY_HEARTBEATS = 5
 
 
 class Heartbeat:
-    """Call `tick` from every turn of the work loop; it sends at most one heartbeat per interval, and
-    one at every change of state.
+    """Call `tick` from every turn of the work loop; it sends at most one heartbeat per interval,
+    and one at every change of state.
     """
 
     def __init__(self, send: Send, *, worker_id: str, role: str, interval_seconds: float) -> None:
@@ -161,8 +161,8 @@ class Heartbeat:
         self.advance()
 
     def advance(self) -> None:
-        """Record progress though no record is finished yet: tokens were sampled, a recorded step was
-        trained again.
+        """Record progress though no record is finished yet: tokens were sampled, a recorded step
+        was trained again.
         """
         self._ticked = self._progressed = time.monotonic()
         self._busy_from = None
@@ -178,8 +178,8 @@ class Heartbeat:
     def activity(
         self, name: str, *, deadline_seconds: float, is_progress: bool = True
     ) -> Iterator[None]:
-        """Declare a long call of the work loop for the length of the block; one that returns is progress, one
-        that raises is not.
+        """Declare a long call of the work loop for the length of the block; one that returns is
+        progress, one that raises is not.
 
         Args:
             name: What the worker does, for people: "publish weights".

@@ -47,7 +47,7 @@ class ClaimCheck(Protocol):
 
 
 class RecordIO:
-    """A worker's records: decodes what it reads, encodes what it writes, and writes dead letters."""
+    """Decodes a worker's input, encodes its output, and writes dead letters."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class RecordIO:
         """Build the record that asks the trainer to end a prompt group untrained.
 
         The record goes into the slot of the newest version, so that the trainer surely reads it.
-        The trainer decides, since only it knows whether the prompt group has been trained meanwhile.
+        The trainer decides, since only it knows whether the prompt group was trained meanwhile.
         """
         version = max(self._control.policy_version, 0)
         ended = build_group_end(

@@ -84,7 +84,7 @@ class SampleInput:
         return sample
 
     def reject(self, record: Record, error: PoisonSample) -> None:
-        """Write a record that can't be used to the dead letters, and have its prompt group ended."""
+        """Write an unusable record to the dead letters, and have its prompt group ended."""
         self._worker.records.dead_letter(record, error)
         self._request_end(record, str(error))
 

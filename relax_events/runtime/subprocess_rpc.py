@@ -85,8 +85,8 @@ class SubprocessRpc:
         Returns:
             The answer, and the bytes behind it.
         Raises:
-            ChildProcessLost: There is none within the time, or the child is gone; there is nothing to be
-                had from it any more.
+            ChildProcessLost: There is none within the time, or the child is gone; there is nothing
+                to be had from it any more.
         """
         late = threading.Event()
         watch = threading.Timer(seconds, _give_up, [self._process, late])

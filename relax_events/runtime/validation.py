@@ -238,7 +238,10 @@ def _check_arrays(event: SampleRolledOut | SampleReady, fields: tuple[str, ...])
         <= event.key.min_policy_version
         <= event.key.max_policy_version
     ):
-        versions = f"{event.policy_version}, {event.key.min_policy_version}, {event.key.max_policy_version}"
+        versions = (
+            f"{event.policy_version}, {event.key.min_policy_version}, "
+            f"{event.key.max_policy_version}"
+        )
         raise PoisonSample(
             f"{where}: policy_version <= min_policy_version <= max_policy_version must hold, "
             f"got {versions}"

@@ -3,29 +3,29 @@ offsets.
 """
 
 from relax_events.staleness.admission import (
-    IssuedGroup,
     BatchSlot,
+    IssuedGroup,
     admitted_steps,
-    find_unissued_slots,
     build_group_end,
-    is_external,
     build_reissue,
+    find_unissued_slots,
+    is_external,
 )
 from relax_events.staleness.selection import ReadyGroup, select_groups
-from relax_events.staleness.window import is_expired, find_skip_targets, compute_staleness, window
+from relax_events.staleness.window import compute_staleness, find_skip_targets, is_expired, window
 
 __all__ = [
-    "IssuedGroup",
     "BatchSlot",
+    "IssuedGroup",
     "ReadyGroup",
     "admitted_steps",
-    "find_unissued_slots",
     "build_group_end",
+    "build_reissue",
+    "compute_staleness",
+    "find_skip_targets",
+    "find_unissued_slots",
     "is_expired",
     "is_external",
-    "build_reissue",
     "select_groups",
-    "find_skip_targets",
-    "compute_staleness",
     "window",
 ]

@@ -105,7 +105,9 @@ def admitted_steps(published_version: int, *, max_staleness: int, num_steps: int
     )
 
 
-def find_unissued_slots(issued: Iterable[BatchSlot], *, steps: range, prompts_per_step: int) -> list[BatchSlot]:
+def find_unissued_slots(
+    issued: Iterable[BatchSlot], *, steps: range, prompts_per_step: int
+) -> list[BatchSlot]:
     """Return the seats of the admitted steps that no prompt group was ever issued for, in order."""
     taken = set(issued)
     return [

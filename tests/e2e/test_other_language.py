@@ -169,7 +169,7 @@ def check_guests(asked: Asked) -> None:
     for line in ended.values():
         assert (line["outcome"], line["reason"]) == (
             "filtered",
-            "guest: generated and scored, not trained",
+            "external: generated and scored, not trained",
         )
     for line in samples.values():
         assert (
