@@ -37,41 +37,41 @@ from relax_events.topics import TopicPlan
 FOLDER = Path(__file__).parent / "reference"
 CONVENTIONS = """## Conventions
 
-Where implementations differ, this is what is done here, and by whom otherwise: in TRL 1.16.0, and for the others in public copies
-of their code, each in the one version that was read. What is said of Stable-Baselines3 and of DAPO's own filter was not looked up.
+Where implementations differ, this table gives the choice here and elsewhere. The versions compared are TRL 1.16.0 and one public copy of each other code base.
+The entries for Stable-Baselines3 and for DAPO's own filter were not checked.
 
 | question | here | elsewhere |
 |---|---|---|
 | Deviation of a prompt group: n or n - 1 | n - 1; `std_correction = 0` for n | verl, slime, NeMo-RL, OpenRLHF and TRL's GRPOTrainer n - 1, rLLM and TRL's AsyncGRPOTrainer n, AReaL either (`std_unbiased`); the papers don't say. For 8 samples the two differ by 7 %, alike for all prompts |
-| What is added to it | 1e-6, in units of the reward; equal rewards give exact zeros | verl, slime and NeMo-RL 1e-6, TRL 1e-4 (AsyncGRPOTrainer 1e-8), AReaL 1e-5, OpenRLHF 1e-9, rLLM nothing |
+| Epsilon added to the deviation | 1e-6, in units of the reward; equal rewards give exact zeros | verl, slime and NeMo-RL 1e-6, TRL 1e-4 (AsyncGRPOTrainer 1e-8), AReaL 1e-5, OpenRLHF 1e-9, rLLM nothing |
 | Lone sample of a prompt | advantage 0 (grpo, opo, maxrl), an error (rloo), its reward (reinforce_plus_plus) | verl and rLLM keep its reward, also without a deviation and in verl's rloo and opo; NeMo-RL and, in evaluation, TRL give 0 |
 | Deviation of a batch, group mean (`whiten_advantages = "rewards"`) | of the rewards as scored, n - 1. The batch is the train step: all samples with loss tokens, over all micro-batches and ranks; prompt groups that were filtered, failed or expired are not among them. Equal rewards leave advantages as they are | TRL's `scale_rewards = "batch"` the same, over the batch that was generated, and 1e-4 is added |
-| Deviation of a batch, of centred rewards (`"tokens"`, `"samples"`) | n, over the step's loss tokens, each counted, or its samples; 1e-8 is added; `std_correction = 1` for n - 1. The mean is taken off again | over tokens NeMo-RL n, verl n - 1; both take 1e-8 into the variance (NeMo-RL as its least, verl adds it). Over samples TRL's RLOO `normalize_advantages` and NeMo-RL's GDPO n - 1 |
-| Samples cut off by their length | trained (`truncated_samples = "train"`); `mask` takes their loss, `drop` their reward in the prompt group's statistics besides. They count in no mean of the loss. A prompt group of them alone is filtered, and another issued | DAPO's overlong filtering and TRL's `mask_truncated_completions` as `mask`; TRL counts them in the mean over samples, and with `constant_length` |
-| Value behind a sample that was cut off | 0; with `bootstrap_truncated` the critic's value at its last loss token, since none is recorded behind it | verl and OpenRLHF 0; Stable-Baselines3 the value of the state behind |
-| Masked tokens between turns, in GAE and discounted returns | passed over: the next loss token follows | verl's `compute_gae_advantage_return` and NeMo-RL the same; verl's REINFORCE++ starts again from 0 behind each masked token; OpenRLHF takes their values and rewards for 0 and discounts over them |
-| Deviation beside a leave-one-out mean | of the whole prompt group, around its mean | AReaL of the whole prompt group, around the means of the others: n / (n - 1) times as large; NeMo-RL leaves the sample out of it, too, and divides nothing where it is 0 |
+| Deviation of a batch, of centred rewards (`"tokens"`, `"samples"`) | n, over the step's loss tokens, each counted, or its samples; 1e-8 is added; `std_correction = 1` for n - 1. The mean is subtracted again | over tokens NeMo-RL n, verl n - 1; both take 1e-8 into the variance (NeMo-RL as its least, verl adds it). Over samples TRL's RLOO `normalize_advantages` and NeMo-RL's GDPO n - 1 |
+| Samples cut off by their length | trained (`truncated_samples = "train"`); `mask` removes their loss, `drop` also removes their reward from the prompt group's statistics. They count in no mean of the loss. A prompt group with only such samples is filtered, and another issued | DAPO's overlong filtering and TRL's `mask_truncated_completions` as `mask`; TRL counts them in the mean over samples, and with `constant_length` |
+| Value after a truncated sample | 0; with `bootstrap_truncated` the critic's value at its last loss token, since no later one is recorded | verl and OpenRLHF 0; Stable-Baselines3 the value of the next state |
+| Masked tokens between turns, in GAE and discounted returns | skipped: the next loss token follows | verl's `compute_gae_advantage_return` and NeMo-RL the same; verl's REINFORCE++ restarts from 0 after each masked token; OpenRLHF takes their values and rewards for 0 and discounts over them |
+| Deviation with a leave-one-out mean | of the whole prompt group, around its mean | AReaL of the whole prompt group, around the means of the others: n / (n - 1) times as large; NeMo-RL also leaves the sample out of it, and does not divide if it is 0 |
 | KL term of the loss | the estimate as it is; `kl_unbiased` multiplies it by the ratio | TRL multiplies it unless `use_bias_correction_kl = false` |
 """
 WHAT_IS_RETURNED = """## What a function may return
 
-| returned | the sample's reward | recorded besides |
+| returned | the sample's reward | also recorded |
 |---|---|---|
-| a number | it | |
+| a number | that number | |
 | numbers by name | the one called `reward`, or else their sum; with `reward.weights` their weighted sum | `components` |
-| with a list `turn_rewards`, a number for each turn | what the line above says, 0 where there is nothing else, plus the sum of the list | `turn_rewards` |
+| with a list `turn_rewards`, a number for each turn | as in the line above, 0 if there is nothing else, plus the sum of the list | `turn_rewards` |
 | with a list `token_rewards`, a number for each loss token | likewise | `token_rewards` |
 
-A turn is an answer of the policy: a run of loss tokens with nothing of others between. The reward of a turn is earned at its last loss token, that of a token there, and the
-rest at the sample's last loss token. A list of another length, or a number that is not finite, fails the sample, and its prompt group ends as failed. An empty list is none.
-[Which algorithms](algorithms.md) know where a reward was earned."""
+A turn is one answer of the policy: a contiguous run of loss tokens. The reward of a turn counts at its last loss token, the reward of a token at that token, and the
+rest at the sample's last loss token. A list of another length, or a number that is not finite, fails the sample, and its prompt group ends as failed. An empty list counts as none.
+[Some algorithms](algorithms.md) use the position of a reward."""
 HEADERS = f"""## Headers
 
 | header | of | meaning |
 |---|---|---|
-| `{POLICY_VERSION_HEADER}` | samples and what belongs to them | Version that owns the record's slot, in decimal: what has left the window is passed over without being decoded. |
+| `{POLICY_VERSION_HEADER}` | samples and records that belong to them | Version that owns the record's slot, in decimal: readers skip records outside the window without decoding them. |
 | `traceparent`, `tracestate` | all records of a prompt group that is traced, steps, versions | W3C Trace Context, see [traces](../how-to/monitoring.md#traces). |
-| `origin-topic`, `origin-partition`, `origin-offset`, `error-class`, `error-text`, `worker-id` | dead letters | Where the record came from, and what is wrong with it; its own headers are kept. |"""
+| `origin-topic`, `origin-partition`, `origin-offset`, `error-class`, `error-text`, `worker-id` | dead letters | Origin of the record, and its error; its own headers are kept. |"""
 
 
 def main() -> int:
@@ -163,8 +163,8 @@ def algorithms_page() -> str:
     """Every installed algorithm."""
     lead = (
         "Each is one spec that names its parts; `relax algorithms show NAME` prints the "
-        "same. What the settings mean is in "
-        "[the run file](config.md), how to choose in [algorithms]"
+        "same. The settings are described in "
+        "[the run file](config.md), the choice of an algorithm in [algorithms]"
         "(../how-to/algorithms.md). In the formulas lp is the trained "
         "policy's log-probability of a token, lo the old policy's (`old_logprobs`), R a "
         "sample's reward. To each loss are added "
@@ -179,28 +179,30 @@ def algorithms_page() -> str:
         "cispo, gmpo, rloo, dpo and ipo, the KL and entropy terms, "
         "corrections, off-policy sequence masks and the divergences of a distillation are "
         "those of TRL's trainers on the same inputs, losses and "
-        "gradients within 1e-9 (`tests/unit/algorithms/test_beside_trl.py`): release "
+        "gradients within 1e-9 (`tests/unit/algorithms/test_against_trl.py`): release "
         f"{pinned('trl', 'trl')} wrote `tests/data/trl.json`, and after `make trl` a test "
         "runs it again. That release has no PPO.\n\n"
-        "R holds all that a sample earned. Algorithms with an advantage for each token, "
-        "`ppo` and `reinforce_plus_plus`, know where: what a reward "
-        "function gave [by turn](../how-to/extensions.md#by-turn-and-by-token) counts at "
-        "the last loss token of its turn, what it gave by token at that "
+        "R is the sum of a sample's rewards. Algorithms with an advantage for each token, "
+        "`ppo` and `reinforce_plus_plus`, use their positions: a reward that a reward "
+        "function returned [by turn](../how-to/extensions.md#by-turn-and-by-token) counts at "
+        "the last loss token of its turn, a reward by token at that "
         "token, and the rest of R at the sample's last loss token. To all others, which have "
-        "one advantage for a whole sample, only R counts."
+        "one advantage for a whole sample, use only R."
     )
     parts = ["# Algorithms", lead]
     for spec in installed_algorithms():
-        told = describe_algorithm(spec.name)
+        description = describe_algorithm(spec.name)
         own = [
-            f"`{key} = {value}`" for key, value in told["settings"].items() if key in spec.settings
+            f"`{key} = {value}`"
+            for key, value in description["settings"].items()
+            if key in spec.settings
         ]
         parts += [
             f"## {spec.name}",
             spec.summary,
             f"```\n{spec.formula}\n```",
             f"Settings of its own: {', '.join(own) or 'none'}.",
-            f"Needs {told['needs']}.",
+            f"Needs {description['needs']}.",
         ]
         parts += [spec.notes] if spec.notes else []
         excluded = dict(spec.excluded) | (
@@ -333,9 +335,9 @@ def _metric_rows(families: Iterable[Metric]) -> str:
 
 
 def rewards_page() -> str:
-    """Every reward that comes with us."""
+    """Every installed reward."""
     lead = (
-        "The names that `reward.function` knows, as `relax rewards show NAME` tells them. "
+        "The names that `reward.function` accepts, as `relax rewards show NAME` prints them. "
         "Options go into `[reward.options]`."
     )
     parts = ["# Rewards", lead, WHAT_IS_RETURNED]
@@ -365,14 +367,14 @@ def resuming_page() -> str:
     """What may change between the sessions of a run."""
     lead = (
         "`relax run` compares the run file with the one that the run's log describes, shows "
-        "each key that differs, and goes by this table. "
-        f"`{Rule.FREE}`: the change is taken. `{Rule.ACCEPTED}`: it changes what is trained "
-        "from here on; give `--accept-changes`, or say yes where there is a "
-        f"terminal. `{Rule.NEVER}`: the run can't go on with it; `relax runs fork` starts a "
-        "run of its own from its weights. Of two lines that fit a key the "
-        "longer one holds. What changed, and from which policy version on, is on the log: "
-        "`relax runs show` and the report tell it. A change that brings a "
-        "role in or takes one out is refused as well."
+        "each key that differs, and applies this table. "
+        f"`{Rule.FREE}`: the change applies. `{Rule.ACCEPTED}`: it changes the training "
+        "from here on; give `--accept-changes`, or confirm on a "
+        f"terminal. `{Rule.NEVER}`: the run can't resume with it; `relax runs fork` starts a "
+        "separate run from its weights. If two lines match a key, the "
+        "longer one applies. The log records each change and its first policy version: "
+        "`relax runs show` and the report show it. A change that adds or removes a "
+        "role is refused as well."
     )
     rows = [f"| `{key}` | {rule} | {_one_line(reason)} |" for key, (rule, reason) in RULES.items()]
     return "\n".join(
@@ -381,7 +383,7 @@ def resuming_page() -> str:
             "",
             lead,
             "",
-            "| key or section | may change | what it does |",
+            "| key or section | may change | effect |",
             "|---|---|---|",
             *rows,
             "",
@@ -393,9 +395,9 @@ def errors_page() -> str:
     """The error tree and its exit codes."""
     codes = (
         "0 ok, 1 unexpected or goal not reached, 2 usage or configuration, 3 broker unreachable, "
-        "4 refused by the broker, 5 schema, 6 a check found something, 7 fenced, 8 start it "
-        "again: it hung and was asked to, or waited in vain for the object store, 130 "
-        "interrupted by Ctrl-C (SIGINT), 141 nobody reads the output any more, 143 interrupted "
+        "4 refused by the broker, 5 schema, 6 a check found something, 7 fenced, 8 restart it: "
+        "it hung and was asked to exit, or the object store stayed unavailable, 130 "
+        "interrupted by Ctrl-C (SIGINT), 141 the reader of the output has gone, 143 interrupted "
         "by SIGTERM"
     )
     return (
