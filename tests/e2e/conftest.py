@@ -100,13 +100,13 @@ def finished_run(
     run_file, notification_urls = folder / "run.toml", folder / "notification_urls"
     more = f'directory = "{folder / ".relax"}"'
     text = run_file_text(prepared, f"t-{uuid.uuid4().hex[:12]}", more=more)
-    telling = f'[telemetry]\nnotice_urls_file = "{notification_urls}"'
+    telling = f'[telemetry]\nnotification_urls_file = "{notification_urls}"'
     run_file.write_text(f'{text}\n{telling}\n[broker]\nbootstrap_servers = "{bootstrap_servers}"\n')
-    with WebhookSink() as told:
-        threading.Thread(target=told.serve_forever, daemon=True).start()
-        notification_urls.write_text(f"json://127.0.0.1:{told.server_port}/\n")
+    with WebhookSink() as sink:
+        threading.Thread(target=sink.serve_forever, daemon=True).start()
+        notification_urls.write_text(f"json://127.0.0.1:{sink.server_port}/\n")
         ended = call_relax("run", run_file, cwd=folder, timeout_seconds=200)
-        told.shutdown()
-    (folder / "told").write_text("\n".join(told.titles))
+        sink.shutdown()
+    (folder / "notifications").write_text("\n".join(sink.titles))
     assert ended.code == 0, ended.err
     return FinishedRun(run_file, load_run_config(run_file, environment={}))

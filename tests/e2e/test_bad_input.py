@@ -51,7 +51,7 @@ def fails(completion, *, answer, metadata, prompt):
             "data.source=jsonl:nowhere.jsonl",
             ["data file nowhere.jsonl does not exist", "set data.source"],
         ),
-        ("data.source=csv:rows", ["data.source must be 'jsonl:<path>'", "got 'csv:rows'"]),
+        ("data.source=csv:rows", ["data.source must be one of 'jsonl:<path>'", "got 'csv:rows'"]),
         (
             "data.answer_key=solution",
             [

@@ -57,11 +57,11 @@ api = "off"
 """)
     given = load_run_config(run_file, environment={})
     missing = missing_keys(given)
-    told = relax("doctor", run_file)
+    reported = relax("doctor", run_file)
     for key, value in EXPECTED.items():
-        assert f"{key} {value}".split() in [line.split()[:2] for line in told.out.splitlines()], (
-            told.out
-        )
+        assert f"{key} {value}".split() in [
+            line.split()[:2] for line in reported.out.splitlines()
+        ], reported.out
     first = relax("run", run_file, timeout_seconds=RUN_SECONDS)
     assert first.code == 0, first.err
     began = session_of(tmp_path, run_id, missing)

@@ -1,4 +1,4 @@
-"""A policy distilled from another model comes nearer to it, over a set of tokens and by the drawn
+"""A policy distilled from another model comes nearer to it, over a set of tokens and by the sampled
 ones, live and replayed."""
 
 from __future__ import annotations

@@ -31,14 +31,16 @@ target_loss = 0.002
 
 
 def spoilt(answer: str, chance: random.Random) -> str:
-    """Return something like an answer: with other letters, fewer, or more."""
-    letters = list(answer)
+    """Return something like an answer: with other characters, fewer, or more."""
+    characters = list(answer)
     for _ in range(chance.choice((1, 1, 1, 2, 4))):
-        letters[chance.randrange(len(letters))] = chance.choice("ABCDE")
+        characters[chance.randrange(len(characters))] = chance.choice("ABCDE")
     if chance.random() < 0.4:
-        place = chance.randrange(len(letters))
-        letters[place : place + chance.randrange(2)] = chance.choice(("", "A", "B", "C", "D", "E"))
-    return "".join(letters)
+        place = chance.randrange(len(characters))
+        characters[place : place + chance.randrange(2)] = chance.choice(
+            ("", "A", "B", "C", "D", "E")
+        )
+    return "".join(characters)
 
 
 def judgement(answer: str, completion: str) -> str:

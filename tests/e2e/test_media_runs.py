@@ -1,4 +1,4 @@
-"""Runs on images, sounds and videos, from the row of the data to the gradient."""
+"""Runs on images, audio and videos, from the row of the data to the gradient."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord
 from relax_events.objects.roots import list_media
 from relax_events.topics import TopicPlan
-from tests.unit.moving_and_sounding import clip_file, sound_file
-from tests.unit.pictures import picture_file
+from tests.unit.image_model import image_file
+from tests.unit.video_and_audio import clip_file, sound_file
 
 ROOT = Path(__file__).parents[2]
 GUEST = "000000-1000000-0"
@@ -74,8 +74,8 @@ def media_run(tmp_path: Path, bootstrap_servers: str, run_id: str) -> Path:
     first there are three that can't be used."""
     (tmp_path / "media").mkdir()
     files = {
-        "0.png": picture_file(32, 48),
-        "1.png": picture_file(48, 48, seed=1),
+        "0.png": image_file(32, 48),
+        "1.png": image_file(48, 48, seed=1),
         "a.wav": sound_file(0.4),
         "b.wav": sound_file(0.9, seed=1),
     }
@@ -131,7 +131,7 @@ def ask_about_a_picture_that_is_gone(
 ) -> str:
     """Issue a prompt group whose image is not in the store, and return the image's address."""
     uri = f"{objects_uri}/sha256/00/{64 * '0'}.png"
-    picture = ContentPart(
+    image = ContentPart(
         Modality.IMAGE, media=MediaRef(uri, bytes(32), "image/png", 100, width=32, height=32)
     )
     issued = PromptGroupIssued(
@@ -142,7 +142,7 @@ def ask_about_a_picture_that_is_gone(
         row=-1,
         required_policy_version=0,
         samples_per_prompt=2,
-        messages=[ChatMessage("user", [picture])],
+        messages=[ChatMessage("user", [image])],
         seed=1,
     )
     with closing(
@@ -214,7 +214,7 @@ def test_run_trains_on_all_media_and_hostile_ones_end_their_own_rows_alone(
         if part.media
     }
     assert len(references) == 6  # however often rows and samples name them
-    about_all = next(sample for sample in samples if sample.row == 6)
+    about_all = next(sample for sample in samples if sample.key.row == 6)
     shown = relax("samples", "show", about_all.sample_id, media_run).out
     extents = {
         "image/png": "48 x 48",
@@ -295,7 +295,7 @@ def test_run_talks_with_an_environment_that_shows_images_and_a_bad_one_ends_its_
     relax: Relax, tmp_path: Path, bootstrap_servers: str, run_id: str
 ) -> None:
     for number in range(2):
-        (tmp_path / f"{number}.png").write_bytes(picture_file(32, 32 + 16 * number, seed=number))
+        (tmp_path / f"{number}.png").write_bytes(image_file(32, 32 + 16 * number, seed=number))
     rows = [
         {
             "prompt": "<image>what is it?",

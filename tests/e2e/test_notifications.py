@@ -1,4 +1,4 @@
-"""What a run tells while it continues: to people, and to TensorBoard."""
+"""What a run reports while it continues: to people, and to TensorBoard."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ pytestmark = pytest.mark.timeout(300)
 
 def test_run_notifies_of_its_start_and_end(finished_run: FinishedRun) -> None:
     run_id = finished_run.config.run.id
-    told = (finished_run.run_file.parent / "told").read_text().splitlines()
-    assert told == [f"Run {run_id} began", f"Run {run_id} has reached its goal"]
+    reported = (finished_run.run_file.parent / "notifications").read_text().splitlines()
+    assert reported == [f"Run {run_id} began", f"Run {run_id} has reached its goal"]
 
 
 def test_run_is_in_tensorboard_by_default(finished_run: FinishedRun) -> None:

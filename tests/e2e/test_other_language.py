@@ -31,7 +31,7 @@ KINDS = {kind.__name__: kind for kind in (SampleRolledOut, SampleScored, PromptG
 
 
 @pytest.fixture
-def guest(tmp_path: Path) -> JavaProgram:
+def external_client(tmp_path: Path) -> JavaProgram:
     return JavaProgram("Guest", tmp_path / "classes")
 
 
@@ -79,7 +79,7 @@ def check_same(theirs: Any, ours: Any) -> None:
 
 @dataclass(frozen=True)
 class Asked:
-    """A finished run, and what a guest got from it."""
+    """A finished run, and what an external producer got from it."""
 
     lines: list[dict[str, Any]]
     events: dict[tuple[str, str], Any]
@@ -87,14 +87,14 @@ class Asked:
 
 @pytest.fixture
 def ask(
-    relax: Relax, run_file: Path, bootstrap_servers: str, run_id: str, guest: JavaProgram
+    relax: Relax, run_file: Path, bootstrap_servers: str, run_id: str, external_client: JavaProgram
 ) -> Callable[..., Asked]:
-    """Return a function that lets a guest visit a run from its start to its end."""
+    """Return a function that lets an external producer visit a run from its start to its end."""
 
     def visit(*overrides: str) -> Asked:
         settings = (f"broker.bootstrap_servers={bootstrap_servers}", "run.num_steps=5", *overrides)
         assert relax("topics", "apply", run_file, *settings, "--yes").code == 0
-        with guest.start(
+        with external_client.start(
             bootstrap_servers, run_id, PATIENCE_SECONDS, SAMPLES_PER_PROMPT, *PROMPTS
         ) as java:
             ran = relax("run", run_file, *settings, timeout_seconds=280)
@@ -133,7 +133,7 @@ def test_external_java_producer_gets_samples_of_its_own_prompts(
 def test_run_with_a_schema_registry_is_read_by_an_external_reader_that_does_not_know_it(
     ask: Callable[..., Asked], relax: Relax, run_file: Path, bootstrap_servers: str, tmp_path: Path
 ) -> None:
-    """All roles write Confluent's framing, the guest the other one; the ids of the schemas stand on
+    """All roles write Confluent's framing, the external producer the other one; the ids of the schemas stand on
     the log, which outlives the registry."""
     with serve_apicurio(tmp_path / "apicurio") as url, SchemaRegistryClient({"url": url}) as client:
         client.set_compatibility(level="FULL_TRANSITIVE")

@@ -192,7 +192,8 @@ def test_conversation_is_on_the_log_with_its_mask_and_each_row_comes_once_in_an_
     samples = samples_of(answers_run)
     assert len(samples) >= STEPS * GROUPS
     assert {
-        row: sum(sample.row // 8 == row for sample in samples if sample.row < 16) for row in (0, 1)
+        row: sum(sample.key.row // 8 == row for sample in samples if sample.key.row < 16)
+        for row in (0, 1)
     } == {0: 8, 1: 8}
     first = samples[0]
     assert first.finish_reason == "stop"

@@ -1,5 +1,5 @@
 """A workload of the benchmarks, in small: real roles on a real bus, and a bound that no run
-beats."""
+heartbeats."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def test_workload_takes_no_less_time_than_its_bound(bootstrap_servers: str) -> N
     assert report["succeeded"]
     assert report["outcomes"]["trained"] == 12
     assert [len(sample) for step in run.drawn_lengths() for sample in step] == [2] * 12
-    drawn = sorted(sum(sum(group) for group in step) for step in run.drawn_lengths())
+    sampled = sorted(sum(sum(group) for group in step) for step in run.drawn_lengths())
     trained = sorted(round(mean * 8) for mean in report["curves"]["completion_tokens_mean"])
-    assert trained == drawn  # what the bound is calculated from is what the engines generate
+    assert trained == sampled  # what the bound is calculated from is what the engines generate
     bound = bound_seconds(run)
     assert (
         0 < 2 * bound * workload.time_scale <= timeline.published[3] - timeline.published[0] + 0.002

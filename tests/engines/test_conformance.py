@@ -40,7 +40,7 @@ LONG = 400
 
 def begin(engine: Engine, request: GenerationRequest, gate: Gate) -> None:
     """Let an engine generate until a few tokens of each sample are there, and hold it there; SGLang
-    goes on, slowly."""
+    continues, slowly."""
     gate.shut()
     engine.submit(request)
     while True:
@@ -123,10 +123,10 @@ def test_draws_follow_the_probabilities(make: MakeEngine) -> None:
     engine = make()
     request = make_request(1, num_samples=400, max_new_tokens=1, temperature=0.5)
     engine.submit(request)
-    drawn = np.bincount(
+    sampled = np.bincount(
         [int(sample.tokens[0]) for sample in finish(engine).values()], minlength=300
     )
-    likeliest = np.argsort(drawn)[-3:]
+    likeliest = np.argsort(sampled)[-3:]
     expected = [
         400
         * np.exp(
@@ -134,7 +134,7 @@ def test_draws_follow_the_probabilities(make: MakeEngine) -> None:
         )
         for token in likeliest
     ]
-    assert np.abs(drawn[likeliest] - expected).max() < 5 * np.sqrt(max(expected))
+    assert np.abs(sampled[likeliest] - expected).max() < 5 * np.sqrt(max(expected))
 
 
 def test_sample_ends_after_its_stop_token_and_keeps_it(make: MakeEngine) -> None:
@@ -221,7 +221,7 @@ def test_usage_counts_tokens_of_samples_that_go_on(make: MakeEngine, gate: Gate)
 
 
 def assert_at_least(engine: Engine, counts: list[int], expected: list[int]) -> None:
-    """Hold counts beside those expected; a server's may be above: a sample that one of its own end
+    """Compare counts with those expected; a server's may be above: a sample that one of its own end
     tokens has ended is sent again."""
     if isinstance(engine, SGLangEngine):
         assert all(count >= least for count, least in zip(counts, expected, strict=True))
@@ -290,7 +290,7 @@ def test_swap_keeps_the_cache_and_says_so(make: MakeEngine, gate: Gate) -> None:
             assert segment.policy_version == 1 or not segment.kept_cache
             if segment.kept_cache:
                 kept.append(differences.max())
-            # of the old weights, or computed anew after an end token of the model's that is none of
+            # of the old weights, or computed again after an end token of the model's that is none of
             # the request's
             else:
                 assert differences.max() < 1e-5

@@ -1,4 +1,4 @@
-"""A mixture of experts on servers that tell which experts each token went through: SGLang's, and
+"""A mixture of experts on servers that report which experts each token went through: SGLang's, and
 our own, which speaks as that does."""
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def sequence_of(request: GenerationRequest, sample: GeneratedSample) -> np.ndarr
 
 
 def check_whole(request: GenerationRequest, sample: GeneratedSample, path: Path) -> None:
-    """Hold log-probabilities and experts of a sample of one version beside those of transformers
+    """Compare log-probabilities and experts of a sample of one version with those of transformers
     and of the computation by hand."""
     expected = chosen_by(path, sequence_of(request, sample))
     assert sample.routed_experts is not None
@@ -107,21 +107,23 @@ def test_experts_are_those_of_transformers_for_all_tokens_in_all_layers(
 
 @pytest.mark.parametrize("num_told", [None, 0, 5])
 def test_sample_that_goes_on_is_told_of_as_a_whole(
-    engine: SGLangEngine, gate: Gate, num_told: int | None
+    engine: SGLangEngine, gate: Gate, num_reported: int | None
 ) -> None:
     request = make_request(2, max_new_tokens=LONG, temperature=1.3)
     partial = begin(engine, request, gate)
     for sample in partial:
         assert sample.routed_experts is not None
         assert len(sample.routed_experts) == len(sequence_of(request, sample)) - 1
-    told = [
+    reported = [
         replace(
             one,
-            routed_experts=None if one.routed_experts is None else one.routed_experts[:num_told],
+            routed_experts=None
+            if one.routed_experts is None
+            else one.routed_experts[:num_reported],
         )
         for one in partial
     ]
-    engine.submit(continued(request, told))
+    engine.submit(continued(request, reported))
     for sample in finish(engine).values():
         assert sample.routed_experts is not None
         assert (
@@ -164,10 +166,10 @@ def test_kept_cache_keeps_the_routing_that_it_was_made_with(
         other_weights(2, seed=5, family=FAMILY),
     )
     before = engine.policy_version
-    partial, num_drawn = begin(engine, request, gate), engine.num_tokens
+    partial, num_sampled = begin(engine, request, gate), engine.num_tokens
     gate.shut(MORE)
     engine.submit(continued(request, partial))
-    while engine.num_tokens < num_drawn + 16:
+    while engine.num_tokens < num_sampled + 16:
         assert engine.poll(timeout_seconds=0.05) == []
     engine.load_weights(weights, on_running="swap")
     gate.open()

@@ -217,7 +217,7 @@ def test_server_that_keeps_dying_ends_the_engine(engine: SGLangEngine, directory
 def await_servers(engine: SGLangEngine, count: int) -> None:
     """Wait until so many servers serve, while nothing runs."""
     pause = threading.Event()
-    while len(engine._lifecycle) < count:
+    while len(engine._serving) < count:
         assert engine.poll(timeout_seconds=0.0) == []
         pause.wait(0.2)
 

@@ -1,4 +1,4 @@
-"""Pictures, clips and sounds through a real SGLang server: it computes what the trainer computes of
+"""Images, videos and audio through a real SGLang server: it computes what the trainer computes of
 the same arrays."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from relax_events.engines.sglang import generation
 from relax_events.engines.sglang import media_features as media_wire
 from relax_events.engines.sglang.checkpoint import ModelFolder
 from relax_events.engines.sglang.inflight import InflightRequest
-from relax_events.engines.sglang.media_features import HEAD
+from relax_events.engines.sglang.media_features import PREFIX
 from relax_events.environments.episodes import MultiTurnEngine
 from relax_events.environments.pool import EnvironmentPool
 from relax_events.errors import PoisonSample
@@ -50,7 +50,14 @@ from relax_events.objects.roots import list_message_media
 from relax_events.weights import Weights
 from relax_events.weights.artifact_writer import weights_digest
 from tests.folders import kept_folder
-from tests.unit.moving_and_sounding import (
+from tests.unit.image_model import (
+    build_image_model,
+    plain_model,
+    prompt_of,
+    question,
+    request_about,
+)
+from tests.unit.video_and_audio import (
     BOUNDS,
     OMNI,
     SMALL,
@@ -60,7 +67,6 @@ from tests.unit.moving_and_sounding import (
     plain_omni,
     whole_omni_model,
 )
-from tests.unit.pictures import picture_model, plain_model, prompt_of, question, request_about
 
 pytestmark = pytest.mark.timeout(720)  # the first test waits for the server
 ENVIRONMENTS = Path(__file__).parents[1] / "environment_functions.py"
@@ -95,7 +101,7 @@ def deep_omni_model(seed: int = 3) -> Path:
 
 HEARING = [deep_omni_model, pytest.param(whole_omni_model, marks=pytest.mark.long)]
 MIXED = [*HEARING, pytest.param(expert_model, marks=pytest.mark.long)]
-MEDIA_MODELS = [*MIXED, pytest.param(picture_model, marks=pytest.mark.long)]
+MEDIA_MODELS = [*MIXED, pytest.param(build_image_model, marks=pytest.mark.long)]
 
 
 @pytest.fixture(scope="module", params=MEDIA_MODELS)
@@ -110,7 +116,7 @@ def url(
     model: Model, sglang_python: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[str]:
     """Give the address of a server on the tiny model; it reads prompts in pieces, which end within
-    pictures."""
+    images."""
     arguments = ("--chunked-prefill-size", "48", *((EXPERTS,) if has_experts(model()) else ()))
     with started_server(
         model(), tmp_path_factory.mktemp("server"), python=sglang_python, arguments=arguments
@@ -340,7 +346,7 @@ def test_experts_are_those_of_the_trainer_for_all_tokens_media_among_them(
 def test_swap_lets_what_has_begun_go_on_and_all_else_begin_anew(
     make: MakeEngine, gate: Gate, model: Model, library: MediaLibrary
 ) -> None:
-    """Some that wait, or are read in part, have the pictures of samples that run: nothing of them
+    """Some that wait, or are read in part, have the images of samples that run: nothing of them
     that the server keeps may be used."""
     engine, other = make(), model(seed=4)
     pieces = [pieces_of(library, [PICTURE, CLIP, WIDE], seed=10 * number) for number in range(5)]
@@ -403,7 +409,7 @@ def test_answers_to_pictures_that_come_in_between_are_those_of_the_trainer(
     make: MakeEngine, model: Model, library: MediaLibrary, tmp_path: Path
 ) -> None:
     sections = {
-        "environment": {"function": f"{ENVIRONMENTS}:show_pictures"},
+        "environment": {"function": f"{ENVIRONMENTS}:show_images"},
         "engine": SERVER_BOUNDS,
     }
     config = media_run(tmp_path, model(), sections=sections)
@@ -420,7 +426,7 @@ def test_answers_to_pictures_that_come_in_between_are_those_of_the_trainer(
             replace(
                 request,
                 stop_token_ids=stops,
-                task=EnvironmentContext(
+                environment_context=EnvironmentContext(
                     messages=question(*(piece.reference for piece in request.media))
                 ),
             )
@@ -455,7 +461,7 @@ def test_answers_to_pictures_that_come_in_between_are_those_of_the_trainer(
 def test_placeholder_that_the_policy_wrote_stands_for_nothing(
     make: MakeEngine, model: Model, library: MediaLibrary, layout: MediaLayout
 ) -> None:
-    """As in an answer before the next turn, which brings another picture."""
+    """As in an answer before the next turn, which brings another image."""
     engine, turns = (
         make(),
         [asked(model(), number, pieces_of(library, [PICTURE], seed=number)) for number in range(2)],
@@ -493,8 +499,8 @@ def test_placeholders_among_the_tokens_that_are_drawn_do_no_harm(
     )
     engine.submit(request)
     samples = finish(engine)
-    drawn = {token for sample in samples.values() for token in sample.tokens.tolist()}
-    assert drawn >= set(layout.placeholders.values())
+    sampled = {token for sample in samples.values() for token in sample.tokens.tolist()}
+    assert sampled >= set(layout.placeholders.values())
     begun = [
         replace(sample, tokens=sample.tokens[:150], logprobs=sample.logprobs[:150])
         for sample in samples.values()
@@ -538,7 +544,7 @@ def test_prompt_that_the_server_reads_otherwise_fails_by_name(
     assert all(len(sample.tokens) == 0 for sample in samples.values())
 
 
-@pytest.mark.parametrize("said", ["{}", "[1", '{"shown": [{"modality": "smell"}], "runs": []}'])
+@pytest.mark.parametrize("said", ["{}", "[1", '{"arrays": [{"modality": "smell"}], "runs": []}'])
 def test_media_that_can_not_be_read_fail_by_name_and_alone(
     make: MakeEngine,
     model: Model,
@@ -549,7 +555,7 @@ def test_media_that_can_not_be_read_fail_by_name_and_alone(
     engine, request = make(), asked(model(), 1, pieces_of(library, [PICTURE]))
     with monkeypatch.context() as broken:
         broken.setattr(
-            generation, "requested", lambda samples, *_, **__: [HEAD + said] * len(samples)
+            generation, "build_image_data", lambda samples, *_, **__: [PREFIX + said] * len(samples)
         )
         engine.submit(request)
         assert all("can't be read" in sample.error for sample in finish(engine).values())
@@ -561,7 +567,9 @@ def test_places_that_the_features_do_not_fit_into_are_refused_by_the_server(
 ) -> None:
     engine, request = make(), asked(model(), 1, pieces_of(library, [PICTURE]))
     with monkeypatch.context() as broken:
-        broken.setattr(media_wire, "_runs", lambda cells: [(int(cells[0]), int(cells[-1]) + 1)])
+        broken.setattr(
+            media_wire, "_token_ranges", lambda cells: [(int(cells[0]), int(cells[-1]) + 1)]
+        )
         engine.submit(request)
         assert all(
             "12 features (image) don't fit into the places" in sample.error

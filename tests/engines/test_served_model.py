@@ -1,5 +1,5 @@
 """A model behind `relax serve`: what SGLang's own tests say of it, and what a person meets who asks
-it amiss."""
+it wrong."""
 
 from __future__ import annotations
 
@@ -116,8 +116,8 @@ def test_logprobs_of_prompt_and_completion_are_those_of_the_model(url: str) -> N
 
 
 def test_a_seed_and_greedy_sampling_repeat_themselves(url: str) -> None:
-    drawn = [generate(url, sampling={"sampling_seed": 5})["output_ids"] for _ in range(2)]
-    assert drawn[0] == drawn[1] != generate(url, sampling={"sampling_seed": 6})["output_ids"]
+    sampled = [generate(url, sampling={"sampling_seed": 5})["output_ids"] for _ in range(2)]
+    assert sampled[0] == sampled[1] != generate(url, sampling={"sampling_seed": 6})["output_ids"]
     assert (
         len({tuple(generate(url, sampling={"temperature": 0})["output_ids"]) for _ in range(2)})
         == 1
@@ -288,8 +288,8 @@ def test_other_weights_take_over_between_two_tokens(tmp_path: Path, gate: Gate) 
         )
 
 
-def told(reply: dict[str, Any], *, num_layers: int = 2, top_k: int = 2) -> np.ndarray:
-    """Read what is told of experts, as SGLang's `extract_routed_experts_from_meta_info` does."""
+def reported(reply: dict[str, Any], *, num_layers: int = 2, top_k: int = 2) -> np.ndarray:
+    """Read what is reported of experts, as SGLang's `extract_routed_experts_from_meta_info` does."""
     return np.frombuffer(b64decode(reply["meta_info"]["routed_experts"]), np.int32).reshape(
         -1, num_layers, top_k
     )
@@ -306,7 +306,7 @@ def test_experts_are_told_of_as_by_sglang_at_the_end_alone() -> None:
             url, num_tokens=300, return_routed_experts=True, sampling={"sampling_seed": 3}
         )
         expected = chosen_by(path, np.array(PROMPT + whole["output_ids"]))
-        assert told(whole).tolist() == expected.tolist()
+        assert reported(whole).tolist() == expected.tolist()
         assert "routed_experts" not in generate(url, num_tokens=2)["meta_info"]
         sampling = {"max_new_tokens": 300, "ignore_eos": True, "sampling_seed": 3}
         body = {
@@ -319,7 +319,7 @@ def test_experts_are_told_of_as_by_sglang_at_the_end_alone() -> None:
         *growing, last = events(url, "/generate", body)
         assert growing
         assert not any("routed_experts" in event["meta_info"] for event in growing)
-        assert told(last).tolist() == expected[2:].tolist()
+        assert reported(last).tolist() == expected[2:].tolist()
         stop = whole["text"][100:103]
         cut = generate(
             url,
@@ -327,7 +327,7 @@ def test_experts_are_told_of_as_by_sglang_at_the_end_alone() -> None:
             return_routed_experts=True,
             sampling={"sampling_seed": 3, "stop": stop},
         )
-        assert 0 < len(told(cut)) == len(PROMPT) + len(cut["output_ids"]) - 1 < len(expected)
+        assert 0 < len(reported(cut)) == len(PROMPT) + len(cut["output_ids"]) - 1 < len(expected)
         for asked, text in {
             (4, 8): "must lie in each prompt, got 4 for one of 3 tokens",
             (0, 0): "draw a token",
@@ -364,7 +364,7 @@ def test_checksums_of_experts_are_those_of_the_checkpoint(tmp_path: Path) -> Non
 
 
 def test_who_hangs_up_is_not_generated_for(url: str, gate: Gate) -> None:
-    gate.shut()  # what nobody took out would run until the test ends
+    gate.shut()  # what no one took out would run until the test ends
     asked = {"input_ids": PROMPT, "sampling_params": LONGEST}
     with closing(http.client.HTTPConnection(urlsplit(url).netloc, timeout=SECONDS)) as caller:
         caller.request(

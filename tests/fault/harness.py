@@ -264,7 +264,7 @@ class FaultRun:
     def wait_until_ready_again(
         self, *worker_ids: str, killed: dict[str, int], timeout_seconds: float | None = None
     ) -> None:
-        """Wait until other processes than the killed ones have taken up the work of these
+        """Wait until other processes than the killed ones have resumed the work of these
         workers."""
 
         def resumed() -> bool:
@@ -275,7 +275,9 @@ class FaultRun:
             )
 
         self.wait_until(
-            resumed, f"{', '.join(worker_ids)} beat again", timeout_seconds=timeout_seconds
+            resumed,
+            f"{', '.join(worker_ids)} sent heartbeats again",
+            timeout_seconds=timeout_seconds,
         )
 
     def wait_until_gone(
@@ -295,13 +297,13 @@ class FaultRun:
 
     def is_ready(self, worker_id: str) -> bool:
         """Tell whether a worker is past its start."""
-        beat = self.state.workers.get(worker_id)
-        return beat is not None and beat.state in READY
+        heartbeat = self.state.workers.get(worker_id)
+        return heartbeat is not None and heartbeat.state in READY
 
     def pid(self, worker_id: str) -> int:
-        """Return the process id that a worker's newest beat names; -1 before the first."""
-        beat = self.state.workers.get(worker_id)
-        return beat.pid if beat else -1
+        """Return the process id that a worker's newest heartbeat names; -1 before the first."""
+        heartbeat = self.state.workers.get(worker_id)
+        return heartbeat.pid if heartbeat else -1
 
     def kill(self, *worker_ids: str) -> dict[str, int]:
         """Kill workers as a crash would; return their process ids."""
@@ -321,8 +323,8 @@ class FaultRun:
 
     def num_taken(self, worker_id: str) -> int:
         """Return how many prompt groups or records a worker has finished or holds."""
-        beat = self.state.workers[worker_id]
-        return beat.num_processed + beat.num_in_flight
+        heartbeat = self.state.workers[worker_id]
+        return heartbeat.num_processed + heartbeat.num_in_flight
 
     @property
     def worker_ids(self) -> list[str]:
@@ -339,7 +341,7 @@ class FaultRun:
         return report
 
     def ledger(self) -> dict[str, Any]:
-        """Run `relax ledger check` and return its figures; fail when a promise was broken. A broker
+        """Run `relax ledger check` and return its totals; fail when a promise was broken. A broker
         that did not answer in time is asked again."""
         for _ in range(NUM_ASKED):
             ended = subprocess.run(
@@ -353,11 +355,11 @@ class FaultRun:
             )
             if ended.returncode != BrokerUnavailable.exit_code:
                 break
-        figures: dict[str, Any] = orjson.loads(ended.stdout or b"{}")
-        assert (ended.returncode, figures.get("problems")) == (0, []), (
-            f"{figures}\n{ended.stderr.decode()}"
+        totals: dict[str, Any] = orjson.loads(ended.stdout or b"{}")
+        assert (ended.returncode, totals.get("problems")) == (0, []), (
+            f"{totals}\n{ended.stderr.decode()}"
         )
-        return figures
+        return totals
 
     def metrics(self, worker_id: str) -> dict[str, float]:
         """Scrape a worker; return values by sample, named as Prometheus's text format writes it."""
@@ -405,7 +407,8 @@ class FaultRun:
 
     def _describe_progress(self) -> str:
         workers = {
-            worker_id: f"{beat.state} {beat.pid}" for worker_id, beat in self.state.workers.items()
+            worker_id: f"{heartbeat.state} {heartbeat.pid}"
+            for worker_id, heartbeat in self.state.workers.items()
         }
         output = self.output.read_text(errors="replace") if self.output.exists() else ""
         return f"{self.state.num_steps} steps, {workers}, the output:\n{output[-3000:]}"
@@ -419,7 +422,7 @@ def failpoint_marker(point: str) -> str:
 
 def assert_ledger_balances(run: FaultRun) -> dict[str, Any]:
     """Assert what every fault leaves untouched, by the log and by the report; return the ledger's
-    figures."""
+    metrics."""
     ledger, report, config = run.ledger(), run.report(), run.config.run
     assert report["succeeded"], report["reason"]
     assert report["ledger_problems"] == []

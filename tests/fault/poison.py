@@ -1,4 +1,4 @@
-"""What strangers may write into a run's topics: bytes that no worker can use, and records that no
+"""What unknown producers may write into a run's topics: bytes that no worker can use, and records that no
 broker takes."""
 
 from __future__ import annotations

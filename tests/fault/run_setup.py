@@ -72,8 +72,8 @@ import zlib
 
 import numpy as np
 
-from relax_events.data.tokenizer_folder import FolderTokenizer
-from relax_events.engines.transformers import TransformersEngine
+from relax_events.models.tokenizer_folder import FolderTokenizer
+from relax_events.engines.transformers.engine import TransformersEngine
 
 class Grader(TransformersEngine):
     def __init__(self, model_path, **settings):
@@ -116,7 +116,7 @@ import time
 
 import torch
 
-from relax_events.training.torch_backend import TorchBackend
+from relax_events.training.backend.torch_backend import TorchBackend
 
 class NotFinite(TorchBackend):
     def accumulate(self, samples):

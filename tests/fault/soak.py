@@ -83,7 +83,7 @@ class Soak:
     runs: list[dict[str, Any]] = field(default_factory=list)
     num_crash_points: int = 0
     due: list[str] = field(default_factory=list)
-    """Kinds that were drawn and not injected yet."""
+    """Kinds that were sampled and not injected yet."""
     seconds_left: float = field(init=False)
     started: float = field(default_factory=time.monotonic)
 
@@ -269,12 +269,12 @@ class Soak:
         """Draw a kind that this run can have: over all runs, each comes once before any comes
         again."""
         if not any(kind in possible for kind in self.due):
-            drawn = [
+            sampled = [
                 kind
                 for kind in self._chosen(lambda fault: not fault.ends_run)
                 if kind not in self.due
             ]
-            self.due += random.sample(drawn, len(drawn))
+            self.due += random.sample(sampled, len(sampled))
         kind = next(kind for kind in self.due if kind in possible)
         self.due.remove(kind)
         return kind
@@ -307,7 +307,7 @@ class Soak:
             "minutes": self.minutes,
             "cpus": os.cpu_count(),
             "faults": {
-                kind: self._figures(kind, fault)
+                kind: self._metrics(kind, fault)
                 for kind, fault in FAULTS.items()
                 if kind in self.kinds
             },
@@ -317,7 +317,7 @@ class Soak:
             "violations": self.violations,
         }
 
-    def _figures(self, kind: str, fault: Fault) -> dict[str, Any]:
+    def _metrics(self, kind: str, fault: Fault) -> dict[str, Any]:
         of_kind = [one for one in self.injected if one.kind == kind]
         seconds = [one.seconds for one in of_kind if one.seconds is not None]
         return {
@@ -331,7 +331,7 @@ class Soak:
 
 @contextmanager
 def local_broker(folder: Path) -> Iterator[EmbeddedBroker]:
-    """Give a broker that runs start again by themselves, and end it whoever started it last."""
+    """Give a broker that runs start again by themselves, and end it the process that started it last."""
     with EmbeddedBroker(folder) as broker:
         try:
             yield broker
@@ -352,7 +352,7 @@ def linked_broker(folder: Path) -> Iterator[tuple[Node, Link]]:
 
 
 def finished(run: FaultRun) -> dict[str, Any]:
-    """Have the run end some steps further on, at a goal; return the ledger's figures, which must
+    """Have the run end some steps further on, at a goal; return the ledger's metrics, which must
     balance, as the disk must be swept."""
     workers = run.worker_processes()
     run.process.send_signal(signal.SIGTERM)
@@ -377,7 +377,7 @@ def finished(run: FaultRun) -> dict[str, Any]:
 
 
 def standing(ledger: dict[str, Any]) -> str:
-    """Return the ledger's figures in a line."""
+    """Return the ledger's metrics in a line."""
     outcomes = ", ".join(f"{name} {count}" for name, count in ledger["outcomes"].items())
     return (
         f"{ledger['steps']} steps, {outcomes}, regenerated {ledger['rollouts_regenerated']}, "
@@ -407,8 +407,8 @@ def show(summary: dict[str, Any]) -> None:
     print_table(
         columns,
         [
-            (kind, *("" if value is None else value for value in figures.values()))
-            for kind, figures in summary["faults"].items()
+            (kind, *("" if value is None else value for value in metrics.values()))
+            for kind, metrics in summary["faults"].items()
         ],
     )
     print(

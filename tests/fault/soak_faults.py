@@ -30,7 +30,7 @@ from relax_events.kafka.records import ProducerRecord
 from relax_events.runtime.failpoints import POINTS
 
 MAX_RESTARTS = 6
-"""`workers.max_restarts` of runs that must go on."""
+"""`workers.max_restarts` of runs that must continue."""
 SLOW_FACTOR = 3
 """How many times `workers.heartbeat_timeout_seconds` a slow step takes."""
 CALLS = {
@@ -438,7 +438,7 @@ def commanded_restarts(run: FaultRun) -> int:
 
 
 def num_commanded_deaths(run: FaultRun) -> int:
-    """Return how many workers died since the soak told them to."""
+    """Return how many workers died since the soak reported them to."""
     return sum(ERROR in line["error"] for line in run.logged("run", "worker.died"))
 
 

@@ -1,5 +1,5 @@
 """The trainer and the engine of a soaked run: they do as usual until a file in the run's folder,
-where workers work, tells them otherwise.
+where workers work, reports them otherwise.
 
 slow_step         the trainer's next call of the name in the file takes seconds longer, as many as the file says
 dies.<worker id>  the worker dies, as many times as the file has bytes; one that says `always` lets
@@ -53,7 +53,7 @@ def die_if_commanded(worker_id: str) -> None:
 
 
 class SoakedEngine(TransformersEngine):
-    """Dies while it generates when it is told to."""
+    """Dies while it generates when it is reported to."""
 
     def poll(self, *, timeout_seconds: float) -> list[GeneratedSample]:
         """Decode as usual."""
@@ -63,7 +63,7 @@ class SoakedEngine(TransformersEngine):
 
 
 class SoakedTrainer(TorchBackend):
-    """Dies or takes long in a step when it is told to."""
+    """Dies or takes long in a step when it is reported to."""
 
     def accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
         """Train a micro-batch as usual."""
@@ -85,7 +85,7 @@ class SoakedTrainer(TorchBackend):
         path = Path(SLOW_STEP)
         if not path.exists():
             return
-        told, seconds = path.read_text().split()
-        if told == call:
+        reported, seconds = path.read_text().split()
+        if reported == call:
             path.unlink()  # once, also when this process is killed meanwhile
             time.sleep(float(seconds))

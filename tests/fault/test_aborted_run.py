@@ -12,7 +12,7 @@ from harness import FaultRun
 from relax_events.history.runs.listing import read_run
 
 ALWAYS_DIES = """
-from relax_events.training.torch_backend import TorchBackend
+from relax_events.training.backend.torch_backend import TorchBackend
 
 
 class NoRoom(TorchBackend):

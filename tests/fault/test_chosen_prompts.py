@@ -70,5 +70,5 @@ def test_chosen_prompts_are_each_issued_once_when_the_prompter_dies(
 
 
 def _takes_the_seat_of(prompt_group_id: str, ended: set[str]) -> bool:
-    seat, _, attempt = prompt_group_id.rpartition("-")
-    return f"{seat}-{int(attempt) - 1}" in ended
+    group_index, _, attempt = prompt_group_id.rpartition("-")
+    return f"{group_index}-{int(attempt) - 1}" in ended

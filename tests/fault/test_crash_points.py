@@ -162,8 +162,8 @@ def assert_broadcast_again(run: FaultRun) -> None:
         for record in run.records("control.broadcast-membership")
         if isinstance(event := codec.decode(record.value), BroadcastMembership)
     ]
-    assert [told.membership_version for told in lists] == list(range(1, len(lists) + 1))
-    assert len({told.join_token for told in lists}) == 2, "of two trainers"
+    assert [reported.membership_version for reported in lists] == list(range(1, len(lists) + 1))
+    assert len({reported.join_token for reported in lists}) == 2, "of two trainers"
     starts = [line["timestamp"] for line in run.logged("rollout-0", "worker.started")]
     loads = run.logged("rollout-0", "weights.loaded")
     lives = [

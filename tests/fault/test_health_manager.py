@@ -55,9 +55,9 @@ def test_stuck_worker_is_started_again_and_the_count_outlives_the_controller(
     run.wait_until(lambda: run.pid("rollout-0") not in (stuck, -1), "another process generates")
     run.wait_until_ready_again("controller-0", killed=run.kill("controller-0"))
     run.recovers_within(WORKER_SECONDS)
-    figures = run.metrics("controller-0")
-    assert figures['relax_health_restarts_total{role="rollout",symptom="stuck"}'] == 1
-    assert figures["relax_pipeline_restarts_total"] == figures["relax_run_aborted"] == 0
+    exposed = run.metrics("controller-0")
+    assert exposed['relax_health_restarts_total{role="rollout",symptom="stuck"}'] == 1
+    assert exposed["relax_pipeline_restarts_total"] == exposed["relax_run_aborted"] == 0
 
     assert run.wait_until_ended(run.process) == 0
     assert_ledger_balances(run)
@@ -122,8 +122,8 @@ def test_trainer_whose_calls_take_longer_than_silence_may_last_is_left_alone(
     inside = set[str]()
 
     def looks() -> bool:
-        beat = run.state.workers.get("trainer-0")
-        inside.update({beat.activity} if beat else ())
+        heartbeat = run.state.workers.get("trainer-0")
+        inside.update({heartbeat.activity} if heartbeat else ())
         return run.process.poll() is not None
 
     run.wait_until(lambda: looks() or run.state.num_steps == 2, "the slow step is committed")
@@ -175,9 +175,9 @@ def test_run_is_restored_and_then_given_up_when_nothing_helps(
     run.start()
     assert run.wait_until_ended(run.process, timeout_seconds=220) == 1
     pipeline = {f"{role}-0" for role in run.config.roles()} - {"controller-0", "metrics-0"}
-    told = commanded(run)
-    assert told[0] == ("rollout-0", "restart", "stuck")
-    assert sorted(told[1:]) == sorted((worker_id, "restore", "stuck") for worker_id in pipeline)
+    reported = commanded(run)
+    assert reported[0] == ("rollout-0", "restart", "stuck")
+    assert sorted(reported[1:]) == sorted((worker_id, "restore", "stuck") for worker_id in pipeline)
     assert run.state.ended is not None
     assert run.state.ended.reason.startswith("rollout-0 has had work for ")
     assert run.state.ended.reason.endswith(

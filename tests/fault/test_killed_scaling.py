@@ -1,4 +1,4 @@
-"""The controller dies in every state of a request for workers: the one that follows takes it up
+"""The controller dies in every state of a request for workers: the one that follows resumes it
 where the log says it is."""
 
 from __future__ import annotations

@@ -77,13 +77,15 @@ def test_lost_and_altered_objects_cost_their_prompt_groups_alone(
 
     assert run.wait_until_ended(run.process) == 0
     assert assert_ledger_balances(run)["outcomes"]["failed"] == 2
-    letters = {letter.key: letter.headers for letter in run.records("reward.dead-letters")}
-    assert {group: headers["error-class"] for group, headers in letters.items()} == {
+    dead_letters = {
+        dead_letter.key: dead_letter.headers for dead_letter in run.records("reward.dead-letters")
+    }
+    assert {group: headers["error-class"] for group, headers in dead_letters.items()} == {
         lost: "ObjectError",
         altered: "ObjectError",
     }
-    assert "there is no such object" in letters[lost]["error-text"]
-    assert "was altered: its SHA-256 must be" in letters[altered]["error-text"]
+    assert "there is no such object" in dead_letters[lost]["error-text"]
+    assert "was altered: its SHA-256 must be" in dead_letters[altered]["error-text"]
     events = [
         EventCodec().decode(record.value) for record in run.records("control.prompt-group-outcomes")
     ]

@@ -62,16 +62,16 @@ def test_poison_is_dead_lettered_and_the_run_continues(start_run: Callable[..., 
     assert ledger["samples_foreign"] > 0
     expected = Counter(name for name, _ in poisoned(sample) for _ in range(2))
     for role in (*SCORERS, "trainer"):
-        letters = run.records(f"{role}.dead-letters")
-        found = Counter(letter.headers["error-class"] for letter in letters)
+        dead_letters = run.records(f"{role}.dead-letters")
+        found = Counter(dead_letter.headers["error-class"] for dead_letter in dead_letters)
         if (
             role == "trainer"
         ):  # it knows that no one issued such a prompt group, before it looks at the numbers
             found[PoisonSample.__name__] += found[ForeignRecord.__name__]
         assert all(found[name] >= count for name, count in expected.items()), (role, found)
         assert all(
-            letter.headers["error-text"] and letter.headers["origin-offset"].isdigit()
-            for letter in letters
+            dead_letter.headers["error-text"] and dead_letter.headers["origin-offset"].isdigit()
+            for dead_letter in dead_letters
         )
     assert len(run.records("rollout.dead-letters")) == num_prompts
     ended = [
@@ -79,7 +79,7 @@ def test_poison_is_dead_lettered_and_the_run_continues(start_run: Callable[..., 
         for record in run.records("control.prompt-group-outcomes")
         if isinstance(event := CODEC.decode(record.value), PromptGroupEnded)
     ]
-    strangers = [event for event in ended if event.prompt_group_id == STRANGE]
-    assert [event.outcome.value for event in strangers] == ["failed"], (
+    unissued = [event for event in ended if event.prompt_group_id == STRANGE]
+    assert [event.outcome.value for event in unissued] == ["failed"], (
         "an unknown producer's prompt group is ended once, as failed"
     )

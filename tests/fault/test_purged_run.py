@@ -43,7 +43,7 @@ def test_run_recovers_when_old_versions_were_purged(start_run: Callable[..., Fau
     ledger = assert_ledger_balances(run)
     assert min(ledger["samples_purged"], ledger["prompt_groups_purged"]) > 0
     assert len(ledger["unproven"]) == 2
-    # The prompter that started again knew of seats whose issue was purged: it issued none of them
+    # The prompter that started again knew of slots whose issue was purged: it issued none of them
     # again.
     assert (
         sum(line["num_prompt_groups"] for line in run.logged("prompter-0", "prompt_groups.issued"))

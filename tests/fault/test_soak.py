@@ -61,7 +61,7 @@ def soaked(folder: Path, *words: str, kinds: tuple[str, ...]) -> dict[str, Any]:
     assert (ended.returncode, summary["violations"]) == (0, [])
     assert (
         summary["num_faults"]
-        == sum(figures["recovered"] for figures in summary["faults"].values())
+        == sum(metrics["recovered"] for metrics in summary["faults"].values())
         > 0
     )
     for run in summary["runs"]:
@@ -79,9 +79,9 @@ def test_every_kind_comes_once_before_any_comes_again_over_all_runs(tmp_path: Pa
     one, random = soak.Soak(tmp_path, seed=1, minutes=1.0), Random(1)
     anywhere = [kind for kind, fault in FAULTS.items() if not fault.ends_run]
     near = [kind for kind in anywhere if not FAULTS[kind].needs_link]
-    drawn = [one._next_kind(near, random) for _ in range(5)]
-    drawn += [one._next_kind(anywhere, random) for _ in range(len(anywhere) - 5)]
-    assert sorted(drawn) == sorted(anywhere)
+    sampled = [one._next_kind(near, random) for _ in range(5)]
+    sampled += [one._next_kind(anywhere, random) for _ in range(len(anywhere) - 5)]
+    assert sorted(sampled) == sorted(anywhere)
     again = [one._next_kind(near, random) for _ in near]
     assert sorted(again) == sorted(near)
     assert one._next_kind(near, random) in near
@@ -103,7 +103,7 @@ def test_short_soak_breaks_no_promise(tmp_path: Path) -> None:
 def test_soak_of_chosen_kinds_meets_each(tmp_path: Path, kinds: tuple[str, ...]) -> None:
     words = ("--minutes", "0.1", "--each", "--seed", "3", "--slow-seconds", "30", *PATIENCE)
     summary = soaked(tmp_path, *words, kinds=kinds)
-    assert {kind for kind, figures in summary["faults"].items() if figures["injected"]} == set(
+    assert {kind for kind, metrics in summary["faults"].items() if metrics["injected"]} == set(
         kinds
     )
 
@@ -161,9 +161,9 @@ def test_violation_gives_exit_code_6_and_keeps_everything(
     monkeypatch.setattr(soak.Soak, "run", run)
     monkeypatch.setattr(soak.signal, "signal", lambda *_: None)
     assert soak.main(["--folder", str(tmp_path), "--summary", str(tmp_path / "summary.json")]) == 6
-    figures = orjson.loads((tmp_path / "summary.json").read_bytes())["faults"]["poison"]
+    metrics = orjson.loads((tmp_path / "summary.json").read_bytes())["faults"]["poison"]
     assert {
-        name: figures[name] for name in ("injected", "recovered", "seconds_p50", "seconds_max")
+        name: metrics[name] for name in ("injected", "recovered", "seconds_p50", "seconds_max")
     } == {
         "injected": 3,
         "recovered": 2,
@@ -177,11 +177,11 @@ def test_violation_gives_exit_code_6_and_keeps_everything(
 
 def test_every_setting_that_a_soak_draws_is_one_that_a_run_takes(tmp_path: Path) -> None:
     random = Random(1)
-    drawn = [
+    sampled = [
         soak.Soak(tmp_path, seed=1, minutes=1.0)._settings(number, random, None)
         for number in range(60)
     ]
     kinds = {
-        (config.broker.prompt_queue, config.workers.rollout, config.run.mode) for config in drawn
+        (config.broker.prompt_queue, config.workers.rollout, config.run.mode) for config in sampled
     }
     assert len(kinds) == 8, "each lease with one and two rollout workers, async and sync"

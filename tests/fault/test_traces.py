@@ -24,7 +24,7 @@ PATH = {
     "train advantage.samples": "relax-trainer",
 }
 KILLED = "rollout.before_settle:4=kill"
-"""Its samples are acknowledged, nobody has heard of its spans."""
+"""Its samples are acknowledged, no one has heard of its spans."""
 EVALUATORS = {"relax-reference", "relax-actor-forward"}
 
 

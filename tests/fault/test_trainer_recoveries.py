@@ -15,7 +15,7 @@ STEPS = 8
 REFUSED = "000001-0001-0"
 REFUSES = f"""
 from relax_events.errors import PoisonSample
-from relax_events.training.torch_backend import TorchBackend
+from relax_events.training.backend.torch_backend import TorchBackend
 
 
 class Refusing(TorchBackend):
@@ -31,8 +31,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from relax_events.training.protocol import TrainerState
-from relax_events.training.torch_backend import TorchBackend
+from relax_events.training.backend.protocol import TrainerState
+from relax_events.training.backend.torch_backend import TorchBackend
 
 FOLDER = Path(__file__).parent
 
@@ -116,9 +116,9 @@ def test_sample_that_the_trainer_can_not_compute_costs_its_prompt_group_alone(
     assert reason.startswith(f"poison: sample {REFUSED}/")
     assert reason.endswith("can't be computed")
     assert len(run.logged("trainer-0", "worker.started")) == 1
-    letters = run.records("trainer.dead-letters")
-    assert {letter.key for letter in letters} == {REFUSED}
-    assert len(letters) == run.config.run.samples_per_prompt
+    dead_letters = run.records("trainer.dead-letters")
+    assert {dead_letter.key for dead_letter in dead_letters} == {REFUSED}
+    assert len(dead_letters) == run.config.run.samples_per_prompt
 
 
 @pytest.mark.long

@@ -52,7 +52,7 @@ class Terminal:
                     self._changed.notify_all()
 
     def wait_until_shown(self, text: str) -> None:
-        """Wait until a text was drawn."""
+        """Wait until a text was sampled."""
         with self._changed:
             assert self._changed.wait_for(lambda: text in self.shown, SECONDS), self.shown
 
@@ -106,7 +106,7 @@ def test_run_is_looked_at_and_stopped_from_another_shell_and_resumed(
     assert (code, "trainer-0" in shown, len(shown.splitlines())) == (0, True, 1)
 
     with Terminal(command("status", run.run_file), run.folder) as live:
-        live.until_shown(f"relax run {run_id}")
+        live.wait_until_shown(f"relax run {run_id}")
         code, shown = called(run, "runs", "stop", run_id, *where, "--output", "json")
         assert live.process.wait(SECONDS) == 0
     assert f"run {run_id} ended: relax runs stop asked for it" in live.shown
