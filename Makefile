@@ -66,7 +66,7 @@ faults: setup ## Run the whole fault matrix
 	$(BIN)/python -m pytest -q $(WHOLE) tests/fault
 
 # Files that compute with torch, and the kernels that machines without AVX-512 or AVX2 have.
-COMPUTING := $(shell grep -lE "torch|engine_requests|trainer_samples|pictures" -r tests/unit tests/property tests/component --include='test_*.py' | sort)
+COMPUTING := $(shell grep -lE "torch|engine_requests|trainer_samples|image_model|video_and_audio" -r tests/unit tests/property tests/component --include='test_*.py' | sort)
 KERNELS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=1 OMP_NUM_THREADS=2
 test-kernels: setup ## Run what computes with torch on the kernels of other machines, and on one thread and two
 	for setting in $(KERNELS); do echo "$$setting"; env "$$setting" $(PYTEST) --dist worksteal $(COMPUTING) || exit 1; \

@@ -191,7 +191,7 @@ def row_of(cell: str, side: str, results: Results, num_bytes: int) -> dict[str, 
 
 
 def tables(measured: Measured) -> dict[str, list[dict[str, str]]]:
-    """Lay out the figures, a table for each size and one for the losses."""
+    """Lay out the metrics, a table for each size and one for the losses."""
     found = {}
     for size, by_cell in measured.cells.items():
         num_bytes = SIZES[size] * BYTES_PER_TOKEN
@@ -214,7 +214,7 @@ def tables(measured: Measured) -> dict[str, list[dict[str, str]]]:
 
 
 def aims(measured: Measured) -> list[str]:
-    """Say of each aim whether it was reached, with the figure."""
+    """Say of each aim whether it was reached, with the metric."""
     said = []
     for size, by_cell in measured.cells.items():
         for cell, results in by_cell.items():

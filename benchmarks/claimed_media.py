@@ -59,10 +59,10 @@ def photo(width: int, height: int, *, seed: int = 0) -> Image.Image:
     return Image.fromarray(np.clip(np.asarray(coarse) + grain, 0, 255).astype(np.uint8))
 
 
-def written(picture: Image.Image, kind: str) -> bytes:
+def written(image: Image.Image, kind: str) -> bytes:
     """Return a image as a file."""
     file = BytesIO()
-    picture.save(file, kind, quality=90)
+    image.save(file, kind, quality=90)
     return file.getvalue()
 
 

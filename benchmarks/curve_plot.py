@@ -77,8 +77,8 @@ def cell(place: int, name: str, curves: Sequence[Curve], frame: Frame) -> str:
     """Draw a panel at its place in the grid."""
     row, column = divmod(place, NUM_COLUMNS)
     left, top = GAP + column * (CELL_WIDTH + GAP), GAP + row * (CELL_HEIGHT + GAP)
-    pale = "".join(f'<path class="line pale" d="{drawn(frame, curve)}"/>' for curve in curves)
-    strong = f'<path class="line" d="{drawn(frame, mean_curve(curves))}"/>'
+    pale = "".join(f'<path class="line pale" d="{draw_path(frame, curve)}"/>' for curve in curves)
+    strong = f'<path class="line" d="{draw_path(frame, mean_curve(curves))}"/>'
     inner = f"{frame.vertical()}{frame.horizontal('train step')}{pale}{strong}"
     head = (
         f'<text class="name" x="{left + CELL_WIDTH * LEFT / WIDTH:.1f}" '
@@ -100,7 +100,7 @@ def mean_curve(curves: Sequence[Curve]) -> Curve:
     return Curve(steps, moving_mean(means, reach=REACH))
 
 
-def drawn(frame: Frame, curve: Curve) -> str:
+def draw_path(frame: Frame, curve: Curve) -> str:
     """Return a curve as the line of a path."""
     return path(
         frame, bucket_curve(curve.steps, curve.rewards, limit=len(curve.steps)), curve.rewards

@@ -33,7 +33,7 @@ HELD_OUT = (
     "{min_string_length = 5, max_string_length = 5}"
 )
 EVALUATED = ("evaluation.every=3", f"evaluation.datasets=[{{{HELD_OUT}}}]")
-"""For algorithms that draw no samples, so that there are rewards to be drawn."""
+"""For algorithms that draw no samples, so that there are rewards to be sampled."""
 OF_PAIRS = (
     "run.prompts_per_step=96",
     "run.samples_per_prompt=2",
@@ -149,10 +149,10 @@ def run(algorithm: str, seed: int, num_steps: int, folder: Path = FOLDER) -> Lea
     return learnt_of(data, algorithm, seed)
 
 
-def rows_of(learnt: Iterable[Learnt]) -> list[dict[str, str]]:
+def rows_of(learned: Iterable[Learnt]) -> list[dict[str, str]]:
     """Write the runs for people, a row for each algorithm."""
     by_name: dict[str, list[Learnt]] = {}
-    for one in learnt:
+    for one in learned:
         by_name.setdefault(one.algorithm, []).append(one)
     return [row_of(name, runs) for name, runs in by_name.items()]
 
@@ -174,10 +174,10 @@ def row_of(name: str, runs: Sequence[Learnt]) -> dict[str, str]:
     }
 
 
-def conclusion_of(learnt: Sequence[Learnt]) -> str:
+def conclusion_of(learned: Sequence[Learnt]) -> str:
     """Say which algorithms learned the task."""
-    names = dict.fromkeys(one.algorithm for one in learnt)
-    slow = sorted({one.algorithm for one in learnt if one.num_steps_to_aim is None})
+    names = dict.fromkeys(one.algorithm for one in learned)
+    slow = sorted({one.algorithm for one in learned if one.num_steps_to_aim is None})
     text = (
         f"{len(names) - len(slow)} of {len(names)} algorithms reach a reward of {REWARD_AIM:g} "
         "with every seed"
@@ -186,11 +186,11 @@ def conclusion_of(learnt: Sequence[Learnt]) -> str:
 
 
 def publish(
-    learnt: Sequence[Learnt], *, num_steps: int, num_seeds: int, folder: Path = report.FOLDER
+    learned: Sequence[Learnt], *, num_steps: int, num_seeds: int, folder: Path = report.FOLDER
 ) -> None:
     """Write the image, then the page."""
     panels: dict[str, list[Curve]] = {}
-    for one in learnt:
+    for one in learned:
         panels.setdefault(one.algorithm, []).append(one.curve)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "curves.svg").write_text(
@@ -205,8 +205,8 @@ def publish(
         command="python -m benchmarks.curves"
         if num_seeds == NUM_SEEDS
         else f"python -m benchmarks.curves --seeds {num_seeds}",
-        rows=rows_of(learnt),
-        conclusion=conclusion_of(learnt),
+        rows=rows_of(learned),
+        conclusion=conclusion_of(learned),
         data=[
             {
                 "algorithm": one.algorithm,
@@ -214,7 +214,7 @@ def publish(
                 "steps": list(one.curve.steps),
                 "rewards": list(one.curve.rewards),
             }
-            for one in learnt
+            for one in learned
         ],
         folder=folder,
     )
@@ -240,18 +240,18 @@ def main() -> None:
     if arguments.fresh:
         shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True, exist_ok=True)
-    learnt, failed = [], []
+    learned, failed = [], []
     for name in arguments.algorithm or names:
         for seed in range(arguments.seeds):
             try:
-                learnt.append(run(name, seed, arguments.steps))
+                learned.append(run(name, seed, arguments.steps))
             except (subprocess.CalledProcessError, ValueError) as error:
                 failed.append(name)
                 print(f"{name}, seed {seed}: {error}", file=sys.stderr)
-    if learnt and not arguments.algorithm:
-        publish(learnt, num_steps=arguments.steps, num_seeds=arguments.seeds)
-    elif learnt:
-        print(report.table_of(rows_of(learnt)))
+    if learned and not arguments.algorithm:
+        publish(learned, num_steps=arguments.steps, num_seeds=arguments.seeds)
+    elif learned:
+        print(report.table_of(rows_of(learned)))
     if failed:
         raise SystemExit(
             f"no curve of {', '.join(dict.fromkeys(failed))}; what was said stands above, "

@@ -64,7 +64,7 @@ class Watched:
         }
         self._settings = [f"{key}={value}" for key, value in (places | settings).items()]
         self.run_file = stage.folder / "runs" / RUN_ID / "run.json"
-        self.scaling, self.beats = ScaleState(), dict[str, WorkerHeartbeat]()
+        self.scaling, self.heartbeats = ScaleState(), dict[str, WorkerHeartbeat]()
         self._inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
 
     @contextmanager
@@ -118,7 +118,7 @@ class Watched:
                 event = self._inbox.get(timeout=1.0)
                 self.scaling.apply(event)
                 if isinstance(event, WorkerHeartbeat):
-                    self.beats[event.worker_id] = event
+                    self.heartbeats[event.worker_id] = event
         return time.time()
 
     def call(self, *words: str) -> tuple[float, str, str]:
@@ -182,7 +182,7 @@ def measure_round(run: Watched) -> dict[str, float]:
     times = {name: run.reaches(request_id, status) - called for name, status in OUT.items()}
     serving, serving_version = time.time(), run.num_versions
     has_written = run.until(
-        lambda: worker_id in run.beats and run.beats[worker_id].num_processed > 0,
+        lambda: worker_id in run.heartbeats and run.heartbeats[worker_id].num_processed > 0,
         f"{worker_id} has written samples",
     )
     times["first samples"] = has_written - called
@@ -191,7 +191,7 @@ def measure_round(run: Watched) -> dict[str, float]:
     called, worked, last_version = time.time(), time.time() - serving, run.num_versions
     called, request_id, worker_id = run.call("in", "--replicas", "1", "--yes")
     times |= {name: run.reaches(request_id, status) - called for name, status in IN.items()}
-    assert run.beats[worker_id].state is WorkerState.STOPPED
+    assert run.heartbeats[worker_id].state is WorkerState.STOPPED
     return times | {
         "steps/s while it comes": (serving_version - first_version) / (serving - before),
         "steps/s with it": (last_version - serving_version) / worked,

@@ -66,7 +66,7 @@ def run(folder: Path) -> tuple[Watch, dict[str, Any]]:
 
 
 def has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Wait until the next look is due and tell whether the process ended meanwhile."""
+    """Wait until the next look is due and report whether the process ended meanwhile."""
     try:
         process.wait(LOOK_EVERY_SECONDS)
     except subprocess.TimeoutExpired:

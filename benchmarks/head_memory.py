@@ -65,12 +65,12 @@ def make_model(folder: Path, *, vocab_size: int = VOCAB_SIZE) -> Path:
 def token_rows(num_tokens: int, *, vocab_size: int = VOCAB_SIZE) -> NDArray[np.int32]:
     """Draw rows with so many trained tokens in all, and one before them each."""
     rows = max(1, num_tokens // ROW_TOKENS)
-    drawn: NDArray[np.int32] = (
+    sampled: NDArray[np.int32] = (
         np.random.default_rng(0)
         .integers(0, vocab_size, (rows, num_tokens // rows + 1))
         .astype(np.int32)
     )
-    return drawn
+    return sampled
 
 
 def ours(model: PolicyModel, tokens: NDArray[np.int32]) -> Tensor:

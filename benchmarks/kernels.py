@@ -47,8 +47,8 @@ def measure_heads(num_rounds: int, num_tokens: Sequence[int] = NUM_TOKENS) -> li
                         )
                     )
                     found += [
-                        {"side": side, "num_tokens": number, "pass": name, **figures}
-                        for name, figures in passes.items()
+                        {"side": side, "num_tokens": number, "pass": name, **metrics}
+                        for name, metrics in passes.items()
                     ]
                     print(f"{number} tokens, {side}: {passes}", file=sys.stderr, flush=True)
     return found
@@ -135,7 +135,7 @@ def ratio_of(one: Mapping[str, Any], other: str) -> float:
 
 
 def conclusion_of(losses: Sequence[Mapping[str, Any]], heads: Sequence[Mapping[str, Any]]) -> str:
-    """Say what the figures say."""
+    """Say what the metrics say."""
     by_lengths = {
         name: [ratio_of(one, "TRL") for one in losses if one["lengths"] == name]
         for name in dict.fromkeys(one["lengths"] for one in losses)

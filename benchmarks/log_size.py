@@ -45,8 +45,8 @@ below 150,000 and log-probabilities random, so real ones may compress better."""
 def events_of(num_tokens: int) -> Iterator[tuple[str, Event]]:
     """Give every event of the samples, and its entity."""
     words = [
-        "".join(letters)
-        for letters in np.random.default_rng(1).choice(
+        "".join(characters)
+        for characters in np.random.default_rng(1).choice(
             list("abcdefghijklmnopqrstuvwxyz"), (VOCABULARY, 4)
         )
     ]

@@ -86,7 +86,7 @@ class Numbers:
         self.mask = torch.arange(int(self.lengths.max())) < self.lengths[:, None]
 
     @classmethod
-    def drawn(cls, sigma: float) -> Numbers:
+    def sampled(cls, sigma: float) -> Numbers:
         """Draw lengths, all equal or with a tail, and policies that are a little apart; the same
         each time."""
         chance = np.random.default_rng(0)
@@ -160,7 +160,7 @@ class TrlLoss(GRPOTrainer):
 
 
 def our_loss(numbers: Numbers, settings: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Give loss and gradient of packed tokens as the trainer computes them, its figures
+    """Give loss and gradient of packed tokens as the trainer computes them, its metrics
     included."""
     algorithm = AlgorithmConfig.model_validate(settings)
     objective = Objective(algorithm, max_new_tokens=MAX_TOKENS)
@@ -282,11 +282,11 @@ def measure_advantages(num_groups: int, num_repeats: int) -> list[dict[str, Any]
 def main() -> None:
     """Measure everything on one thread and print it."""
     torch.set_num_threads(1)
-    drawn = {name: Numbers.drawn(sigma) for name, sigma in LENGTHS.items()}
+    sampled = {name: Numbers.drawn(sigma) for name, sigma in LENGTHS.items()}
     losses = [
         measure_loss(kernel, numbers, NUM_REPEATS, lengths=name)
         for kernel in LOSSES
-        for name, numbers in drawn.items()
+        for name, numbers in sampled.items()
     ]
     print(json.dumps({"losses": losses, "advantages": measure_advantages(NUM_GROUPS, NUM_REPEATS)}))
 

@@ -11,7 +11,7 @@ How a pool's size changes its times, which is all that is assumed:
   publication stops an engine for `load_seconds`.
 
 Only `peak`, `half_load` and the device seconds per token were fitted, to the paper's colocated step
-and the share of rollout in it; the asynchronous figures follow from them.
+and the share of rollout in it; the asynchronous metrics follow from them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ it."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Completion lengths: log-normal with a cap, drawn from a sample's seed."""
+    """Completion lengths: log-normal with a cap, sampled from a sample's seed."""
 
     median_tokens: float
     sigma: float
@@ -111,7 +111,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """What the stand-ins of one run are told: a workload on the pools of one mode."""
+    """What the stand-ins of one run are reported: a workload on the pools of one mode."""
 
     lengths: Lengths
     time_scale: float

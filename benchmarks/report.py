@@ -44,7 +44,7 @@ def write(
         title: Heading of the page.
         question: What was measured, and how.
         command: What measures it again.
-        conclusion: What the figures say.
+        conclusion: What the metrics say.
         rows: The one table, where there is one.
         tables: Further tables by their headings.
         data: What the tables were made from, for the JSON alone.

@@ -144,7 +144,7 @@ def measure(stage: Stage, num_workers: int) -> dict[str, Any]:
 
 
 def row_of(one: dict[str, Any]) -> dict[str, str]:
-    """Write the figures of one size for people."""
+    """Write the metrics of one size for people."""
     cpu = one["cpu_milliseconds_per_sample"]
     shared = sum(value for role, value in cpu.items() if role not in ("rollout", "broker"))
     return {

@@ -163,7 +163,7 @@ def row_of(one: Measured) -> dict[str, str]:
 
 
 def conclusion_of(found: Sequence[Measured]) -> str:
-    """Say what the figures say."""
+    """Say what the metrics say."""
     ordered = sorted(found, key=lambda one: one.ratio)
     least, most = ordered[0], ordered[-1]
     return (

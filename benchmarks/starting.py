@@ -133,17 +133,17 @@ def _children_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def row(figure: str, rounds: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, str]:
-    """Write a figure for people."""
-    values = {way: [one[way][figure] for one in rounds] for way in WAYS}
+def row(metric: str, rounds: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, str]:
+    """Write a metric for people."""
+    values = {way: [one[way][metric] for one in rounds] for way in WAYS}
     ratio = statistics.median(a / b for a, b in zip(*values.values(), strict=True))
     medians = {
         way: f"{statistics.median(found):.2f}"
-        if figure != "memory"
+        if metric != "memory"
         else f"{statistics.median(found):.0f}"
         for way, found in values.items()
     }
-    return {"what": WHAT[figure], **medians, "median of the paired ratios": f"{ratio:.1f}"}
+    return {"what": WHAT[metric], **medians, "median of the paired ratios": f"{ratio:.1f}"}
 
 
 def main(arguments: Sequence[str] = ()) -> None:
@@ -162,11 +162,11 @@ def main(arguments: Sequence[str] = ()) -> None:
                 **{way: f"{found['all']:.1f} s" for way, found in rounds[-1].items()},
             }
         )
-    rows = [row(figure, rounds) for figure in WHAT]
+    rows = [row(metric, rounds) for metric in WHAT]
     for one in rows:
         show(one)
     ratios = {
-        figure: one["median of the paired ratios"] for figure, one in zip(WHAT, rows, strict=True)
+        metric: one["median of the paired ratios"] for metric, one in zip(WHAT, rows, strict=True)
     }
     report.write(
         "starting",

@@ -52,7 +52,7 @@ def main(repeats: int = 3) -> None:
 
 
 def run(folder: Path, name: str, overrides: list[str]) -> dict[str, Any]:
-    """Run the quickstart once; return its figures."""
+    """Run the quickstart once; return its metrics."""
     data = quickstart.run(folder, name, overrides)
     seconds = [
         value for value in data["curves"]["step_seconds"][STEPS_LEFT_OUT:] if value is not None

@@ -89,14 +89,14 @@ class TimedEngine:
     @property
     def usage(self) -> EngineUsage:
         """What runs, and the tokens that it and what ended have got."""
-        drawn = sum(
+        sampled = sum(
             self._num_generated(sample) - len(sample.request.tokens)
             for _, _, sample in self._running
         )
         return EngineUsage(
             num_decoding=len(self._running),
             num_waiting=len(self._waiting),
-            num_generated=self._num_ended_tokens + drawn,
+            num_generated=self._num_ended_tokens + sampled,
         )
 
     def submit(self, request: GenerationRequest) -> None:

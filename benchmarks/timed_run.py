@@ -71,7 +71,7 @@ def open_stage(bootstrap_servers: str | None) -> Iterator[Stage]:
 
 
 def show(measured: Mapping[str, Any]) -> None:
-    """Print one run's figures as a line of JSON, while others are still to come."""
+    """Print one run's metrics as a line of JSON, while others are still to come."""
     print(json.dumps(measured), flush=True)
 
 

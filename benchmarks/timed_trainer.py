@@ -80,7 +80,7 @@ class TimedBackend:
         self._await_device()
         self.policy_version += 1
         self._weights = torch.full((NUM_WEIGHTS,), float(self.policy_version))
-        figures = StepMetrics(
+        metrics = StepMetrics(
             **dict.fromkeys(MEANS, 0.0),
             num_loss_tokens=self._num_loss_tokens,
             num_tokens=self._num_tokens,
@@ -89,7 +89,7 @@ class TimedBackend:
             num_rejected_by_divergence=0,
         )
         self.discard()
-        return figures
+        return metrics
 
     def _occupy(self, seconds: float) -> None:
         self._device_free_at = (

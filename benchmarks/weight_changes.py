@@ -106,7 +106,7 @@ def _share(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> float:
 
 
 def row(measured: Mapping[str, Any]) -> dict[str, str]:
-    """Write a learning rate's figures for people."""
+    """Write a learning rate's metrics for people."""
     whole, changes = (measured["seconds"][name] for name in SIDES)
     ratio = statistics.median(a / b for a, b in zip(whole, changes, strict=True))
     return {

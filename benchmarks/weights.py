@@ -71,21 +71,21 @@ def tensors_of(seed: int) -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in names.items()}
 
 
-def receive(told: Connection, first: Mapping[str, Tensor], use_shared_memory: bool) -> None:
-    """Be an engine's worker: join whoever the parent names, and say when a version has come."""
+def receive(pipe: Connection, first: Mapping[str, Tensor], use_shared_memory: bool) -> None:
+    """Be an engine's worker: join the process that the parent names, and say when a version has come."""
     receiver = Receiver(
         "rollout-0",
         WeightsConfig(use_shared_memory=use_shared_memory),
         metrics=WorkerMetrics("rollout").weights,
     )
     receiver.loaded_from_store(0, first)
-    receiver.apply(told.recv())
-    receiver.start(lambda: told.send("arrived"))
-    told.recv()
+    receiver.apply(pipe.recv())
+    receiver.start(lambda: pipe.send("arrived"))
+    pipe.recv()
     receiver.close()
 
 
-def receive_plainly(told: Connection, port: int, num_bytes: int) -> None:
+def receive_plainly(pipe: Connection, port: int, num_bytes: int) -> None:
     """Be the other rank of a plain group, and say when a tensor has come."""
     dist.init_process_group(
         "gloo",
@@ -95,9 +95,9 @@ def receive_plainly(told: Connection, port: int, num_bytes: int) -> None:
         timeout=timedelta(seconds=PATIENCE_SECONDS),
     )
     flat = torch.zeros(num_bytes, dtype=torch.uint8)
-    while told.recv() == "next":
+    while pipe.recv() == "next":
         dist.broadcast(flat, src=0)
-        told.send("arrived")
+        pipe.send("arrived")
     dist.destroy_process_group()
 
 

@@ -73,7 +73,7 @@ class WeightsRun(TimedRun):
 
 
 def measure(stage: Stage, side: str) -> dict[str, Any]:
-    """Run a side once; return its figures, in seconds."""
+    """Run a side once; return its metrics, in seconds."""
     run = WeightsRun(stage, side)
     curves = run.finish(run.start())["curves"]
     exposed = [value or 0.0 for value in curves["phase_seconds"]["weights"][MODE.first_step :]]

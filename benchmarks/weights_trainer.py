@@ -25,10 +25,10 @@ class HeavyBackend(TimedBackend):
 
     def step(self) -> StepMetrics:
         """Wait for the devices, and change the weights."""
-        figures = super().step()
+        metrics = super().step()
         for tensor in self._tensors.values():
             tensor += 1.0
-        return figures
+        return metrics
 
     def weights(self) -> dict[str, Tensor]:
         """Copy them, as the trainer of a model does."""

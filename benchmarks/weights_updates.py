@@ -78,7 +78,7 @@ def requests() -> list[GenerationRequest]:
 def measure_way(
     engine: Engine, weights: Sequence[Weights], on_running: Literal["restart", "swap"]
 ) -> dict[str, Any]:
-    """Generate all samples while versions come; return the figures."""
+    """Generate all samples while versions come; return the metrics."""
     num_before, num_in_samples, seconds, versions = (
         engine.usage.num_generated,
         0,
@@ -97,12 +97,12 @@ def measure_way(
             seconds.append(
                 timed(partial(engine.load_weights, next(versions), on_running=on_running))
             )
-    drawn = engine.usage.num_generated - num_before
+    sampled = engine.usage.num_generated - num_before
     return {
         "updates": len(seconds),
-        "drawn": drawn,
+        "drawn": sampled,
         "in samples": num_in_samples,
-        "lost": drawn - num_in_samples,
+        "lost": sampled - num_in_samples,
         "seconds": statistics.median(seconds),
     }
 

@@ -82,7 +82,7 @@ def bound_seconds(run: TimedRun) -> float:
 
 
 def rows_of(measured: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
-    """Write the figures of every run for people."""
+    """Write the metrics of every run for people."""
     colocated = {one["workload"]: one for one in measured if one["mode"] == "colocate"}
     return [row_of(one, colocated[one["workload"]]) for one in measured]
 

@@ -120,7 +120,7 @@ def continued(request: GenerationRequest, partial: list[GeneratedSample]) -> Gen
     )
 
 
-def generated(**told: Any) -> GeneratedSample:
+def generated(**reported: Any) -> GeneratedSample:
     """Make up a sample of two tokens as an engine hands it out, with what else it tells."""
     return GeneratedSample(
         sample_id="000000-0000-0/0",
@@ -129,7 +129,7 @@ def generated(**told: Any) -> GeneratedSample:
         logprobs=np.zeros(2, np.float32),
         segments=(VersionSegment(0, 2),),
         finish_reason=FinishReason.STOP,
-        **told,
+        **reported,
     )
 
 

@@ -23,7 +23,7 @@ def num_answers(messages: list[dict[str, str]]) -> int:
     return sum(message["role"] == "assistant" for message in messages)
 
 
-def picture(width: int, height: int, *, seed: int = 0) -> bytes:
+def image(width: int, height: int, *, seed: int = 0) -> bytes:
     file = BytesIO()
     Image.fromarray(
         np.random.default_rng(seed).integers(0, 255, (height, width, 3)).astype(np.uint8)
@@ -42,35 +42,35 @@ def echo_twice(
     )
 
 
-def silent(completion: str, **told: Any) -> Replies:
+def silent(completion: str, **reported: Any) -> Replies:
     return None
 
 
-def echo_always(completion: str, **told: Any) -> Replies:
+def echo_always(completion: str, **reported: Any) -> Replies:
     return "and?"
 
 
-def show_pictures(
-    completion: str, *, files: list[bytes], messages: list[dict[str, str]], **told: Any
+def show_images(
+    completion: str, *, files: list[bytes], messages: list[dict[str, str]], **reported: Any
 ) -> Replies:
     assert len(files) == sum(message["content"].count("<image>") for message in messages)
     if num_answers(messages) == 2:
         return None
     if num_answers(messages) == 1:
-        return Reply("<image>and this?", {"image": [picture(48, 32, seed=len(completion))]})
+        return Reply("<image>and this?", {"image": [image(48, 32, seed=len(completion))]})
     return Reply(
-        "see <image> and <image>!", {"image": [*files[:1], picture(32, 48), picture(64, 32)][:2]}
+        "see <image> and <image>!", {"image": [*files[:1], image(32, 48), image(64, 32)][:2]}
     )
 
 
-def show_all(completion: str, *, messages: list[dict[str, str]], **told: Any) -> Replies:
+def show_all(completion: str, *, messages: list[dict[str, str]], **reported: Any) -> Replies:
     before = num_answers(messages)
     if before == 3:
         return None
     frames = list(np.random.default_rng(0).integers(0, 255, (6, 32, 48, 3)).astype(np.uint8))
     sound = np.sin(np.arange(9_600) / 9).astype(np.float32)
     kind, file = [
-        ("image", picture(32, 48)),
+        ("image", image(32, 48)),
         ("audio", sound_of(sound)),
         ("video", clip_of(frames)),
     ][before]
@@ -97,26 +97,26 @@ def bomb() -> bytes:
     return b"\x89PNG\r\n\x1a\n" + b"".join(whole)
 
 
-def no_such_place() -> None:
+def read_missing_file() -> None:
     raise ValueError("no such place")
 
 
 HOSTILE: dict[str, Callable[[], Any]] = {
-    "raises": no_such_place,
+    "raises": read_missing_file,
     "hangs": lambda: time.sleep(60),
     "dies": lambda: os._exit(3),
     "brings no picture": lambda: Reply("<image>", {"image": [b"no picture at all"]}),
     "brings a bomb": lambda: Reply("<image>", {"image": [bomb()]}),
     "names a file": lambda: Reply("<image>", {"image": ["/etc/passwd"]}),
     "names an address": lambda: Reply("<image>", {"image": ["http://127.0.0.1/a.png"]}),
-    "brings too few": lambda: Reply("<image><image>", {"image": [picture(32, 32)]}),
+    "brings too few": lambda: Reply("<image><image>", {"image": [image(32, 32)]}),
     "brings too much": lambda: Reply("<image>", {"image": [bytes(21 * 1024**2)]}),
-    "writes a placeholder": lambda: Reply("<|image_pad|><image>", {"image": [picture(32, 32)]}),
+    "writes a placeholder": lambda: Reply("<|image_pad|><image>", {"image": [image(32, 32)]}),
     "returns a number": lambda: 3,
     "is silent": lambda: None,
 }
 
 
-def hostile(completion: str, *, answer: str, **told: Any) -> Any:
+def hostile(completion: str, *, answer: str, **reported: Any) -> Any:
     """Do what the row's answer names."""
     return HOSTILE[answer]()

@@ -18,7 +18,7 @@ COSTLY = (
     "component/test_rewards_services.py",
     "component/test_rewards_pool.py",
     "component/test_environments.py",
-    "component/test_starting.py::test_starter_has_no_thread_and_nothing_open_after_imports",
+    "component/test_fork_server.py::test_starter_has_no_thread_and_nothing_open_after_imports",
     "property/test_codec.py::test_any_record_of_any_published_schema_costs_its_bytes_alone",
     "property/test_media_logprobs.py",
     "property/test_routing_machine.py",

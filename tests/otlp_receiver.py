@@ -16,7 +16,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 )
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
-Place = tuple[bytes, bytes]
+SpanKey = tuple[bytes, bytes]
 """Trace and span."""
 
 
@@ -27,10 +27,10 @@ class ReceivedSpan:
     service: str
     name: str
     kind: str
-    place: Place
+    place: SpanKey
     parent: bytes
     facts: dict[str, Any]
-    links: tuple[Place, ...]
+    links: tuple[SpanKey, ...]
     began_ns: int
     ended_ns: int
     error: str

@@ -2,7 +2,7 @@
 a few steps a second.
 
 The file says how many tokens a sample may have before its steps are slow. Prompts are read as fast
-as ever, and a step is never held for long, so that the server answers whoever asks it to stop
+as ever, and a step is never held for long, so that the server answers the process that asks it to stop
 samples, to sleep or to take weights.
 """
 
@@ -25,17 +25,17 @@ def gated_interpreter(python: str, folder: Path, file: Path) -> str:
 
     Args:
         python: The interpreter that has SGLang.
-        folder: For the program, and for what tells SGLang of the plugin.
+        folder: For the program, and for what reports SGLang of the plugin.
         file: The gate's.
 
     Returns:
         The program's path.
     """
     (folder / "sglang_gate.py").symlink_to(__file__)
-    told = folder / "sglang_gate-1.dist-info"
-    told.mkdir()
-    (told / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang-gate\nVersion: 1\n")
-    (told / "entry_points.txt").write_text(ENTRY_POINTS)
+    metadata = folder / "sglang_gate-1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang-gate\nVersion: 1\n")
+    (metadata / "entry_points.txt").write_text(ENTRY_POINTS)
     program = folder / "python"
     program.write_text(
         f'#!/bin/sh\nPYTHONPATH="{folder}${{PYTHONPATH:+:$PYTHONPATH}}" {VARIABLE}="{file}" '

@@ -129,17 +129,17 @@ def inputs() -> dict[str, Any]:
     def rows(of: Sequence[Sequence[float]], width: float) -> Values:
         return [[round(value + float(rng.normal(0, width)), 4) for value in row] for row in of]
 
-    drawn = [
+    sampled = [
         [round(float(rng.uniform(-2.9, -0.7)), 4) for _ in range(length)] for length in lengths
     ]
     masks = [[1] * length for length in lengths]
     masks[0][2:4], masks[5][1:3] = [0, 0], [0, 0]
     return {
-        "rollout": drawn,
-        "old": rows(drawn, 0.2),
-        "current": rows(drawn, 0.3),
-        "ref": rows(drawn, 0.3),
-        "entropies": [[round(float(rng.uniform(0.1, 2.0)), 4) for _ in row] for row in drawn],
+        "rollout": sampled,
+        "old": rows(sampled, 0.2),
+        "current": rows(sampled, 0.3),
+        "ref": rows(sampled, 0.3),
+        "entropies": [[round(float(rng.uniform(0.1, 2.0)), 4) for _ in row] for row in sampled],
         "masks": masks,
         "is_truncated": [False] * 7 + [True],
         "rewards": [
@@ -152,8 +152,8 @@ def inputs() -> dict[str, Any]:
             [750.0, 500.0],
             [0.0, 500.0],
         ],
-        "pairs_current": rows(drawn, 0.3),
-        "pairs_ref": rows(drawn, 0.3),
+        "pairs_current": rows(sampled, 0.3),
+        "pairs_ref": rows(sampled, 0.3),
         "student_logits": [[round(float(rng.normal()), 4) for _ in range(5)] for _ in range(4)],
         "teacher_logits": [[round(float(rng.normal()), 4) for _ in range(5)] for _ in range(4)],
     }

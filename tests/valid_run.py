@@ -43,7 +43,7 @@ SETTINGS: dict[str, Any] = {
 class SoundRun:
     """Events by partition, as (entity, partition): the offset of each is its place in the list.
 
-    Step s trains the prompt groups issued for it, which version s - 1 generated. Seat 1 of step 1
+    Step s trains the prompt groups issued for it, which version s - 1 generated. Slot 1 of step 1
     is filled at the second attempt.
     """
 
@@ -137,7 +137,7 @@ class SoundRun:
         return self.plan.partitions_of_version(version)
 
     def _train(self, step: int) -> None:
-        groups = [f"{step:06d}-{seat:04d}-0" for seat in range(GROUPS_PER_STEP)]
+        groups = [f"{step:06d}-{index:04d}-0" for index in range(GROUPS_PER_STEP)]
         for group in groups:
             self.issue(group)
         version = max(step - MAX_STALENESS, 0)
@@ -190,14 +190,14 @@ def _change_sample(run: SoundRun, entity: str, name: str, **fields: Any) -> None
 def _drop(run: SoundRun, entity: str, **fields: Any) -> None:
     """Take a record away; where offsets behind it must stay, put someone else's in its place."""
     partition, offset = run.find(entity, **fields)
-    stranger = {
+    foreign = {
         "rollout.samples": rolled_out,
         "reward.scores": scored,
         "advantage.samples": ready,
         "prompt.groups": issued,
     }.get(entity)
     run.at(entity, partition)[offset : offset + 1] = (
-        [] if stranger is None else [stranger("000900-0000-0")]
+        [] if foreign is None else [foreign("000900-0000-0")]
     )
 
 
@@ -246,7 +246,7 @@ def _train_half(run: SoundRun) -> None:
 
 
 def _train_seat_again(run: SoundRun) -> None:
-    """The step trains a second attempt of a seat next to the first one."""
+    """The step trains a second attempt of a slot next to the first one."""
     group = "000003-0000-1"
     run.issue(group)
     places = run.generate(group, version=2)
@@ -323,7 +323,7 @@ def _consumed_back(run: SoundRun) -> None:
 
 
 def _leave_open(run: SoundRun) -> None:
-    """A seat more was issued for step 3, as after a change of run.prompts_per_step."""
+    """A slot more was issued for step 3, as after a change of run.prompts_per_step."""
     run.issue("000003-0002-0")
 
 
@@ -341,19 +341,19 @@ def _pass_over(run: SoundRun) -> None:
 
 
 def _guest_trained(run: SoundRun) -> None:
-    guest = "000003-1000000-0"
+    external_id = "000003-1000000-0"
     for events in run.log.values():
         for index, event in enumerate(events):
             if getattr(event, "prompt_group_id", "") == "000003-0000-0":
-                changes: dict[str, Any] = {"prompt_group_id": guest}
+                changes: dict[str, Any] = {"prompt_group_id": external_id}
                 if isinstance(event, SampleEvent) or hasattr(event, "group_index"):
-                    changes |= {"group_index": IssuedGroup.parse(guest).slot.group_index}
+                    changes |= {"group_index": IssuedGroup.parse(external_id).slot.group_index}
                 if hasattr(event, "sample_id"):
-                    changes |= {"sample_id": f"{guest}/{event.sample_id[-1]}"}
+                    changes |= {"sample_id": f"{external_id}/{event.sample_id[-1]}"}
                 events[index] = changed(event, **changes)
     step = _step(run, 3)
-    names = [name.replace("000003-0000-0", guest) for name in step.sample_ids]
-    _step_at(run, 3, prompt_group_ids=[guest, step.prompt_group_ids[1]], sample_ids=names)
+    names = [name.replace("000003-0000-0", external_id) for name in step.sample_ids]
+    _step_at(run, 3, prompt_group_ids=[external_id, step.prompt_group_ids[1]], sample_ids=names)
 
 
 def _again(run: SoundRun, entity: str, index: int, **changes: Any) -> None:

@@ -22,7 +22,7 @@ WAIT_SECONDS = 1.0
 
 
 class Child:
-    """Carries out commands; `answer` writes a line to whoever gave them."""
+    """Carries out commands; `answer` writes a line to the process that gave them."""
 
     def __init__(self, plane: Plane, output: TextIO) -> None:
         self._plane, self._output = plane, output

@@ -58,7 +58,7 @@ class Reader(Protocol):
     on where it ended."""
 
     def get(self, max_samples: int, *, timeout_seconds: float) -> list[Got]:
-        """Return decoded samples as soon as there are some, and tell the plane that they are done
+        """Return decoded samples as soon as there are some, and report the plane that they are done
         with."""
 
     def take(self, max_samples: int, *, timeout_seconds: float) -> int:

@@ -46,7 +46,7 @@ class Process:
         )
         self.pid = self._process.pid
 
-    def tell(self, do: str, **arguments: Any) -> None:
+    def send_command(self, do: str, **arguments: Any) -> None:
         """Give a command."""
         assert self._process.stdin is not None
         print(json.dumps({"do": do, **arguments}), file=self._process.stdin, flush=True)
@@ -120,7 +120,7 @@ class Side:
     def open_channel(self, num_tokens: int) -> str:
         """Make a channel of a new name."""
         channel = f"b-{uuid.uuid4().hex[:8]}"
-        self.writer.tell(
+        self.writer.send_command(
             "open", address=self.server.address, channel=channel, num_tokens=num_tokens
         )
         self.writer.heard()
@@ -128,19 +128,19 @@ class Side:
 
     def fill(self, cell: Cell, num_samples: int) -> dict[str, Any]:
         """Put samples into the open channel."""
-        self.writer.tell("write", cell=dataclasses.asdict(cell), num_samples=num_samples)
+        self.writer.send_command("write", cell=dataclasses.asdict(cell), num_samples=num_samples)
         return self.writer.heard()
 
     def drop_channel(self) -> None:
         """Delete the open channel."""
-        self.writer.tell("drop")
+        self.writer.send_command("drop")
         self.writer.heard()
 
     def tell_reader(
         self, process: Process, do: str, *, channel: str, consumer: str, **arguments: Any
     ) -> None:
         """Give a reading process a command about a channel."""
-        process.tell(
+        process.send_command(
             do, address=self.server.address, channel=channel, consumer=consumer, **arguments
         )
 

@@ -1,4 +1,4 @@
-"""What Alertmanager posts goes on to everybody, or is posted again: over HTTP on both sides, with
+"""What Alertmanager posts continues to everybody, or is posted again: over HTTP on both sides, with
 Apprise between."""
 
 from __future__ import annotations
@@ -81,12 +81,12 @@ def post(address: str, body: bytes) -> tuple[int, str]:
 
 @pytest.fixture
 def chat() -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """A service that Apprise knows as json://, and what it was told."""
-    told: list[dict[str, Any]] = []
+    """A service that Apprise knows as json://, and what it was reported."""
+    reported: list[dict[str, Any]] = []
 
     class Chat(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            told.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            reported.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             self.send_response(200)
             self.end_headers()
 
@@ -94,7 +94,7 @@ def chat() -> Iterator[tuple[str, list[dict[str, Any]]]]:
             """Say nothing."""
 
     with serving(ThreadingHTTPServer(("127.0.0.1", 0), Chat)) as address:
-        yield address, told
+        yield address, reported
 
 
 def test_text_names_the_alerts_and_leads_to_their_pages() -> None:
@@ -150,12 +150,12 @@ def test_what_alertmanager_would_not_post_is_refused(posted: bytes) -> None:
 
 def test_alert_reaches_a_service_by_apprise(chat: tuple[str, list[dict[str, Any]]]) -> None:
     pytest.importorskip("apprise")
-    address, told = chat
+    address, reported = chat
     with serving(
         AlertReceiver(("127.0.0.1", 0), [AppriseTarget(f"json://{address}", number=1)])
     ) as receiver:
         assert post(receiver, group(alert("RelaxRunStalled"))) == (200, "told\n")
-    assert [(one["title"], one["type"]) for one in told] == [
+    assert [(one["title"], one["type"]) for one in reported] == [
         ("RelaxRunStalled: 1 firing", "failure")
     ]
 
@@ -204,7 +204,7 @@ def test_command_forwards_until_it_is_asked_to_end(
     chat: tuple[str, list[dict[str, Any]]], tmp_path: Path
 ) -> None:
     pytest.importorskip("apprise")
-    address, told = chat
+    address, reported = chat
     urls = tmp_path / "urls"
     urls.write_text(f"json://{address}\n")
     free = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
@@ -231,7 +231,7 @@ def test_command_forwards_until_it_is_asked_to_end(
         process.send_signal(signal.SIGTERM)
         assert process.wait(ANSWER_SECONDS) == 0
     assert answer == (200, "told\n")
-    assert len(told) == 1
+    assert len(reported) == 1
 
 
 def test_command_without_anybody_to_tell_says_how_to_name_one() -> None:

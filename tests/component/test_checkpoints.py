@@ -44,7 +44,7 @@ def checkpoints(store):
 
 
 class GatedStore:
-    """A store whose writes wait for a gate, and fail if told to."""
+    """A store whose writes wait for a gate, and fail if reported to."""
 
     def __init__(self, store, error=None):
         self.store, self.error, self.gate = store, error, threading.Event()
@@ -256,7 +256,7 @@ def test_share_gives_every_tensor_to_one_rank_and_balances_bytes():
 
 
 class OtherRankFails(SingleRank):
-    """Another rank beside this one, which can't read what this one can."""
+    """Another rank next to this one, which can't read what this one can."""
 
     def __init__(self, unreadable):
         self.unreadable, self.num_asked = unreadable, 0

@@ -1,4 +1,4 @@
-"""Rows that bring pictures."""
+"""Rows that bring images."""
 
 import base64
 import json
@@ -21,7 +21,7 @@ from relax_events.errors import ConfigError, PoisonSample
 from relax_events.events.parts import Modality
 from relax_events.examples.tiny_models import make_tiny
 from relax_events.media.library import MediaLibrary
-from tests.unit.pictures import BOUNDS, picture_file, picture_model, picture_run, question
+from tests.unit.image_model import BOUNDS, build_image_model, image_file, image_run, question
 
 KEYS = {"multimodal_keys": {"image": "images"}}
 IMAGE, TEXT = Modality.IMAGE, Modality.TEXT
@@ -115,7 +115,7 @@ def test_column_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_parquet_brings_pictures_as_hugging_face_writes_them(tmp_path: Path) -> None:
-    content = picture_file(48, 32)
+    content = image_file(48, 32)
     table = pa.table(
         {"prompt": ["<image>?"], "answer": ["x"], "images": [[{"bytes": content, "path": "a.png"}]]}
     )
@@ -150,8 +150,8 @@ def test_rows_with_hostile_pictures_are_passed_over_by_name_and_the_others_issue
     tmp_path: Path,
 ) -> None:
     (tmp_path / "pictures").mkdir()
-    (tmp_path / "secret.png").write_bytes(picture_file(32, 32))
-    whole = base64.b64encode(picture_file(96, 96)).decode()
+    (tmp_path / "secret.png").write_bytes(image_file(32, 32))
+    whole = base64.b64encode(image_file(96, 96)).decode()
     images = [
         "../secret.png",
         "gone.png",
@@ -164,7 +164,7 @@ def test_rows_with_hostile_pictures_are_passed_over_by_name_and_the_others_issue
         *({"prompt": "<image>?", "images": [image]} for image in images),
         media_root=tmp_path / "pictures",
     )
-    read_messages = build_storing_reader(MediaLibrary(picture_run(tmp_path)))
+    read_messages = build_storing_reader(MediaLibrary(image_run(tmp_path)))
     config = DataConfig.model_validate({"source": "jsonl:x", **KEYS})
     (prompt_filter,) = build_filters(config, renderer=None, read_messages=read_messages)
     results = [
@@ -185,15 +185,15 @@ def test_rows_with_hostile_pictures_are_passed_over_by_name_and_the_others_issue
 def test_length_counts_the_tokens_of_pictures(tmp_path: Path) -> None:
     source = open_source(DataConfig(source="synthetic_images:colour"), seed=0)
     bounded = DataConfig(source="synthetic_images:colour", max_prompt_tokens=36)  # 34 of text
-    renderer = PromptRenderer.from_folder(picture_model(), bounded, media=BOUNDS)
+    renderer = PromptRenderer.from_folder(build_image_model(), bounded, media=BOUNDS)
     filters = build_filters(
         bounded,
         renderer=renderer,
-        read_messages=build_storing_reader(MediaLibrary(picture_run(tmp_path))),
+        read_messages=build_storing_reader(MediaLibrary(image_run(tmp_path))),
     )
     num_tokens = len(
         renderer.prompt_tokens(
-            build_storing_reader(MediaLibrary(picture_run(tmp_path)))(source.row(0))
+            build_storing_reader(MediaLibrary(image_run(tmp_path)))(source.row(0))
         )
     )
     assert num_tokens == 34 + 4
@@ -207,10 +207,10 @@ def test_length_counts_the_tokens_of_pictures(tmp_path: Path) -> None:
 
 def test_picture_stands_between_its_marks_in_the_prompt(tmp_path: Path) -> None:
     renderer = PromptRenderer.from_folder(
-        picture_model(), DataConfig(source="synthetic_images:colour"), media=BOUNDS
+        build_image_model(), DataConfig(source="synthetic_images:colour"), media=BOUNDS
     )
     reference = (
-        MediaLibrary(picture_run(tmp_path))
+        MediaLibrary(image_run(tmp_path))
         .preprocess(
             open_source(DataConfig(source="synthetic_images:colour"), seed=0).row(0).media[0]
         )
@@ -225,11 +225,11 @@ def test_picture_stands_between_its_marks_in_the_prompt(tmp_path: Path) -> None:
 
 def test_prompt_whose_text_holds_a_placeholder_by_itself_is_refused(tmp_path: Path) -> None:
     renderer = PromptRenderer.from_folder(
-        picture_model(), DataConfig(source="synthetic_images:colour"), media=BOUNDS
+        build_image_model(), DataConfig(source="synthetic_images:colour"), media=BOUNDS
     )
     source = rows_of(tmp_path, {"prompt": "<image> or <|image_pad|>?", "images": ["data:,"]})
     reference = (
-        MediaLibrary(picture_run(tmp_path))
+        MediaLibrary(image_run(tmp_path))
         .preprocess(
             open_source(DataConfig(source="synthetic_images:colour"), seed=0).row(0).media[0]
         )
@@ -251,7 +251,7 @@ def test_model_of_text_refuses_a_prompt_with_pictures(tmp_path: Path) -> None:
         path, DataConfig(source="synthetic_images:colour"), media=BOUNDS
     )
     reference = (
-        MediaLibrary(picture_run(tmp_path))
+        MediaLibrary(image_run(tmp_path))
         .preprocess(
             open_source(DataConfig(source="synthetic_images:colour"), seed=0).row(0).media[0]
         )

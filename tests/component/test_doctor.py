@@ -218,7 +218,7 @@ def test_finding_of_a_failed_check_carries_its_text(make_data: MakeRunConfig) ->
 def test_doctor_runs_nothing_that_a_replay_does_not_use(
     make_data: MakeRunConfig, tmp_path: Path
 ) -> None:
-    """In its run file stands what the log of its source names, and nobody was asked about it."""
+    """In its run file stands what the log of its source names, and no one was asked about it."""
     trace = tmp_path / "trace"
     (tmp_path / "evil.py").write_text(
         f"open({str(trace)!r}, 'w')\ndef f(*given, **named):\n    return 1.0\n"
@@ -230,8 +230,8 @@ def test_doctor_runs_nothing_that_a_replay_does_not_use(
         parent={"run": "theirs"},
     )
     prompts = PromptCheck()
-    told = "none needed: a replay trains what was generated and scored before"
-    assert (prompts.check_data(config), prompts.check_reward(config)) == (told, told)
+    reported = "none needed: a replay trains what was generated and scored before"
+    assert (prompts.check_data(config), prompts.check_reward(config)) == (reported, reported)
     assert not trace.exists()
     part = {"name": "a", "source": f"jsonl:{tmp_path / 'rows.jsonl'}"}
     config = make_data(parent={"run": "theirs"}, evaluation={"datasets": [part]})
@@ -259,14 +259,14 @@ def test_what_the_run_file_leaves_out_is_told_with_its_reason(tmp_path: Path, ru
         tree | {"data": {"source": "jsonl:nowhere"}, "engine": {"threads": 3}}
     )
     _, derived = run_checks_with_defaults(config)
-    told = {one.key: (one.value, one.reason) for one in derived}
-    assert told["trainer.learning_rate"] == (
+    reported = {one.key: (one.value, one.reason) for one in derived}
+    assert reported["trainer.learning_rate"] == (
         1e-6,
         "all parameters of a pretrained model are trained",
     )
-    assert told["model.dtype"] == ("bfloat16", "the checkpoint's own")
-    assert told["engine.max_context_tokens"] == (1024, "the model's 1024 positions, at most 8192")
-    assert "engine.threads" not in told
+    assert reported["model.dtype"] == ("bfloat16", "the checkpoint's own")
+    assert reported["engine.max_context_tokens"] == (1024, "the model's 1024 positions, at most 8192")
+    assert "engine.threads" not in reported
 
 
 def test_model_that_can_not_be_read_is_the_only_finding(tmp_path: Path, run_id: str) -> None:
@@ -285,8 +285,8 @@ def test_growth_of_the_log_is_told_where_all_of_it_is_kept(make_run_config: Make
     """64 groups x 16 samples x 8,192 tokens x 48 bytes are 0.403 GB a step, and 403 GB in a
     thousand."""
     run = {"prompts_per_step": 64, "samples_per_prompt": 16, "num_steps": 1000}
-    told = check_disk(make_run_config(run=run, engine={"max_context_tokens": 8192}))
-    assert "grows by up to 0.403 GB a step, 403 GB in all (run.retain_versions bounds it)" in told
+    reported = check_disk(make_run_config(run=run, engine={"max_context_tokens": 8192}))
+    assert "grows by up to 0.403 GB a step, 403 GB in all (run.retain_versions bounds it)" in reported
     assert "grows" not in check_disk(make_run_config(run=run | {"retain_versions": 9}))
 
 

@@ -13,15 +13,15 @@ from relax_events.runtime.drain import Drain
 
 
 def test_drain_starts_once_and_tells_its_listeners() -> None:
-    drain, told = Drain(seconds=0.0), []
-    drain.on_start(lambda: told.append("early"))
+    drain, reported = Drain(seconds=0.0), []
+    drain.on_start(lambda: reported.append("early"))
     assert not drain.requested
     assert not drain.deadline_passed
     assert not drain.wait(0.01)
     drain.start()
     drain.start()
-    drain.on_start(lambda: told.append("late"))
-    assert told == ["early", "late"]
+    drain.on_start(lambda: reported.append("late"))
+    assert reported == ["early", "late"]
     assert drain.requested
     assert drain.wait(10)
 

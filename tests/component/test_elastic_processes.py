@@ -26,7 +26,7 @@ from relax_events.launcher.supervisor import Supervisor
 from relax_events.projections.scale_requests import Kind, Status
 from relax_events.projections.scaling import DesiredState, ElasticWorker, ExitReason, ScaleState
 from relax_events.session.records import RunSessions
-from tests.unit.run_events import beat
+from tests.unit.run_events import make_heartbeat
 
 MakeRunConfig = Callable[..., RunConfig]
 WANTED = ElasticWorker("rollout-1", "rollout", "", DesiredState.RUNNING)
@@ -35,7 +35,7 @@ LEAVING = replace(WANTED, standing=DesiredState.LEAVING)
 
 @pytest.fixture
 def supervisor(make_run_config: MakeRunConfig, tmp_path: Path) -> Iterator[Supervisor]:
-    """Give a supervisor that has started nobody yet."""
+    """Give a supervisor that has started no one yet."""
     made = Supervisor(
         make_run_config(workers={"max_restarts": 0}, telemetry={"metrics_port": 9100}),
         tmp_path / "run.json",
@@ -175,7 +175,7 @@ def test_run_says_on_the_log_who_is_gone_and_a_goodbye_that_the_worker_could_not
     taken_back = opening.status_command(Status.REMOVING, now=2_000_000, outcome=Status.CANCELLED)
     for event in (
         opening.open_command(reason="asked"),
-        beat("rollout-1", at_seconds=2),
+        make_heartbeat("rollout-1", at_seconds=2),
         taken_back,
     ):
         session._apply(event)
@@ -216,7 +216,7 @@ def test_run_says_the_goodbye_of_its_workers_that_died_unless_another_one_works_
     session._producer = written  # type: ignore[assignment]
     managed = started(supervisor, "ignore", monkeypatch=monkeypatch)
     newest = replace(
-        beat("rollout-1", at_seconds=2),
+        make_heartbeat("rollout-1", at_seconds=2),
         pid=supervisor.pids["rollout-1"],
         host=socket.gethostname(),
         num_in_flight=3,

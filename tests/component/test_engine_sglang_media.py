@@ -21,7 +21,8 @@ from relax_events.errors import PoisonSample
 from relax_events.events.parts import Modality
 from relax_events.media.library import MediaLibrary
 from relax_events.media.token_layout import MediaLayout
-from tests.unit.moving_and_sounding import (
+from tests.unit.image_model import build_image_model, prompt_of, request_about
+from tests.unit.video_and_audio import (
     BOUNDS,
     SMALL,
     hybrid_model,
@@ -29,7 +30,6 @@ from tests.unit.moving_and_sounding import (
     media_run,
     omni_model,
 )
-from tests.unit.pictures import picture_model, prompt_of, request_about
 
 PICTURE, CLIP, SOUND = (
     (Modality.IMAGE, (64, 48)),
@@ -40,7 +40,7 @@ PICTURE, CLIP, SOUND = (
 
 @pytest.fixture
 def request_of_both(tmp_path: Path) -> GenerationRequest:
-    library = MediaLibrary(media_run(tmp_path, picture_model()))
+    library = MediaLibrary(media_run(tmp_path, build_image_model()))
     media = tuple(library.load(library.add(item_of(*kind))) for kind in (PICTURE, CLIP))
     return replace(
         request_about(1, (), num_samples=3),
@@ -52,7 +52,7 @@ def request_of_both(tmp_path: Path) -> GenerationRequest:
 def samples_of(
     request: GenerationRequest, path: Path | None = None, bounds: MediaConfig = BOUNDS
 ) -> tuple[list[SampleState], ModelFolder, MediaLayout]:
-    model = ModelFolder.read(path or picture_model(), media=bounds)
+    model = ModelFolder.read(path or build_image_model(), media=bounds)
     assert model.layout is not None
     return (
         build_samples(request, first_order=0, running_ids=(), model=model, max_context_tokens=512),
@@ -144,12 +144,12 @@ def test_what_is_heard_is_sent_as_a_spectrum_and_of_a_clip_beside_what_is_seen(
 
 
 def test_identity_tells_shapes_and_versions_apart(request_of_both: GenerationRequest) -> None:
-    picture = request_of_both.media[0]
-    assert picture.pixels is not None
+    image = request_of_both.media[0]
+    assert image.pixels is not None
     turned = replace(
-        picture, pixels=np.ascontiguousarray(np.zeros_like(picture.pixels).swapaxes(0, 1))
+        image, pixels=np.ascontiguousarray(np.zeros_like(image.pixels).swapaxes(0, 1))
     )
-    plain = replace(picture, pixels=np.zeros_like(picture.pixels))
+    plain = replace(image, pixels=np.zeros_like(image.pixels))
 
     def identity(media: tuple[object, ...], weights: str) -> bytes:
         samples, model, _ = samples_of(request_of_both)
@@ -161,8 +161,8 @@ def test_identity_tells_shapes_and_versions_apart(request_of_both: GenerationReq
     assert (
         len(
             {
-                identity((picture,), "v1"),
-                identity((picture,), "v2"),
+                identity((image,), "v1"),
+                identity((image,), "v2"),
                 identity((plain,), "v1"),
                 identity((turned,), "v1"),
             }

@@ -46,9 +46,9 @@ from relax_events.training.backend.scoring import LogprobScorer
 from relax_events.training.batch.packing import pack
 from relax_events.training.batch.sample_media import SampleMedia
 from relax_events.weights import Weights
-from tests.unit import pictures
-from tests.unit.moving_and_sounding import KINDS, item_of, media_run, omni_model
-from tests.unit.pictures import picture_file, picture_model, picture_run, question
+from tests.unit import image_model
+from tests.unit.image_model import build_image_model, image_file, image_run, question
+from tests.unit.video_and_audio import KINDS, item_of, media_run, omni_model
 
 ENVIRONMENTS = Path(__file__).parents[1] / "environment_functions.py"
 ENGINE: dict[str, Any] = {"max_running_samples": 8, "max_context_tokens": 512}
@@ -84,8 +84,8 @@ class Talk:
     def __init__(
         self, folder: Path, function: str, *, hears: bool = False, **settings: Any
     ) -> None:
-        path = omni_model() if hears else picture_model()
-        config = media_run(folder, path) if hears else picture_run(folder)
+        path = omni_model() if hears else build_image_model()
+        config = media_run(folder, path) if hears else image_run(folder)
         environment = {
             "function": function if function == "zoom" else f"{ENVIRONMENTS}:{function}",
             "timeout_seconds": 5.0,
@@ -111,7 +111,7 @@ class Talk:
 
     @property
     def stops(self) -> tuple[int, ...]:
-        """The tokenizer's own, and so many letters that answers end soon."""
+        """The tokenizer's own, and so many characters that answers end soon."""
         return (*self.renderer.stop_token_ids, *range(0, 256, 3))
 
     def request(
@@ -162,7 +162,7 @@ def ready(request: GenerationRequest, sample: GeneratedSample) -> SampleReady:
     assert sample.loss_mask is not None
     mask = np.append(np.zeros(len(request.prompt_tokens), np.uint8), sample.loss_mask)
     media = [*(piece.reference for piece in request.media), *list_message_media(sample.turns)]
-    plain = pictures.ready(request, sample, int(sample.sample_id[-1]))
+    plain = image_model.ready(request, sample, int(sample.sample_id[-1]))
     return replace(
         plain,
         loss_mask=mask,
@@ -244,7 +244,7 @@ def test_environment_changes_nothing_before_it_speaks_and_later_answers_have_dra
 def test_trainer_reads_token_by_token_what_the_engine_read(
     tmp_path: Path, hears: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with talk(tmp_path, "show_all" if hears else "show_pictures", hears=hears) as one:
+    with talk(tmp_path, "show_all" if hears else "show_images", hears=hears) as one:
         kinds = (
             KINDS
             if hears
@@ -353,7 +353,7 @@ def check_logprobs(
 ) -> None:
     """Trainer and scorers say of every token what the engine said: packed, padded, and with prompts
     shared."""
-    drawn = torch.from_numpy(
+    sampled = torch.from_numpy(
         np.concatenate(
             [
                 np.asarray(sample.rollout_logprobs)[np.asarray(sample.loss_mask).astype(bool)]
@@ -374,7 +374,7 @@ def check_logprobs(
                 samples,
             )  # type: ignore[arg-type]
             torch.testing.assert_close(
-                policy.token_logprobs(batch).logprobs, drawn, rtol=0, atol=1e-4
+                policy.token_logprobs(batch).logprobs, sampled, rtol=0, atol=1e-4
             )
     scorer = LogprobScorer(
         one.config.model.path,
@@ -391,7 +391,7 @@ def check_logprobs(
 def test_sample_that_was_cut_off_goes_on_from_its_prefix_to_the_same_end(
     tmp_path: Path, hears: bool
 ) -> None:
-    with talk(tmp_path, "show_pictures", hears=hears) as one:
+    with talk(tmp_path, "show_images", hears=hears) as one:
         request = one.request(references=[one.library.add(item_of(Modality.IMAGE, (32, 32)))])
         one.engine.submit(request)
         whole = finish(one.engine)
@@ -486,13 +486,13 @@ def test_what_goes_wrong_in_an_environment_costs_that_sample_alone(tmp_path: Pat
                 )
             )
         ended = finish(one.engine)
-    for what, told in TOLD.items():
+    for what, reported in TOLD.items():
         sample = ended[f"{what}/0"]
-        assert told in sample.error
-        assert (sample.finish_reason is FinishReason.ERROR) == bool(told) == bool(sample.error)
+        assert reported in sample.error
+        assert (sample.finish_reason is FinishReason.ERROR) == bool(reported) == bool(sample.error)
         assert (
             f"on turn 1 of sample {what}/0" in sample.error
-            or not told
+            or not reported
             or what == "writes a placeholder"
         )
 
@@ -515,7 +515,7 @@ def test_answers_and_tokens_are_bounded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "options", "told"),
+    ("function", "options", "reported"),
     [
         ("nobody", {}, "has no function 'nobody'"),
         ("with_option", {}, "missing a required argument: 'places'"),
@@ -523,28 +523,28 @@ def test_answers_and_tokens_are_bounded(tmp_path: Path) -> None:
     ],
 )
 def test_environment_that_does_not_fit_is_refused_at_the_start(
-    tmp_path: Path, function: str, options: dict[str, Any], told: str
+    tmp_path: Path, function: str, options: dict[str, Any], reported: str
 ) -> None:
     environment = {"function": f"{ENVIRONMENTS}:{function}", "options": options}
     config = small_run(
-        picture_run(tmp_path).model_dump(mode="json", exclude_unset=True)
+        image_run(tmp_path).model_dump(mode="json", exclude_unset=True)
         | {"environment": environment}
     )
     with pytest.raises(ConfigError, match=r"environment\.function") as caught:
         EnvironmentPool(config)
-    assert told in str(caught.value)
+    assert reported in str(caught.value)
 
 
 def test_zoom_shows_the_quarter_that_is_named(tmp_path: Path) -> None:
-    picture = picture_file(64, 48, seed=2)
-    whole = np.asarray(Image.open(write(tmp_path / "whole.png", picture)))
+    image = image_file(64, 48, seed=2)
+    whole = np.asarray(Image.open(write(tmp_path / "whole.png", image)))
     for name, (row, column) in {
         "top left": (0, 0),
         "bottom right": (1, 1),
         "top right": (0, 1),
     }.items():
         cut = np.asarray(
-            Image.open(write(tmp_path / f"{name}.png", quarter(picture, row=row, column=column)))
+            Image.open(write(tmp_path / f"{name}.png", quarter(image, row=row, column=column)))
         )
         np.testing.assert_array_equal(
             cut, whole[24 * row : 24 * (row + 1), 32 * column : 32 * (column + 1)]

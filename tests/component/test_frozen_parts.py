@@ -12,9 +12,9 @@ from relax_events.media.library import MediaLibrary
 from relax_events.models.families import freeze, read_family
 from relax_events.training.backend.torch_backend import TorchBackend
 from relax_events.training.ranks import SingleRank
-from tests.unit.moving_and_sounding import omni_model
-from tests.unit.pictures import picture_engine, picture_run, ready, request_for
+from tests.unit.image_model import image_engine, image_run, ready, request_for
 from tests.unit.trainer_samples import run_config
+from tests.unit.video_and_audio import omni_model
 
 PARTS = ("language", "vision", "projection")
 
@@ -26,12 +26,12 @@ def part_of(name: str) -> str:
 
 
 def trained(folder: Path, frozen: list[str]) -> tuple[TorchBackend, dict[str, torch.Tensor]]:
-    """Take one step on samples with pictures."""
-    config = picture_run(folder, model={"frozen": frozen})
+    """Take one step on samples with images."""
+    config = image_run(folder, model={"frozen": frozen})
     backend, library, engine = (
         TorchBackend(config, ranks=SingleRank()),
         MediaLibrary(config),
-        picture_engine(),
+        image_engine(),
     )
     before = backend.weights()
     request = request_for(1, library)
@@ -57,7 +57,7 @@ def test_frozen_parts_stay_and_the_others_learn(tmp_path: Path, frozen: list[str
 
 def test_state_holds_frozen_parts_and_goes_on_elsewhere(tmp_path: Path) -> None:
     backend, _ = trained(tmp_path, ["vision"])
-    other = TorchBackend(picture_run(tmp_path, model={"frozen": ["vision"]}), ranks=SingleRank())
+    other = TorchBackend(image_run(tmp_path, model={"frozen": ["vision"]}), ranks=SingleRank())
     other.load_state(backend.state())
     for name, tensor in backend.weights().items():
         assert torch.equal(other.weights()[name], tensor), name
@@ -76,7 +76,7 @@ def test_part_that_a_model_lacks_is_refused() -> None:
 
 def test_something_must_be_left_to_train(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="leaves nothing to train"):
-        TorchBackend(picture_run(tmp_path, model={"frozen": list(PARTS)}), ranks=SingleRank())
+        TorchBackend(image_run(tmp_path, model={"frozen": list(PARTS)}), ranks=SingleRank())
 
 
 @pytest.mark.parametrize(

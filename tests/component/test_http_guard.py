@@ -1,4 +1,4 @@
-"""The guard before our HTTP APIs: what it refuses, before it reads, and how little a stranger's
+"""The guard before our HTTP APIs: what it refuses, before it reads, and how little an unknown producer's
 call costs."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a lane does when its client can't go on; with a consumer that fails on command, since no
+"""What a lane does when its client can't continue; with a consumer that fails on command, since no
 broker does."""
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from relax_events.events.parts import Modality
 from relax_events.media import archives
 from relax_events.media.items import MediaAccess, MediaItem, read_items
 from relax_events.media.library import MediaLibrary
-from tests.unit.pictures import picture_file, picture_run
+from tests.unit.image_model import image_file, image_run
 
 LIMITS = MediaConfig()
 
@@ -53,7 +53,7 @@ def reason(root: Path, path: str = "0.tar", member: str = "a.png") -> str:
 
 
 def test_members_are_read_where_they_lie(tmp_path: Path) -> None:
-    files = {f"set/{number}.png": picture_file(32, 32 + 16 * number) for number in range(3)}
+    files = {f"set/{number}.png": image_file(32, 32 + 16 * number) for number in range(3)}
     long = "very/" * 60 + "a.png"
     tar_of(tmp_path / "0.tar", *files.items(), (long, b"long"), ("set/0.png", b"newer"))
     assert [item(tmp_path, member=name).read(LIMITS) for name in files] == [
@@ -76,11 +76,11 @@ def test_heads_are_read_once_until_the_archive_changes(tmp_path: Path) -> None:
 def test_member_becomes_a_picture_in_the_store_once(tmp_path: Path) -> None:
     tar_of(
         tmp_path / "0.tar",
-        ("a.png", picture_file(48, 32)),
-        ("b.png", picture_file(48, 32)),
-        ("c.png", picture_file(64, 32)),
+        ("a.png", image_file(48, 32)),
+        ("b.png", image_file(48, 32)),
+        ("c.png", image_file(64, 32)),
     )
-    library = MediaLibrary(picture_run(tmp_path / "run"))
+    library = MediaLibrary(image_run(tmp_path / "run"))
     one, same, other = (
         library.add(item(tmp_path, member=name)) for name in ("a.png", "b.png", "c.png")
     )
@@ -89,7 +89,7 @@ def test_member_becomes_a_picture_in_the_store_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("member", "told"),
+    ("member", "reported"),
     [
         (special(tarfile.SYMTYPE, "/etc/passwd"), "no_file"),
         (special(tarfile.LNKTYPE, "../b.png"), "no_file"),
@@ -99,10 +99,10 @@ def test_member_becomes_a_picture_in_the_store_once(tmp_path: Path) -> None:
     ],
 )
 def test_member_that_is_no_file_is_refused(
-    tmp_path: Path, member: tarfile.TarInfo, told: str
+    tmp_path: Path, member: tarfile.TarInfo, reported: str
 ) -> None:
     tar_of(tmp_path / "0.tar", ("a.png", member), ("b.png", b"good"))
-    assert reason(tmp_path) == told
+    assert reason(tmp_path) == reported
     assert item(tmp_path, member="b.png").read(LIMITS) == b"good"
 
 
@@ -135,7 +135,7 @@ def claiming(size: int) -> Callable[[bytes], bytes]:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "told"),
+    ("spoil", "reported"),
     [
         (claiming(2**40), "too_large"),
         (claiming(15 * 1024**2), "truncated"),
@@ -156,13 +156,13 @@ def claiming(size: int) -> Callable[[bytes], bytes]:
     ],
 )
 def test_spoilt_archive_is_refused_by_name(
-    tmp_path: Path, spoil: Callable[[bytes], bytes], told: str
+    tmp_path: Path, spoil: Callable[[bytes], bytes], reported: str
 ) -> None:
     whole = tar_of(
         tmp_path / "0.tar", ("a.png", bytes(range(256)) * 8), ("b.png", b"x")
     ).read_bytes()
     (tmp_path / "0.tar").write_bytes(spoil(whole))
-    assert reason(tmp_path) == told
+    assert reason(tmp_path) == reported
 
 
 def test_long_name_that_claims_gigabytes_is_not_read(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from relax_events.media.decoder import Decoder
 from relax_events.media.facts import MediaFacts
 from relax_events.media.preprocessing import DecodePlan
 from relax_events.media.videos import decode_video
-from tests.unit.moving_and_sounding import clip_file, frames_of, sound_file, written
-from tests.unit.pictures import picture_file
+from tests.unit.image_model import image_file
+from tests.unit.video_and_audio import clip_file, frames_of, sound_file, written
 
 PLAN = DecodePlan((4, 32, 48, 3), "uint8", frames=(0, 1, 2, 3))
 
@@ -27,7 +27,7 @@ def process_of(decoder: Decoder) -> int:
 def test_decoder_answers_for_all_kinds_of_media() -> None:
     decoder, limits = Decoder(MediaConfig()), MediaConfig()
     clip = clip_file(48, 32)
-    assert decoder.inspect(picture_file(48, 32), Modality.IMAGE, location="a") == MediaFacts(
+    assert decoder.inspect(image_file(48, 32), Modality.IMAGE, location="a") == MediaFacts(
         "image/png", 48, 32
     )
     assert decoder.inspect(sound_file(0.4), Modality.AUDIO, location="b") == MediaFacts(
@@ -86,7 +86,7 @@ def test_error_that_nobody_foresaw_is_told_by_its_text() -> None:
         MediaError,
         match=r"a ended the process that decoded it \(IndexError: .* index out of range; exit code 1\)",
     ) as caught:
-        decoder.decode(picture_file(32, 32), Modality.IMAGE, DecodePlan((3,), "uint8"), location="a")
+        decoder.decode(image_file(32, 32), Modality.IMAGE, DecodePlan((3,), "uint8"), location="a")
     assert caught.value.reason == "crashed_decoder"
     assert decoder.inspect(sound_file(), Modality.AUDIO, location="b").num_frames == 6_400
 

@@ -12,12 +12,12 @@ from relax_events.examples.tiny_models import make_tiny
 from relax_events.media.items import MediaAccess, MediaItem
 from relax_events.media.library import CACHE_FOLDER, MediaLibrary
 from relax_events.objects import ObjectStore
-from tests.unit.pictures import picture_file, picture_item, picture_run
+from tests.unit.image_model import image_file, image_item, image_run
 
 
 @pytest.fixture
 def library(tmp_path: Path) -> MediaLibrary:
-    return MediaLibrary(picture_run(tmp_path))
+    return MediaLibrary(image_run(tmp_path))
 
 
 def object_files(folder: Path) -> list[Path]:
@@ -45,11 +45,11 @@ def test_same_picture_is_stored_once_under_its_content(
     library: MediaLibrary, tmp_path: Path
 ) -> None:
     one, other = (
-        library.add(replace(picture_item(48, 32), location=place)) for place in ("row 1", "row 2")
+        library.add(replace(image_item(48, 32), location=place)) for place in ("row 1", "row 2")
     )
     assert one == other
     (file,) = object_files(tmp_path)
-    assert file.read_bytes() == picture_file(48, 32)
+    assert file.read_bytes() == image_file(48, 32)
     assert file.name == f"{one.digest.hex()}.png"
     assert (one.media_type, one.width, one.height, one.num_bytes) == (
         "image/png",
@@ -61,7 +61,7 @@ def test_same_picture_is_stored_once_under_its_content(
 
 def test_row_that_comes_again_is_not_read_again(library: MediaLibrary, tmp_path: Path) -> None:
     path = tmp_path / "a.png"
-    path.write_bytes(picture_file(32, 32))
+    path.write_bytes(image_file(32, 32))
     first = library.add(of_path(path))
     path.unlink()
     assert library.add(of_path(path)) == first
@@ -73,7 +73,7 @@ def test_places_of_one_name_in_two_datasets_are_told_apart(
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "a.png").write_bytes(
-            picture_file(32, 32, seed=len(list(tmp_path.iterdir())))
+            image_file(32, 32, seed=len(list(tmp_path.iterdir())))
         )
     items = [
         MediaItem(
@@ -82,7 +82,7 @@ def test_places_of_one_name_in_two_datasets_are_told_apart(
         for folder in ("one", "two")
     ]
     inline = [
-        replace(picture_item(32, 32, seed=seed), location="rows.jsonl:row 0: images[0]")
+        replace(image_item(32, 32, seed=seed), location="rows.jsonl:row 0: images[0]")
         for seed in (7, 8)
     ]
     assert len({library.add(item).digest for item in (*items, *inline)}) == 4
@@ -91,12 +91,12 @@ def test_places_of_one_name_in_two_datasets_are_told_apart(
 def test_workers_of_a_machine_fetch_and_process_a_picture_once(
     library: MediaLibrary, tmp_path: Path
 ) -> None:
-    reference = library.add(picture_item(48, 32))
+    reference = library.add(image_item(48, 32))
     pixels = library.load(reference).pixels
     assert library.load(reference).pixels is pixels
     for file in object_files(tmp_path):
         file.unlink()
-    neighbour = MediaLibrary(picture_run(tmp_path))
+    neighbour = MediaLibrary(image_run(tmp_path))
     neighbour.prefetch([reference])
     assert np.array_equal(neighbour.load(reference).pixels, pixels)
     assert len(cached_files(tmp_path)) == 1
@@ -105,8 +105,8 @@ def test_workers_of_a_machine_fetch_and_process_a_picture_once(
 def test_worker_of_another_machine_fetches_for_itself(
     library: MediaLibrary, tmp_path: Path
 ) -> None:
-    reference = library.add(picture_item(100, 70))
-    elsewhere = picture_run(
+    reference = library.add(image_item(100, 70))
+    elsewhere = image_run(
         tmp_path / "elsewhere",
         objects={"uri": (tmp_path / "runs" / "pictures" / "objects").as_uri(), "by_run": False},
     )
@@ -116,13 +116,13 @@ def test_worker_of_another_machine_fetches_for_itself(
 
 
 def test_showing_a_row_stores_nothing(library: MediaLibrary, tmp_path: Path) -> None:
-    piece = library.preprocess(picture_item(48, 32))
+    piece = library.preprocess(image_item(48, 32))
     assert piece.pixels.shape == (32, 48, 3)
     assert object_files(tmp_path) == []
 
 
 def test_sequence_must_hold_the_placeholders_of_its_media(library: MediaLibrary) -> None:
-    reference = library.add(picture_item(64, 64))
+    reference = library.add(image_item(64, 64))
     layout = library._require_layout()
     (block,) = layout.blocks(reference)
     fit = np.concatenate([[1], block.ids, [2]])
@@ -141,33 +141,33 @@ def test_sequence_must_hold_the_placeholders_of_its_media(library: MediaLibrary)
 
 
 def test_picture_that_vanished_is_named(library: MediaLibrary, tmp_path: Path) -> None:
-    reference = library.add(picture_item(48, 32))
+    reference = library.add(image_item(48, 32))
     for file in [*object_files(tmp_path), *cached_files(tmp_path)]:
         file.unlink()
-    assert reference.uri in check_fails(MediaLibrary(picture_run(tmp_path)), reference, "vanished")
+    assert reference.uri in check_fails(MediaLibrary(image_run(tmp_path)), reference, "vanished")
     with pytest.raises(MediaError, match="there is no such object"):
-        MediaLibrary(picture_run(tmp_path)).prefetch([reference])
+        MediaLibrary(image_run(tmp_path)).prefetch([reference])
 
 
-@pytest.mark.parametrize("content", [picture_file(48, 32, seed=9), b"", b"other"])
+@pytest.mark.parametrize("content", [image_file(48, 32, seed=9), b"", b"other"])
 def test_picture_that_was_altered_is_named(
     library: MediaLibrary, tmp_path: Path, content: bytes
 ) -> None:
-    reference = library.add(picture_item(48, 32))
+    reference = library.add(image_item(48, 32))
     cached_files(tmp_path)[0].unlink()
     object_files(tmp_path)[0].write_bytes(content)
-    assert "was altered" in check_fails(MediaLibrary(picture_run(tmp_path)), reference, "altered")
+    assert "was altered" in check_fails(MediaLibrary(image_run(tmp_path)), reference, "altered")
 
 
 def test_reference_that_lies_about_its_size_is_refused(library: MediaLibrary) -> None:
-    reference = library.add(picture_item(48, 32))
+    reference = library.add(image_item(48, 32))
     library.load(reference)
     text = check_fails(library, replace(reference, width=32, height=48), "wrong_size")
     assert text.endswith("is 48 x 32, and its reference has 32 x 48")
 
 
 def test_reference_to_too_large_a_file_is_refused_unread(tmp_path: Path) -> None:
-    library = MediaLibrary(picture_run(tmp_path, model={"media": {"max_item_bytes": 100}}))
+    library = MediaLibrary(image_run(tmp_path, model={"media": {"max_item_bytes": 100}}))
     check_fails(
         library,
         MediaRef("file:///x", bytes(32), "image/png", 101, width=32, height=32),
@@ -177,39 +177,39 @@ def test_reference_to_too_large_a_file_is_refused_unread(tmp_path: Path) -> None
 
 def test_reference_into_an_allowed_root_is_fetched_from_there(tmp_path: Path) -> None:
     elsewhere = ObjectStore.open((tmp_path / "pictures").as_uri())
-    stored = elsewhere.put(picture_file(48, 32))
+    stored = elsewhere.put(image_file(48, 32))
     reference = MediaRef(
         stored.uri, stored.digest, "image/png", stored.num_bytes, width=48, height=32
     )
-    allowed = picture_run(tmp_path, objects={"allowed_roots": [(tmp_path / "pictures").as_uri()]})
+    allowed = image_run(tmp_path, objects={"allowed_roots": [(tmp_path / "pictures").as_uri()]})
     assert MediaLibrary(allowed).load(reference).pixels.shape == (32, 48, 3)
 
 
 def test_store_that_fails_is_no_fault_of_the_picture(library: MediaLibrary, tmp_path: Path) -> None:
-    reference = library.add(picture_item(48, 32))
+    reference = library.add(image_item(48, 32))
     cached_files(tmp_path)[0].unlink()
     file = object_files(tmp_path)[0]
     file.unlink()
     file.symlink_to(file)  # to be followed for ever
     with pytest.raises(ObjectError):
-        MediaLibrary(picture_run(tmp_path)).load(reference)
+        MediaLibrary(image_run(tmp_path)).load(reference)
 
 
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (picture_file(96, 96)[:400], "truncated"),
+        (image_file(96, 96)[:400], "truncated"),
         (b"no picture", "wrong_type"),
-        (picture_file(16, 16 * 201), "bad_shape"),
-        (picture_file(64, 64, seed=1) + bytes(20_000), "too_large"),
-        (picture_file(300, 300), "too_many_pixels"),
+        (image_file(16, 16 * 201), "bad_shape"),
+        (image_file(64, 64, seed=1) + bytes(20_000), "too_large"),
+        (image_file(300, 300), "too_many_pixels"),
     ],
 )
 def test_hostile_picture_is_refused_before_it_is_stored(
     tmp_path: Path, content: bytes, reason: str
 ) -> None:
     library = MediaLibrary(
-        picture_run(
+        image_run(
             tmp_path, model={"media": {"max_item_bytes": 20_000, "max_image_pixels": 80_000}}
         )
     )
@@ -220,8 +220,8 @@ def test_hostile_picture_is_refused_before_it_is_stored(
 
 
 def test_model_of_text_is_shown_no_picture(tmp_path: Path) -> None:
-    config = picture_run(
+    config = image_run(
         tmp_path, model={"path": make_tiny(tmp_path / "text", corpus=["x"], hidden_size=32)}
     )
     with pytest.raises(MediaError, match="the model reads text only, and the prompt has media"):
-        MediaLibrary(config).add(picture_item(32, 32))
+        MediaLibrary(config).add(image_item(32, 32))

@@ -1,4 +1,4 @@
-"""Sounds and clips in a run's library: the same promises as for pictures."""
+"""Audio and videos in a run's library: the same promises as for images."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,7 @@ from relax_events.events.parts import Modality
 from relax_events.media.items import MediaItem
 from relax_events.media.library import MediaLibrary
 from tests.component.test_media_library import cached_files, object_files
-from tests.unit.moving_and_sounding import (
+from tests.unit.video_and_audio import (
     clip_file,
     item_of,
     media_run,

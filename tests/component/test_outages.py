@@ -1,4 +1,4 @@
-"""A store that is away is waited for where somebody waits, and given up after the deadline; an
+"""A store that is away is waited for where someone waits, and given up after the deadline; an
 answer of any kind ends the wait."""
 
 from __future__ import annotations

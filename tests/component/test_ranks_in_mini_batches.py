@@ -24,12 +24,12 @@ class ThreadRank(SingleRank):
     """A rank of several that are threads of this process."""
 
     def __init__(self, rank, barrier, places):
-        self.rank, self.size, self._barrier, self._places = rank, barrier.parties, barrier, places
+        self.rank, self.size, self._barrier, self._positions = rank, barrier.parties, barrier, places
 
     def _exchange(self, mine):
-        self._places[self.rank] = mine
+        self._positions[self.rank] = mine
         self._barrier.wait(60)
-        everyone = list(self._places)
+        everyone = list(self._positions)
         self._barrier.wait(60)
         return everyone
 
@@ -63,7 +63,7 @@ def test_two_ranks_train_like_one_however_the_prompt_groups_lie(num_first, max_k
         for _ in range(2):
             mine = list(
                 pool.map(
-                    lambda one, share: train(one, [share] if share else []).as_figures(),
+                    lambda one, share: train(one, [share] if share else []).to_metrics(),
                     both,
                     shares,
                 )

@@ -64,7 +64,7 @@ def open_router() -> Iterator[OpenRouter]:
 
 
 def wait_for(router: Router, condition: Callable[[], bool]) -> None:
-    """Handle what engines tell until something is so; nothing may end meanwhile."""
+    """Handle what engines report until something is so; nothing may end meanwhile."""
     pause = threading.Event()
     while not condition():
         assert router.poll(timeout_seconds=0.01) == []

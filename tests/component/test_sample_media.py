@@ -1,4 +1,4 @@
-"""Samples with pictures on their way into the trainer: what can't be had, or doesn't fit, is the
+"""Samples with images on their way into the trainer: what can't be had, or doesn't fit, is the
 sample's own fault by name."""
 
 from dataclasses import replace
@@ -13,14 +13,14 @@ from relax_events.events.types import SampleReady
 from relax_events.media.library import MediaLibrary
 from relax_events.training.backend.torch_backend import TorchBackend
 from relax_events.training.ranks import SingleRank
-from tests.unit.pictures import picture_engine, picture_run, ready, request_for
+from tests.unit.image_model import image_engine, image_run, ready, request_for
 from tests.unit.trainer_samples import make_samples, run_config
 
 
 @pytest.fixture
 def samples(tmp_path: Path) -> list[SampleReady]:
-    """Two samples of a prompt about two pictures."""
-    engine, request = picture_engine(), request_for(1, MediaLibrary(picture_run(tmp_path)))
+    """Two samples of a prompt about two images."""
+    engine, request = image_engine(), request_for(1, MediaLibrary(image_run(tmp_path)))
     engine.submit(request)
     return [ready(request, sample, index) for index, sample in enumerate(finish(engine).values())]
 
@@ -28,17 +28,17 @@ def samples(tmp_path: Path) -> list[SampleReady]:
 def test_samples_are_trained_with_their_pictures(
     samples: list[SampleReady], tmp_path: Path
 ) -> None:
-    backend = TorchBackend(picture_run(tmp_path), ranks=SingleRank())
+    backend = TorchBackend(image_run(tmp_path), ranks=SingleRank())
     backend.accumulate(samples)
-    figures = backend.step()
-    assert figures.mismatch_max_abs < 1e-4
-    assert figures.num_tokens == sum(len(sample.tokens) for sample in samples)
+    metrics = backend.step()
+    assert metrics.mismatch_max_abs < 1e-4
+    assert metrics.num_tokens == sum(len(sample.tokens) for sample in samples)
 
 
 def test_sample_whose_picture_is_gone_is_named_and_adds_nothing(
     samples: list[SampleReady], tmp_path: Path
 ) -> None:
-    backend = TorchBackend(picture_run(tmp_path), ranks=SingleRank())
+    backend = TorchBackend(image_run(tmp_path), ranks=SingleRank())
     (gone, *others) = samples[0].media
     lost = replace(
         samples[0],
@@ -67,13 +67,13 @@ def test_sample_with_other_pictures_than_places_is_named(
         PoisonSample,
         match=rf"sample {wrong.sample_id}: {num_left} media files have \d+ tokens, and the sequence has 24",
     ):
-        TorchBackend(picture_run(tmp_path), ranks=SingleRank()).accumulate([wrong])
+        TorchBackend(image_run(tmp_path), ranks=SingleRank()).accumulate([wrong])
 
 
 def test_placeholder_that_the_policy_wrote_is_trained_as_a_token(
     samples: list[SampleReady], tmp_path: Path
 ) -> None:
-    backend = TorchBackend(picture_run(tmp_path), ranks=SingleRank())
+    backend = TorchBackend(image_run(tmp_path), ranks=SingleRank())
     (placeholder,) = {
         int(token) for token in samples[0].tokens if (samples[0].tokens == token).sum() >= 24
     }

@@ -28,8 +28,8 @@ from relax_events.reports.sample_export import open_export
 from relax_events.reports.sample_media import MAX_FRAMES, MAX_SECONDS, MAX_SIDE, MediaRenderer
 from relax_events.reports.sample_page import SamplePage, best_and_worst
 from tests.unit.html_page import Page
-from tests.unit.moving_and_sounding import clip_file, media_run, omni_model, sound_file
-from tests.unit.pictures import picture_file
+from tests.unit.image_model import image_file
+from tests.unit.video_and_audio import clip_file, media_run, omni_model, sound_file
 
 HOSTILE = "</span></td><script>alert(1)</script><img src=x onerror=alert(2)> & 'so' \"on\""
 
@@ -87,17 +87,17 @@ def test_page_shows_what_the_model_was_shown_beside_answer_and_reward(
     config: RunConfig, library: MediaLibrary
 ) -> None:
     files = {
-        Modality.IMAGE: picture_file(64, 48),
+        Modality.IMAGE: image_file(64, 48),
         Modality.VIDEO: clip_file(32, 32, 4),
         Modality.AUDIO: sound_file(0.4),
     }
     media = [put(library, modality, file) for modality, file in files.items()]
     page = page_of(config, view(*media, completion="red", answer="blue", reward=0.25))
     shown = [np.asarray(Image.open(BytesIO(source))) for source in page.sources("img")]
-    picture, clip, sound = (library.load(piece) for piece in media)
+    image, clip, sound = (library.load(piece) for piece in media)
     assert clip.pixels is not None
     assert sound.samples is not None
-    np.testing.assert_array_equal(shown[0], picture.pixels)
+    np.testing.assert_array_equal(shown[0], image.pixels)
     np.testing.assert_array_equal(np.stack(shown[1:]), clip.pixels)
     with wave.open(BytesIO(page.sources("audio")[0])) as played:
         heard = np.frombuffer(played.readframes(played.getnframes()), "<i2") / (2**15 - 1)
@@ -109,7 +109,7 @@ def test_page_shows_what_the_model_was_shown_beside_answer_and_reward(
 
 def test_hostile_texts_stay_texts(config: RunConfig, library: MediaLibrary) -> None:
     media = replace(
-        put(library, Modality.IMAGE, picture_file(32, 32)),
+        put(library, Modality.IMAGE, image_file(32, 32)),
         uri=f"file:///{HOSTILE}",
         media_type=f"image/{HOSTILE}",
     )
@@ -139,7 +139,7 @@ def test_media_that_cannot_be_shown_are_named_with_the_reason(
     config: RunConfig, library: MediaLibrary
 ) -> None:
     gone = replace(
-        put(library, Modality.IMAGE, picture_file(32, 32)),
+        put(library, Modality.IMAGE, image_file(32, 32)),
         digest=bytes(32),
         uri=f"{config.objects_uri}/sha256/00/{64 * '0'}.png",
     )
@@ -153,7 +153,7 @@ def test_media_that_cannot_be_shown_are_named_with_the_reason(
 def test_model_of_text_shows_no_media_and_says_so(
     config: RunConfig, library: MediaLibrary, tmp_path: Path
 ) -> None:
-    media = put(library, Modality.IMAGE, picture_file(32, 32))
+    media = put(library, Modality.IMAGE, image_file(32, 32))
     without = config.model_copy(
         update={"model": config.model.model_copy(update={"path": tmp_path / "none"})}
     )
@@ -164,7 +164,7 @@ def test_long_clips_and_sounds_and_large_pictures_are_shown_in_part(
     config: RunConfig, library: MediaLibrary
 ) -> None:
     gallery = MediaRenderer(config, max_bytes=10**8)
-    large = put(library, Modality.IMAGE, picture_file(960, 480))
+    large = put(library, Modality.IMAGE, image_file(960, 480))
     (source,) = Page(gallery.render(large)).sources("img")
     assert Image.open(BytesIO(source)).size == (MAX_SIDE, MAX_SIDE // 2)
     assert (
@@ -180,7 +180,7 @@ def test_long_clips_and_sounds_and_large_pictures_are_shown_in_part(
 
 def test_page_that_is_full_names_the_rest(config: RunConfig, library: MediaLibrary) -> None:
     first, second = (
-        put(library, Modality.IMAGE, picture_file(48, 48, seed=seed)) for seed in (1, 2)
+        put(library, Modality.IMAGE, image_file(48, 48, seed=seed)) for seed in (1, 2)
     )
     gallery = MediaRenderer(config, max_bytes=len(MediaRenderer(config, max_bytes=10**6).render(first)))
     assert "<img" in gallery.render(first)
@@ -194,7 +194,7 @@ def test_long_texts_are_cut(config: RunConfig) -> None:
 
 
 def test_samples_of_a_prompt_group_share_one_card(config: RunConfig, library: MediaLibrary) -> None:
-    media = put(library, Modality.IMAGE, picture_file(32, 32))
+    media = put(library, Modality.IMAGE, image_file(32, 32))
     page = page_of(
         config,
         view(media, index=0),

@@ -30,7 +30,7 @@ from relax_events.events.types import RunCommanded
 from relax_events.launcher.requirements import require_roles
 from relax_events.projections.scale_requests import Status
 from relax_events.projections.scaling import ScaleState
-from tests.unit.run_events import beat, run_config
+from tests.unit.run_events import make_heartbeat, run_config
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Served:
     """An API, and what stands in for the controller's loop behind it."""
 
     config: RunConfig
-    desk: ScalingService
+    service: ScalingService
     server: ApiServer
     commands: list[RunCommanded]
     client: ScaleClient
@@ -71,7 +71,7 @@ class Served:
 def served(tmp_path: Path) -> Iterator[Served]:
     config = run_config(tmp_path)
     state, commands = ScaleState(), []
-    state.apply(beat("rollout-0", at_seconds=1))
+    state.apply(make_heartbeat("rollout-0", at_seconds=1))
     inbox: queue.SimpleQueue[MainThreadTask[object] | None] = queue.SimpleQueue()
 
     def give(given: Sequence[RunCommanded]) -> None:
@@ -80,15 +80,15 @@ def served(tmp_path: Path) -> Iterator[Served]:
             state.apply(command)
 
     def loop() -> None:
-        while (errand := inbox.get()) is not None:
-            errand.run()
+        while (task := inbox.get()) is not None:
+            task.run()
 
-    desk = ScalingService(state, ScalingBounds.from_config(config, is_supervised=True), give)
+    service = ScalingService(state, ScalingBounds.from_config(config, is_supervised=True), give)
     thread = threading.Thread(target=loop)
     thread.start()
-    with closing(ApiServer(config, desk, inbox.put)) as server:
+    with closing(ApiServer(config, service, inbox.put)) as server:
         place = ApiEndpointFile.from_config(config)
-        yield Served(config, desk, server, commands, ScaleClient(place.read_url(), place.read_token()))
+        yield Served(config, service, server, commands, ScaleClient(place.read_url(), place.read_token()))
     inbox.put(None)
     thread.join(60)
 
@@ -148,21 +148,21 @@ def test_request_is_opened_looked_at_and_cancelled(served: Served) -> None:
     assert call("POST", "scale_out_cancel", {})["skipped"][0]["reason"].endswith(
         "is REMOVING; only what has not ended can be cancelled"
     )
-    assert served.desk.state.requests[opened["request_id"]].outcome is Status.CANCELLED
+    assert served.service.state.requests[opened["request_id"]].outcome is Status.CANCELLED
     assert len(served.commands) == 2
 
 
 def test_engines_are_shown_with_those_of_the_start_first(served: Served) -> None:
     served.client.call("POST", "scale_out", {"num_replicas": 2})
-    served.desk.reconcile()
+    served.service.reconcile()
     engines = served.client.call("GET", "engines?model_name=default")
     groups = engines["models"]["default"]["engine_groups"]
-    told = [
+    reported = [
         (group["num_new_engines"], engine["engine_id"], engine["status"], engine["pid"])
         for group in groups
         for engine in group["engines"]
     ]
-    assert told == [(0, "rollout-0", "working", 1), (1, "rollout-1", "waiting", None)]
+    assert reported == [(0, "rollout-0", "working", 1), (1, "rollout-1", "waiting", None)]
     assert (engines["total_engines"], list(engines["models"])) == (2, ["default"])
 
 
@@ -221,8 +221,8 @@ def test_engines_are_shown_with_those_of_the_start_first(served: Served) -> None
 def test_bad_call_is_told_what_is_wrong(
     served: Served, path: str, body: Any, code: int, text: str
 ) -> None:
-    told, answer = served.called("POST", f"/rollout/{path}", body)
-    assert (told, answer["request_id"]) == (code, "")
+    reported, answer = served.called("POST", f"/rollout/{path}", body)
+    assert (reported, answer["request_id"]) == (code, "")
     assert text in answer["message"]
 
 
@@ -245,7 +245,7 @@ def test_call_is_answered_when_the_broker_is_away(
             "2 records were not acknowledged within 120 s; see that the broker runs"
         )
 
-    monkeypatch.setattr(served.desk, "_emit", away)
+    monkeypatch.setattr(served.service, "_emit", away)
     code, answer = served.called("POST", "/rollout/scale_out", {"num_replicas": 3})
     assert (code, answer["status"]) == (503, "UNAVAILABLE")
     assert "see that the broker runs" in answer["message"]
@@ -328,7 +328,7 @@ def test_command_line_finds_api_and_token_in_the_folder_of_the_run(
 @pytest.mark.timeout(300)
 def test_no_call_of_any_form_makes_it_fail(served: Served) -> None:
     """Walk the OpenAPI page with what it allows and with what it does not; every answer is one that
-    the page tells of, and none is 5xx."""
+    the page reports of, and none is 5xx."""
     import schemathesis  # takes seconds to load, which only this test waits for
     from schemathesis.checks import not_a_server_error
     from schemathesis.generation import GenerationMode

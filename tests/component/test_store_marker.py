@@ -46,13 +46,13 @@ def test_second_run_is_refused_by_name(tmp_path: Path) -> None:
 def test_store_of_a_namesake_is_refused_by_the_value_on_the_log(tmp_path: Path) -> None:
     store = ObjectStore.open(tmp_path.as_uri())
     mark = claim_store(store, run_id="mine")
-    require_marker(mark, told=mark.value, store_uri=store.uri(""))
-    require_marker(mark, told="", store_uri=store.uri(""))
+    require_marker(mark, reported=mark.value, store_uri=store.uri(""))
+    require_marker(mark, reported="", store_uri=store.uri(""))
     with pytest.raises(
         ConfigError,
         match=f"must hold {'0' * 32}, got {mark.value}; give this run another run.id or objects.uri",
     ):
-        require_marker(mark, told="0" * 32, store_uri=store.uri(""))
+        require_marker(mark, reported="0" * 32, store_uri=store.uri(""))
 
 
 def test_namesake_on_another_cluster_is_refused_by_name_before_it_writes(tmp_path: Path) -> None:
@@ -62,9 +62,9 @@ def test_namesake_on_another_cluster_is_refused_by_name_before_it_writes(tmp_pat
     with pytest.raises(ConfigError, match=text):
         claim_store(store, run_id="mine", cluster_id="second")
     with pytest.raises(ConfigError, match=text):
-        claim_store(store, run_id="mine", cluster_id="second", told="0" * 32)
+        claim_store(store, run_id="mine", cluster_id="second", reported="0" * 32)
     assert claim_store(store, run_id="mine", cluster_id="first") == mark
-    assert claim_store(store, run_id="mine", cluster_id="second", told=mark.value) == mark, (
+    assert claim_store(store, run_id="mine", cluster_id="second", reported=mark.value) == mark, (
         "it has moved there with its log"
     )
     assert claim_store(store, run_id="mine") == mark, "a broker that does not tell its cluster"

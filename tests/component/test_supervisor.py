@@ -36,7 +36,7 @@ NO_RESTART = {"max_restarts": 0}
 
 @pytest.fixture
 def ended(tmp_path: Path) -> Iterator[MakeEnded]:
-    """Give a maker of supervisors whose workers have all said why they can't go on, and ended with
+    """Give a maker of supervisors whose workers have all said why they can't continue, and ended with
     a code, or with an error."""
     made: list[Supervisor] = []
 
@@ -257,7 +257,7 @@ def test_goodbye_is_owed_for_workers_that_ended_without_one(
     supervisor = ended(make_run_config(), how)
     process = supervisor._processes["trainer-0"].process
     assert process is not None
-    newest = replace(beat(process.pid, sent_at=FENCED_AT), host=socket.gethostname())
+    newest = replace(make_heartbeat(process.pid, sent_at=FENCED_AT), host=socket.gethostname())
     assert supervisor.lacks_final_heartbeat(newest) is is_owed
     supervisor.poll(Progress())
     assert supervisor._processes["trainer-0"].process is None, "it is to be started again later"
@@ -277,7 +277,7 @@ def test_goodbye_is_owed_for_any_of_the_processes_that_died_since_the_last_goodb
     supervisor = ended(make_run_config(), 1)
     trainer = supervisor._processes["trainer-0"]
     assert trainer.process is not None
-    first = replace(beat(trainer.process.pid, sent_at=FENCED_AT), host=socket.gethostname())
+    first = replace(make_heartbeat(trainer.process.pid, sent_at=FENCED_AT), host=socket.gethostname())
     supervisor.poll(Progress())
     died_again(supervisor, Progress(num_steps=1))
     assert supervisor.lacks_final_heartbeat(first), "the second one died before it said anything"
@@ -288,8 +288,8 @@ FENCED_AT = 100 * SECOND
 OURS, OTHERS = 7, 8
 
 
-def beat(pid: int, *, sent_at: int, state: WorkerState = WorkerState.WORKING) -> WorkerHeartbeat:
-    """Make a beat of one of two trainers."""
+def make_heartbeat(pid: int, *, sent_at: int, state: WorkerState = WorkerState.WORKING) -> WorkerHeartbeat:
+    """Make a heartbeat of one of two trainers."""
     return WorkerHeartbeat(
         worker_id="trainer-0",
         role="trainer",
@@ -308,13 +308,13 @@ def beat(pid: int, *, sent_at: int, state: WorkerState = WorkerState.WORKING) ->
     [
         (None, 60),
         (
-            beat(OURS, sent_at=FENCED_AT),
+            make_heartbeat(OURS, sent_at=FENCED_AT),
             60,
         ),  # ours spoke last, woken up and not yet aware that it was fenced
-        (beat(OTHERS, sent_at=FENCED_AT - SECOND), 60),
-        (beat(OTHERS, sent_at=FENCED_AT + 30 * SECOND), 90),
-        (beat(OTHERS, sent_at=FENCED_AT + 30 * SECOND, state=WorkerState.STOPPED), 35),
-        (beat(OURS, sent_at=FENCED_AT, state=WorkerState.STOPPED), 60),
+        (make_heartbeat(OTHERS, sent_at=FENCED_AT - SECOND), 60),
+        (make_heartbeat(OTHERS, sent_at=FENCED_AT + 30 * SECOND), 90),
+        (make_heartbeat(OTHERS, sent_at=FENCED_AT + 30 * SECOND, state=WorkerState.STOPPED), 35),
+        (make_heartbeat(OURS, sent_at=FENCED_AT, state=WorkerState.STOPPED), 60),
     ],
 )
 def test_fencing_is_over_when_the_other_has_been_silent_for_long_or_said_goodbye(

@@ -1,4 +1,4 @@
-"""Traces: what a record carries, what is sent of it, and what it costs when nobody listens."""
+"""Traces: what a record carries, what is sent of it, and what it costs when no one listens."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_prompt_group_that_is_issued_twice_has_one_trace_and_the_next_attempt_le
 def test_prompter_alone_chooses_what_is_traced(
     open_role: Callable[..., Traces], collector: Collector
 ) -> None:
-    names = [f"{step:06d}-{seat:04d}-0" for step in range(100) for seat in range(20)]
+    names = [f"{step:06d}-{group_index:04d}-0" for step in range(100) for group_index in range(20)]
     chosen = {name for name in names if is_sampled(derive_root("test", name).trace_id, 0.25)}
     assert 0.2 < len(chosen) / len(names) < 0.3
     judge = TraceIdRatioBased(0.25)
@@ -285,7 +285,7 @@ def test_collector_that_is_away_costs_spans_alone(
     make_run_config: MakeRunConfig, registry: CollectorRegistry
 ) -> None:
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # nobody listens
+        taken.bind(("127.0.0.1", 0))  # no one listens
         config = make_run_config(
             telemetry={
                 "traces": {"endpoint": f"http://127.0.0.1:{taken.getsockname()[1]}/v1/traces"}

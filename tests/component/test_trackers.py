@@ -1,4 +1,4 @@
-"""Trackers take the figures, each once, and what is wrong with one of them stays its own."""
+"""Trackers take the metrics, each once, and what is wrong with one of them stays its own."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ class Kept:
         self.released = threading.Event()
         self.is_closed = False
 
-    def write(self, figures: StepMetrics) -> None:
+    def write(self, step_metrics: StepMetrics) -> None:
         if self.hangs:
             self.released.wait(PATIENCE_SECONDS)
         if self.refusals:
             self.refusals -= 1
             raise ConnectionError("the server is down")
-        self.taken.append((figures.series, figures.step))
+        self.taken.append((step_metrics.series, step_metrics.step))
 
     def close(self) -> None:
         self.is_closed = True
 
 
-def figures(step: int, series: str = "train") -> StepMetrics:
+def step_metrics(step: int, series: str = "train") -> StepMetrics:
     return StepMetrics(
         series,
         step,
@@ -81,7 +81,7 @@ def test_figures_come_in_order_although_the_tracker_is_down_for_a_while(
     tracker = Kept(refusals=4)
     feed, errors = feed_of(tracker)
     for step in range(50):
-        feed.put(figures(step))
+        feed.put(step_metrics(step))
     deadline = time.monotonic() + PATIENCE_SECONDS
     while len(tracker.taken) < 50 and time.monotonic() < deadline:
         threading.Event().wait(0.01)
@@ -97,7 +97,7 @@ def test_tracker_that_hangs_holds_up_neither_the_worker_nor_its_end(
     tracker = Kept(hangs=True)
     feed, errors = feed_of(tracker)
     for step in range(100):
-        feed.put(figures(step))
+        feed.put(step_metrics(step))
     assert not feed.close(timeout_seconds=0.2), "it comes back although the tracker still hangs"
     assert feed.is_running
     assert 89 <= len(errors) - 1 <= 90, "all that did not fit, and the end that was not awaited"
@@ -109,7 +109,7 @@ def test_tracker_that_is_down_at_the_end_is_tried_once_more_and_left(
 ) -> None:
     feed, errors = feed_of(Kept(refusals=10**9))
     for step in range(5):
-        feed.put(figures(step))
+        feed.put(step_metrics(step))
     assert feed.close(timeout_seconds=PATIENCE_SECONDS)
     assert errors
 
@@ -130,8 +130,8 @@ def test_worker_that_starts_again_doubles_nothing(
     for tracker, steps in ((first, 3), (second, 4)):
         feed, _ = feed_of(tracker)
         for step in range(steps):
-            feed.put(figures(step))
-        feed.put(figures(steps, "evaluation/held"))
+            feed.put(step_metrics(step))
+        feed.put(step_metrics(steps, "evaluation/held"))
         assert feed.close(timeout_seconds=PATIENCE_SECONDS)
     expected = again if remembers else [*again, ("evaluation/held", 4)]
     assert second.taken == expected
@@ -182,7 +182,7 @@ def fed(config: RunConfig, *steps: int) -> list[str]:
     feeds = open_tracker_queues(config, failed=errors.append)
     for step in steps:
         for feed in feeds:
-            feed.put(figures(step))
+            feed.put(step_metrics(step))
     assert all(feed.close(timeout_seconds=60) for feed in feeds)
     return errors
 

@@ -23,7 +23,7 @@ from relax_events.events.parts import ChatMessage, ContentPart, MediaRef, Modali
 from relax_events.examples.sft_warmup import IGNORED, SupervisedExample, count_correct, pad_left
 from relax_events.examples.warmup_conversations import WarmupConversations
 from relax_events.models.families import read_family
-from tests.unit.pictures import picture_model, picture_run
+from tests.unit.image_model import build_image_model, image_run
 
 ENVIRONMENTS = Path(__file__).parents[1] / "environment_functions.py"
 
@@ -32,14 +32,14 @@ ENVIRONMENTS = Path(__file__).parents[1] / "environment_functions.py"
 def played(
     folder: Path, function: str = "zoom", *, assistant_turns_key: str = "answers"
 ) -> Iterator[tuple[WarmupConversations, RunConfig]]:
-    tree = picture_run(folder, data={"source": "synthetic_images:zoom"}).model_dump(
+    tree = image_run(folder, data={"source": "synthetic_images:zoom"}).model_dump(
         mode="json", exclude_unset=True
     )
     environment = {"function": function}
     config = small_run(
         tree | {"environment": environment, "sft_warmup": {"assistant_turns_key": assistant_turns_key}}
     )
-    with closing(WarmupConversations(config, model_path=picture_model())) as opened:
+    with closing(WarmupConversations(config, model_path=build_image_model())) as opened:
         yield opened, config
 
 
@@ -51,7 +51,7 @@ def rows_of(config: RunConfig, count: int) -> Sequence[PromptRow]:
 def test_answers_stand_where_the_template_puts_them_and_the_quarter_between(tmp_path: Path) -> None:
     with played(tmp_path) as (demonstrations, config):
         renderer = PromptRenderer.from_folder(
-            picture_model(), config.data, media=config.model.media
+            build_image_model(), config.data, media=config.model.media
         )
         for row in rows_of(config, 4):
             example = demonstrations.build_example(row)
@@ -78,9 +78,9 @@ def test_answers_stand_where_the_template_puts_them_and_the_quarter_between(tmp_
     assert not (config.run_directory / "objects").exists()
 
 
-def asked(question: str, picture: MediaRef) -> ChatMessage:
+def asked(question: str, image: MediaRef) -> ChatMessage:
     return ChatMessage(
-        "user", [ContentPart(Modality.IMAGE, media=picture), ContentPart(Modality.TEXT, question)]
+        "user", [ContentPart(Modality.IMAGE, media=image), ContentPart(Modality.TEXT, question)]
     )
 
 
@@ -128,14 +128,14 @@ def test_row_that_can_not_be_played_is_refused(
 def test_only_what_the_policy_says_is_learnt(tmp_path: Path) -> None:
     with played(tmp_path) as (demonstrations, config):
         examples = [demonstrations.build_example(row) for row in rows_of(config, 3)]
-        family = read_family(picture_model(), config.model.media)
+        family = read_family(build_image_model(), config.model.media)
     labels = pad_left(examples, device=torch.device("cpu"), family=family).labels.numpy()
     for row, example in zip(labels, examples, strict=True):
         assert row[row != IGNORED].tolist() == example.answer_tokens[example.loss_mask].tolist()
 
 
 def test_example_is_answered_when_every_token_to_learn_is_the_likeliest() -> None:
-    model: Any = AutoModelForImageTextToText.from_pretrained(picture_model(), dtype=torch.float32)
+    model: Any = AutoModelForImageTextToText.from_pretrained(build_image_model(), dtype=torch.float32)
     with torch.no_grad():
         model.lm_head.weight.zero_()  # all tokens alike: the first of the vocabulary is taken
     prompt = np.array([5, 6], np.int32)

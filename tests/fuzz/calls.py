@@ -142,8 +142,8 @@ async def _events(chunks: Any) -> list[bytes]:
 def alert(data: bytes) -> None:
     """Read what is posted to the receiver of alerts."""
     with suppress(ValueError):
-        told = parse_alerts(data)
-        assert set(told) == {"title", "body", "kind"}
+        reported = parse_alerts(data)
+        assert set(reported) == {"title", "body", "kind"}
 
 
 def guard(data: bytes) -> None:

@@ -133,7 +133,7 @@ def vocabulary(data: bytes) -> None:
         read_vocabulary(FOLDER)
 
 
-def picture(data: bytes) -> None:
+def check_image(data: bytes) -> None:
     """Check a image, and bring it to a size."""
     with suppress(MediaError, MemoryError):
         inspect_image(data, limits=LIMITS, location="picture")
@@ -194,7 +194,7 @@ def _tar_seed(format_: int) -> bytes:
 
 
 def _container_seed() -> bytes:
-    with tempfile.TemporaryDirectory() as folder:  # whoever only imports this leaves nothing behind
+    with tempfile.TemporaryDirectory() as folder:  # the process that only imports this leaves nothing behind
         path = Path(folder) / "seed.avro"
         with ContainerWriter(path) as writer:
             for offset in range(5):
@@ -332,7 +332,7 @@ TARGETS = [
     Target("store-marker", json_bytes([{"run_id": "a", "value": "b"}]), marker),
     Target("broker-state", json_bytes([STATE]), broker_state),
     Target("vocabulary", json_bytes([TOKENIZER]), vocabulary),
-    Target("picture", mutated(_picture_seeds()), picture),
+    Target("picture", mutated(_picture_seeds()), check_image),
     Target("sound", mutated([_moving(_wave)]), sound),
     Target(
         "clip",

@@ -157,7 +157,7 @@ def _changed(tree: Any, changes: list[int], odd: tuple[Any, ...]) -> Any:
             break
         holder = json.loads(text)  # so that no part is in two places
         random = Random(number)
-        places = list(_places(holder))
+        places = list(_positions(holder))
         container, key = random.choice(places)
         what = random.randrange(6)
         if what == 0 and container is not holder:
@@ -176,7 +176,7 @@ def _changed(tree: Any, changes: list[int], odd: tuple[Any, ...]) -> Any:
     return holder[0]
 
 
-def _places(node: Any, depth: int = 0) -> list[tuple[Any, Any]]:
+def _positions(node: Any, depth: int = 0) -> list[tuple[Any, Any]]:
     keys = (
         list(node)
         if isinstance(node, dict)
@@ -186,5 +186,5 @@ def _places(node: Any, depth: int = 0) -> list[tuple[Any, Any]]:
     )
     found = [(node, key) for key in keys]
     return found + [
-        place for key in keys[:50] if depth < 30 for place in _places(node[key], depth + 1)
+        place for key in keys[:50] if depth < 30 for place in _positions(node[key], depth + 1)
     ]

@@ -1,4 +1,4 @@
-"""Texts of models and strangers: printed, shown, exported, rewarded."""
+"""Texts of models and unknown producers: printed, shown, exported, rewarded."""
 
 from __future__ import annotations
 

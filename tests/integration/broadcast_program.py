@@ -51,12 +51,12 @@ def main() -> None:
             while transport.is_in_transit(published):
                 time.sleep(0.001)
             weights = transport.fetch(published)
-            told = {
+            reported = {
                 "policy_version": weights.policy_version,
                 "transport": weights.transport,
                 "digest": weights_digest(weights.tensors).hex(),
             }
-            print(json.dumps(told), flush=True)
+            print(json.dumps(reported), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Writes the control log and the prompt queue of a run that goes on for long, and starts roles on
+"""Writes the control log and the prompt queue of a run that continues for long, and starts roles on
 it: `python long_log.py ROLE... CONFIG`.
 
 The program prints what each start took: seconds, records decoded, and the most memory that the
@@ -32,8 +32,8 @@ from relax_events.events.types import (
     Event,
     MetricsReported,
     PolicyVersionPublished,
-    PromptGroupIssued,
     PrompterStateSaved,
+    PromptGroupIssued,
     TrainStepCommitted,
     WorkerHeartbeat,
 )
@@ -43,7 +43,7 @@ from relax_events.kafka.records import ProducerRecord
 from relax_events.projections.run_state import RunState
 from relax_events.projections.training_history import TrainingHistory
 from relax_events.runtime.control_follower import ControlFollower
-from relax_events.staleness import IssuedGroup, BatchSlot, build_group_end
+from relax_events.staleness import BatchSlot, IssuedGroup, build_group_end
 from relax_events.topics import TopicPlan
 
 WORKERS = 20
@@ -99,7 +99,7 @@ class LongLog:
 
     def _group_ids(self, step: int) -> list[str]:
         return [
-            IssuedGroup(BatchSlot(step, seat), 0, -1).prompt_group_id for seat in range(self._groups)
+            IssuedGroup(BatchSlot(step, index), 0, -1).prompt_group_id for index in range(self._groups)
         ]
 
     def _step(self, step: int) -> Iterator[tuple[str, str, Event]]:
@@ -130,7 +130,7 @@ class LongLog:
                     worker_id=worker_id, role="rollout", policy_version=step, values=values
                 ),
             )
-            beat = WorkerHeartbeat(
+            heartbeat = WorkerHeartbeat(
                 worker_id=worker_id,
                 role="rollout",
                 host="h",
@@ -140,19 +140,19 @@ class LongLog:
                 num_in_flight=1,
                 last_progress_at=1,
             )
-            yield f"control.heartbeats.{beat.role}", worker_id, beat
+            yield f"control.heartbeats.{heartbeat.role}", worker_id, heartbeat
 
     def _issues(self, steps: range) -> Iterator[tuple[str, str, Event]]:
         for step in steps:
-            for seat, group_id in enumerate(self._group_ids(step)):
-                row = step * self._groups + seat
+            for index, group_id in enumerate(self._group_ids(step)):
+                row = step * self._groups + index
                 yield (
                     "prompt.groups",
                     group_id,
                     PromptGroupIssued(
                         prompt_group_id=group_id,
                         train_step=step,
-                        group_index=seat,
+                        group_index=index,
                         attempt=0,
                         row=row,
                         required_policy_version=max(step - self._staleness, 0),
@@ -170,7 +170,7 @@ class LongLog:
             for index in range(self._config.run.samples_per_prompt)
         ]
         count, every = len(samples), self._config.trainer.checkpoint_every
-        named = (step - 1) // every * every  # it is written beside the step that follows it
+        named = (step - 1) // every * every  # it is written next to the step that follows it
         checkpoint = (
             CheckpointRef(
                 named, f"file:///objects/checkpoints/{named:08d}/manifest.json", bytes(32)
@@ -282,7 +282,7 @@ def start_prompter(config: RunConfig) -> Any:
 
 
 def start_controller(config: RunConfig) -> Any:
-    """Fold the control log as the controller does, and `relax run` beside it."""
+    """Fold the control log as the controller does, and `relax run` next to it."""
     from workers.controller import ControllerLoop, open_controller
 
     with open_controller(config, index=0) as worker:
@@ -299,7 +299,7 @@ def start_controller(config: RunConfig) -> Any:
 
 
 def start_metrics(config: RunConfig) -> Any:
-    """Go on with the file of figures where it was saved."""
+    """Continue with the file of metrics where it was saved."""
     from relax_events.roles.worker_factory import open_worker
     from relax_events.telemetry.metrics_file import MetricsFile
     from workers.metrics import FOLLOWED, MetricsLoop

@@ -30,23 +30,23 @@ WHOLE_STEP = {
 
 
 def train(ranks, model_path, bounds, algorithm=PLAIN):
-    """Train three steps, each rank on its part of the samples; return all figures, and the
+    """Train three steps, each rank on its part of the samples; return all metrics, and the
     weights."""
     config = run_config(model_path, algorithm=algorithm, trainer={"max_grad_norm": 0.5})
     backend = TorchBackend(config, ranks=ranks, dtype=torch.float64)
-    all_figures = []
+    all_metrics = []
     for step in range(3):
         samples = make_samples(12, seed=step, model_path=model_path)
         start, end = (int(share * len(samples)) for share in bounds[ranks.rank : ranks.rank + 2])
         mine = samples[start:end]
         for part in micro_batch_slices([len(sample.tokens) for sample in mine], max_tokens=50):
             backend.accumulate(mine[part])
-        all_figures.append(backend.step().to_metrics())
-    return all_figures, backend.weights()
+        all_metrics.append(backend.step().to_metrics())
+    return all_metrics, backend.weights()
 
 
 def talk(ranks):
-    """Use every way of talking, and tell what each rank heard."""
+    """Use every way of talking, and report what each rank heard."""
     heard = {
         "gathered": ranks.all_gather(np.array([[ranks.rank, 10]], np.int32)).tolist(),
         "floats": ranks.all_gather(np.array([ranks.rank + 0.5])).tolist(),
@@ -59,7 +59,7 @@ def talk(ranks):
 
 
 def diverge(ranks, model_path):
-    """Give rank 1 alone a sample that breaks the loss, so that all skip; tell what each rank
+    """Give rank 1 alone a sample that breaks the loss, so that all skip; report what each rank
     raised, and how many samples the next step has."""
     backend = TorchBackend(run_config(model_path), ranks=ranks)
     samples = make_samples(4, seed=1, model_path=model_path)

@@ -1,5 +1,5 @@
 """The benchmark of the bus: our side runs on a real broker and loses nothing; what the page says
-follows from the figures."""
+follows from the metrics."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Trainer and engines, real gloo or memory between them, engines in processes of their own where
-they are killed: nobody waits for a bad one."""
+they are killed: no one waits for a bad one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from relax_events.weights.broadcast.channel import ConnectionLost
 from relax_events.weights.broadcast.control_socket import ControlSocket
 from relax_events.weights.broadcast.receiver import Receiver
 from relax_events.weights.broadcast.sender import Broadcaster
-from relax_events.weights.broadcast.transports import BroadcastReader, BroadcastPublisher
+from relax_events.weights.broadcast.transports import BroadcastPublisher, BroadcastReader
 
 PROGRAM = Path(__file__).parent / "broadcast_program.py"
 ROOT = Path(__file__).parents[2]
@@ -88,7 +88,7 @@ class Trainer:
         for listener in self.listeners:
             listener(enlisted)
 
-    def tell(self, listener: Callable[[BroadcastMembership], object]) -> None:
+    def notify(self, listener: Callable[[BroadcastMembership], object]) -> None:
         """Give a listener the newest list and those to come."""
         self.listeners.append(listener)
         listener(self.lists[-1])
@@ -184,9 +184,9 @@ class EngineProcess:
             "num_bytes": published.artifact.num_bytes,
         }
         self._write({"policy_version": published.policy_version, "artifact": artifact})
-        told: dict[str, Any] = json.loads(self.process.stdout.readline())  # type: ignore[union-attr]
-        assert told["digest"] == weights_digest(tensors_of(told["policy_version"])).hex()
-        return str(told["transport"])
+        reported: dict[str, Any] = json.loads(self.process.stdout.readline())  # type: ignore[union-attr]
+        assert reported["digest"] == weights_digest(tensors_of(reported["policy_version"])).hex()
+        return str(reported["transport"])
 
     def _write(self, message: dict[str, Any]) -> None:
         with suppress(BrokenPipeError, ValueError):  # it may have been killed
@@ -230,7 +230,7 @@ def trainer(store: ObjectStore, opened: ExitStack, transport: str) -> Trainer:
 def make_engine(store: ObjectStore, trainer: Trainer, opened: ExitStack) -> Callable[[str], Engine]:
     def make(worker_id: str) -> Engine:
         engine = opened.enter_context(closing(Engine(store, worker_id)))
-        trainer.tell(engine.note)
+        trainer.notify(engine.note)
         return engine
 
     return make
@@ -258,7 +258,7 @@ def test_engine_takes_its_first_version_from_the_store_and_the_next_from_the_tra
         engine.until_arrived(version)
         assert engine.woken.acquire(timeout=PATIENCE_SECONDS)
         assert engine.fetch(published) == transport
-    assert [(told.membership_version, told.worker_ids) for told in trainer.lists] == [
+    assert [(reported.membership_version, reported.worker_ids) for reported in trainer.lists] == [
         (1, []),
         (2, ["rollout-0"]),
     ]
@@ -279,7 +279,7 @@ def test_lists_are_written_when_engines_join_and_leave_and_at_no_other_time(
         assert engine.fetch(second) == transport
     engines["rollout-0"].close()
     trainer.until_joined("rollout-1")
-    assert [(told.membership_version, told.worker_ids) for told in trainer.lists] == [
+    assert [(reported.membership_version, reported.worker_ids) for reported in trainer.lists] == [
         (1, []),
         (2, ["rollout-0"]),
         (3, ["rollout-0", "rollout-1"]),
@@ -351,7 +351,7 @@ def test_version_with_other_tensors_is_left_to_the_store_and_becomes_the_rule(
 def test_ports_are_free_once_both_sides_are_closed(store: ObjectStore, transport: str) -> None:
     before = listened_at()
     with closing(Trainer(store, transport)) as trainer, closing(Engine(store, "rollout-0")) as engine:
-        trainer.tell(engine.note)
+        trainer.notify(engine.note)
         engine.fetch(trainer.publish(0))
         trainer.until_joined("rollout-0")
         port = trainer.broadcaster.rendezvous_port
@@ -388,12 +388,12 @@ def test_engine_joins_the_trainer_that_comes_after(
     with closing(
         Trainer(store, transport, last_list=trainer.lists[-1].membership_version)
     ) as successor:  # the one before hangs, and keeps its line
-        successor.tell(engine.note)
+        successor.notify(engine.note)
         successor.until_joined("rollout-0")
         published = successor.publish(1)
         engine.until_arrived(1)
         assert engine.fetch(published) == transport
-        assert [told.membership_version for told in successor.lists] == [3, 4]
+        assert [reported.membership_version for reported in successor.lists] == [3, 4]
     trainer.until_joined()
 
 
@@ -438,7 +438,7 @@ def test_engine_that_dies_or_hangs_on_the_way_holds_up_nobody(
             )
         )
     )
-    trainer.tell(victim.note)
+    trainer.notify(victim.note)
     first = trainer.publish(0)
     assert (healthy.fetch(first), victim.fetch(first)) == ("store", "store")
     trainer.until_joined("rollout-0", "rollout-1")

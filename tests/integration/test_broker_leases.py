@@ -1,4 +1,4 @@
-"""The embedded broker runs as long as somebody uses it, whatever becomes of those who started it,
+"""The embedded broker runs as long as someone uses it, whatever becomes of those who started it,
 and never ends under anybody."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ END_SECONDS = 60.0
 
 @pytest.fixture
 def broker(tmp_path: Path) -> Iterator[EmbeddedBroker]:
-    """Give a broker that nobody has started yet."""
+    """Give a broker that no one has started yet."""
     broker = EmbeddedBroker(tmp_path / "node")
     try:
         yield broker

@@ -34,8 +34,8 @@ from relax_events.events.types import (
     WorkerHeartbeat,
 )
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.embedded.ports import choose_port
+from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord, Record
 from relax_events.objects import ObjectStore
@@ -59,7 +59,7 @@ def plan(config: RunConfig) -> TopicPlan:
 
 
 @pytest.fixture
-def tell(producer: RecordProducer, plan: TopicPlan) -> Callable[[str, Event], None]:
+def publish(producer: RecordProducer, plan: TopicPlan) -> Callable[[str, Event], None]:
     def write(entity: str, event: Event) -> None:
         producer.write([ProducerRecord(plan.topic(entity), CODEC.encode(event))])
 
@@ -88,15 +88,15 @@ def next_of(inbox: queue.SimpleQueue[Event], count: int) -> list[Event]:
 
 
 def test_follower_that_stopped_reads_what_was_committed_before(
-    connection: Connection, plan: TopicPlan, tell: Callable[[str, Event], None]
+    connection: Connection, plan: TopicPlan, publish: Callable[[str, Event], None]
 ) -> None:
     follower = ControlFollower(connection, plan, EventCodec(), also=["control.prompt-group-outcomes"])
     heard: list[Event] = []
     follower.start(heard.append)
     try:
         follower.stop()
-        tell("control.policy-versions", published(0))
-        tell("control.prompt-group-outcomes", ended("000000-0000-0", Outcome.FAILED))
+        publish("control.policy-versions", published(0))
+        publish("control.prompt-group-outcomes", ended("000000-0000-0", Outcome.FAILED))
         assert heard == []
         follower.read_remaining()
         assert {type(event) for event in heard} == {PolicyVersionPublished, PromptGroupEnded}
@@ -107,29 +107,29 @@ def test_follower_that_stopped_reads_what_was_committed_before(
 
 
 def test_follower_tells_history_then_live_in_log_order(
-    connection: Connection, plan: TopicPlan, tell: Callable[[str, Event], None]
+    connection: Connection, plan: TopicPlan, publish: Callable[[str, Event], None]
 ) -> None:
     for version in (0, 1):
-        tell("control.policy-versions", published(version))
+        publish("control.policy-versions", published(version))
     follower = ControlFollower(connection, plan, EventCodec(), also=["control.prompt-group-outcomes"])
     assert follower.policy_version == 1
-    tell("control.policy-versions", published(2))
+    publish("control.policy-versions", published(2))
     inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
     follower.start(inbox.put)
     assert [event.policy_version for event in next_of(inbox, 3)] == [0, 1, 2]
-    tell("control.prompt-group-outcomes", ended("000001-0002-0"))
+    publish("control.prompt-group-outcomes", ended("000001-0002-0"))
     assert next_of(inbox, 1) == [ended("000001-0002-0")]
     follower.close()
 
 
 def test_follower_ignores_a_version_that_is_not_newer(
-    connection: Connection, plan: TopicPlan, tell: Callable[[str, Event], None]
+    connection: Connection, plan: TopicPlan, publish: Callable[[str, Event], None]
 ) -> None:
     follower = ControlFollower(connection, plan, EventCodec())
     inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
     follower.start(inbox.put)
     for version in (0, 1, 1, 0, 2):
-        tell("control.policy-versions", published(version))
+        publish("control.policy-versions", published(version))
     assert [event.policy_version for event in next_of(inbox, 3)] == [0, 1, 2]
     assert follower.latest == published(2)
     assert inbox.empty()
@@ -137,20 +137,20 @@ def test_follower_ignores_a_version_that_is_not_newer(
 
 
 def test_follower_wakes_who_waits_for_a_version(
-    connection: Connection, plan: TopicPlan, tell: Callable[[str, Event], None]
+    connection: Connection, plan: TopicPlan, publish: Callable[[str, Event], None]
 ) -> None:
     follower = ControlFollower(connection, plan, EventCodec())
     follower.start()
     assert not follower.wait_for_version(0, timeout_seconds=0.05)
-    tell("control.policy-versions", published(4))
+    publish("control.policy-versions", published(4))
     assert follower.wait_for_version(3, timeout_seconds=TIMEOUT_SECONDS)
     follower.close()
 
 
 def test_sample_of_a_version_that_was_never_published_is_refused_without_waiting(
-    worker: Worker, tell: Callable[[str, Event], None], monkeypatch: pytest.MonkeyPatch
+    worker: Worker, publish: Callable[[str, Event], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tell("control.policy-versions", published(0))
+    publish("control.policy-versions", published(0))
     worker.control.follow()
     turn_until(lambda: worker.control.policy_version == 0)
     waited: list[int] = []
@@ -167,7 +167,7 @@ def test_sample_of_a_version_that_was_never_published_is_refused_without_waiting
         ):
             worker.control.wait_until_published(version)
     assert waited == []
-    tell("control.policy-versions", published(1))
+    publish("control.policy-versions", published(1))
     worker.control.wait_until_published(1)  # whether or not the follower has read it
     assert worker.control.policy_version == 1
 
@@ -175,11 +175,11 @@ def test_sample_of_a_version_that_was_never_published_is_refused_without_waiting
 def test_follower_that_lost_its_brokers_for_good_reads_on_with_a_new_client(
     connection: Connection,
     plan: TopicPlan,
-    tell: Callable[[str, Event], None],
+    publish: Callable[[str, Event], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("relax_events.runtime.control_follower.SILENT_SECONDS", 0.2)
-    tell("control.policy-versions", published(0))
+    publish("control.policy-versions", published(0))
     follower = ControlFollower(connection, plan, EventCodec())
     follower._reader.close()
     follower._reader = LogReader(
@@ -188,21 +188,21 @@ def test_follower_that_lost_its_brokers_for_good_reads_on_with_a_new_client(
     follower._starts = {(plan.topic("control.policy-versions"), 0): 0}
     follower._thread.start()
     for version in (1, 2):
-        tell("control.policy-versions", published(version))
+        publish("control.policy-versions", published(version))
         assert follower.wait_for_version(version, timeout_seconds=TIMEOUT_SECONDS)
     follower.close()
 
 
 def test_sample_is_no_poison_where_the_clients_of_a_worker_hear_nothing(
-    worker: Worker, tell: Callable[[str, Event], None], monkeypatch: pytest.MonkeyPatch
+    worker: Worker, publish: Callable[[str, Event], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A client may lose all brokers and never find them again: the worker must end, and the next
     one takes the sample."""
-    tell("control.policy-versions", published(0))
+    publish("control.policy-versions", published(0))
     worker.control.follow()
     turn_until(lambda: worker.control.policy_version == 0)
     worker.control.follower.stop()
-    tell("control.policy-versions", published(1))
+    publish("control.policy-versions", published(1))
     monkeypatch.setattr("relax_events.runtime.control_view.ANNOUNCEMENT_SECONDS", 0.1)
     cut_off = Connection(f"127.0.0.1:{choose_port()}", request_timeout_seconds=1.0)
     worker.control.follower._checking = LogReader(cut_off)
@@ -220,13 +220,13 @@ def test_sample_is_no_poison_where_the_clients_of_a_worker_hear_nothing(
 
 
 def test_version_that_the_follower_has_not_read_is_found_on_the_log(
-    connection: Connection, plan: TopicPlan, tell: Callable[[str, Event], None]
+    connection: Connection, plan: TopicPlan, publish: Callable[[str, Event], None]
 ) -> None:
-    tell("control.policy-versions", published(0))
+    publish("control.policy-versions", published(0))
     follower = ControlFollower(connection, plan, EventCodec())
     assert not follower.is_published(1)
     for version in (1, 2):
-        tell("control.policy-versions", published(version))
+        publish("control.policy-versions", published(version))
         assert [follower.is_published(version), follower.is_published(version + 1)] == [True, False]
     assert follower.policy_version == 0, "its thread has not begun"
     follower.close()
@@ -236,11 +236,11 @@ def test_follower_goes_on_when_a_control_record_is_corrupt(
     connection: Connection,
     producer: RecordProducer,
     plan: TopicPlan,
-    tell: Callable[[str, Event], None],
+    publish: Callable[[str, Event], None],
 ) -> None:
     for topic in ("control.policy-versions", "control.schemas"):
         producer.write([ProducerRecord(plan.topic(topic), b"no event", key="x")])
-    tell("control.policy-versions", published(0))
+    publish("control.policy-versions", published(0))
     follower = ControlFollower(connection, plan, EventCodec())
     assert follower.policy_version == 0
     follower.close()
@@ -250,7 +250,7 @@ def test_follower_takes_nothing_that_its_writer_may_not_say(
     connection: Connection,
     plan: TopicPlan,
     producer: RecordProducer,
-    tell: Callable[[str, Event], None],
+    publish: Callable[[str, Event], None],
 ) -> None:
     """Reward may write its own heartbeats and metrics; so nothing counts there but what they say of
     its own workers."""
@@ -263,9 +263,9 @@ def test_follower_takes_nothing_that_its_writer_may_not_say(
         "last_progress_at": 0,
     }
     named = (("trainer-0", "trainer"), ("trainer-0", "reward"), ("reward-0", "reward"))
-    beats = [WorkerHeartbeat(worker_id=name, role=role, **idle) for name, role in named]
+    heartbeats = [WorkerHeartbeat(worker_id=name, role=role, **idle) for name, role in named]
     for event in (
-        *beats,
+        *heartbeats,
         committed(7),
         ended("000001-0002-0"),
         RunCommanded(command=Command.STOP, reason="forged"),
@@ -281,14 +281,14 @@ def test_follower_takes_nothing_that_its_writer_may_not_say(
     forged = MetricsReported(
         worker_id="trainer-0", role="trainer", values={"steps_not_finite": 1.0}
     )
-    for event in (forged, beats[2]):
-        tell("control.metrics.reward", event)
+    for event in (forged, heartbeats[2]):
+        publish("control.metrics.reward", event)
     follower = ControlFollower(
         connection, plan, EventCodec(), also=["control.heartbeats.reward", "control.metrics.reward"]
     )
     heard: list[Event] = []
     follower.start(heard.append)
-    assert (heard, follower.policy_version) == ([beats[2]], -1)
+    assert (heard, follower.policy_version) == ([heartbeats[2]], -1)
     follower.close()
 
 
@@ -324,17 +324,17 @@ def test_worker_that_starts_again_publishes_no_schema_twice(
 
 
 def test_worker_pauses_and_resumes_when_it_is_meant(
-    worker: Worker, tell: Callable[[str, Event], None]
+    worker: Worker, publish: Callable[[str, Event], None]
 ) -> None:
     worker.control.follow()
     for command, expected in ((Command.PAUSE, True), (Command.RESUME, False)):
-        tell("control.commands", RunCommanded(command=command, reason="of a test"))
+        publish("control.commands", RunCommanded(command=command, reason="of a test"))
         turn_until(lambda expected=expected: worker.control.is_paused is expected)
-    tell(
+    publish(
         "control.commands",
         RunCommanded(command=Command.PAUSE, role="trainer", reason="another role"),
     )
-    tell("control.commands", RunCommanded(command=Command.DRAIN, reason="read after the pause"))
+    publish("control.commands", RunCommanded(command=Command.DRAIN, reason="read after the pause"))
     assert worker.drain.wait(TIMEOUT_SECONDS)
     assert not worker.control.is_paused
 
@@ -354,9 +354,9 @@ def test_worker_publishes_its_schemas_and_beats(
         lambda: len(read(connection, plan.topic("control.heartbeats.reward"))) >= 2,
         lambda: worker.lifecycle.tick(working=True),
     )
-    beat = CODEC.decode(read(connection, plan.topic("control.heartbeats.reward"))[-1].value)
-    assert isinstance(beat, WorkerHeartbeat)
-    assert (beat.worker_id, beat.role, beat.num_processed, beat.num_in_flight) == (
+    heartbeat = CODEC.decode(read(connection, plan.topic("control.heartbeats.reward"))[-1].value)
+    assert isinstance(heartbeat, WorkerHeartbeat)
+    assert (heartbeat.worker_id, heartbeat.role, heartbeat.num_processed, heartbeat.num_in_flight) == (
         "reward-3",
         "reward",
         5,
@@ -365,7 +365,7 @@ def test_worker_publishes_its_schemas_and_beats(
 
 
 def test_worker_drains_or_ends_when_it_is_meant(
-    worker: Worker, tell: Callable[[str, Event], None], monkeypatch: pytest.MonkeyPatch
+    worker: Worker, publish: Callable[[str, Event], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exits: list[int] = []
     monkeypatch.setattr("relax_events.runtime.control_view.os._exit", exits.append)
@@ -384,16 +384,16 @@ def test_worker_drains_or_ends_when_it_is_meant(
         ),
         RunCommanded(command=Command.PAUSE, reason="no drain"),
     ):
-        tell("control.commands", other)
+        publish("control.commands", other)
     turn_until(lambda: worker.control.is_paused)
     assert not worker.drain.requested
-    tell(
+    publish(
         "control.commands",
         RunCommanded(command=Command.RESTART, role="reward", worker_id="reward-3", reason="hung"),
     )
     turn_until(lambda: bool(exits))
     assert (exits, worker.drain.requested) == ([8], False)
-    tell(
+    publish(
         "control.commands",
         RunCommanded(
             command=Command.DRAIN, role="reward", worker_id="reward-3", reason="scaled down"
@@ -403,13 +403,13 @@ def test_worker_drains_or_ends_when_it_is_meant(
 
 
 def test_worker_whose_follower_fails_ends_with_the_reason(
-    worker: Worker, tell: Callable[[str, Event], None]
+    worker: Worker, publish: Callable[[str, Event], None]
 ) -> None:
     def fail(event: Event) -> None:
         raise ZeroDivisionError(f"of {type(event).__name__}")
 
     worker.control.follow(fail)
-    tell("control.policy-versions", published(0))
+    publish("control.policy-versions", published(0))
     with pytest.raises(
         ClientFailed,
         match=r"follows the control log ended with ZeroDivisionError: of PolicyVersionPublished; this process must",
@@ -539,10 +539,10 @@ def test_large_arrays_travel_by_reference(worker: Worker) -> None:
 
 
 def test_tombstone_goes_into_the_newest_versions_slot(
-    worker: Worker, plan: TopicPlan, tell: Callable[[str, Event], None]
+    worker: Worker, plan: TopicPlan, publish: Callable[[str, Event], None]
 ) -> None:
     worker.control.follow()
-    tell("control.policy-versions", published(5))
+    publish("control.policy-versions", published(5))
     assert worker.control.wait_for_version(5, timeout_seconds=TIMEOUT_SECONDS)
     record = worker.records.build_end_request("000004-0002-1", Outcome.FAILED, "engine: no", policy_version=3)
     assert (plan.parse_entity(record.topic), record.partition in plan.partitions_of_version(5)) == (

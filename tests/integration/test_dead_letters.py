@@ -103,8 +103,8 @@ def test_letters_of_the_trainer_are_safe_before_the_offsets_that_pass_their_reco
         if is_read_again:  # a sample whose trouble shows when its step trains it
             intake.reject(places, PoisonSample("no good"))
         consumed = TrainLoop._consumed(loop)
-        (letter,) = records_of(written, "trainer.dead-letters")
-    assert (letter.value, letter.headers["origin-partition"]) == (b"no event", "1")
+        (entry,) = records_of(written, "trainer.dead-letters")
+    assert (entry.value, entry.headers["origin-partition"]) == (b"no event", "1")
     assert consumed == ([] if is_read_again else [TopicOffset(record.topic, 1, places[0][1] + 1)])
 
 
@@ -139,17 +139,17 @@ def test_letters_are_listed_with_reason_and_origin(
     written.write_bytes("rollout.samples", b"garbage", group_id=GROUP, version=0)
     dead_letter("reward", "rollout.samples", CorruptRecord("no event"))
     dead_letter("advantage", "rollout.samples", PoisonSample("no good"))
-    letters = letters_of(written)
+    entries = letters_of(written)
     topic = written.plan.topic("rollout.samples")
-    assert [(letter.id, letter.error_class, letter.error_text) for letter in letters] == [
+    assert [(entry.id, entry.error_class, entry.error_text) for entry in entries] == [
         ("reward@0", "CorruptRecord", "no event"),
         ("advantage@0", "PoisonSample", "no good"),
     ]
-    assert {letter.origin for letter in letters} == {f"{topic}[0]@0"}
-    assert [letter.id for letter in letters_of(written, roles=("advantage",))] == ["advantage@0"]
+    assert {entry.origin for entry in entries} == {f"{topic}[0]@0"}
+    assert [entry.id for entry in letters_of(written, roles=("advantage",))] == ["advantage@0"]
     with RunLog(written.config, name="test") as log:
-        letter, record = read_dead_letter(log, "reward@0")
-        assert (letter.num_bytes, record.value) == (7, b"garbage")
+        entry, record = read_dead_letter(log, "reward@0")
+        assert (entry.num_bytes, record.value) == (7, b"garbage")
         with pytest.raises(ConfigError, match="there is no dead letter reward@1"):
             read_dead_letter(log, "reward@1")
         with pytest.raises(
@@ -170,7 +170,7 @@ def test_record_goes_back_untouched_and_only_once(
     assert requeue_all(written) == 1
     first, second = records_of(written, "rollout.samples")
     assert replace(second, offset=first.offset, timestamp_ms=first.timestamp_ms) == first
-    assert [(letter.id, letter.resolution) for letter in letters_of(written)] == [
+    assert [(entry.id, entry.resolution) for entry in letters_of(written)] == [
         ("reward@0", "requeued")
     ]
     assert requeue_all(written) == 0
@@ -187,8 +187,8 @@ def test_dropped_letter_keeps_its_reason(
     dead_letter("reward", "rollout.samples", PoisonSample("no good"))
     with RunLog(written.config, name="test") as log:
         assert drop(log, read_dead_letters(log), written.producer, reason="written by a test") == 1
-    (letter,) = letters_of(written)
-    assert (letter.resolution, letter.resolution_reason) == ("dropped", "written by a test")
+    (entry,) = letters_of(written)
+    assert (entry.resolution, entry.resolution_reason) == ("dropped", "written by a test")
     assert requeue_all(written) == 0
     assert len(records_of(written, "rollout.samples")) == 1
 

@@ -259,7 +259,7 @@ def test_records_and_port_survive_when_the_broker_is_killed(
 def test_a_start_does_not_fail_when_the_class_archive_is_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not a JVM's archive at all: the runtime goes on without."""
+    """Not a JVM's archive at all: the runtime continues without."""
     cache = locate_cache(read_jar_lock())
     target = tmp_path / "cache" / "relax-events" / cache.name
     target.mkdir(parents=True)

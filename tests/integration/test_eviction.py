@@ -27,8 +27,8 @@ def test_partitions_of_a_killed_worker_are_free_when_it_starts_again(
     admin.alter_group(group, LONG_SESSION)
     with other_process(MEMBER, bootstrap_servers, f"{run_id}.reward-0", group, topic) as process:
         assert next_line(process) == "assigned"
-        stranger = replace(connection, client_id=f"{run_id}.reward-1")
-        assert evict_predecessors(stranger, group) == 0, "the member bears another name"
+        other_member = replace(connection, client_id=f"{run_id}.reward-1")
+        assert evict_predecessors(other_member, group) == 0, "the member bears another name"
         process.kill()
         process.wait(10)
         again = replace(connection, client_id=f"{run_id}.reward-0")
@@ -40,7 +40,7 @@ def test_partitions_of_a_killed_worker_are_free_when_it_starts_again(
         turn_until(
             lambda: len(consumer.positions) == 4, lambda: consumer.fetch(timeout_seconds=0.2)
         )
-        assert evict_predecessors(stranger, group) == 0
+        assert evict_predecessors(other_member, group) == 0
         consumer.close()
 
 

@@ -1,5 +1,5 @@
-"""A log that a stranger has written: looking at it and forking it runs no code of his and contacts
-no address, before somebody agrees."""
+"""A log that an unknown producer has written: looking at it and forking it runs no code of his and contacts
+no address, before someone agrees."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ ApplyRun = Callable[..., RunConfig]
 
 
 @pytest.fixture
-def stranger() -> Iterator[socket.socket]:
-    """Listen where the description leads; `was_called` tells whether anybody came."""
+def listener() -> Iterator[socket.socket]:
+    """Listen where the description leads; `was_called` reports whether anybody came."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)
         yield server
@@ -49,22 +49,22 @@ def was_called(server: socket.socket) -> bool:
 
 @dataclasses.dataclass
 class Hostile:
-    """A run whose description a stranger has written, and the trace that his code would leave."""
+    """A run whose description an unknown producer has written, and the trace that his code would leave."""
 
     config: RunConfig
     tree: dict[str, Any]
     trace: Path
-    tell: Callable[[dict[str, Any]], None]
+    describe: Callable[[dict[str, Any]], None]
 
 
 @pytest.fixture
 def hostile(
-    apply_run: ApplyRun, producer: RecordProducer, tmp_path: Path, stranger: socket.socket
+    apply_run: ApplyRun, producer: RecordProducer, tmp_path: Path, listener: socket.socket
 ) -> Hostile:
     config, trace, url = (
         apply_run(),
         tmp_path / "trace",
-        f"http://127.0.0.1:{stranger.getsockname()[1]}",
+        f"http://127.0.0.1:{listener.getsockname()[1]}",
     )
     (tmp_path / "evil.py").write_text(f"open({str(trace)!r}, 'w')\n")
     evil = f"{tmp_path / 'evil.py'}:x"
@@ -81,20 +81,20 @@ def hostile(
     )
     topic = TopicPlan.from_config(config).topic("control.commands")
 
-    def tell(told: dict[str, Any]) -> None:
-        event = dataclasses.replace(build_run_description(config), config=orjson.dumps(told).decode())
+    def describe(description: dict[str, Any]) -> None:
+        event = dataclasses.replace(build_run_description(config), config=orjson.dumps(description).decode())
         producer.write([ProducerRecord(topic, CODEC.encode(event), partition=0)])
         producer.flush()
 
-    tell(tree)
-    return Hostile(config, tree, trace, tell)
+    describe(tree)
+    return Hostile(config, tree, trace, describe)
 
 
 @pytest.mark.parametrize("verb", [runs.fork, runs.replay])
 def test_hostile_log_is_refused_with_a_list_and_nothing_is_used(
     verb: Callable[..., int],
     hostile: Hostile,
-    stranger: socket.socket,
+    listener: socket.socket,
     bootstrap_servers: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -126,13 +126,13 @@ def test_hostile_log_is_refused_with_a_list_and_nothing_is_used(
     assert listed == (used_by_both | of_a_fork if verb is runs.fork else used_by_both)
     assert "give --trust-source to take them over as they are" in str(refused.value)
     assert not hostile.trace.exists()
-    assert not was_called(stranger)
+    assert not was_called(listener)
     assert not (tmp_path / "mine").exists()
 
 
 def test_comparing_rewards_uses_nothing_that_the_log_names(
     hostile: Hostile,
-    stranger: socket.socket,
+    listener: socket.socket,
     bootstrap_servers: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -152,7 +152,7 @@ def test_comparing_rewards_uses_nothing_that_the_log_names(
         "reward.options.token_variable",
     }
     assert not hostile.trace.exists()
-    assert not was_called(stranger)
+    assert not was_called(listener)
     rewards.compare("exact_match", "genrm", trust_source=True, **given)
     assert "the log of run" in capsys.readouterr().err
 
@@ -163,7 +163,7 @@ def test_store_of_the_source_is_the_one_that_was_agreed_to(
     """The log may say something else by the time at which the workers start."""
     honest = orjson.loads(build_run_description(hostile.config).config)
     honest["run"]["directory"] = str(tmp_path / "theirs")
-    hostile.tell(honest)
+    hostile.describe(honest)
     cluster = Cluster.from_options(
         config=None, bootstrap_servers=bootstrap_servers, directory=tmp_path / "mine"
     )
@@ -180,7 +180,7 @@ def test_store_of_the_source_is_the_one_that_was_agreed_to(
     assert config.parent.objects_uri == source.config.objects_uri
     assert resolve_parent(config).parent.objects_uri == source.config.objects_uri
     honest["run"]["directory"] = str(tmp_path / "evil")
-    hostile.tell(honest)
+    hostile.describe(honest)
     again = ParentRun.read(connection, hostile.config.run.id, own=config)
     assert again.config.objects_uri != again.objects_uri == config.parent.objects_uri
     with pytest.raises(

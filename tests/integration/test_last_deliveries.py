@@ -18,15 +18,15 @@ from relax_events.events.codec import EventCodec
 from relax_events.events.parts import Outcome
 from relax_events.events.types import Event, PromptGroupEnded, SampleRolledOut
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.leases import Lease
+from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord, Record
+from relax_events.roles.prompt_intake import MAX_DELIVERIES
 from relax_events.roles.worker_factory import open_worker
 from relax_events.topics import TopicPlan
 from relax_events.weights.transport import NullWeightsReader
-from tests.unit.pictures import picture_engine, picture_model
-from relax_events.roles.prompt_intake import MAX_DELIVERIES
+from tests.unit.image_model import build_image_model, image_engine
 from workers.rollout import RolloutLoop
 
 CODEC, GROUP = EventCodec(), "000000-0000-0"
@@ -73,7 +73,7 @@ class Log:
 @pytest.fixture
 def config(apply_run: Callable[..., RunConfig], tmp_path: Path) -> RunConfig:
     engine = {"max_context_tokens": 256, "sampling": {"max_new_tokens": 4}}
-    model, workers = {"path": picture_model(), "device": "cpu"}, {"heartbeat_seconds": 1.0}
+    model, workers = {"path": build_image_model(), "device": "cpu"}, {"heartbeat_seconds": 1.0}
     return apply_run(
         run={"directory": tmp_path},
         model=model,
@@ -108,7 +108,7 @@ def generating(
 ) -> Iterator[tuple[Gated, RolloutLoop]]:
     """Give two workers: one that generates the prompt group, and another that is given the same
     record, at its last delivery."""
-    first = Gated(picture_engine())
+    first = Gated(image_engine())
     with at_work(config, first, index=0) as holder:
         producer.write(
             [
@@ -121,7 +121,7 @@ def generating(
         )
         assert first.is_busy.wait(TIMEOUT_SECONDS)
         record = holder._running[GROUP].leases[0].record
-        with at_work(config, picture_engine(), index=1) as other:
+        with at_work(config, image_engine(), index=1) as other:
             other._put(Lease(record, MAX_DELIVERIES, settle))
             yield first, other
 
@@ -147,7 +147,7 @@ def test_prompt_group_that_nobody_has_fails_at_its_last_delivery(
     record = Record(
         TopicPlan.from_config(config).topic("prompt.groups"), 0, 0, GROUP, CODEC.encode(issued(GROUP)), {}, 0
     )
-    with at_work(config, Gated(picture_engine()), index=1) as other:
+    with at_work(config, Gated(image_engine()), index=1) as other:
         other._put(Lease(record, MAX_DELIVERIES, settled.append))
         turn_until(lambda: settled == [True])
         turn_until(lambda: len(log.of(PromptGroupEnded)) == 1)

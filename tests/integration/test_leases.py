@@ -234,7 +234,7 @@ def test_released_record_is_leased_again_when_it_lies_in_a_share_group(
 def test_stopping_costs_a_record_at_most_one_delivery(
     share_queue: Queue, single: RecordProducer
 ) -> None:
-    """Idle lanes are in their last poll when the others release: taken up by one after the other, a
+    """Idle lanes are in their last poll when the others release: resumed by one after the other, a
     record would be dropped by the broker."""
     enqueue(single, share_queue, [f"p{index}" for index in range(4)])
     with share_queue.holder(lanes=16) as (source, inbox):

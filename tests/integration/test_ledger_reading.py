@@ -128,8 +128,8 @@ def test_strangers_records_are_counted_and_do_no_harm(
         ProducerRecord(run.plan.topic("rollout.samples"), b"no event", partition=partition)
         for partition in range(6)
     )
-    figures = read_ledger(config).totals()
-    assert (figures["records_unreadable"], figures["samples_foreign"]) == (6, 1)
+    totals = read_ledger(config).totals()
+    assert (totals["records_unreadable"], totals["samples_foreign"]) == (6, 1)
 
 
 def test_manifests_that_are_left_must_be_those_that_were_published(

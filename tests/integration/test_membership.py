@@ -44,7 +44,7 @@ def test_members_are_those_that_joined_with_what_they_hold(
     )
     deadline = time.monotonic() + QUIET_SECONDS
     while time.monotonic() < deadline:
-        fetch()  # several looks of each, the idle one too: nobody fails
+        fetch()  # several looks of each, the idle one too: no one fails
     held = {member.client_id: member.partitions for member in list_members(connection, group)}
     assert held == {
         f"reward-{number}": frozenset(consumer.positions)

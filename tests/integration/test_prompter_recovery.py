@@ -1,5 +1,5 @@
-"""A prompter that starts again goes on where the log says: past guests, lost rows, rows that were
-passed over, and lost pictures."""
+"""A prompter that starts again continues where the log says: past external producers, lost rows, rows that were
+passed over, and lost images."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from relax_events.media.library import MediaLibrary
 from relax_events.roles.worker_factory import open_worker
 from relax_events.staleness import build_group_end
 from relax_events.topics import TopicPlan
-from tests.unit.pictures import picture_file, picture_model
+from tests.unit.image_model import build_image_model, image_file
 from workers.prompter import PrompterLoop
 
 CODEC = EventCodec()
 
 
-def of_guest(prompt_group_id: str, *, group_index: int) -> PromptGroupIssued:
+def external_group(prompt_group_id: str, *, group_index: int) -> PromptGroupIssued:
     return PromptGroupIssued(
         prompt_group_id=prompt_group_id,
         train_step=0,
@@ -63,14 +63,14 @@ def test_guests_take_no_seats_and_no_rows(
         data={"source": f"jsonl:{tmp_path / 'rows.jsonl'}"},
     )
     plan = TopicPlan.from_config(config)
-    strangers = [
-        of_guest("000000-1000000-0", group_index=1_000_000),
-        of_guest("000000-1000001-0", group_index=1),
+    external_groups = [
+        external_group("000000-1000000-0", group_index=1_000_000),
+        external_group("000000-1000001-0", group_index=1),
     ]
     queue = plan.topic("prompt.groups")
     producer.write(
         ProducerRecord(queue, CODEC.encode(event), key=event.prompt_group_id, partition=0)
-        for event in strangers
+        for event in external_groups
     )
     producer.write([ProducerRecord(plan.topic("control.policy-versions"), CODEC.encode(published(0)))])
     events = issued_by_prompter(config, connection, num_records=4)
@@ -114,7 +114,7 @@ def test_rows_of_lost_records_are_issued_before_new_ones(
     )
     events = issued_by_prompter(config, connection, num_records=8)
     rows = {event.prompt_group_id: event.row for event in events}
-    assert [rows[f"00000{step}-000{seat}-0"] for step in (0, 1) for seat in range(4)] == [
+    assert [rows[f"00000{step}-000{index}-0"] for step in (0, 1) for index in range(4)] == [
         0,
         1,
         3,
@@ -142,9 +142,9 @@ def test_rows_of_purged_records_are_not_issued_again(
     )
     plan = TopicPlan.from_config(config)
     written = [
-        issued(f"00000{step}-000{seat}-0", row=2 * step + seat)
+        issued(f"00000{step}-000{index}-0", row=2 * step + index)
         for step in (0, 1)
-        for seat in (0, 1)
+        for index in (0, 1)
     ]
     producer.write(
         ProducerRecord(
@@ -187,7 +187,7 @@ def test_prompts_that_earned_too_much_do_not_come_round_again(
     data = {"source": f"jsonl:{tmp_path / 'rows.jsonl'}", "pass_rate_range": [0.1, 0.9]}
     config = apply_run(run={"prompts_per_step": 3, "num_steps": 2, "max_staleness": 0}, data=data)
     plan = TopicPlan.from_config(config)
-    written = [issued(f"000000-000{seat}-0", row=seat) for seat in range(3)]
+    written = [issued(f"000000-000{index}-0", row=index) for index in range(3)]
     producer.write(
         ProducerRecord(
             plan.topic("prompt.groups"), CODEC.encode(event), key=event.prompt_group_id, partition=0
@@ -229,7 +229,7 @@ def test_prompts_that_earned_too_much_do_not_come_round_again(
         {"5": "pass_rate_too_low", "6": "pass_rate_too_high"},
         {"8": "pass_rate_too_low", "9": "pass_rate_too_high"},
     ]
-    assert second == [(f"000001-000{seat}-0", 4 + 3 * seat, drops[seat]) for seat in range(3)]
+    assert second == [(f"000001-000{index}-0", 4 + 3 * index, drops[index]) for index in range(3)]
 
 
 def test_row_whose_picture_is_lost_is_not_issued_again_and_a_broken_one_is_passed_over(
@@ -239,9 +239,9 @@ def test_row_whose_picture_is_lost_is_not_issued_again_and_a_broken_one_is_passe
     tmp_path: Path,
 ) -> None:
     for number, content in (
-        (1, picture_file(32, 32)),
-        (2, picture_file(96, 96)[:400]),
-        (3, picture_file(48, 32)),
+        (1, image_file(32, 32)),
+        (2, image_file(96, 96)[:400]),
+        (3, image_file(48, 32)),
     ):
         (tmp_path / f"{number}.png").write_bytes(content)
     (tmp_path / "rows.jsonl").write_text(
@@ -256,10 +256,10 @@ def test_row_whose_picture_is_lost_is_not_issued_again_and_a_broken_one_is_passe
         "media_root": tmp_path,
     }
     config = apply_run(
-        run={"prompts_per_step": 2, "num_steps": 1}, data=data, model={"path": picture_model()}
+        run={"prompts_per_step": 2, "num_steps": 1}, data=data, model={"path": build_image_model()}
     )
     plan = TopicPlan.from_config(config)
-    written = [issued(f"000000-000{seat}-0", row=seat) for seat in (0, 1)]
+    written = [issued(f"000000-000{index}-0", row=index) for index in (0, 1)]
     producer.write(
         ProducerRecord(
             plan.topic("prompt.groups"), CODEC.encode(event), key=event.prompt_group_id, partition=0

@@ -60,12 +60,12 @@ def alone(folder):
 @pytest.mark.parametrize("algorithm", ["", "_whole"])
 @pytest.mark.parametrize("split", SPLITS)
 def test_two_ranks_train_like_one_however_the_samples_lie(folder, results, alone, split, algorithm):
-    expected_figures, expected_weights = alone[algorithm]
+    expected_metrics, expected_weights = alone[algorithm]
     split += algorithm
-    assert not algorithm or 0 < expected_figures[0]["masked_fraction"] < 1
+    assert not algorithm or 0 < expected_metrics[0]["masked_fraction"] < 1
     for reason in ("num_rejected_by_veto", "num_rejected_by_divergence"):
-        assert not algorithm or 0 < expected_figures[0][reason] < expected_figures[0]["num_samples"]
-    for mine, expected in zip(results[split], expected_figures, strict=True):
+        assert not algorithm or 0 < expected_metrics[0][reason] < expected_metrics[0]["num_samples"]
+    for mine, expected in zip(results[split], expected_metrics, strict=True):
         assert mine == pytest.approx(expected, rel=1e-5, abs=1e-7)
     for name, value in load_file(folder / f"{split}.safetensors").items():
         torch.testing.assert_close(value, expected_weights[name], rtol=0, atol=1e-5)

@@ -1,4 +1,4 @@
-"""A partition is written anew with every record at its offset, whatever the leaps between them."""
+"""A partition is written again with every record at its offset, whatever the leaps between them."""
 
 from __future__ import annotations
 

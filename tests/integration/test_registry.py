@@ -81,7 +81,7 @@ def test_confluents_deserializer_reads_what_we_write(registry: Registry) -> None
 
 
 def test_we_read_what_confluents_serializer_writes(registry: Registry) -> None:
-    """A stranger's schema: fewer fields, one of its own, registered by the serializer and published
+    """An unknown producer's schema: fewer fields, one of its own, registered by the serializer and published
     nowhere else."""
     schema = json.loads(json.dumps(SCHEMAS[NAME]))
     schema["fields"] = [field for field in schema["fields"] if field["name"] != "mean_reward"]
@@ -100,7 +100,7 @@ def test_we_read_what_confluents_serializer_writes(registry: Registry) -> None:
 
 
 def test_both_framings_are_read_with_a_registry_and_without_one(registry: Registry) -> None:
-    """The ids stand on control.schemas, so nobody needs the registry to read a log."""
+    """The ids stand on control.schemas, so no one needs the registry to read a log."""
     framed, plain = open_codec(config_of(registry)), EventCodec()
     for schema in framed.published_form().values():
         plain.learn(schema)

@@ -46,7 +46,7 @@ def write(
     )
 
 
-def beat(state: WorkerState, *, seconds_ago: float = 0.0) -> WorkerHeartbeat:
+def make_heartbeat(state: WorkerState, *, seconds_ago: float = 0.0) -> WorkerHeartbeat:
     at = now_micros() - int(seconds_ago * 1e6)
     return WorkerHeartbeat(
         worker_id="trainer-0",
@@ -77,7 +77,7 @@ def test_run_is_read_back_from_its_log(
         "control.train-steps",
         *(committed(step, metrics={"reward_mean": step / 100}) for step in range(100)),
     )
-    write(producer, config, "control.heartbeats.trainer", beat(WorkerState.WORKING))
+    write(producer, config, "control.heartbeats.trainer", make_heartbeat(WorkerState.WORKING))
     run = read_run(connection, run_id)
     assert (run.status, run.live_workers, run.num_steps, run.policy_version, run.state.reward) == (
         "running",
@@ -90,7 +90,7 @@ def test_run_is_read_back_from_its_log(
     assert run.config is not None
     assert run.config.trainer.learning_rate == 0.25
     assert run.num_records == 102
-    write(producer, config, "control.heartbeats.trainer", beat(WorkerState.STOPPED))
+    write(producer, config, "control.heartbeats.trainer", make_heartbeat(WorkerState.STOPPED))
     assert read_run(connection, run_id).status == "interrupted"
     write(producer, config, "control.commands", RunCommanded(command=Command.STOP, reason="enough"))
     assert read_run(connection, run_id).status == "ended"
@@ -103,7 +103,7 @@ def test_worker_that_is_silent_for_too_long_does_not_count_as_alive(
     config = apply_run(workers={"heartbeat_timeout_seconds": 5.0})
     write(producer, config, "control.commands", build_run_description(config))
     write(
-        producer, config, "control.heartbeats.trainer", beat(WorkerState.WORKING, seconds_ago=6.0)
+        producer, config, "control.heartbeats.trainer", make_heartbeat(WorkerState.WORKING, seconds_ago=6.0)
     )
     assert read_run(connection, config.run.id).live_workers == []
 
@@ -235,7 +235,7 @@ def test_deletion_keeps_objects_of_a_victim_that_a_log_names_as_its_own(
     tmp_path: Path,
     detour: str,
 ) -> None:
-    """The victim's log is not on this cluster, so nothing but the marker tells whose the store
+    """The victim's log is not on this cluster, so nothing but the marker reports whose the store
     is."""
     victim = ObjectStore.open((tmp_path / "objects").as_uri())
     mark = claim_store(victim, run_id="victim")
@@ -277,7 +277,7 @@ def test_run_that_lives_or_is_replayed_is_not_deleted(
         require_deletable(
             read_run(connection, run_id), read_runs(connection, with_progress=False).values()
         )
-    write(producer, replay, "control.heartbeats.trainer", beat(WorkerState.IDLE))
+    write(producer, replay, "control.heartbeats.trainer", make_heartbeat(WorkerState.IDLE))
     with pytest.raises(
         BrokerRefused,
         match=rf"run {run_id}-r is alive: trainer-0 beat; end it first, or give --force",

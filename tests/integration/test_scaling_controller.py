@@ -1,5 +1,5 @@
 """The controller's process on the real log: it is killed in the middle of requests, and the one
-after it goes on with them."""
+after it continues with them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from relax_events.kafka.records import ProducerRecord
 from relax_events.projections.scale_requests import Status
 from relax_events.projections.scaling import ExitReason, ScaleState
 from relax_events.topics import TopicPlan
-from tests.unit.run_events import beat
+from tests.unit.run_events import make_heartbeat
 
 CODEC = EventCodec()
 PATIENCE_SECONDS = 120.0
@@ -97,11 +97,11 @@ class Run:
             ]
         )
 
-    def beats(self, *worker_ids: str, state: WorkerState) -> None:
-        """Have workers beat."""
+    def heartbeats(self, *worker_ids: str, state: WorkerState) -> None:
+        """Have workers heartbeat."""
         self.say(
             "control.heartbeats.rollout",
-            *(beat(worker_id, at_seconds=time.time(), state=state) for worker_id in worker_ids),
+            *(make_heartbeat(worker_id, at_seconds=time.time(), state=state) for worker_id in worker_ids),
         )
 
     def until(self, request_id: str, status: Status) -> ScaleState:
@@ -140,10 +140,10 @@ def test_requests_go_on_with_the_next_controller(run: Run) -> None:
     request_id, workers = str(asked["request_id"]), ("rollout-1", "rollout-2")
     run.until(request_id, Status.CREATING)
     run.kill_controller()
-    run.beats(*workers, state=WorkerState.STARTING)
+    run.heartbeats(*workers, state=WorkerState.STARTING)
     run.until(request_id, Status.HEALTH_CHECKING)
     run.kill_controller()
-    run.beats(*workers, state=WorkerState.IDLE)
+    run.heartbeats(*workers, state=WorkerState.IDLE)
     run.until(request_id, Status.ACTIVE)
 
     gone = run.call("POST", "scale_in", {"num_replicas": 1})
@@ -155,5 +155,5 @@ def test_requests_go_on_with_the_next_controller(run: Run) -> None:
         *(state.workers[worker_id].exit_command(ExitReason.DRAINED, "it drained") for worker_id in workers),
     )
     assert run.until(str(gone["request_id"]), Status.COMPLETED).workers == {}
-    told = run.call("GET", f"scale_in/{gone['request_id']}")
-    assert (told["status"], told["removed_engines"]) == ("COMPLETED", ["rollout-2", "rollout-1"])
+    reported = run.call("GET", f"scale_in/{gone['request_id']}")
+    assert (reported["status"], reported["removed_engines"]) == ("COMPLETED", ["rollout-2", "rollout-1"])

@@ -1,5 +1,5 @@
-"""A secured broker: each principal may do what its role needs and nothing else, and whoever is
-refused is told why."""
+"""A secured broker: each principal may do what its role needs and nothing else, and the process that is
+refused is reported why."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from acls_table import writes_by_page
 from broker_steps import turn_until
 from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
 from event_samples import ended, ready
-from rights_table import writes_by_page
 from small_settings import small_run
 
 from relax_events.cli.broker_security import quota, secure
@@ -38,10 +38,10 @@ from relax_events.events.types import Event, MetricsReported, RunCommanded, Work
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.consumer import SubscribedConsumer
-from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.credentials import apply_principal
 from relax_events.kafka.embedded import EmbeddedBroker
 from relax_events.kafka.group_leases import ConsumerGroupLeases
+from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.protocol.queue_lag import read_queue_lag
 from relax_events.kafka.protocol.quotas import (
@@ -76,8 +76,8 @@ REQUEST_SECONDS = 5.0
 IMPATIENT_SECONDS = 1.0
 FEW_SECONDS = 60.0  # an answer is due after the request timeout; the rest is a busy machine
 
-# Written down from the picture of the pipeline, not from the table under test. Every worker besides
-# follows control and beats.
+# Written down from the image of the pipeline, not from the table under test. Every worker besides
+# follows control and heartbeats.
 COMMON_READS = {"control.schemas", "control.policy-versions", "control.commands", "control.broadcast-membership"}
 COMMON_WRITES = {"control.schemas"}
 ROLES = (
@@ -164,7 +164,7 @@ WRITES = {
 
 @dataclass(frozen=True)
 class SecuredRun:
-    """A run on the module's broker, and connections to it as whoever is asked for."""
+    """A run on the module's broker, and connections to it as the process that is asked for."""
 
     config: RunConfig
 
@@ -404,12 +404,12 @@ def test_backlog_of_the_queue_is_told_to_the_controller_and_not_to_a_role_that_h
 ) -> None:
     queue = mine.plan.consumer_group("rollout")
 
-    def told() -> bool:
+    def reported() -> bool:
         with suppress(BrokerUnavailable):  # the broker's first group waits for its topic to be made
             return read_queue_lag(mine.as_("controller"), queue) == 0
         return False
 
-    turn_until(told)
+    turn_until(reported)
     with pytest.raises(BrokerError, match=rf"{queue} .*error 30"):  # GROUP_AUTHORIZATION_FAILED
         read_queue_lag(mine.as_("reward"), queue)
 

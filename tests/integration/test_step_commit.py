@@ -379,7 +379,7 @@ def test_step_is_committed_when_the_first_try_left_nothing(
 def test_trainer_ends_when_another_committed_its_step_meanwhile(
     worker: Worker, open_committer: Callable[[], StepCommitter]
 ) -> None:
-    """A zombie that was unsure must not go on from weights that nobody published."""
+    """A zombie that was unsure must not continue from weights that no one published."""
     placed = write_groups(worker, ["000000-0000-0", "000000-0001-0"])
     mine, others = placed.values()
     zombie = open_committer()

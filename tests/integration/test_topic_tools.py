@@ -28,15 +28,15 @@ from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import POLICY_VERSION_HEADER, ProducerRecord
 from relax_events.kafka.transactions import TransactionalWriter
 from relax_events.objects import ObjectStore
-from relax_events.ops.consumer_lag import sum_by_member, sum_by_slot, read_partition_lag
+from relax_events.ops.consumer_lag import read_partition_lag, sum_by_member, sum_by_slot
 from relax_events.ops.export_manifest import Manifest
-from relax_events.ops.offset_reset import ResetTarget, apply_reset, plan_reset, parse_time_ms
+from relax_events.ops.offset_reset import ResetTarget, apply_reset, parse_time_ms, plan_reset
 from relax_events.ops.run_export import ExportFilter, export_run, parse_versions
 from relax_events.ops.run_import import import_run, plan_import, verify_import
 from relax_events.ops.run_purger import open_purge
 from relax_events.ops.topic_apply import apply_topics, plan_changes
 from relax_events.ops.topic_check import check_topics
-from relax_events.ops.topic_tail import tail, find_partitions, find_start_offsets
+from relax_events.ops.topic_tail import find_partitions, find_start_offsets, tail
 from relax_events.topics import TopicPlan, TopicSpec
 from relax_events.topics.role_inputs import list_input_partitions
 
@@ -276,18 +276,18 @@ def test_purge_waits_for_groups_and_keeps_what_recovery_needs(run: SmallRun) -> 
     with open_purge(run.config, before_version=4) as purge:
         assert {cut.num_records for cut in purge.ranges if "samples" in cut.topic_partition[0]} == {
             0
-        }  # nobody has read anything
+        }  # no one has read anything
     run.commit_all()
     with open_purge(run.config, before_version=4) as purge:
         gone = purge.apply()
     # Versions 0 to 2 go; 3 stays, since no retained version has its slot yet. Without a checkpoint
-    # every step may have to be trained again. Of the queue, the seats of steps 0 to 2 go, which
+    # every step may have to be trained again. Of the queue, the slots of steps 0 to 2 go, which
     # made versions 1 to 3.
     assert gone == {"rollout.samples": 6, "reward.scores": 6, "prompt.groups": 3}
     ledger = read_ledger(run.config)
     assert ledger.problems() == []
-    figures = ledger.totals()
-    assert (figures["prompt_groups_purged"], figures["samples_purged"]) == (3, 6)
+    totals = ledger.totals()
+    assert (totals["prompt_groups_purged"], totals["samples_purged"]) == (3, 6)
     reader = LogReader(run.connection)
     with pytest.raises(
         BrokerError, match=r"rollout.samples\[0\]@0 was purged: the log begins at 2"

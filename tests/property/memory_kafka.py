@@ -3,7 +3,7 @@ and with a crash behind every call.
 
 It keeps what the product's promises rest on: offsets, committed positions, transactions with
 markers and read_committed, fencing by transactional id, consumer groups whose stale members are
-refused. Whoever makes a client is its process; a process that dies does so at a broker call, before
+refused. The process that makes a client is its process; a process that dies does so at a broker call, before
 or after the call took effect, and takes its unsent records with it.
 """
 
@@ -23,7 +23,7 @@ from confluent_kafka import (
     TopicPartition,
 )
 
-Place = tuple[str, int]
+PartitionKey = tuple[str, int]
 Headers = Sequence[tuple[str, bytes]]
 
 
@@ -72,15 +72,15 @@ class Transaction:
     """Open until it is committed or aborted."""
 
     state: str = "open"
-    places: dict[Place, None] = field(default_factory=dict)
-    offsets: dict[str, dict[Place, int]] = field(default_factory=dict)
+    places: dict[PartitionKey, None] = field(default_factory=dict)
+    offsets: dict[str, dict[PartitionKey, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
     """What lies at an offset: a record, or the marker that ends a transaction."""
 
-    place: Place
+    place: PartitionKey
     offset: int
     key: bytes | None
     stored: bytes | None
@@ -93,7 +93,7 @@ class Entry:
 class MemoryMessage:
     """An entry, or an error, as the client hands it over."""
 
-    place: Place
+    place: PartitionKey
     entry: Entry | None = None
     failure: KafkaError | None = None
 
@@ -127,8 +127,8 @@ class MemoryKafka:
     clients are made."""
 
     def __init__(self) -> None:
-        self.partitions: dict[Place, list[Entry]] = {}
-        self.committed: dict[str, dict[Place, int]] = {}
+        self.partitions: dict[PartitionKey, list[Entry]] = {}
+        self.committed: dict[str, dict[PartitionKey, int]] = {}
         self.members: dict[str, list[MemoryConsumer]] = {}
         self.epochs: dict[str, int] = {}
         self.open: dict[str, Transaction] = {}
@@ -144,7 +144,7 @@ class MemoryKafka:
 
     def append(
         self,
-        place: Place,
+        place: PartitionKey,
         *,
         key: bytes | None,
         value: bytes | None,
@@ -157,7 +157,7 @@ class MemoryKafka:
         if transaction is not None:
             transaction.places[place] = None
 
-    def stable_end(self, place: Place) -> int:
+    def stable_end(self, place: PartitionKey) -> int:
         """Return the offset up to which readers of committed records may read."""
         open_ones = (
             entry.offset
@@ -166,7 +166,7 @@ class MemoryKafka:
         )
         return next(open_ones, len(self.partitions[place]))
 
-    def visible(self, place: Place, offset: int) -> Iterator[Entry]:
+    def visible(self, place: PartitionKey, offset: int) -> Iterator[Entry]:
         """Give the committed records from an offset on."""
         for entry in self.partitions[place][offset : self.stable_end(place)]:
             if not entry.is_marker and (
@@ -187,7 +187,7 @@ class MemoryKafka:
             for group, offsets in transaction.offsets.items():
                 self.commit(group, offsets)
 
-    def commit(self, group: str, offsets: dict[Place, int]) -> None:
+    def commit(self, group: str, offsets: dict[PartitionKey, int]) -> None:
         """Commit offsets of a consumer group."""
         self.committed.setdefault(group, {}).update(offsets)
         self.after_commit()
@@ -204,7 +204,7 @@ class MemoryAdmin:
     def __init__(self, kafka: MemoryKafka) -> None:
         self._kafka, self._process = kafka, kafka.current
 
-    def end_offsets(self, places: Sequence[Place]) -> dict[Place, int]:
+    def end_offsets(self, places: Sequence[PartitionKey]) -> dict[PartitionKey, int]:
         with self._process.call():
             return {place: len(self._kafka.partitions[place]) for place in places}
 
@@ -219,7 +219,7 @@ class MemoryProducer:
         self._kafka, self._process = kafka, kafka.current
         self._id: str = settings.get("transactional.id", "")
         self._epoch = 0
-        self._buffer: list[tuple[Place, dict[str, Any], Callable[..., None]]] = []
+        self._buffer: list[tuple[PartitionKey, dict[str, Any], Callable[..., None]]] = []
 
     def produce(
         self,
@@ -260,7 +260,7 @@ class MemoryProducer:
         leaving, self._buffer = self._buffer[:count], self._buffer[count:]
         for place, fields, on_delivery in leaving:
             self._kafka.append(place, **fields)
-            if self._process.lost_report:  # it is on the log, and we are told that nobody knows
+            if self._process.lost_report:  # it is on the log, and we are reported that no one knows
                 self._process.lost_report = False
                 on_delivery(KafkaError(KafkaError._MSG_TIMED_OUT), MemoryMessage(place))
             else:
@@ -307,10 +307,10 @@ class MemoryConsumer:
     def __init__(self, kafka: MemoryKafka, settings: dict[str, Any]) -> None:
         self._kafka, self.process = kafka, kafka.current
         self._group: str = settings["group.id"]
-        self._tells_ends: bool = settings.get("enable.partition.eof", False)
-        self._positions: dict[Place, int] = {}
-        self._told: dict[Place, int] = {}
-        self._paused: set[Place] = set()
+        self._reports_ends: bool = settings.get("enable.partition.eof", False)
+        self._positions: dict[PartitionKey, int] = {}
+        self._reported: dict[PartitionKey, int] = {}
+        self._paused: set[PartitionKey] = set()
         self._topics: list[str] = []
         self._callbacks: dict[str, Callable[..., None]] = {}
 
@@ -334,12 +334,12 @@ class MemoryConsumer:
                 self._positions[place] = entry.offset + 1
                 yield MemoryMessage(place, entry)
             end = self._kafka.stable_end(place)
-            if self._tells_ends and self._told.get(place) != end:
-                self._told[place] = end
+            if self._reports_ends and self._reported.get(place) != end:
+                self._reported[place] = end
                 yield MemoryMessage(place, failure=KafkaError(KafkaError._PARTITION_EOF))
 
     def _rebalance(self) -> None:
-        """Take part in one round: give back what others should have, then take what nobody
+        """Take part in one round: give back what others should have, then take what no one
         holds."""
         members = self._kafka.members[self._group]
         held = set(self._positions)
@@ -355,13 +355,13 @@ class MemoryConsumer:
         }
         self._call("on_assign", target - held - of_others)
 
-    def _target(self, members: list[MemoryConsumer]) -> set[Place]:
+    def _target(self, members: list[MemoryConsumer]) -> set[PartitionKey]:
         places = sorted(place for place in self._kafka.partitions if place[0] in self._topics)
         count = 1 + max(partition for _, partition in places)
         mine = members.index(self)
         return {place for place in places if place[1] * len(members) // count == mine}
 
-    def _call(self, name: str, places: set[Place]) -> None:
+    def _call(self, name: str, places: set[PartitionKey]) -> None:
         if places:
             self._callbacks[name](self, [TopicPartition(*place) for place in sorted(places)])
 
@@ -389,7 +389,7 @@ class MemoryConsumer:
             ]
 
     def assign(self, partitions: list[TopicPartition]) -> None:
-        self._positions, self._told = {}, {}
+        self._positions, self._reported = {}, {}
         self.incremental_assign(partitions)
 
     def incremental_assign(self, partitions: list[TopicPartition]) -> None:

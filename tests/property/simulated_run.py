@@ -1,7 +1,7 @@
 """A run whose roles are the product's own loops, over Kafka in memory, one turn at a time.
 
 Each process is a thread, but only one ever runs: it is handed the turn, and hands it back from the
-tick that every work loop makes once a round. So whoever calls `turn` decides the interleaving, and
+tick that every work loop makes once a round. So the process that calls `turn` decides the interleaving, and
 the same calls give the same run.
 """
 
@@ -83,7 +83,7 @@ TURN_SECONDS = 100.0
 
 
 class Endpoint:
-    """Serves nobody."""
+    """Serves no one."""
 
     port = 0
 
@@ -151,9 +151,9 @@ class SimulatedProcess:
         except (
             Killed,
             BrokerError,
-        ):  # SIGKILL, or the worker's own end after an error that a restart mends
+        ):  # SIGKILL, or the worker's own end after an error that a restart fixes
             self.process.is_dead = True
-        except BaseException as error:  # handed to whoever gave us the turn
+        except BaseException as error:  # handed to the process that gave us the turn
             self.failure = error
         finally:
             self._has_ended = True
@@ -161,7 +161,7 @@ class SimulatedProcess:
 
 
 def is_untrainable(sample: SampleReady) -> bool:
-    """Tell whether the backend refuses a sample that nobody before it did: in some prompt groups
+    """Tell whether the backend refuses a sample that no one before it did: in some prompt groups
     the last one."""
     return (
         sample.key.sample_index == sample.key.samples_per_prompt - 1
@@ -176,7 +176,7 @@ def is_not_finite(sample_ids: Sequence[str]) -> bool:
 
 
 class HashingBackend:
-    """A trainer backend whose weights tell which samples were trained in which order."""
+    """A trainer backend whose weights report which samples were trained in which order."""
 
     vocab_size = 100
     experts = None
@@ -234,8 +234,8 @@ class Prompts:
 
 
 class LateWriter:
-    """Stands for the thread that writes weights beside the next step: what it is given is done when
-    somebody asks for the second time."""
+    """Stands for the thread that writes weights next to the next step: what it is given is done when
+    someone asks for the second time."""
 
     def __init__(self, **_: Any) -> None:
         pass
@@ -345,7 +345,7 @@ class SimulatedRun:
         return Worker(role, self.config, claim_check=claim_check, index=index, follow=follow)
 
     def start(self, role: str, index: int = 0) -> str:
-        """Start a process of a role; one of the same name that lives on becomes nobody's."""
+        """Start a process of a role; one of the same name that lives on becomes no one's."""
         mains = {
             "prompter": self._prompter,
             "reward": self._reward,
@@ -420,7 +420,7 @@ class SimulatedRun:
         return [place for place in self.kafka.partitions if place[0] == self.plan.topic(entity)]
 
     def decoded(self, value: bytes | None) -> Event | None:
-        """Return a record's event; None for what nobody can read."""
+        """Return a record's event; None for what no one can read."""
         try:
             return self.codec.decode(value or b"")
         except (CorruptRecord, SchemaError):

@@ -307,7 +307,7 @@ def test_event_with_a_value_of_another_type_is_refused(changes: dict[str, Any], 
 
 
 def foreign(schema: Schema, values: dict[str, Any], codec: EventCodec) -> bytes:
-    """Encode as another release would, after its schema was learnt."""
+    """Encode as another release would, after its schema was learned."""
     fingerprint = codec.learn(json.dumps(schema))
     body = io.BytesIO()
     fastavro.schemaless_writer(body, fastavro.parse_schema(schema), values)

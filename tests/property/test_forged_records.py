@@ -63,7 +63,7 @@ def finish(run: SimulatedRun) -> None:
     raise AssertionError(f"stuck at step {run.num_steps}")
 
 
-def letters(run: SimulatedRun) -> Counter[str]:
+def dead_letters(run: SimulatedRun) -> Counter[str]:
     """Let the trainer end, and count its dead letters by their reason."""
     trainer = run.processes["trainer-0"]
     assert trainer.worker is not None
@@ -103,7 +103,7 @@ def test_forged_samples_and_ends_that_come_first_change_nothing(run: SimulatedRu
     ]
     finish(run)
     assert run.ledger.problems() == []
-    assert letters(run)["ForeignRecord"] == 6 * len(victims)
+    assert dead_letters(run)["ForeignRecord"] == 6 * len(victims)
     first = next(
         step for step in run.events("control.train-steps") if isinstance(step, TrainStepCommitted)
     )
@@ -127,4 +127,4 @@ def test_role_may_have_prompt_groups_ended_as_failed_and_no_more(run: SimulatedR
         if getattr(end, "prompt_group_id", "") == victim
     ]
     assert outcomes == [(Outcome.FAILED, "forged")]
-    assert letters(run)["ForeignRecord"] == 0
+    assert dead_letters(run)["ForeignRecord"] == 0

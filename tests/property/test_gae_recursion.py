@@ -13,7 +13,7 @@ LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=5).filter(max)
 FACTOR = st.sampled_from([0.0, 0.5, 0.95, 0.999, 1.0])
 
 
-def drawn(lengths: list[int], seed: int) -> GroupValues:
+def sampled(lengths: list[int], seed: int) -> GroupValues:
     generator = np.random.default_rng(seed)
     behind = np.arange(max(lengths)) >= np.array(lengths)[:, None]
     rewards, values = (
@@ -37,7 +37,7 @@ def by_recursion(
 def test_advantages_are_those_of_the_recursion(
     lengths: list[int], gamma: float, gae_lambda: float, seed: int
 ) -> None:
-    group = drawn(lengths, seed)
+    group = sampled(lengths, seed)
     given_rows = gae_advantages(group, gamma=gamma, gae_lambda=gae_lambda)
     for row, length in enumerate(lengths):
         expected = by_recursion(
@@ -54,7 +54,7 @@ def test_advantages_are_those_of_the_recursion(
 def test_company_changes_no_bit(
     lengths: list[int], factor: float, seed: int, num_zeros: int
 ) -> None:
-    rows = drawn(lengths, seed).rewards
+    rows = sampled(lengths, seed).rewards
     together = discounted_sums(np.pad(rows, ((0, 0), (0, num_zeros))), factor=factor)
     for row, length in enumerate(lengths):
         alone = discounted_sums(rows[row : row + 1, :length], factor=factor)

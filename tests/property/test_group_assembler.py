@@ -24,7 +24,7 @@ TOPIC, REQUESTS = "relax.test.advantage.samples", "relax.test.prompt.end-request
 MAX_STALENESS = 1
 SHARDS = 2
 Item = SampleReady | PromptGroupEnded
-Place = tuple[str, int]
+TopicPartition = tuple[str, int]
 
 
 def partition_of(group_id: str, version: int) -> int:
@@ -36,7 +36,7 @@ def partition_of(group_id: str, version: int) -> int:
 def logs(draw: st.DrawFn) -> list[tuple[Record, Item]]:
     """Draw the records of both topics: prompt groups, some generated again at a later version, some
     doubled, some with an end, some asked to end."""
-    events: list[tuple[Place, Item]] = []
+    events: list[tuple[TopicPartition, Item]] = []
     for index in range(4):
         group_id = f"000000-000{index}-0"
         for version in draw(st.sets(st.integers(0, 2), min_size=1, max_size=2)):
@@ -47,7 +47,7 @@ def logs(draw: st.DrawFn) -> list[tuple[Record, Item]]:
         for topic in draw(st.sets(st.sampled_from([TOPIC, REQUESTS]))):
             events.append(((topic, partition_of(group_id, 1)), ended(group_id, version=1)))
     events += draw(st.lists(st.sampled_from(events), max_size=6))
-    offsets: Counter[Place] = Counter()
+    offsets: Counter[TopicPartition] = Counter()
     log = []
     for place, event in draw(st.permutations(events)):
         log.append((Record(*place, offsets[place], event.prompt_group_id, b"", {}, 0), event))
@@ -64,7 +64,7 @@ class Trainer:
         log: list[tuple[Record, Item]],
         *,
         decided: set[str],
-        positions: dict[Place, int],
+        positions: dict[TopicPartition, int],
         version: int,
     ) -> None:
         self._log = [

@@ -77,7 +77,7 @@ def test_group_that_was_generated_twice_is_joined_whole_from_one_generation(
     data: st.DataObject,
 ) -> None:
     """The first worker may have died after one of its samples; either way nothing of one generation
-    is put beside the other's."""
+    is compared with the other's."""
     events = generated_twice("a", num_samples=data.draw(st.integers(1, 2))) + generated_twice("b")
     join, offsets, complete = GroupJoin(evaluators=EVALUATORS), Counter[str](), []
     for topic, event in data.draw(st.permutations(events)):

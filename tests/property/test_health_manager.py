@@ -13,7 +13,7 @@ from relax_events.controller.health import HealthLimits, decide, find_symptoms
 from relax_events.events.parts import Command, WorkerState
 from relax_events.events.types import Event, RunCommanded, WorkerHeartbeat
 from relax_events.projections.health import HealthState
-from tests.unit.run_events import beat as made_beat
+from tests.unit.run_events import make_heartbeat as make_heartbeat
 from tests.unit.run_events import run_config, train_step
 
 TURN = 10
@@ -28,12 +28,12 @@ WELL = 10**9
 
 
 def inside(
-    beat: WorkerHeartbeat, activity: str, *, since_seconds: float, deadline_seconds: float
+    heartbeat: WorkerHeartbeat, activity: str, *, since_seconds: float, deadline_seconds: float
 ) -> WorkerHeartbeat:
-    """Let a beat come from inside a long call."""
+    """Let a heartbeat come from inside a long call."""
     since = int(since_seconds * 10**6)
     return replace(
-        beat,
+        heartbeat,
         activity=activity,
         activity_since=since,
         activity_deadline_at=since + int(deadline_seconds * 10**6),
@@ -59,14 +59,14 @@ class Patient:
     def turn(self, now: int) -> WorkerHeartbeat | None:
         self.age += 1
         if not self.is_ill:
-            return made_beat(self.worker_id, at_seconds=now)
+            return make_heartbeat(self.worker_id, at_seconds=now)
         if self.kind == "silent":
             return None
         since = now - (self.age - self.incubation) * TURN
-        beat = made_beat(self.worker_id, at_seconds=now)
+        heartbeat = make_heartbeat(self.worker_id, at_seconds=now)
         if self.kind == "overdue":
-            return inside(beat, "publish weights", since_seconds=since, deadline_seconds=CALL)
-        return replace(beat, busy_since=since * 10**6)
+            return inside(heartbeat, "publish weights", since_seconds=since, deadline_seconds=CALL)
+        return replace(heartbeat, busy_since=since * 10**6)
 
     def start_again(self) -> None:
         self.num_starts, self.age = self.num_starts + 1, 0
@@ -75,14 +75,14 @@ class Patient:
 @dataclass
 class World:
     """Workers, a log, and a controller that may be killed: a new one knows what the log holds, of
-    every worker the newest beat."""
+    every worker the newest heartbeat."""
 
     patients: list[Patient]
     commits: bool = True
     now: int = 1000
     commands: list[RunCommanded] = field(default_factory=list)
     steps: list[Event] = field(default_factory=list)
-    beats: dict[str, WorkerHeartbeat] = field(default_factory=dict)
+    heartbeats: dict[str, WorkerHeartbeat] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.new_controller()
@@ -94,7 +94,7 @@ class World:
             num_steps_kept=4,
             clock=lambda: self.now * 10**6,
         )
-        for event in (*self.commands, *self.steps, *self.beats.values()):
+        for event in (*self.commands, *self.steps, *self.heartbeats.values()):
             self.hear(event)
 
     def hear(self, event: Event) -> None:
@@ -104,10 +104,10 @@ class World:
         self.now += TURN
         if broker:
             said = [
-                beat for patient in self.patients if (beat := patient.turn(self.now)) is not None
+                heartbeat for patient in self.patients if (heartbeat := patient.turn(self.now)) is not None
             ]
-            for heard in (made_beat("controller-0", at_seconds=self.now), *said):
-                self.beats[heard.worker_id] = heard
+            for heard in (make_heartbeat("controller-0", at_seconds=self.now), *said):
+                self.heartbeats[heard.worker_id] = heard
                 self.hear(heard)
             if self.commits and {
                 patient.worker_id.rpartition("-")[0]
@@ -238,7 +238,7 @@ def test_worker_that_falls_silent_inside_a_long_call_is_missed_and_the_call_name
     )
     world.hear(
         inside(
-            made_beat("trainer-0", at_seconds=world.now),
+            make_heartbeat("trainer-0", at_seconds=world.now),
             "publish weights",
             since_seconds=world.now - 5,
             deadline_seconds=CALL,
@@ -254,16 +254,16 @@ def test_worker_that_starts_may_take_longer_than_any_call_and_beats_meanwhile() 
     world = World(workers())
     starting = [
         replace(
-            made_beat("trainer-0", at_seconds=world.now + at, state=WorkerState.STARTING), pid=7
+            make_heartbeat("trainer-0", at_seconds=world.now + at, state=WorkerState.STARTING), pid=7
         )
         for at in (0, 1, 2)
     ]
     for late in (False, True):
-        for beat in starting:
+        for heartbeat in starting:
             since = world.now - (LIMITS.start_timeout / 10**6 + 1) * late
             world.hear(
                 inside(
-                    beat,
+                    heartbeat,
                     "start",
                     since_seconds=since,
                     deadline_seconds=LIMITS.start_timeout / 10**6,

@@ -106,7 +106,7 @@ CHANGES = st.sampled_from(list(CORRECTIONS))
 
 @dataclass(frozen=True)
 class LinearSample:
-    """A sample of a softmax-linear policy: features and drawn tokens, and what others said of
+    """A sample of a softmax-linear policy: features and sampled tokens, and what others said of
     them."""
 
     features: torch.Tensor
@@ -302,10 +302,10 @@ def whole_step(name: str, change: str):
 def test_backend_gives_the_same_figures_and_gradients_in_any_order_and_packing(
     order, max_tokens, name, change, share_rows
 ):
-    figures, gradients = whole_step(name, change)
-    other_figures, other_gradients = backend_step(
+    metrics, gradients = whole_step(name, change)
+    other_metrics, other_gradients = backend_step(
         order, max_tokens=max_tokens, name=name, change=change, share_rows=share_rows
     )
     # Not 1e-12: RMSNorm works in float32 in any model.
-    assert other_figures == pytest.approx(figures, rel=1e-6, abs=1e-7)
+    assert other_metrics == pytest.approx(metrics, rel=1e-6, abs=1e-7)
     torch.testing.assert_close(other_gradients, gradients, rtol=1e-5, atol=1e-7)

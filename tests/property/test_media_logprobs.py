@@ -29,7 +29,8 @@ from relax_events.training.batch.packing import pack
 from relax_events.training.batch.sample_media import SampleMedia
 from relax_events.weights import Weights
 from tests.folders import kept_folder
-from tests.unit.moving_and_sounding import (
+from tests.unit.image_model import build_image_model, prompt_of, ready
+from tests.unit.video_and_audio import (
     KINDS,
     expert_model,
     hybrid_expert_model,
@@ -39,11 +40,10 @@ from tests.unit.moving_and_sounding import (
     omni_model,
     plain_media_logprobs,
 )
-from tests.unit.pictures import picture_model, prompt_of, ready
 
 TOLERANCE = 1e-4
 MODELS = {
-    "sees": picture_model,
+    "sees": build_image_model,
     "sees with experts": expert_model,
     "sees by linear attention": hybrid_model,
     "sees by linear attention with experts": hybrid_expert_model,
@@ -152,7 +152,7 @@ def setup_of(name: str) -> Setup:
     )
 
 
-def drawn(samples: Sequence[SampleReady]) -> torch.Tensor:
+def sampled(samples: Sequence[SampleReady]) -> torch.Tensor:
     return torch.from_numpy(
         np.concatenate(
             [sample.rollout_logprobs[sample.loss_mask.astype(bool)] for sample in samples]
@@ -175,13 +175,13 @@ def test_rollout_and_trainer_agree_packed_padded_and_shared(
             {"share_rows": False, "row_multiple": 16},
         ):
             torch.testing.assert_close(
-                setup.forward(samples, **layout), drawn(samples), rtol=0, atol=TOLERANCE
+                setup.forward(samples, **layout), sampled(samples), rtol=0, atol=TOLERANCE
             )
         samples.sort(key=lambda sample: sample.sample_id)
         if (sharing := setup.policy.prompt_sharing) is not None:
             sharing = replace(sharing, cell_cost=0.0)
             torch.testing.assert_close(
-                setup.forward(samples, sharing=sharing), drawn(samples), rtol=0, atol=TOLERANCE
+                setup.forward(samples, sharing=sharing), sampled(samples), rtol=0, atol=TOLERANCE
             )
     for sample, scores in zip(samples, setup.scorer.score(samples), strict=True):
         np.testing.assert_allclose(scores, sample.rollout_logprobs, rtol=0, atol=TOLERANCE)
@@ -253,7 +253,7 @@ COMPARED: list[tuple[str, list[Piece]]] = [
     ("hears clips", [PICTURE, LONGER_CLIP]),
     ("hears clips", [CLIP]),
 ]
-"""Not two sounds of several lengths: transformers pads the one to the other's, and the tower's
+"""Not two audio of several lengths: transformers pads the one to the other's, and the tower's
 convolutions read the padding."""
 
 

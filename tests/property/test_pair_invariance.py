@@ -35,7 +35,7 @@ LOSSES = {
 
 
 def step_of(pairs, *, max_tokens, loss, share_rows=True):
-    """Train pairs as the trainer feeds them; return the figures and the gradients."""
+    """Train pairs as the trainer feeds them; return the metrics and the gradients."""
     config = run_config(
         algorithm=LOSSES[loss],
         trainer={"max_grad_norm": 1e9},
@@ -70,10 +70,10 @@ def whole_step(loss: str):
 def test_pairs_give_the_same_figures_and_gradients_in_any_order_and_packing(
     order, max_tokens, loss, share_rows
 ):
-    figures, gradients = whole_step(loss)
-    other_figures, other_gradients = step_of(
+    metrics, gradients = whole_step(loss)
+    other_metrics, other_gradients = step_of(
         order, max_tokens=max_tokens, loss=loss, share_rows=share_rows
     )
     # Not 1e-12: RMSNorm works in float32 in any model.
-    assert other_figures == pytest.approx(figures, rel=1e-6, abs=1e-7)
+    assert other_metrics == pytest.approx(metrics, rel=1e-6, abs=1e-7)
     torch.testing.assert_close(other_gradients, gradients, rtol=1e-5, atol=1e-7)

@@ -134,7 +134,7 @@ class RoutingMachine(RuleBasedStateMachine):
     @rule(picks=st.sets(st.integers(0, 15), min_size=1))
     def abort_and_go_on(self, picks: set[int]) -> None:
         """Abort some of those that run; numbers choose them, since which ones run is a matter of
-        time, and nothing that is drawn may be."""
+        time, and nothing that is sampled may be."""
         running = sorted(self.running)
         chosen = {running[pick % len(running)] for pick in picks if running}
         aborted = self.router.abort(chosen)
@@ -178,7 +178,7 @@ class RoutingMachine(RuleBasedStateMachine):
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("engine ")]
 
     def check(self, sample: GeneratedSample) -> None:
-        """Hold a sample beside what was drawn of it before, and beside the weights that it
+        """Compare a sample with what was sampled of it before, and next to the weights that it
         names."""
         request = self.requests[sample.prompt_group_id]
         assert (len(sample.tokens), sample.finish_reason, sample.error) == (

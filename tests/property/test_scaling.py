@@ -20,7 +20,7 @@ from relax_events.events.parts import WorkerState
 from relax_events.events.types import Event, RunCommanded, WorkerHeartbeat
 from relax_events.projections.scale_requests import STAGES, Kind, ScaleRequest, Status
 from relax_events.projections.scaling import DesiredState, ExitReason, ScaleState
-from tests.unit.run_events import beat as made_beat
+from tests.unit.run_events import make_heartbeat as make_heartbeat
 from tests.unit.run_events import run_config
 
 SECOND = 1_000_000
@@ -97,7 +97,7 @@ class World:
         for worker in list(self.supervisor.workers.values()):
             self.supervise(worker.worker_id, worker.desired_state)
         for worker_id, kind in self.living.items():
-            self.beat(worker_id, kind)
+            self.send_heartbeat(worker_id, kind)
         for step in decide(self.controller, self.bounds, now=self.now * SECOND):
             self.write(step)
             self.controller.apply(step)  # heard a second time
@@ -117,14 +117,14 @@ class World:
         self.living.pop(worker_id, None)
         self.write(self.supervisor.workers[worker_id].exit_command(departure, "as told"))
 
-    def beat(self, worker_id: str, kind: str) -> None:
+    def send_heartbeat(self, worker_id: str, kind: str) -> None:
         self.ages[worker_id] += 1
         state = (
             WorkerState.STARTING
             if self.ages[worker_id] < 3 or kind == "hangs"
             else WorkerState.IDLE
         )
-        said: WorkerHeartbeat = made_beat(worker_id, at_seconds=self.now, state=state)
+        said: WorkerHeartbeat = make_heartbeat(worker_id, at_seconds=self.now, state=state)
         self.write(
             replace(said, policy_version=-1 if kind == "stale" or self.ages[worker_id] < 5 else 7)
         )

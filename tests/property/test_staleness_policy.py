@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 
 from relax_events.events.parts import Outcome
 from relax_events.staleness import (
-    IssuedGroup,
     BatchSlot,
+    IssuedGroup,
     ReadyGroup,
     admitted_steps,
+    build_reissue,
+    compute_staleness,
+    find_skip_targets,
     find_unissued_slots,
     is_expired,
-    build_reissue,
     select_groups,
-    find_skip_targets,
-    compute_staleness,
     window,
 )
 from relax_events.topics import compute_partition, compute_slot, count_slots, list_slot_partitions
@@ -113,7 +113,7 @@ def test_admitted_steps_are_those_whose_first_version_is_out(
 
 @given(taken=st.sets(st.tuples(st.integers(0, 3), st.integers(0, 3))))
 def test_due_places_are_the_empty_seats_in_order(taken: set[tuple[int, int]]) -> None:
-    places = find_unissued_slots([BatchSlot(*seat) for seat in taken], steps=range(1, 3), prompts_per_step=3)
+    places = find_unissued_slots([BatchSlot(*slot) for slot in taken], steps=range(1, 3), prompts_per_step=3)
     assert [(place.train_step, place.group_index) for place in places] == [
         (step, index) for step in (1, 2) for index in range(3) if (step, index) not in taken
     ]
@@ -145,7 +145,7 @@ class SimulatedRun:
     prompts_per_step: int = 3
     version: int = 0
     next_row: int = 0
-    seats: set[BatchSlot] = field(default_factory=set)
+    taken_slots: set[BatchSlot] = field(default_factory=set)
     waiting: list[tuple[IssuedGroup, int]] = field(default_factory=list)
     running: list[tuple[IssuedGroup, int]] = field(default_factory=list)
     ready: list[tuple[IssuedGroup, int]] = field(default_factory=list)
@@ -165,7 +165,7 @@ class SimulatedRun:
         steps = admitted_steps(
             self.version, max_staleness=self.max_staleness, num_steps=self.num_steps
         )
-        for place in find_unissued_slots(self.seats, steps=steps, prompts_per_step=self.prompts_per_step):
+        for place in find_unissued_slots(self.taken_slots, steps=steps, prompts_per_step=self.prompts_per_step):
             self.issue(
                 IssuedGroup(place, 0, self.next_row),
                 required=max(place.train_step - self.max_staleness, 0),
@@ -173,7 +173,7 @@ class SimulatedRun:
             self.next_row += 1
 
     def issue(self, group: IssuedGroup, *, required: int) -> None:
-        self.seats.add(group.slot)
+        self.taken_slots.add(group.slot)
         self.waiting.append((group, required))
 
     def start(self) -> None:
@@ -240,8 +240,8 @@ def test_in_order_run_never_trains_too_stale_and_expires_nothing(
     assert max(run.seen_staleness) <= max_staleness
     assert len(set(run.trained_ids)) == len(run.trained_ids) == 18
     assert run.outcomes[Outcome.EXPIRED] == 0
-    seats = [IssuedGroup.parse(group_id).slot for group_id in run.trained_ids]
-    assert sorted(seats) == [BatchSlot(step, index) for step in range(6) for index in range(3)]
+    taken_slots = [IssuedGroup.parse(group_id).slot for group_id in run.trained_ids]
+    assert sorted(taken_slots) == [BatchSlot(step, index) for step in range(6) for index in range(3)]
 
 
 @given(max_staleness=st.integers(0, 3), seed=SEEDS)

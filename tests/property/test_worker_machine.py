@@ -85,7 +85,7 @@ class WorkerMachine(RuleBasedStateMachine):
 
     @rule(name=names, turns=st.integers(1, 8))
     def work(self, name: str, turns: int) -> None:
-        """Let a process go on for some rounds; a dead one is started again."""
+        """Let a process continue for some rounds; a dead one is started again."""
         for _ in range(turns):
             self._alive(name).turn()
 
@@ -160,7 +160,7 @@ class WorkerMachine(RuleBasedStateMachine):
 
     @rule()
     def second_trainer_takes_over(self) -> None:
-        """The first goes on as a zombie."""
+        """The first continues as a zombie."""
         self.zombies.append(self._alive("trainer-0"))
         self.run.start("trainer")
 
@@ -177,7 +177,7 @@ class WorkerMachine(RuleBasedStateMachine):
         pick=indices, entity=st.sampled_from(["rollout.samples", "reward.scores", *TRAINER_INPUTS])
     )
     def poison(self, pick: int, entity: str) -> None:
-        """Somebody writes what nobody can read, under a prompt group's key."""
+        """Someone writes what no one can read, under a prompt group's key."""
         self._write(entity, self._pick_issued(pick), self.run.published_version, b"\xc3\x01poison")
 
     @rule(
@@ -186,7 +186,7 @@ class WorkerMachine(RuleBasedStateMachine):
         entity=st.sampled_from(TRAINER_INPUTS),
     )
     def stranger_ends_what_is_none(self, name: str, outcome: Outcome, entity: str) -> None:
-        """Somebody asks the trainer to end what is no prompt group, or says that one was
+        """Someone asks the trainer to end what is no prompt group, or says that one was
         trained."""
         is_trained = outcome is Outcome.TRAINED
         event = (
@@ -218,7 +218,7 @@ class WorkerMachine(RuleBasedStateMachine):
         ),
     )
     def forged_sample_does_not_fit_the_issue(self, pick: int, how: str) -> None:
-        """Somebody may write the trainer's input, before the honest samples come, but does not know
+        """Someone may write the trainer's input, before the honest samples come, but does not know
         or keep to the terms of the issue."""
         name, version = self._pick_issued(pick), max(self.run.published_version, 0)
         changes = {

@@ -53,8 +53,8 @@ class RunMonitor:
             for line in self._engine.logs(
                 container, "--timestamps", "--since", self._seen_to
             ).splitlines():
-                told, _, text = line.partition(" ")
-                self._seen_to = max(self._seen_to, told)
+                reported, _, text = line.partition(" ")
+                self._seen_to = max(self._seen_to, reported)
                 event = json.loads(text) if text.startswith("{") else {}
                 if event.get("event") == "train_step.committed":
                     self.first_step_at = self.first_step_at or time.monotonic()

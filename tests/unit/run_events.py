@@ -22,7 +22,7 @@ def run_config(directory: Path = Path(".relax"), **run: Any) -> RunConfig:
 
 
 def train_step(
-    step: int, *, at_seconds: float, staleness: tuple[int, ...] = (1, 1), **figures: float
+    step: int, *, at_seconds: float, staleness: tuple[int, ...] = (1, 1), **values: float
 ) -> TrainStepCommitted:
     """Return a step of two samples, 100 tokens and half a second in phases."""
     return TrainStepCommitted(
@@ -42,7 +42,7 @@ def train_step(
             "kl_estimate": 0.003,
             "staleness_mean": 0.5,
             "num_tokens": 100.0,
-            **figures,
+            **values,
         },
         phase_seconds={"wait": 0.375, "update": 0.125},
         weights_digest=bytes([step % 256] * 32),
@@ -76,7 +76,7 @@ def at(entity: str, offset: int = 0) -> TopicOffset:
     return TopicOffset(f"relax.shown.{entity}", 0, offset)
 
 
-def beat(
+def make_heartbeat(
     worker_id: str, *, at_seconds: float, state: WorkerState = WorkerState.WORKING, pid: int = 1
 ) -> WorkerHeartbeat:
     """Return a heartbeat of a worker that has processed 7 records, has 3 in flight and serves

@@ -148,13 +148,13 @@ def test_estimate_of_the_drawn_token_is_unbiased_with_its_gradient_whoever_drew_
 def test_gradient_of_the_reverse_estimate_is_that_of_the_policy_gradient_with_the_teachers_log_ratio() -> (
     None
 ):
-    logprobs, teacher, drawn = (
+    logprobs, teacher, sampled = (
         torch.tensor(values, dtype=torch.float64)
         for values in ([-1.0, -2.0], [-1.5, -0.5], [-1.2, -1.9])
     )
     logprobs.requires_grad_()
     sampled_divergence(
-        logprobs, teacher_logprobs=teacher, behaviour_logprobs=drawn, kind="reverse_kl", mixture=0.5
+        logprobs, teacher_logprobs=teacher, behaviour_logprobs=sampled, kind="reverse_kl", mixture=0.5
     ).sum().backward()
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == pytest.approx([np.exp(0.2) * 0.5, np.exp(-0.1) * -1.5])

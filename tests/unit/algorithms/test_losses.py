@@ -286,7 +286,7 @@ def test_plain_gradient_is_reinforce():
 
 
 def test_low_variance_estimate_is_bounded_after_the_ratio():
-    logprobs, base, drawn = (
+    logprobs, base, sampled = (
         torch.tensor([-9.0, -1.0, -1.0]),
         torch.tensor([-1.0, -1.5, -1.5]),
         torch.tensor([-9.0, -2.0, -4.0]),
@@ -295,7 +295,7 @@ def test_low_variance_estimate_is_bounded_after_the_ratio():
     plain = kl_estimate(logprobs, base_logprobs=base, estimator="low_variance")
     assert plain.tolist() == pytest.approx([10.0, k3[1], k3[2]])
     weighted = kl_estimate(
-        logprobs, base_logprobs=base, estimator="low_variance", behaviour_logprobs=drawn
+        logprobs, base_logprobs=base, estimator="low_variance", behaviour_logprobs=sampled
     )
     assert weighted.tolist() == pytest.approx([10.0, math.e * k3[1], math.exp(3) * k3[2]], rel=1e-5)
 
@@ -305,7 +305,7 @@ def test_unbiased_estimate_has_the_value_and_gradient_of_the_divergence_whoever_
     estimator,
 ):
     logits = torch.tensor([0.3, -0.4, 0.9], dtype=torch.float64, requires_grad=True)
-    base, drawn = (
+    base, sampled = (
         torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64).log(),
         torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64).log(),
     )
@@ -313,9 +313,9 @@ def test_unbiased_estimate_has_the_value_and_gradient_of_the_divergence_whoever_
     exact = (policy.exp() * (policy - base)).sum()
     (expected,) = torch.autograd.grad(exact, logits, retain_graph=True)
     estimates = kl_estimate(
-        policy, base_logprobs=base, estimator=estimator, behaviour_logprobs=drawn
+        policy, base_logprobs=base, estimator=estimator, behaviour_logprobs=sampled
     )
-    mean = (drawn.exp() * estimates).sum()
+    mean = (sampled.exp() * estimates).sum()
     assert mean.item() == pytest.approx(exact.item(), rel=1e-12)
     torch.testing.assert_close(
         torch.autograd.grad(mean, logits)[0], expected, rtol=1e-12, atol=1e-14

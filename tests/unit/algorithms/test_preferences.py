@@ -38,7 +38,7 @@ MARGINS = [0.2, -0.3]
 def step_of(
     name: str, logprobs: Tensor, **settings: float | bool
 ) -> tuple[Tensor, dict[str, float]]:
-    """Return the loss of a step of the two pairs and its figures."""
+    """Return the loss of a step of the two pairs and its metrics."""
     objective = Objective(
         AlgorithmConfig.model_validate({"name": name} | settings), max_new_tokens=8
     )
@@ -52,11 +52,11 @@ def step_of(
         num_loss_tokens=torch.tensor(LENGTHS),
     )
     tokens, units = objective(inputs), objective.num_units(inputs.num_loss_tokens)
-    figures = {
+    step_metrics = {
         name: float((tokens.token_weights * values).sum()) / units
         for name, values in tokens.policy_loss.metrics.items()
     }
-    return (tokens.token_weights * tokens.losses).sum() / units, figures
+    return (tokens.token_weights * tokens.losses).sum() / units, step_metrics
 
 
 def leaf() -> Tensor:
@@ -65,7 +65,7 @@ def leaf() -> Tensor:
 
 def test_dpo_is_the_hand_computed_loss_with_its_gradient_and_figures() -> None:
     logprobs = leaf()
-    loss, figures = step_of("dpo", logprobs)
+    loss, step_metrics = step_of("dpo", logprobs)
     loss.backward()
     assert loss.item() == pytest.approx(
         sum(math.log(1 + math.exp(-margin)) for margin in MARGINS) / 2, rel=1e-12
@@ -74,7 +74,7 @@ def test_dpo_is_the_hand_computed_loss_with_its_gradient_and_figures() -> None:
     expected = [-pulls[0]] * 2 + [pulls[0]] + [-pulls[1]] + [pulls[1]] * 3
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == pytest.approx(expected, rel=1e-12)
-    assert figures == pytest.approx(
+    assert step_metrics == pytest.approx(
         {
             "preference_accuracy": 0.5,
             "reward_margin": -0.05,
@@ -96,7 +96,7 @@ def test_dpo_with_label_smoothing_mixes_in_the_loss_of_the_pair_turned_round() -
 def test_length_normalised_dpo_takes_means_over_the_answers_tokens() -> None:
     # Per token: pair 1 is 0.5 above the reference and 1 below it, pair 2 is 0 and 1 above it.
     logprobs, margins = leaf(), [0.15, -0.1]
-    loss, figures = step_of("dpo", logprobs, length_normalised=True)
+    loss, step_metrics = step_of("dpo", logprobs, length_normalised=True)
     loss.backward()
     assert loss.item() == pytest.approx(
         sum(math.log(1 + math.exp(-margin)) for margin in margins) / 2, rel=1e-12
@@ -106,7 +106,7 @@ def test_length_normalised_dpo_takes_means_over_the_answers_tokens() -> None:
     assert logprobs.grad.tolist() == pytest.approx(
         [-pulls[0] / 2] * 2 + [pulls[0]] + [-pulls[1]] + [pulls[1] / 3] * 3, rel=1e-12
     )
-    assert figures == pytest.approx(
+    assert step_metrics == pytest.approx(
         {
             "preference_accuracy": 0.5,
             "reward_margin": 0.025,
@@ -137,7 +137,7 @@ def test_ipo_is_the_hand_computed_loss_with_its_gradient(
     length_normalised: bool, margins: list[float]
 ) -> None:
     logprobs = leaf()
-    loss, figures = step_of("ipo", logprobs, dpo_beta=0.25, length_normalised=length_normalised)
+    loss, step_metrics = step_of("ipo", logprobs, dpo_beta=0.25, length_normalised=length_normalised)
     loss.backward()
     assert loss.item() == pytest.approx(sum((margin - 2) ** 2 for margin in margins) / 2, rel=1e-12)
     first, second = (margins[0] - 2, margins[1] - 2)  # d/dh of the mean over two pairs
@@ -150,8 +150,8 @@ def test_ipo_is_the_hand_computed_loss_with_its_gradient(
     )
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == pytest.approx(expected, rel=1e-12)
-    assert figures["reward_margin"] == pytest.approx(0.25 * sum(margins) / 2)
-    assert figures["preference_accuracy"] == 0.5
+    assert step_metrics["reward_margin"] == pytest.approx(0.25 * sum(margins) / 2)
+    assert step_metrics["preference_accuracy"] == 0.5
 
 
 def test_ipo_has_no_gradient_at_its_margin() -> None:
@@ -166,9 +166,9 @@ def test_ipo_has_no_gradient_at_its_margin() -> None:
 
 def test_sft_is_the_mean_negative_log_likelihood_of_a_token() -> None:
     logprobs = leaf()
-    loss, figures = step_of("sft", logprobs)
+    loss, step_metrics = step_of("sft", logprobs)
     loss.backward()
-    assert (loss.item(), figures) == (pytest.approx(10 / 7), {})
+    assert (loss.item(), step_metrics) == (pytest.approx(10 / 7), {})
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == pytest.approx([-1 / 7] * 7)
 
@@ -326,16 +326,16 @@ def test_steps_equal_a_plain_implementation(
 def test_step_reports_what_says_something_without_an_engine() -> None:
     mine = backend("dpo")
     mine.accumulate(SAMPLES)
-    figures = mine.step()
-    assert (figures.mean_ratio, figures.mismatch_max_abs, figures.clip_fraction) == (1, 0, 0)
+    step_metrics = mine.step()
+    assert (step_metrics.mean_ratio, step_metrics.mismatch_max_abs, step_metrics.clip_fraction) == (1, 0, 0)
     assert {
         "preference_accuracy",
         "reward_margin",
         "chosen_reward",
         "rejected_reward",
-    } == figures.algorithm_metrics.keys()
-    assert figures.algorithm_metrics["reward_margin"] == pytest.approx(
-        figures.algorithm_metrics["chosen_reward"] - figures.algorithm_metrics["rejected_reward"]
+    } == step_metrics.algorithm_metrics.keys()
+    assert step_metrics.algorithm_metrics["reward_margin"] == pytest.approx(
+        step_metrics.algorithm_metrics["chosen_reward"] - step_metrics.algorithm_metrics["rejected_reward"]
     )
 
 

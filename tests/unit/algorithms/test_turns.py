@@ -133,7 +133,7 @@ def test_generalised_advantages_of_two_turns_worked_out_by_hand() -> None:
 
 def test_advantages_of_two_turns_by_turn_worked_out_by_hand() -> None:
     # As above; with turn_gamma 0.5 the turns' last tokens have d = (1 + 0.5 * 0.125 - 0.25, 0.5 -
-    # 0.125) = (0.8125, 0.375), so A1 = 0.8125 + 0.375 / 4 and A3 = 0.375; the others go on from
+    # 0.125) = (0.8125, 0.375), so A1 = 0.8125 + 0.375 / 4 and A3 = 0.375; the others continue from
     # there: A0 = -0.375 + A1 / 4, A2 = 0.0625 + A3 / 4.
     mask = np.array([0, 1, 1, 0, 1, 1], np.uint8)
     values = np.array([9.0, 0.5, 0.25, 9.0, 0.5, 0.125])
@@ -186,15 +186,15 @@ def test_advantages_by_turn_are_those_of_the_recursion_whoever_else_is_in_the_gr
     group = []
     for number, mask in enumerate(masks):
         lengths = turn_lengths(mask)
-        by_end, by_place = (
+        by_end, by_position = (
             generator.normal(size=len(lengths)),
             generator.normal(size=int(lengths.sum())),
         )
-        total = float(by_end.sum() + by_place.sum()) + (0.75 if len(lengths) else 0.0)
+        total = float(by_end.sum() + by_position.sum()) + (0.75 if len(lengths) else 0.0)
         values = generator.normal(size=len(mask)).astype(np.float32)
         parts = {
             "turn_rewards": by_end,
-            "token_rewards": by_place,
+            "token_rewards": by_position,
             "values": values,
             "is_truncated": number % 2 == 0,
         }

@@ -111,11 +111,11 @@ def test_strong_line_is_the_moving_mean_of_all_runs() -> None:
 
 
 def test_page_says_who_learned_the_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    learnt = [
+    learned = [
         curves.learnt_of(report_of(rewards), name, 0)
         for name, rewards in {"grpo": [0.2, 0.9], "dapo": [0.2, 0.7]}.items()
     ]
-    curves.publish(learnt, num_steps=2, num_seeds=1, folder=tmp_path)
+    curves.publish(learned, num_steps=2, num_seeds=1, folder=tmp_path)
     page = (tmp_path / "curves.md").read_text()
     assert capsys.readouterr().out.strip() == page.strip()
     assert "| grpo | 0.20 | 0.550 | 1 |  |" in page

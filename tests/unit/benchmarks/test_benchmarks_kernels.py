@@ -1,5 +1,5 @@
 """The kernels' benchmark: the ways to log-probabilities agree, memory is measured, and the page
-follows from the figures."""
+follows from the metrics."""
 
 from __future__ import annotations
 

@@ -27,13 +27,13 @@ def test_show_prints_formula_source_and_settings(capsys: pytest.CaptureFixture[s
     assert "s = exp(mean over the sample's tokens of lp_t - lo_t)" in text
     assert "arXiv 2507.18071" in text
     show("gdpo", output="json")
-    told = orjson.loads(capsys.readouterr().out)
-    assert told["needs"] == "rewards in components; the whole step before its first backward pass"
-    assert (told["settings"]["clip_high"], told["settings"]["whiten_advantages"]) == (
+    reported = orjson.loads(capsys.readouterr().out)
+    assert reported["needs"] == "rewards in components; the whole step before its first backward pass"
+    assert (reported["settings"]["clip_high"], reported["settings"]["whiten_advantages"]) == (
         "0.2",
         '"samples"',
     )
-    assert "gate_positive" not in told["settings"]
+    assert "gate_positive" not in reported["settings"]
 
 
 def test_show_says_which_algorithms_there_are_when_the_name_is_unknown() -> None:

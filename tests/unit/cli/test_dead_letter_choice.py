@@ -46,8 +46,8 @@ DONE = replace(LETTER, offset=14, resolution="dropped")
 LETTERS = [LETTER, OTHER, DONE]
 
 
-def names(letters: list[DeadLetter]) -> list[str]:
-    return [letter.id for letter in letters]
+def names(entries: list[DeadLetter]) -> list[str]:
+    return [entry.id for entry in entries]
 
 
 def test_dead_letter_is_read_off_its_headers() -> None:

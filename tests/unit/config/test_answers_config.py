@@ -1,4 +1,4 @@
-"""What a run file may say where the data bring what is learnt."""
+"""What a run file may say where the data bring what is learned."""
 
 from __future__ import annotations
 

@@ -114,12 +114,12 @@ def test_change_of_the_training_is_refused_until_it_is_accepted(
 def test_history_says_from_which_version_a_setting_holds(make_run_config: MakeRunConfig) -> None:
     first = make_run_config(trainer={"learning_rate": 0.25})
     second = make_run_config(trainer={"learning_rate": 0.5})
-    told = [
+    reported = [
         build_run_description(first),
         dataclasses.replace(build_run_description(first, from_version=4), package_version="other"),
         build_run_description(second, from_version=7),
     ]
-    ((version, changes),) = settings_history(told, run_id=first.run.id)
+    ((version, changes),) = settings_history(reported, run_id=first.run.id)
     assert (version, [str(change) for change in changes]) == (
         7,
         ["trainer.learning_rate: 0.25 -> 0.5"],

@@ -17,7 +17,7 @@ from relax_events.events.types import MetricsReported, RunCommanded
 from relax_events.projections.run_state import RunState
 from relax_events.projections.scale_requests import Kind, Status
 from relax_events.projections.scaling import ScaleState
-from tests.unit.run_events import beat, run_config, train_step
+from tests.unit.run_events import make_heartbeat, run_config, train_step
 
 SECOND = 1_000_000
 RULES = AutoscalerConfig(enabled=True)
@@ -79,7 +79,7 @@ def verdict(
         (over(30, BUSY, wait=0.01, staleness=0.95), None),  # samples wait for the trainer
         (over(30, BUSY, wait=0.01, staleness=0.5), ("out", 7)),
         (over(30, BUSY, wait=0.2, staleness=0.95), ("out", 7)),
-        (over(30, BUSY, usage=None, queued=None, wait=None), None),  # nobody knows
+        (over(30, BUSY, usage=None, queued=None, wait=None), None),  # no one knows
         (over(300, BUSY, num_workers=0), None),
         (over(120, IDLE), ("in", 2)),
         (over(110, IDLE), None),
@@ -145,14 +145,14 @@ def controller(
             log.append(command)
             state.apply(command)
 
-    desk = ScalingService(state, ScalingBounds.from_config(config, is_supervised=True), give)
-    return Autoscaler(config, run, desk), run, desk
+    service = ScalingService(state, ScalingBounds.from_config(config, is_supervised=True), give)
+    return Autoscaler(config, run, service), run, service
 
 
-def hear(run: RunState, desk: ScalingService) -> None:
+def hear(run: RunState, service: ScalingService) -> None:
     """Let one worker hold 3 of its 4 prompt groups, and the trainer wait for three quarters of a
     step."""
-    desk.state.apply(beat("rollout-0", at_seconds=1))
+    service.state.apply(make_heartbeat("rollout-0", at_seconds=1))
     run.apply(
         MetricsReported(worker_id="rollout-0", role="rollout", values={"records_per_second": 2.0})
     )
@@ -168,8 +168,8 @@ def test_autoscaler_asks_as_any_caller_does_and_the_one_after_it_knows_when(
         run={"max_staleness": 2},
     )
     log: list[RunCommanded] = []
-    autoscaler, run, desk = controller(config, log)
-    hear(run, desk)
+    autoscaler, run, service = controller(config, log)
+    hear(run, service)
     seen = autoscaler.observe(now=5, num_unfinished=43)
     assert seen == Observation(
         at=5,
@@ -183,7 +183,7 @@ def test_autoscaler_asks_as_any_caller_does_and_the_one_after_it_knows_when(
     now = 10**15
     for place in range(5):
         autoscaler.poll(now=now + place * 10 * SECOND, num_unfinished=43)
-    (request,) = desk.state.requests.values()
+    (request,) = service.state.requests.values()
     assert (request.kind, request.workers, request.key.partition("/")[0]) == (
         Kind.OUT,
         tuple(f"rollout-{n}" for n in range(1, 5)),
@@ -192,20 +192,20 @@ def test_autoscaler_asks_as_any_caller_does_and_the_one_after_it_knows_when(
     log.append(request.status_command(Status.CREATING, now=now))
     log.append(request.status_command(Status.ACTIVE, now=now))
 
-    later, run, desk = controller(config, log)
-    hear(run, desk)
+    later, run, service = controller(config, log)
+    hear(run, service)
     begin = request.created_at
     for place in range(6):
         later.poll(now=begin + place * 10 * SECOND, num_unfinished=430)
-    assert len(desk.state.requests) == 1, "a minute has not passed"
+    assert len(service.state.requests) == 1, "a minute has not passed"
     later.poll(now=begin + 60 * SECOND, num_unfinished=430)
-    assert len(desk.state.requests) == 2
+    assert len(service.state.requests) == 2
 
 
 def test_autoscaler_is_off_by_default() -> None:
     log: list[RunCommanded] = []
-    autoscaler, run, desk = controller(run_config(), log)
-    hear(run, desk)
+    autoscaler, run, service = controller(run_config(), log)
+    hear(run, service)
     for place in range(60):
         autoscaler.poll(now=place * 10 * SECOND, num_unfinished=10_000)
     assert log == []

@@ -23,7 +23,7 @@ MakeRunConfig = Callable[..., RunConfig]
 
 
 class Brokers:
-    """Brokers that tell their settings, or don't."""
+    """Brokers that report their settings, or don't."""
 
     def __init__(self, settings: dict[str, str] | None) -> None:
         self._settings = settings

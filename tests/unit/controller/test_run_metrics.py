@@ -36,12 +36,12 @@ def served(config: RunConfig, *events: Event) -> dict[str, dict[Labels, float]]:
     return found
 
 
-def beat(
+def make_heartbeat(
     worker_id: str, state: WorkerState, *, seconds_ago: float = 0.0, policy_version: int = -1
 ) -> WorkerHeartbeat:
     role = worker_id.rsplit("-", 1)[0]
     at = now_micros() - int(seconds_ago * 1e6)
-    figures = {"num_processed": 0, "num_in_flight": 0, "last_progress_at": at, "sent_at": at}
+    values = {"num_processed": 0, "num_in_flight": 0, "last_progress_at": at, "sent_at": at}
     return WorkerHeartbeat(
         worker_id=worker_id,
         role=role,
@@ -49,7 +49,7 @@ def beat(
         pid=1,
         state=state,
         policy_version=policy_version,
-        **figures,
+        **values,
     )
 
 
@@ -94,9 +94,9 @@ def test_figure_that_is_no_number_is_served_as_it_is(make_run_config: MakeRunCon
     found = served(
         make_run_config(), committed(0, metrics={"loss": math.nan, "grad_norm": math.inf})
     )
-    figures = found["relax_train_step_metric"]
-    assert math.isnan(figures[(("metric", "loss"),)])
-    assert figures[(("metric", "grad_norm"),)] == math.inf
+    values = found["relax_train_step_metric"]
+    assert math.isnan(values[(("metric", "loss"),)])
+    assert values[(("metric", "grad_norm"),)] == math.inf
 
 
 @pytest.mark.parametrize(("checkpoints", "behind"), [([], 4), ([0], 3), ([0, 2], 1), ([3], 0)])
@@ -114,19 +114,19 @@ def test_workers_are_counted_by_what_they_said_last(make_run_config: MakeRunConf
     config = make_run_config(workers={"heartbeat_timeout_seconds": 5.0, "rollout": 2})
     found = served(
         config,
-        beat("rollout-0", WorkerState.IDLE),
-        beat("rollout-0", WorkerState.WORKING),
-        beat("rollout-1", WorkerState.WORKING, seconds_ago=6.0),
-        beat("reward-0", WorkerState.STOPPED, seconds_ago=60.0),
-        beat("reward-7", WorkerState.IDLE),
-        beat("trainer-0", WorkerState.STARTING, seconds_ago=60.0),  # it loads a large model
+        make_heartbeat("rollout-0", WorkerState.IDLE),
+        make_heartbeat("rollout-0", WorkerState.WORKING),
+        make_heartbeat("rollout-1", WorkerState.WORKING, seconds_ago=6.0),
+        make_heartbeat("reward-0", WorkerState.STOPPED, seconds_ago=60.0),
+        make_heartbeat("reward-7", WorkerState.IDLE),
+        make_heartbeat("trainer-0", WorkerState.STARTING, seconds_ago=60.0),  # it loads a large model
     )["relax_workers"]
-    told = {
+    reported = {
         (dict(labels)["role"], dict(labels)["state"]): value
         for labels, value in found.items()
         if value
     }
-    assert told == {
+    assert reported == {
         ("rollout", "working"): 1,
         ("rollout", "silent"): 1,
         ("reward", "stopped"): 1,
@@ -142,17 +142,17 @@ def test_workers_are_counted_by_what_they_said_last(make_run_config: MakeRunConf
 def test_nobody_is_silent_while_nobody_can_be_heard(make_run_config: MakeRunConfig) -> None:
     """The broker was away: all that is known is old, the newest of it too."""
     config = make_run_config(workers={"heartbeat_timeout_seconds": 5.0})
-    beats = [
-        beat(worker_id, WorkerState.WORKING, seconds_ago=600.0)
+    heartbeats = [
+        make_heartbeat(worker_id, WorkerState.WORKING, seconds_ago=600.0)
         for worker_id in ("controller-0", "rollout-0", "trainer-0")
     ]
     silent = {
         labels: value
-        for labels, value in served(config, *beats)["relax_workers"].items()
+        for labels, value in served(config, *heartbeats)["relax_workers"].items()
         if ("state", "silent") in labels
     }
     assert set(silent.values()) == {0}
-    silent = served(config, *beats, beat("controller-0", WorkerState.WORKING))["relax_workers"]
+    silent = served(config, *heartbeats, make_heartbeat("controller-0", WorkerState.WORKING))["relax_workers"]
     assert {
         dict(labels)["role"]
         for labels, value in silent.items()
@@ -165,12 +165,12 @@ def test_slowest_live_engine_tells_how_far_behind_the_weights_are(
 ) -> None:
     events = [
         published(7),
-        beat("rollout-0", WorkerState.WORKING, policy_version=7),
-        beat("rollout-1", WorkerState.IDLE, policy_version=4),
-        beat("rollout-2", WorkerState.STARTING),
-        beat("rollout-3", WorkerState.STOPPED, policy_version=1),
-        beat("rollout-4", WorkerState.WORKING, policy_version=2, seconds_ago=3600.0),
-        beat("trainer-0", WorkerState.WORKING, policy_version=0),
+        make_heartbeat("rollout-0", WorkerState.WORKING, policy_version=7),
+        make_heartbeat("rollout-1", WorkerState.IDLE, policy_version=4),
+        make_heartbeat("rollout-2", WorkerState.STARTING),
+        make_heartbeat("rollout-3", WorkerState.STOPPED, policy_version=1),
+        make_heartbeat("rollout-4", WorkerState.WORKING, policy_version=2, seconds_ago=3600.0),
+        make_heartbeat("trainer-0", WorkerState.WORKING, policy_version=0),
     ]
     assert served(make_run_config(), *events)["relax_engine_behind_versions"] == {(): 3}
     assert "relax_engine_behind_versions" not in served(make_run_config(), published(7))
@@ -236,7 +236,7 @@ def test_number_of_series_does_not_grow_with_the_run(make_run_config: MakeRunCon
 
     def series(num_steps: int) -> set[tuple[str, Labels]]:
         events: list[Event] = [
-            beat(f"rollout-{index}", WorkerState.WORKING, policy_version=index)
+            make_heartbeat(f"rollout-{index}", WorkerState.WORKING, policy_version=index)
             for index in range(num_steps)
         ]
         for step in range(num_steps):

@@ -42,7 +42,7 @@ def opened(state: ScaleState, *, now: int = 10, **asked: Any) -> ScaleRequest:
 
 
 def ended(state: ScaleState, request: ScaleRequest, *statuses: Status) -> ScaleState:
-    """Take a request through these statuses, and let whoever shall go be gone."""
+    """Take a request through these statuses, and let the process that shall go be gone."""
     for status in statuses:
         state.apply(request.status_command(status, now=20 * SECOND))
     for worker in list(state.workers.values()):
@@ -351,14 +351,14 @@ def test_run_that_is_taken_up_still_knows_its_workers() -> None:
 def test_figures_tell_of_requests_and_of_workers() -> None:
     state = scaled(target=3)
     opened(state, kind=Kind.IN, target=2)
-    figures = {
+    values = {
         (sample.name, *sample.labels.values()): sample.value
         for metric in ScaleMetrics(state, BOUNDS).collect()
         for sample in metric.samples
     }
-    assert figures["relax_scale_requests_total", "rollout", "out", "ACTIVE"] == 1
-    assert figures["relax_scale_requests_open", "rollout", "in", "PENDING"] == 1
+    assert values["relax_scale_requests_total", "rollout", "out", "ACTIVE"] == 1
+    assert values["relax_scale_requests_open", "rollout", "in", "PENDING"] == 1
     assert (
-        figures["relax_workers_desired", "rollout"],
-        figures["relax_workers_desired", "reward"],
+        values["relax_workers_desired", "rollout"],
+        values["relax_workers_desired", "reward"],
     ) == (3, 1)

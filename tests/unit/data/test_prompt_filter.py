@@ -56,7 +56,7 @@ def hook_file(tmp_path: Path) -> Path:
     [("ab", "too_short"), ("abc", 0.0), ("abcde", 0.0), ("abcdef", "too_long")],
 )
 def test_length_filter_counts_tokens(text: str, expected: FilterResult) -> None:
-    # A tokenizer of bytes alone: as many tokens as letters.
+    # A tokenizer of bytes alone: as many tokens as characters.
     renderer = PromptRenderer(
         train_tokenizer(["x"], vocab_size=256), DataConfig(source="jsonl:x", chat_template=False)
     )

@@ -17,7 +17,7 @@ from relax_events.data.sources import open_source
 from relax_events.errors import ConfigError
 from relax_events.examples.zoom import zoom
 from relax_events.launcher.requirements import require_model
-from tests.unit.pictures import BOUNDS, picture_run
+from tests.unit.image_model import BOUNDS, image_run
 from tests.unit.trainer_samples import tiny_model
 
 NAMED = {
@@ -105,7 +105,7 @@ def test_synthetic_images_refuse_what_they_do_not_know(
 
 def run_of(folder: Path, family: str, **algorithm: Any) -> RunConfig:
     tiny = {"path": folder / "none", "tiny": {"family": family}}
-    return picture_run(folder, model=tiny, algorithm=algorithm)
+    return image_run(folder, model=tiny, algorithm=algorithm)
 
 
 def test_run_needs_a_model_that_reads_images(tmp_path: Path) -> None:
@@ -120,19 +120,19 @@ def test_run_needs_a_model_that_reads_images(tmp_path: Path) -> None:
 def test_run_with_images_needs_an_engine_that_supports_them(tmp_path: Path) -> None:
     def run(family: str) -> RunConfig:
         model = {"path": tmp_path / "none", "tiny": {"family": family}}
-        return picture_run(tmp_path, model=model, engine={"name": "sglang"})
+        return image_run(tmp_path, model=model, engine={"name": "sglang"})
 
     text = r"engine 'sglang' supports media for models of the families qwen3_vl, .* alone, and .*none is of qwen3_5_moe, whose linear .*; set engine.name"
     with pytest.raises(ConfigError, match=text):
         require_model(run("qwen3_5_moe"))
     for family in ("qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe_thinker"):
         assert require_model(run(family)).endswith("will be made by the run")
-    assert require_model(picture_run(tmp_path, engine={"name": "sglang"})).endswith("is complete")
+    assert require_model(image_run(tmp_path, engine={"name": "sglang"})).endswith("is complete")
 
 
 def test_run_with_audio_needs_a_model_that_reads_audio(tmp_path: Path) -> None:
     def run(family: str) -> RunConfig:
-        return picture_run(
+        return image_run(
             tmp_path,
             model={"path": tmp_path / "none", "tiny": {"family": family}},
             data={"source": "synthetic_audio:pitch"},
@@ -183,4 +183,4 @@ def test_bounds_of_tokens_must_leave_something(tmp_path: Path) -> None:
     with pytest.raises(
         ValidationError, match="image_max_token_num must be at least image_min_token_num = 9, got 8"
     ):
-        picture_run(tmp_path, model={"media": {"image_min_token_num": 9, "image_max_token_num": 8}})
+        image_run(tmp_path, model={"media": {"image_min_token_num": 9, "image_max_token_num": 8}})

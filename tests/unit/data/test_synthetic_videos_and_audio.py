@@ -1,4 +1,4 @@
-"""Clips and sounds that are made on demand: the same for a seed, and what their answers say."""
+"""Clips and audio that are made on demand: the same for a seed, and what their answers say."""
 
 import numpy as np
 import pytest

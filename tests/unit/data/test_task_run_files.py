@@ -16,8 +16,8 @@ from relax_events.data.rows import PromptRow
 from relax_events.data.sources import open_source
 from relax_events.events.parts import ChatMessage, Modality
 from relax_events.rewards.registry import load_reward
-from tests.unit.moving_and_sounding import sound_file
-from tests.unit.pictures import picture_file
+from tests.unit.image_model import image_file
+from tests.unit.video_and_audio import sound_file
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 DAPO = {
@@ -84,8 +84,8 @@ def test_dapo_math_takes_messages_and_the_nested_answer(tmp_path: Path) -> None:
 
 
 def test_open_r1_puts_the_image_before_the_question(tmp_path: Path) -> None:
-    picture = picture_file(64, 48)
-    rows = [OPEN_R1 | {"image": {"bytes": picture, "path": None}}]
+    image = image_file(64, 48)
+    rows = [OPEN_R1 | {"image": {"bytes": image, "path": None}}]
     (tmp_path / "data").mkdir()
     pa.parquet.write_table(
         pa.Table.from_pylist(rows), tmp_path / "data" / "train-00000-of-00001.parquet"
@@ -98,7 +98,7 @@ def test_open_r1_puts_the_image_before_the_question(tmp_path: Path) -> None:
         "user",
         [Modality.IMAGE, OPEN_R1["problem"]],
     )
-    assert [item.read(config.model.media) for item in row.media] == [picture]
+    assert [item.read(config.model.media) for item in row.media] == [image]
     assert orjson.loads(row.metadata) == {"original_answer": "The answer is B"}
     assert reward_of(config, row, "<think>equal sides</think><answer>B</answer>") == {
         "accuracy": 1.0,
@@ -114,7 +114,7 @@ def test_open_r1_puts_the_image_before_the_question(tmp_path: Path) -> None:
 
 def test_avqa_puts_image_and_audio_before_question_and_options(tmp_path: Path) -> None:
     files = {
-        "images/sample_3.jpg": picture_file(64, 48, kind="JPEG"),
+        "images/sample_3.jpg": image_file(64, 48, kind="JPEG"),
         "audios/sample_3.wav": sound_file(0.5),
     }
     for name, data in files.items():

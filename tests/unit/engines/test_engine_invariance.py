@@ -1,4 +1,4 @@
-"""A sample's draws follow from its seed and its model alone, whatever runs beside it; and what is
+"""A sample's draws follow from its seed and its model alone, whatever runs next to it; and what is
 measured of how rows round."""
 
 import random
@@ -76,13 +76,13 @@ def test_seeds_draw_the_samples_by_a_stricter_rule(
 
 def test_one_sample_at_a_time_is_the_same_bits_in_any_order(family: str) -> None:
     """It is computed alone then, at shapes that follow from itself: one computation, repeated."""
-    drawn = []
+    sampled = []
     for order in (range(NUM_GROUPS), reversed(range(NUM_GROUPS))):
         engine = make_engine(tiny_model(family), max_running_samples=1)
         for number in order:
             engine.submit(asked(number))
-        drawn.append({name: bits(sample) for name, sample in finish(engine).items()})
-    assert drawn[0] == drawn[1]
+        sampled.append({name: bits(sample) for name, sample in finish(engine).items()})
+    assert sampled[0] == sampled[1]
 
 
 @pytest.mark.parametrize(

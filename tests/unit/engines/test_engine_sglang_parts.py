@@ -34,7 +34,7 @@ from relax_events.engines.sglang.patches import plugin
 from relax_events.engines.sglang.weight_checksums import WeightChecksums
 from relax_events.errors import ConfigError, WeightsError
 from relax_events.events.parts import VersionSegment
-from tests.unit.moving_and_sounding import expert_model, omni_model, whole_omni_model
+from tests.unit.video_and_audio import expert_model, omni_model, whole_omni_model
 
 
 def parameters(path: Path, loader: Any = AutoModelForCausalLM) -> dict[str, torch.Tensor]:
@@ -43,7 +43,7 @@ def parameters(path: Path, loader: Any = AutoModelForCausalLM) -> dict[str, torc
 
 
 def check_fits(path: Path, loader: Any) -> None:
-    """Hold what is read of a folder beside what transformers reads, tensor by tensor."""
+    """Compare what is read of a folder with what transformers reads, tensor by tensor."""
     model = ModelFolder.read(path)
     match_tensors, own = model.match_tensors(parameters(path, loader)), model.tensors()
     assert match_tensors.keys() == own.keys() == model.shapes.keys()
@@ -320,7 +320,7 @@ def test_request_that_broke_off_brings_what_is_certain() -> None:
     request = InflightRequest(sample, "next", 4)
     request.add_event(event([3]))
     request.mark_weight_update()
-    request.add_event(event([7]))  # of the old weights or the new ones: nobody knows
+    request.add_event(event([7]))  # of the old weights or the new ones: no one knows
     request.update_sample(versions={}, swapped=())
     assert (sample.tokens.tolist(), sample.segments) == ([1, 2, 3], (VersionSegment(4, 3),))
 

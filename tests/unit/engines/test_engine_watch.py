@@ -1,4 +1,4 @@
-"""What is told of an engine: how full it is, what it does with its time, and what became of its
+"""What is reported of an engine: how full it is, what it does with its time, and what became of its
 tokens."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from relax_events.telemetry.metrics import WorkerMetrics
 
 
 class Watched:
-    """A watch of an engine whose usage, and a clock that, the test sets; a beat a second."""
+    """A watch of an engine whose usage, and a clock that, the test sets; a heartbeat a second."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
@@ -56,15 +56,15 @@ class Watched:
             if error is not None:
                 raise error
 
-    def beat(self) -> None:
-        """Let a second pass, and beat as a worker does."""
+    def send_heartbeat(self) -> None:
+        """Let a second pass, and heartbeat as a worker does."""
         self.now += 1.0
         if self._heartbeat.tick(WorkerState.WORKING):
             for look in self._looks:
                 look()
 
-    def told(self, name: str) -> dict[str, float]:
-        """Return what is exposed under a name, by its label beside the role."""
+    def reported(self, name: str) -> dict[str, float]:
+        """Return what is exposed under a name, by its label next to the role."""
         families = text_string_to_metric_families(self.metrics.render().decode())
         samples = [one for family in families for one in family.samples if one.name == name]
         return {
@@ -87,9 +87,9 @@ def test_metrics_follow_the_engine_with_every_beat(watched: Watched) -> None:
         num_cached=70,
         num_recomputed=5,
     )
-    watched.beat()
-    assert watched.told("relax_engine_samples") == {"decoding": 12, "waiting": 3}
-    assert watched.told("relax_engine_tokens_total") == {
+    watched.send_heartbeat()
+    assert watched.reported("relax_engine_samples") == {"decoding": 12, "waiting": 3}
+    assert watched.reported("relax_engine_tokens_total") == {
         "generated": 200,
         "prefilled": 30,
         "cached": 70,
@@ -98,15 +98,15 @@ def test_metrics_follow_the_engine_with_every_beat(watched: Watched) -> None:
     watched.engine.usage = EngineUsage(
         num_decoding=1, num_generated=1300, num_prefilled=80, num_cached=70, num_recomputed=5
     )
-    watched.beat()
-    assert watched.told("relax_engine_samples") == {"decoding": 1, "waiting": 0}
-    assert watched.told("relax_engine_tokens_total") == {
+    watched.send_heartbeat()
+    assert watched.reported("relax_engine_samples") == {"decoding": 1, "waiting": 0}
+    assert watched.reported("relax_engine_tokens_total") == {
         "generated": 300,
         "prefilled": 30,
         "cached": 70,
         "recomputed": 5,
     }
-    assert watched.told("relax_engine_capacity_samples") == {"": 64}
+    assert watched.reported("relax_engine_capacity_samples") == {"": 64}
 
 
 def test_time_is_counted_by_what_the_engine_did_even_where_it_failed(watched: Watched) -> None:
@@ -114,7 +114,7 @@ def test_time_is_counted_by_what_the_engine_did_even_where_it_failed(watched: Wa
     with pytest.raises(WeightsError, match="torn"):
         watched.does("loading", seconds=0.5, error=WeightsError("torn"))
     watched.does("generating", seconds=1.0)
-    assert watched.told("relax_engine_seconds_total") == {"generating": 3.0, "loading": 0.5}
+    assert watched.reported("relax_engine_seconds_total") == {"generating": 3.0, "loading": 0.5}
 
 
 def test_report_tells_what_happened_since_the_one_before(watched: Watched) -> None:
@@ -124,9 +124,9 @@ def test_report_tells_what_happened_since_the_one_before(watched: Watched) -> No
         num_decoding=8, num_generated=1080, num_prefilled=60, num_cached=30, num_recomputed=4
     )
     for _ in range(REPORT_EVERY_HEARTBEATS):
-        watched.beat()
+        watched.send_heartbeat()
     for _ in range(REPORT_EVERY_HEARTBEATS):
-        watched.beat()
+        watched.send_heartbeat()
     first, second = watched.reports
     elapsed = 2.5 + 0.5 + REPORT_EVERY_HEARTBEATS
     assert first["tokens_per_second"] == pytest.approx(80 / elapsed)

@@ -1,4 +1,4 @@
-"""What the engine tells of the experts that its tokens went through."""
+"""What the engine reports of the experts that its tokens went through."""
 
 from __future__ import annotations
 
@@ -62,16 +62,16 @@ def test_engine_tells_nothing_of_experts_unless_it_is_asked() -> None:
 
 
 def test_recording_changes_no_bit_of_a_sample() -> None:
-    request, drawn = make_request(3, num_samples=4, max_new_tokens=20), []
+    request, sampled = make_request(3, num_samples=4, max_new_tokens=20), []
     for engine in (make_engine(tiny_model(FAMILY)), recording_engine()):
         engine.submit(request)
-        drawn.append(
+        sampled.append(
             {
                 name: (sample.tokens.tobytes(), sample.logprobs.tobytes())
                 for name, sample in finish(engine).items()
             }
         )
-    assert drawn[0] == drawn[1]
+    assert sampled[0] == sampled[1]
 
 
 @pytest.mark.parametrize("how", ["restart", "swap", "abort"])
@@ -107,8 +107,8 @@ def test_sample_of_which_an_engine_told_only_in_part_is_told_of_by_the_next() ->
     step(engine, 8)
     (partial,) = engine.abort()
     assert partial.routed_experts is not None
-    told = partial.routed_experts[:5]
-    engine.submit(continued(request, [replace(partial, routed_experts=told)]))
+    reported = partial.routed_experts[:5]
+    engine.submit(continued(request, [replace(partial, routed_experts=reported)]))
     (sample,) = finish(engine).values()
     assert sample.routed_experts is not None
     assert (

@@ -1,4 +1,4 @@
-"""Records in a file: what is read is what was written, and the digest tells records apart."""
+"""Records in a file: what is read is what was written, and the digest distinguishes records."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def packed_zeros(num_mib: int, *, behind: bytes = b"") -> bytes:
 
 
 def with_block(path: Path, num_records: int, data: bytes) -> Path:
-    """Write a container of one sound record, and behind it a block of which nobody knows what it
+    """Write a container of one sound record, and behind it a block of which no one knows what it
     unpacks to."""
     with ContainerWriter(path) as writer:
         writer.write(RECORD)

@@ -1,4 +1,4 @@
-"""Two generations of a prompt group are told apart by what their samples are made of."""
+"""Two generations of a prompt group are distinguished by what their samples are made of."""
 
 from __future__ import annotations
 

@@ -26,10 +26,10 @@ def rules(books: Ledger) -> set[str]:
 
 def test_books_balance_when_all_went_well() -> None:
     books = SoundRun(6).ledger()
-    figures = books.totals()
+    totals = books.totals()
     assert books.problems() == []
     assert books.unverified() == []
-    assert figures["outcomes"] == {
+    assert totals["outcomes"] == {
         "issued": 13,
         "trained": 12,
         "filtered": 0,
@@ -38,12 +38,12 @@ def test_books_balance_when_all_went_well() -> None:
         "in_flight": 0,
     }
     assert (
-        figures["samples_rolled_out"],
-        figures["samples_trained"],
-        figures["samples_foreign"],
-        figures["rollouts_regenerated"],
+        totals["samples_rolled_out"],
+        totals["samples_trained"],
+        totals["samples_foreign"],
+        totals["rollouts_regenerated"],
     ) == (24, 24, 0, 0)
-    assert (figures["steps"], figures["staleness_counts"], figures["samples_lost"]) == (
+    assert (totals["steps"], totals["staleness_counts"], totals["samples_lost"]) == (
         6,
         [4, 20],
         0,
@@ -111,7 +111,7 @@ def test_settling_on_the_way_changes_no_judgement(tamper: Tampering) -> None:
 
 
 def in_step(run: SoundRun) -> list[tuple[int, Any]]:
-    """Return the events with how far everything is told when they come: a group's and a step's own
+    """Return the events with how far everything is reported when they come: a group's and a step's own
     records come together."""
 
     def step_of(event: Any) -> int:
@@ -142,14 +142,14 @@ def test_strangers_samples_are_counted_apart_when_they_were_refused() -> None:
     for _ in range(2):
         run.at("rollout.samples", 0).append(rolled_out(STRANGE, 0))
     run.at("control.prompt-group-outcomes").append(ended(STRANGE, Outcome.FAILED))
-    figures = run.ledger().totals()
+    totals = run.ledger().totals()
     assert run.ledger().problems() == []
     assert (
-        figures["samples_foreign"],
-        figures["samples_rolled_out"],
-        figures["rollouts_regenerated"],
+        totals["samples_foreign"],
+        totals["samples_rolled_out"],
+        totals["rollouts_regenerated"],
     ) == (1, 24, 0)
-    assert figures["outcomes"]["failed"] == 1
+    assert totals["outcomes"]["failed"] == 1
 
 
 def test_copies_of_a_sample_are_no_harm_and_are_counted() -> None:

@@ -1,5 +1,5 @@
 """Runs that go back to another: what their run files say, which topics are theirs, how rewards are
-judged anew, what is compared."""
+judged again, what is compared."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ from relax_events.history.runs.details import find_missing_record
 from relax_events.history.runs.forking import inherited_algorithm
 from relax_events.history.runs.verification import first_difference
 from relax_events.projections.ledger import Ledger
-from relax_events.runtime.run_description import build_run_description, read_described_config, is_recorded
+from relax_events.runtime.run_description import (
+    build_run_description,
+    is_recorded,
+    read_described_config,
+)
 from relax_events.topics import TopicPlan
 from relax_events.training.batch.assembly import LocatedSample
 from relax_events.training.replay.relabel import (
@@ -347,8 +351,8 @@ def test_books_of_a_replay_balance_over_what_its_sources_steps_name(
 ) -> None:
     _, ledger = replayed
     for _ in range(2):
-        figures = ledger.totals()
-        assert figures["outcomes"] == {
+        totals = ledger.totals()
+        assert totals["outcomes"] == {
             "issued": 6,
             "trained": 4,
             "filtered": 0,
@@ -356,7 +360,7 @@ def test_books_of_a_replay_balance_over_what_its_sources_steps_name(
             "failed": 0,
             "in_flight": 2,
         }
-        assert (figures["samples_rolled_out"], figures["samples_trained"], ledger.problems()) == (
+        assert (totals["samples_rolled_out"], totals["samples_trained"], ledger.problems()) == (
             12,
             8,
             [],

@@ -1,4 +1,4 @@
-"""Exported rows hold what the log holds, in both formats, with verified media beside them."""
+"""Exported rows hold what the log holds, in both formats, with verified media next to them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two reward functions compared: figures worked out by hand, and ranks against their definition."""
+"""Two reward functions compared: metrics worked out by hand, and ranks against their definition."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def test_settings_keep_promises_above_the_users_and_the_users_above_ours() -> No
 
 
 def test_background_errors_are_logged_once_each() -> None:
-    told = BackgroundErrorLog("a:1", AuthFailureTracker(), Counter())
+    reported = BackgroundErrorLog("a:1", AuthFailureTracker(), Counter())
     with structlog.testing.capture_logs() as logs:
         for code in (
             KafkaError._TRANSPORT,
@@ -106,11 +106,11 @@ def test_background_errors_are_logged_once_each() -> None:
             KafkaError._ALL_BROKERS_DOWN,
             KafkaError._TRANSPORT,
         ):
-            told(KafkaError(code))
+            reported(KafkaError(code))
     assert [entry["error"] for entry in logs] == ["_TRANSPORT", "_ALL_BROKERS_DOWN"]
 
 
-def told(seconds: float, source: str, *, age: float = 0.0) -> str:
+def reported(seconds: float, source: str, *, age: float = 0.0) -> str:
     brokers = {"GroupCoordinator": {"source": "logical"}, "a:1/1": {"source": source}}
     return json.dumps(
         {"name": "c", "ts": int(seconds * 1e6), "time": int(time.time() - age), "brokers": brokers}
@@ -130,15 +130,15 @@ def lost_by(reports: list[str]) -> bool:
 
 
 def test_client_is_lost_that_knows_no_address_for_a_minute() -> None:
-    assert lost_by([told(at, "internal") for at in (0, 20, 40, 60)])
-    assert not lost_by([told(at, "internal") for at in (0, 20, 40)])
+    assert lost_by([reported(at, "internal") for at in (0, 20, 40, 60)])
+    assert not lost_by([reported(at, "internal") for at in (0, 20, 40)])
 
 
 def test_client_is_not_lost_that_knows_an_address_stood_still_or_was_not_heard() -> None:
-    assert not lost_by([told(at, "learned") for at in range(0, 200, 20)])
+    assert not lost_by([reported(at, "learned") for at in range(0, 200, 20)])
     assert not lost_by(
         [
-            told(at, source)
+            reported(at, source)
             for at, source in (
                 (0, "internal"),
                 (40, "configured"),
@@ -147,5 +147,5 @@ def test_client_is_not_lost_that_knows_an_address_stood_still_or_was_not_heard()
             )
         ]
     )
-    assert not lost_by([told(0, "internal"), told(900, "internal")])
-    assert not lost_by([told(at, "internal", age=300) for at in range(0, 200, 20)])
+    assert not lost_by([reported(0, "internal"), reported(900, "internal")])
+    assert not lost_by([reported(at, "internal", age=300) for at in range(0, 200, 20)])

@@ -71,13 +71,13 @@ def test_workers_of_a_run_are_told_their_own_principal_and_not_where_the_others_
 ) -> None:
     monkeypatch.setenv("RELAX_BROKER__CREDENTIALS", str(tmp_path / "security"))
     workers = Supervisor(apply_principal(secured, "operator"), tmp_path / "run.json")._processes
-    told = {
+    reported = {
         name: order.environment
         for managed in workers.values()
         for name, order in managed.requests.items()
     }
     assert {
-        name: told[name]["RELAX_BROKER__USERNAME"]
+        name: reported[name]["RELAX_BROKER__USERNAME"]
         for name in ("trainer-0", "rollout-0", "metrics-0")
     } == {
         "trainer-0": "relax.demo.trainer",
@@ -89,7 +89,7 @@ def test_workers_of_a_run_are_told_their_own_principal_and_not_where_the_others_
             remove_credentials(apply_principal(secured, "operator")).model_dump(mode="json")
         )
     )
-    config = load_run_config(tmp_path / "run.json", environment=told["rollout-0"])
+    config = load_run_config(tmp_path / "run.json", environment=reported["rollout-0"])
     assert (config.broker.username, config.broker.credentials) == ("relax.demo.rollout", None)
     assert read_client_settings(config.broker)["sasl.password"] == password_of(
         secured, "relax.demo.rollout"

@@ -1,4 +1,4 @@
-"""Why a broker ended, told from its log."""
+"""Why a broker ended, reported from its log."""
 
 from pathlib import Path
 

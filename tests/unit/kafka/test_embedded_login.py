@@ -1,5 +1,5 @@
 """The password of an embedded broker: what is made, what the node asks, and what other tools are
-told."""
+reported."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from event_samples import published
 
 from relax_events.kafka.offset_admin import ConsumerGroupMember, ConsumerGroupState
-from relax_events.ops.consumer_lag import PartitionLag, sum_by_member, sum_by_slot, find_slot_owners
+from relax_events.ops.consumer_lag import PartitionLag, find_slot_owners, sum_by_member, sum_by_slot
 
 ROLLED = "relax.r.rollout.samples"
 

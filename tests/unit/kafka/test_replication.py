@@ -1,4 +1,4 @@
-"""Partitions that nobody leads are counted apart from those whose replicas lag behind."""
+"""Partitions that no one leads are counted apart from those whose replicas lag behind."""
 
 from __future__ import annotations
 

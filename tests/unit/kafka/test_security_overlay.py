@@ -1,4 +1,4 @@
-"""The overlay that secures the container stack: each service has its own secrets and nobody else's,
+"""The overlay that secures the container stack: each service has its own secrets and no one else's,
 and Kafka's image understands its settings."""
 
 from __future__ import annotations

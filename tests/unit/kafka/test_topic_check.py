@@ -1,4 +1,4 @@
-"""What a look at topics and groups finds, and that each finding that needs somebody says what to
+"""What a look at topics and groups finds, and that each finding that needs someone says what to
 do."""
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import pytest
 
 from relax_events.launcher.deaths import DeathCount, Progress
 from relax_events.launcher.worker_processes import CLIENT_ABORT_TEXT, WorkerExit
-from tests.unit.run_events import beat
+from tests.unit.run_events import make_heartbeat
 
 PID = 7
 
@@ -19,7 +19,7 @@ def of(worker_id: str, *, num_steps: int = 0, num_processed: int = 0, pid: int =
     """Return what a run has achieved, and what one worker's process has."""
     return Progress(
         num_steps,
-        {worker_id: replace(beat(worker_id, at_seconds=1), pid=pid, num_processed=num_processed)},
+        {worker_id: replace(make_heartbeat(worker_id, at_seconds=1), pid=pid, num_processed=num_processed)},
     )
 
 

@@ -59,7 +59,7 @@ def test_item_follows_no_link_out_of_the_root(root: Path) -> None:
 
 @pytest.mark.parametrize("member", ["", "a.png"])
 def test_item_that_is_no_regular_file_is_refused(root: Path, member: str) -> None:
-    """Reading a pipe that nobody writes to would never end."""
+    """Reading a pipe that no one writes to would never end."""
     os.mkfifo(root / "pipe")
     one = MediaItem(Modality.IMAGE, "pipe", "row 1", MediaAccess(root), member)
     assert "can't be read: it is no regular file" in check_refused(one, "missing")

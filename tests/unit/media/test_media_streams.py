@@ -1,4 +1,4 @@
-"""Sounds and clips as they come: whole, in all their formats, and hostile."""
+"""Audio and videos as they come: whole, in all their formats, and hostile."""
 
 import struct
 
@@ -13,7 +13,7 @@ from relax_events.media.av_files import detect_format
 from relax_events.media.facts import MediaFacts
 from relax_events.media.preprocessing import DecodePlan
 from relax_events.media.videos import decode_video, inspect_video
-from tests.unit.moving_and_sounding import clip_file, frames_of, sound_file, tone, written
+from tests.unit.video_and_audio import clip_file, frames_of, sound_file, tone, written
 
 LIMITS = MediaConfig(
     max_item_bytes=200_000, max_media_seconds=10, max_video_frames=50, max_image_pixels=10_000
@@ -45,14 +45,14 @@ def clip_plan(*frames: int, width: int = 48, height: int = 32) -> DecodePlan:
 def test_frames_of_a_clip_are_counted_and_those_that_are_wanted_decoded(
     codec: str, container: str, media_type: str
 ) -> None:
-    drawn = frames_of(48, 32, ALL)
-    data = written(codec, container, frames=drawn)
+    sampled = frames_of(48, 32, ALL)
+    data = written(codec, container, frames=sampled)
     assert inspect_video(data, limits=LIMITS, location="rows:1") == MediaFacts(
         media_type, 48, 32, num_frames=ALL, rate_hertz=4.0
     )
     every = decode_video(data, plan=clip_plan(*range(ALL)), limits=LIMITS, location="rows:1")
     distances = np.array(
-        [[np.abs(found.astype(int) - frame).mean() for frame in drawn] for found in every]
+        [[np.abs(found.astype(int) - frame).mean() for frame in sampled] for found in every]
     )
     assert distances.argmin(axis=1).tolist() == list(range(ALL))
     some = decode_video(data, plan=clip_plan(2, 2, 7, 11), limits=LIMITS, location="rows:1")
@@ -60,10 +60,10 @@ def test_frames_of_a_clip_are_counted_and_those_that_are_wanted_decoded(
 
 
 def test_clip_with_many_key_frames_gives_the_same_frames_by_seeking() -> None:
-    drawn = frames_of(48, 32, 40, seed=2)
-    data = written("libx264", "mp4", frames=drawn, key_every=5)
+    sampled = frames_of(48, 32, 40, seed=2)
+    data = written("libx264", "mp4", frames=sampled, key_every=5)
     (last,) = decode_video(data, plan=clip_plan(38), limits=LIMITS, location="rows:1")
-    assert np.abs(last.astype(int) - drawn[38]).mean() < 6
+    assert np.abs(last.astype(int) - sampled[38]).mean() < 6
 
 
 def test_clip_is_turned_as_its_camera_says() -> None:
@@ -116,15 +116,15 @@ def test_sound_keeps_its_pitch_and_length_at_the_rate_of_the_model(
 
 
 def test_sound_of_the_right_rate_is_left_as_it_is() -> None:
-    drawn = np.random.default_rng(0).uniform(-1, 1, 5_000)
-    data = written("pcm_s16le", "wav", sound=drawn)
+    sampled = np.random.default_rng(0).uniform(-1, 1, 5_000)
+    data = written("pcm_s16le", "wav", sound=sampled)
     samples = decode_audio(
         data,
         plan=DecodePlan((5_000,), "float32", rate_hertz=16_000),
         limits=LIMITS,
         location="rows:1",
     )
-    assert np.array_equal(samples, (drawn * 20_000).astype(np.int16).astype(np.float32) / 2**15)
+    assert np.array_equal(samples, (sampled * 20_000).astype(np.int16).astype(np.float32) / 2**15)
 
 
 def test_channels_are_mixed_into_one() -> None:

@@ -21,7 +21,7 @@ CUT = DeleteRange(("relax.r.rollout.samples", 0), 0, 5, "versions")
 
 
 class FakePurger:
-    """Counts purges; the broker is away when told so."""
+    """Counts purges; the broker is away when reported so."""
 
     def __init__(self) -> None:
         self.num_purges, self.is_away = 0, False
@@ -110,7 +110,7 @@ def test_books_know_seats_and_positions_and_forget_what_no_purge_asks_for() -> N
         books.apply(
             committed(step, consumed=[TopicOffset("relax.r.advantage.samples", partition, offset)])
         )
-    assert {(seat.train_step, seat.group_index): step for seat, step in books.trained.items()} == {
+    assert {(slot.train_step, slot.group_index): step for slot, step in books.trained.items()} == {
         (2, 1): 4
     }
     assert books.ended == {"000002-0001-1", "000003-0000-0"}

@@ -1,4 +1,4 @@
-"""Which records may go: what versions, groups, recovery and seats each forbid, and what of the
+"""Which records may go: what versions, groups, recovery and slots each forbid, and what of the
 books can still be proven."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from relax_events.ops.purge import (
 )
 from relax_events.projections.ledger import Ledger
 from relax_events.projections.purged_ranges import PurgedRanges
-from relax_events.staleness import BatchSlot as Seat
+from relax_events.staleness import BatchSlot
 from relax_events.topics import TopicPlan
 from relax_events.topics.plan import END_REQUESTS
 
@@ -132,7 +132,7 @@ def test_recovery_bound_is_where_steps_behind_the_checkpoint_and_the_next_read_b
     assert bounds(0) == [0, 5, 0]
     assert bounds(1) == [3, 5, 0]
     assert bounds(2) == [4, 8, 0]
-    assert bounds(3) == [4, 9, 0]  # nothing to train again: reading goes on behind the last step
+    assert bounds(3) == [4, 9, 0]  # nothing to train again: reading continues behind the last step
     requests = recovery_bounds(PLAN, steps, checkpoint_version=0, positions={(END_REQUESTS, 1): 3})  # type: ignore[arg-type]
     assert [requests[PLAN.topic(END_REQUESTS), partition] for partition in range(3)] == [0, 3, 0]
 
@@ -143,7 +143,7 @@ def queued(partition: int, *groups: PromptGroupIssued | None) -> list[QueuedGrou
 
 def test_queue_bound_ends_before_the_first_group_that_is_open_or_retained() -> None:
     ended_ids = {f"{step:06d}-0000-0" for step in range(5)}
-    trained = {Seat(step, 0): step for step in range(5)}
+    trained = {BatchSlot(step, 0): step for step in range(5)}
     records = queued(
         0,
         issued(0, row=0),
@@ -163,14 +163,14 @@ def test_queue_bound_ends_before_the_first_group_that_is_open_or_retained() -> N
         PLAN,
         records,
         ended=ended_ids,
-        trained={seat: step for seat, step in trained.items() if step},
+        trained={slot: step for slot, step in trained.items() if step},
         before_version=4,
     )
     assert seat_open[QUEUE, 0] == 0
 
 
 def test_queue_bound_keeps_the_record_with_the_highest_row() -> None:
-    trained = {Seat(step, 0): step for step in range(3)}
+    trained = {BatchSlot(step, 0): step for step in range(3)}
     ids = {f"{step:06d}-0000-0" for step in range(3)}
     records = [*queued(0, issued(0, row=0), issued(1, row=7)), *queued(1, issued(2, row=2))]
     assert queue_bounds(PLAN, records, ended=ids, trained=trained, before_version=9) == {
@@ -245,14 +245,14 @@ def test_ledger_says_what_it_cannot_prove_when_the_log_was_purged(
     assert [text.partition(",")[0] for text in ledger.unverified()] == [
         f"that {claim}" for claim in claims
     ]
-    figures = ledger.totals()
+    totals = ledger.totals()
     assert (
-        figures["outcomes"]["issued"],
-        figures["outcomes"]["trained"],
-        figures["staleness_counts"],
+        totals["outcomes"]["issued"],
+        totals["outcomes"]["trained"],
+        totals["staleness_counts"],
     ) == (7, 6, [4, 8])
-    assert figures["prompt_groups_purged"] == (2 if "prompt.groups" in lacking else 0)
-    assert figures["samples_purged"] == (4 if "rollout.samples" in lacking else 0)
+    assert totals["prompt_groups_purged"] == (2 if "prompt.groups" in lacking else 0)
+    assert totals["samples_purged"] == (4 if "rollout.samples" in lacking else 0)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from relax_events.projections.run_state import RunState, count_samples
 def test_run_state_is_what_the_log_says() -> None:
     state = RunState()
     assert (state.num_steps, state.reward, state.policy_version) == (0, None, -1)
-    beat = WorkerHeartbeat(
+    heartbeat = WorkerHeartbeat(
         worker_id="w",
         role="reward",
         host="h",
@@ -31,13 +31,13 @@ def test_run_state_is_what_the_log_says() -> None:
         committed(0),
         published(1),
         committed(1, metrics={"reward_mean": 0.75}),
-        beat,
+        heartbeat,
         report,
     ]
     for event in events:
         state.apply(event)
     assert (state.num_steps, state.reward, state.policy_version) == (2, 0.75, 1)
-    assert (state.workers["w"], state.metrics["w"]) == (beat, report)
+    assert (state.workers["w"], state.metrics["w"]) == (heartbeat, report)
     state.apply(
         MetricsReported(worker_id="w", role="critic", policy_version=2, values={"value_loss": 0.25})
     )

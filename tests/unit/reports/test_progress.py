@@ -1,4 +1,4 @@
-"""What a person sees of a running run: figures, workers, the live panel, and lines in a log."""
+"""What a person sees of a running run: metrics, workers, the live panel, and lines in a log."""
 
 import math
 import time
@@ -19,7 +19,7 @@ from relax_events.reports.terminal_panel import (
     sparkline,
 )
 from relax_events.reports.terminal_values import ProgressMetrics, WorkerRow, WorkerTable
-from tests.unit.run_events import beat, run_config, train_step
+from tests.unit.run_events import make_heartbeat, run_config, train_step
 
 LAG = {"reward": {0: 1, 1: 2}, "trainer": {1: 9}}
 
@@ -49,21 +49,21 @@ def figures_of(state: RunState, since: float = 100.0, *, num_steps: int = 4) -> 
 
 
 def test_figures_give_rates_and_remaining_time_from_commit_to_commit() -> None:
-    figures = figures_of(state_of(1.0, 2.0, 5.0), num_steps=7)
-    assert (figures.step, figures.num_steps, figures.policy_version, figures.num_lagging) == (
+    status = figures_of(state_of(1.0, 2.0, 5.0), num_steps=7)
+    assert (status.step, status.num_steps, status.policy_version, status.num_lagging) == (
         3,
         7,
         3,
         12,
     )
-    assert (figures.reward, figures.loss, figures.kl_estimate) == (0.2, 0.25, 0.003)
-    assert figures.rewards == (0.0, 0.1, 0.2)
-    assert (figures.staleness_mean, figures.staleness_max) == (0.5, 1)
-    assert figures.tokens_per_second == pytest.approx(
+    assert (status.reward, status.loss, status.kl_estimate) == (0.2, 0.25, 0.003)
+    assert status.rewards == (0.0, 0.1, 0.2)
+    assert (status.staleness_mean, status.staleness_max) == (0.5, 1)
+    assert status.tokens_per_second == pytest.approx(
         50.0
     )  # 200 tokens of the steps after the first, in 4 seconds
-    assert figures.samples_per_second == pytest.approx(1.0)
-    assert figures.remaining_seconds == pytest.approx(8.0)  # four steps of two seconds each
+    assert status.samples_per_second == pytest.approx(1.0)
+    assert status.remaining_seconds == pytest.approx(8.0)  # four steps of two seconds each
 
 
 def test_figures_of_learning_are_those_that_the_step_has() -> None:
@@ -77,9 +77,9 @@ def test_figures_of_learning_are_those_that_the_step_has() -> None:
 
 def test_figures_leave_out_earlier_sessions_when_a_run_is_taken_up_again() -> None:
     state = state_of(-5000.0, -4999.0, 1.0, 3.0, since=10_000.0)
-    figures = figures_of(state, since=10_000.0, num_steps=5)
-    assert figures.tokens_per_second == pytest.approx(50.0)
-    assert figures.remaining_seconds == pytest.approx(2.0)
+    status = figures_of(state, since=10_000.0, num_steps=5)
+    assert status.tokens_per_second == pytest.approx(50.0)
+    assert status.remaining_seconds == pytest.approx(2.0)
 
 
 def test_figures_take_the_phases_of_a_step_that_stands_alone() -> None:
@@ -113,7 +113,7 @@ def test_worker_table_tells_states_apart() -> None:
         ("prompter-0", 10.0, WorkerState.WORKING),
         ("advantage-3", 10.0, WorkerState.WORKING),
     ):
-        state.apply(beat(worker_id, at_seconds=at, state=kind))
+        state.apply(make_heartbeat(worker_id, at_seconds=at, state=kind))
     state.apply(
         MetricsReported(worker_id="rollout-0", role="rollout", values={"records_per_second": 12.5})
     )
@@ -122,7 +122,7 @@ def test_worker_table_tells_states_apart() -> None:
     assert {name: row.state for name, row in rows.items()} == {
         "controller-0": "stopped",
         "metrics-0": "waiting",
-        "prompter-0": "starting",  # its beat is of an earlier session
+        "prompter-0": "starting",  # its heartbeat is of an earlier session
         "rollout-0": "working",
         "rollout-9": "starting",
         "reward-0": "silent",
@@ -142,14 +142,14 @@ def test_worker_table_tells_states_apart() -> None:
         ),
         *("trainer-0", "trainer-1"),
     ]
-    told = rows["rollout-0"]
+    reported = rows["rollout-0"]
     assert (
-        told.num_processed,
-        told.num_in_flight,
-        told.policy_version,
-        told.records_per_second,
+        reported.num_processed,
+        reported.num_in_flight,
+        reported.policy_version,
+        reported.records_per_second,
     ) == (7, 3, 2, 12.5)
-    assert told.heartbeat_age_seconds == pytest.approx(0.5)
+    assert reported.heartbeat_age_seconds == pytest.approx(0.5)
     assert [name for name, row in rows.items() if not row.is_healthy] == ["reward-0", "trainer-0"]
 
 
@@ -157,7 +157,7 @@ def test_worker_table_counts_a_restart_when_another_process_beats() -> None:
     table, state = WorkerTable(run_config(), since_micros=0), RunState()
     counts = []
     for pid in (1, 1, 2, 3):
-        state.apply(beat("rollout-0", at_seconds=1, pid=pid))
+        state.apply(make_heartbeat("rollout-0", at_seconds=1, pid=pid))
         rows = table.rows(state, alive={"rollout-0": True}, now_micros=int(1e6))
         counts.append(next(row.num_restarts for row in rows if row.worker_id == "rollout-0"))
     assert counts == [0, 0, 1, 2]
@@ -175,7 +175,7 @@ ENGINE = {
 }
 
 
-def drawn(
+def sampled(
     width: int,
     height: int,
     *,
@@ -220,7 +220,7 @@ def drawn(
 
 
 def test_panel_shows_figures_workers_and_lag_in_a_usual_window() -> None:
-    lines = drawn(100, 30)
+    lines = sampled(100, 30)
     text = "\n".join(lines)
     for part in (
         "relax run shown",
@@ -268,10 +268,10 @@ def test_panel_shows_figures_workers_and_lag_in_a_usual_window() -> None:
     ],
 )
 def test_panel_shows_what_engines_do(width: int, cells: list[str]) -> None:
-    lines = drawn(width, 30, engine=ENGINE)
+    lines = sampled(width, 30, engine=ENGINE)
     head = next(place for place, line in enumerate(lines) if line.strip().startswith("engine of"))
     assert [line.split() for line in lines[head:] if "rollout-1" in line] == [cells]
-    low = "\n".join(drawn(width, 19, engine=ENGINE))
+    low = "\n".join(sampled(width, 19, engine=ENGINE))
     assert "engine of" not in low  # where rows are few, workers and lag come first
     assert "lag in records" in low
 
@@ -279,7 +279,7 @@ def test_panel_shows_what_engines_do(width: int, cells: list[str]) -> None:
 def test_worker_table_knows_engines_by_their_reports() -> None:
     state = RunState()
     for worker_id in ("rollout-0", "reward-0"):
-        state.apply(beat(worker_id, at_seconds=1))
+        state.apply(make_heartbeat(worker_id, at_seconds=1))
     state.apply(
         MetricsReported(
             worker_id="rollout-0", role="rollout", values=ENGINE | {"records_per_second": 1.0}
@@ -320,7 +320,7 @@ def test_panel_leaves_columns_out_where_the_window_is_narrow(
     width: int, columns: list[str]
 ) -> None:
     assert (
-        next(line for line in drawn(width, 30) if line.strip().startswith("worker")).split()
+        next(line for line in sampled(width, 30) if line.strip().startswith("worker")).split()
         == columns
     )
 
@@ -329,21 +329,21 @@ def test_panel_leaves_columns_out_where_the_window_is_narrow(
 @pytest.mark.parametrize("height", [8, 20, 30])
 @pytest.mark.parametrize("num_slots", [2, 30])
 def test_panel_fits_its_window(width: int, height: int, num_slots: int) -> None:
-    lines = drawn(width, height, num_workers=50, num_slots=num_slots)
+    lines = sampled(width, height, num_workers=50, num_slots=num_slots)
     assert len(lines) <= height
     assert max(map(len, lines)) <= width
     assert any("step 2/4" in line for line in lines)
 
 
 def test_panel_keeps_workers_in_trouble_when_not_all_fit() -> None:
-    text = "\n".join(drawn(100, 30, num_workers=50))
+    text = "\n".join(sampled(100, 30, num_workers=50))
     assert "rollout-40" in text
     assert "rollout-39" not in text
     assert "more" in text
 
 
 def test_panel_draws_in_ascii_where_the_terminal_knows_no_more() -> None:
-    assert "\n".join(drawn(100, 30, encoding="ascii")).isascii()
+    assert "\n".join(sampled(100, 30, encoding="ascii")).isascii()
 
 
 def test_fit_counts_what_is_left_out() -> None:
@@ -381,9 +381,9 @@ def test_lines_come_for_the_first_step_then_seldom_and_for_the_last() -> None:
         for index in range(25):
             state.apply(train_step(index, at_seconds=time.time() + index))
             hand.seconds += 0.5
-            before = stream.tell()
+            before = stream.publish()
             display.update(state, lag=LAG, alive={})
-            if stream.tell() > before:
+            if stream.publish() > before:
                 shown_at.append(index + 1)
     lines = stream.getvalue().splitlines()
     assert shown_at == [1, 11, 21]  # five seconds, or a tenth of the run
@@ -414,7 +414,7 @@ def test_lines_say_that_nothing_comes_and_who_is_not_well() -> None:
     stream, hand = StringIO(), Hand()
     state = RunState()
     with ProgressDisplay(run_config(), stream=stream, clock=hand) as display:
-        state.apply(beat("rollout-0", at_seconds=time.time() + 5))
+        state.apply(make_heartbeat("rollout-0", at_seconds=time.time() + 5))
         display.update(state, lag={}, alive={})
         assert stream.getvalue() == ""
         hand.seconds += 31

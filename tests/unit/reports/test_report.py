@@ -1,4 +1,4 @@
-"""The report: figures by hand, whole files, and a page that shows hostile text as text."""
+"""The report: metrics by hand, whole files, and a page that shows hostile text as text."""
 
 import json
 import math
@@ -39,7 +39,7 @@ def issued(group: str) -> PromptGroupIssued:
     )
 
 
-def books(num_steps: int, **figures: Any) -> tuple[RunState, Ledger]:
+def books(num_steps: int, **values: Any) -> tuple[RunState, Ledger]:
     """Return a sound run: a prompt group of two samples a step, one step every two seconds, reward
     growing by 0.1.
 
@@ -57,7 +57,7 @@ def books(num_steps: int, **figures: Any) -> tuple[RunState, Ledger]:
     for index in range(num_steps):
         seconds, staleness = END_SECONDS - 2.0 * (num_steps - index), (0, 2) if index else (2,)
         step = train_step(
-            index, at_seconds=seconds, staleness=staleness, reward_mean=index / 10, **figures
+            index, at_seconds=seconds, staleness=staleness, reward_mean=index / 10, **values
         )
         state.apply(step)
         for event, place in records_of(step, version=max(index - 1, 0)):
@@ -232,8 +232,8 @@ def test_report_shows_broken_promises() -> None:
 def test_page_draws_a_point_per_step_for_every_curve() -> None:
     state, ledger = books(7)
     page = render_report(built(state, ledger))
-    figures = re.findall(r"<figure>.*?</figure>", page, re.DOTALL)
-    titles = [re.search(r"<b>(.*?)</b>", figure).group(1) for figure in figures]  # type: ignore[union-attr]
+    values = re.findall(r"<figure>.*?</figure>", page, re.DOTALL)
+    titles = [re.search(r"<b>(.*?)</b>", metric).group(1) for metric in values]  # type: ignore[union-attr]
     assert titles == [
         "Reward",
         "Loss",
@@ -244,9 +244,9 @@ def test_page_draws_a_point_per_step_for_every_curve() -> None:
         "Prompt groups",
         "Time of each step",
     ]
-    assert [figure.count("<circle") for figure in figures[:5]] == [7] * 5
-    assert "step 6: 0.6</title>" in figures[0]
-    assert figures[7].count("<rect") == 14  # two phases a step
+    assert [metric.count("<circle") for metric in values[:5]] == [7] * 5
+    assert "step 6: 0.6</title>" in values[0]
+    assert values[7].count("<rect") == 14  # two phases a step
 
 
 def test_page_shows_the_key_figures() -> None:

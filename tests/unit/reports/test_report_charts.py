@@ -145,10 +145,10 @@ def test_charts_escape_hostile_names() -> None:
 
 def test_charts_name_themselves_to_readers_that_do_not_see() -> None:
     drawing = line_chart("Reward", "mean of the samples", [0], [1.0])
-    (picture,) = marks(drawing, "svg")
-    assert picture.get("role") == "img"
-    assert (picture[0].tag, picture[0].text) == ("title", "Reward")
-    assert (picture[1].tag, picture[1].text) == ("desc", "mean of the samples")
+    (image,) = marks(drawing, "svg")
+    assert image.get("role") == "img"
+    assert (image[0].tag, image[0].text) == ("title", "Reward")
+    assert (image[1].tag, image[1].text) == ("desc", "mean of the samples")
 
 
 def test_bucketed_keeps_mean_and_extremes() -> None:

@@ -1,4 +1,4 @@
-"""Text of strangers on a terminal."""
+"""Text of unknown producers on a terminal."""
 
 from __future__ import annotations
 

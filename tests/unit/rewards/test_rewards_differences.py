@@ -1,4 +1,4 @@
-"""Where two rewards differ is counted, and examples are drawn evenly."""
+"""Where two rewards differ is counted, and examples are sampled evenly."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ def test_draw_takes_all_of_few_and_some_from_everywhere_of_many() -> None:
         many.add(number)
         none.add(number)
     assert (few.kept(), none.kept()) == ([0, 1, 2], [])
-    drawn = many.kept()
-    assert (len(drawn), drawn) == (100, sorted(drawn))
-    # Of 100 numbers that are drawn evenly some 50 lie in either half; 25 is five standard
+    sampled = many.kept()
+    assert (len(sampled), sampled) == (100, sorted(sampled))
+    # Of 100 numbers that are sampled evenly some 50 lie in either half; 25 is five standard
     # deviations away.
-    assert 25 <= sum(number < 5_000 for number in drawn) <= 75
+    assert 25 <= sum(number < 5_000 for number in sampled) <= 75
 
 
 def test_reward_of_a_log_is_taken_where_a_run_file_says_the_same_or_someone_agrees() -> None:

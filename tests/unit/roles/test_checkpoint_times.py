@@ -31,10 +31,10 @@ def test_ranks_go_by_the_clock_of_the_first(
     of_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(schedule.time, "monotonic", lambda: 1000.0)
-    told: list[bytes | None] = []
+    reported: list[bytes | None] = []
 
     def broadcast(data: bytes | None) -> bytes:
-        told.append(data)
+        reported.append(data)
         return bytes([of_first])
 
     def rank(number: int, *, begun: float) -> Any:
@@ -48,7 +48,7 @@ def test_ranks_go_by_the_clock_of_the_first(
         rank(1, begun=900.0 if of_first else 0.0),
     )
     assert [one._is_due(7) for one in (first, other)] == [of_first, of_first]
-    assert told == [bytes([of_first]), None]
+    assert reported == [bytes([of_first]), None]
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_critic_begins_a_checkpoint_by_steps_or_by_time(
     learning._consumed, learning._consecutive_skips = {3: 7, 0: 5}, skipped
     for _ in range(
         2
-    ):  # the time counts from the newest checkpoint on, and none begins beside one that is being written
+    ):  # the time counts from the newest checkpoint on, and none begins next to one that is being written
         learning._save_checkpoint(train_step(version - 1, at_seconds=1.0))
     assert [(one["state"], one["consumed"]) for one in saved] == [
         ("state", [(0, 5), (3, 7)])

@@ -39,7 +39,7 @@ BY_ROUTE = {
 
 
 class Speaking:
-    """An engine that writes down what it is asked, and says what it is told to."""
+    """An engine that writes down what it is asked, and says what it is reported to."""
 
     def __init__(self, config: RunConfig) -> None:
         self.renderer = load_judge_renderer(config.judge, config.data)
@@ -245,7 +245,7 @@ def test_judge_of_the_run_s_own_writes_side_by_side_and_alike(
         "device": "cpu",
         "engine": engine,
     }
-    config, told = make_run_config(reward={"function": "genrm"}, judge=judge), []
+    config, reported = make_run_config(reward={"function": "genrm"}, judge=judge), []
     for order in ([0, 1, 2], [2, 0, 1]):
         stage = Stage(config)
         stage.judging._engine = opened = open_judge(config, metrics=WorkerMetrics("judge").routing)
@@ -256,10 +256,10 @@ def test_judge_of_the_run_s_own_writes_side_by_side_and_alike(
         while len(answers) < 3:
             answers += stage.answers()
         assert stage.judging.progress > 0
-        told.append({scored.sample_id: scored.judge_response for scored in answers})
+        reported.append({scored.sample_id: scored.judge_response for scored in answers})
         opened.close()
-    assert told[0] == told[1]
-    assert len(set(told[0].values())) == 3, "each sample has a seed of its own"
+    assert reported[0] == reported[1]
+    assert len(set(reported[0].values())) == 3, "each sample has a seed of its own"
 
 
 def test_each_sample_is_scored_by_one_role(

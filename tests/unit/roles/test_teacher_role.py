@@ -93,7 +93,7 @@ def test_set_is_the_teachers_own_or_the_samples(
 def test_teacher_is_opened_with_its_own_settings_and_scores_with_its_own_weights(
     make_run_config: Any, tmp_path: Path
 ) -> None:
-    policy = tmp_path / "policy"  # whose weights nobody reads
+    policy = tmp_path / "policy"  # whose weights no one reads
     policy.mkdir()
     shutil.copy(tiny_model() / "tokenizer.json", policy)
     config = make_run_config(

@@ -63,16 +63,16 @@ def test_beat_carries_what_the_worker_did(clocked: Clocked) -> None:
     clocked.heartbeat.set_metrics_port(9090)
     clocked.heartbeat.set_in_flight(2)
     clocked.tick(WorkerState.WORKING)
-    (beat,) = clocked.sent
-    assert isinstance(beat, WorkerHeartbeat)
+    (heartbeat,) = clocked.sent
+    assert isinstance(heartbeat, WorkerHeartbeat)
     assert (
-        beat.num_processed,
-        beat.num_in_flight,
-        beat.policy_version,
-        beat.metrics_port,
-        beat.pid,
+        heartbeat.num_processed,
+        heartbeat.num_in_flight,
+        heartbeat.policy_version,
+        heartbeat.metrics_port,
+        heartbeat.pid,
     ) == (7, 2, 5, 9090, os.getpid())
-    assert beat.last_progress_at >= before
+    assert heartbeat.last_progress_at >= before
     assert clocked.heartbeat.seconds_since_tick == 0.0
     clocked.now += 3.0
     assert clocked.heartbeat.seconds_since_tick == 3.0
@@ -100,12 +100,12 @@ def test_beat_tells_since_when_there_was_work_without_progress_and_waiting_is_no
 
     def busy_micros(state: WorkerState, *, after: float = 1.0) -> int | None:
         clocked.tick(state, after=after)
-        beat = newest(clocked)
-        return None if beat.busy_since is None else beat.sent_at - beat.busy_since
+        heartbeat = newest(clocked)
+        return None if heartbeat.busy_since is None else heartbeat.sent_at - heartbeat.busy_since
 
     assert busy_micros(WorkerState.IDLE) is None
     assert busy_micros(WorkerState.WORKING) == 0
-    wall -= 3_600_000_000  # a step of the wall clock makes nobody look stuck
+    wall -= 3_600_000_000  # a step of the wall clock makes no one look stuck
     assert busy_micros(WorkerState.WORKING, after=4.0) == 4_000_000
     assert clocked.heartbeat.seconds_without_progress == 4.0
     clocked.heartbeat.advance_to(0)
@@ -126,7 +126,7 @@ def test_time_of_loading_is_no_time_without_work(clocked: Clocked) -> None:
 
 
 def inside(clocked: Clocked, *, after: float) -> WorkerHeartbeat | None:
-    """Let time pass, and have the other thread look; return the beat that it sent."""
+    """Let time pass, and have the other thread look; return the heartbeat that it sent."""
     clocked.now += after
     num_sent = len(clocked.sent)
     clocked.heartbeat.send_inside_activity()
@@ -139,16 +139,16 @@ def test_beats_go_on_inside_a_long_call_and_name_it_with_its_deadline(clocked: C
     with clocked.heartbeat.activity("publish weights", deadline_seconds=60.0):
         assert inside(clocked, after=0.0) is not None
         assert inside(clocked, after=0.5) is None, "no beat is due"
-        beat = inside(clocked, after=50.0)
-    assert beat is not None
-    assert beat.activity_since is not None
-    assert beat.activity_deadline_at is not None
-    assert (beat.activity, beat.state, beat.busy_since) == (
+        heartbeat = inside(clocked, after=50.0)
+    assert heartbeat is not None
+    assert heartbeat.activity_since is not None
+    assert heartbeat.activity_deadline_at is not None
+    assert (heartbeat.activity, heartbeat.state, heartbeat.busy_since) == (
         "publish weights",
         WorkerState.WORKING,
         None,
     )
-    assert (beat.sent_at - beat.activity_since, beat.activity_deadline_at - beat.sent_at) == (
+    assert (heartbeat.sent_at - heartbeat.activity_since, heartbeat.activity_deadline_at - heartbeat.sent_at) == (
         50_500_000,
         9_500_000,
     )

@@ -1,4 +1,4 @@
-"""A run that ended may be taken up again: what was commanded before no longer holds."""
+"""A run that ended may be resumed: what was commanded before no longer holds."""
 
 import os
 import signal

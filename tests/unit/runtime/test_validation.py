@@ -1,4 +1,4 @@
-"""Samples that nobody can compute with are poison, and the text says why."""
+"""Samples that no one can compute with are poison, and the text says why."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from event_samples import ended, ready, rolled_out, scored
 
 from relax_events.errors import PoisonSample
 from relax_events.events.parts import Outcome
-from relax_events.runtime.validation import check_ended, check_ready, check_sample, allowed_outcomes
+from relax_events.runtime.validation import allowed_outcomes, check_ended, check_ready, check_sample
 from relax_events.topics.plan import END_REQUESTS, TRAINING_SAMPLES
 
 

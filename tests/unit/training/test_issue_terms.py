@@ -1,4 +1,4 @@
-"""The trainer tells records that no worker of the run wrote, and takes the honest ones that come
+"""The trainer reports records that no worker of the run wrote, and takes the honest ones that come
 after them."""
 
 from __future__ import annotations

@@ -127,10 +127,10 @@ def ppo_step(plain, *, step, advantages, old_is_trainers, correction_high):
             batch = members(group_ids)
             lp = torch.cat([plain.logprobs(sample) for sample in batch])
             lo = torch.cat([old[sample.sample_id] for sample in batch])
-            drawn = torch.cat([of_mask(sample, "rollout_logprobs") for sample in batch])
+            sampled = torch.cat([of_mask(sample, "rollout_logprobs") for sample in batch])
             a = torch.cat([advantages[sample.sample_id] for sample in batch])
             ratio = torch.exp(lp - lo)
-            w = torch.exp(lo - drawn).clamp(max=correction_high) if correction_high else 1.0
+            w = torch.exp(lo - sampled).clamp(max=correction_high) if correction_high else 1.0
             loss = -(w * torch.min(ratio * a, ratio.clamp(0.8, 1.2) * a)).mean()
             losses.append(loss.item())
             norms.append(plain.update(loss))
@@ -174,7 +174,7 @@ def test_train_steps_equal_a_plain_loop_of_passes_over_mini_batches(algorithm):
             for name, values in advantages.items()
         }
     for step in range(2):
-        figures = train(mine).to_metrics()
+        metrics = train(mine).to_metrics()
         is_trainers = algorithm["old_logprobs"] == "trainer"
         expected = ppo_step(
             plain,
@@ -183,12 +183,12 @@ def test_train_steps_equal_a_plain_loop_of_passes_over_mini_batches(algorithm):
             old_is_trainers=is_trainers,
             correction_high=algorithm.get("correction_high"),
         )
-        assert {name: figures[name] for name in expected} == pytest.approx(
+        assert {name: metrics[name] for name in expected} == pytest.approx(
             expected, rel=1e-4, abs=1e-6
         )
-        assert figures["learning_rate"] == 2e-3
-        assert figures["last_epoch_policy_kl"] > figures["first_epoch_policy_kl"]
-        assert 0 < figures["clip_fraction"] < 1
+        assert metrics["learning_rate"] == 2e-3
+        assert metrics["last_epoch_policy_kl"] > metrics["first_epoch_policy_kl"]
+        assert 0 < metrics["clip_fraction"] < 1
     assert mine.policy_version == 2
     for name, value in mine.weights().items():
         # RMSNorm works in float32 in any model; a large eps keeps AdamW from blowing up gradients
@@ -299,17 +299,17 @@ def test_mini_batch_that_is_not_finite_is_left_out_and_the_others_are_trained():
         for sample in SAMPLES
     ]
     mine, calm = (backend(trainer={"num_mini_batches": 5}, dtype=torch.float32) for _ in range(2))
-    figures, expected = (
+    metrics, expected = (
         train(mine, [broken]),
         train(calm, [[sample for sample in SAMPLES if sample.prompt_group_id != "g1"]]),
     )
-    assert figures.algorithm_metrics["num_mini_batches_not_finite"] == 1
+    assert metrics.algorithm_metrics["num_mini_batches_not_finite"] == 1
     assert (
-        figures.algorithm_metrics["num_optimizer_steps"]
+        metrics.algorithm_metrics["num_optimizer_steps"]
         == expected.algorithm_metrics["num_optimizer_steps"]
         == 4
     )
-    assert figures.loss == pytest.approx(expected.loss)
+    assert metrics.loss == pytest.approx(expected.loss)
     assert_equal(mine, calm)
 
 
@@ -346,18 +346,18 @@ def test_prompt_group_without_a_loss_token_has_no_seat_in_a_mini_batch():
         for sample in SAMPLES
     ]
     mine, clean = backend(trainer={"num_mini_batches": 5}), backend(trainer={"num_mini_batches": 5})
-    figures = train(mine, [empty])
+    metrics = train(mine, [empty])
     train(clean, [[sample for sample in SAMPLES if sample.prompt_group_id != "g2"]])
-    assert figures.algorithm_metrics["num_optimizer_steps"] == 4
+    assert metrics.algorithm_metrics["num_optimizer_steps"] == 4
     assert_equal(mine, clean)
 
 
 def test_passes_end_before_the_mini_batch_on_which_the_policy_is_too_far():
     whole, bounded = backend(), backend(trainer=THREE_BY_TWO | {"max_kl": 1e-9})
-    figures, free = train(bounded), train(whole)
+    metrics, free = train(bounded), train(whole)
     assert (
-        figures.algorithm_metrics["is_stopped_by_kl"],
-        figures.algorithm_metrics["num_optimizer_steps"],
+        metrics.algorithm_metrics["is_stopped_by_kl"],
+        metrics.algorithm_metrics["num_optimizer_steps"],
     ) == (1, 1)
     assert (
         free.algorithm_metrics["is_stopped_by_kl"],
@@ -367,7 +367,7 @@ def test_passes_end_before_the_mini_batch_on_which_the_policy_is_too_far():
     alone = backend(trainer=THREE_BY_TWO | {"num_epochs": 1, "num_mini_batches": 1})
     train(alone, [members(first)])
     assert_equal(bounded, alone)
-    assert figures.num_samples == len(members(first))
+    assert metrics.num_samples == len(members(first))
     assert not bounded._flat.gradients.any()
 
 
@@ -376,13 +376,13 @@ def test_bound_of_the_second_moment_is_that_of_each_mini_batch():
         backend({"m2_threshold": 0.05}, trainer=trainer)
         for trainer in ({"num_mini_batches": 2}, {})
     )
-    figures = train(mine)
+    metrics = train(mine)
     for number, group_ids in enumerate(
         split_into_mini_batches(GROUPS, num_mini_batches=2, seed=11, train_step=0, epoch=0)
     ):
         apart.policy_version = 0
         assert 0 < train(apart, [members(group_ids)]).masked_fraction < 1, number
-    assert 0 < figures.masked_fraction < 1
+    assert 0 < metrics.masked_fraction < 1
     torch.testing.assert_close(mine.weights(), apart.weights(), rtol=0, atol=1e-9)
 
 
@@ -398,10 +398,10 @@ def test_what_the_data_bring_is_learnt_in_mini_batches_too(name):
     tree["run"] |= {"samples_per_prompt": group_size, "prompts_per_step": 5, "seed": 11}
     tree["data"] |= data
     mine = TorchBackend(small_run(tree), ranks=SingleRank(), dtype=torch.float64)
-    figures = [train(mine, [SAMPLES]).to_metrics(of_engine=False) for _ in range(3)]
-    assert figures[0]["num_optimizer_steps"] == 4
-    assert figures[2]["loss"] < figures[1]["loss"] < figures[0]["loss"]
-    assert "last_epoch_policy_kl" not in figures[0]
+    metrics = [train(mine, [SAMPLES]).to_metrics(of_engine=False) for _ in range(3)]
+    assert metrics[0]["num_optimizer_steps"] == 4
+    assert metrics[2]["loss"] < metrics[1]["loss"] < metrics[0]["loss"]
+    assert "last_epoch_policy_kl" not in metrics[0]
 
 
 def with_values(samples):
@@ -466,9 +466,9 @@ def test_critic_takes_passes_and_mini_batches_of_its_own():
                 optimizer.step()
                 losses.append(loss.item())
                 lengths.append(len(values))
-        figures = train(mine, [valued[:4], valued[4:]])
-        assert figures.value_loss == pytest.approx(np.average(losses, weights=lengths), rel=1e-4)
-        assert figures.value_grad_norm == pytest.approx(np.mean(norms), rel=1e-4)
+        metrics = train(mine, [valued[:4], valued[4:]])
+        assert metrics.value_loss == pytest.approx(np.average(losses, weights=lengths), rel=1e-4)
+        assert metrics.value_grad_norm == pytest.approx(np.mean(norms), rel=1e-4)
     with torch.no_grad():
         for sample, scored in zip(valued, mine.score(valued), strict=True):
             np.testing.assert_allclose(
@@ -496,12 +496,12 @@ def test_critic_that_crashed_amid_a_step_learns_it_again_to_the_same_bits():
 
 
 def test_critic_does_as_the_trainer_where_nothing_else_is_said():
-    valued, told = (
+    valued, reported = (
         with_values(SAMPLES),
         config_of({"name": "ppo"}, THREE_BY_TWO, critic={"learning_rate": 1e-2}),
     )
     mine, other = (
-        TorchCritic(told),
+        TorchCritic(reported),
         TorchCritic(
             config_of(
                 {"name": "ppo"}, THREE_BY_TWO, critic={"learning_rate": 1e-2, "num_epochs": 1}

@@ -1,4 +1,4 @@
-"""Where a step's time goes, also what is spent after its figures were written."""
+"""Where a step's time goes, also what is spent after its metrics were written."""
 
 from relax_events.training.phases import PhaseTimer
 

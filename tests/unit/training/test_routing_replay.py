@@ -41,7 +41,7 @@ CHEAP = PromptSharing(0.0)
 
 
 @cache
-def drawn() -> tuple[SampleReady, ...]:
+def sampled() -> tuple[SampleReady, ...]:
     """Draw two samples of each of three prompts, with the experts that they went through."""
     engine = make_engine(tiny_model(FAMILY), model={"routing_replay": "rollout"})
     return samples_of(
@@ -139,7 +139,7 @@ def by_hand(samples: tuple[SampleReady, ...], module: Any) -> np.ndarray:
 def test_replayed_logprobs_are_the_engines_and_bit_for_bit_those_without_replay(
     layout: dict[str, Any],
 ) -> None:
-    samples = drawn()
+    samples = sampled()
     engine = rollout_logprobs(samples)
     with torch.no_grad():
         replayed, free = (
@@ -153,7 +153,7 @@ def test_replayed_logprobs_are_the_engines_and_bit_for_bit_those_without_replay(
 def test_replayed_logprobs_follow_the_samples_experts_when_routers_have_moved(
     layout: dict[str, Any],
 ) -> None:
-    samples, plain = drawn(), _fresh_plain()
+    samples, plain = sampled(), _fresh_plain()
     perturbed(plain)
     results = []
     for replays in (True, False):
@@ -203,7 +203,7 @@ def _fresh_plain() -> Any:
 def test_gradient_of_the_routers_is_that_of_the_weights_that_they_give_to_the_samples_experts() -> (
     None
 ):
-    samples, model, plain = drawn()[:2], policy(), _fresh_plain()
+    samples, model, plain = sampled()[:2], policy(), _fresh_plain()
     perturbed(model.module)
     perturbed(plain)
     logprobs_of(model, samples).sum().backward()
@@ -231,15 +231,15 @@ def test_step_of_the_backend_is_the_same_with_and_without_replay_while_weights_a
         config = run_config(tiny_model(FAMILY))
         model = config.model.model_copy(update={"routing_replay": replay})
         backend = TorchBackend(config.model_copy(update={"model": model}), ranks=SingleRank())
-        backend.accumulate(drawn())
-        figures = backend.step()
-        assert figures.mismatch_max_abs < 1e-5
+        backend.accumulate(sampled())
+        metrics = backend.step()
+        assert metrics.mismatch_max_abs < 1e-5
         states.append(backend.weights())
     assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
 
 
 def test_scorer_replays_what_the_trainer_replays() -> None:
-    samples, path = drawn(), tiny_model(FAMILY, seed=4)
+    samples, path = sampled(), tiny_model(FAMILY, seed=4)
     config = ModelConfig(dtype="float32", path=path, device="cpu", routing_replay="rollout")
     scored = LogprobScorer(path, model=config, threads=1, max_tokens=64).score(samples)
     expected = by_hand(samples, plain_model(path))
@@ -257,7 +257,7 @@ def test_scorer_replays_what_the_trainer_replays() -> None:
 
 
 def test_samples_whose_prompt_went_through_other_experts_do_not_share_it() -> None:
-    first, second = drawn()[:2]
+    first, second = sampled()[:2]
     experts = np.asarray(second.routed_experts).copy()
     experts[0] = (experts[0] + 1) % 8
     batch, other = (
@@ -273,14 +273,14 @@ def test_samples_whose_prompt_went_through_other_experts_do_not_share_it() -> No
 
 
 def test_last_token_and_padding_are_given_no_experts() -> None:
-    samples = drawn()
+    samples = sampled()
     batch = pack(samples, vocab_size=300, share_rows=False, experts=SHAPE)
     assert batch.experts is not None
-    told = np.zeros(batch.input_ids.size, bool)
+    reported = np.zeros(batch.input_ids.size, bool)
     for row, sample in enumerate(samples):
         start = row * batch.input_ids.shape[1]
-        told[start : start + len(sample.tokens) - 1] = True
-    np.testing.assert_array_equal(batch.experts.is_replayed, told)
+        reported[start : start + len(sample.tokens) - 1] = True
+    np.testing.assert_array_equal(batch.experts.is_replayed, reported)
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ def test_last_token_and_padding_are_given_no_experts() -> None:
 def test_sample_whose_experts_can_not_be_the_models_is_not_trained(
     experts: np.ndarray | None, text: str
 ) -> None:
-    sample = drawn()[0]
+    sample = sampled()[0]
     filled = None if experts is None else np.repeat(experts, len(sample.tokens) - 1, axis=0)
     with pytest.raises(PoisonSample, match=f"sample {sample.sample_id}.*{text}"):
         check_trainable(
@@ -311,7 +311,7 @@ def test_sample_whose_experts_can_not_be_the_models_is_not_trained(
 
 def test_sample_is_checked_for_a_row_of_experts_for_all_tokens_but_the_last() -> None:
     sample = changed(
-        drawn()[0],
+        sampled()[0],
         **dict.fromkeys(
             (
                 "ref_logprobs",
@@ -339,7 +339,7 @@ def test_sample_is_checked_for_a_row_of_experts_for_all_tokens_but_the_last() ->
 
 
 def test_experts_that_were_not_fetched_are_a_mistake_of_the_caller() -> None:
-    sample = drawn()[0]
+    sample = sampled()[0]
     stored = StoredArray("|u1", np.asarray(sample.routed_experts).shape, None)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="routed_experts is still in the object store"):
         SHAPE.checked(changed(sample, routed_experts=stored))

@@ -165,21 +165,21 @@ def test_model_that_lets_branches_leak_shares_no_prompts(monkeypatch):
 
 
 def test_a_step_is_the_same_with_and_without():
-    figures, weights = [], []
+    metrics, weights = [], []
     for share_prompts in (True, False):
         config = run_config(
             algorithm={"kl_coefficient": 0.1}, trainer={"share_prompts": share_prompts}
         )
         backend = TorchBackend(config, ranks=SingleRank(), dtype=torch.float64)
         backend.accumulate(SAMPLES)
-        figures.append(backend.step())
+        metrics.append(backend.step())
         weights.append(backend.weights())
     assert (
-        figures[0].num_tokens
-        == figures[1].num_tokens
+        metrics[0].num_tokens
+        == metrics[1].num_tokens
         == sum(len(sample.tokens) for sample in SAMPLES)
     )
-    assert figures[0].loss == pytest.approx(figures[1].loss, rel=1e-6)
-    assert figures[0].grad_norm == pytest.approx(figures[1].grad_norm, rel=1e-6)
+    assert metrics[0].loss == pytest.approx(metrics[1].loss, rel=1e-6)
+    assert metrics[0].grad_norm == pytest.approx(metrics[1].grad_norm, rel=1e-6)
     for name, tensor in weights[0].items():
         torch.testing.assert_close(tensor, weights[1][name], rtol=1e-6, atol=1e-6)

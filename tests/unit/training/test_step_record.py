@@ -78,9 +78,9 @@ def test_layout_holds_the_shares_in_rank_order(shares: list[RankStepResult]) -> 
 def test_layout_has_no_figures_of_rewards_where_nothing_is_rewarded(
     shares: list[RankStepResult],
 ) -> None:
-    figures = StepRecord.merge(shares, has_rewards=False).metrics
-    assert not [name for name in figures if name.startswith("reward")]
-    assert figures["staleness_mean"] == 1.0
+    merged = StepRecord.merge(shares, has_rewards=False).metrics
+    assert not [name for name in merged if name.startswith("reward")]
+    assert merged["staleness_mean"] == 1.0
     assert {end.mean_reward for end in build_trained_outcomes(shares, 3, has_rewards=False)} == {
         None
     }

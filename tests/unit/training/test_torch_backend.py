@@ -105,16 +105,16 @@ class PaddedGrpo:
             "mismatch_kl": torch.exp(x) - 1 - x,
             "entropy": self.entropy(logits),
         }
-        figures = {
+        metrics = {
             name: float((values.detach() * mask).sum() / mask.sum())
             for name, values in token_mean.items()
         }
-        figures |= {
+        metrics |= {
             "loss": loss.item(),
             "kl_estimate": self.mean(kl, mask).item(),
             "policy_loss": self.mean(policy, mask).item(),
         }
-        return figures | {
+        return metrics | {
             "grad_norm": norm.item(),
             "mismatch_max_abs": (x * mask).abs().max().item(),
             "num_loss_tokens": int(mask.sum()),
@@ -137,11 +137,11 @@ def test_steps_equal_a_padded_implementation(aggregation, estimator):
     for version in range(4):
         for part in (SAMPLES[:3], SAMPLES[3:4], SAMPLES[4:]):
             mine.accumulate(part)
-        figures, expected = mine.step().to_metrics(), other.step(SAMPLES)
-        assert {name: figures[name] for name in expected} == pytest.approx(
+        metrics, expected = mine.step().to_metrics(), other.step(SAMPLES)
+        assert {name: metrics[name] for name in expected} == pytest.approx(
             expected, rel=1e-5, abs=1e-7
         )
-        assert figures["learning_rate"] == pytest.approx(1e-2 * min(1, (version + 1) / 3))
+        assert metrics["learning_rate"] == pytest.approx(1e-2 * min(1, (version + 1) / 3))
     for name, value in mine.weights().items():
         # A fraction 1e-3 of the sum of learning rates: RMSNorm works in float32 in any model, and
         # AdamW blows up gradients that are nearly zero.
@@ -163,7 +163,7 @@ def test_whole_step_algorithm_trains_what_a_whitened_and_masked_step_would():
     )
     for part in (SAMPLES[:3], SAMPLES[3:4], SAMPLES[4:]):
         mine.accumulate(part)
-    figures = mine.step().to_metrics()
+    metrics = mine.step().to_metrics()
     masks = [np.array(sample.loss_mask, bool) for sample in SAMPLES]
     tokens = np.concatenate(
         [sample.advantages[mask] for sample, mask in zip(SAMPLES, masks, strict=True)]
@@ -193,10 +193,10 @@ def test_whole_step_algorithm_trains_what_a_whitened_and_masked_step_would():
         [changed(sample, **change) for sample, change in zip(SAMPLES, changes, strict=True)]
     )
     expected = other.step()
-    assert figures["loss"] == pytest.approx(expected.loss, rel=1e-5)
-    assert figures["grad_norm"] == pytest.approx(expected.grad_norm, rel=1e-5)
-    assert figures["masked_fraction"] == pytest.approx(1 - expected.num_loss_tokens / len(ordered))
-    assert 0 < figures["masked_fraction"] < 0.5
+    assert metrics["loss"] == pytest.approx(expected.loss, rel=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(expected.grad_norm, rel=1e-5)
+    assert metrics["masked_fraction"] == pytest.approx(1 - expected.num_loss_tokens / len(ordered))
+    assert 0 < metrics["masked_fraction"] < 0.5
 
 
 @pytest.mark.parametrize("given", [{}, {"std_correction": 1}, {"std_correction": 0}])
@@ -219,9 +219,9 @@ def test_deviation_of_the_steps_rewards_divides_every_micro_batchs_advantages(gi
             for sample in SAMPLES
         ]
     )
-    figures, expected = mine.step(), other.step()
-    assert figures.loss == pytest.approx(expected.loss, rel=1e-5)
-    assert figures.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
+    metrics, expected = mine.step(), other.step()
+    assert metrics.loss == pytest.approx(expected.loss, rel=1e-5)
+    assert metrics.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
 
 
 @pytest.mark.parametrize("over", ["tokens", "samples"])
@@ -251,8 +251,8 @@ def test_advantages_are_whitened_over_the_whole_step_by_n_or_one_less(over, give
             for sample, values in zip(SAMPLES, white, strict=True)
         ]
     )
-    figures, expected = mine.step(), other.step()
-    assert (figures.loss, figures.grad_norm) == pytest.approx(
+    metrics, expected = mine.step(), other.step()
+    assert (metrics.loss, metrics.grad_norm) == pytest.approx(
         (expected.loss, expected.grad_norm), rel=1e-5
     )
 
@@ -266,8 +266,8 @@ def test_samples_cut_off_by_their_length_have_no_part_in_the_step(truncated, agg
     mine.accumulate([*cut_off, *SAMPLES[4:]])
     other.accumulate(SAMPLES[4:])
     trained.accumulate([*cut_off, *SAMPLES[4:]])
-    figures, expected = mine.step(), other.step()
-    assert (figures.loss, figures.grad_norm) == pytest.approx(
+    metrics, expected = mine.step(), other.step()
+    assert (metrics.loss, metrics.grad_norm) == pytest.approx(
         (expected.loss, expected.grad_norm), rel=1e-9
     )
     assert trained.step().grad_norm != pytest.approx(expected.grad_norm, rel=1e-3)
@@ -290,7 +290,7 @@ def test_step_that_failed_leaves_nothing_of_a_held_step():
 def test_metrics_measure_the_distance_to_the_engines_policy():
     mine = backend(algorithm={"old_logprobs": "actor", "correction": "tis", "correction_high": 1.1})
     mine.accumulate(SAMPLES)
-    figures = mine.step()
+    metrics = mine.step()
     masks = [np.array(sample.loss_mask, bool) for sample in SAMPLES]
     plain = [
         plain_logprobs(sample.tokens, float(np.float32(sample.temperature))) for sample in SAMPLES
@@ -301,15 +301,15 @@ def test_metrics_measure_the_distance_to_the_engines_policy():
     )
     x = np.concatenate([lp[mask] for lp, mask in zip(plain, masks, strict=True)]) - rollout
     w = np.exp(x)
-    assert figures.mismatch_mean_abs == pytest.approx(np.abs(x).mean(), rel=1e-5)
-    assert figures.effective_sample_ratio == pytest.approx(
+    assert metrics.mismatch_mean_abs == pytest.approx(np.abs(x).mean(), rel=1e-5)
+    assert metrics.effective_sample_ratio == pytest.approx(
         w.sum() ** 2 / (len(w) * (w**2).sum()), rel=1e-5
     )
-    assert 0.5 < figures.effective_sample_ratio < 1
+    assert 0.5 < metrics.effective_sample_ratio < 1
     correction = np.exp(actor.astype(np.float64) - rollout)
-    assert figures.correction_mean == pytest.approx(np.minimum(correction, 1.1).mean(), rel=1e-6)
-    assert figures.correction_clip_fraction == pytest.approx((correction > 1.1).mean())
-    assert figures.masked_fraction == 0
+    assert metrics.correction_mean == pytest.approx(np.minimum(correction, 1.1).mean(), rel=1e-6)
+    assert metrics.correction_clip_fraction == pytest.approx((correction > 1.1).mean())
+    assert metrics.masked_fraction == 0
 
 
 def test_figures_count_rejected_samples_by_their_reason():
@@ -333,17 +333,17 @@ def test_figures_count_rejected_samples_by_their_reason():
     mine = backend(algorithm={"old_logprobs": "actor", "correction": "tis"} | veto)
     for part in (SAMPLES[:3], SAMPLES[3:]):
         mine.accumulate(part)
-    figures = mine.step()
+    metrics = mine.step()
     by_divergence = sum(mean > threshold * (1 + 1e-4) for mean in kept)
-    assert (figures.num_rejected_by_veto, figures.num_rejected_by_divergence) == (2, by_divergence)
+    assert (metrics.num_rejected_by_veto, metrics.num_rejected_by_divergence) == (2, by_divergence)
     assert by_divergence > 0
-    assert figures.num_samples == len(SAMPLES)
+    assert metrics.num_samples == len(SAMPLES)
     out = sum(
         len(x)
         for x, mean, top in zip(logs, means, largest, strict=True)
         if top > bound or mean > threshold * (1 + 1e-4)
     )
-    assert figures.masked_fraction == pytest.approx(out / figures.num_loss_tokens)
+    assert metrics.masked_fraction == pytest.approx(out / metrics.num_loss_tokens)
 
 
 @pytest.mark.parametrize("max_logits", [2**26, 1])
@@ -355,7 +355,7 @@ def test_entropy_bonus_has_the_gradient_of_the_entropy(max_logits, monkeypatch):
     model = PaddedGrpo(aggregation="token_mean", estimator="k1")
     flat = [changed(sample, advantages=np.zeros_like(sample.advantages)) for sample in SAMPLES]
     mine.accumulate(flat)
-    figures = mine.step()
+    metrics = mine.step()
     total, num_tokens = 0, 0
     for sample in SAMPLES:
         ids = torch.from_numpy(np.array(sample.tokens)).long()[None]
@@ -364,8 +364,8 @@ def test_entropy_bonus_has_the_gradient_of_the_entropy(max_logits, monkeypatch):
         total, num_tokens = total + model.entropy(logits)[mask].sum(), num_tokens + int(mask.sum())
     loss = -0.5 * total / num_tokens
     gradients = torch.autograd.grad(loss, list(model.model.parameters()))
-    assert figures.loss == pytest.approx(loss.item(), rel=1e-6)
-    assert figures.grad_norm == pytest.approx(
+    assert metrics.loss == pytest.approx(loss.item(), rel=1e-6)
+    assert metrics.grad_norm == pytest.approx(
         torch.cat([value.flatten() for value in gradients]).norm().item(), rel=1e-5
     )
 
@@ -406,7 +406,7 @@ def test_distillation_has_the_gradient_of_the_kl_to_the_teacher(num_ids, max_log
     samples = [changed(sample, advantages=np.zeros_like(sample.advantages)) for sample in samples]
     for part in (samples[:3], samples[3:4], samples[4:]):
         mine.accumulate(part)
-    figures = mine.step()
+    metrics = mine.step()
     total, num_tokens = 0, 0
     for sample in samples:
         ids = torch.from_numpy(np.array(sample.tokens)).long()[None]
@@ -423,9 +423,9 @@ def test_distillation_has_the_gradient_of_the_kl_to_the_teacher(num_ids, max_log
         total, num_tokens = total + (theirs * (theirs / ours).log()).sum(), num_tokens + len(ours)
     loss = 0.5 * total / num_tokens
     gradients = torch.autograd.grad(loss, list(model.parameters()))
-    assert figures.distill_loss == pytest.approx(total.item() / num_tokens, rel=1e-5)
-    assert figures.loss == pytest.approx(loss.item(), rel=1e-5)
-    assert figures.grad_norm == pytest.approx(
+    assert metrics.distill_loss == pytest.approx(total.item() / num_tokens, rel=1e-5)
+    assert metrics.loss == pytest.approx(loss.item(), rel=1e-5)
+    assert metrics.grad_norm == pytest.approx(
         torch.cat([value.flatten() for value in gradients]).norm().item(), rel=1e-4
     )
     masks = [np.array(sample.loss_mask, bool) for sample in samples]
@@ -433,7 +433,7 @@ def test_distillation_has_the_gradient_of_the_kl_to_the_teacher(num_ids, max_log
         (sample.rollout_logprobs - sample.teacher_logprobs)[mask]
         for sample, mask in zip(samples, masks, strict=True)
     ]
-    assert figures.teacher_kl == pytest.approx(np.concatenate(distances).mean(), rel=1e-5)
+    assert metrics.teacher_kl == pytest.approx(np.concatenate(distances).mean(), rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -473,11 +473,11 @@ def test_sample_that_the_teacher_said_nothing_fit_of_is_poison(changes, text):
 def test_figures_count_what_was_trained():
     mine = backend()
     mine.accumulate(SAMPLES)
-    figures = mine.step()
-    assert figures.num_samples == len(SAMPLES)
-    assert figures.num_tokens == sum(len(sample.tokens) for sample in SAMPLES)
-    assert figures.clip_fraction == pytest.approx(
-        figures.clip_low_fraction + figures.clip_high_fraction
+    metrics = mine.step()
+    assert metrics.num_samples == len(SAMPLES)
+    assert metrics.num_tokens == sum(len(sample.tokens) for sample in SAMPLES)
+    assert metrics.clip_fraction == pytest.approx(
+        metrics.clip_low_fraction + metrics.clip_high_fraction
     )
 
 
@@ -707,11 +707,11 @@ def test_backend_names_a_missing_model():
 def test_metrics_contain_every_field():
     mine = backend()
     mine.accumulate(SAMPLES)
-    figures = mine.step()
-    fields = dataclasses.asdict(figures)
+    metrics = mine.step()
+    fields = dataclasses.asdict(metrics)
     assert fields.pop("algorithm_metrics") == {}
-    assert figures.to_metrics() == {name: float(value) for name, value in fields.items()}
-    own = dataclasses.replace(figures, algorithm_metrics={"margin": 0.5}).to_metrics(of_engine=False)
+    assert metrics.to_metrics() == {name: float(value) for name, value in fields.items()}
+    own = dataclasses.replace(metrics, algorithm_metrics={"margin": 0.5}).to_metrics(of_engine=False)
     assert set(own) == {
         "loss",
         "entropy",

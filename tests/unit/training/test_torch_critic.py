@@ -44,8 +44,8 @@ def train(mine, parts, steps=1):
     for _ in range(steps):
         for part in parts:
             mine.accumulate(part)
-        figures = mine.step()
-    return figures
+        metrics = mine.step()
+    return metrics
 
 
 def snapshot(mine):
@@ -122,11 +122,11 @@ class PaddedCritic:
 def test_steps_equal_a_padded_implementation(value_clip):
     mine, other = critic(value_clip=value_clip), PaddedCritic(value_clip)
     for _ in range(4):
-        figures, expected = train(mine, PARTS[1]), other.step(SAMPLES)
-        assert {name: getattr(figures, name) for name in expected} == pytest.approx(
+        metrics, expected = train(mine, PARTS[1]), other.step(SAMPLES)
+        assert {name: getattr(metrics, name) for name in expected} == pytest.approx(
             expected, rel=1e-5, abs=1e-9
         )
-        assert figures.value_learning_rate == 1e-2
+        assert metrics.value_learning_rate == 1e-2
     assert mine.policy_version == 4
     for sample, values in zip(SAMPLES, mine.score(SAMPLES), strict=True):
         mask = np.array(sample.loss_mask, bool)
@@ -145,8 +145,8 @@ def test_samples_cut_off_by_their_length_teach_the_critic_nothing_where_they_are
         critic(algorithm={"name": "ppo", "truncated_samples": "mask"}),
         critic(algorithm={"name": "ppo"}),
     )
-    figures, expected = train(masking, [[*cut_off, *samples[2:]]]), train(plain, [samples[2:]])
-    assert (figures.value_loss, figures.value_grad_norm) == pytest.approx(
+    metrics, expected = train(masking, [[*cut_off, *samples[2:]]]), train(plain, [samples[2:]])
+    assert (metrics.value_loss, metrics.value_grad_norm) == pytest.approx(
         (expected.value_loss, expected.value_grad_norm), rel=1e-9
     )
     assert train(critic(algorithm={"name": "ppo"}), [samples]).value_loss != pytest.approx(
@@ -156,10 +156,10 @@ def test_samples_cut_off_by_their_length_teach_the_critic_nothing_where_they_are
 
 def test_step_does_not_depend_on_how_it_was_cut():
     trained = [critic() for _ in PARTS]
-    figures = [train(mine, parts, steps=2) for mine, parts in zip(trained, PARTS, strict=True)]
-    for mine, other in zip(trained[1:], figures[1:], strict=True):
-        assert other.value_loss == pytest.approx(figures[0].value_loss, rel=1e-11)
-        assert other.value_grad_norm == pytest.approx(figures[0].value_grad_norm, rel=1e-9)
+    metrics = [train(mine, parts, steps=2) for mine, parts in zip(trained, PARTS, strict=True)]
+    for mine, other in zip(trained[1:], metrics[1:], strict=True):
+        assert other.value_loss == pytest.approx(metrics[0].value_loss, rel=1e-11)
+        assert other.value_grad_norm == pytest.approx(metrics[0].value_grad_norm, rel=1e-9)
         for name, tensor in mine.state().tensors.items():
             torch.testing.assert_close(tensor, trained[0].state().tensors[name], rtol=0, atol=1e-9)
 
@@ -256,9 +256,9 @@ def test_critic_comes_to_know_what_follows_from_the_tokens_before():
                 for sample, old, wanted in zip(samples, known, returns, strict=True)
             ]
         )
-        figures = mine.step()
-    assert figures.explained_variance > 0.9
-    assert figures.value_loss < 0.02
+        metrics = mine.step()
+    assert metrics.explained_variance > 0.9
+    assert metrics.value_loss < 0.02
 
 
 def test_explained_variance_says_how_much_the_values_knew():

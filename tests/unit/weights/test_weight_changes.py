@@ -1,4 +1,4 @@
-"""Weights written as changes to the version before: the same bits come out, whoever cached what,
+"""Weights written as changes to the version before: the same bits come out, the process that cached what,
 and what is wrong is found out.
 """
 

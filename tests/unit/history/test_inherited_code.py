@@ -1,5 +1,5 @@
-"""What a replay or a fork takes over from a log: nothing that a stranger wrote is used before
-somebody agrees."""
+"""What a replay or a fork takes over from a log: nothing that an unknown producer wrote is used before
+someone agrees."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def left(
     is_replay: bool = False,
     directory: Path = Path("elsewhere"),
 ) -> dict[str, Any]:
-    """Return what somebody would have to agree to."""
+    """Return what someone would have to agree to."""
     refused: list[UntrustedSettingsError] = []
     require_trust(
         source,

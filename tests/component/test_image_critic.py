@@ -1,4 +1,4 @@
-"""A critic that reads pictures: its values follow from what stands before a token, pictures too,
+"""A critic that reads images: its values follow from what stands before a token, images too,
 however samples are packed."""
 
 from dataclasses import replace
@@ -13,11 +13,11 @@ from relax_events.events.types import SampleReady
 from relax_events.media.library import MediaLibrary
 from relax_events.training.backend.torch_critic import TorchCritic
 from relax_events.training.batch.packing import pack
-from tests.unit.pictures import (
-    picture_engine,
-    picture_item,
-    picture_model,
-    picture_run,
+from tests.unit.image_model import (
+    build_image_model,
+    image_engine,
+    image_item,
+    image_run,
     plain_model,
     plain_pixels,
     ready,
@@ -26,9 +26,9 @@ from tests.unit.pictures import (
 
 
 def rolled_out(folder: Path) -> list[SampleReady]:
-    """Give four samples of two prompts, one about two pictures and one about none; their values are
+    """Give four samples of two prompts, one about two images and one about none; their values are
     0, their returns 1."""
-    engine, library = picture_engine(), MediaLibrary(picture_run(folder))
+    engine, library = image_engine(), MediaLibrary(image_run(folder))
     requests = [request_for(number, library) for number in (1, 2)]
     for request in requests:
         engine.submit(request)
@@ -42,7 +42,7 @@ def rolled_out(folder: Path) -> list[SampleReady]:
 
 
 def critic(folder: Path, *, dtype: torch.dtype = torch.float32) -> TorchCritic:
-    config = picture_run(folder, algorithm={"name": "ppo"}, critic={"learning_rate": 3e-3})
+    config = image_run(folder, algorithm={"name": "ppo"}, critic={"learning_rate": 3e-3})
     made = TorchCritic(config, dtype=dtype)
     torch.nn.init.normal_(made._model.module.weight, generator=torch.Generator().manual_seed(0))
     made._flat.load({name: tensor.clone() for name, tensor in made._flat.tensors().items()})
@@ -73,13 +73,13 @@ def test_values_are_the_same_packed_padded_and_by_themselves(tmp_path: Path) -> 
 def test_values_are_those_of_transformers_states_and_depend_on_the_pictures(tmp_path: Path) -> None:
     (sample, *_), mine = rolled_out(tmp_path), critic(tmp_path, dtype=torch.float64)
     files = [
-        picture_item(*size, seed=10 + index).source
+        image_item(*size, seed=10 + index).source
         for index, size in enumerate(((64, 48), (32, 96)))
     ]
     values = mine.score([sample])[0]
     ids, model = (
         torch.from_numpy(np.array(sample.tokens, np.int64))[None],
-        plain_model(picture_model()),
+        plain_model(build_image_model()),
     )
     kinds = (ids == model.config.image_token_id).int()
     with torch.no_grad():
@@ -89,7 +89,7 @@ def test_values_are_those_of_transformers_states_and_depend_on_the_pictures(tmp_
         expected = mine._model.module.head(states)[:-1]
     mask = np.asarray(sample.loss_mask).astype(bool)
     np.testing.assert_allclose(values[mask], expected.numpy()[mask[1:]], rtol=0, atol=1e-5)
-    other = MediaLibrary(picture_run(tmp_path)).add(picture_item(64, 48, seed=99))
+    other = MediaLibrary(image_run(tmp_path)).add(image_item(64, 48, seed=99))
     assert (
         np.abs(mine.score([replace(sample, media=[other, sample.media[1]])])[0] - values).max()
         > 1e-3

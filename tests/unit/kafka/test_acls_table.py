@@ -3,7 +3,7 @@ code are those of its table."""
 
 from __future__ import annotations
 
-from rights_table import writes_by_page
+from acls_table import writes_by_page
 
 from relax_events.kafka.security.acls import build_acls, list_writable_topics
 from relax_events.topics.plan import DEAD_LETTER_ROLES, ROLES

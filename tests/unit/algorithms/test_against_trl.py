@@ -1,4 +1,4 @@
-"""Losses, gradients and advantages beside those of TRL's own trainers, as tests/trl_reference.py
+"""Losses, gradients and advantages compared with those of TRL's own trainers, as tests/trl_reference.py
 wrote them down."""
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ def test_cases_reach_both_sides_of_what_they_hold() -> None:
         assert other != plain, name
         assert any(other), name
     rows = zip(GIVEN["old"], GIVEN["rollout"], GIVEN["masks"], strict=True)
-    ratios = np.exp([np.dot(np.subtract(old, drawn), mask) for old, drawn, mask in rows])
+    ratios = np.exp([np.dot(np.subtract(old, sampled), mask) for old, sampled, mask in rows])
     assert (
         {bool(ratio > 1.1) for ratio in ratios}
         == {bool(0.7 <= ratio <= 1.3) for ratio in ratios}

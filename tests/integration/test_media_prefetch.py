@@ -1,4 +1,4 @@
-"""An engine goes on while a prompt group's media are on their way, and a piece that can't be had
+"""An engine continues while a prompt group's media are on their way, and a piece that can't be had
 costs its own prompt group."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from relax_events.objects import ObjectStore
 from relax_events.roles.worker_factory import open_worker
 from relax_events.topics import TopicPlan
 from relax_events.weights.transport import NullWeightsReader
-from tests.unit.pictures import picture_engine, picture_item, picture_model, question
+from tests.unit.image_model import build_image_model, image_engine, image_item, question
 from workers.rollout import RolloutLoop
 
 CODEC = EventCodec()
@@ -34,7 +34,7 @@ SHOWN, PLAIN = "000000-0000-0", "000000-0001-0"
 
 
 class SlowLibrary(MediaLibrary):
-    """Brings nothing before it is told to."""
+    """Brings nothing before it is reported to."""
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
@@ -46,7 +46,7 @@ class SlowLibrary(MediaLibrary):
 
 
 class Session:
-    """A rollout worker in a thread of this process whose engine reads pictures, and what it
+    """A rollout worker in a thread of this process whose engine reads images, and what it
     wrote."""
 
     def __init__(
@@ -64,7 +64,7 @@ class Session:
         self._stack = ExitStack()
         self.worker = self._stack.enter_context(open_worker("rollout", config, index=0))
         loop = RolloutLoop(
-            self.worker, picture_engine(), NullWeightsReader(), library=MediaLibrary(config)
+            self.worker, image_engine(), NullWeightsReader(), library=MediaLibrary(config)
         )
         self._thread = threading.Thread(target=loop.run)
         entities = ("rollout.samples", "prompt.end-requests")
@@ -116,7 +116,7 @@ def session(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Session:
-    model = {"path": picture_model(), "device": "cpu"}
+    model = {"path": build_image_model(), "device": "cpu"}
     config = apply_run(
         run={"directory": tmp_path},
         model=model,
@@ -126,15 +126,15 @@ def session(
     return Session(config, connection, producer, monkeypatch)
 
 
-def about_a_picture(session: Session) -> PromptGroupIssued:
-    """Ask about a picture that is in the store, and not yet on the worker's machine."""
+def about_an_image(session: Session) -> PromptGroupIssued:
+    """Ask about a image that is in the store, and not yet on the worker's machine."""
     elsewhere = session.config.model_copy(
         update={
             "run": session.config.run.model_copy(update={"directory": Path("elsewhere").absolute()})
         }
     )
     reference = MediaLibrary(elsewhere, store=ObjectStore.open(session.config.objects_uri)).add(
-        picture_item(64, 48)
+        image_item(64, 48)
     )
     return replace(issued(SHOWN), messages=question(reference))
 
@@ -148,7 +148,7 @@ def test_engine_goes_on_while_a_picture_is_on_its_way(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with session:
-        session.issue(about_a_picture(session), issued(PLAIN))
+        session.issue(about_an_image(session), issued(PLAIN))
         assert groups_of(session.written(count=2)) == [PLAIN]
         session.library.may_bring.set()
         events = session.written(count=2)
@@ -161,7 +161,7 @@ def test_picture_that_is_gone_costs_its_prompt_group_alone(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with session:
-        group = about_a_picture(session)
+        group = about_an_image(session)
         (reference,) = (part.media for part in group.messages[0].parts if part.media is not None)
         ObjectStore.open(session.config.objects_uri).delete(
             [reference.uri.removeprefix(session.config.objects_uri).lstrip("/")]

@@ -139,7 +139,7 @@ def test_replay_may_read_its_source_and_nothing_else_of_it() -> None:
     assert {acl.username for acl in topics} == {
         f"relax.demo.{name}" for name in ("trainer", "controller", "operator", "reader")
     }
-    # How far it is, the replay's trainer tells and the source's operator may know.
+    # How far it is, the replay's trainer reports and the source's operator may know.
     assert {(acl.username, acl.resource, acl.name, acl.operation) for acl in more - topics} == {
         ("relax.demo.trainer", "group", "relax.demo.follower", "read"),
         ("relax.first.operator", "group", "relax.demo.follower", "describe"),

@@ -1,4 +1,4 @@
-"""Clips and sounds as files, and small models that are shown them."""
+"""Clips and audio as files, and small models that are shown them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from relax_events.media.items import MediaItem
 from relax_events.media.model_inputs import ProcessedMedia
 from relax_events.media.token_layout import modality_of
 from tests.folders import kept_folder
-from tests.unit.pictures import picture_file, picture_run, plain_model
+from tests.unit.image_model import image_file, image_run, plain_model
 
 OMNI = "qwen3_omni_moe_thinker"
 SMALL: dict[str, Any] = {"video_min_token_num": 4, "video_max_token_num": 64}
@@ -83,7 +83,7 @@ def written(
     sound: NDArray[Any] | None = None,
     hertz: int = 16_000,
 ) -> bytes:
-    """Write frames, or a sound, or both, with any codec that the library has; beside a sound the
+    """Write frames, or a sound, or both, with any codec that the library has; next to a sound the
     frames' codec is MPEG-4."""
     file = BytesIO()
     with av.open(file, "w", format=container) as out:
@@ -126,7 +126,7 @@ def file_of(modality: Modality, size: Any, *, seed: int = 0) -> bytes:
     return (
         talking_clip_file(*size, seed=seed)
         if modality is Modality.VIDEO
-        else picture_file(*size, seed=seed)
+        else image_file(*size, seed=seed)
     )
 
 
@@ -212,7 +212,7 @@ def media_run(
     folder: Path, path: Path, *, sections: Mapping[str, Any] | None = None, **media: Any
 ) -> RunConfig:
     """Make the run file of a run on a model."""
-    return picture_run(folder, model={"path": path, "media": SMALL | media}, **(sections or {}))
+    return image_run(folder, model={"path": path, "media": SMALL | media}, **(sections or {}))
 
 
 @cache

@@ -1,4 +1,4 @@
-"""A tiny model that reads pictures, pictures, prompts with them, and the same computed by
+"""A tiny model that reads images, images, prompts with them, and the same computed by
 transformers alone."""
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ PIXELS_PER_TOKEN = 16 * 16
 
 
 @cache
-def picture_model(seed: int = 3) -> Path:
+def build_image_model(seed: int = 3) -> Path:
     """Write a tiny random model once in a test process, and delete it at its end."""
     folder = kept_folder("pictures")
     return make_tiny(
@@ -70,11 +70,11 @@ def picture_model(seed: int = 3) -> Path:
     )
 
 
-def picture_run(folder: Path, **sections: Mapping[str, Any]) -> RunConfig:
+def image_run(folder: Path, **sections: Mapping[str, Any]) -> RunConfig:
     """Make the run file of a run on the tiny model; its caches and objects lie in the folder."""
     tree: dict[str, Any] = {
         "run": {"id": "pictures", "directory": folder},
-        "model": {"path": picture_model(), "device": "cpu"},
+        "model": {"path": build_image_model(), "device": "cpu"},
         "data": {"source": "synthetic_images:colour"},
         "trainer": {"learning_rate": 1e-2},
     }
@@ -83,7 +83,7 @@ def picture_run(folder: Path, **sections: Mapping[str, Any]) -> RunConfig:
     return small_run(tree)
 
 
-def picture_file(width: int, height: int, *, seed: int = 0, kind: str = "PNG") -> bytes:
+def image_file(width: int, height: int, *, seed: int = 0, kind: str = "PNG") -> bytes:
     """Draw coarse noise, as a file."""
     coarse = (
         np.random.default_rng(seed)
@@ -95,10 +95,10 @@ def picture_file(width: int, height: int, *, seed: int = 0, kind: str = "PNG") -
     return file.getvalue()
 
 
-def picture_item(width: int, height: int, *, seed: int = 0) -> MediaItem:
-    """Name a picture as a row does."""
+def image_item(width: int, height: int, *, seed: int = 0) -> MediaItem:
+    """Name a image as a row does."""
     return MediaItem(
-        Modality.IMAGE, picture_file(width, height, seed=seed), f"rows:{width}x{height}/{seed}"
+        Modality.IMAGE, image_file(width, height, seed=seed), f"rows:{width}x{height}/{seed}"
     )
 
 
@@ -117,14 +117,14 @@ def prompt_of(
 ) -> NDArray[np.int32]:
     """Render the question about media."""
     renderer = PromptRenderer.from_folder(
-        path or picture_model(), DataConfig(source="synthetic_images:colour"), media=bounds
+        path or build_image_model(), DataConfig(source="synthetic_images:colour"), media=bounds
     )
     return renderer.prompt_tokens(question(*(piece.reference for piece in media)))
 
 
-def picture_engine(path: Path | None = None, **settings: Any) -> TransformersEngine:
+def image_engine(path: Path | None = None, **settings: Any) -> TransformersEngine:
     """Open an engine on one CPU thread."""
-    path = path or picture_model()
+    path = path or build_image_model()
     config = EngineConfig(
         **{"threads": 1, "max_running_samples": 16, "max_context_tokens": 256} | settings
     )
@@ -136,9 +136,9 @@ def picture_engine(path: Path | None = None, **settings: Any) -> TransformersEng
 def shown(
     library: MediaLibrary, *sizes: tuple[int, int], seed: int = 0
 ) -> tuple[ProcessedMedia, ...]:
-    """Put pictures of some sizes into a library, and take them out as the model is shown them."""
+    """Put images of some sizes into a library, and take them out as the model is shown them."""
     references = [
-        library.add(picture_item(*size, seed=seed + index)) for index, size in enumerate(sizes)
+        library.add(image_item(*size, seed=seed + index)) for index, size in enumerate(sizes)
     ]
     return tuple(library.load(reference) for reference in references)
 
@@ -175,7 +175,7 @@ def plain_logprobs(
 ) -> NDArray[np.float64]:
     """Compute the log-probability of every token but the first from one whole forward by
     transformers alone."""
-    path = path or picture_model()
+    path = path or build_image_model()
     ids = torch.from_numpy(tokens.astype(np.int64))[None]
     kinds = (
         ids == AutoTokenizer.from_pretrained(path).convert_tokens_to_ids("<|image_pad|>")
@@ -192,7 +192,7 @@ def plain_logprobs(
 def request_for(
     number: int, library: MediaLibrary, *, num_samples: int = 2, max_new_tokens: int = 6
 ) -> GenerationRequest:
-    """Ask for a prompt group whose number decides everything in it, pictures included."""
+    """Ask for a prompt group whose number decides everything in it, images included."""
     media = shown(library, *SIZES[number], seed=10 * number)
     return request_about(number, media, num_samples=num_samples, max_new_tokens=max_new_tokens)
 
@@ -200,7 +200,7 @@ def request_for(
 def request_about(
     number: int, media: tuple[ProcessedMedia, ...], *, num_samples: int = 2, max_new_tokens: int = 6
 ) -> GenerationRequest:
-    """Ask for a prompt group about pictures at hand."""
+    """Ask for a prompt group about images at hand."""
     return GenerationRequest(
         prompt_group_id=f"g{number}",
         prompt_tokens=prompt_of(media),

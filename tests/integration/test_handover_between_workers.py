@@ -1,5 +1,5 @@
 """A rollout worker that has to leave in the middle keeps its tokens, and the worker that takes the
-prompt group next goes on from them."""
+prompt group next continues from them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from relax_events.roles.handover import PREFIX
 from relax_events.roles.worker_factory import open_store, open_worker
 from relax_events.topics import TopicPlan
 from relax_events.weights.transport import NullWeightsReader
-from tests.unit.pictures import picture_engine, picture_model
+from tests.unit.image_model import build_image_model, image_engine
 from workers.rollout import RolloutLoop
 
 CODEC, GROUP = EventCodec(), "000000-0000-0"
@@ -69,7 +69,7 @@ def test_worker_that_leaves_in_the_middle_keeps_its_tokens_and_the_next_one_goes
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = {"max_context_tokens": 256, "sampling": {"max_new_tokens": 24}}
-    model, workers = {"path": picture_model(), "device": "cpu"}, {"drain_seconds": 0.5}
+    model, workers = {"path": build_image_model(), "device": "cpu"}, {"drain_seconds": 0.5}
     config = apply_run(
         run={"directory": tmp_path},
         model=model,
@@ -79,7 +79,7 @@ def test_worker_that_leaves_in_the_middle_keeps_its_tokens_and_the_next_one_goes
     )
     plan, store = TopicPlan.from_config(config), open_store(config)
     producer.write([ProducerRecord(plan.topic("prompt.groups"), CODEC.encode(issued(GROUP)), key=GROUP)])
-    first, second = picture_engine(), picture_engine()
+    first, second = image_engine(), image_engine()
 
     work(config, Reluctant(first), lambda: first.num_tokens >= NUM_BEFORE)
     assert kept(store) == [f"{PREFIX}{GROUP}"]

@@ -1,4 +1,4 @@
-"""An embedded broker and the machine's other users: whoever does not know the password gets
+"""An embedded broker and the machine's other users: the process that does not know the password gets
 nothing, whatever happened to the folder before."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pictures as they come: whole, turned, and hostile."""
+"""Images as they come: whole, turned, and hostile."""
 
 import struct
 import zlib
@@ -12,9 +12,9 @@ from relax_events.config import MediaConfig
 from relax_events.errors import MediaError
 from relax_events.media.facts import MediaFacts
 from relax_events.media.images import decode_image, inspect_image
-from tests.unit.pictures import picture_file
+from tests.unit.image_model import image_file
 
-WEBP_HEAD = picture_file(96, 96, kind="WEBP")[:200]
+WEBP_HEAD = image_file(96, 96, kind="WEBP")[:200]
 """A decoder of WebP does not even open what was cut off."""
 LIMITS = MediaConfig(max_item_bytes=50_000, max_image_pixels=10_000)
 
@@ -54,7 +54,7 @@ def png_that_claims(width: int, height: int) -> bytes:
 )
 def test_head_tells_type_and_size(kind: str, media_type: str) -> None:
     assert inspect_image(
-        picture_file(48, 32, kind=kind), limits=LIMITS, location="rows:1"
+        image_file(48, 32, kind=kind), limits=LIMITS, location="rows:1"
     ) == MediaFacts(media_type, 48, 32)
 
 
@@ -114,7 +114,7 @@ def test_other_files_are_refused(data: bytes) -> None:
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG"])
 def test_file_that_was_cut_off_is_named(kind: str) -> None:
-    whole = picture_file(96, 96, kind=kind)
+    whole = image_file(96, 96, kind=kind)
     assert check_refused(whole[: len(whole) * 2 // 3], "truncated", decode=True).startswith(
         "rows:1 is truncated or damaged"
     )

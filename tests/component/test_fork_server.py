@@ -1,5 +1,5 @@
 """Workers that are forked: each is the process that a shell would have started, and the loss of the
-one that forks them costs nobody anything."""
+one that forks them costs no one anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engine `transformers` on prompts with pictures, beside transformers' own forward."""
+"""Engine `transformers` on prompts with images, compared with transformers' own forward."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +15,12 @@ from relax_events.errors import PoisonSample
 from relax_events.events.parts import Modality, VersionSegment
 from relax_events.media.library import MediaLibrary
 from relax_events.weights import Weights
-from tests.unit.pictures import (
+from tests.unit.image_model import (
     SIZES,
-    picture_engine,
-    picture_file,
-    picture_model,
-    picture_run,
+    build_image_model,
+    image_engine,
+    image_file,
+    image_run,
     plain_logprobs,
     request_about,
     request_for,
@@ -30,7 +30,7 @@ from tests.unit.pictures import (
 
 @pytest.fixture
 def library(tmp_path: Path) -> MediaLibrary:
-    return MediaLibrary(picture_run(tmp_path))
+    return MediaLibrary(image_run(tmp_path))
 
 
 def expected_logprobs(
@@ -38,7 +38,7 @@ def expected_logprobs(
 ) -> np.ndarray:
     number = int(request.prompt_group_id[1:])
     files = [
-        picture_file(*size, seed=10 * number + index) for index, size in enumerate(SIZES[number])
+        image_file(*size, seed=10 * number + index) for index, size in enumerate(SIZES[number])
     ]
     return plain_logprobs(np.concatenate([request.prompt_tokens, completion]), files, path=path)[
         len(request.prompt_tokens) - 1 :
@@ -60,7 +60,7 @@ def check(
 def test_logprobs_are_those_of_transformers_with_pictures_and_text_side_by_side(
     library: MediaLibrary,
 ) -> None:
-    engine = picture_engine()
+    engine = image_engine()
     requests = [request_for(number, library) for number in SIZES]
     for request in requests:
         engine.submit(request)
@@ -68,7 +68,7 @@ def test_logprobs_are_those_of_transformers_with_pictures_and_text_side_by_side(
 
 
 def test_same_prompt_about_other_pictures_is_another_prompt(library: MediaLibrary) -> None:
-    engine = picture_engine()
+    engine = image_engine()
     one, other = (
         request_about(number, shown(library, (32, 32), seed=10 * number)) for number in (0, 3)
     )
@@ -91,7 +91,7 @@ def test_same_prompt_about_other_pictures_is_another_prompt(library: MediaLibrar
 
 
 def test_samples_that_join_others_have_the_logprobs_of_transformers(library: MediaLibrary) -> None:
-    engine = picture_engine()
+    engine = image_engine()
     for number in (4, 1, 0):
         engine.submit(request_for(number, library))
     step(engine)
@@ -101,7 +101,7 @@ def test_samples_that_join_others_have_the_logprobs_of_transformers(library: Med
 
 
 def test_sample_goes_on_behind_its_pictures_after_an_abort(library: MediaLibrary) -> None:
-    engine = picture_engine()
+    engine = image_engine()
     request = request_for(1, library)
     engine.submit(request)
     whole = finish(engine)
@@ -124,7 +124,7 @@ def test_sample_goes_on_behind_its_pictures_after_an_abort(library: MediaLibrary
 
 @pytest.mark.parametrize("on_running", ["restart", "swap"])
 def test_logprobs_follow_new_weights(library: MediaLibrary, on_running: str) -> None:
-    engine, other = picture_engine(), picture_model(seed=4)
+    engine, other = image_engine(), build_image_model(seed=4)
     model = AutoModelForImageTextToText.from_pretrained(other)
     weights = Weights(
         1,
@@ -151,7 +151,7 @@ def test_logprobs_follow_new_weights(library: MediaLibrary, on_running: str) -> 
 
 
 def test_engine_refuses_pictures_that_the_prompt_has_no_room_for(library: MediaLibrary) -> None:
-    engine, request = picture_engine(), request_for(1, library)
+    engine, request = image_engine(), request_for(1, library)
     fewer = GenerationRequest(
         **{name: getattr(request, name) for name in request.__slots__ if name != "media"},
         media=request.media[:1],
@@ -182,13 +182,13 @@ def test_engine_of_a_text_model_refuses_pictures(library: MediaLibrary) -> None:
 def test_placeholder_that_the_policy_writes_is_a_token_like_any_other(
     library: MediaLibrary,
 ) -> None:
-    engine, request = picture_engine(), request_for(0, library)
+    engine, request = image_engine(), request_for(0, library)
     layout = engine._model.family.layout
     assert layout is not None
     placeholder = layout.placeholders[Modality.IMAGE]
     engine._model._head.weight.data[placeholder] = 0
     engine._model._head.weight.data[:] *= (
-        1e-3  # every token is about as likely, so this one is drawn among many
+        1e-3  # every token is about as likely, so this one is sampled among many
     )
     many = GenerationRequest(
         **{
@@ -200,8 +200,8 @@ def test_placeholder_that_the_policy_writes_is_a_token_like_any_other(
         sampling=SamplingConfig(max_new_tokens=48),
     )
     engine.submit(many)
-    drawn = finish(engine)
-    wrote = [sample for sample in drawn.values() if placeholder in sample.tokens[:-1]]
+    sampled = finish(engine)
+    wrote = [sample for sample in sampled.values() if placeholder in sample.tokens[:-1]]
     assert wrote
     again = continued(
         many,

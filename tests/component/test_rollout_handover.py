@@ -1,5 +1,5 @@
 """A rollout worker leaves in the middle of a prompt group, and the next one draws the very tokens
-that the first would have drawn."""
+that the first would have sampled."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from relax_events.objects import ObjectStore
 from relax_events.roles.handover import PREFIX, PartialSamples
 from relax_events.roles.inflight_group import InflightGroup
 from relax_events.telemetry.traces import Traces
-from tests.unit.pictures import picture_engine, picture_model
+from tests.unit.image_model import build_image_model, image_engine
 from workers.rollout import RolloutLoop
 
 GROUP, NUM_TOKENS = "000000-0000-0", 12
@@ -35,7 +35,7 @@ class Stage:
     def __init__(self, config: RunConfig, store: ObjectStore) -> None:
         self.settled: list[bool] = []
         self.written: list[GeneratedSample] = []
-        self.engine: TransformersEngine = picture_engine()
+        self.engine: TransformersEngine = image_engine()
         self.loop: Any = RolloutLoop.__new__(RolloutLoop)
         metrics = SimpleNamespace(count_tokens=lambda count: None)
         worker: Any = SimpleNamespace(
@@ -66,7 +66,7 @@ class Stage:
         return group
 
     def generate(self, *, num_tokens: int) -> None:
-        """Go on until so many tokens are drawn."""
+        """Continue until so many tokens are sampled."""
         while self.engine.num_tokens < num_tokens and self.engine.num_running:
             for sample in self.engine.poll(timeout_seconds=0.0):
                 self.loop._running[sample.prompt_group_id].samples.append(sample)
@@ -79,7 +79,7 @@ class Stage:
 @pytest.fixture
 def config(make_run_config: Callable[..., RunConfig]) -> RunConfig:
     return make_run_config(
-        model={"path": picture_model(), "device": "cpu"},
+        model={"path": build_image_model(), "device": "cpu"},
         engine={"sampling": {"max_new_tokens": NUM_TOKENS}},
     )
 

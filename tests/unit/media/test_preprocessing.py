@@ -1,4 +1,4 @@
-"""Frames, moments and spectra of clips and sounds, and what a prompt says of them, beside
+"""Frames, moments and spectra of videos and audio, and what a prompt says of them, next to
 transformers' own."""
 
 from types import SimpleNamespace
@@ -20,17 +20,17 @@ from relax_events.errors import ConfigError, MediaError, PoisonSample
 from relax_events.events.parts import MediaRef, Modality
 from relax_events.media.preprocessing import AudioPreprocessor, VideoPreprocessor
 from relax_events.media.token_layout import MediaLayout, OmniLayout
-from tests.unit.moving_and_sounding import BOUNDS, SMALL, omni_model
-from tests.unit.pictures import picture_model
+from tests.unit.image_model import build_image_model
+from tests.unit.video_and_audio import BOUNDS, SMALL, omni_model
 
 
 def layout(config: MediaConfig = BOUNDS, *, hears: bool = False) -> MediaLayout:
-    found = MediaLayout.from_folder(omni_model() if hears else picture_model(), config)
+    found = MediaLayout.from_folder(omni_model() if hears else build_image_model(), config)
     assert found is not None
     return found
 
 
-def sounds() -> AudioPreprocessor:
+def audio_preprocessor() -> AudioPreprocessor:
     found = layout(hears=True)
     assert isinstance(found, OmniLayout)
     return found.audio
@@ -96,12 +96,12 @@ def test_clip_is_written_moment_by_moment_with_the_time_before_each() -> None:
 @given(st.integers(400, 10**6))
 def test_tokens_of_a_sound_are_as_many_as_by_transformers(num_samples: int) -> None:
     expected = int(_get_feat_extract_output_lengths(np.int64(num_samples // 160)))
-    assert sounds().grid(sound(num_samples)) == (expected, 1, 1)
+    assert audio_preprocessor().grid(sound(num_samples)) == (expected, 1, 1)
 
 
 def test_samples_of_a_sound_follow_from_its_reference() -> None:
-    assert sounds().plan(sound(44_100, 44_100.0)).shape == (16_000,)
-    assert sounds().plan(sound(44_101, 44_100.0)).shape == (16_001,)
+    assert audio_preprocessor().plan(sound(44_100, 44_100.0)).shape == (16_000,)
+    assert audio_preprocessor().plan(sound(44_101, 44_100.0)).shape == (16_001,)
 
 
 def test_line_of_a_sound_and_block_of_a_clip_are_laid_out_in_time() -> None:

@@ -1,4 +1,4 @@
-"""Record batches as their bytes tell, and which of them were altered."""
+"""Record batches as their bytes report, and which of them were altered."""
 
 from __future__ import annotations
 

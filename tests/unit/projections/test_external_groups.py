@@ -1,4 +1,4 @@
-"""What guests ask for is told apart by its id, everywhere, and hurts nobody: no seat is taken, no
+"""What external producers ask for is distinguished by its id, everywhere, and hurts no one: no slot is taken, no
 count of failures grows."""
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ def test_ledger_counts_guests_apart() -> None:
     for event in (ended(GUEST, Outcome.FILTERED), ended(OURS, Outcome.FAILED)):
         books.apply(event, at("control.prompt-group-outcomes"))
     for _ in range(2):
-        figures = books.totals()
-        assert figures["prompt_groups_external"] == 1
-        assert figures["outcomes"] == {
+        totals = books.totals()
+        assert totals["prompt_groups_external"] == 1
+        assert totals["outcomes"] == {
             "issued": 1,
             "trained": 0,
             "filtered": 0,
@@ -96,7 +96,7 @@ def test_ledger_counts_guests_apart() -> None:
 
 
 def test_forgotten_guest_makes_no_step_count_as_decided(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step in a guest's id is its producer's word: it may lie far ahead of the trainer's."""
+    """The step in an external producer's id is its producer's word: it may lie far ahead of the trainer's."""
     monkeypatch.setattr(assembly, "DEDUP_WINDOW_SIZE", 4)
     decided = assembly.DedupWindow(())
     decided.add("999999-1000000-0")

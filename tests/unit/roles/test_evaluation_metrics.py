@@ -1,4 +1,4 @@
-"""Figures of an evaluation, against hand computation and plain enumeration."""
+"""Metrics of an evaluation, against hand computation and plain enumeration."""
 
 from __future__ import annotations
 

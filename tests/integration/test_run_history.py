@@ -23,9 +23,9 @@ from relax_events.history.run_log import RunLog
 from relax_events.history.samples.detail import read_detail
 from relax_events.history.samples.filter import UNBOUNDED, Bounds, SampleFilter
 from relax_events.history.samples.reader import (
-    read_lines,
     read_last_lines,
     read_last_samples,
+    read_lines,
     read_samples,
 )
 from relax_events.history.samples.rescoring import RescoringProgress, rescore
@@ -55,7 +55,7 @@ def written(
     """Write versions 0 to 3: A, B and C on version 0, D on 1, E (failed) and F (unscored) on 2, G
     (open) on 3; garbage behind F and G.
 
-    There are three slots, so version 3 goes on in the partitions of version 0.
+    There are three slots, so version 3 continues in the partitions of version 0.
     """
     folder = tmp_path_factory.mktemp("written")
     (folder / "rows.jsonl").write_bytes(
@@ -118,7 +118,7 @@ def groups_of(log: RunLog, wanted: SampleFilter) -> list[str]:
 def test_samples_are_found_and_only_where_they_can_lie(
     log: RunLog, wanted: SampleFilter, groups: list[str], num_unreadable: int
 ) -> None:
-    """The garbage among versions 2 and 3 tells which parts were read."""
+    """The garbage among versions 2 and 3 reports which parts were read."""
     assert groups_of(log, wanted) == groups
     assert log.unreadable.count == num_unreadable
 

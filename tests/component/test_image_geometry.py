@@ -1,4 +1,4 @@
-"""Sizes, patches and positions of pictures, beside transformers' own."""
+"""Sizes, patches and positions of images, compared with transformers' own."""
 
 import json
 from pathlib import Path
@@ -18,11 +18,11 @@ from relax_events.media.geometry import ImageGeometry
 from relax_events.media.library import MediaLibrary
 from relax_events.media.token_layout import MediaLayout
 from relax_events.media.towers import cut_patches
-from tests.unit.pictures import (
+from tests.unit.image_model import (
     BOUNDS,
-    picture_file,
-    picture_model,
-    picture_run,
+    build_image_model,
+    image_file,
+    image_run,
     plain_model,
     plain_pixels,
     prompt_of,
@@ -35,7 +35,7 @@ GEOMETRY = ImageGeometry.from_settings(
 
 
 def layout() -> MediaLayout:
-    found = MediaLayout.from_folder(picture_model(), BOUNDS)
+    found = MediaLayout.from_folder(build_image_model(), BOUNDS)
     assert found is not None
     return found
 
@@ -77,8 +77,8 @@ def test_other_bounds_have_other_names_in_the_cache() -> None:
 def test_pixels_and_patches_are_those_of_transformers(
     tmp_path: Path, size: tuple[int, int]
 ) -> None:
-    (piece,) = shown(MediaLibrary(picture_run(tmp_path)), size)
-    expected = plain_pixels([picture_file(*size)])
+    (piece,) = shown(MediaLibrary(image_run(tmp_path)), size)
+    expected = plain_pixels([image_file(*size)])
     patches = cut_patches(torch.from_numpy(piece.pixels)[None], layout().images.geometry)
     torch.testing.assert_close(patches, expected["pixel_values"], rtol=0, atol=1e-6)
     rows, columns = layout().images.grid(piece.reference)[1:]
@@ -89,7 +89,7 @@ def test_pixels_and_patches_are_those_of_transformers(
     "sizes", [[(32, 32)], [(64, 32), (32, 96)], [(48, 80), (16, 16), (64, 64)]]
 )
 def test_positions_are_those_of_transformers(tmp_path: Path, sizes: list[tuple[int, int]]) -> None:
-    media = shown(MediaLibrary(picture_run(tmp_path)), *sizes)
+    media = shown(MediaLibrary(image_run(tmp_path)), *sizes)
     tokens = np.append(prompt_of(media), np.arange(5, dtype=np.int32))
     ids = torch.from_numpy(tokens.astype(np.int64))[None]
     kinds = (ids == layout().placeholders[Modality.IMAGE]).int()
@@ -99,7 +99,7 @@ def test_positions_are_those_of_transformers(tmp_path: Path, sizes: list[tuple[i
             for rows, columns in (layout().images.grid(piece.reference)[1:] for piece in media)
         ]
     )
-    expected, _ = plain_model(picture_model()).model.get_rope_index(
+    expected, _ = plain_model(build_image_model()).model.get_rope_index(
         ids, mm_token_type_ids=kinds, image_grid_thw=grids
     )
     references = [piece.reference for piece in media]

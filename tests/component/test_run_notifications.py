@@ -1,4 +1,4 @@
-"""What people are told of a run: once, of what matters, by real HTTP, and never with the URL in a
+"""What people are reported of a run: once, of what matters, by real HTTP, and never with the URL in a
 log."""
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def act(tier: RecoveryLevel, worker_id: str, at: int) -> RunCommanded:
 
 
 def titles(*events: Event) -> list[tuple[str, str]]:
-    desk = NotificationBuilder("shown")
+    notification_builder = NotificationBuilder("shown")
     return [
-        (notice.kind, notice.title) for event in events if (notice := desk.apply(event)) is not None
+        (notice.kind, notice.title) for event in events if (notice := notification_builder.apply(event)) is not None
     ]
 
 
@@ -67,10 +67,10 @@ def test_run_is_told_of_from_its_begin_to_its_end() -> None:
 
 
 def test_ten_notices_in_ten_minutes_are_enough_but_the_end_is_told_and_what_was_held_back() -> None:
-    desk = NotificationBuilder("shown")
-    told = [desk.apply(act(RecoveryLevel.WORKER_RESTART, "rollout-0", second * SECOND)) for second in range(1, 41)]
-    assert [notice is not None for notice in told] == [True] * MAX_NOTIFICATIONS + [False] * 30
-    end = desk.apply(RunCommanded(command=Command.STOP, reason="in vain", commanded_at=50 * SECOND))
+    notification_builder = NotificationBuilder("shown")
+    reported = [notification_builder.apply(act(RecoveryLevel.WORKER_RESTART, "rollout-0", second * SECOND)) for second in range(1, 41)]
+    assert [notice is not None for notice in reported] == [True] * MAX_NOTIFICATIONS + [False] * 30
+    end = notification_builder.apply(RunCommanded(command=Command.STOP, reason="in vain", commanded_at=50 * SECOND))
     assert end is not None
     assert (end.kind, end.title, end.body.splitlines()[1]) == (
         "failure", "Run shown ended before its goal", "(30 notices before this one were held back; see the log)",
@@ -129,9 +129,9 @@ def test_notices_arrive_once_although_service_and_worker_fail(
     events = [described(now - 7200 * SECOND), act(RecoveryLevel.WORKER_RESTART, "rollout-0", now), end]
     errors: list[str] = []
     for num_read in (2, 3):  # the second process of the metrics role reads all of the log again
-        (teller,), desk = open_notifiers(config, failed=errors.append), NotificationBuilder("shown")
+        (teller,), notification_builder = open_notifiers(config, failed=errors.append), NotificationBuilder("shown")
         for event in events[:num_read]:
-            if (notice := desk.apply(event)) is not None:
+            if (notice := notification_builder.apply(event)) is not None:
                 teller.put(notice)
         if num_read == 2:
             while not service.got:

@@ -1,4 +1,4 @@
-"""A broker that refuses is told from one that is away, by what clients hear and by a look at its
+"""A broker that refuses is reported from one that is away, by what clients hear and by a look at its
 TLS."""
 
 from __future__ import annotations
@@ -116,14 +116,14 @@ def test_client_without_tls_is_told_that_the_broker_has_it(
 
 def test_broker_that_is_away_refuses_nobody(tls: dict[str, str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        nobody = f"127.0.0.1:{listener.getsockname()[1]}"
-    assert explain_refusal("reaching it", None, {"bootstrap.servers": nobody}) is None
-    assert explain_refusal("reaching it", None, {**tls, "bootstrap.servers": nobody}) is None
+        absent = f"127.0.0.1:{listener.getsockname()[1]}"
+    assert explain_refusal("reaching it", None, {"bootstrap.servers": absent}) is None
+    assert explain_refusal("reaching it", None, {**tls, "bootstrap.servers": absent}) is None
     assert (
         explain_refusal(
             "reaching it",
             KafkaError(KafkaError._SSL, "handshake cut off"),
-            {**tls, "bootstrap.servers": nobody},
+            {**tls, "bootstrap.servers": absent},
         )
         is None
     )
@@ -139,12 +139,12 @@ def test_broker_that_hangs_up_on_clients_that_do_not_log_in_is_named_behind_one_
                 taken.recv(1024)
 
     with socket.create_server(("127.0.0.1", 0)) as closed:
-        nobody = f"127.0.0.1:{closed.getsockname()[1]}"
+        absent = f"127.0.0.1:{closed.getsockname()[1]}"
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=hang_up)
         thread.start()
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        error = explain_refusal("reaching it", None, {"bootstrap.servers": f"{nobody}, {address}"})
+        error = explain_refusal("reaching it", None, {"bootstrap.servers": f"{absent}, {address}"})
         thread.join(PATIENCE_SECONDS)
     assert error is not None
     assert (
