@@ -121,12 +121,12 @@ def find_missing_import(plugin: EntryPoint | FilePlugin) -> str | None:
         plugin: A plugin as found. Imports inside functions are not checked.
     """
     if isinstance(plugin, FilePlugin):
-        path, beside = plugin.path, {file.stem for file in plugin.path.parent.glob("*.py")}
+        path, siblings = plugin.path, {file.stem for file in plugin.path.parent.glob("*.py")}
     else:
         spec = importlib.util.find_spec(plugin.module)
         if spec is None or spec.origin is None:
             return plugin.module
-        path, beside = Path(spec.origin), set[str]()
+        path, siblings = Path(spec.origin), set[str]()
     wanted: list[str] = []
     for statement in ast.parse(path.read_bytes()).body:
         if isinstance(statement, ast.Import):
@@ -138,7 +138,7 @@ def find_missing_import(plugin: EntryPoint | FilePlugin) -> str | None:
         (
             name
             for name in packages
-            if name not in beside and importlib.util.find_spec(name) is None
+            if name not in siblings and importlib.util.find_spec(name) is None
         ),
         None,
     )

@@ -128,7 +128,7 @@ class AdvantageEstimator:
         samples: Sequence[RewardedSample],
         masks: Sequence[NDArray[np.bool_]],
     ) -> list[NDArray[np.float32]]:
-        """Subtract the teacher's penalty from each token's advantage, where the algorithm has one."""
+        """Subtract the teacher's penalty from each token's advantage, if the algorithm has one."""
         if not self._algorithm.has_distill_advantage:
             return advantages
         penalised = zip(advantages, samples, masks, strict=True)
@@ -257,7 +257,10 @@ def _rewards_by_token(sample: RewardedSample) -> Float64[np.ndarray, " loss_toke
 
 def _values(sample: RewardedSample) -> NDArray[np.float64]:
     if sample.values is None:
-        remedy = "is the critic role running, or was the sample recorded by an algorithm without a critic?"
+        remedy = (
+            "is the critic role running, or was the sample recorded by an algorithm without a "
+            "critic?"
+        )
         raise RewardError(f"sample {sample.sample_id} lacks the critic's values; {remedy}")
     if sample.values.shape != sample.loss_mask.shape or not np.isfinite(sample.values).all():
         rule = f"the critic's values must be finite, one for each of {len(sample.loss_mask)} tokens"

@@ -15,7 +15,7 @@ from relax_events.errors import RewardError
 
 @dataclass(frozen=True, slots=True)
 class GroupRewards:
-    """The rewards of a prompt group's samples, their components by name, and the samples' lengths."""
+    """The rewards of a prompt group's samples, their components by name and the lengths."""
 
     total: Float64[np.ndarray, " samples"]
     components: Mapping[str, Float64[np.ndarray, " samples"]] = field(default_factory=dict)
@@ -81,7 +81,7 @@ def centred_advantages(rewards: GroupRewards) -> Float64[np.ndarray, " samples"]
 
 
 def zeros(rewards: GroupRewards) -> Float64[np.ndarray, " samples"]:
-    """Return zeros, whatever the rewards are: the signal comes from elsewhere, such as a teacher."""
+    """Return zeros for any rewards: the signal comes from elsewhere, such as a teacher."""
     return np.zeros_like(rewards.total)
 
 

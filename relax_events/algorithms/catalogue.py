@@ -117,8 +117,8 @@ GSPO_TOKEN = AlgorithmSpec(
         "GSPO's ratio with the gradient of each token for itself, so that advantages may differ "
         "within a sample."
     ),
-    formula=f"{GROUP_ADVANTAGE}\ns_t = sg(s) exp(lp_t) / sg(exp(lp_t)),  s as in gspo, sg stops the "
-    "gradient\n"
+    formula=f"{GROUP_ADVANTAGE}\ns_t = sg(s) exp(lp_t) / sg(exp(lp_t)),  s as in gspo, "
+    "sg stops the gradient\n"
     "loss_t = max(-s_t A_t, -clip(s_t, 1 - clip_low, 1 + clip_high) A_t)\nL = mean over "
     "samples of the mean over tokens",
     source="GSPO (arXiv 2507.18071), section 4.3.",
@@ -165,8 +165,8 @@ CISPO = AlgorithmSpec(
         "REINFORCE with a clipped importance weight: every token keeps its gradient, none weighs "
         "too much."
     ),
-    formula=f"{GROUP_ADVANTAGE}\nloss_t = -sg(clip(r_t, 1 - clip_low, 1 + clip_high)) A lp_t,  r_t = "
-    "exp(lp_t - lo_t), sg stops the gradient\n"
+    formula=f"{GROUP_ADVANTAGE}\nloss_t = -sg(clip(r_t, 1 - clip_low, 1 + clip_high)) A lp_t,  "
+    "r_t = exp(lp_t - lo_t), sg stops the gradient\n"
     "L = mean over the step's tokens",
     source="MiniMax-M1 (arXiv 2506.13585), equations 4 and 5, for either sign of the advantage; "
     "upper bound of 5: "
@@ -205,7 +205,8 @@ GMPO = AlgorithmSpec(
         "aggregation": "sample_mean",
     },
     excluded={
-        "distill_placement": "as an advantage it is each token's own, and all tokens of a sample share one"
+        "distill_placement": "as an advantage it is each token's own, and all tokens of a sample "
+        "share one"
     },
     notes="Its clip range is one of the ratio's logarithm.",
 )
@@ -263,15 +264,16 @@ DPPO_KL = AlgorithmSpec(
 RLOO = AlgorithmSpec(
     name="rloo",
     summary="REINFORCE with the mean reward of the prompt group's other samples as baseline.",
-    formula="A_i = R_i - mean over j != i of R_j, with normalise_std divided by std(R) + 1e-6 within "
-    "the prompt group, std with n - 1\n"
+    formula="A_i = R_i - mean over j != i of R_j, with normalise_std divided by std(R) + 1e-6 "
+    "within the prompt group, std with n - 1\n"
     "loss_t = -A lp_t\nL = mean over samples of (sum over tokens of loss_t) / length_normaliser",
     source=(
         "Back to basics (arXiv 2402.14740), the RLOO estimator, divided by a constant; the KL is "
         "in its reward, too."
     ),
     advantage=f"{ADVANTAGES}:rloo_advantages",
-    one_update="its loss has no ratio, so that what later optimizer steps do would count as on-policy",
+    one_update="its loss has no ratio, so that what later optimizer steps do would count as "
+    "on-policy",
     advantage_settings=("normalise_std", "std_correction"),
     policy_loss=f"{LOSSES}:reinforce_loss",
     settings={
@@ -369,8 +371,8 @@ REINFORCE_PLUS_PLUS_BASELINE = AlgorithmSpec(
         "Rewards centred in the prompt group, then normalised over the whole step; PPO's clipped "
         "ratio."
     ),
-    formula="A = R - mean(R) within the prompt group\nA' = (A - mean) / (std + 1e-8) over all tokens "
-    "of the step\n"
+    formula="A = R - mean(R) within the prompt group\nA' = (A - mean) / (std + 1e-8) "
+    "over all tokens of the step\n"
     f"{CLIPPED}, with A'\nL = mean over the step's tokens",
     source=(
         "REINFORCE++ (arXiv 2501.03262), the variant with baseline; its KL is a k2 term of the "
@@ -448,8 +450,8 @@ GDPO = AlgorithmSpec(
         "Several rewards: each component is normalised in the prompt group by itself, then they "
         "are summed and normalised over the step."
     ),
-    formula="A_k = (R_k - mean(R_k)) / (std(R_k) + 1e-6) within the prompt group, for each component "
-    "k\n"
+    formula="A_k = (R_k - mean(R_k)) / (std(R_k) + 1e-6) within the prompt group, "
+    "for each component k\n"
     "A = sum over k of reward_weights_k A_k\nA' = (A - mean) / (std + 1e-8) over all "
     f"samples of the step\n{CLIPPED}, with A'\n"
     "L = mean over the step's tokens",
@@ -482,8 +484,8 @@ OPD = AlgorithmSpec(
     formula="A_t = -distill_coefficient * (lo_t - lq_t),  lq the teacher's log-probability of the "
     "token\n"
     "loss_t = -r_t A_t,  r_t = exp(lp_t - lo_t)\nL = mean over the step's tokens",
-    source="On-Policy Distillation (thinkingmachines.ai/blog/on-policy-distillation, 2025): reverse "
-    "KL of each token by itself, without "
+    source="On-Policy Distillation (thinkingmachines.ai/blog/on-policy-distillation, 2025): "
+    "reverse KL of each token by itself, without "
     "those to come. The same divergence: MiniLLM (arXiv 2306.08543); others on the policy's "
     "own samples: GKD (arXiv 2306.13649).",
     advantage=f"{ADVANTAGES}:zeros",
@@ -559,8 +561,8 @@ OF_PAIRS: dict[str, Any] = {
     "reference": True,
     "whole_prompt_groups": True,
     "metrics": ("preference_accuracy", "reward_margin", "chosen_reward", "rejected_reward"),
-    "notes": "The rewards that a step reports are those that the policy implies: beta (lp - ref) of "
-    "an answer. Rows bring the pairs by "
+    "notes": "The rewards that a step reports are those that the policy implies: beta (lp - ref) "
+    "of an answer. Rows bring the pairs by "
     "`data.chosen_key` and `data.rejected_key`.",
 }
 OF_ANSWERS = (

@@ -69,7 +69,8 @@ def main() -> None:
 
 def _reader_has_left() -> bool:
     """Return whether the other end of stdout is closed; if so, drop what is still buffered for
-    it."""
+    it.
+    """
     look = select.poll()
     look.register(sys.stdout.fileno(), 0)
     if not look.poll(0):

@@ -123,7 +123,7 @@ def _change(
 
 @contextmanager
 def _reach(config: Path, overrides: tuple[str, ...]) -> Iterator[tuple[RunConfig, Connection]]:
-    """Give the run's settings and the connection of whoever may change users, once a broker has
+    """Give the run's settings and the connection of a user that may change users, once a broker has
     answered it.
     """
     from relax_events.config import load_run_config

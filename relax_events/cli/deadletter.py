@@ -55,22 +55,22 @@ def list_(
     from relax_events.ops.dead_letters import read_dead_letters
 
     with open_run_log(config, overrides, name="deadletter") as log:
-        letters = [
-            letter
-            for letter in read_dead_letters(log, roles=[role] if role else ())
-            if reason in ("", letter.error_class)
+        selected = [
+            dead_letter
+            for dead_letter in read_dead_letters(log, roles=[role] if role else ())
+            if reason in ("", dead_letter.error_class)
         ]
-    letters = [letter for letter in letters if resolved or not letter.resolution]
-    counts = Counter(f"{letter.role} {letter.error_class}" for letter in letters)
+    selected = [dead_letter for dead_letter in selected if resolved or not dead_letter.resolution]
+    counts = Counter(f"{dead_letter.role} {dead_letter.error_class}" for dead_letter in selected)
     if output == "json":
         print_json(
             {
                 "counts": counts,
-                "dead_letters": [{"id": letter.id, **asdict(letter)} for letter in letters],
+                "dead_letters": [{"id": dead_letter.id, **asdict(dead_letter)} for dead_letter in selected],
             }
         )
         return
-    print_table(COLUMNS, [_cells(letter) for letter in letters])
+    print_table(COLUMNS, [_cells(dead_letter) for dead_letter in selected])
     print(
         "\n"
         + (
@@ -80,21 +80,21 @@ def list_(
     )
 
 
-def _cells(letter: DeadLetter) -> list[Any]:
+def _cells(dead_letter: DeadLetter) -> list[Any]:
     from relax_events.cli.run_reader import clock_time, excerpt
 
     origin = (
-        f"{letter.origin_topic.split('.', 2)[-1]}[{letter.origin_partition}]@{letter.origin_offset}"
+        f"{dead_letter.origin_topic.split('.', 2)[-1]}[{dead_letter.origin_partition}]@{dead_letter.origin_offset}"
     )
-    reason = f"{letter.error_class}: {excerpt(letter.error_text, 60)}"
+    reason = f"{dead_letter.error_class}: {excerpt(dead_letter.error_text, 60)}"
     return [
-        letter.id,
-        clock_time(letter.written_at * 1000),
+        dead_letter.id,
+        clock_time(dead_letter.written_at * 1000),
         origin,
         reason,
-        letter.num_bytes,
-        excerpt(letter.key, 24),
-        letter.resolution,
+        dead_letter.num_bytes,
+        excerpt(dead_letter.key, 24),
+        dead_letter.resolution,
     ]
 
 
@@ -182,11 +182,11 @@ def requeue(
 
     selection = dead_letters.Selection(ids or (), role, reason, all_, force)
     with open_run_log(config, overrides, name="deadletter") as log:
-        letters = _choose(log, selection, "requeue", dry_run=dry_run, yes=yes)
-        if letters is None:
+        selected = _choose(log, selection, "requeue", dry_run=dry_run, yes=yes)
+        if selected is None:
             return 0 if dry_run else 6
         producer = _producer(log)
-        print(f"requeued {dead_letters.requeue(log, letters, producer)} records")
+        print(f"requeued {dead_letters.requeue(log, selected, producer)} records")
         producer.close()
     return 0
 
@@ -224,11 +224,11 @@ def drop(
 
     selection = dead_letters.Selection(ids or (), role, reason, all_)
     with open_run_log(config, overrides, name="deadletter") as log:
-        letters = _choose(log, selection, "drop", dry_run=dry_run, yes=yes)
-        if letters is None:
+        selected = _choose(log, selection, "drop", dry_run=dry_run, yes=yes)
+        if selected is None:
             return 0 if dry_run else 6
         producer = _producer(log)
-        print(f"dropped {dead_letters.drop(log, letters, producer, reason=comment)} records")
+        print(f"dropped {dead_letters.drop(log, selected, producer, reason=comment)} records")
         producer.close()
     return 0
 
@@ -240,15 +240,15 @@ def _choose(
     from relax_events.cli.output import agreed, print_table
     from relax_events.ops.dead_letters import read_dead_letters
 
-    letters = selection.choose(
+    selected = selection.choose(
         read_dead_letters(log, roles=[selection.role] if selection.role else ())
     )
-    print_table(COLUMNS, [_cells(letter) for letter in letters])
+    print_table(COLUMNS, [_cells(dead_letter) for dead_letter in selected])
     if dry_run:
-        print(f"would {verb} {len(letters)} records", file=sys.stderr)
+        print(f"would {verb} {len(selected)} records", file=sys.stderr)
         return None
     return (
-        letters if not letters or agreed(f"{verb} these {len(letters)} records?", yes=yes) else None
+        selected if not selected or agreed(f"{verb} these {len(selected)} records?", yes=yes) else None
     )
 
 

@@ -26,7 +26,7 @@ def agreed(question: str, *, yes: bool) -> bool:
     try:
         return input().strip().lower() in ("y", "yes")
     except EOFError:
-        print("nobody answers; give --yes", file=sys.stderr)
+        print("no answer on stdin; give --yes", file=sys.stderr)
         return False
 
 

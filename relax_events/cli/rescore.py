@@ -166,8 +166,12 @@ def print_comparison(result: Comparison, *, topic: str) -> None:
                 f"{format_number(result.pearson)} Pearson, {format_number(result.spearman)} "
                 "Spearman"
             ),
-            "agreement": f"{format_number(result.agreement_ratio)} on which side of {result.threshold:g}",
-            "prompt groups": f"{result.num_prompt_groups}, {result.num_reranked} of them ranked otherwise",
+            "agreement": (
+                f"{format_number(result.agreement_ratio)} on which side of {result.threshold:g}"
+            ),
+            "prompt groups": (
+                f"{result.num_prompt_groups}, {result.num_reranked} of them ranked otherwise"
+            ),
             "became informative": result.num_became_informative,
             "became uninformative": result.num_became_uninformative,
         }

@@ -143,7 +143,7 @@ def show(
         )
         if steps:
             columns = list(steps[-1])
-            print_table(columns, [[_figure(step.get(name)) for name in columns] for step in steps])
+            print_table(columns, [[_format_metric(step.get(name)) for name in columns] for step in steps])
 
 
 @app.command
@@ -199,7 +199,7 @@ def _joined(value: Any) -> Any:
     return (", ".join(map(str, value)) or "-") if isinstance(value, list) else value
 
 
-def _figure(value: float | None) -> str:
+def _format_metric(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
@@ -323,7 +323,7 @@ def replay(
 
     Args:
         source: The run whose rollouts and weights are taken.
-        new: Id of the run that is made; the same command takes it up again.
+        new: Id of the run that is made; the same command resumes it.
         overrides: section.key=value, laid over the source's settings.
         from_version: The source's version to start from; -1 is its first.
         until_version: The version to end at; -1 is the end of the source's log.
@@ -376,7 +376,7 @@ def fork(
 
     Args:
         source: The run whose weights are taken.
-        new: Id of the run that is made; the same command takes it up again.
+        new: Id of the run that is made; the same command resumes it.
         overrides: section.key=value, laid over the source's settings.
         at_version: The source's version to start from; -1 is its newest.
         from_log: Train the recorded rollouts up to that version with the new settings instead: a

@@ -30,7 +30,9 @@ _REMEDIES = {
         "credentials of a store are read from the environment, such as AWS_ACCESS_KEY_ID, or "
         "from the cloud's own files"
     ),
-    "broker.schema_registry": "name a file that holds user:password in broker.schema_registry_login_file",
+    "broker.schema_registry": (
+        "name a file that holds user:password in broker.schema_registry_login_file"
+    ),
     "broker.": "set broker.username, and name a file with its password in broker.password_file",
     "telemetry.traces.": "give it as a header by OTEL_EXPORTER_OTLP_HEADERS in the environment",
     "telemetry.": "give it in the environment, or in a file that the run file names",

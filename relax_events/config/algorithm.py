@@ -20,9 +20,11 @@ from relax_events.config.external_values import Code, Names
 from relax_events.errors import ConfigError
 
 NOT_SHARED = (
-    "normalise_std", "reward_weights", "clip_low", "clip_high", "dual_clip", "gate_positive", "gate_negative", "gamma", "gae_lambda",
-    "turn_gamma", "length_adaptive_alpha", "bootstrap_truncated", "dpo_beta", "label_smoothing", "length_normalised", "nll_coefficient", "trust_radius",
-    "ratio_cap",
+    "normalise_std", "reward_weights",
+    "clip_low", "clip_high", "dual_clip", "gate_positive", "gate_negative",
+    "gamma", "gae_lambda", "turn_gamma", "length_adaptive_alpha", "bootstrap_truncated",
+    "dpo_beta", "label_smoothing", "length_normalised", "nll_coefficient",
+    "trust_radius", "ratio_cap",
 )  # fmt: skip
 """Settings that only some algorithms have; those of the others are null."""
 CORRECTION_RANGES = {"tis": (0.0, 2.0), "icepop": (0.5, 5.0), "mask": (0.5, 2.0)}
@@ -295,7 +297,7 @@ class AlgorithmConfig(Section):
             )
         if self.kl_unbiased and self.kl_placement == "reward":
             raise ValueError(
-                "kl_unbiased = true mends the gradient of a KL estimate in the loss; set "
+                "kl_unbiased = true corrects the gradient of a KL estimate in the loss; set "
                 "kl_placement = 'loss'"
             )
         return self

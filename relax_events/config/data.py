@@ -112,8 +112,8 @@ class RowsConfig(Section):
             ["chosen_key", "rejected_key"],
         ):
             raise ValueError(
-                "completion_key, conversation_key, or chosen_key with rejected_key say what "
-                f"is learnt, got {' and '.join(given)}"
+                "completion_key, conversation_key, or chosen_key with rejected_key name what the policy "
+                f"learns, got {' and '.join(given)}"
             )
         if not self.prompt_key and not self.prompt_template and "chosen_key" not in given:
             raise ValueError(
@@ -184,8 +184,8 @@ class DataConfig(RowsConfig):
             )
         if self.source and self.datasets:
             raise ValueError(
-                f"data.source = {self.source!r} stands beside {len(self.datasets)} "
-                "[[data.datasets]]; give one or the other"
+                f"data.source = {self.source!r} and {len(self.datasets)} "
+                "[[data.datasets]] are both set; give one or the other"
             )
         fields = RowsConfig.model_fields.items()
         given = [

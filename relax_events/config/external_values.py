@@ -2,7 +2,7 @@
 key says so with its type.
 
 A run file of one's own may name anything. The description of a run on the log was written by
-somebody else, and what it names is shown before any of it is used.
+another user, and what it names is shown before any of it is used.
 """
 
 from __future__ import annotations

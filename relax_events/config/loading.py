@@ -61,7 +61,7 @@ def load_run_config(
     environment = os.environ if environment is None else environment
     for name in sorted(environment):
         if name.startswith(ENVIRONMENT_PREFIX) and "__" in name:
-            _place(
+            _set_override(
                 tree,
                 name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__"),
                 environment[name],
@@ -74,7 +74,7 @@ def load_run_config(
                 f"override {shown(override)!r} is not of the form section.key=value; for "
                 "example run.seed=1"
             )
-        _place(tree, key.strip().split("."), value.strip(), override)
+        _set_override(tree, key.strip().split("."), value.strip(), override)
     _require_shallow(tree, path)
     _refuse_secrets(tree)
     refuse_logins(tree)
@@ -162,7 +162,7 @@ def shown(text: str) -> str:
     return "(hidden: it names a secret)" if names_secret or secret_in(text) else text
 
 
-def _place(tree: dict[str, Any], keys: list[str], text: str, origin: str) -> None:
+def _set_override(tree: dict[str, Any], keys: list[str], text: str, origin: str) -> None:
     for key in keys[:-1]:
         tree = tree.setdefault(key, {})
         if not isinstance(tree, dict):

@@ -177,7 +177,7 @@ class TelemetryConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _tells_what_became_of_tensorboard(cls, given: Any) -> Any:
+    def _refuse_removed_tensorboard(cls, given: Any) -> Any:
         if isinstance(given, dict) and "tensorboard" in given:
             if given["tensorboard"]:
                 raise ValueError(

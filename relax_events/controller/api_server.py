@@ -1,4 +1,4 @@
-"""Runs the API server in a thread beside the controller's loop."""
+"""Runs the API server in a thread next to the controller's loop."""
 
 from __future__ import annotations
 

@@ -189,12 +189,12 @@ class Autoscaler:
     loop calls it.
     """
 
-    def __init__(self, config: RunConfig, run: RunState, desk: ScalingService) -> None:
+    def __init__(self, config: RunConfig, run: RunState, service: ScalingService) -> None:
         self._rules, self._config, self._run, self._service = (
             config.scaling.autoscaler,
             config,
             run,
-            desk,
+            service,
         )
         longest = max(
             self._rules.out_usage_seconds,

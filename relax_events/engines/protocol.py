@@ -193,8 +193,8 @@ class Engine(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens sampled so far, including those of running samples: it tells a slow engine from a
-        stuck one.
+        """Tokens sampled so far, including those of running samples: it distinguishes a slow engine
+        from a stuck one.
         """
         ...
 

@@ -19,7 +19,7 @@ import orjson
 from relax_events.environments.reply import Reply
 from relax_events.errors import ConfigError, RelaxError
 from relax_events.plugins import ENVIRONMENTS, FUNCTION, find_plugin
-from relax_events.runtime.subprocess_rpc import LENGTHS, respond, raise_failures, read_requests
+from relax_events.runtime.subprocess_rpc import LENGTHS, raise_failures, read_requests, respond
 
 FILES = "files"
 ARGUMENTS = ("messages", "answer", "metadata")
@@ -100,13 +100,13 @@ def _call_environment(
         if _has_parameter(function, FILES)
         else {}
     )
-    told = {
+    fields = {
         "messages": question["messages"],
         "answer": question["answer"],
         "metadata": orjson.loads(question["metadata"]),
     }
     try:
-        return _encode_reply(function(question["completion"], **told, **files), max_item_bytes)
+        return _encode_reply(function(question["completion"], **fields, **files), max_item_bytes)
     except (
         BaseException
     ) as error:  # User code may raise anything, even SystemExit; only this sample fails.
@@ -160,7 +160,7 @@ def _encode_reply(reply: object, max_item_bytes: int) -> tuple[dict[str, Any], S
         if isinstance(piece, str) and len(piece) > 3 * max_item_bytes:
             return {
                 "error": (
-                    f"replied with {modality} as a text of {len(piece)} letters; "
+                    f"replied with {modality} as a text of {len(piece)} characters; "
                     f"model.media.max_item_bytes is {max_item_bytes}"
                 )
             }, ()

@@ -21,7 +21,7 @@ from relax_events.media.items import read_items
 from relax_events.media.library import MediaLibrary
 from relax_events.media.model_inputs import ProcessedMedia
 from relax_events.objects.roots import list_message_media
-from relax_events.runtime.subprocess_rpc import LENGTHS, SubprocessRpc, ChildProcessLost
+from relax_events.runtime.subprocess_rpc import LENGTHS, ChildProcessLost, SubprocessRpc
 
 START_SECONDS = 120.0
 

@@ -4,8 +4,8 @@ used.
     single object   C3 01, the writer schema's fingerprint in eight bytes, the body
     Confluent       00, the schema's id at the registry in four bytes (big-endian), the body
 
-Writing takes one of the two; reading takes both, always. The ids stand on control.schemas beside
-the schemas that they are of, so a log can be read without the registry that its writers used.
+Writing takes one of the two; reading takes both, always. The ids are on control.schemas together
+with their schemas, so a log can be read without the registry that its writers used.
 """
 
 from __future__ import annotations

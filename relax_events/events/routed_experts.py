@@ -1,8 +1,8 @@
 """Which experts each token of a sample went through, as events carry it: [tokens - 1, layers,
 top_k].
 
-Row t is of the forward that read token t, and so drew token t + 1 where the policy chose it. Nobody
-reads the last token.
+Row t is of the forward that read token t, and so sampled token t + 1 where the policy chose it. No
+forward reads the last token.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sounds that are made on demand: how high a tone is, and what comes after what."""
+"""Synthetic audio: tasks on the pitch of a tone and on the order of tones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images that are drawn on demand: what colour, how many, where."""
+"""Synthetic images: tasks on the colour, number and position of shapes."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def _where(generator: np.random.Generator, options: SceneOptions) -> SyntheticIt
 
 
 def _zoom(generator: np.random.Generator, options: SceneOptions) -> SyntheticItem:
-    """Draw a square in a quarter of a image, and a small image of the whole, in grey: only a
-    closer look tells the colour.
+    """Draw a square in a quarter of an image, and a small image of the whole, in grey: only the
+    zoomed image shows the colour.
     """
     name, corner = (
         list(COLOURS)[generator.integers(len(COLOURS))],

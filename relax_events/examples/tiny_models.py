@@ -77,7 +77,7 @@ PREPROCESSOR: dict[str, Any] = {
     "image_std": [0.5, 0.5, 0.5],
     "size": {"shortest_edge": 1024, "longest_edge": 4_194_304},
 }
-"""How a tiny model's pictures and frames are cut: 16 x 16 pixels a token."""
+"""How a tiny model's images and frames are cut: 16 x 16 pixels a token."""
 AUDIO_EXTRACTOR: dict[str, Any] = {
     "feature_extractor_type": "WhisperFeatureExtractor",
     "feature_size": 128,
@@ -89,7 +89,7 @@ AUDIO_EXTRACTOR: dict[str, Any] = {
     "dither": 0.0,
     "return_attention_mask": True,
 }
-"""How spectra are made of its sounds, as the real one's."""
+"""How spectra are computed from its audio, as for the full-size model."""
 
 NAMED_TOKENS = {
     "image_token": "<|image_pad|>",

@@ -1,4 +1,4 @@
-"""Clips that are drawn on demand: where something moves, and what comes after what."""
+"""Synthetic videos: tasks on the direction of a movement and on the order of scenes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An environment that shows a part of a image: the policy names a quarter, and sees it closer."""
+"""An environment that shows a part of an image: the policy names a quarter, and sees it closer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def zoom(
     files: list[bytes],
     question: str = "",
 ) -> Reply | None:
-    """Show the quarter of a image that the answer names, `top left` to `bottom right`; an answer
+    """Show the quarter of an image that the answer names, `top left` to `bottom right`; an answer
     that names none ends the sample.
 
     Args:
@@ -45,11 +45,11 @@ def zoom(
     )
 
 
-def quarter(picture: bytes, *, row: int, column: int) -> bytes:
-    """Cut a quarter out of a image, as a PNG."""
+def quarter(image: bytes, *, row: int, column: int) -> bytes:
+    """Cut a quarter out of an image, as a PNG."""
     from PIL import Image
 
-    with Image.open(BytesIO(picture)) as whole:
+    with Image.open(BytesIO(image)) as whole:
         width, height = whole.size
         middle_x, middle_y = width // 2, height // 2
         box = (
@@ -68,7 +68,7 @@ def _file(original: object, files: list[bytes]) -> bytes:
         return files[original]
     if isinstance(original, str) and (comma := original.find(";base64,")) > 0:
         return base64.b64decode(original[comma + len(";base64,") :])
-    rule = f"a data URI of base64, or the number of one of the prompt's {len(files)} pictures"
+    rule = f"a data URI of base64, or the number of one of the prompt's {len(files)} images"
     raise PoisonSample(
         f"the row's metadata has original = {str(original)[:40]!r}; it must be {rule}"
     )

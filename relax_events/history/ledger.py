@@ -127,7 +127,7 @@ class LedgerReader:
         )
         self._unreadable: Counter[str] = Counter()
         own = [(TopicPlan.build_topic_name(config.run.id, entity), 0) for entity in DECISION_TOPICS]
-        self._versions_place, self._steps_place, self._ends_place = own
+        self._versions_partition, self._steps_partition, self._ends_partition = own
         self._is_decision = frozenset(own)
         self._spans = stable_ranges(reader, own)
         scores = ("reward.scores",) if config.algorithm.has_rewards else ()
@@ -184,8 +184,8 @@ class LedgerReader:
             self._read_queue(below)
             self._read_samples(below)
             self._read_source(below)
-            self._read_until([self._steps_place], below - 1, chunk=LARGE_CHUNK_RECORDS)
-            self._read_until([self._ends_place], below, chunk=CHUNK_RECORDS)
+            self._read_until([self._steps_partition], below - 1, chunk=LARGE_CHUNK_RECORDS)
+            self._read_until([self._ends_partition], below, chunk=CHUNK_RECORDS)
             self._ledger.finalize(below)
         self._weights.check(self._ledger)
         if self._unreadable:
@@ -224,7 +224,7 @@ class LedgerReader:
     def _read_versions(self, below: int) -> None:
         """Read where the next versions in each slot start."""
         self._read_until(
-            [self._versions_place], below + self._plan.num_slots, chunk=LARGE_CHUNK_RECORDS
+            [self._versions_partition], below + self._plan.num_slots, chunk=LARGE_CHUNK_RECORDS
         )
 
     @property

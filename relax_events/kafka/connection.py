@@ -89,7 +89,7 @@ QUIET_SECONDS = 10.0  # attempts come about every second
 LOST_SECONDS = 60.0
 """A client that has known no broker's address for so long will know none again."""
 REPORT_SECONDS = 20.0
-"""How often a client tells which brokers it knows; what it tells waits in its memory until it is
+"""How often a client reports which brokers it knows; its reports stay in its memory until it is
 polled."""
 ADDRESSES = {"configured", "learned"}
 EXCEPTION_LOST = "without setting an exception"

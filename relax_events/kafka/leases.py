@@ -45,7 +45,7 @@ class Lease:
 
 def read_delivery_limit(connection: Connection, group: str) -> int:
     """Read after how many deliveries the broker drops a record of a share group; Kafka's default if
-    the broker does not tell.
+    the broker does not report it.
     """
     try:
         settings = Admin(connection).group_settings(group)

@@ -26,8 +26,7 @@ from relax_events.kafka.records import Record
 log = structlog.get_logger()
 COMMIT_SECONDS = 10.0
 LANE_REPORT_SECONDS = 240.0
-"""Lanes that wait for their turn are not polled, so what their clients tell of themselves adds
-up."""
+"""Lanes that wait for their turn are not polled, so the reports of their clients accumulate."""
 FULL_SECONDS = 20.0
 """Longer than a session: a killed worker stays a member until its session expires. A consumer that
 is refused for longer exceeds the group's size."""

@@ -345,8 +345,8 @@ class PromptCheck:
 
 
 def _left_out(source: PromptSource) -> str:
-    unfit = source.invalid_rows
-    return f", {unfit.count} unfit left out, first {unfit.examples[0]}" if unfit.count else ""
+    invalid = source.invalid_rows
+    return f", {invalid.count} invalid left out, first {invalid.examples[0]}" if invalid.count else ""
 
 
 def _answers(config: RunConfig, row: PromptRow) -> str:

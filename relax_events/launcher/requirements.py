@@ -287,10 +287,8 @@ def require_judge(config: RunConfig) -> str:
         load_grading(config.reward.chosen[source])
     load_judge_renderer(config.judge, config.data)
     num_judged, num_all = len(config.judged_sources), len(config.reward.chosen)
-    return (
-        f"{path} on engine "
-        f"{config.judge.engine.name}{f', for {num_judged} of {num_all} sources' if num_judged < num_all else ''}"
-    )
+    scope = f", for {num_judged} of {num_all} sources" if num_judged < num_all else ""
+    return f"{path} on engine {config.judge.engine.name}{scope}"
 
 
 def require_metrics_ports(config: RunConfig) -> str:

@@ -204,7 +204,7 @@ class RunSession:
                 display.print_line(f"{one.key} = {one.value}, derived: {one.reason}")
 
     def _report_interrupt(self, display: ProgressDisplay) -> None:
-        """Report the interrupt at once: draining takes up to `workers.drain_seconds`."""
+        """Report the interrupt at once: draining lasts up to `workers.drain_seconds`."""
         self._drain.wait(threading.TIMEOUT_MAX)
         display.print_line("draining; press Ctrl-C again to stop at once")
 
@@ -281,7 +281,7 @@ class RunSession:
         """Supervise broker and workers until the controller ends the run, or this process is
         stopped.
         """
-        is_told = not self._config.evaluation.datasets
+        is_reported = not self._config.evaluation.datasets
         while self._state.ended is None and not self._drain.wait(TURN_SECONDS):
             self._restart_broker(display)
             self._follower.check()
@@ -290,8 +290,8 @@ class RunSession:
             self._restart_fenced(supervisor)
             self._reconcile(supervisor)
             self._poll_workers(supervisor, display)
-            if not is_told and self._state.num_steps >= self._config.num_train_steps:
-                is_told = True
+            if not is_reported and self._state.num_steps >= self._config.num_train_steps:
+                is_reported = True
                 display.print_line(
                     "all steps are trained; waiting for the evaluation of version "
                     f"{self._config.last_version}"
@@ -387,8 +387,7 @@ class RunSession:
             log.warning("broker.died", error=str(self._broker.explain_death()))
             try:
                 self._broker.restart()
-            # who stopped it may not be done yet, or somebody else starts it: look again at the next
-            # turn
+            # another process may still be stopping it, or starts it: look again at the next turn
             except BrokerBusy as error:
                 log.info("broker.unavailable", error=str(error))
 

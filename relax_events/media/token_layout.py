@@ -267,9 +267,9 @@ class MediaLayout:
         counts = np.ones(len(tokens), np.int64)
         counts[places] = [len(block) for block in blocks]
         whole = np.repeat(tokens, counts)
-        is_place = np.zeros(len(tokens), bool)
-        is_place[places] = True
-        whole[np.repeat(is_place, counts)] = _ids(blocks)
+        is_placeholder = np.zeros(len(tokens), bool)
+        is_placeholder[places] = True
+        whole[np.repeat(is_placeholder, counts)] = _ids(blocks)
         return whole
 
     def find_media_tokens(
@@ -359,8 +359,8 @@ class OmniLayout(MediaLayout):
         )
         if temporal_patch_positions != int(temporal_patch_positions):
             rule = (
-                f"would place the temporal patches of a video {temporal_patch_positions:g} positions "
-                "apart, which must be an integer"
+                f"would place the temporal patches of a video {temporal_patch_positions:g} "
+                "positions apart, which must be an integer"
             )
             raise ConfigError(
                 f"model.media.video_fps = {config.video_fps} {rule}; set it to 1, 2 or "

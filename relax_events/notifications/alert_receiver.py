@@ -65,12 +65,12 @@ def _build_message(group: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _format_alert(status: str, labels: Mapping[str, str], annotations: Mapping[str, str]) -> str:
-    told = annotations.get("summary") or ", ".join(
+    text = annotations.get("summary") or ", ".join(
         f"{name}={value}" for name, value in sorted(labels.items())
     )
     if status == RESOLVED:
-        return f"over: {told}"
-    return f"{told} See {annotations['runbook']}" if "runbook" in annotations else told
+        return f"over: {text}"
+    return f"{text} See {annotations['runbook']}" if "runbook" in annotations else text
 
 
 class AlertReceiver(ThreadingHTTPServer):
@@ -106,7 +106,7 @@ class AlertReceiver(ThreadingHTTPServer):
         log.info(
             "alert.forwarded", title=text["title"], num_targets=len(self.targets), missed=missed
         )
-        return (502, f"not taken by {', '.join(missed)}") if missed else (200, "told")
+        return (502, f"not taken by {', '.join(missed)}") if missed else (200, "sent")
 
     def _send_to(self, target: Target, text: Mapping[str, str]) -> str:
         try:

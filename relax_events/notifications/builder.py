@@ -1,5 +1,6 @@
-"""What people are told of a run: made from its control log, so that whoever reads it again makes
-the same notices in the same order.
+"""Build the notifications of a run from its control log.
+
+Reading the log again gives the same notifications in the same order.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ MAX_NOTIFICATIONS, WINDOW_MICROS = 10, 600 * 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Notification:
-    """Something worth telling.
+    """A message about a run.
 
     Attributes:
-        key: The same whenever the log is read: by it nobody is told twice.
+        key: The same whenever the log is read: no target gets a notification twice.
         kind: As Apprise has them.
         title: With the run's id.
         body: What happened, and why.
@@ -121,7 +122,7 @@ class NotificationBuilder:
                 f"restored/{at}",
                 "failure",
                 "is restored",
-                f"All its workers begin anew. {event.reason}",
+                f"All its workers restart. {event.reason}",
                 at=at,
             )
         if act is not None:
@@ -133,22 +134,22 @@ class NotificationBuilder:
                 at=at,
             )
         if event.role is None and event.command is Command.STOP:
-            told = "has reached its goal" if event.succeeded else "ended before its goal"
+            outcome = "has reached its goal" if event.succeeded else "ended before its goal"
             body = f"{event.reason}; {self._num_steps} train steps."
             return self._create(
-                f"ended/{at}", "success" if event.succeeded else "failure", told, body, at=at
+                f"ended/{at}", "success" if event.succeeded else "failure", outcome, body, at=at
             )
         if event.role is None and event.command is Command.RESUME:
-            return self._create(f"resumed/{at}", "info", "goes on", event.reason, at=at)
+            return self._create(f"resumed/{at}", "info", "resumes", event.reason, at=at)
         return None
 
     def _create(
         self,
         key: str,
         kind: Literal["info", "success", "warning", "failure"],
-        told: str,
+        outcome: str,
         body: str,
         *,
         at: int,
     ) -> Notification:
-        return Notification(key, kind, f"Run {self._run_id} {told}", body, at)
+        return Notification(key, kind, f"Run {self._run_id} {outcome}", body, at)

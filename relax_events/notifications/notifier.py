@@ -30,7 +30,7 @@ class Notifier:
         if self._memory.get_note(notice.key) or now_micros() - notice.at > MAX_AGE_MICROS:
             return
         self._target.send(title=notice.title, body=notice.body, kind=notice.kind)
-        self._memory.set_note(notice.key, "told")
+        self._memory.set_note(notice.key, "sent")
 
 
 def open_notifiers(

@@ -55,7 +55,7 @@ def read_marker(store: ObjectStore) -> StoreMarker | None:
 
 
 def claim_store(
-    store: ObjectStore, *, run_id: str, cluster_id: str = "", told: str = ""
+    store: ObjectStore, *, run_id: str, cluster_id: str = "", logged_marker: str = ""
 ) -> StoreMarker:
     """Return the marker of a run's store, creating it if it is missing. Of several concurrent
     workers, one creates it.
@@ -64,7 +64,7 @@ def claim_store(
         store: The store.
         run_id: The run that claims the store.
         cluster_id: The id of the run's Kafka cluster; empty when unknown.
-        told: The value on the run's log; empty when the log has none.
+        logged_marker: The value on the run's log; empty when the log has none.
     Raises:
         ConfigError: The store belongs to another run, or to a run of the same name on another
             cluster; the text names both.
@@ -76,7 +76,7 @@ def claim_store(
         )
         mark = read_marker(store)
     if mark is None or mark.run_id != run_id:
-        owner = f"run {mark.run_id}" if mark else "somebody else"
+        owner = f"run {mark.run_id}" if mark else "another owner"
         raise ConfigError(
             f"the object store {store.uri('')} belongs to {owner}, and this is run {run_id}; "
             "give this run another objects.uri"
@@ -84,7 +84,7 @@ def claim_store(
     if (
         "" not in (mark.cluster_id, cluster_id)
         and mark.cluster_id != cluster_id
-        and told != mark.value
+        and logged_marker != mark.value
     ):
         owner = (
             f"run {run_id} of Kafka cluster {mark.cluster_id}, and this is a run of that name on "
@@ -103,19 +103,19 @@ def find_logged_marker(descriptions: Sequence[RunDescribed]) -> str:
     return next((event.store_marker for event in reversed(descriptions) if event.store_marker), "")
 
 
-def require_marker(mark: StoreMarker, *, told: str, store_uri: str) -> None:
+def require_marker(mark: StoreMarker, *, logged_marker: str, store_uri: str) -> None:
     """Refuse a store that has the run's name but not the marker value of the run's log.
 
     Args:
         mark: The marker that was read from the store.
-        told: The value on the run's log; empty when the log has none.
+        logged_marker: The value on the run's log; empty when the log has none.
         store_uri: The store's URI, for the error text.
     Raises:
         ConfigError: They differ.
     """
-    if told and told != mark.value:
+    if logged_marker and logged_marker != mark.value:
         rule = (
             f"the object store {store_uri} belongs to another run that is called {mark.run_id}: "
-            f"its {MARKER} must hold {told}, got {mark.value}"
+            f"its {MARKER} must hold {logged_marker}, got {mark.value}"
         )
         raise ConfigError(f"{rule}; give this run another run.id or objects.uri")

@@ -94,8 +94,8 @@ class ObjectStore:
         """Store bytes under a name, replacing an existing object.
 
         Raises:
-            ObjectError: As for `put`, or the name has other characters than letters, digits, `._=-`
-                and `/`.
+            ObjectError: As for `put`, or the name has characters other than ASCII alphanumerics,
+                `._=-` and `/`.
         """
         self._write(key, data)
         return ObjectRef(self.uri(key), sha256(data).digest(), memoryview(data).nbytes)
@@ -213,7 +213,7 @@ class ObjectStore:
     def _require_key(self, key: str) -> str:
         if not KEY_PATTERN.fullmatch(key):
             raise ObjectError(
-                f"{key!r} can't name an object: use letters, digits, '_', '=', '-', inner "
+                f"{key!r} can't name an object: use ASCII alphanumerics, '_', '=', '-', inner "
                 "'.', and '/' between parts"
             )
         return key

@@ -126,12 +126,11 @@ def _access(folder: SecurityFolder, hosts: list[str]) -> dict[str, Any]:
     """Return the service that creates users and ACLs on the brokers; it alone reads all
     passwords.
     """
+    servers = ",".join(f"{host}:9092" for host in hosts)
     return {
         **ONE_SHOT,
         "command": ["broker", "secure", RUN_FILE, "--out", str(folder.path), "--apply", "--yes"],
-        "environment": {
-            "RELAX_BROKER__BOOTSTRAP_SERVERS": f"${{BOOTSTRAP_SERVERS:-{','.join(f'{host}:9092' for host in hosts)}}}"
-        },
+        "environment": {"RELAX_BROKER__BOOTSTRAP_SERVERS": f"${{BOOTSTRAP_SERVERS:-{servers}}}"},
         "volumes": ["${RUN_FILES:-../configs}:/srv/relax/configs:ro", _mounted(folder)],
         "depends_on": dict.fromkeys(hosts, HEALTHY),
     }

@@ -278,9 +278,8 @@ def _require_same(log: RunLog, records: Sequence[tuple[Record, DeadLetter]]) -> 
             raise
         except BrokerError as error:
             raise ConfigError(
-                f"the original records of dead letters of {topic} can't be read, so the "
-                "letters can't "
-                f"be verified: {error}; drop them"
+                f"the original records of dead letters of {topic} can't be read, so "
+                f"they can't be verified: {error}; drop them"
             ) from error
         for record, dead_letter in copies:
             original = there[dead_letter.origin_partition, dead_letter.origin_offset]

@@ -247,7 +247,7 @@ def apply_groups(config: RunConfig, plan: TopicPlan, admin: Admin) -> None:
         "share.delivery.count.limit": str(DELIVERY_LIMIT),
     }
     if config.is_replay:
-        # its trainer commits no offsets on its source's topics, and nobody else reads samples
+        # its trainer commits no offsets on its source's topics, and no other role reads samples
         return
     queue_is_shared = config.broker.prompt_queue == "share_group"
     for role in CONSUMER_GROUP_ROLES if queue_is_shared else (*CONSUMER_GROUP_ROLES, "rollout"):

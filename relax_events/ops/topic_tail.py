@@ -27,7 +27,7 @@ MAX_LISTED = 16
 @dataclass(frozen=True, slots=True)
 class TailedRecord:
     """A record with its content: `event` is its event's name and `fields` the content, or `error`
-    tells why it can't be read.
+    is the reason why it can't be read.
     """
 
     record: Record

@@ -13,7 +13,7 @@ ROUND_STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Neighbouring steps that are drawn as one point; without a known value `mean`, `low` and
+    """Neighbouring steps that are plotted as one point; without a known value `mean`, `low` and
     `high` are None.
     """
 

@@ -79,7 +79,7 @@ def axis_name(name: str) -> str:
     )
 
 
-def figure(title: str, text: str, body: str) -> str:
+def chart_element(title: str, text: str, body: str) -> str:
     """Wrap a drawing with its caption; the SVG carries both for screen readers."""
     head = f"<figcaption><b>{escape(title)}</b> {escape(text)}</figcaption>"
     svg = (
@@ -103,12 +103,12 @@ def line_chart(
     values: Sequence[float | None],
     *,
     smooth: bool = False,
-    beside: Sequence[float | None] | None = None,
-    beside_name: str = "",
+    reference: Sequence[float | None] | None = None,
+    reference_name: str = "",
 ) -> str:
     """Draw a curve over train steps, with a tooltip for each point.
 
-    Above `MAX_POINTS` steps, neighbours are drawn as their mean, over a band from the lowest to the
+    Above `MAX_POINTS` steps, neighbours are plotted as their mean, over a band from the lowest to the
     highest. The line is interrupted where a value is unknown.
 
     Args:
@@ -118,18 +118,18 @@ def line_chart(
         values: One for each step.
         smooth: Draw the curve pale, and its moving mean over a tenth of the steps on top (buckets
             are smooth already).
-        beside: Another run's values at the same steps, drawn dashed behind the curve.
-        beside_name: That run, for the caption.
+        reference: Another run's values at the same steps, plotted dashed behind the curve.
+        reference_name: That run, for the caption.
     """
-    others = [] if beside is None else bucket_curve(steps, beside, limit=MAX_POINTS)
-    text = text if beside is None else f"{text}; dashed: run {beside_name}"
+    others = [] if reference is None else bucket_curve(steps, reference, limit=MAX_POINTS)
+    text = text if reference is None else f"{text}; dashed: run {reference_name}"
     buckets = bucket_curve(steps, values, limit=MAX_POINTS)
     lows, highs = (
         [bucket.low for bucket in buckets if bucket.low is not None],
         [bucket.high for bucket in buckets if bucket.high is not None],
     )
     if not lows:
-        return figure(title, text, no_data())
+        return chart_element(title, text, no_data())
     means = [other.mean for other in others]
     low, high = domain([*lows, *highs, *(mean for mean in means if mean is not None)])
     frame = Frame(steps[0], steps[-1], low, high)
@@ -137,7 +137,7 @@ def line_chart(
     parts = [frame.vertical(), frame.horizontal("train step")]
     if others:
         shown = moving_mean(means, reach=max(len(others) // 20, 1)) if smooth else means
-        parts.append(f'<path class="line beside" d="{path(frame, others, shown)}"/>')
+        parts.append(f'<path class="line reference" d="{path(frame, others, shown)}"/>')
     if len(buckets) < len(steps):
         parts.append(f'<path class="band" d="{band(frame, buckets)}"/>')
     elif smooth and len(buckets) > 2:
@@ -145,7 +145,7 @@ def line_chart(
         strong = moving_mean(strong, reach=max(len(buckets) // 20, 1))
     parts.append(f'<path class="line" d="{path(frame, buckets, strong)}"/>')
     parts += points(frame, buckets)
-    return figure(title, text, "".join(parts))
+    return chart_element(title, text, "".join(parts))
 
 
 def path(frame: Frame, buckets: Sequence[Bucket], values: Sequence[float | None]) -> str:
@@ -201,7 +201,7 @@ def bar_chart(title: str, text: str, bars: Mapping[str, float], *, axis: str) ->
     """Draw a bar for each name, with its value above it and its share as tooltip."""
     total = sum(bars.values())
     if not total:
-        return figure(title, text, no_data())
+        return chart_element(title, text, no_data())
     frame = Frame(0, len(bars), 0.0, max(bars.values()) * 1.1)
     width = (WIDTH - LEFT - RIGHT) / len(bars)
     parts = [
@@ -230,7 +230,7 @@ def bar_chart(title: str, text: str, bars: Mapping[str, float], *, axis: str) ->
                 f'<text class="tick" x="{centre:.2f}" y="{HEIGHT - BOTTOM + 16}" '
                 f'text-anchor="middle">{escape(name)}</text>'
             )
-    return figure(title, text, "".join(parts))
+    return chart_element(title, text, "".join(parts))
 
 
 def stacked_chart(
@@ -252,7 +252,7 @@ def stacked_chart(
         for index in range(len(buckets))
     ]
     if not any(sums):
-        return figure(title, text, no_data())
+        return chart_element(title, text, no_data())
     half = max((steps[-1] - steps[0]) / len(buckets), 1) / 2
     frame = Frame(steps[0] - half, steps[-1] + half, 0.0, max(sums))
     width = (WIDTH - LEFT - RIGHT) / len(buckets)
@@ -272,7 +272,7 @@ def stacked_chart(
                 f'x="{LEFT + index * width + gap / 2:.2f}" y="{top}" '
                 f'width="{width - gap:.2f}" height="{bottom - top:.2f}">{hover}</rect>'
             )
-    return figure(title, text, "".join(parts))
+    return chart_element(title, text, "".join(parts))
 
 
 def shares_bar(shares: Mapping[str, float]) -> str:

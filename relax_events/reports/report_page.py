@@ -250,8 +250,8 @@ def render_charts(report: Mapping[str, Any]) -> str:
             steps,
             curves[name],
             smooth=name in SMOOTHED,
-            beside=source["curves"].get(name),
-            beside_name=source["run_id"],
+            reference=source["curves"].get(name),
+            reference_name=source["run_id"],
         )
         for name, (title, text) in CURVES.items()
         if (

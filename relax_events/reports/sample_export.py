@@ -72,7 +72,7 @@ class Export(AbstractContextManager["Export"]):
         Args:
             log: The run's log, which also counts unreadable records.
             path: The file; stdout when None. Its suffix selects the format.
-            media: Folder for media; by default `<file>-media` beside the file, or `media` here.
+            media: Folder for media; by default `<file>-media` next to the file, or `media` here.
             tokens: Add the columns tokens, loss_mask and rollout_logprobs.
         Raises:
             ConfigError: The file has another suffix, or the object store can't be opened.

@@ -162,7 +162,7 @@ class WorkerTable:
             if heartbeat.sent_at >= self._since
         }
         self._local |= alive.keys()
-        names = sorted(self._local | heartbeats.keys(), key=self._place)
+        names = sorted(self._local | heartbeats.keys(), key=self._sort_key)
         return [
             self._row(
                 name,
@@ -174,7 +174,7 @@ class WorkerTable:
             for name in names
         ]
 
-    def _place(self, worker_id: str) -> tuple[int, int, str]:
+    def _sort_key(self, worker_id: str) -> tuple[int, int, str]:
         role, _, index = worker_id.rpartition("-")
         return (
             self._order.index(role) if role in self._order else len(self._order),

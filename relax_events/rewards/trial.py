@@ -97,8 +97,8 @@ class RewardTrial(AbstractContextManager["RewardTrial"]):
                 prompt=item.prompt,
                 **self._options,
             )
-        told = (said.answer, said.location, said.why) if said else (None, None, None)
-        return ScoredCompletion(item.sample_id, result.reward, result.components, None, *told)
+        verdict = (said.answer, said.location, said.why) if said else (None, None, None)
+        return ScoredCompletion(item.sample_id, result.reward, result.components, None, *verdict)
 
 
 def try_reward(settings: RewardConfig, items: Sequence[RewardItem]) -> list[ScoredCompletion]:

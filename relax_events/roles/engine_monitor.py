@@ -18,8 +18,8 @@ Activity = Literal["generating", "loading"]
 class EngineMonitor:
     """Enter `doing` around what the engine does; the rest of the time it waits for the worker.
 
-    Figures, of the time since the report before:
-        tokens_per_second: Drawn.
+    Metrics, of the time since the report before:
+        tokens_per_second: Sampled.
         generating_ratio, loading_ratio: Of the time.
         cached_ratio: Of the tokens before first draws, those that a cache spared; left out when
             there were none.

@@ -1,6 +1,4 @@
-"""Figures of an evaluation, gathered sample by sample: memory is that of a few numbers per
-prompt.
-"""
+"""Compute the metrics of an evaluation sample by sample, in the memory of a few numbers per prompt."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ def pass_at_k(num_samples: int, num_passed: int, *, k: int) -> float:
     C(n, k).
 
     Args:
-        num_samples: n, drawn for the prompt.
+        num_samples: n, sampled for the prompt.
         num_passed: c, of those.
         k: At most n.
     Raises:
@@ -43,7 +41,7 @@ class PromptResults:
 @dataclass(slots=True)
 class EvaluationResults:
     """What the samples of all prompts came to. A sample that could not be scored counts in no
-    figure but its own.
+    metric but its own.
     """
 
     pass_reward: float
@@ -80,7 +78,7 @@ class EvaluationResults:
         """Return pass@k by k in decimal: the mean over the prompts that have at least k scored
         samples, where there are any.
         """
-        figures = {}
+        estimated = {}
         for k in ks:
             estimates = [
                 pass_at_k(one.num_scored, one.num_passed, k=k)
@@ -88,8 +86,8 @@ class EvaluationResults:
                 if one.num_scored >= k
             ]
             if estimates:
-                figures[str(k)] = math.fsum(estimates) / len(estimates)
-        return figures
+                estimated[str(k)] = math.fsum(estimates) / len(estimates)
+        return estimated
 
     @property
     def prompt_rewards(self) -> list[float]:

@@ -1,6 +1,4 @@
-"""One policy version on one dataset: prompts in, samples out, rewards on top, figures at the
-end.
-"""
+"""Evaluate one policy version on one dataset: generate samples, score them, compute metrics."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ from relax_events.roles.evaluation_metrics import EvaluationResults
 log = structlog.get_logger()
 STEP_SECONDS = 0.25
 SCORED_AT_ONCE = 4
-"""Samples for each process of the reward: when all of them hang, the beat is late by so many times
+"""Samples for each process of the reward: when all of them hang, the heartbeat is late by so many times
 the reward's deadline."""
 
 
@@ -56,7 +54,7 @@ class EvaluationPass:
         library: MediaLibrary,
         rewards: RewardPool,
         config: RunConfig,
-        beat: Callable[[], None] = lambda: None,
+        send_heartbeat: Callable[[], None] = lambda: None,
     ) -> None:
         """Begin at the first row.
 
@@ -68,10 +66,10 @@ class EvaluationPass:
             library: Takes the media of its rows.
             rewards: Score its completions.
             config: The run.
-            beat: Called while samples are scored, which takes long where a reward function hangs.
+            send_heartbeat: Called while samples are scored, which takes long where a reward function hangs.
         """
-        self._beat, self._num_at_once = (
-            beat,
+        self._send_heartbeat, self._num_at_once = (
+            send_heartbeat,
             SCORED_AT_ONCE * (dataset.reward or config.reward).num_processes,
         )
         self._dataset, self._source = dataset, source
@@ -105,7 +103,7 @@ class EvaluationPass:
         samples = self._engine.poll(timeout_seconds=STEP_SECONDS)
         for start in range(0, len(samples), self._num_at_once):
             self._score(samples[start : start + self._num_at_once])
-            self._beat()
+            self._send_heartbeat()
 
     def abort(self) -> None:
         """Take back what runs in the engine."""
@@ -114,7 +112,7 @@ class EvaluationPass:
     def result(
         self, *, policy_version: int, weights_digest: bytes, seconds: float
     ) -> PolicyEvaluated:
-        """Return the figures.
+        """Return the metrics.
 
         Args:
             policy_version: The one that was evaluated.
@@ -196,7 +194,7 @@ class EvaluationPass:
 
     def _score(self, samples: list[GeneratedSample]) -> None:
         results = self._rewards.score_batch(
-            [self._item(sample) for sample in samples], on_answer=self._beat
+            [self._item(sample) for sample in samples], on_answer=self._send_heartbeat
         )
         for sample, result in zip(samples, results, strict=True):
             index, row, missing = self._at_work[sample.prompt_group_id]

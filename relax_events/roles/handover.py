@@ -1,5 +1,6 @@
-"""What a rollout worker that leaves keeps of its unfinished samples, so that the worker that takes
-the prompt group next goes on with them.
+"""Store the unfinished samples of a rollout worker that leaves.
+
+The worker that takes the prompt group next resumes them.
 
     drain overdue --> abort() --> partials/<prompt group> in the object store --> release the lease
     --> another worker: find, submit, ..., forget
@@ -81,7 +82,7 @@ class PartialSamples:
         """Return what another worker generated of a prompt group, by sample index; nothing where it
         can't be used.
 
-        A sample that goes on has finish reason `abort`. At least one does, or has not begun.
+        A sample to resume has finish reason `abort`. At least one does, or has not begun.
         """
         try:
             if not self._store.exists(_key(prompt_group_id)):

@@ -25,7 +25,7 @@ UseVersion = Callable[[int], int]
 class LogprobScorer:
     """Turns record batches of samples into what the scorer gives for them, version by version.
 
-    `use_version` is told the samples' version, makes the scorer hold the weights that belong to it,
+    `use_version` gets the samples' version, makes the scorer hold the weights that belong to it,
     and returns the version of those weights.
     """
 

@@ -1,16 +1,17 @@
 """Holds prompt groups that were delivered too often, until heartbeats show whether another rollout
 worker still has them.
 
-The broker counts deliveries and tells nobody why there were so many. The workers that took the
+The broker counts deliveries and does not report why there were so many. The workers that took the
 prompt group may have died, and then the next one may die of it as well. Or the broker was away, or
-a lease lapsed, while a worker goes on generating. Heartbeats tell the two apart: each rollout
+a lease lapsed, while a worker continues to generate. Heartbeats distinguish the two: each rollout
 worker names in its own what it has at work, and what it has ended lately.
 
     lease at the delivery limit --> hold --> a heartbeat says "ended"   --> done
                                      |  ^--- a heartbeat says "at work" --- hold on
-                                     '-----> silence of SILENT_HEARTBEATS    --> find_unclaimed: the caller ends the prompt group as failed
+                                     '-----> silence of SILENT_HEARTBEATS
+                                             --> find_unclaimed: the caller fails the prompt group
 
-A worker that is silent for so long and goes on all the same writes its samples behind the failure;
+A worker that is silent for so long and still works writes its samples behind the failure;
 the trainer drops them as duplicates.
 """
 
@@ -45,15 +46,15 @@ class _Held:
     claimed_at: dict[str, float] = field(default_factory=dict)
     """By worker, when its newest heartbeat that names the prompt group as at work was read."""
 
-    def apply(self, prompt_group_id: str, beat: WorkerHeartbeat, now: float) -> None:
-        self.is_ended = self.is_ended or prompt_group_id in beat.prompt_groups_written
+    def apply(self, prompt_group_id: str, heartbeat: WorkerHeartbeat, now: float) -> None:
+        self.is_ended = self.is_ended or prompt_group_id in heartbeat.prompt_groups_written
         if (
-            prompt_group_id in beat.prompt_groups_in_flight
-            and beat.state is not WorkerState.STOPPED
+            prompt_group_id in heartbeat.prompt_groups_in_flight
+            and heartbeat.state is not WorkerState.STOPPED
         ):
-            self.claimed_at[beat.worker_id] = now
+            self.claimed_at[heartbeat.worker_id] = now
         else:
-            self.claimed_at.pop(beat.worker_id, None)
+            self.claimed_at.pop(heartbeat.worker_id, None)
 
     def is_unclaimed(self, now: float, silent_seconds: float) -> bool:
         return now - max((self.since, *self.claimed_at.values())) > silent_seconds
@@ -79,16 +80,16 @@ class RedeliveryGuard:
 
     def find_unclaimed(self) -> list[Lease]:
         """Read what heartbeats came; settle what others have ended, and return the leases of prompt
-        groups that nobody has.
+        groups that no worker has.
 
         Raises:
             AccessDenied: The role may not read heartbeats.
         """
         if not self._held:
             return []
-        for beat in self._read_heartbeats():
+        for heartbeat in self._read_heartbeats():
             for prompt_group_id, held in self._held.items():
-                held.apply(prompt_group_id, beat, self._clock())
+                held.apply(prompt_group_id, heartbeat, self._clock())
         seconds, given_up = (
             SILENT_HEARTBEATS * self._worker.config.workers.heartbeat_seconds,
             list[Lease](),

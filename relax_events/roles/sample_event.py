@@ -81,7 +81,7 @@ def select_routed_experts(
     """Return which experts a sample's tokens went through where that is replayed, else None.
 
     Raises:
-        ConfigError: The engine did not tell, or not of all tokens but the last.
+        ConfigError: The engine did not report the experts of all tokens but the last.
     """
     if not config.model.replays_routing:
         return None

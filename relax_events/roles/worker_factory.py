@@ -86,7 +86,7 @@ def open_worker(
 
     Raises:
         ConfigError: The object store is another run's, or the run file has changed since the log
-            described the run, in a way that the run can't go on with.
+            described the run, in a way that can't be resumed.
     """
     opened, objects = store or open_store(config), config.objects
     leave = () if role in ROUTING_ROLES else ("routed_experts",)
@@ -121,7 +121,7 @@ def open_worker(
             opened,
             run_id=config.run.id,
             cluster_id=worker.control.follower.cluster_id,
-            told=find_logged_marker(descriptions),
+            logged_marker=find_logged_marker(descriptions),
         )
         worker.drain.listen_to_signals()
         if descriptions:

@@ -1,5 +1,6 @@
-"""What a child process that runs strangers' code or reads strangers' files finds in its
-environment: what is named here, and nothing else.
+"""The environment variables of a child process that runs untrusted code or reads untrusted files.
+
+It gets the variables that are named here, and no others.
 """
 
 from __future__ import annotations

@@ -2,11 +2,13 @@
 
 Each publication of a policy version sums up the log before it, and so gives the start offsets:
 
-    control.policy-versions   ... v-2  v-1  v      read backwards from the end, until enough publications are found
-                                    │
-    control.train-steps       ......└── steps from here on       PolicyVersionPublished.control_offsets
-    control.prompt-group-outcomes    ......└── ends from here on        PolicyVersionPublished.num_steps_before, outcome_counts_before
+    control.policy-versions         ... v-2  v-1  v   read backwards from the end,
+                                          │           until enough publications are found
+    control.train-steps             ......├── steps from here on
+    control.prompt-group-outcomes   ......└── ends from here on
 
+The publication gives these offsets in `control_offsets`, and the counts of what lies before them in
+`num_steps_before` and `outcome_counts_before`.
 So the cost of starting to read does not grow with the run.
 """
 

@@ -1,9 +1,11 @@
-"""Named crash points: instants at which a process can be told to kill or stop itself, so that tests
-can break a run exactly there.
+"""Named crash points: instants at which a process can be configured to kill or stop itself, so that
+tests can break a run exactly there.
 
-    RELAX_FAILPOINTS="reward.before_commit:3=kill,trainer.after_weights=stop"      the third pass, the first pass
+    RELAX_FAILPOINTS="reward.before_commit:3=kill,trainer.after_weights=stop"
 
-An armed point fires once in a run, whoever passes it: it leaves a mark in the run's folder first,
+This kills the process at the third pass of the one, and stops it at the first pass of the other.
+
+An armed point fires once in a run, in whichever process: it leaves a mark in the run's folder first,
 so that the worker that is started again gets through. Without the variable a pass costs one look at
 an empty table.
 """
@@ -49,26 +51,38 @@ POINTS = {
     "judge.at_work": "samples are at the judge's engine, no input of theirs is committed",
     "critic.learning": "the critic has learned from a committed step, others may be left",
     "advantage.before_flush": "joined samples are handed to the client, none is known to be safe",
-    "advantage.before_commit": "joined samples are acknowledged, the input offsets are not committed",
-    "advantage.handing_over": "partitions are being taken away, offsets are committed, open joins are not dropped",
+    "advantage.before_commit": (
+        "joined samples are acknowledged, the input offsets are not committed"
+    ),
+    "advantage.handing_over": (
+        "partitions are being taken away, offsets are committed, open joins are not dropped"
+    ),
     "trainer.after_accumulate": "a step's gradients are complete, the weights are old",
-    "trainer.after_optimizer_step": "the weights of a step have moved, others of its optimizer steps may be left",
+    "trainer.after_optimizer_step": (
+        "the weights of a step have moved, others of its optimizer steps may be left"
+    ),
     "weights.before_manifest": "a version's tensors are in the store, its manifest is not",
-    "weights.broadcasting": "a bucket of a version is on its way to an engine, its artifact may be whole or not",
-    "rollout.receiving": "a bucket of a version has come from the trainer, the engine has the version before",
+    "weights.broadcasting": (
+        "a bucket of a version is on its way to an engine, its artifact may be whole or not"
+    ),
+    "rollout.receiving": (
+        "a bucket of a version has come from the trainer, the engine has the version before"
+    ),
     "trainer.after_weights": "a version's artifact is whole, the step is not committed",
     "trainer.in_transaction": "the step and its offsets lie in an open transaction",
     "trainer.after_commit": "the step is committed, nothing that follows from it is done",
-    "trainer.after_ends": "ends of untrained prompt groups are committed, the assembler has not noted them",
+    "trainer.after_ends": (
+        "ends of untrained prompt groups are committed, the assembler has not noted them"
+    ),
     "trainer.replaying": "a recorded step is trained again, others are left",
     "checkpoint.before_shard": "a checkpoint is copied, nothing of it is in the store",
     "checkpoint.before_manifest": "a checkpoint's shards are in the store, its manifest is not",
     "evaluator.before_load": "a version's tensors are fetched, the engine has the version before",
     "evaluator.generating": "a version is half evaluated on a dataset",
     "evaluator.after_write": "an evaluation is on the log, the evaluator has not noted it",
-    "controller.before_command": "the controller has decided, nobody has heard of it",
+    "controller.before_command": "the controller has decided, no process has read it",
     "controller.after_command": "the command is on the log, the controller has not noted it",
-    "metrics.before_write": "figures are received, the file has not got them",
+    "metrics.before_write": "metrics are received, the file has not got them",
 }
 """Every point, with what is true there."""
 

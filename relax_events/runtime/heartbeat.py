@@ -111,7 +111,7 @@ class Heartbeat:
         self._sending = threading.Lock()
         self._activities = Activities()
         self._last_heartbeat = 0.0
-        self._num_beats = 0
+        self._num_heartbeats = 0
         self.started_at = now_micros()
         self._ticked = self._progressed = self._reported_at = time.monotonic()
         self._busy_seconds = 0.0
@@ -224,8 +224,8 @@ class Heartbeat:
         with self._sending:
             self._state = state
             self._send_heartbeat(now, state)
-        self._num_beats += 1
-        if self._num_beats % REPORT_EVERY_HEARTBEATS == 0:
+        self._num_heartbeats += 1
+        if self._num_heartbeats % REPORT_EVERY_HEARTBEATS == 0:
             self._report(now)
         return True
 

@@ -121,7 +121,7 @@ class Lifecycle(AbstractContextManager["Lifecycle"]):
     def activity(
         self, name: str, *, deadline_seconds: float, is_progress: bool = True
     ) -> AbstractContextManager[None]:
-        """Declare a long call of the work loop: heartbeats go on inside, and name it. See
+        """Declare a long call of the work loop: heartbeats continue inside, and name it. See
         `Heartbeat.activity`.
         """
         return self._heartbeat.activity(

@@ -1,4 +1,4 @@
-"""The run that a replay or a fork goes back to, as its log tells it."""
+"""The parent run of a replay or a fork, as its log describes it."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class ParentRun:
 
     @property
     def objects_uri(self) -> str:
-        """Where its objects lie: as the run that goes back to it was told, whatever the log says by
-        now.
+        """Where its objects are: as given to the run that starts from it, whatever the log says
+        by now.
         """
         return self.given_uri or self.config.objects_uri
 

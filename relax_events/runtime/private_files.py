@@ -14,13 +14,13 @@ OTHERS = 0o077
 
 
 def keep_private(config: RunConfig) -> None:
-    """Make a run's folder its user's alone (0700), and let nobody else read what this process and
+    """Make a run's folder its user's alone (0700), and let no other user read what this process and
     its children will write (0600).
 
     An object store in a folder elsewhere may be shared between users, so there the file mode mask
     stays as it is, and the run's folder protects the rest.
     """
-    with suppress(OSError):  # whoever can't write there is told when he has to
+    with suppress(OSError):  # a worker that can't write there fails when it has to
         config.run_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         config.run_directory.chmod(0o700)
     if not config.objects.uri.startswith("file:"):

@@ -32,15 +32,15 @@ SHAPE_KEYS = (
     "lease_seconds",
     "compression",
 )
-"""Of the broker table only these are told: topics follow from them, and none can hold an address or
+"""Of the broker table only these are described: topics follow from them, and none can hold an address or
 a secret."""
 
 
 def build_run_description(
     config: RunConfig, *, from_version: int | None = None, store_marker: str = ""
 ) -> RunDescribed:
-    """Return what the log is told about a run. Its folders come out absolute, since whoever reads
-    it stands elsewhere.
+    """Return the description of a run for the log. Its folders come out absolute, since its
+    readers work in other folders.
 
     Args:
         config: The run file as resolved.
@@ -104,7 +104,7 @@ def read_described_config(
     Args:
         described: As read from the log.
         run_id: Of the log. Records that were imported under another id still hold the first one.
-        own: The run file of whoever asks.
+        own: The reader's run file.
     Raises:
         ConfigError: It was written by a release whose keys this one does not know.
     """
@@ -149,7 +149,7 @@ def read_description(reader: LogReader, run_id: str) -> RunDescribed | None:
     """
     codec, newest = EventCodec(), None
     for record in _whole(reader, TopicPlan.build_topic_name(run_id, "control.schemas")):
-        with suppress(SchemaError):  # a stranger's record, which the roles have in their logs
+        with suppress(SchemaError):  # of an unknown producer; the roles log it
             codec.learn(record.value, key=record.key)
     for record in _whole(reader, TopicPlan.build_topic_name(run_id, "control.commands")):
         with suppress(CorruptRecord, SchemaError):

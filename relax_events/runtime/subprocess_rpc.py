@@ -39,7 +39,7 @@ class ChildProcessLost(Exception):
 
 
 class SubprocessRpc:
-    """The parent's side. It ends with us, and with whoever holds it. Used by one thread at a
+    """The parent's side. It ends with this process, and with its owner. Used by one thread at a
     time.
     """
 
@@ -48,7 +48,7 @@ class SubprocessRpc:
 
         Args:
             module: What it runs; it answers by `read_requests` and `respond`.
-            setup: What it is told first.
+            setup: The first message that it gets.
             is_confined: Whether it gets by without files, network and processes of its own: then it
                 is kept from them.
         """
@@ -104,8 +104,8 @@ class SubprocessRpc:
         """End the process, whatever it does; say how it ended.
 
         Args:
-            exit_seconds: In which it may end by itself, so that its own code or signal is told and
-                not that of being killed.
+            exit_seconds: In which it may end by itself, so that its own code or signal is
+                reported and not that of being killed.
         """
         self._finalizer.detach()
         if exit_seconds:
@@ -134,7 +134,7 @@ def read_requests(requests: IO[bytes]) -> Iterator[tuple[dict[str, Any], bytes]]
 
 @contextlib.contextmanager
 def raise_failures(answers: IO[bytes]) -> Iterator[None]:
-    """Answer an error that nobody foresaw by its name and text, before the child ends of it; for
+    """Answer an unexpected error by its name and text, before the child ends of it; for
     the child's side.
     """
     try:
@@ -200,6 +200,6 @@ def _end(process: subprocess.Popen[bytes]) -> int:
         try:
             if pipe is not None:
                 pipe.close()
-        except BrokenPipeError:  # what it was still to be told
+        except BrokenPipeError:  # bytes that were still to be sent
             continue
     return process.wait()

@@ -26,7 +26,7 @@ from relax_events.serving.schemas import ChatBody, CompletionBody, SamplingParam
 from relax_events.serving.streams import cancel_on_disconnect, event_stream
 
 Choice = Callable[[str, bool], dict[str, Any]]
-"""Builds a choice from a text; the flag tells whether it is a streamed delta."""
+"""Builds a choice from a text; the flag says whether it is a streamed delta."""
 
 
 def openai_routes(

@@ -12,13 +12,13 @@ from relax_events.events.types import PromptGroupEnded
 
 ID_PATTERN = re.compile("([0-9]{6,12})-([0-9]{4,12})-([0-9]{1,12})")
 FIRST_EXTERNAL_INDEX = 1_000_000
-"""A `group_index` that no batch reaches: from here on the seats belong to producers other than the
+"""A `group_index` that no batch reaches: from here on the batch slots belong to producers other than the
 prompter."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class BatchSlot:
-    """A seat in a train step's batch."""
+    """A slot in a train step's batch."""
 
     train_step: int
     group_index: int
@@ -26,7 +26,7 @@ class BatchSlot:
 
 @dataclass(frozen=True, slots=True)
 class IssuedGroup:
-    """A prompt group as it was issued: its seat, the attempt, and its row in the prompt stream."""
+    """A prompt group as it was issued: its batch slot, the attempt, and its row in the prompt stream."""
 
     slot: BatchSlot
     attempt: int
@@ -34,12 +34,12 @@ class IssuedGroup:
 
     @property
     def prompt_group_id(self) -> str:
-        """Return the derived id: the same seat and attempt always give the same id."""
+        """Return the derived id: the same slot and attempt always give the same id."""
         return f"{self.slot.train_step:06d}-{self.slot.group_index:04d}-{self.attempt}"
 
     @classmethod
     def parse(cls, prompt_group_id: str) -> IssuedGroup:
-        """Read seat and attempt back from an id; the row is not in it and comes back as -1.
+        """Read slot and attempt back from an id; the row is not in it and comes back as -1.
 
         Raises:
             CorruptRecord: The text is no prompt group id.
@@ -57,7 +57,7 @@ def is_external(prompt_group_id: str) -> bool:
     """Tell whether a prompt group was issued by a producer other than the prompter: it is generated
     and scored, never trained.
 
-    A text that is no prompt group id is nobody's, and so no guest's.
+    A text that is no prompt group id belongs to no producer, external or not.
     """
     match = ID_PATTERN.fullmatch(prompt_group_id)
     return match is not None and int(match[2]) >= FIRST_EXTERNAL_INDEX
@@ -108,7 +108,7 @@ def admitted_steps(published_version: int, *, max_staleness: int, num_steps: int
 def find_unissued_slots(
     issued: Iterable[BatchSlot], *, steps: range, prompts_per_step: int
 ) -> list[BatchSlot]:
-    """Return the seats of the admitted steps that no prompt group was ever issued for, in order."""
+    """Return the batch slots of the admitted steps that no prompt group was ever issued for, in order."""
     taken = set(issued)
     return [
         place
@@ -119,7 +119,7 @@ def find_unissued_slots(
 
 
 def build_reissue(ended: IssuedGroup, *, outcome: Outcome, next_row: int) -> IssuedGroup | None:
-    """Return the prompt group that takes the seat of one that ended untrained, or None when it was
+    """Return the prompt group that takes the batch slot of one that ended untrained, or None when it was
     trained.
 
     What expired is issued again with the same prompt, so that slow prompts are not selected

@@ -219,7 +219,9 @@ class WorkerMetrics:
         """Set the policy version that the worker serves or knows."""
         self._version.labels(self._role).set(version)
 
-    def set_critic_metrics(self, *, value_loss: float, explained_variance: float, version_lag: int) -> None:
+    def set_critic_metrics(
+        self, *, value_loss: float, explained_variance: float, version_lag: int
+    ) -> None:
         """Set the metrics of the critic's newest step, and its lag in policy versions."""
         self._value_loss.labels(self._role).set(value_loss)
         self._explained.labels(self._role).set(explained_variance)

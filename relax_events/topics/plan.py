@@ -239,7 +239,7 @@ class TopicPlan:
         """Return the specifications of the run's own topics."""
         rest = "could not process, unchanged, with the error in their headers"
         roles = ("trainer",) if self.source_run_id else DEAD_LETTER_ROLES
-        letters = {f"{role}.dead-letters": f"records that {role} {rest}" for role in roles}
+        dead_letters = {f"{role}.dead-letters": f"records that {role} {rest}" for role in roles}
         return [
             *self._sample_specs(),
             *self._specs(CONTROL_TOPICS, 1),
@@ -248,7 +248,7 @@ class TopicPlan:
             *self._specs(
                 SUMMARY_TOPICS, 1, COMPACTION | {"segment.bytes": str(2 * MAX_RECORD_BYTES)}
             ),
-            *self._specs(letters, 1),
+            *self._specs(dead_letters, 1),
         ]
 
     def _present(self, entities: Mapping[str, str]) -> dict[str, str]:

@@ -131,7 +131,9 @@ class StepCommitter:
         self._count_outcomes(ended)
 
     def _count_outcomes(self, ended: Sequence[PromptGroupEnded]) -> None:
-        self._ended.update(end.outcome.value for end in ended if not is_external(end.prompt_group_id))
+        self._ended.update(
+            end.outcome.value for end in ended if not is_external(end.prompt_group_id)
+        )
 
     def _history(self) -> TrainingHistory:
         """Read the history since this trainer's last publication, or since it started."""

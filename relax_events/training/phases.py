@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 class PhaseTimer:
-    """Seconds by phase of one step. Time after the snapshot (the commit) counts to the next step."""
+    """Seconds by phase of one step. Time after the snapshot (the commit) is the next step's."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)

@@ -49,8 +49,8 @@ class StepCommits:
         return any(flag[0] for flag in flags)
 
     def commit_step(self, *, wait: bool = True) -> None:
-        """Commit the step before, whose weights were written during this one, if it is not committed;
-        with `wait` False only when its weights are written by now.
+        """Commit the step before, whose weights were written during this one, if it is not yet
+        committed; with `wait` False only when its weights are written by now.
         """
         publisher = self._publisher
         if (

@@ -1,6 +1,6 @@
 """Generate samples on a server until each has finished, whatever happens to its requests.
 
-`SampleState.finish_reason` tells when a sample is finished. If a request ends earlier, for whatever
+A sample is finished when its `SampleState.finish_reason` is set. If a request ends earlier, for whatever
 reason, the sample keeps its tokens so far and is sent again:
 
     add --> waits for the gate --> request --> tokens arrive --> finished: handed out

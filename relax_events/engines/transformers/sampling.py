@@ -74,9 +74,9 @@ def sample_tokens(
     """
     size = max(1, MAX_ELEMENTS // logits.shape[-1])
     parts = [slice(start, start + size) for start in range(0, len(logits), size)]
-    drawn = [_sample_part(logits[part], numbers[part], sampling[part]) for part in parts]
-    return np.concatenate([tokens for tokens, _ in drawn]), np.concatenate(
-        [logprobs for _, logprobs in drawn]
+    sampled = [_sample_part(logits[part], numbers[part], sampling[part]) for part in parts]
+    return np.concatenate([tokens for tokens, _ in sampled]), np.concatenate(
+        [logprobs for _, logprobs in sampled]
     )
 
 
@@ -94,8 +94,8 @@ def _sample_part(
     thresholds = torch.from_numpy(numbers).to(device)[:, None] * cumulative[:, -1:]
     # Only a row of NaN has no sum above its threshold.
     tokens = torch.searchsorted(cumulative, thresholds, right=True).clamp_(max=logits.shape[-1] - 1)
-    drawn = logprobs.gather(-1, tokens)
-    return tokens[:, 0].cpu().numpy(), drawn[:, 0].cpu().numpy()
+    sampled = logprobs.gather(-1, tokens)
+    return tokens[:, 0].cpu().numpy(), sampled[:, 0].cpu().numpy()
 
 
 def top_tokens(logits: Float[Tensor, "rows vocabulary"], *, num_tokens: int) -> NDArray[np.int32]:

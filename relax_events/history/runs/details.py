@@ -25,7 +25,8 @@ from relax_events.session.resume import settings_history
 from relax_events.topics import TopicPlan
 
 METRICS_SHOWN = (
-    "reward_mean", "loss", "policy_loss", "kl_estimate", "entropy", "grad_norm", "clip_fraction", "staleness_mean", "completion_tokens_mean",
+    "reward_mean", "loss", "policy_loss", "kl_estimate", "entropy", "grad_norm", "clip_fraction",
+    "staleness_mean", "completion_tokens_mean",
     "preference_accuracy", "reward_margin",
 )  # fmt: skip
 

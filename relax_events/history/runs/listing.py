@@ -34,7 +34,7 @@ TAIL_OFFSETS = 64
 """A commit takes two offsets, its record and the transaction marker; so this many hold the newest
 step, unless many attempts failed in a row."""
 DEFAULT_HUNG_SECONDS = WorkersConfig().heartbeat_timeout_seconds
-Place = tuple[str, int]
+PartitionKey = tuple[str, int]
 
 
 @dataclass(slots=True)
@@ -230,8 +230,8 @@ def _read_logs(
 
 
 def _step_ranges(
-    topic_partitions: Iterable[Place], begins: Mapping[Place, int], ends: Mapping[Place, int]
-) -> dict[Place, tuple[int, int]]:
+    topic_partitions: Iterable[PartitionKey], begins: Mapping[PartitionKey, int], ends: Mapping[PartitionKey, int]
+) -> dict[PartitionKey, tuple[int, int]]:
     return {
         topic_partition: (
             max(begins[topic_partition], ends[topic_partition] - TAIL_OFFSETS),
@@ -245,9 +245,9 @@ def _step_ranges(
 def _heartbeat_ranges(
     admin: Admin,
     runs: Mapping[str, RunSummary],
-    topic_partitions: Iterable[Place],
-    ends: Mapping[Place, int],
-) -> dict[Place, tuple[int, int]]:
+    topic_partitions: Iterable[PartitionKey],
+    ends: Mapping[PartitionKey, int],
+) -> dict[PartitionKey, tuple[int, int]]:
     """Find the heartbeats of the last minutes, by the broker's clock."""
     heartbeats = [
         topic_partition
@@ -264,7 +264,7 @@ def _heartbeat_ranges(
 
 
 def decode_records(
-    reader: LogReader, spans: Mapping[Place, tuple[int, int]]
+    reader: LogReader, spans: Mapping[PartitionKey, tuple[int, int]]
 ) -> Iterator[tuple[Record, Event]]:
     """Yield the events of control topics of any runs, in log order by topic; unreadable records are
     logged.

@@ -134,7 +134,7 @@ def _is_wanted(config: RunConfig, step: TrainStepCommitted) -> bool:
 
 
 def read_source_curves(config: RunConfig, train_steps: list[int]) -> dict[str, Any] | None:
-    """Return the metrics of the parent's steps beside those of a run, None where it has none; None
+    """Return the metrics of the parent's steps next to those of a run, None where it has none; None
     for a run without a parent.
     """
     if not config.parent.run:

@@ -1,7 +1,7 @@
 """A run on a time axis, in Chrome's trace format, which ui.perfetto.dev and chrome://tracing open.
 
 Read from the control log: train steps with their phases, published versions, evaluations, commands
-with their reasons, and how busy each worker was. Phases of a step are sums; they are drawn one
+with their reasons, and how busy each worker was. Phases of a step are sums; they are shown one
 after the other, in their order within a step.
 """
 

@@ -169,13 +169,13 @@ def build_acls(run_id: str, *, source_run_id: str = "") -> list[Acl]:
 
 def list_writable_topics(role: str) -> tuple[str, ...]:
     """Return the topics that a role may write, without the run's prefix."""
-    letters = (f"{role}.dead-letters",) if role in DEAD_LETTER_ROLES else ()
+    dead_letters = (f"{role}.dead-letters",) if role in DEAD_LETTER_ROLES else ()
     return (
         *WORKER_WRITES,
         HEARTBEATS[role],
         METRICS[role],
         *ROLE_PERMISSIONS[role].writes,
-        *letters,
+        *dead_letters,
     )
 
 

@@ -65,11 +65,11 @@ class PrincipalAdmin:
             users: All users of the run.
         """
         found = {acl for acl in self._acls() if acl.username.startswith(prefix)}
-        strangers = [
+        unknown = [
             name for name in self._users() if name.startswith(prefix) and name not in users
         ]
         return SecurityChanges(
-            sorted(users), strangers, sorted(set(wanted) - found), sorted(found - set(wanted))
+            sorted(users), unknown, sorted(set(wanted) - found), sorted(found - set(wanted))
         )
 
     def apply(self, changes: SecurityChanges, *, password_of: Callable[[str], str]) -> None:

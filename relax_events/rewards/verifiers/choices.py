@@ -82,8 +82,8 @@ def multiple_choice(
 
 
 def chosen_letter(text: str, *, num_choices: int = 0) -> str | None:
-    """Return the letter that a text chooses, or None; letters beyond a known number of choices are
-    ignored.
+    """Return the letter that a text chooses, or None; a letter beyond a known number of choices
+    is ignored.
     """
     known = string.ascii_uppercase[: num_choices or None]
     for form in LETTER_FORMS:

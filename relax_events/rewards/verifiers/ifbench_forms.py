@@ -260,7 +260,7 @@ def custom_character_reverse(response: str) -> bool:
 
 @instruction("custom:sentence_alphabet")
 def custom_sentence_alphabet(response: str) -> bool:
-    """Its 26 sentences begin with the letters of the alphabet in turn."""
+    """Its 26 sentences begin with a to z in turn."""
     return (
         "".join(sentence[0].lower() for sentence in sentences_of(response))
         == string.ascii_lowercase

@@ -36,7 +36,7 @@ STOP_WORDS = frozenset(
     ).split()
 )
 """NLTK's English stop words, without those that hold an apostrophe: they are compared with runs of
-letters."""
+alphabetic characters."""
 VERB_TAG = "VB"
 
 
@@ -74,7 +74,7 @@ def words_odd_even_syllables(response: str) -> bool:
 
 @instruction("words:start_verb")
 def words_start_verb(response: str) -> bool:
-    """Its first word is a verb, as it stands or in small letters; marks before it do not count."""
+    """Its first word is a verb, as it stands or in lowercase; marks before it do not count."""
     words = next(
         (
             found

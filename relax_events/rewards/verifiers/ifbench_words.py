@@ -40,7 +40,7 @@ OVERLAP_MARGIN_PERCENT = 2
 
 
 def bare_words(text: str) -> list[str]:
-    """Return the words in small letters, without any punctuation."""
+    """Return the words in lowercase, without any punctuation."""
     return text.lower().translate(NO_PUNCTUATION).split()
 
 
@@ -148,10 +148,10 @@ def ratio_sentence_words(response: str) -> bool:
 @instruction("words:alphabet")
 def words_alphabet(response: str) -> bool:
     """Each word begins with the letter after that of the word before; a follows z."""
-    letters = [word[0] for word in bare_words(response)]
-    numbers = [ord(letter) - ord("a") for letter in letters]
+    initials = [word[0] for word in bare_words(response)]
+    numbers = [ord(letter) - ord("a") for letter in initials]
     in_turn = all((first + 1) % 26 == second for first, second in pairwise(numbers))
-    return bool(letters) and all(letter in string.ascii_lowercase for letter in letters) and in_turn
+    return bool(initials) and all(letter in string.ascii_lowercase for letter in initials) and in_turn
 
 
 @instruction("words:vowel")
@@ -169,7 +169,7 @@ def words_consonants(response: str) -> bool:
 
 @instruction("words:palindrome")
 def words_palindrome(response: str) -> bool:
-    """Ten words of five letters or more read the same backwards."""
+    """Ten words of at least five characters read the same backwards."""
     found = [
         word
         for word in bare_words(response)
@@ -255,7 +255,7 @@ def sentence_alliteration_increment(response: str) -> bool:
 
 
 def _num_alliterating(sentence: str) -> int:
-    letters = [word.lstrip(EDGES)[:1] for word in sentence.lower().split() if word.lstrip(EDGES)]
-    same = [first == second for first, second in pairwise(letters)]
+    initials = [word.lstrip(EDGES)[:1] for word in sentence.lower().split() if word.lstrip(EDGES)]
+    same = [first == second for first, second in pairwise(initials)]
     # A run of n words has n - 1 equal neighbours, and counts n.
     return sum(same) + sum(here and not before for before, here in pairwise([False, *same]))

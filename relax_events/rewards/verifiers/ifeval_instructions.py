@@ -195,8 +195,8 @@ def _num_bracketed(line: str) -> int:
 def detectable_content_postscript(response: str, *, postscript_marker: str) -> bool:
     """A postscript begins with this mark."""
     marker = postscript_marker.strip()
-    spelt = {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"}.get(marker, re.escape(marker))
-    return re.search(spelt, response, re.IGNORECASE) is not None
+    pattern = {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"}.get(marker, re.escape(marker))
+    return re.search(pattern, response, re.IGNORECASE) is not None
 
 
 @instruction("detectable_format:number_bullet_lists")

@@ -1,5 +1,5 @@
 """Parse answers in program syntax, such as `2*pi` and `x**2`, which a LaTeX grammar reads as
-products of letters.
+products of symbols.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ONLY_PLAIN = re.compile(r"\*|\d[eE][-+]?\d")
 def plain_expression(text: str) -> Any:
     """Parse a text in program syntax to an unevaluated expression; None for any other text.
 
-    Only numbers, single letters, the functions of `FUNCTIONS` and arithmetic are accepted, so
+    Only numbers, single-letter symbols, the functions of `FUNCTIONS` and arithmetic are accepted, so
     parsing can't run other code.
     """
     sides = text.split("=")
@@ -100,13 +100,13 @@ def _parse(text: str) -> Any:
 def _names() -> tuple[dict[str, Any], dict[str, Any]]:
     import sympy
 
-    # As math-verify reads letters: real, and i as one of them.
-    letters = {letter: sympy.Symbol(letter, real=True) for letter in string.ascii_letters}
+    # As math-verify reads symbols: real, and i as one of them.
+    symbols = {letter: sympy.Symbol(letter, real=True) for letter in string.ascii_letters}
     known = {
-        **letters,
+        **symbols,
         **{name: getattr(sympy, name) for name in CONSTANTS + FUNCTIONS},
         "e": sympy.E,
         "E": sympy.E,
-        "I": letters["i"],
+        "I": symbols["i"],
     }
     return known, {name: found for name, found in vars(sympy).items() if not name.startswith("_")}

@@ -42,7 +42,7 @@ MS_READ_ONLY, MS_NO_SUID, MS_REMOUNT, MS_BIND, MS_RECURSIVE = 1, 2, 32, 4096, 16
 
 
 class Ended(Exception):
-    """Whoever judges the program wants it ended."""
+    """The grader asks the program to end."""
 
 
 def main(setup: dict[str, Any]) -> int:

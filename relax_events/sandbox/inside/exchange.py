@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from typing import IO, Any
 
-from values import MUTABLE, decode, encode, replace  # started as a file: siblings lie beside it
+from values import MUTABLE, decode, encode, replace  # started as a file: siblings lie next to it
 
 MAX_MESSAGE_BYTES = 64 * 1024**2
 
@@ -44,13 +44,13 @@ class Exchange(ABC):
         self._stand_ins: dict[int, int] = {}
 
     @abstractmethod
-    def stand_in(self, number: int, told: dict[str, Any]) -> Any:
-        """Return what stands here for an object of the other side, by its number and what is told
-        of it.
+    def stand_in(self, number: int, description: dict[str, Any]) -> Any:
+        """Return what stands here for an object of the other side, by its number and its
+        description.
         """
 
     @abstractmethod
-    def error(self, told: dict[str, Any]) -> BaseException:
+    def error(self, description: dict[str, Any]) -> BaseException:
         """Return the exception for one that was raised over there."""
 
     def call(self, operation: str, number: int, *arguments: Any, **named: Any) -> Any:
@@ -169,14 +169,14 @@ class Exchange(ABC):
         if (number := self._stand_ins.get(id(value))) is not None:
             return ["yours", number]
         kind = value if isinstance(value, type) else type(value)
-        told = {
+        description = {
             "type": kind.__name__,
             "is_class": isinstance(value, type),
             "is_callable": callable(value),
         }
         if isinstance(value, type) and issubclass(value, BaseException):
-            told["raises"] = builtin_name(value)
-        return ["mine", self.keep(value), told]
+            description["raises"] = builtin_name(value)
+        return ["mine", self.keep(value), description]
 
     def decoded(self, data: Any) -> Any:
         """Return the value that JSON stands for."""

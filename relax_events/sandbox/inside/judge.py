@@ -66,20 +66,20 @@ class _ToSolution(Exchange):  # type: ignore[misc]  # it is found when this is s
                 object.__setattr__(value, "_makes_objects", name[:1].isupper())
         return found
 
-    def stand_in(self, number: int, told: dict[str, Any]) -> Any:
+    def stand_in(self, number: int, description: dict[str, Any]) -> Any:
         """Return what stands here for an object over there; for a class of exceptions one of our
         own.
         """
-        if told.get("raises"):
-            return self._error_class(str(told["type"]), str(told["raises"]))
-        remote = Remote(self, number, str(told.get("type")), is_class=bool(told.get("is_class")))
+        if description.get("raises"):
+            return self._error_class(str(description["type"]), str(description["raises"]))
+        remote = Remote(self, number, str(description.get("type")), is_class=bool(description.get("is_class")))
         self.stands_for(remote, number)
         return remote
 
-    def error(self, told: dict[str, Any]) -> BaseException:
+    def error(self, description: dict[str, Any]) -> BaseException:
         """Return the exception for one that was raised over there."""
-        name, text = str(told.get("name")), str(told.get("text"))
-        return self._error_class(name, str(told.get("builtin")))(text)
+        name, text = str(description.get("name")), str(description.get("text"))
+        return self._error_class(name, str(description.get("builtin")))(text)
 
     def _error_class(self, name: str, builtin: str) -> type[Exception]:
         base = getattr(builtins, builtin, None)

@@ -1,5 +1,5 @@
-"""The side that holds the solution: runs it, tells what it defines, and does what the tests ask of
-that.
+"""The side that holds the solution: runs it, reports what it defines, and does what the tests ask of
+it.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def serve(solution: str) -> None:
 
 
 class _ToTests(Exchange):  # type: ignore[misc]  # it is found when this is started as a file
-    def stand_in(self, number: int, told: dict[str, Any]) -> Any:
+    def stand_in(self, number: int, description: dict[str, Any]) -> Any:
         return _Callback(self, number)
 
-    def error(self, told: dict[str, Any]) -> BaseException:
-        return RuntimeError(f"{told.get('name')}: {told.get('text')}")
+    def error(self, description: dict[str, Any]) -> BaseException:
+        return RuntimeError(f"{description.get('name')}: {description.get('text')}")
 
 
 class _Callback:

@@ -33,12 +33,12 @@ class ClearMLTracker:
         self._task.set_initial_iteration(0)  # otherwise a continued task adds its last iteration
         memory.set_note("task_id", self._task.id)
 
-    def write(self, figures: StepMetrics) -> None:
+    def write(self, step_metrics: StepMetrics) -> None:
         """Report a scalar for each metric; the series is the plot's title."""
         logger = self._task.get_logger()
-        for name, value in figures.values.items():
+        for name, value in step_metrics.values.items():
             logger.report_scalar(
-                title=figures.series, series=name, value=value, iteration=figures.step
+                title=step_metrics.series, series=name, value=value, iteration=step_metrics.step
             )
 
     def close(self) -> None:

@@ -21,14 +21,14 @@ class TrackerWriter:
         self._open, self._memory = open_tracker, memory
         self._tracker: Tracker | None = None
 
-    def write(self, figures: StepMetrics) -> None:
+    def write(self, step_metrics: StepMetrics) -> None:
         """Write metrics, unless an earlier process did."""
         if self._tracker is None:
             self._tracker = self._open(self._memory)
-        if self._tracker.remembers and self._memory.is_delivered(figures.series, figures.step):
+        if self._tracker.remembers and self._memory.is_delivered(step_metrics.series, step_metrics.step):
             return
-        self._tracker.write(figures)
-        self._memory.mark_delivered(figures.series, figures.step)
+        self._tracker.write(step_metrics)
+        self._memory.mark_delivered(step_metrics.series, step_metrics.step)
 
     def close(self) -> None:
         """Close the tracker if it was opened."""

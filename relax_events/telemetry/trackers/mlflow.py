@@ -54,12 +54,12 @@ class MLflowTracker:
         self._run_id = run.info.run_id
         self._client.update_run(self._run_id, status="RUNNING")
 
-    def write(self, figures: StepMetrics) -> None:
+    def write(self, step_metrics: StepMetrics) -> None:
         """Log the metrics of a step together, as `series/name`."""
-        at_millis = figures.at // 1000
+        at_millis = step_metrics.at // 1000
         metrics = [
-            Metric(f"{figures.series}/{name}", value, at_millis, figures.step)
-            for name, value in figures.values.items()
+            Metric(f"{step_metrics.series}/{name}", value, at_millis, step_metrics.step)
+            for name, value in step_metrics.values.items()
         ]
         self._client.log_batch(self._run_id, metrics=metrics)
 

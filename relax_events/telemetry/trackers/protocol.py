@@ -41,7 +41,7 @@ class Tracker(Protocol):
         """Connect to the tracker, and resume the run if it is known there."""
         ...
 
-    def write(self, figures: StepMetrics) -> None:
+    def write(self, step_metrics: StepMetrics) -> None:
         """Write the metrics of a step."""
         ...
 

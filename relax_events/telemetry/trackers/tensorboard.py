@@ -23,14 +23,14 @@ class TensorBoardTracker:
         del memory
         self._writer = EventFileWriter(str(config.run_directory / "tensorboard"))
 
-    def write(self, figures: StepMetrics) -> None:
+    def write(self, step_metrics: StepMetrics) -> None:
         """Write a scalar for each metric, as `series/name`."""
         values = [
-            Summary.Value(tag=f"{figures.series}/{name}", simple_value=value)
-            for name, value in figures.values.items()
+            Summary.Value(tag=f"{step_metrics.series}/{name}", simple_value=value)
+            for name, value in step_metrics.values.items()
         ]
         self._writer.add_event(
-            Event(wall_time=figures.at / MICROS, step=figures.step, summary=Summary(value=values))
+            Event(wall_time=step_metrics.at / MICROS, step=step_metrics.step, summary=Summary(value=values))
         )
 
     def close(self) -> None:

@@ -44,17 +44,17 @@ class WandbTracker:
         )
         self._series: set[str] = set()
 
-    def write(self, figures: StepMetrics) -> None:
+    def write(self, step_metrics: StepMetrics) -> None:
         """Log the metrics as `series/name`, over `series/step`."""
-        axis = f"{figures.series}/step"
-        if figures.series not in self._series:
-            self._series.add(figures.series)
+        axis = f"{step_metrics.series}/step"
+        if step_metrics.series not in self._series:
+            self._series.add(step_metrics.series)
             self._run.define_metric(axis)
-            self._run.define_metric(f"{figures.series}/*", step_metric=axis)
+            self._run.define_metric(f"{step_metrics.series}/*", step_metric=axis)
         self._run.log(
             {
-                axis: figures.step,
-                **{f"{figures.series}/{name}": value for name, value in figures.values.items()},
+                axis: step_metrics.step,
+                **{f"{step_metrics.series}/{name}": value for name, value in step_metrics.values.items()},
             }
         )
 

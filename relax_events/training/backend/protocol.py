@@ -19,10 +19,13 @@ if TYPE_CHECKING:
 
 
 ENGINE_METRICS = frozenset((
-    "policy_loss", "kl_estimate", "clip_low_fraction", "clip_high_fraction", "clip_fraction", "mean_ratio", "mismatch_kl", "mismatch_mean_abs",
-    "mismatch_max_abs", "effective_sample_ratio", "correction_mean", "correction_clip_fraction", "masked_fraction", "distill_loss", "teacher_kl",
-    "num_rejected_by_veto", "num_rejected_by_divergence", "is_stopped_by_kl", "first_epoch_policy_kl", "last_epoch_policy_kl",
-    "last_epoch_clip_fraction",
+    "policy_loss", "kl_estimate", "mean_ratio",
+    "clip_low_fraction", "clip_high_fraction", "clip_fraction",
+    "mismatch_kl", "mismatch_mean_abs", "mismatch_max_abs", "effective_sample_ratio",
+    "correction_mean", "correction_clip_fraction", "masked_fraction",
+    "distill_loss", "teacher_kl",
+    "num_rejected_by_veto", "num_rejected_by_divergence", "is_stopped_by_kl",
+    "first_epoch_policy_kl", "last_epoch_policy_kl", "last_epoch_clip_fraction",
 ))  # fmt: skip
 """Metrics that compare the policy with the one that generated the samples, or that describe
 off-policy corrections of the loss."""

@@ -1,4 +1,4 @@
-"""Computes log-probabilities in forward passes, for the roles reference, actor-forward and teacher."""
+"""Computes log-probabilities in forward passes for the reference, actor-forward and teacher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Implements the critic of the backend `torch`: a value model on one device with its own optimizer."""
+"""Implements the critic of the backend `torch`: a value model on one device and its optimizer."""
 
 from __future__ import annotations
 

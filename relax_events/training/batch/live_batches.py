@@ -1,4 +1,4 @@
-"""Fills train batches from prompt groups as they become ready, in agreement with the other ranks."""
+"""Fills train batches from ready prompt groups, in agreement with the other ranks."""
 
 from __future__ import annotations
 

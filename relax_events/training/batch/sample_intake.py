@@ -11,10 +11,10 @@ from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.records import Record
 from relax_events.media.library import MediaLibrary
 from relax_events.runtime.validation import (
+    allowed_outcomes,
     check_ended,
     check_ready,
     check_trainable,
-    allowed_outcomes,
     require_allowed_event,
 )
 from relax_events.runtime.worker import Worker

@@ -46,7 +46,7 @@ class StepBatch:
         """Start empty.
 
         Args:
-            result: Records everything that is trained.
+            share: Records everything that is trained.
             batcher: Cuts samples into micro-batches.
             trainer_version: The version being trained.
             accumulate: Trains a micro-batch; adds nothing where it raises PoisonSample.

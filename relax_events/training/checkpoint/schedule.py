@@ -1,4 +1,4 @@
-"""Takes checkpoints of the training state when they are due, beside the next steps."""
+"""Take checkpoints of the training state when they are due, in parallel to the next steps."""
 
 from __future__ import annotations
 

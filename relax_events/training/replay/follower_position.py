@@ -30,7 +30,7 @@ class FollowerPosition:
     def __init__(self, worker: Worker) -> None:
         plan = worker.plan
         self._admin, self._group = Admin(worker.connection), plan.consumer_group(DEPENDENT_RUN)
-        self._places = [
+        self._topic_partitions = [
             (plan.topic(SAMPLES), partition) for partition in range(plan.num_sample_partitions)
         ]
         self._consumed: dict[int, int] = {}
@@ -43,12 +43,12 @@ class FollowerPosition:
         position.
         """
         try:
-            found = self._admin.committed_offsets(self._group, self._places)
+            found = self._admin.committed_offsets(self._group, self._topic_partitions)
         except BrokerError as error:
             log.warning("follower_position.read_failed", error=str(error))
             return
         if NO_RECORDS_NEEDED in found.values() or not found:
-            self._commit(dict.fromkeys((partition for _, partition in self._places), 0))
+            self._commit(dict.fromkeys((partition for _, partition in self._topic_partitions), 0))
 
     def add_trained_step(self, step: TrainStepCommitted, checkpoint: CheckpointRef | None) -> None:
         """Add a trained step of the parent; `checkpoint` is the newest one that the replay's step
@@ -73,14 +73,14 @@ class FollowerPosition:
 
     def release_all(self) -> None:
         """Release all records of the parent."""
-        self._commit(dict.fromkeys((partition for _, partition in self._places), NO_RECORDS_NEEDED))
+        self._commit(dict.fromkeys((partition for _, partition in self._topic_partitions), NO_RECORDS_NEEDED))
 
     def close(self) -> None:
         """Close the client."""
         self._admin.close()
 
     def _commit(self, offsets: dict[int, int]) -> None:
-        topic = self._places[0][0]
+        topic = self._topic_partitions[0][0]
         try:
             self._admin.set_committed_offsets(
                 self._group,

@@ -207,7 +207,7 @@ class ReplaySource:
         except BrokerUnavailable:
             raise
         except BrokerError as error:
-            remedy = f"relax runs show {self._run_id} tells which steps are left; {self._remedy}"
+            remedy = f"relax runs show {self._run_id} shows which steps are left; {self._remedy}"
             raise ConfigError(
                 f"steps from {first} of run {self._run_id} can't be trained again: {error}; "
                 f"{remedy}"

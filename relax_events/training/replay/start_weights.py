@@ -76,7 +76,7 @@ def load_published_weights(
     except WeightsError as error:
         run_id, older = config.run.id, max(history.published[-1].policy_version - 1, 0)
         way_out = (
-            f"restore its objects, or go on as another run: relax runs fork {run_id} NEW "
+            f"restore its objects, or continue as another run: relax runs fork {run_id} NEW "
             f"--at-version {older}"
         )
         raise WeightsError(

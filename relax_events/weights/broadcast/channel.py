@@ -59,7 +59,7 @@ class Channel(Protocol):
         ...
 
     def send(self, data: Tensor, deadline: Deadline) -> Transfer:
-        """Start sending bytes, as rank 0; they must not change until the transfer was waited for."""
+        """Start sending bytes, as rank 0; they must not change until the transfer has finished."""
         ...
 
     def receive(self, data: Tensor, deadline: Deadline) -> Transfer:
