@@ -191,7 +191,7 @@ def row_of(cell: str, side: str, results: Results, num_bytes: int) -> dict[str, 
 
 
 def tables(measured: Measured) -> dict[str, list[dict[str, str]]]:
-    """Lay out the metrics, a table for each size and one for the losses."""
+    """Lay out the results, a table for each size and one for the losses."""
     found = {}
     for size, by_cell in measured.cells.items():
         num_bytes = SIZES[size] * BYTES_PER_TOKEN
@@ -214,7 +214,7 @@ def tables(measured: Measured) -> dict[str, list[dict[str, str]]]:
 
 
 def aims(measured: Measured) -> list[str]:
-    """Say of each aim whether it was reached, with the metric."""
+    """Say of each aim whether it was reached, with the value."""
     said = []
     for size, by_cell in measured.cells.items():
         for cell, results in by_cell.items():
@@ -257,14 +257,14 @@ def verdict(is_met: bool) -> str:
 QUESTION = """The same samples (tokens, mask, log-probabilities, advantages; random, so nothing can compress them) go through each data plane,
 from one writing process to one reading process, or to three that each get all. Our side is the product's own codec, producer
 (acks=all, idempotent), consumer group with offset commits, and topic settings, on the embedded broker. TransferQueue {version} has
-its simple storage with two units; it gets tensors stacked beforehand, and is asked again every 2 ms since it tells nobody. Redis
+its simple storage with two units; it gets tensors stacked beforehand, and is asked again every 2 ms since it notifies no client. Redis
 streams carry the bytes of our codec, with a consumer group that acknowledges.
 
 "One by one": each put is acknowledged before the next begins, and the reader takes, decodes and acknowledges one at a time, while more are
 put; so its latency holds what waits because a reader is slower than its writer. "50 a second" shows the latency without that. "Streamed" is
 how our workers write: each sample when it is there, acknowledgements awaited together. A batch is put and acknowledged at once, and read as
 one. Latency is from before the put to after the decode. CPU is that of server, writer and readers together. Sides take turns within a
-round, ratios are of one round; figures are medians of the
+round, ratios are of one round; numbers are medians of the
 rounds ({rounds}), after a warm-up."""
 
 
@@ -294,7 +294,7 @@ def publish(measured: Measured, effort: Effort, *, folder: Path) -> None:
     """Write the page."""
     report.write(
         "bus",
-        title="The bus beside TransferQueue and Redis streams",
+        title="The bus compared with TransferQueue and Redis streams",
         question=QUESTION.format(version="0.1.11", rounds=effort.num_rounds),
         command="python -m benchmarks.bus",
         tables=tables(measured),

@@ -22,8 +22,8 @@ from PIL import Image
 
 from relax_events.config import MediaConfig
 from relax_events.events.parts import MediaRef, Modality, ObjectRef
-from relax_events.examples.audio import encode_wav as sound_of
-from relax_events.examples.videos import encoded as clip_of
+from relax_events.examples.audio import encode_wav
+from relax_events.examples.videos import encode_video
 from relax_events.media.decoder_child import INSPECTORS, decode
 from relax_events.media.preprocessing import DecodePlan
 from relax_events.media.token_layout import OmniLayout
@@ -68,19 +68,19 @@ def written(image: Image.Image, kind: str) -> bytes:
 
 def pieces() -> Iterator[tuple[str, Modality, bytes]]:
     """Give pieces by name."""
-    yield "picture 512 x 512, JPEG", Modality.IMAGE, written(photo(512, 512), "JPEG")
-    yield "picture 1024 x 1024, JPEG", Modality.IMAGE, written(photo(1024, 1024), "JPEG")
-    yield "picture 1024 x 1024, PNG", Modality.IMAGE, written(photo(1024, 1024), "PNG")
-    yield "picture 4032 x 3024, JPEG", Modality.IMAGE, written(photo(4032, 3024), "JPEG")
+    yield "image 512 x 512, JPEG", Modality.IMAGE, written(photo(512, 512), "JPEG")
+    yield "image 1024 x 1024, JPEG", Modality.IMAGE, written(photo(1024, 1024), "JPEG")
+    yield "image 1024 x 1024, PNG", Modality.IMAGE, written(photo(1024, 1024), "PNG")
+    yield "image 4032 x 3024, JPEG", Modality.IMAGE, written(photo(4032, 3024), "JPEG")
     for seconds in (10, 30):
         still = np.asarray(photo(1280, 736))
         frames = [
             np.ascontiguousarray(still[:720, shift % 32 * 2 :][:, :1216])
             for shift in range(4 * seconds)
         ]
-        yield f"clip 1216 x 720, {seconds} s, MPEG-4", Modality.VIDEO, clip_of(frames)
+        yield f"video 1216 x 720, {seconds} s, MPEG-4", Modality.VIDEO, encode_video(frames)
     tone = np.sin(np.arange(30 * 16_000) / 7).astype(np.float32)
-    yield "sound 30 s, WAV", Modality.AUDIO, sound_of(tone)
+    yield "audio 30 s, WAV", Modality.AUDIO, encode_wav(tone)
 
 
 def timed(action: Callable[[], object]) -> float:

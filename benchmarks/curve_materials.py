@@ -74,7 +74,7 @@ def make_pairs(path: Path) -> None:
     stream = open_stream(config.data, seed=0)
     rows = [stream[number] for number in range(NUM_PROMPTS)]
     pairs = []
-    for row, given in zip(rows, drawn_answers(config, rows), strict=True):
+    for row, given in zip(rows, sampled_responses(config, rows), strict=True):
         if given.strip() not in ("", row.answer):
             prompt = [{"role": message.role, "content": message.text} for message in row.messages]
             pairs.append({"prompt": prompt, "chosen": row.answer, "rejected": given})
@@ -83,7 +83,7 @@ def make_pairs(path: Path) -> None:
     draft.rename(path)
 
 
-def drawn_answers(config: RunConfig, rows: Sequence[PromptRow]) -> list[str]:
+def sampled_responses(config: RunConfig, rows: Sequence[PromptRow]) -> list[str]:
     """Let the model of a run file answer each prompt once, in the order of the prompts."""
     renderer = PromptRenderer.from_folder(config.model.path, config.data)
     engine = TransformersEngine(config.model.path, config=config.engine, model=config.model)

@@ -33,7 +33,7 @@ HELD_OUT = (
     "{min_string_length = 5, max_string_length = 5}"
 )
 EVALUATED = ("evaluation.every=3", f"evaluation.datasets=[{{{HELD_OUT}}}]")
-"""For algorithms that draw no samples, so that there are rewards to be sampled."""
+"""For algorithms that generate no samples, so that there are rewards to plot."""
 OF_PAIRS = (
     "run.prompts_per_step=96",
     "run.samples_per_prompt=2",
@@ -65,7 +65,7 @@ installed it is not asked."""
 QUESTION = """\
 The quickstart task (configs/quickstart.toml: asynchronous, at most 2 versions stale, KL 0.001) by every installed algorithm, {num_steps} steps of 32
 prompts with 8 samples, {seeds}, all from the same weights. What an algorithm has besides its own settings stands in the table. In the
-picture runs are pale, the strong line is their moving mean. Where nothing is drawn while training, versions are evaluated on 256 problems.
+image runs are pale, the strong line is their moving mean. Where no samples are generated while training, versions are evaluated on 256 problems.
 
 ![Reward by train step, a panel for each algorithm](curves.svg)"""
 

@@ -38,10 +38,10 @@ BEAT_SECONDS = 0.2
 BOUND_SECONDS = 180.0
 RUN_ID = "elastic"
 QUESTION = f"""The quickstart with one rollout worker, which keeps the machine busy. Another is called for by `relax scale out`, works for
-{SERVES_SECONDS:g} s, and is sent away by `relax scale in`, several times over. *Heard of* is its first beat: from there on it loads the
-model. *Serves*: it has the newest weights and takes work. *First samples*: those of its first prompt group are on the log, seen by its beats,
+{SERVES_SECONDS:g} s, and is sent away by `relax scale in`, several times over. *Heard of* is its first heartbeat: from there on it loads the
+model. *Serves*: it has the newest weights and takes work. *First samples*: those of its first prompt group are on the log, seen by its heartbeats,
 {BEAT_SECONDS:g} s apart. *Drained*: it has finished what it had and said goodbye; *gone*: so has its process. All in seconds since the call.
-Beside it, the train steps a second while it was called for, and while it worked."""
+Also listed: the train steps a second while it was called for, and while it worked."""
 OUT = {"heard of": Status.HEALTH_CHECKING, "serves": Status.READY}
 IN = {"drained": Status.REMOVING, "gone": Status.COMPLETED}
 

@@ -26,7 +26,7 @@ QUESTION = """\
 Losses: forward and backward of the tokens of 256 samples on one thread, with all that either trainer reports of them; ours packed, TRL {version}'s
 own `GRPOTrainer.compute_loss` on the same numbers padded to the longest sample: once with samples of equal length, so that there is no padding, and
 once with lengths that have a tail. How far loss and gradient lie apart, measured by the largest, says that both compute the same. Advantages:
-100,000 prompt groups of 8 samples; TRL has no function for them, so beside ours stand plain torch operations.
+100,000 prompt groups of 8 samples; TRL has no function for them, so ours are compared with plain torch operations.
 
 Log-probabilities: of 1,024 and 4,096 tokens over a vocabulary of 151,936, float32, from the token ids of a model with one small layer; the memory is
 that by which the process grew at its peak, each measurement in a process of its own. "Full" makes all logits and their log-softmax; TRL and ours
@@ -135,7 +135,7 @@ def ratio_of(one: Mapping[str, Any], other: str) -> float:
 
 
 def conclusion_of(losses: Sequence[Mapping[str, Any]], heads: Sequence[Mapping[str, Any]]) -> str:
-    """Say what the metrics say."""
+    """Summarize the results."""
     by_lengths = {
         name: [ratio_of(one, "TRL") for one in losses if one["lengths"] == name]
         for name in dict.fromkeys(one["lengths"] for one in losses)
@@ -169,7 +169,7 @@ def publish(
     losses = kernels["losses"]
     report.write(
         "kernels",
-        title="The trainer's kernels beside TRL's",
+        title="The trainer's kernels compared with TRL's",
         question=QUESTION.format(version=environment.pinned("trl", "trl")),
         command="python -m benchmarks.kernels",
         tables={
@@ -186,12 +186,12 @@ def publish(
 def main() -> None:
     """Measure everything and write the page."""
     parser = argparse.ArgumentParser(
-        description="Losses, advantages and log-probabilities beside TRL's, on the same numbers."
+        description="Losses, advantages and log-probabilities compared with TRL's, on the same numbers."
     )
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="one round of few tokens; prints the figures, writes no page",
+        help="one round of few tokens; prints the metrics, writes no page",
     )
     arguments = parser.parse_args()
     kernels = json.loads(environment.run("trl", "-m", "benchmarks.loss_kernels"))

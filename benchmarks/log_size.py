@@ -38,7 +38,7 @@ COMPRESSIONS = ("none", "lz4", "zstd")
 NUM_SAMPLES = 200
 VOCABULARY = 4_000
 QUESTION = f"""What {NUM_SAMPLES} samples of GRPO with a reference leave on an embedded broker's disk: rolled out, scored, evaluated by reference and
-actor-forward, ready for the trainer. A tenth of the tokens are the prompt's; the text is of random words of four letters, one a token; ids are
+actor-forward, ready for the trainer. A tenth of the tokens are the prompt's; the text is of random words of four characters, one a token; ids are
 below 150,000 and log-probabilities random, so real ones may compress better."""
 
 

@@ -86,7 +86,7 @@ class Numbers:
         self.mask = torch.arange(int(self.lengths.max())) < self.lengths[:, None]
 
     @classmethod
-    def sampled(cls, sigma: float) -> Numbers:
+    def sample(cls, sigma: float) -> Numbers:
         """Draw lengths, all equal or with a tail, and policies that are a little apart; the same
         each time."""
         chance = np.random.default_rng(0)
@@ -282,7 +282,7 @@ def measure_advantages(num_groups: int, num_repeats: int) -> list[dict[str, Any]
 def main() -> None:
     """Measure everything on one thread and print it."""
     torch.set_num_threads(1)
-    sampled = {name: Numbers.drawn(sigma) for name, sigma in LENGTHS.items()}
+    sampled = {name: Numbers.sample(sigma) for name, sigma in LENGTHS.items()}
     losses = [
         measure_loss(kernel, numbers, NUM_REPEATS, lengths=name)
         for kernel in LOSSES

@@ -1,4 +1,4 @@
-"""The processes of a run by role, reported by their command lines."""
+"""The processes of a run by role, recognized by their command lines."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """What the stand-ins of one run are reported: a workload on the pools of one mode."""
+    """Settings of the stand-ins of one run: a workload on the pools of one mode."""
 
     lengths: Lengths
     time_scale: float

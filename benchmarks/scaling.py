@@ -181,7 +181,7 @@ def measure_all(stage: Stage, *, quick: bool = False) -> None:
         rows=[row_of(one) for one in measured],
         conclusion=f"A rollout worker's cost per sample at {measured[-1]['num_workers']} workers is "
         f"{costs[-1] / costs[0]:.2f} times that of one: "
-        f"{flat} within 10 %. The other roles' fixed work (beats, commits) is shared by more "
+        f"{flat} within 10 %. The other roles' fixed work (heartbeats, commits) is shared by more "
         "samples the more workers there are.",
         data=measured,
     )

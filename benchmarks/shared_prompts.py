@@ -163,7 +163,7 @@ def row_of(one: Measured) -> dict[str, str]:
 
 
 def conclusion_of(found: Sequence[Measured]) -> str:
-    """Say what the metrics say."""
+    """Summarize the results."""
     ordered = sorted(found, key=lambda one: one.ratio)
     least, most = ordered[0], ordered[-1]
     return (
@@ -180,7 +180,7 @@ def main() -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="short ones alone, one round; prints the figures, writes no page",
+        help="short ones alone, one round; prints the metrics, writes no page",
     )
     quick = parser.parse_args().quick
     with tempfile.TemporaryDirectory(prefix="relax-shared-") as folder:

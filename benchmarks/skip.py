@@ -40,7 +40,7 @@ FLAT_RATIO = 1.10
 
 QUESTION = f"""One partition of a sample topic grows, on the embedded broker. A member of a consumer group stands at its beginning when a new
 policy version takes over the slot: it seeks, and reads the version's first record (a request that is under way, which may wait 100 ms for
-records, is answered first). Beside it: reading and passing over every stale record; writing up to {NUM_BATCH:,} records, and reading those, at
+records, is answered first). Also measured: reading and passing over every stale record; writing up to {NUM_BATCH:,} records, and reading those, at
 the end; asking for the ends and the committed positions of all partitions. Medians of {NUM_ROUNDS} rounds."""
 
 
@@ -115,7 +115,7 @@ class Log:
         self._read_to_end(lambda _: True)
 
     def positions(self) -> None:
-        """Ask where the log ends and where the consumer group stands, as lag is reported and a purge is
+        """Ask where the log ends and where the consumer group stands, as lag is computed and a purge is
         planned."""
         places = [(self.topic, partition) for partition in range(self._plan.num_sample_partitions)]
         self._admin.end_offsets(places)

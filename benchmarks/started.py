@@ -1,4 +1,4 @@
-"""What `benchmarks.starting` starts in place of a worker: it imports what it is reported to, says so,
+"""What `benchmarks.starting` starts in place of a worker: it imports the modules that it gets, says so,
 and waits to be killed."""
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ def main(arguments: Sequence[str] = ()) -> None:
         f"each by itself they take {ratios['cpu']} times the CPU seconds and "
         f"{ratios['memory']} times the memory. What a worker does after its "
         "imports (connecting, reading its model and the log) is the same both ways and not "
-        "in these figures.",
+        "in these numbers.",
         rows=rows,
         data={"rounds": rounds, "load": load},
     )

@@ -32,7 +32,7 @@ from relax_events.events.parts import FinishReason, VersionSegment
 from relax_events.weights import Weights
 
 LETTERS = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz      ", np.uint8).astype(np.int32)
-NUM_DRAWN = 1 << 16
+NUM_SAMPLED = 1 << 16
 LOGPROB = np.float32(-0.5)
 
 
@@ -64,8 +64,8 @@ class TimedEngine:
         self._config = config
         self._timing = Timing.read(model_path)
         self._divisor = self._timing.lengths.record_divisor
-        self._tokens = LETTERS[np.random.default_rng(0).integers(0, len(LETTERS), NUM_DRAWN)]
-        self._logprobs = np.full(NUM_DRAWN, LOGPROB)
+        self._tokens = LETTERS[np.random.default_rng(0).integers(0, len(LETTERS), NUM_SAMPLED)]
+        self._logprobs = np.full(NUM_SAMPLED, LOGPROB)
         self._running: list[tuple[float, int, TimedSample]] = []
         self._waiting: deque[TimedSample] = deque()
         self._finished: list[GeneratedSample] = []
@@ -250,7 +250,7 @@ class TimedEngine:
         sample.note(
             self.policy_version, num_tokens, kept_cache=sample.request.sample_id in self._kept_cache
         )
-        first = sample.request.seed % (NUM_DRAWN - num_tokens)
+        first = sample.request.seed % (NUM_SAMPLED - num_tokens)
         tokens = self._tokens[first : first + num_tokens].copy()
         if reason is FinishReason.STOP and sample.stop_token_id is not None:
             tokens[-1] = sample.stop_token_id

@@ -117,7 +117,7 @@ class TimedRun:
             self.stage.bootstrap_servers, run_id=self.run_id, num_sample_partitions=partitions
         )
 
-    def drawn_lengths(self) -> list[list[list[int]]]:
+    def sampled_lengths(self) -> list[list[list[int]]]:
         """Return the completion tokens that the run's seeds stand for, by step, prompt group and
         sample."""
         steps, groups = range(self.mode.num_steps), range(self.workload.prompts_per_step)

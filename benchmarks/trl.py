@@ -42,7 +42,7 @@ same order; the reward is the same function.
 - TRL {{version}} is one process, without vLLM. It has what makes it fastest: float32, no gradient checkpointing, a key and value cache, the whole
   step as one forward and backward pass, fused AdamW, no reference model, no logging, no checkpoints, the reward called directly and without a time
   limit; once with one thread, once with two. The better one counts, and so does our better one.
-- `long tail` is the same problem with completions as uneven as those of real tasks: nine strings of ten have 5 letters, the tenth has 20 to 28. Up to
+- `long tail` is the same problem with completions as uneven as those of real tasks: nine strings of ten have 5 characters, the tenth has 20 to 28. Up to
   48 new tokens; a model twice as wide and deep, so that computing weighs more (benchmarks/long_tail.toml).
 
 Steady state leaves out the first {FIRST_STEADY_STEP} steps. Start and end are what a run takes besides its steps. The reward counts as reached when
@@ -242,7 +242,7 @@ def row_of(outcomes: Outcomes, side: str) -> dict[str, str]:
     return {
         "side": side,
         "completions/s": f"{rate_of(own):,.0f}",
-        "beside TRL's best": f"{statistics.median(times):.2f}x ({min(times):.2f} to {max(times):.2f})",
+        "compared with TRL's best": f"{statistics.median(times):.2f}x ({min(times):.2f} to {max(times):.2f})",
         "ms a step": f"{1000 * statistics.median(second for outcome in own for second in outcome.step_seconds[FIRST_STEADY_STEP:]):.0f}",
         "tokens a completion": f"{statistics.mean(statistics.mean(outcome.completion_tokens) for outcome in own):.1f}",
         f"seconds to reward {REWARD_AIM:g}": f"{statistics.median(seconds):.1f}"
@@ -298,7 +298,7 @@ def publish(measured: Mapping[str, Outcomes], folder: Path = report.FOLDER) -> N
     num_rounds = max(len(runs) for outcomes in measured.values() for runs in outcomes.values())
     report.write(
         "trl",
-        title="Whole runs beside TRL",
+        title="Whole runs compared with TRL",
         question=QUESTION.format(version=environment.pinned("trl", "trl")),
         command=f"python -m benchmarks.trl --rounds {num_rounds}",
         tables={
@@ -319,7 +319,7 @@ def publish(measured: Mapping[str, Outcomes], folder: Path = report.FOLDER) -> N
 def main() -> None:
     """Measure all tasks and write the page."""
     parser = argparse.ArgumentParser(
-        description="Whole runs beside TRL's GRPOTrainer, on the same two cores."
+        description="Whole runs compared with TRL's GRPOTrainer, on the same two cores."
     )
     parser.add_argument(
         "--rounds", type=int, default=3, help="runs of each side, each with another seed"
@@ -327,12 +327,12 @@ def main() -> None:
     parser.add_argument(
         "--task",
         choices=[task.name for task in TASKS],
-        help="measure this alone, print the figures, write no page",
+        help="measure this alone, print the metrics, write no page",
     )
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="one round of a few steps; prints the figures, writes no page",
+        help="one round of a few steps; prints the metrics, writes no page",
     )
     arguments = parser.parse_args()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:NUM_CORES])

@@ -42,7 +42,7 @@ QUESTION = """\
 **How fast.** {mebibytes} MiB of float32 tensors of a transformer's shapes go from one process to another on one machine, {rounds} rounds,
 the ways in turn. *Broadcast* is the transport `gloo` as it is set by default, from the offer to the receiver's finished digest, proof included:
 the receiver is on the same machine, so the version is written into its memory. *Broadcast, sent* is the same with
-`weights.use_shared_memory = false`: gloo over TCP, as to another machine, though here both ends share their cores. Beside them: torch's own
+`weights.use_shared_memory = false`: gloo over TCP, as to another machine, though here both ends share their cores. Also listed: torch's own
 `broadcast` of the same bytes in one flat tensor, without any proof; a copy of a file of the same bytes, in the page cache; and the way
 by the store, written and read with all digests.
 
@@ -50,7 +50,7 @@ by the store, written and read with all digests.
 
 **What becomes of tokens.** {updates}
 
-The machine's load average before the first round was {load:.1f}: what is above its number of cores was there for others, and hurts whoever needs most
+The machine's load average before the first round was {load:.1f}: what is above its number of cores was there for others, and slows the side that needs most
 of the processor, which is the proof."""
 
 
@@ -209,7 +209,7 @@ def speed_rows(num_bytes: int, seconds: Mapping[str, Sequence[float]]) -> list[d
         {
             "way": name,
             "MB/s, median": f"{num_bytes / statistics.median(taken) / 1e6:,.0f}",
-            "broadcast beside it, median of the paired ratios": f"{statistics.median(b / a for a, b in zip(ours, taken, strict=True)):.2f}",
+            "broadcast compared with it, median of the paired ratios": f"{statistics.median(b / a for a, b in zip(ours, taken, strict=True)):.2f}",
         }
         for name, taken in seconds.items()
     ]
@@ -293,7 +293,7 @@ def publish(
         f"{max(shares):.1%} of its time (aim: {GOAL_SHARE:.0%}; {aim(-max(shares), -GOAL_SHARE)}). "
         f"{sum(one['updates'] for one in updates)} versions that came while samples ran cost "
         f"{lost} of "
-        f"{sum(one['drawn'] for one in updates):,} tokens "
+        f"{sum(one['generated'] for one in updates):,} tokens "
         f"(aim: 0; {aim(-lost, 0)}).",
         data={"seconds": seconds, "runs": measured, "updates": updates, "load": load},
     )

@@ -29,8 +29,8 @@ TOKENS_BETWEEN = 400
 POLL_SECONDS = 0.005
 DESCRIPTION = f"""\
 A tiny model, {NUM_PROMPTS} prompts of {PROMPT_TOKENS} tokens with {SAMPLES_PER_PROMPT} samples each, {NEW_TOKENS} tokens for a sample, on
-each engine; a new version whenever {TOKENS_BETWEEN} more tokens have been drawn, under samples that are computed again (`restart`) or keep their
-cache (`swap`). *Drawn* is what the engine has drawn, *in samples* what the finished samples hold, *seconds* what loading a version takes."""
+each engine; a new version whenever {TOKENS_BETWEEN} more tokens have been generated, under samples that are computed again (`restart`) or keep their
+cache (`swap`). *Generated* counts the tokens that the engine generated, *in samples* what the finished samples hold, *seconds* what loading a version takes."""
 
 
 def engines(path: Path) -> Iterator[tuple[str, Engine]]:
@@ -97,12 +97,12 @@ def measure_way(
             seconds.append(
                 timed(partial(engine.load_weights, next(versions), on_running=on_running))
             )
-    sampled = engine.usage.num_generated - num_before
+    generated = engine.usage.num_generated - num_before
     return {
         "updates": len(seconds),
-        "drawn": sampled,
+        "generated": generated,
         "in samples": num_in_samples,
-        "lost": sampled - num_in_samples,
+        "lost": generated - num_in_samples,
         "seconds": statistics.median(seconds),
     }
 

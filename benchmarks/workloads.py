@@ -25,12 +25,12 @@ that sleep for as long as the paper's would compute: {scales}.
 Records have their real size, but for the 4B workload's, which carry one token for 16.
 
 {workloads}
-- Lengths are log-normal with a cap, drawn from each sample's seed. An engine on d devices gives each of n running samples
+- Lengths are log-normal with a cap, sampled from each sample's seed. An engine on d devices gives each of n running samples
   `d * peak / (n + d * half_load)` tokens per second. Training and forward passes take device seconds per token, divided by the role's devices.
 - Colocate: rollout and training take turns on all devices and pay for two switches a step. The others split the devices; a publication stops each
   engine while it loads. `peak`, `half_load` and the device seconds were fitted to the paper's colocated step and to the share of rollout in it;
-  where that leaves a choice, the split pools are balanced. The other modes follow: their bounds beside the paper's steps test the model.
-- The bound is a discrete-event calculation over the same lengths in which moving data costs nothing and nobody waits for a core.
+  where that leaves a choice, the split pools are balanced. The other modes follow: their bounds, compared with the paper's steps, test the model.
+- The bound is a discrete-event calculation over the same lengths in which moving data costs nothing and no process waits for a core.
 
 Step and bound are in the paper's seconds; the steps that carry the start are left out of both."""
 
@@ -77,7 +77,7 @@ def bound_seconds(run: TimedRun) -> float:
         weight_update_mode="in_flight",
         lanes_per_engine=run.workload.lanes_per_engine,
     )
-    published = CriticalPath(run.timing, schedule, run.drawn_lengths()).run()
+    published = CriticalPath(run.timing, schedule, run.sampled_lengths()).run()
     return (published[-1] - published[mode.first_step]) / (mode.num_steps - mode.first_step)
 
 
@@ -199,13 +199,13 @@ def main() -> None:
     parser.add_argument(
         "--workload",
         choices=sorted(WORKLOADS),
-        help="measure this alone, print the figures, write no page",
+        help="measure this alone, print the metrics, write no page",
     )
     parser.add_argument("--mode", choices=[mode.name for mode in MODES], help="likewise")
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="fewer steps and modes; prints the figures, writes no page",
+        help="fewer steps and modes; prints the metrics, writes no page",
     )
     arguments = parser.parse_args()
     modes = [mode for mode in MODES if arguments.mode in (None, mode.name)]

@@ -121,7 +121,7 @@ def continued(request: GenerationRequest, partial: list[GeneratedSample]) -> Gen
 
 
 def generated(**reported: Any) -> GeneratedSample:
-    """Make up a sample of two tokens as an engine hands it out, with what else it tells."""
+    """Make up a sample of two tokens as an engine hands it out, with the other fields given."""
     return GeneratedSample(
         sample_id="000000-0000-0/0",
         prompt_group_id="000000-0000-0",

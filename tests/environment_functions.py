@@ -13,8 +13,8 @@ import numpy as np
 from PIL import Image
 
 from relax_events.environments.reply import Reply
-from relax_events.examples.audio import encode_wav as sound_of
-from relax_events.examples.videos import encoded as clip_of
+from relax_events.examples.audio import encode_wav
+from relax_events.examples.videos import encode_video
 
 Replies = Reply | str | None
 
@@ -68,11 +68,11 @@ def show_all(completion: str, *, messages: list[dict[str, str]], **reported: Any
     if before == 3:
         return None
     frames = list(np.random.default_rng(0).integers(0, 255, (6, 32, 48, 3)).astype(np.uint8))
-    sound = np.sin(np.arange(9_600) / 9).astype(np.float32)
+    audio = np.sin(np.arange(9_600) / 9).astype(np.float32)
     kind, file = [
         ("image", image(32, 48)),
-        ("audio", sound_of(sound)),
-        ("video", clip_of(frames)),
+        ("audio", encode_wav(audio)),
+        ("video", encode_video(frames)),
     ][before]
     return Reply(f"so <{kind}>", {kind: [file]})  # type: ignore[dict-item]
 
@@ -105,7 +105,7 @@ HOSTILE: dict[str, Callable[[], Any]] = {
     "raises": read_missing_file,
     "hangs": lambda: time.sleep(60),
     "dies": lambda: os._exit(3),
-    "brings no picture": lambda: Reply("<image>", {"image": [b"no picture at all"]}),
+    "brings no image": lambda: Reply("<image>", {"image": [b"no image at all"]}),
     "brings a bomb": lambda: Reply("<image>", {"image": [bomb()]}),
     "names a file": lambda: Reply("<image>", {"image": ["/etc/passwd"]}),
     "names an address": lambda: Reply("<image>", {"image": ["http://127.0.0.1/a.png"]}),

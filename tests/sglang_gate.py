@@ -2,7 +2,7 @@
 a few steps a second.
 
 The file says how many tokens a sample may have before its steps are slow. Prompts are read as fast
-as ever, and a step is never held for long, so that the server answers the process that asks it to stop
+as ever, and a step is never held for long, so that the server answers a request to stop
 samples, to sleep or to take weights.
 """
 

@@ -88,7 +88,7 @@ def await_ready(process: ServerProcess) -> None:
     """Wait until a server takes requests."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
-        if (ending := process.ending()) is not None:
+        if (ending := process.describe_exit()) is not None:
             raise AssertionError(ending)
         try:
             if httpx2.get(f"{process.url}/ready", timeout=5.0, trust_env=False).status_code == 200:

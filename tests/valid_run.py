@@ -24,7 +24,7 @@ LATE = "000040-0000-0"
 """A prompt group that no step of a test has reached."""
 SETTINGS: dict[str, Any] = {
     "run": {
-        "id": "sound",
+        "id": "valid",
         "num_steps": 100,
         "max_staleness": MAX_STALENESS,
         "prompts_per_step": GROUPS_PER_STEP,
@@ -40,14 +40,14 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-class SoundRun:
+class ValidRun:
     """Events by partition, as (entity, partition): the offset of each is its place in the list.
 
     Step s trains the prompt groups issued for it, which version s - 1 generated. Slot 1 of step 1
     is filled at the second attempt.
     """
 
-    def __init__(self, num_steps: int = 6, *, run_id: str = "sound") -> None:
+    def __init__(self, num_steps: int = 6, *, run_id: str = "valid") -> None:
         self.plan = TopicPlan.from_config(
             small_run({**SETTINGS, "run": SETTINGS["run"] | {"id": run_id}})
         )
@@ -175,19 +175,19 @@ class SoundRun:
         self._publish(step + 1)
 
 
-Tampering = Callable[[SoundRun], None]
+Tampering = Callable[[ValidRun], None]
 
 
-def _step(run: SoundRun, step: int) -> Any:
+def _step(run: ValidRun, step: int) -> Any:
     return run.at("control.train-steps")[step]
 
 
-def _change_sample(run: SoundRun, entity: str, name: str, **fields: Any) -> None:
+def _change_sample(run: ValidRun, entity: str, name: str, **fields: Any) -> None:
     partition, offset = run.find(entity, sample_id=name)
     run.change(entity, offset, partition, **fields)
 
 
-def _drop(run: SoundRun, entity: str, **fields: Any) -> None:
+def _drop(run: ValidRun, entity: str, **fields: Any) -> None:
     """Take a record away; where offsets behind it must stay, put someone else's in its place."""
     partition, offset = run.find(entity, **fields)
     foreign = {
@@ -201,7 +201,7 @@ def _drop(run: SoundRun, entity: str, **fields: Any) -> None:
     )
 
 
-def _older_tokens(run: SoundRun) -> None:
+def _older_tokens(run: ValidRun) -> None:
     """The tokens are of version 2, every record about them says 3: the trainer's counts would
     agree."""
     _change_sample(
@@ -219,12 +219,12 @@ def _older_tokens(run: SoundRun) -> None:
     )
 
 
-def _other_offset(run: SoundRun) -> None:
+def _other_offset(run: ValidRun) -> None:
     step = _step(run, 3)
     step.offsets[0], step.offsets[1] = step.offsets[1], step.offsets[0]
 
 
-def _train_half(run: SoundRun) -> None:
+def _train_half(run: ValidRun) -> None:
     step = _step(run, 3)
     keep = np.array([0, 2, 3])
     layout = {
@@ -245,7 +245,7 @@ def _train_half(run: SoundRun) -> None:
     )
 
 
-def _train_seat_again(run: SoundRun) -> None:
+def _train_seat_again(run: ValidRun) -> None:
     """The step trains a second attempt of a slot next to the first one."""
     group = "000003-0000-1"
     run.issue(group)
@@ -270,7 +270,7 @@ def _train_seat_again(run: SoundRun) -> None:
     run.end(group, Outcome.TRAINED, version=2, step=3)
 
 
-def _train_again(run: SoundRun) -> None:
+def _train_again(run: ValidRun) -> None:
     """Step 1 trains what step 0 trained."""
     former = _step(run, 0)
     fields = ("prompt_group_ids", "sample_ids", "partitions", "offsets")
@@ -286,7 +286,7 @@ def _train_again(run: SoundRun) -> None:
             _drop_all(run, entity, group)
 
 
-def _drop_all(run: SoundRun, entity: str, group_id: str) -> None:
+def _drop_all(run: ValidRun, entity: str, group_id: str) -> None:
     for (name, _), events in run.log.items():
         if name == entity:
             events[:] = [
@@ -294,11 +294,11 @@ def _drop_all(run: SoundRun, entity: str, group_id: str) -> None:
             ]
 
 
-def _step_at(run: SoundRun, step: int, **changes: Any) -> None:
+def _step_at(run: ValidRun, step: int, **changes: Any) -> None:
     run.change("control.train-steps", step, **changes)
 
 
-def _end_at(run: SoundRun, group_id: str, **changes: Any) -> None:
+def _end_at(run: ValidRun, group_id: str, **changes: Any) -> None:
     run.change(
         "control.prompt-group-outcomes",
         run.find("control.prompt-group-outcomes", prompt_group_id=group_id)[1],
@@ -306,7 +306,7 @@ def _end_at(run: SoundRun, group_id: str, **changes: Any) -> None:
     )
 
 
-def _below_consumed(run: SoundRun) -> None:
+def _below_consumed(run: ValidRun) -> None:
     """Step 2 commits offsets behind what step 4 will train."""
     step = _step(run, 4)
     partition = int(step.partitions[0])
@@ -315,19 +315,19 @@ def _below_consumed(run: SoundRun) -> None:
     _step_at(run, 2, consumed=[*consumed, TopicOffset(topic, partition, int(step.offsets[0]) + 1)])
 
 
-def _consumed_back(run: SoundRun) -> None:
+def _consumed_back(run: ValidRun) -> None:
     position = _step(run, 3).consumed[0]
     _step_at(
         run, 5, consumed=[*_step(run, 5).consumed, replace(position, offset=position.offset - 1)]
     )
 
 
-def _leave_open(run: SoundRun) -> None:
+def _leave_open(run: ValidRun) -> None:
     """A slot more was issued for step 3, as after a change of run.prompts_per_step."""
     run.issue("000003-0002-0")
 
 
-def _pass_over(run: SoundRun) -> None:
+def _pass_over(run: ValidRun) -> None:
     """The end that the advantage role asked for lies below what the trainer has consumed, and never
     came."""
     group = LATE
@@ -340,7 +340,7 @@ def _pass_over(run: SoundRun) -> None:
     _step_at(run, 5, consumed=[consumed])
 
 
-def _guest_trained(run: SoundRun) -> None:
+def _guest_trained(run: ValidRun) -> None:
     external_id = "000003-1000000-0"
     for events in run.log.values():
         for index, event in enumerate(events):
@@ -356,7 +356,7 @@ def _guest_trained(run: SoundRun) -> None:
     _step_at(run, 3, prompt_group_ids=[external_id, step.prompt_group_ids[1]], sample_ids=names)
 
 
-def _again(run: SoundRun, entity: str, index: int, **changes: Any) -> None:
+def _again(run: ValidRun, entity: str, index: int, **changes: Any) -> None:
     run.at(entity).append(replace(run.at(entity)[index], **changes))
 
 
@@ -430,7 +430,7 @@ _NOTHING: dict[str, Any] = {
 }
 
 
-def _regenerate(run: SoundRun, name: str, *entities: str) -> None:
+def _regenerate(run: ValidRun, name: str, *entities: str) -> None:
     """Have records of a sample belong to another generation."""
     for entity in entities:
         _change_sample(run, entity, name, generation_digest="other")

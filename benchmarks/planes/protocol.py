@@ -23,7 +23,7 @@ class Cell:
 
     `batch` samples are put at once, and each put is acknowledged before the next begins. A
     streaming writer puts one by one and doesn't wait, with at most 64 unacknowledged. A paced one
-    puts one sample every `1 / per_second`. Readers take up to `batch` samples at a time; each of
+    puts one sample every `1 / per_second`. Readers poll up to `batch` samples at a time; each of
     the `num_readers` gets every sample.
     """
 
@@ -58,7 +58,7 @@ class Reader(Protocol):
     on where it ended."""
 
     def get(self, max_samples: int, *, timeout_seconds: float) -> list[Got]:
-        """Return decoded samples as soon as there are some, and report the plane that they are done
+        """Return decoded samples as soon as there are some, and acknowledge them to the plane
         with."""
 
     def take(self, max_samples: int, *, timeout_seconds: float) -> int:

@@ -27,7 +27,7 @@ from benchmarks.planes.samples import arrays
 FIELDS = ["tokens", "loss_mask", "rollout_logprobs", "advantages", "row", "ready_at"]
 ROOT = Path(__file__).parents[2]
 STOP_SECONDS = 30.0
-# its controller reports no one when samples come; asked in between it would be busy with that
+# its controller notifies no client when samples come; asked in between it would be busy with that
 RETRY_SECONDS = 0.002
 # its client hangs on a dead storage unit for 200 s, three times; who looks for what is left needn't
 IMPATIENT = {
@@ -105,7 +105,7 @@ class TransferQueueWriter:
 
 
 class TransferQueueReader:
-    """A task: it gets every sample of the partition once; what it has been reported of counts as
+    """A task: it gets every sample of the partition once; what it has received counts as
     consumed."""
 
     def __init__(self, address: str, channel: str, consumer: str) -> None:

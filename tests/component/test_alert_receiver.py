@@ -1,4 +1,4 @@
-"""What Alertmanager posts continues to everybody, or is posted again: over HTTP on both sides, with
+"""What Alertmanager posts is sent to every service, or is posted again: over HTTP on both sides, with
 Apprise between."""
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def post(address: str, body: bytes) -> tuple[int, str]:
 
 @pytest.fixture
 def chat() -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """A service that Apprise knows as json://, and what it was reported."""
+    """A service that Apprise knows as json://, and what it received."""
     reported: list[dict[str, Any]] = []
 
     class Chat(BaseHTTPRequestHandler):
@@ -154,13 +154,13 @@ def test_alert_reaches_a_service_by_apprise(chat: tuple[str, list[dict[str, Any]
     with serving(
         AlertReceiver(("127.0.0.1", 0), [AppriseTarget(f"json://{address}", number=1)])
     ) as receiver:
-        assert post(receiver, group(alert("RelaxRunStalled"))) == (200, "told\n")
+        assert post(receiver, group(alert("RelaxRunStalled"))) == (200, "sent\n")
     assert [(one["title"], one["type"]) for one in reported] == [
         ("RelaxRunStalled: 1 firing", "failure")
     ]
 
 
-def test_what_somebody_does_not_take_is_to_be_posted_again_and_the_others_are_told() -> None:
+def test_notification_that_a_service_refuses_is_posted_again_and_the_others_are_sent() -> None:
     sent: list[str] = []
 
     class Hearing:
@@ -179,7 +179,7 @@ def test_what_is_too_long_or_no_json_is_refused_and_the_receiver_lives_on() -> N
         assert post(receiver, b"{")[0] == 400
         head = f"POST / HTTP/1.0\r\nContent-Length: {MAX_BYTES + 1}\r\n\r\n"
         assert head_of(receiver, head).startswith("HTTP/1.0 413")
-        assert post(receiver, group(alert("A"))) == (200, "told\n")
+        assert post(receiver, group(alert("A"))) == (200, "sent\n")
 
 
 def head_of(address: str, request: str) -> str:
@@ -230,11 +230,11 @@ def test_command_forwards_until_it_is_asked_to_end(
                 threading.Event().wait(0.05)
         process.send_signal(signal.SIGTERM)
         assert process.wait(ANSWER_SECONDS) == 0
-    assert answer == (200, "told\n")
+    assert answer == (200, "sent\n")
     assert len(reported) == 1
 
 
-def test_command_without_anybody_to_tell_says_how_to_name_one() -> None:
+def test_command_without_services_says_how_to_name_one() -> None:
     command = [sys.executable, "-m", "relax_events.cli", "alerts", "forward"]
     asked = subprocess.run(
         command, capture_output=True, text=True, timeout=200, check=False, env={"PATH": "/usr/bin"}

@@ -1,4 +1,4 @@
-"""A broker that refuses is reported from one that is away, by what clients hear and by a look at its
+"""A broker that refuses is distinguished from one that is away, by what clients hear and by a look at its
 TLS."""
 
 from __future__ import annotations
@@ -159,7 +159,9 @@ def test_authority_file_that_is_not_there_is_named(tls: dict[str, str], tmp_path
         "ssl.ca.location": str(tmp_path / "nowhere.pem"),
         "bootstrap.servers": "127.0.0.1:1",
     }
-    error = explain_refusal("reaching it", KafkaError(KafkaError._SSL, "handshake failed"), settings)
+    error = explain_refusal(
+        "reaching it", KafkaError(KafkaError._SSL, "handshake failed"), settings
+    )
     assert error is not None
     assert (
         f"broker.ca_file {tmp_path / 'nowhere.pem'} can't be used: No such file or directory"

@@ -44,7 +44,7 @@ def checkpoints(store):
 
 
 class GatedStore:
-    """A store whose writes wait for a gate, and fail if reported to."""
+    """A store whose writes wait for a gate, and fail on request."""
 
     def __init__(self, store, error=None):
         self.store, self.error, self.gate = store, error, threading.Event()
@@ -113,7 +113,7 @@ def test_wait_names_the_checkpoint_when_the_deadline_passes(store):
         gated.gate.set()
 
 
-def test_poll_tells_what_the_store_said_when_a_write_failed(store):
+def test_poll_reports_what_the_store_said_when_a_write_failed(store):
     gated = GatedStore(store, error=ObjectError("the disk is full"))
     gated.gate.set()
     with Checkpoints(gated, ranks=SingleRank(), keep=2) as checkpoints:

@@ -1,4 +1,4 @@
-"""Which checkpoints a critic may continue from: whole ones, of the history that the log tells."""
+"""Which checkpoints a critic may continue from: whole ones, of the history on the log."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def parts(row: PromptRow) -> list[tuple[Modality, str | None]]:
     return [(part.kind, part.text) for message in row.messages for part in message.parts]
 
 
-def test_placeholders_become_places_for_the_pictures_in_order(tmp_path: Path) -> None:
+def test_placeholders_become_places_for_the_images_in_order(tmp_path: Path) -> None:
     row = rows_of(
         tmp_path,
         {"prompt": "see <image> and <image>?", "images": ["a.png", "b.png"]},
@@ -69,12 +69,12 @@ def test_parts_of_a_chat_message_name_places_too(tmp_path: Path) -> None:
     assert parts(row) == [(TEXT, "be brief"), (IMAGE, None), (TEXT, "what?")]
 
 
-def test_row_without_pictures_stands_among_others(tmp_path: Path) -> None:
+def test_row_without_images_stands_among_others(tmp_path: Path) -> None:
     row = rows_of(tmp_path, {"prompt": "just text", "images": None}).row(0)
     assert (parts(row), row.media) == ([(TEXT, "just text")], [])
 
 
-def test_marker_is_text_where_no_column_holds_pictures(tmp_path: Path) -> None:
+def test_marker_is_text_where_no_column_holds_images(tmp_path: Path) -> None:
     row = rows_of(tmp_path, {"prompt": "an <image> tag"}, multimodal_keys={}).row(0)
     assert parts(row) == [(TEXT, "an <image> tag")]
 
@@ -95,7 +95,7 @@ def test_marker_is_text_where_no_column_holds_pictures(tmp_path: Path) -> None:
         ("<image>", [5], r"images\[0\] is a int; media are paths"),
     ],
 )
-def test_row_whose_pictures_and_places_differ_is_refused_by_name(
+def test_row_whose_images_and_places_differ_is_refused_by_name(
     tmp_path: Path, prompt: str, images: list[Any], text: str
 ) -> None:
     with pytest.raises(ConfigError, match=rf"rows.jsonl:1: .*{text}|rows.jsonl:1: {text}"):
@@ -111,10 +111,10 @@ def test_column_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"has no key 'images', only .*; set data.multimodal_keys"
     ):
-        rows_of(tmp_path, {"prompt": "<image>", "pictures": ["a.png"]})
+        rows_of(tmp_path, {"prompt": "<image>", "images": ["a.png"]})
 
 
-def test_parquet_brings_pictures_as_hugging_face_writes_them(tmp_path: Path) -> None:
+def test_parquet_brings_images_as_hugging_face_writes_them(tmp_path: Path) -> None:
     content = image_file(48, 32)
     table = pa.table(
         {"prompt": ["<image>?"], "answer": ["x"], "images": [[{"bytes": content, "path": "a.png"}]]}
@@ -136,7 +136,7 @@ def test_parquet_brings_pictures_as_hugging_face_writes_them(tmp_path: Path) -> 
             "multimodal_keys need a chat template",
         ),
         (
-            {"media_root": "/pictures"},
+            {"media_root": "/images"},
             "media_root and media_hosts are of no use without multimodal_keys",
         ),
     ],
@@ -146,10 +146,10 @@ def test_settings_that_do_not_fit_are_refused(settings: dict[str, Any], text: st
         DataConfig.model_validate({"source": "jsonl:x", **settings})
 
 
-def test_rows_with_hostile_pictures_are_passed_over_by_name_and_the_others_issued(
+def test_rows_with_hostile_images_are_passed_over_by_name_and_the_others_issued(
     tmp_path: Path,
 ) -> None:
-    (tmp_path / "pictures").mkdir()
+    (tmp_path / "images").mkdir()
     (tmp_path / "secret.png").write_bytes(image_file(32, 32))
     whole = base64.b64encode(image_file(96, 96)).decode()
     images = [
@@ -162,7 +162,7 @@ def test_rows_with_hostile_pictures_are_passed_over_by_name_and_the_others_issue
     source = rows_of(
         tmp_path,
         *({"prompt": "<image>?", "images": [image]} for image in images),
-        media_root=tmp_path / "pictures",
+        media_root=tmp_path / "images",
     )
     read_messages = build_storing_reader(MediaLibrary(image_run(tmp_path)))
     config = DataConfig.model_validate({"source": "jsonl:x", **KEYS})
@@ -182,7 +182,7 @@ def test_rows_with_hostile_pictures_are_passed_over_by_name_and_the_others_issue
     assert (message.parts[0].media.width, message.parts[0].media.height) == (96, 96)
 
 
-def test_length_counts_the_tokens_of_pictures(tmp_path: Path) -> None:
+def test_length_counts_the_tokens_of_images(tmp_path: Path) -> None:
     source = open_source(DataConfig(source="synthetic_images:colour"), seed=0)
     bounded = DataConfig(source="synthetic_images:colour", max_prompt_tokens=36)  # 34 of text
     renderer = PromptRenderer.from_folder(build_image_model(), bounded, media=BOUNDS)
@@ -205,7 +205,7 @@ def test_length_counts_the_tokens_of_pictures(tmp_path: Path) -> None:
     ]
 
 
-def test_picture_stands_between_its_marks_in_the_prompt(tmp_path: Path) -> None:
+def test_image_stands_between_its_marks_in_the_prompt(tmp_path: Path) -> None:
     renderer = PromptRenderer.from_folder(
         build_image_model(), DataConfig(source="synthetic_images:colour"), media=BOUNDS
     )
@@ -245,7 +245,7 @@ def test_prompt_whose_text_holds_a_placeholder_by_itself_is_refused(tmp_path: Pa
         renderer.prompt_tokens(insert_media(source.row(0).messages, [reference]))
 
 
-def test_model_of_text_refuses_a_prompt_with_pictures(tmp_path: Path) -> None:
+def test_model_of_text_refuses_a_prompt_with_images(tmp_path: Path) -> None:
     path = make_tiny(tmp_path / "text", corpus=["x"], hidden_size=32)
     renderer = PromptRenderer.from_folder(
         path, DataConfig(source="synthetic_images:colour"), media=BOUNDS

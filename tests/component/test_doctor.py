@@ -192,8 +192,8 @@ def test_judge_s_own_samples_are_not_scored_by_rule(
 
 
 def test_reward_that_can_not_be_loaded_is_found_without_prompts(make_data: MakeRunConfig) -> None:
-    with pytest.raises(ConfigError, match=r"has no function 'nobody', only exact, fails"):
-        PromptCheck().check_reward(make_data("nobody"))
+    with pytest.raises(ConfigError, match=r"has no function 'absent', only exact, fails"):
+        PromptCheck().check_reward(make_data("absent"))
 
 
 def test_reward_without_prompts_says_that_it_was_not_tried(make_data: MakeRunConfig) -> None:
@@ -265,7 +265,10 @@ def test_what_the_run_file_leaves_out_is_told_with_its_reason(tmp_path: Path, ru
         "all parameters of a pretrained model are trained",
     )
     assert reported["model.dtype"] == ("bfloat16", "the checkpoint's own")
-    assert reported["engine.max_context_tokens"] == (1024, "the model's 1024 positions, at most 8192")
+    assert reported["engine.max_context_tokens"] == (
+        1024,
+        "the model's 1024 positions, at most 8192",
+    )
     assert "engine.threads" not in reported
 
 
@@ -286,7 +289,9 @@ def test_growth_of_the_log_is_told_where_all_of_it_is_kept(make_run_config: Make
     thousand."""
     run = {"prompts_per_step": 64, "samples_per_prompt": 16, "num_steps": 1000}
     reported = check_disk(make_run_config(run=run, engine={"max_context_tokens": 8192}))
-    assert "grows by up to 0.403 GB a step, 403 GB in all (run.retain_versions bounds it)" in reported
+    assert (
+        "grows by up to 0.403 GB a step, 403 GB in all (run.retain_versions bounds it)" in reported
+    )
     assert "grows" not in check_disk(make_run_config(run=run | {"retain_versions": 9}))
 
 

@@ -12,7 +12,7 @@ import pytest
 from relax_events.runtime.drain import Drain
 
 
-def test_drain_starts_once_and_tells_its_listeners() -> None:
+def test_drain_starts_once_and_notifies_its_listeners() -> None:
     drain, reported = Drain(seconds=0.0), []
     drain.on_start(lambda: reported.append("early"))
     assert not drain.requested

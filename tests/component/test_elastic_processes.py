@@ -30,7 +30,7 @@ from tests.unit.run_events import make_heartbeat
 
 MakeRunConfig = Callable[..., RunConfig]
 WANTED = ElasticWorker("rollout-1", "rollout", "", DesiredState.RUNNING)
-LEAVING = replace(WANTED, standing=DesiredState.LEAVING)
+LEAVING = replace(WANTED, desired_state=DesiredState.LEAVING)
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_worker_that_does_not_drain_is_killed_at_its_deadline(
 
 
 def test_worker_that_was_never_started_is_gone_at_once(supervisor: Supervisor) -> None:
-    assert supervisor.reconcile([replace(WANTED, standing=DesiredState.PENDING)]) == []
+    assert supervisor.reconcile([replace(WANTED, desired_state=DesiredState.PENDING)]) == []
     assert supervisor.reconcile([LEAVING]) == [(LEAVING, ExitReason.ABSENT, "there was no process")]
 
 
@@ -116,7 +116,7 @@ def test_worker_that_can_not_be_kept_going_is_given_up_and_the_run_goes_on(
     started(supervisor, "end", "2", monkeypatch=monkeypatch)
     departure, reason = gone(supervisor, WANTED)
     assert departure is ExitReason.FAILED
-    assert reason.startswith("rollout-1 can't go on: ended with exit code 2; log: ")
+    assert reason.startswith("rollout-1 can't continue: ended with exit code 2; log: ")
     assert reason.endswith("error: the reason")
 
 

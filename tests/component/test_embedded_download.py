@@ -164,7 +164,7 @@ def test_ensure_jars_names_jar_and_hides_login_when_offline(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    monkeypatch.setenv("RELAX_MAVEN_REPOSITORY", "http://somebody:secret@127.0.0.1:9/maven")
+    monkeypatch.setenv("RELAX_MAVEN_REPOSITORY", "http://user:secret@127.0.0.1:9/maven")
     with pytest.raises(EnvironmentProblem, match="could not fetch org/example/part") as caught:
         ensure_jars(LOCK, tmp_path)
     assert "secret" not in str(caught.value)

@@ -59,11 +59,11 @@ def remembered(directory: Path) -> dict[str, object]:
 def test_start_gives_the_last_log_lines_when_the_broker_dies(
     java: Callable[[str], None], tmp_path: Path
 ) -> None:
-    java("echo 'log.dirs is owned by somebody else'; exit 1")
+    java("echo 'log.dirs is owned by another user'; exit 1")
     broker = EmbeddedBroker(tmp_path / "node")
     with pytest.raises(
         BrokerError,
-        match=r"ended by itself; the last lines of .*broker.log:\n  log.dirs is owned by somebody else",
+        match=r"ended by itself; the last lines of .*broker.log:\n  log.dirs is owned by another user",
     ):
         broker.start(timeout_seconds=20)
     assert not broker.is_running

@@ -41,7 +41,7 @@ def test_choose_port_gives_up_when_nothing_is_free(monkeypatch: pytest.MonkeyPat
         choose_port()
 
 
-def test_is_free_tells_when_a_server_listens(listener: int) -> None:
+def test_is_free_reports_when_a_server_listens(listener: int) -> None:
     assert not is_free(listener)
 
 

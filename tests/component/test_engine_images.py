@@ -21,10 +21,10 @@ from tests.unit.image_model import (
     image_engine,
     image_file,
     image_run,
+    load_images,
     plain_logprobs,
     request_about,
     request_for,
-    shown,
 )
 
 
@@ -57,7 +57,7 @@ def check(
             )
 
 
-def test_logprobs_are_those_of_transformers_with_pictures_and_text_side_by_side(
+def test_logprobs_are_those_of_transformers_with_images_and_text_side_by_side(
     library: MediaLibrary,
 ) -> None:
     engine = image_engine()
@@ -67,10 +67,10 @@ def test_logprobs_are_those_of_transformers_with_pictures_and_text_side_by_side(
     check(engine, requests)
 
 
-def test_same_prompt_about_other_pictures_is_another_prompt(library: MediaLibrary) -> None:
+def test_same_prompt_about_other_images_is_another_prompt(library: MediaLibrary) -> None:
     engine = image_engine()
     one, other = (
-        request_about(number, shown(library, (32, 32), seed=10 * number)) for number in (0, 3)
+        request_about(number, load_images(library, (32, 32), seed=10 * number)) for number in (0, 3)
     )
     assert np.array_equal(one.prompt_tokens, other.prompt_tokens)
     other = request_about(0, other.media)
@@ -81,13 +81,15 @@ def test_same_prompt_about_other_pictures_is_another_prompt(library: MediaLibrar
     engine.submit(one)
     engine.submit(GenerationRequest(**{name: getattr(other, name) for name in ("prompt_tokens", "sampling", "stop_token_ids", "media")},
                                     prompt_group_id="g9", samples=(fresh_sample("g9/0", 0), fresh_sample("g9/1", 1))))  # fmt: skip
-    beside = finish(engine)
+    alongside = finish(engine)
     assert np.abs(first["g0/0"].logprobs[:1] - second["g0/0"].logprobs[:1]) > 1e-3
     for name, expected in (
         ("g0/0", first),
         ("g9/0", second),
     ):  # the first token's: what comes after may follow another draw
-        assert beside[name].logprobs[:1] == pytest.approx(expected["g0/0"].logprobs[:1], abs=1e-5)
+        assert alongside[name].logprobs[:1] == pytest.approx(
+            expected["g0/0"].logprobs[:1], abs=1e-5
+        )
 
 
 def test_samples_that_join_others_have_the_logprobs_of_transformers(library: MediaLibrary) -> None:
@@ -100,7 +102,7 @@ def test_samples_that_join_others_have_the_logprobs_of_transformers(library: Med
     check(engine, [request_for(number, library) for number in SIZES])
 
 
-def test_sample_goes_on_behind_its_pictures_after_an_abort(library: MediaLibrary) -> None:
+def test_sample_continues_behind_its_images_after_an_abort(library: MediaLibrary) -> None:
     engine = image_engine()
     request = request_for(1, library)
     engine.submit(request)
@@ -150,7 +152,7 @@ def test_logprobs_follow_new_weights(library: MediaLibrary, on_running: str) -> 
     check(engine, requests, path=other)
 
 
-def test_engine_refuses_pictures_that_the_prompt_has_no_room_for(library: MediaLibrary) -> None:
+def test_engine_refuses_images_that_the_prompt_has_no_room_for(library: MediaLibrary) -> None:
     engine, request = image_engine(), request_for(1, library)
     fewer = GenerationRequest(
         **{name: getattr(request, name) for name in request.__slots__ if name != "media"},
@@ -164,9 +166,9 @@ def test_engine_refuses_pictures_that_the_prompt_has_no_room_for(library: MediaL
     assert engine.num_running == 0
 
 
-def test_engine_of_a_text_model_refuses_pictures(library: MediaLibrary) -> None:
+def test_engine_of_a_text_model_refuses_images(library: MediaLibrary) -> None:
     text = make_request(1)
-    media = shown(library, (32, 32))
+    media = load_images(library, (32, 32))
     with pytest.raises(
         PoisonSample,
         match="prompt group g1 brings 1 media files, and the engine feeds its model text only",

@@ -16,7 +16,7 @@ import pytest
 from relax_events.config import SamplingConfig
 from relax_events.engines.sglang import client
 from relax_events.engines.sglang.checkpoint import ModelFolder
-from relax_events.engines.sglang.client import ServerRejected, SGLangClient, _server_sent
+from relax_events.engines.sglang.client import ServerRejected, SGLangClient, _read_events
 from relax_events.events.routed_experts import ExpertShape
 
 ANSWER = b"HTTP/1.1 %d X\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -62,7 +62,7 @@ async def pieces(parts: Iterable[bytes]) -> AsyncIterator[bytes]:
 async def events(parts: Iterable[bytes], *, max_bytes: int) -> list[bytes]:
     return [
         event
-        async for event in _server_sent(
+        async for event in _read_events(
             pieces(parts), what="POST http://a/generate", max_bytes=max_bytes
         )
     ]

@@ -31,7 +31,7 @@ from tests.unit.video_and_audio import (
     omni_model,
 )
 
-PICTURE, CLIP, SOUND = (
+IMAGE, VIDEO, AUDIO = (
     (Modality.IMAGE, (64, 48)),
     (Modality.VIDEO, (48, 32, 9)),
     (Modality.AUDIO, 1.13),
@@ -41,7 +41,7 @@ PICTURE, CLIP, SOUND = (
 @pytest.fixture
 def request_of_both(tmp_path: Path) -> GenerationRequest:
     library = MediaLibrary(media_run(tmp_path, build_image_model()))
-    media = tuple(library.load(library.add(item_of(*kind))) for kind in (PICTURE, CLIP))
+    media = tuple(library.load(library.add(item_of(*kind))) for kind in (IMAGE, VIDEO))
     return replace(
         request_about(1, (), num_samples=3),
         prompt_tokens=prompt_of(media, bounds=BOUNDS),
@@ -75,10 +75,10 @@ def test_arrays_are_sent_once_for_all_samples_and_come_as_they_were(
         False,
     ]
     prompts = parse_image_data(sent)
-    assert len({id(shown) for shown, _ in prompts}) == 1
-    shown = prompts[0][0]
-    assert [array.modality for array in shown] == [Modality.IMAGE, Modality.VIDEO]
-    for array, piece in zip(shown, request_of_both.media, strict=True):
+    assert len({id(arrays) for arrays, _ in prompts}) == 1
+    arrays = prompts[0][0]
+    assert [array.modality for array in arrays] == [Modality.IMAGE, Modality.VIDEO]
+    for array, piece in zip(arrays, request_of_both.media, strict=True):
         assert piece.pixels is not None
         np.testing.assert_array_equal(array.values, piece.pixels)
     num_tokens = len(request_of_both.prompt_tokens)
@@ -102,25 +102,28 @@ def test_runs_are_where_the_placeholders_stand(request_of_both: GenerationReques
             tokens[first - 1] != layout.placeholders[modality] != tokens[last + 1]
             for first, last in runs
         )
-    assert [len(runs) for runs in placing.runs] == [1, 4]  # of the clip one for each of its moments
+    assert [len(runs) for runs in placing.runs] == [
+        1,
+        4,
+    ]  # of the video one for each of its moments
     assert placing.shift == placing.positions.max() + 1 - len(tokens)
 
 
-def test_what_is_heard_is_sent_as_a_spectrum_and_of_a_clip_beside_what_is_seen(
+def test_audio_is_sent_as_a_spectrum_also_that_of_a_video_with_its_frames(
     tmp_path: Path,
 ) -> None:
     library = MediaLibrary(media_run(tmp_path, omni_model(), use_audio_in_video=True))
     media, bounds = (
-        tuple(library.load(library.add(item_of(*kind))) for kind in (SOUND, CLIP)),
+        tuple(library.load(library.add(item_of(*kind))) for kind in (AUDIO, VIDEO)),
         MediaConfig(**SMALL, use_audio_in_video=True),
     )
     prompt = prompt_of(media, path=omni_model(), bounds=bounds)
     request = replace(request_about(1, (), num_samples=1), prompt_tokens=prompt, media=media)
     samples, model, layout = samples_of(request, omni_model(), bounds)
-    ((shown, placing),) = parse_image_data(build_image_data(samples, model, weights="v1"))
-    assert [array.modality for array in shown] == [Modality.AUDIO, Modality.VIDEO, Modality.AUDIO]
-    assert [array.values.shape for array in shown] == [(128, 113), (8, 32, 48, 3), (128, 450)]
-    assert [array.geometry is None for array in shown] == [True, False, True]
+    ((arrays, placing),) = parse_image_data(build_image_data(samples, model, weights="v1"))
+    assert [array.modality for array in arrays] == [Modality.AUDIO, Modality.VIDEO, Modality.AUDIO]
+    assert [array.values.shape for array in arrays] == [(128, 113), (8, 32, 48, 3), (128, 450)]
+    assert [array.geometry is None for array in arrays] == [True, False, True]
     extractor = WhisperFeatureExtractor.from_pretrained(omni_model())
     plain = extractor(
         media[0].samples,
@@ -129,7 +132,7 @@ def test_what_is_heard_is_sent_as_a_spectrum_and_of_a_clip_beside_what_is_seen(
         truncation=False,
         return_tensors="np",
     )
-    np.testing.assert_array_equal(shown[0].values, plain["input_features"][0][:, :113])
+    np.testing.assert_array_equal(arrays[0].values, plain["input_features"][0][:, :113])
     places = [
         [place for first, last in runs for place in range(first, last + 1)] for runs in placing.runs
     ]
@@ -137,18 +140,16 @@ def test_what_is_heard_is_sent_as_a_spectrum_and_of_a_clip_beside_what_is_seen(
     assert [len(some) for some in places] == [15, 24, 59]
     assert all(
         tokens[place] == layout.placeholders[array.modality]
-        for array, some in zip(shown, places, strict=True)
+        for array, some in zip(arrays, places, strict=True)
         for place in some
     )
     assert min(places[2]) < max(places[1]) < max(places[2])  # in the order of time
 
 
-def test_identity_tells_shapes_and_versions_apart(request_of_both: GenerationRequest) -> None:
+def test_identity_distinguishes_shapes_and_versions(request_of_both: GenerationRequest) -> None:
     image = request_of_both.media[0]
     assert image.pixels is not None
-    turned = replace(
-        image, pixels=np.ascontiguousarray(np.zeros_like(image.pixels).swapaxes(0, 1))
-    )
+    turned = replace(image, pixels=np.ascontiguousarray(np.zeros_like(image.pixels).swapaxes(0, 1)))
     plain = replace(image, pixels=np.zeros_like(image.pixels))
 
     def identity(media: tuple[object, ...], weights: str) -> bytes:
@@ -190,7 +191,7 @@ def test_another_length_of_the_prompt_refuses_its_tokens(
     assert request.has_finished
     assert request.tokens == []
     assert (
-        f"the server read {num_sent - 5} tokens, and its prompt has {num_sent}" in request.rejection
+        f"the server read {num_sent - 5} tokens, and the prompt has {num_sent}" in request.rejection
     )
 
 

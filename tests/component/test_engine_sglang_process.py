@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from relax_events.deadline import Deadline
-from relax_events.engines.sglang import launch as serve
+from relax_events.engines.sglang import launch
 
 SECONDS = 60.0
 # As a server: it shares a semaphore and memory by way of multiprocessing, and by way of a file that
@@ -26,10 +26,10 @@ import mmap, multiprocessing, os, subprocess, sys, threading, time
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
-from relax_events.engines.sglang import serve
+from relax_events.engines.sglang import launch
 
 folder, temporary, loads = sys.argv[1:]
-threading.Thread(target=serve._end_with_parent, args=(folder, temporary), daemon=True).start()
+threading.Thread(target=launch._end_with_parent, args=(folder, temporary), daemon=True).start()
 lock, shared = multiprocessing.get_context("spawn").Lock(), SharedMemory(create=True, size=100)
 with open(loads, "w+b") as file:
     file.truncate(4096)
@@ -39,7 +39,7 @@ print(f"/dev/shm/sem.{lock._semlock.name[1:]}", f"/dev/shm/{shared.name}", flush
 time.sleep(1000)
 """
 pytestmark = pytest.mark.skipif(
-    not serve.SHARED_MEMORY.is_dir(), reason="shared memory has no folder here"
+    not launch.SHARED_MEMORY.is_dir(), reason="shared memory has no folder here"
 )
 
 
@@ -51,7 +51,7 @@ class Server:
         for made in (self.folder, self.temporary):
             made.mkdir()
         self.loads = (
-            serve.SHARED_MEMORY / f"{serve.SHARED_PREFIX}loads_{os.getpid()}_{folder.name}.shm"
+            launch.SHARED_MEMORY / f"{launch.SHARED_PREFIX}loads_{os.getpid()}_{folder.name}.shm"
         )
         words = [
             sys.executable,
@@ -96,14 +96,14 @@ def test_killed_server_leaves_no_process_and_no_shared_memory(server: Server) ->
         "it, the process that it started, and multiprocessing's tracker"
     )
     assert [file.exists() for file in server.shared] == [True, True]
-    assert serve.find_shared_memory(server.process.pid) == {server.loads}
-    serve.kill_processes(server.process.pid)
+    assert launch.find_shared_memory(server.process.pid) == {server.loads}
+    launch.kill_processes(server.process.pid)
     server.until_gone(*server.shared)
 
 
 def test_stopped_server_is_killed_as_well(server: Server) -> None:
     os.killpg(server.process.pid, signal.SIGSTOP)
-    serve.kill_processes(server.process.pid)
+    launch.kill_processes(server.process.pid)
     server.until_gone(*server.shared)
 
 

@@ -79,13 +79,13 @@ def engine_of(path: Path, media: MediaConfig, *, records_experts: bool) -> Trans
 
 class Talk:
     """An engine over a tiny model, an environment of `environment_functions.py`, and what belongs
-    to them. A model that hears has experts."""
+    to them. A model that reads audio has experts."""
 
     def __init__(
-        self, folder: Path, function: str, *, hears: bool = False, **settings: Any
+        self, folder: Path, function: str, *, reads_audio: bool = False, **settings: Any
     ) -> None:
-        path = omni_model() if hears else build_image_model()
-        config = media_run(folder, path) if hears else image_run(folder)
+        path = omni_model() if reads_audio else build_image_model()
+        config = media_run(folder, path) if reads_audio else image_run(folder)
         environment = {
             "function": function if function == "zoom" else f"{ENVIRONMENTS}:{function}",
             "timeout_seconds": 5.0,
@@ -95,14 +95,14 @@ class Talk:
             "environment": environment,
             "engine": ENGINE,
         }
-        tree["model"]["routing_replay"] = "rollout" if hears else "none"
+        tree["model"]["routing_replay"] = "rollout" if reads_audio else "none"
         self.config = small_run(tree)
         self.library = MediaLibrary(self.config)
         self.renderer = PromptRenderer.from_folder(
             path, self.config.data, media=self.config.model.media
         )
         self.inner, self.pool = (
-            engine_of(path, self.config.model.media, records_experts=hears),
+            engine_of(path, self.config.model.media, records_experts=reads_audio),
             EnvironmentPool(self.config),
         )
         self.engine = MultiTurnEngine(
@@ -172,7 +172,7 @@ def ready(request: GenerationRequest, sample: GeneratedSample) -> SampleReady:
     )
 
 
-def shown_by_hand(
+def render_by_hand(
     renderer: PromptRenderer, task: EnvironmentContext, turns: Sequence[ChatMessage]
 ) -> str:
     """Render a whole conversation as the tokenizer's template does, from its beginning."""
@@ -240,14 +240,16 @@ def test_environment_changes_nothing_before_it_speaks_and_later_answers_have_dra
     assert len({turn_seed(7, number) for number in range(5)}) == 5
 
 
-@pytest.mark.parametrize("hears", [False, True], ids=["pictures", "pictures, sounds and clips"])
+@pytest.mark.parametrize("reads_audio", [False, True], ids=["images", "images, audio and videos"])
 def test_trainer_reads_token_by_token_what_the_engine_read(
-    tmp_path: Path, hears: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, reads_audio: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with talk(tmp_path, "show_all" if hears else "show_images", hears=hears) as one:
+    with talk(
+        tmp_path, "show_all" if reads_audio else "show_images", reads_audio=reads_audio
+    ) as one:
         kinds = (
             KINDS
-            if hears
+            if reads_audio
             else {kind: sizes for kind, sizes in KINDS.items() if kind is Modality.IMAGE}
         )
         references = [
@@ -267,7 +269,7 @@ def test_trainer_reads_token_by_token_what_the_engine_read(
             for sample in request.samples
         ]
         assert max(len(sample.media) for sample in samples) >= 2
-        if hears:
+        if reads_audio:
             assert {modality_of(media) for sample in samples for media in sample.media} == set(
                 PLACEHOLDERS
             )
@@ -387,11 +389,11 @@ def check_logprobs(
         np.testing.assert_allclose(scores, np.asarray(sample.rollout_logprobs), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("hears", [False, True], ids=["", "experts"])
+@pytest.mark.parametrize("reads_audio", [False, True], ids=["", "experts"])
 def test_sample_that_was_cut_off_goes_on_from_its_prefix_to_the_same_end(
-    tmp_path: Path, hears: bool
+    tmp_path: Path, reads_audio: bool
 ) -> None:
-    with talk(tmp_path, "show_images", hears=hears) as one:
+    with talk(tmp_path, "show_images", reads_audio=reads_audio) as one:
         request = one.request(references=[one.library.add(item_of(Modality.IMAGE, (32, 32)))])
         one.engine.submit(request)
         whole = finish(one.engine)
@@ -420,7 +422,7 @@ def test_sample_that_was_cut_off_goes_on_from_its_prefix_to_the_same_end(
             assert sample.turns == whole[name].turns
             assert (sample.loss_mask == whole[name].loss_mask).all()
             assert sample.num_sampled_tokens == whole[name].num_sampled_tokens
-            assert (sample.routed_experts is not None) == hears
+            assert (sample.routed_experts is not None) == reads_audio
             if sample.routed_experts is not None:
                 assert (
                     len(sample.routed_experts)
@@ -461,7 +463,7 @@ TOLD = {
     "raises": "raised ValueError: no such place",
     "hangs": "took longer than 5 s (environment.timeout_seconds)",
     "dies": "died (exit code 3)",
-    "brings no picture": "which is no image of the formats PNG",
+    "brings no image": "which is no image of the formats PNG",
     "brings a bomb": "many pixels: Image size (900000000 pixels)",
     "names a file": "rows may not name files",
     "names an address": "media_hosts allows none",
@@ -517,7 +519,7 @@ def test_answers_and_tokens_are_bounded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("function", "options", "reported"),
     [
-        ("nobody", {}, "has no function 'nobody'"),
+        ("absent", {}, "has no function 'absent'"),
         ("with_option", {}, "missing a required argument: 'places'"),
         ("with_option", {"places": 2, "rooms": 3}, "unexpected keyword argument 'rooms'"),
     ],

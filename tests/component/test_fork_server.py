@@ -123,7 +123,7 @@ def test_module_that_can_not_be_imported_is_left_to_the_worker_that_needs_it(
     )
 
 
-def test_workers_outlive_the_starter_and_another_one_takes_its_place(
+def test_workers_outlive_the_starter_and_another_one_replaces_it(
     starter: ForkServer, tmp_path: Path
 ) -> None:
     worker = started(starter, tmp_path / "worker.log", "drain")
@@ -133,7 +133,9 @@ def test_workers_outlive_the_starter_and_another_one_takes_its_place(
     assert worker.poll() is None
     assert starter.spawn(ordered("end", "3"), log_path=tmp_path / "next.log").wait(SECONDS) == 3
     worker.terminate()
-    assert worker.wait(SECONDS) == -signal.SIGKILL, "it drained, but nobody is left who could tell"
+    assert worker.wait(SECONDS) == -signal.SIGKILL, (
+        "it drained, but no process is left that could report it"
+    )
 
 
 def test_starter_ends_with_whoever_orders_and_leaves_the_workers_alone(tmp_path: Path) -> None:
@@ -186,13 +188,14 @@ def test_roles_import_what_they_load_and_no_torch_where_gpus_are(
     config = make_run_config(engine={"name": "transformers"})
     monkeypatch.setattr(imports, "ACCELERATORS", (tmp_path / "none",))
     found = {
-        role: worker_modules(config, role)[1:] for role in ("reward", "rollout", "trainer", "nobody")
+        role: worker_modules(config, role)[1:]
+        for role in ("reward", "rollout", "trainer", "absent")
     }
     assert found == {
         "reward": ["workers.reward"],
         "rollout": ["workers.rollout", "relax_events.engines.transformers.engine"],
         "trainer": ["workers.trainer", "relax_events.training.backend.torch_backend"],
-        "nobody": [],
+        "absent": [],
     }
     assert worker_modules(make_run_config(model={"device": "xpu"}), "rollout")[1:] == [
         "workers.rollout"

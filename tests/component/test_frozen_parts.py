@@ -104,7 +104,7 @@ def test_something_must_be_left_to_train(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_parts_of_a_model_that_hears_are_told_apart(
+def test_parts_of_a_model_that_reads_audio_are_told_apart(
     part: str, frozen: set[str], free: set[str]
 ) -> None:
     family = read_family(omni_model(), MediaConfig())

@@ -70,11 +70,10 @@ def test_values_are_the_same_packed_padded_and_by_themselves(tmp_path: Path) -> 
             )
 
 
-def test_values_are_those_of_transformers_states_and_depend_on_the_pictures(tmp_path: Path) -> None:
+def test_values_are_those_of_transformers_states_and_depend_on_the_images(tmp_path: Path) -> None:
     (sample, *_), mine = rolled_out(tmp_path), critic(tmp_path, dtype=torch.float64)
     files = [
-        image_item(*size, seed=10 + index).source
-        for index, size in enumerate(((64, 48), (32, 96)))
+        image_item(*size, seed=10 + index).source for index, size in enumerate(((64, 48), (32, 96)))
     ]
     values = mine.score([sample])[0]
     ids, model = (
@@ -96,7 +95,7 @@ def test_values_are_those_of_transformers_states_and_depend_on_the_pictures(tmp_
     )
 
 
-def test_critic_learns_what_is_returned_with_pictures_and_without(tmp_path: Path) -> None:
+def test_critic_learns_what_is_returned_with_images_and_without(tmp_path: Path) -> None:
     samples, mine = rolled_out(tmp_path), critic(tmp_path)
     losses = []
     for _ in range(15):

@@ -23,10 +23,10 @@ from tests.unit.image_model import (
     build_image_model,
     image_file,
     image_run,
+    load_images,
     plain_model,
     plain_pixels,
     prompt_of,
-    shown,
 )
 
 GEOMETRY = ImageGeometry.from_settings(
@@ -41,7 +41,7 @@ def layout() -> MediaLayout:
 
 
 def reference(width: int, height: int) -> MediaRef:
-    return MediaRef("file:///picture", bytes(32), "image/png", 10, width=width, height=height)
+    return MediaRef("file:///image", bytes(32), "image/png", 10, width=width, height=height)
 
 
 @given(st.integers(1, 2000), st.integers(1, 2000))
@@ -62,7 +62,7 @@ def test_factor_brings_sides_to_multiples_of_several_tokens() -> None:
     assert wide.grid(100, 60) == (4, 6)
 
 
-def test_factor_of_zero_leaves_pictures_alone_and_refuses_those_that_do_not_fit() -> None:
+def test_factor_of_zero_leaves_images_alone_and_refuses_those_that_do_not_fit() -> None:
     untouched = ImageGeometry.from_settings(PREPROCESSOR, MediaConfig(image_resize_scale_factor=0))
     assert untouched.target_size(16, 48) == (48, 16)
     with pytest.raises(ValueError, match="sides must be multiples of 16, got 17 x 48"):
@@ -77,7 +77,7 @@ def test_other_bounds_have_other_names_in_the_cache() -> None:
 def test_pixels_and_patches_are_those_of_transformers(
     tmp_path: Path, size: tuple[int, int]
 ) -> None:
-    (piece,) = shown(MediaLibrary(image_run(tmp_path)), size)
+    (piece,) = load_images(MediaLibrary(image_run(tmp_path)), size)
     expected = plain_pixels([image_file(*size)])
     patches = cut_patches(torch.from_numpy(piece.pixels)[None], layout().images.geometry)
     torch.testing.assert_close(patches, expected["pixel_values"], rtol=0, atol=1e-6)
@@ -89,7 +89,7 @@ def test_pixels_and_patches_are_those_of_transformers(
     "sizes", [[(32, 32)], [(64, 32), (32, 96)], [(48, 80), (16, 16), (64, 64)]]
 )
 def test_positions_are_those_of_transformers(tmp_path: Path, sizes: list[tuple[int, int]]) -> None:
-    media = shown(MediaLibrary(image_run(tmp_path)), *sizes)
+    media = load_images(MediaLibrary(image_run(tmp_path)), *sizes)
     tokens = np.append(prompt_of(media), np.arange(5, dtype=np.int32))
     ids = torch.from_numpy(tokens.astype(np.int64))[None]
     kinds = (ids == layout().placeholders[Modality.IMAGE]).int()
@@ -113,7 +113,9 @@ def test_positions_are_those_of_the_drawing() -> None:
     pad = layout().placeholders[Modality.IMAGE]
     tokens = np.array([1, 2, *[pad] * 6, 3, 4], np.int32)
     media = [reference(48, 32)]
-    found = layout().rotary_positions(10, layout().find_media_tokens(tokens, np.ones(10, bool), media), media)
+    found = layout().rotary_positions(
+        10, layout().find_media_tokens(tokens, np.ones(10, bool), media), media
+    )
     assert found.tolist() == [
         [0, 1, 2, 2, 2, 2, 2, 2, 5, 6],
         [0, 1, 2, 2, 2, 3, 3, 3, 5, 6],
@@ -125,17 +127,24 @@ def test_placeholders_that_the_policy_wrote_stand_for_nothing() -> None:
     pad = layout().placeholders[Modality.IMAGE]
     tokens = np.array([1, *[pad] * 4, 2, pad, pad], np.int32)
     given_tokens = np.arange(8) < 6
-    assert layout().find_media_tokens(tokens, given_tokens, [reference(32, 32)]).tolist() == [1, 2, 3, 4]
+    assert layout().find_media_tokens(tokens, given_tokens, [reference(32, 32)]).tolist() == [
+        1,
+        2,
+        3,
+        4,
+    ]
     with pytest.raises(
         PoisonSample, match="1 media files have 4 tokens, and the sequence has 6 placeholders"
     ):
         layout().find_media_tokens(tokens, np.ones(8, bool), [reference(32, 32)])
 
 
-def test_prompt_grows_by_the_tokens_of_its_pictures_and_refuses_a_placeholder_too_many() -> None:
+def test_prompt_grows_by_the_tokens_of_its_images_and_refuses_a_placeholder_too_many() -> None:
     pad = layout().placeholders[Modality.IMAGE]
     media = [reference(32, 32), reference(16, 80)]
-    assert layout().expand_placeholders(np.array([7, pad, 8, pad, 9], np.int32), media).tolist() == [
+    assert layout().expand_placeholders(
+        np.array([7, pad, 8, pad, 9], np.int32), media
+    ).tolist() == [
         7,
         *[pad] * 4,
         8,
@@ -147,8 +156,8 @@ def test_prompt_grows_by_the_tokens_of_its_pictures_and_refuses_a_placeholder_to
 
 
 def test_reference_without_size_or_of_an_impossible_shape_is_named() -> None:
-    with pytest.raises(MediaError, match="file:///picture has no width and height"):
-        layout().images.grid(MediaRef("file:///picture", bytes(32), "image/png", 10))
+    with pytest.raises(MediaError, match="file:///image has no width and height"):
+        layout().images.grid(MediaRef("file:///image", bytes(32), "image/png", 10))
     with pytest.raises(
         MediaError, match="one side must be at most 200 times the other, got 4000 x 2"
     ):

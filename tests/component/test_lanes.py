@@ -101,8 +101,12 @@ def lane_of(
     consumers: Consumers, monkeypatch: pytest.MonkeyPatch, taken: list[Lease]
 ) -> ShareGroupLeases:
     monkeypatch.setattr(share_leases, "ShareConsumer", consumers)
-    connection = Connection.from_config(BrokerConfig(bootstrap_servers="127.0.0.1:1"), client_id="test")
-    return ShareGroupLeases(connection, group="group", topic="queue", max_leases=1, on_lease=taken.append)
+    connection = Connection.from_config(
+        BrokerConfig(bootstrap_servers="127.0.0.1:1"), client_id="test"
+    )
+    return ShareGroupLeases(
+        connection, group="group", topic="queue", max_leases=1, on_lease=taken.append
+    )
 
 
 def settled(lease: list[Lease]) -> None:
@@ -154,15 +158,22 @@ def test_queue_of_a_consumer_group_ends_its_worker_when_its_client_failed(
             """Nothing to leave."""
 
     monkeypatch.setattr(group_leases, "SubscribedConsumer", Failing)
-    denied = threading.Event()
+    reported = threading.Event()
     monkeypatch.setattr(
-        AuthFailureTracker, "deny", lambda self, error, deny=AuthFailureTracker.report_fatal: (deny(self, error), denied.set())
+        AuthFailureTracker,
+        "report_fatal",
+        lambda self, error, report=AuthFailureTracker.report_fatal: (
+            report(self, error),
+            reported.set(),
+        ),
     )
-    connection = Connection.from_config(BrokerConfig(bootstrap_servers="127.0.0.1:1"), client_id="test")
+    connection = Connection.from_config(
+        BrokerConfig(bootstrap_servers="127.0.0.1:1"), client_id="test"
+    )
     source = ConsumerGroupLeases(
         connection, group="group", topic="queue", max_leases=1, on_lease=lambda lease: None
     )
-    assert denied.wait(60)
+    assert reported.wait(60)
     with pytest.raises(ClientFailed, match="its heartbeats have stopped"):
         connection.auth_failures.raise_fatal()
     source.close()
@@ -188,15 +199,26 @@ def test_worker_ends_with_the_reason_when_the_share_group_stays_full(
 
     monkeypatch.setattr(share_leases, "ShareConsumer", Refused)
     monkeypatch.setattr(share_leases, "FULL_SECONDS", 0.05)
-    denied = threading.Event()
+    reported = threading.Event()
     monkeypatch.setattr(
-        AuthFailureTracker, "deny", lambda self, error, deny=AuthFailureTracker.report_fatal: (deny(self, error), denied.set())
+        AuthFailureTracker,
+        "report_fatal",
+        lambda self, error, report=AuthFailureTracker.report_fatal: (
+            report(self, error),
+            reported.set(),
+        ),
     )
-    connection = Connection.from_config(BrokerConfig(bootstrap_servers="127.0.0.1:1"), client_id="test")
+    connection = Connection.from_config(
+        BrokerConfig(bootstrap_servers="127.0.0.1:1"), client_id="test"
+    )
     source = ShareGroupLeases(
-        connection, group="relax.r.rollout", topic="queue", max_leases=2, on_lease=lambda lease: None
+        connection,
+        group="relax.r.rollout",
+        topic="queue",
+        max_leases=2,
+        on_lease=lambda lease: None,
     )
-    assert denied.wait(10)
+    assert reported.wait(10)
     with pytest.raises(
         BrokerRefused,
         match=r"relax.r.rollout has no room for all 2 lanes of this worker.*lower engine.max_prompt_groups",

@@ -48,7 +48,9 @@ MAKERS: list[Callable[[Connection], object]] = [
     lambda connection: SubscribedConsumer(connection, consumer_group="g", topics=["t"]),
     LogReader,
     RecordProducer,
-    lambda connection: ShareGroupLeases(connection, group="g", topic="t", max_leases=1, on_lease=print),
+    lambda connection: ShareGroupLeases(
+        connection, group="g", topic="t", max_leases=1, on_lease=print
+    ),
 ]
 
 

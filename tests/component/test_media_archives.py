@@ -73,7 +73,7 @@ def test_heads_are_read_once_until_the_archive_changes(tmp_path: Path) -> None:
     assert item(tmp_path).read(LIMITS) == b"two"
 
 
-def test_member_becomes_a_picture_in_the_store_once(tmp_path: Path) -> None:
+def test_member_becomes_an_image_in_the_store_once(tmp_path: Path) -> None:
     tar_of(
         tmp_path / "0.tar",
         ("a.png", image_file(48, 32)),

@@ -14,7 +14,7 @@ from relax_events.media.facts import MediaFacts
 from relax_events.media.preprocessing import DecodePlan
 from relax_events.media.videos import decode_video
 from tests.unit.image_model import image_file
-from tests.unit.video_and_audio import clip_file, frames_of, sound_file, written
+from tests.unit.video_and_audio import audio_file, frames_of, video_file, written
 
 PLAN = DecodePlan((4, 32, 48, 3), "uint8", frames=(0, 1, 2, 3))
 
@@ -26,58 +26,58 @@ def process_of(decoder: Decoder) -> int:
 
 def test_decoder_answers_for_all_kinds_of_media() -> None:
     decoder, limits = Decoder(MediaConfig()), MediaConfig()
-    clip = clip_file(48, 32)
+    video = video_file(48, 32)
     assert decoder.inspect(image_file(48, 32), Modality.IMAGE, location="a") == MediaFacts(
         "image/png", 48, 32
     )
-    assert decoder.inspect(sound_file(0.4), Modality.AUDIO, location="b") == MediaFacts(
+    assert decoder.inspect(audio_file(0.4), Modality.AUDIO, location="b") == MediaFacts(
         "audio/x-wav", num_frames=6_400, rate_hertz=16_000.0
     )
-    assert decoder.inspect(clip, Modality.VIDEO, location="c") == MediaFacts(
+    assert decoder.inspect(video, Modality.VIDEO, location="c") == MediaFacts(
         "video/mp4", 48, 32, num_frames=4, rate_hertz=2.0
     )
     assert (
-        decoder.decode(clip, Modality.VIDEO, PLAN, location="c")
-        == decode_video(clip, plan=PLAN, limits=limits, location="c").tobytes()
+        decoder.decode(video, Modality.VIDEO, PLAN, location="c")
+        == decode_video(video, plan=PLAN, limits=limits, location="c").tobytes()
     )
 
 
 def test_refusal_leaves_the_process_alone() -> None:
     decoder = Decoder(MediaConfig())
-    decoder.inspect(sound_file(), Modality.AUDIO, location="a")
+    decoder.inspect(audio_file(), Modality.AUDIO, location="a")
     before = process_of(decoder)
-    with pytest.raises(MediaError, match="b begins with b'no sound', which is no audio") as caught:
-        decoder.inspect(b"no sound at all", Modality.AUDIO, location="b")
+    with pytest.raises(MediaError, match="b begins with b'no audio', which is no audio") as caught:
+        decoder.inspect(b"no audio at all", Modality.AUDIO, location="b")
     assert caught.value.reason == "wrong_type"
     assert process_of(decoder) == before
 
 
 def test_file_that_takes_too_long_costs_itself_alone() -> None:
     decoder = Decoder(MediaConfig())
-    decoder.inspect(sound_file(), Modality.AUDIO, location="a")
+    decoder.inspect(audio_file(), Modality.AUDIO, location="a")
     before = process_of(decoder)
     os.kill(before, signal.SIGSTOP)
     decoder._limits = MediaConfig(decode_seconds=0.5)
     with pytest.raises(
         MediaError, match=r"b must be decoded within model.media.decode_seconds = 0.5, and was not"
     ) as caught:
-        decoder.inspect(sound_file(), Modality.AUDIO, location="b")
+        decoder.inspect(audio_file(), Modality.AUDIO, location="b")
     assert caught.value.reason == "too_slow"
     decoder._limits = MediaConfig()
-    assert decoder.inspect(sound_file(), Modality.AUDIO, location="c").num_frames == 6_400
+    assert decoder.inspect(audio_file(), Modality.AUDIO, location="c").num_frames == 6_400
     assert process_of(decoder) != before
 
 
 def test_file_that_crashes_the_decoder_costs_itself_alone() -> None:
     decoder = Decoder(MediaConfig())
-    decoder.inspect(sound_file(), Modality.AUDIO, location="a")
+    decoder.inspect(audio_file(), Modality.AUDIO, location="a")
     os.kill(process_of(decoder), signal.SIGSEGV)
     with pytest.raises(
         MediaError, match=r"b ended the process that decoded it \(signal SIGSEGV\)"
     ) as caught:
-        decoder.inspect(sound_file(), Modality.AUDIO, location="b")
+        decoder.inspect(audio_file(), Modality.AUDIO, location="b")
     assert caught.value.reason == "crashed_decoder"
-    assert decoder.inspect(sound_file(), Modality.AUDIO, location="c").num_frames == 6_400
+    assert decoder.inspect(audio_file(), Modality.AUDIO, location="c").num_frames == 6_400
 
 
 def test_error_that_nobody_foresaw_is_told_by_its_text() -> None:
@@ -88,27 +88,27 @@ def test_error_that_nobody_foresaw_is_told_by_its_text() -> None:
     ) as caught:
         decoder.decode(image_file(32, 32), Modality.IMAGE, DecodePlan((3,), "uint8"), location="a")
     assert caught.value.reason == "crashed_decoder"
-    assert decoder.inspect(sound_file(), Modality.AUDIO, location="b").num_frames == 6_400
+    assert decoder.inspect(audio_file(), Modality.AUDIO, location="b").num_frames == 6_400
 
 
 def test_file_that_needs_too_much_memory_is_named() -> None:
     decoder = Decoder(MediaConfig(decode_bytes=512 * 1024**2))
-    clip = written("mpeg4", "mp4", frames=frames_of(48, 32, 4))
+    video = written("mpeg4", "mp4", frames=frames_of(48, 32, 4))
     huge = DecodePlan((768, 1024, 1024, 3), "uint8", frames=(0, 1) * 384)
     with pytest.raises(
         MediaError, match=r"a needs more than model.media.decode_bytes = 536870912 to decode"
     ) as caught:
-        decoder.decode(clip, Modality.VIDEO, huge, location="a")
+        decoder.decode(video, Modality.VIDEO, huge, location="a")
     assert caught.value.reason == "too_much_memory"
     assert (
-        np.frombuffer(decoder.decode(clip, Modality.VIDEO, PLAN, location="b"), np.uint8).size
+        np.frombuffer(decoder.decode(video, Modality.VIDEO, PLAN, location="b"), np.uint8).size
         == 4 * 32 * 48 * 3
     )
 
 
 def test_process_ends_with_its_owner() -> None:
     decoder = Decoder(MediaConfig())
-    decoder.inspect(sound_file(), Modality.AUDIO, location="a")
+    decoder.inspect(audio_file(), Modality.AUDIO, location="a")
     assert decoder._child is not None
     process = decoder._child._process
     del decoder

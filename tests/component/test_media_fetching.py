@@ -13,7 +13,7 @@ from relax_events.events.parts import Modality
 from relax_events.media.fetching import WebFetcher, is_public
 from relax_events.media.items import MediaAccess, MediaItem
 
-CONTENT = b"a picture"
+CONTENT = b"an image"
 ENOUGH = threading.Event()
 
 
@@ -49,7 +49,7 @@ class Host(BaseHTTPRequestHandler):
     def handle(self) -> None:
         try:
             super().handle()
-        except ConnectionError:  # the fetcher has heard enough
+        except ConnectionError:  # the fetcher has read enough
             return
 
 
@@ -105,9 +105,9 @@ def test_other_addresses_are_refused(url: str) -> None:
 
 def test_host_that_is_not_allowed_is_never_asked(port: int) -> None:
     text = check_refused(
-        fetcher("pictures.example"), f"http://127.0.0.1:{port}/a", "forbidden_address"
+        fetcher("images.example"), f"http://127.0.0.1:{port}/a", "forbidden_address"
     )
-    assert text.endswith("is of host '127.0.0.1'; media_hosts allows pictures.example")
+    assert text.endswith("is of host '127.0.0.1'; media_hosts allows images.example")
 
 
 def test_allowed_host_at_a_private_address_is_never_asked(port: int) -> None:
@@ -130,7 +130,7 @@ def test_name_with_a_private_address_beside_a_public_one_is_never_asked(
     ]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: both)
     assert "is at 10.0.0.1" in check_refused(
-        fetcher("pictures.example"), f"http://pictures.example:{port}/a", "forbidden_address"
+        fetcher("images.example"), f"http://images.example:{port}/a", "forbidden_address"
     )
 
 
@@ -157,7 +157,7 @@ def test_redirects_end(port: int) -> None:
 
 def test_what_is_not_there_is_named_without_its_query(port: int) -> None:
     text = check_refused(fetcher(), f"http://127.0.0.1:{port}/gone?key=secret", "not_fetched")
-    assert text == f"row 1: 'http://127.0.0.1:{port}/gone' answers 404 Not Found"
+    assert text == f"row 1: 'http://127.0.0.1:{port}/gone' responds 404 Not Found"
 
 
 def test_large_file_is_given_up(port: int) -> None:

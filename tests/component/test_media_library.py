@@ -21,9 +21,7 @@ def library(tmp_path: Path) -> MediaLibrary:
 
 
 def object_files(folder: Path) -> list[Path]:
-    return [
-        path for path in (folder / "runs" / "pictures" / "objects").rglob("*") if path.is_file()
-    ]
+    return [path for path in (folder / "runs" / "images" / "objects").rglob("*") if path.is_file()]
 
 
 def cached_files(folder: Path) -> list[Path]:
@@ -41,9 +39,7 @@ def check_fails(library: MediaLibrary, reference: MediaRef, reason: str) -> str:
     return str(caught.value)
 
 
-def test_same_picture_is_stored_once_under_its_content(
-    library: MediaLibrary, tmp_path: Path
-) -> None:
+def test_same_image_is_stored_once_under_its_content(library: MediaLibrary, tmp_path: Path) -> None:
     one, other = (
         library.add(replace(image_item(48, 32), location=place)) for place in ("row 1", "row 2")
     )
@@ -88,7 +84,7 @@ def test_places_of_one_name_in_two_datasets_are_told_apart(
     assert len({library.add(item).digest for item in (*items, *inline)}) == 4
 
 
-def test_workers_of_a_machine_fetch_and_process_a_picture_once(
+def test_workers_of_a_machine_fetch_and_process_an_image_once(
     library: MediaLibrary, tmp_path: Path
 ) -> None:
     reference = library.add(image_item(48, 32))
@@ -108,14 +104,14 @@ def test_worker_of_another_machine_fetches_for_itself(
     reference = library.add(image_item(100, 70))
     elsewhere = image_run(
         tmp_path / "elsewhere",
-        objects={"uri": (tmp_path / "runs" / "pictures" / "objects").as_uri(), "by_run": False},
+        objects={"uri": (tmp_path / "runs" / "images" / "objects").as_uri(), "by_run": False},
     )
     assert np.array_equal(
         MediaLibrary(elsewhere).load(reference).pixels, library.load(reference).pixels
     )
 
 
-def test_showing_a_row_stores_nothing(library: MediaLibrary, tmp_path: Path) -> None:
+def test_rendering_a_row_stores_nothing(library: MediaLibrary, tmp_path: Path) -> None:
     piece = library.preprocess(image_item(48, 32))
     assert piece.pixels.shape == (32, 48, 3)
     assert object_files(tmp_path) == []
@@ -140,7 +136,7 @@ def test_sequence_must_hold_the_placeholders_of_its_media(library: MediaLibrary)
     library.require_fit(fit[:1], np.ones(1, bool), [])
 
 
-def test_picture_that_vanished_is_named(library: MediaLibrary, tmp_path: Path) -> None:
+def test_image_that_vanished_is_named(library: MediaLibrary, tmp_path: Path) -> None:
     reference = library.add(image_item(48, 32))
     for file in [*object_files(tmp_path), *cached_files(tmp_path)]:
         file.unlink()
@@ -150,7 +146,7 @@ def test_picture_that_vanished_is_named(library: MediaLibrary, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("content", [image_file(48, 32, seed=9), b"", b"other"])
-def test_picture_that_was_altered_is_named(
+def test_image_that_was_altered_is_named(
     library: MediaLibrary, tmp_path: Path, content: bytes
 ) -> None:
     reference = library.add(image_item(48, 32))
@@ -176,16 +172,16 @@ def test_reference_to_too_large_a_file_is_refused_unread(tmp_path: Path) -> None
 
 
 def test_reference_into_an_allowed_root_is_fetched_from_there(tmp_path: Path) -> None:
-    elsewhere = ObjectStore.open((tmp_path / "pictures").as_uri())
+    elsewhere = ObjectStore.open((tmp_path / "images").as_uri())
     stored = elsewhere.put(image_file(48, 32))
     reference = MediaRef(
         stored.uri, stored.digest, "image/png", stored.num_bytes, width=48, height=32
     )
-    allowed = image_run(tmp_path, objects={"allowed_roots": [(tmp_path / "pictures").as_uri()]})
+    allowed = image_run(tmp_path, objects={"allowed_roots": [(tmp_path / "images").as_uri()]})
     assert MediaLibrary(allowed).load(reference).pixels.shape == (32, 48, 3)
 
 
-def test_store_that_fails_is_no_fault_of_the_picture(library: MediaLibrary, tmp_path: Path) -> None:
+def test_store_that_fails_is_no_fault_of_the_image(library: MediaLibrary, tmp_path: Path) -> None:
     reference = library.add(image_item(48, 32))
     cached_files(tmp_path)[0].unlink()
     file = object_files(tmp_path)[0]
@@ -199,19 +195,17 @@ def test_store_that_fails_is_no_fault_of_the_picture(library: MediaLibrary, tmp_
     ("content", "reason"),
     [
         (image_file(96, 96)[:400], "truncated"),
-        (b"no picture", "wrong_type"),
+        (b"no image", "wrong_type"),
         (image_file(16, 16 * 201), "bad_shape"),
         (image_file(64, 64, seed=1) + bytes(20_000), "too_large"),
         (image_file(300, 300), "too_many_pixels"),
     ],
 )
-def test_hostile_picture_is_refused_before_it_is_stored(
+def test_hostile_image_is_refused_before_it_is_stored(
     tmp_path: Path, content: bytes, reason: str
 ) -> None:
     library = MediaLibrary(
-        image_run(
-            tmp_path, model={"media": {"max_item_bytes": 20_000, "max_image_pixels": 80_000}}
-        )
+        image_run(tmp_path, model={"media": {"max_item_bytes": 20_000, "max_image_pixels": 80_000}})
     )
     with pytest.raises(MediaError) as caught:
         library.add(MediaItem(Modality.IMAGE, content, "rows:5"))
@@ -219,7 +213,7 @@ def test_hostile_picture_is_refused_before_it_is_stored(
     assert object_files(tmp_path) == []
 
 
-def test_model_of_text_is_shown_no_picture(tmp_path: Path) -> None:
+def test_text_model_gets_no_image(tmp_path: Path) -> None:
     config = image_run(
         tmp_path, model={"path": make_tiny(tmp_path / "text", corpus=["x"], hidden_size=32)}
     )

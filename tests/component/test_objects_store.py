@@ -76,7 +76,7 @@ def test_get_names_the_object_when_it_is_missing(store: ObjectStore) -> None:
 
 
 def test_get_refuses_when_the_uri_lies_outside(store: ObjectStore) -> None:
-    for uri in ("file:///etc/passwd", "s3://other/key", store.uri("")[:-1] + "-beside/key"):
+    for uri in ("file:///etc/passwd", "s3://other/key", store.uri("")[:-1] + "-sibling/key"):
         with pytest.raises(ObjectError, match="lies outside the object store"):
             store.get(ObjectRef(uri, bytes(32), 1))
 

@@ -89,7 +89,9 @@ def test_nobody_waits_who_did_not_ask_to(clock: Clock, *, is_disarmed: bool) -> 
 def test_missing_object_is_an_answer(clock: Clock) -> None:
     clock.outages.start_waiting(deadline_seconds=100, pause=clock.pause)
     with pytest.raises(ObjectError, match="no such object"):
-        clock.outages.call_until_available(ROOT, failing(1, lambda: ObjectError("there is no such object")))
+        clock.outages.call_until_available(
+            ROOT, failing(1, lambda: ObjectError("there is no such object"))
+        )
     assert clock.pauses == []
     assert clock.outages.seconds == 0
 

@@ -24,7 +24,12 @@ class ThreadRank(SingleRank):
     """A rank of several that are threads of this process."""
 
     def __init__(self, rank, barrier, places):
-        self.rank, self.size, self._barrier, self._positions = rank, barrier.parties, barrier, places
+        self.rank, self.size, self._barrier, self._positions = (
+            rank,
+            barrier.parties,
+            barrier,
+            places,
+        )
 
     def _exchange(self, mine):
         self._positions[self.rank] = mine

@@ -237,7 +237,7 @@ def test_package_that_is_missing_is_named(
         require_model(make_run_config())
 
 
-def test_metrics_take_free_ports_unless_told(make_run_config: MakeRunConfig) -> None:
+def test_metrics_take_free_ports_unless_configured(make_run_config: MakeRunConfig) -> None:
     assert require_metrics_ports(make_run_config()) == "127.0.0.1, free ports"
 
 

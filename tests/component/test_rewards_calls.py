@@ -87,7 +87,7 @@ def prompt_group(name: str, *completions: str) -> list[RewardItem]:
 def test_function_with_a_parameter_for_turns_is_given_them_and_may_reward_each(
     pool_of: Callable[..., RewardPool],
 ) -> None:
-    said = [("assistant", "abc"), ("user", "go on"), ("assistant", "de")]
+    said = [("assistant", "abc"), ("user", "continue"), ("assistant", "de")]
     items = [
         RewardItem("a", "de", turns=said, token_ids=np.array([3, 1], np.int32)),
         RewardItem("b", "four"),

@@ -215,7 +215,7 @@ def test_programs_are_not_run_where_nothing_keeps_them_from_files(
     monkeypatch.setattr(walls, "find_isolation", lambda: Isolation(filters=True))
     with pytest.raises(
         EnvironmentProblem,
-        match=r"nothing keeps them from files .*reward\.options\.allow_unprotected = true",
+        match=r"nothing isolates them from files .*reward\.options\.allow_unprotected = true",
     ):
         judge("x = 1", {"tests": ["pass"]})
     assert require_isolation(allow_unprotected=True) == Isolation(filters=True)

@@ -170,7 +170,9 @@ def test_pool_says_when_answers_come_also_from_calls_that_hang(pool: RewardPool)
     answers: list[int] = []
     results = pool.score_batch(items(*["hang"] * 6), on_answer=lambda: answers.append(1))
     assert rewards(results) == [None] * 6
-    assert len(answers) >= 3, "two children hang at a time, and nobody waits for the last of them"
+    assert len(answers) >= 3, (
+        "two children hang at a time, and no caller waits for the last of them"
+    )
 
 
 def test_pool_takes_a_process_for_each_core_unless_it_is_told_otherwise(

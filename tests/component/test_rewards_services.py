@@ -267,7 +267,7 @@ def test_genrm_pairwise_ranks_the_prompt_group_in_both_orders(service: Service) 
     ) == [0.0, 1.0]
 
 
-def test_genrm_pairwise_does_not_reward_the_place(service: Service) -> None:
+def test_genrm_pairwise_does_not_reward_the_position(service: Service) -> None:
     service.answer = lambda _: chat("Verdict: A")
     assert rewards(score("genrm_pairwise", prompt_group("a", "b"), url=service.url)) == [0.5, 0.5]
 
@@ -312,7 +312,7 @@ def test_verdict_that_is_not_there_is_refused(text: str) -> None:
         read_verdict(text)
 
 
-def test_template_must_be_known_or_hold_a_place() -> None:
+def test_template_must_be_known_or_hold_a_placeholder() -> None:
     with pytest.raises(
         ConfigError, match=r"reward.options.template must be rubric, reference, pair or a text"
     ):

@@ -1,4 +1,4 @@
-"""A rollout worker leaves in the middle of a prompt group, and the next one draws the very tokens
+"""A rollout worker leaves in the middle of a prompt group, and the next one samples the very tokens
 that the first would have sampled."""
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Stage:
         return group
 
     def generate(self, *, num_tokens: int) -> None:
-        """Continue until so many tokens are sampled."""
+        """Continue until so many tokens are generated."""
         while self.engine.num_tokens < num_tokens and self.engine.num_running:
             for sample in self.engine.poll(timeout_seconds=0.0):
                 self.loop._running[sample.prompt_group_id].samples.append(sample)
@@ -127,7 +127,7 @@ def test_next_worker_goes_on_where_one_left_with_the_same_tokens(
     assert (taking.settled, store.list(PREFIX)) == ([True], [])
     assert taking.engine.usage.num_recomputed == leaving.engine.num_tokens
     assert taking.engine.num_tokens + leaving.engine.num_tokens == undisturbed.engine.num_tokens, (
-        "no token was drawn twice"
+        "no token was generated twice"
     )
     written, expected = tokens_of(taking.written), tokens_of(undisturbed.written)
     assert written == expected

@@ -1,4 +1,4 @@
-"""What people are reported of a run: once, of what matters, by real HTTP, and never with the URL in a
+"""Notifications of a run: each once, of what matters, by real HTTP, and never with the URL in a
 log."""
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def act(tier: RecoveryLevel, worker_id: str, at: int) -> RunCommanded:
 def titles(*events: Event) -> list[tuple[str, str]]:
     notification_builder = NotificationBuilder("shown")
     return [
-        (notice.kind, notice.title) for event in events if (notice := notification_builder.apply(event)) is not None
+        (notice.kind, notice.title)
+        for event in events
+        if (notice := notification_builder.apply(event)) is not None
     ]
 
 
@@ -68,9 +70,14 @@ def test_run_is_told_of_from_its_begin_to_its_end() -> None:
 
 def test_ten_notices_in_ten_minutes_are_enough_but_the_end_is_told_and_what_was_held_back() -> None:
     notification_builder = NotificationBuilder("shown")
-    reported = [notification_builder.apply(act(RecoveryLevel.WORKER_RESTART, "rollout-0", second * SECOND)) for second in range(1, 41)]
+    reported = [
+        notification_builder.apply(act(RecoveryLevel.WORKER_RESTART, "rollout-0", second * SECOND))
+        for second in range(1, 41)
+    ]
     assert [notice is not None for notice in reported] == [True] * MAX_NOTIFICATIONS + [False] * 30
-    end = notification_builder.apply(RunCommanded(command=Command.STOP, reason="in vain", commanded_at=50 * SECOND))
+    end = notification_builder.apply(
+        RunCommanded(command=Command.STOP, reason="no progress", commanded_at=50 * SECOND)
+    )
     assert end is not None
     assert (end.kind, end.title, end.body.splitlines()[1]) == (
         "failure", "Run shown ended before its goal", "(30 notices before this one were held back; see the log)",
@@ -125,11 +132,18 @@ def test_notices_arrive_once_although_service_and_worker_fail(
 ) -> None:
     monkeypatch.setenv(VARIABLE, service.url)
     config, now = run_config(tmp_path), now_micros()
-    end = RunCommanded(command=Command.STOP, reason="in vain", commanded_at=now + 1)
-    events = [described(now - 7200 * SECOND), act(RecoveryLevel.WORKER_RESTART, "rollout-0", now), end]
+    end = RunCommanded(command=Command.STOP, reason="no progress", commanded_at=now + 1)
+    events = [
+        described(now - 7200 * SECOND),
+        act(RecoveryLevel.WORKER_RESTART, "rollout-0", now),
+        end,
+    ]
     errors: list[str] = []
     for num_read in (2, 3):  # the second process of the metrics role reads all of the log again
-        (teller,), notification_builder = open_notifiers(config, failed=errors.append), NotificationBuilder("shown")
+        (teller,), notification_builder = (
+            open_notifiers(config, failed=errors.append),
+            NotificationBuilder("shown"),
+        )
         for event in events[:num_read]:
             if (notice := notification_builder.apply(event)) is not None:
                 teller.put(notice)
@@ -155,6 +169,7 @@ def test_url_is_a_secret_in_its_file_and_in_errors(tmp_path: Path, service: Serv
     assert redacted(f"posting to {service.url} failed") == "posting to (hidden) failed"
     missing = config.telemetry.model_copy(update={"notification_urls_file": tmp_path / "missing"})
     with pytest.raises(
-        ConfigError, match=r"telemetry.notification_urls_file = .*missing' can't be read: No such file"
+        ConfigError,
+        match=r"telemetry.notification_urls_file = .*missing' can't be read: No such file",
     ):
         open_notifiers(config.model_copy(update={"telemetry": missing}), failed=lambda _: None)

@@ -25,9 +25,7 @@ def samples(tmp_path: Path) -> list[SampleReady]:
     return [ready(request, sample, index) for index, sample in enumerate(finish(engine).values())]
 
 
-def test_samples_are_trained_with_their_pictures(
-    samples: list[SampleReady], tmp_path: Path
-) -> None:
+def test_samples_are_trained_with_their_images(samples: list[SampleReady], tmp_path: Path) -> None:
     backend = TorchBackend(image_run(tmp_path), ranks=SingleRank())
     backend.accumulate(samples)
     metrics = backend.step()
@@ -35,7 +33,7 @@ def test_samples_are_trained_with_their_pictures(
     assert metrics.num_tokens == sum(len(sample.tokens) for sample in samples)
 
 
-def test_sample_whose_picture_is_gone_is_named_and_adds_nothing(
+def test_sample_whose_image_is_gone_is_named_and_adds_nothing(
     samples: list[SampleReady], tmp_path: Path
 ) -> None:
     backend = TorchBackend(image_run(tmp_path), ranks=SingleRank())
@@ -59,7 +57,7 @@ def test_sample_whose_picture_is_gone_is_named_and_adds_nothing(
 
 
 @pytest.mark.parametrize("num_left", [1, 3])
-def test_sample_with_other_pictures_than_places_is_named(
+def test_sample_with_other_images_than_places_is_named(
     samples: list[SampleReady], tmp_path: Path, num_left: int
 ) -> None:
     wrong = replace(samples[0], media=[*samples[0].media, *samples[0].media][:num_left])
@@ -84,8 +82,8 @@ def test_placeholder_that_the_policy_wrote_is_trained_as_a_token(
     assert np.isfinite(backend.step().loss)
 
 
-def test_model_of_text_names_the_sample_that_brings_pictures(samples: list[SampleReady]) -> None:
+def test_model_of_text_names_the_sample_that_brings_images(samples: list[SampleReady]) -> None:
     backend = TorchBackend(run_config(), ranks=SingleRank())
     text = replace(make_samples(1)[0], media=samples[0].media)
-    with pytest.raises(PoisonSample, match="sample s0: the model reads text alone"):
+    with pytest.raises(PoisonSample, match="sample s0: the model reads text only"):
         backend.accumulate([text])

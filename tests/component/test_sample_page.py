@@ -29,7 +29,7 @@ from relax_events.reports.sample_media import MAX_FRAMES, MAX_SECONDS, MAX_SIDE,
 from relax_events.reports.sample_page import SamplePage, best_and_worst
 from tests.unit.html_page import Page
 from tests.unit.image_model import image_file
-from tests.unit.video_and_audio import clip_file, media_run, omni_model, sound_file
+from tests.unit.video_and_audio import audio_file, media_run, omni_model, video_file
 
 HOSTILE = "</span></td><script>alert(1)</script><img src=x onerror=alert(2)> & 'so' \"on\""
 
@@ -83,26 +83,26 @@ def page_of(config: RunConfig, *views: SampleView) -> Page:
     return Page(path.read_text())
 
 
-def test_page_shows_what_the_model_was_shown_beside_answer_and_reward(
+def test_page_shows_the_media_of_the_model_beside_response_and_reward(
     config: RunConfig, library: MediaLibrary
 ) -> None:
     files = {
         Modality.IMAGE: image_file(64, 48),
-        Modality.VIDEO: clip_file(32, 32, 4),
-        Modality.AUDIO: sound_file(0.4),
+        Modality.VIDEO: video_file(32, 32, 4),
+        Modality.AUDIO: audio_file(0.4),
     }
     media = [put(library, modality, file) for modality, file in files.items()]
     page = page_of(config, view(*media, completion="red", answer="blue", reward=0.25))
-    shown = [np.asarray(Image.open(BytesIO(source))) for source in page.sources("img")]
-    image, clip, sound = (library.load(piece) for piece in media)
-    assert clip.pixels is not None
-    assert sound.samples is not None
-    np.testing.assert_array_equal(shown[0], image.pixels)
-    np.testing.assert_array_equal(np.stack(shown[1:]), clip.pixels)
+    displayed = [np.asarray(Image.open(BytesIO(source))) for source in page.sources("img")]
+    image, video, audio = (library.load(piece) for piece in media)
+    assert video.pixels is not None
+    assert audio.samples is not None
+    np.testing.assert_array_equal(displayed[0], image.pixels)
+    np.testing.assert_array_equal(np.stack(displayed[1:]), video.pixels)
     with wave.open(BytesIO(page.sources("audio")[0])) as played:
-        heard = np.frombuffer(played.readframes(played.getnframes()), "<i2") / (2**15 - 1)
+        played_samples = np.frombuffer(played.readframes(played.getnframes()), "<i2") / (2**15 - 1)
         assert played.getframerate() == 16_000
-    np.testing.assert_allclose(heard, sound.samples.clip(-1, 1), atol=1e-4)
+    np.testing.assert_allclose(played_samples, audio.samples.clip(-1, 1), atol=1e-4)
     for word in ("what is it?", "red", "blue", "0.25", "trained in step 1", "image/png, 64 x 48"):
         assert word in page.text
 
@@ -135,7 +135,7 @@ def test_hostile_texts_stay_texts(config: RunConfig, library: MediaLibrary) -> N
     assert policy == "default-src 'none'; style-src 'unsafe-inline'; img-src data:; media-src data:"
 
 
-def test_media_that_cannot_be_shown_are_named_with_the_reason(
+def test_media_that_cannot_be_displayed_are_named_with_the_reason(
     config: RunConfig, library: MediaLibrary
 ) -> None:
     gone = replace(
@@ -150,17 +150,17 @@ def test_media_that_cannot_be_shown_are_named_with_the_reason(
     assert "is of type 'text/html'" in page.text
 
 
-def test_model_of_text_shows_no_media_and_says_so(
+def test_page_of_a_text_model_displays_no_media_and_says_so(
     config: RunConfig, library: MediaLibrary, tmp_path: Path
 ) -> None:
     media = put(library, Modality.IMAGE, image_file(32, 32))
     without = config.model_copy(
         update={"model": config.model.model_copy(update={"path": tmp_path / "none"})}
     )
-    assert "not shown, the model reads text alone" in page_of(without, view(media)).text
+    assert "not shown, the model reads text only" in page_of(without, view(media)).text
 
 
-def test_long_clips_and_sounds_and_large_pictures_are_shown_in_part(
+def test_long_videos_and_audio_and_large_images_are_displayed_in_part(
     config: RunConfig, library: MediaLibrary
 ) -> None:
     gallery = MediaRenderer(config, max_bytes=10**8)
@@ -168,21 +168,25 @@ def test_long_clips_and_sounds_and_large_pictures_are_shown_in_part(
     (source,) = Page(gallery.render(large)).sources("img")
     assert Image.open(BytesIO(source)).size == (MAX_SIDE, MAX_SIDE // 2)
     assert (
-        len(Page(gallery.render(put(library, Modality.VIDEO, clip_file(32, 32, 40)))).sources("img"))
+        len(
+            Page(gallery.render(put(library, Modality.VIDEO, video_file(32, 32, 40)))).sources(
+                "img"
+            )
+        )
         == MAX_FRAMES
     )
     (played,) = Page(
-        gallery.render(put(library, Modality.AUDIO, sound_file(MAX_SECONDS + 2)))
+        gallery.render(put(library, Modality.AUDIO, audio_file(MAX_SECONDS + 2)))
     ).sources("audio")
     with wave.open(BytesIO(played)) as begin:
         assert begin.getnframes() == MAX_SECONDS * 16_000
 
 
 def test_page_that_is_full_names_the_rest(config: RunConfig, library: MediaLibrary) -> None:
-    first, second = (
-        put(library, Modality.IMAGE, image_file(48, 48, seed=seed)) for seed in (1, 2)
+    first, second = (put(library, Modality.IMAGE, image_file(48, 48, seed=seed)) for seed in (1, 2))
+    gallery = MediaRenderer(
+        config, max_bytes=len(MediaRenderer(config, max_bytes=10**6).render(first))
     )
-    gallery = MediaRenderer(config, max_bytes=len(MediaRenderer(config, max_bytes=10**6).render(first)))
     assert "<img" in gallery.render(first)
     assert "not shown, the page is full" in gallery.render(second)
     assert gallery.num_rendered == 1

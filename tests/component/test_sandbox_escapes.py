@@ -225,7 +225,7 @@ def test_process_that_decodes_is_kept_from_files_network_and_processes(tmp_path:
 def test_decoder_runs_confined() -> None:
     decoder = Decoder(MediaConfig())
     with pytest.raises(MediaError):
-        decoder.inspect(b"no picture", Modality.IMAGE, location="test")
+        decoder.inspect(b"no image", Modality.IMAGE, location="test")
     status = Path(f"/proc/{decoder.pid}/status").read_text()
     assert re.search(r"^NoNewPrivs:\t1$", status, re.MULTILINE)
     assert re.search(r"^Seccomp:\t2$", status, re.MULTILINE)

@@ -127,7 +127,7 @@ def test_program_goes_first_where_memory_runs_out(
     stand, await_walls = threading.Event(), box._Process._await_setup
     monkeypatch.setattr(
         box._Process,
-        "_await_walls",
+        "_await_setup",
         lambda process, started: (await_walls(process, started), stand.set()),
     )
     with (

@@ -88,12 +88,14 @@ def served(tmp_path: Path) -> Iterator[Served]:
     thread.start()
     with closing(ApiServer(config, service, inbox.put)) as server:
         place = ApiEndpointFile.from_config(config)
-        yield Served(config, service, server, commands, ScaleClient(place.read_url(), place.read_token()))
+        yield Served(
+            config, service, server, commands, ScaleClient(place.read_url(), place.read_token())
+        )
     inbox.put(None)
     thread.join(60)
 
 
-def test_nobody_is_let_in_without_the_token(served: Served) -> None:
+def test_absent_is_let_in_without_the_token(served: Served) -> None:
     for authorization in (
         "",
         "Bearer",
@@ -210,10 +212,10 @@ def test_engines_are_shown_with_those_of_the_start_first(served: Served) -> None
         ),
         ("scale_in", {"num_replicas": 0}, 400, "neither is given"),
         (
-            "scale_out/nobody/cancel",
+            "scale_out/absent/cancel",
             None,
             404,
-            "there is no request 'nobody' among those that are kept",
+            "there is no request 'absent' among those that are kept",
         ),
         ("scale_sideways", {}, 404, "Not Found"),
     ],
@@ -320,15 +322,15 @@ def test_command_line_finds_api_and_token_in_the_folder_of_the_run(
     assert capsys.readouterr().out == f"REMOVING {request_id}: cancelled: rollout-1\n"
     assert scale.scale_in(run_file, replicas=1, model="reward") == 0
     assert capsys.readouterr().out == "NOOP: workers of reward there are: 1\n"
-    with pytest.raises(ConfigError, match=r"\(404\): there is no request 'nobody'"):
-        scale.cancel(run_file, "nobody")
+    with pytest.raises(ConfigError, match=r"\(404\): there is no request 'absent'"):
+        scale.cancel(run_file, "absent")
 
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_no_call_of_any_form_makes_it_fail(served: Served) -> None:
     """Walk the OpenAPI page with what it allows and with what it does not; every answer is one that
-    the page reports of, and none is 5xx."""
+    the page lists, and none is 5xx."""
     import schemathesis  # takes seconds to load, which only this test waits for
     from schemathesis.checks import not_a_server_error
     from schemathesis.generation import GenerationMode

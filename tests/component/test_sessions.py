@@ -54,7 +54,7 @@ def test_another_session_is_known_while_its_process_lives_and_no_longer(tmp_path
         assert last.total_seconds(5.0, [last.earlier[0].started_at + 7 * SECOND]) >= 5.0
 
 
-def test_closing_line_tells_the_whole_run_and_what_was_done_since_it_was_resumed() -> None:
+def test_closing_line_reports_the_whole_run_and_what_was_done_since_it_was_resumed() -> None:
     report = {
         "reward_first": 0.1,
         "curves": {"reward_mean": [0.1, 0.3, 0.5], "loss": [2.0, 1.5, 1.0]},

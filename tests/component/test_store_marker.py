@@ -46,13 +46,13 @@ def test_second_run_is_refused_by_name(tmp_path: Path) -> None:
 def test_store_of_a_namesake_is_refused_by_the_value_on_the_log(tmp_path: Path) -> None:
     store = ObjectStore.open(tmp_path.as_uri())
     mark = claim_store(store, run_id="mine")
-    require_marker(mark, reported=mark.value, store_uri=store.uri(""))
-    require_marker(mark, reported="", store_uri=store.uri(""))
+    require_marker(mark, logged_marker=mark.value, store_uri=store.uri(""))
+    require_marker(mark, logged_marker="", store_uri=store.uri(""))
     with pytest.raises(
         ConfigError,
         match=f"must hold {'0' * 32}, got {mark.value}; give this run another run.id or objects.uri",
     ):
-        require_marker(mark, reported="0" * 32, store_uri=store.uri(""))
+        require_marker(mark, logged_marker="0" * 32, store_uri=store.uri(""))
 
 
 def test_namesake_on_another_cluster_is_refused_by_name_before_it_writes(tmp_path: Path) -> None:
@@ -62,18 +62,20 @@ def test_namesake_on_another_cluster_is_refused_by_name_before_it_writes(tmp_pat
     with pytest.raises(ConfigError, match=text):
         claim_store(store, run_id="mine", cluster_id="second")
     with pytest.raises(ConfigError, match=text):
-        claim_store(store, run_id="mine", cluster_id="second", reported="0" * 32)
+        claim_store(store, run_id="mine", cluster_id="second", logged_marker="0" * 32)
     assert claim_store(store, run_id="mine", cluster_id="first") == mark
-    assert claim_store(store, run_id="mine", cluster_id="second", reported=mark.value) == mark, (
-        "it has moved there with its log"
-    )
-    assert claim_store(store, run_id="mine") == mark, "a broker that does not tell its cluster"
+    assert (
+        claim_store(store, run_id="mine", cluster_id="second", logged_marker=mark.value) == mark
+    ), "it has moved there with its log"
+    assert claim_store(store, run_id="mine") == mark, "a broker that does not report its cluster"
 
 
 def test_marker_of_an_older_release_names_no_cluster(tmp_path: Path) -> None:
     (tmp_path / MARKER).write_text('{"run_id": "mine", "value": "' + "a" * 32 + '"}')
     assert (
-        claim_store(ObjectStore.open(tmp_path.as_uri()), run_id="mine", cluster_id="second").cluster_id
+        claim_store(
+            ObjectStore.open(tmp_path.as_uri()), run_id="mine", cluster_id="second"
+        ).cluster_id
         == ""
     )
 

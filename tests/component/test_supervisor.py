@@ -80,7 +80,7 @@ def test_ports_are_free_ones_by_default(make_run_config: MakeRunConfig, tmp_path
     assert {managed.metrics_port for managed in supervisor._processes.values()} == {0}
 
 
-def test_each_rank_of_a_trainer_is_told_its_place(
+def test_each_rank_of_a_trainer_gets_its_rank_as_argument(
     make_run_config: MakeRunConfig, tmp_path: Path
 ) -> None:
     supervisor = Supervisor(make_run_config(trainer={"ranks": 2}), tmp_path / "run.json")
@@ -277,7 +277,9 @@ def test_goodbye_is_owed_for_any_of_the_processes_that_died_since_the_last_goodb
     supervisor = ended(make_run_config(), 1)
     trainer = supervisor._processes["trainer-0"]
     assert trainer.process is not None
-    first = replace(make_heartbeat(trainer.process.pid, sent_at=FENCED_AT), host=socket.gethostname())
+    first = replace(
+        make_heartbeat(trainer.process.pid, sent_at=FENCED_AT), host=socket.gethostname()
+    )
     supervisor.poll(Progress())
     died_again(supervisor, Progress(num_steps=1))
     assert supervisor.lacks_final_heartbeat(first), "the second one died before it said anything"
@@ -288,7 +290,9 @@ FENCED_AT = 100 * SECOND
 OURS, OTHERS = 7, 8
 
 
-def make_heartbeat(pid: int, *, sent_at: int, state: WorkerState = WorkerState.WORKING) -> WorkerHeartbeat:
+def make_heartbeat(
+    pid: int, *, sent_at: int, state: WorkerState = WorkerState.WORKING
+) -> WorkerHeartbeat:
     """Make a heartbeat of one of two trainers."""
     return WorkerHeartbeat(
         worker_id="trainer-0",

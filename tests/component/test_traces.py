@@ -87,10 +87,12 @@ def test_every_role_continues_the_trace_that_the_prompter_began(
 
     trainer.add_record(record(headers, topic="advantage.samples"))
     trainer.begin("train", GROUP, topic="advantage.samples", train_step=7).end()
-    step = trainer.begin_train_step(7, began_ns=time.time_ns(), headers=[trainer.get_headers(GROUP), {}])
+    step = trainer.begin_train_step(
+        7, began_ns=time.time_ns(), headers=[trainer.get_headers(GROUP), {}]
+    )
     publication = trainer.begin_publication(step, 8, began_ns=time.time_ns())
     publication.end()
-    step.end({"figure.loss": 0.5})
+    step.end({"metric.loss": 0.5})
     for role in (prompter, rollout, trainer):
         role.close()
 
@@ -208,9 +210,11 @@ def test_trace_of_what_is_not_trained_ends_with_the_reason(
 ) -> None:
     trainer = open_role("trainer")
     trainer.add_record(record({"traceparent": FOREIGN}, topic="advantage.samples"))
-    trainer.record_group_end(GROUP, outcome="expired", reason="version 3 left the window of version 5")
+    trainer.record_group_end(
+        GROUP, outcome="expired", reason="version 3 left the window of version 5"
+    )
     trainer.record_group_end(GROUP, outcome="failed", reason="reward: no number")
-    trainer.record_group_end("000000-0000-0", outcome="failed", reason="nobody traces it")
+    trainer.record_group_end("000000-0000-0", outcome="failed", reason="it is not traced")
     trainer.close()
     expired, failed = collector.named("end control.prompt-group-outcomes")
     assert (expired.facts["relax.outcome"], expired.facts["relax.reason"]) == (
@@ -232,7 +236,7 @@ def test_work_that_is_given_up_ends_as_failed(
         raise ZeroDivisionError
     reward.close()
     (span,) = collector.spans
-    assert (span.facts["relax.num_samples"], span.error) == (2, "the request was aborted")
+    assert (span.facts["relax.num_samples"], span.error) == (2, "the operation was aborted")
 
 
 def test_step_links_more_prompt_groups_than_the_sdk_would_by_itself(
@@ -241,12 +245,12 @@ def test_step_links_more_prompt_groups_than_the_sdk_would_by_itself(
     trainer = open_role("trainer")
     headers = [{"traceparent": f"00-{FOREIGN[3:35]}-{number:016x}-01"} for number in range(1, 301)]
     trainer.begin_train_step(0, began_ns=time.time_ns(), headers=headers).end(
-        {f"figure.{number}": 1.0 for number in range(150)}
+        {f"metric.{number}": 1.0 for number in range(150)}
     )
     trainer.close()
     (span,) = collector.spans
     assert len(span.links) == span.facts["messaging.batch.message_count"] == 300
-    assert span.facts["relax.figure.149"] == 1.0
+    assert span.facts["relax.metric.149"] == 1.0
 
 
 def test_nothing_is_written_without_a_collector(make_run_config: MakeRunConfig) -> None:
@@ -259,12 +263,18 @@ def test_nothing_is_written_without_a_collector(make_run_config: MakeRunConfig) 
     )
     assert traces.begin_group(GROUP, topic="prompt.groups") is NOT_TRACED
     traces.add_record(record({"traceparent": FOREIGN}))
-    assert traces.get_headers(GROUP) == traces.begin_train_step(0, began_ns=0, headers=()).headers == {}
+    assert (
+        traces.get_headers(GROUP)
+        == traces.begin_train_step(0, began_ns=0, headers=()).headers
+        == {}
+    )
 
 
 def lost(registry: CollectorRegistry, reason: str) -> float:
     return (
-        registry.get_sample_value("relax_spans_dropped_total", {"role": "rollout", "reason": reason})
+        registry.get_sample_value(
+            "relax_spans_dropped_total", {"role": "rollout", "reason": reason}
+        )
         or 0.0
     )
 

@@ -91,7 +91,8 @@ def test_figures_come_in_order_although_the_tracker_is_down_for_a_while(
 
 
 def test_tracker_that_hangs_holds_up_neither_the_worker_nor_its_end(
-    feed_of: Callable[..., tuple[DeliveryQueue[StepMetrics], list[str]]], monkeypatch: pytest.MonkeyPatch
+    feed_of: Callable[..., tuple[DeliveryQueue[StepMetrics], list[str]]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(feeding, "MAX_QUEUED", 10)
     tracker = Kept(hangs=True)
@@ -153,8 +154,8 @@ def test_unknown_tracker_and_missing_package_are_named(
 
 def test_tracker_whose_package_is_missing_is_named_before_it_is_loaded(tmp_path: Path) -> None:
     own = tmp_path / "mine.py"
-    (tmp_path / "beside.py").write_text("")
-    own.write_text("import json\nimport beside\nimport no_such_library.part\n\nclass Mine: ...\n")
+    (tmp_path / "sibling.py").write_text("")
+    own.write_text("import json\nimport sibling\nimport no_such_library.part\n\nclass Mine: ...\n")
     with pytest.raises(
         ConfigError,
         match=r"Mine' needs no_such_library; pip install 'relax-events\[trackers\]', or leave it out",

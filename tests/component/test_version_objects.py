@@ -74,7 +74,9 @@ def stored_sample(store: ObjectStore, version: int, *, size: int) -> SampleRolle
     """Make a sample whose routed experts lie in the store, as a role that writes it does."""
     experts = np.random.default_rng(version).integers(0, 128, (3, size, 8)).astype(np.uint8)
     sample = rolled_out(f"{version:06d}-0000-0", version=version, routed_experts=experts)
-    return check_in(sample, store, claim_check_threshold_bytes=1000, folder=build_version_folder(version))
+    return check_in(
+        sample, store, claim_check_threshold_bytes=1000, folder=build_version_folder(version)
+    )
 
 
 def num_bytes(folder: Path) -> int:

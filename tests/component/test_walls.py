@@ -43,13 +43,15 @@ def test_kernel_or_container_without_landlock_is_refused_by_name(
     monkeypatch.setattr(walls, "_candidates", lambda: [without])
     with pytest.raises(
         EnvironmentProblem,
-        match=r"nothing keeps them from files .*in a container, a seccomp profile that lets Landlock through",
+        match=r"nothing isolates them from files .*in a container, a seccomp profile that lets Landlock through",
     ):
         require_isolation()
 
 
 def test_root_that_can_not_become_another_user_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(walls, "_candidates", lambda: [Isolation(("false",), landlock=1, filters=True)])
+    monkeypatch.setattr(
+        walls, "_candidates", lambda: [Isolation(("false",), landlock=1, filters=True)]
+    )
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     with pytest.raises(
         EnvironmentProblem,

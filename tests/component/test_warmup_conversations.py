@@ -37,7 +37,8 @@ def played(
     )
     environment = {"function": function}
     config = small_run(
-        tree | {"environment": environment, "sft_warmup": {"assistant_turns_key": assistant_turns_key}}
+        tree
+        | {"environment": environment, "sft_warmup": {"assistant_turns_key": assistant_turns_key}}
     )
     with closing(WarmupConversations(config, model_path=build_image_model())) as opened:
         yield opened, config
@@ -55,8 +56,8 @@ def test_answers_stand_where_the_template_puts_them_and_the_quarter_between(tmp_
         )
         for row in rows_of(config, 4):
             example = demonstrations.build_example(row)
-            small, shown = (piece.reference for piece in example.media)
-            assert small.digest != shown.digest
+            small, quarter = (piece.reference for piece in example.media)
+            assert small.digest != quarter.digest
             where, colour = [
                 renderer.completion_text(part)
                 for part in runs(example.answer_tokens, example.loss_mask)
@@ -66,7 +67,7 @@ def test_answers_stand_where_the_template_puts_them_and_the_quarter_between(tmp_
             before = [
                 asked(question, small),
                 ChatMessage.of_text("assistant", where),
-                asked(question, shown),
+                asked(question, quarter),
             ]
             length = len(example.answer_tokens) - len(renderer.answer_tokens(colour))
             read = np.append(example.prompt_tokens, example.answer_tokens[:length])
@@ -119,7 +120,10 @@ def test_row_that_can_not_be_played_is_refused(
     tmp_path: Path, function: str, assistant_turns_key: str, text: str
 ) -> None:
     with (
-        played(tmp_path, function, assistant_turns_key=assistant_turns_key) as (demonstrations, config),
+        played(tmp_path, function, assistant_turns_key=assistant_turns_key) as (
+            demonstrations,
+            config,
+        ),
         pytest.raises(ConfigError, match=text),
     ):
         demonstrations.build_example(rows_of(config, 1)[0])
@@ -135,7 +139,9 @@ def test_only_what_the_policy_says_is_learnt(tmp_path: Path) -> None:
 
 
 def test_example_is_answered_when_every_token_to_learn_is_the_likeliest() -> None:
-    model: Any = AutoModelForImageTextToText.from_pretrained(build_image_model(), dtype=torch.float32)
+    model: Any = AutoModelForImageTextToText.from_pretrained(
+        build_image_model(), dtype=torch.float32
+    )
     with torch.no_grad():
         model.lm_head.weight.zero_()  # all tokens alike: the first of the vocabulary is taken
     prompt = np.array([5, 6], np.int32)

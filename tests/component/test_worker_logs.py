@@ -85,7 +85,8 @@ def test_logs_are_in_order_of_time_and_those_of_a_role_or_worker_can_be_had(fold
     ]
     assert [*log_files(folder, ["trainer"])] == ["trainer-0", "trainer-1"]
     assert [
-        line.text for line in filter_by_level(read_lines(log_files(folder, ["trainer-0", "run"])), "error")
+        line.text
+        for line in filter_by_level(read_lines(log_files(folder, ["trainer-0", "run"])), "error")
     ] == [
         "Traceback (most recent call last):",
         'worker.failed text="no room"',

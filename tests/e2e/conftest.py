@@ -100,8 +100,10 @@ def finished_run(
     run_file, notification_urls = folder / "run.toml", folder / "notification_urls"
     more = f'directory = "{folder / ".relax"}"'
     text = run_file_text(prepared, f"t-{uuid.uuid4().hex[:12]}", more=more)
-    telling = f'[telemetry]\nnotification_urls_file = "{notification_urls}"'
-    run_file.write_text(f'{text}\n{telling}\n[broker]\nbootstrap_servers = "{bootstrap_servers}"\n')
+    telemetry = f'[telemetry]\nnotification_urls_file = "{notification_urls}"'
+    run_file.write_text(
+        f'{text}\n{telemetry}\n[broker]\nbootstrap_servers = "{bootstrap_servers}"\n'
+    )
     with WebhookSink() as sink:
         threading.Thread(target=sink.serve_forever, daemon=True).start()
         notification_urls.write_text(f"json://127.0.0.1:{sink.server_port}/\n")

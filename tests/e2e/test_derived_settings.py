@@ -81,7 +81,7 @@ api = "off"
     changed = [line.strip() for line in again.err.splitlines() if "->" in line and "  (" in line]
     assert [line.partition(":")[0] for line in changed] == ["run.num_steps"], again.err
     assert session_of(tmp_path, run_id, missing) == began
-    assert f"run {run_id} began with it" in relax("doctor", run_file).out
+    assert f"run {run_id} started with it" in relax("doctor", run_file).out
 
 
 def session_of(folder: Path, run_id: str, keys: list[str]) -> dict[str, Any]:

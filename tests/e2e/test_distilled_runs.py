@@ -74,7 +74,7 @@ def test_sampled_tokens_are_distilled_again_with_another_coefficient(
     )
     first = curves_of(run_file, run_id)
     assert np.mean(first["teacher_kl"][-10:]) < 0.9 * np.mean(first["teacher_kl"][:3]), (
-        "of the drawn tokens alone: one step's varies by a tenth"
+        "of the sampled tokens alone: one step's varies by a tenth"
     )
     where = (
         "--bootstrap-servers",

@@ -1,4 +1,4 @@
-"""Runs that bring their broker along: it is there for the process that looks, never ends under anybody, and
+"""Runs that bring their broker along: it is there for every client, never ends under anybody, and
 none is left behind."""
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from relax_events.kafka.records import ProducerRecord
 from relax_events.objects.roots import list_media
 from relax_events.topics import TopicPlan
 from tests.unit.image_model import image_file
-from tests.unit.video_and_audio import clip_file, sound_file
+from tests.unit.video_and_audio import audio_file, video_file
 
 ROOT = Path(__file__).parents[2]
 GUEST = "000000-1000000-0"
@@ -49,7 +49,7 @@ media = {{ video_min_token_num = 4, video_max_token_num = 16 }}
 
 [data]
 source = "jsonl:rows.jsonl"
-multimodal_keys = {{ image = "pictures", audio = "sound", video = "clip" }}
+multimodal_keys = {{ image = "images", audio = "audio", video = "video" }}
 media_root = "media"
 shuffle = false
 
@@ -70,43 +70,43 @@ bootstrap_servers = "{bootstrap_servers}"
 
 @pytest.fixture
 def media_run(tmp_path: Path, bootstrap_servers: str, run_id: str) -> Path:
-    """Write a run file and rows about images, a sound, a clip, all of them, and none; among the
+    """Write a run file and rows about images, audio, a video, all of them, and none; among the
     first there are three that can't be used."""
     (tmp_path / "media").mkdir()
     files = {
         "0.png": image_file(32, 48),
         "1.png": image_file(48, 48, seed=1),
-        "a.wav": sound_file(0.4),
-        "b.wav": sound_file(0.9, seed=1),
+        "a.wav": audio_file(0.4),
+        "b.wav": audio_file(0.9, seed=1),
     }
     for name, data in {
         **files,
-        "a.mp4": clip_file(32, 32, 4),
-        "b.mp4": clip_file(48, 32, 8),
+        "a.mp4": video_file(32, 32, 4),
+        "b.mp4": video_file(48, 32, 8),
     }.items():
         (tmp_path / "media" / name).write_bytes(data)
-    cut_off = base64.b64encode(clip_file(96, 96)[:500]).decode()
+    cut_off = base64.b64encode(video_file(96, 96)[:500]).decode()
     rows: list[dict[str, Any]] = [
-        {"prompt": "<image>what is it?", "pictures": ["0.png"]},
-        {"prompt": "<video>?", "clip": f"data:video/mp4;base64,{cut_off}"},
-        {"prompt": "<audio>what is it?", "sound": "a.wav"},
-        {"prompt": "<audio>?", "sound": "0.png"},
-        {"prompt": "<video>what is it?", "clip": "a.mp4"},
-        {"prompt": "<image>?", "pictures": ["../run.toml"]},
+        {"prompt": "<image>what is it?", "images": ["0.png"]},
+        {"prompt": "<video>?", "video": f"data:video/mp4;base64,{cut_off}"},
+        {"prompt": "<audio>what is it?", "audio": "a.wav"},
+        {"prompt": "<audio>?", "audio": "0.png"},
+        {"prompt": "<video>what is it?", "video": "a.mp4"},
+        {"prompt": "<image>?", "images": ["../run.toml"]},
         {
             "prompt": "<image><audio><video>what are they?",
-            "pictures": ["1.png"],
-            "sound": "b.wav",
-            "clip": "b.mp4",
+            "images": ["1.png"],
+            "audio": "b.wav",
+            "video": "b.mp4",
         },
-        {"prompt": "<image> or <image>?", "pictures": ["0.png", "1.png"]},
-        {"prompt": "<video>and <audio>?", "clip": "b.mp4", "sound": "a.wav"},
-        {"prompt": "<audio>or what?", "sound": "b.wav"},
+        {"prompt": "<image> or <image>?", "images": ["0.png", "1.png"]},
+        {"prompt": "<video>and <audio>?", "video": "b.mp4", "audio": "a.wav"},
+        {"prompt": "<audio>or what?", "audio": "b.wav"},
         {"prompt": "and without?"},
     ]
     write_rows(
         tmp_path / "rows.jsonl",
-        [{"answer": "", "pictures": None, "sound": None, "clip": None, **row} for row in rows],
+        [{"answer": "", "images": None, "audio": None, "video": None, **row} for row in rows],
     )
     (tmp_path / "reward.py").write_text(SPREAD_REWARD)
     path = tmp_path / "run.toml"
@@ -126,7 +126,7 @@ def events_of(bootstrap_servers: str, run_id: str, **partitions: int) -> list[Ev
         return [codec.decode(record.value) for record in reader.read_to_end(places)]
 
 
-def ask_about_a_picture_that_is_gone(
+def issue_prompt_about_a_deleted_image(
     bootstrap_servers: str, run_id: str, *, objects_uri: str
 ) -> str:
     """Issue a prompt group whose image is not in the store, and return the image's address."""
@@ -167,7 +167,7 @@ def test_run_trains_on_all_media_and_hostile_ones_end_their_own_rows_alone(
 ) -> None:
     assert relax("topics", "apply", media_run, "--yes").code == 0
     objects_uri = (media_run.parent / ".relax/runs" / run_id / "objects").as_uri()
-    gone = ask_about_a_picture_that_is_gone(bootstrap_servers, run_id, objects_uri=objects_uri)
+    gone = issue_prompt_about_a_deleted_image(bootstrap_servers, run_id, objects_uri=objects_uri)
     ended = relax("run", media_run, timeout_seconds=280)
     assert ended.code == 0, ended.err
 
@@ -238,7 +238,7 @@ def test_run_trains_on_all_media_and_hostile_ones_end_their_own_rows_alone(
     } <= {reference.digest.hex() for reference in references}
 
 
-TALKING = """
+CONVERSATION = """
 [run]
 id = "{run_id}"
 num_steps = 2
@@ -258,7 +258,7 @@ learning_rate = 1e-2
 
 [data]
 source = "jsonl:rows.jsonl"
-multimodal_keys = {{ image = "pictures" }}
+multimodal_keys = {{ image = "images" }}
 media_root = "."
 shuffle = false
 
@@ -286,7 +286,7 @@ from relax_events.environments.reply import Reply
 def show(completion, *, messages, answer, metadata, files):
     if len(messages) > 1:
         return None
-    return Reply("<image>and this?", {"image": [b"no picture" if metadata["spoilt"] else files[-1]]})
+    return Reply("<image>and this?", {"image": [b"no image" if metadata["spoilt"] else files[-1]]})
 """
 
 
@@ -299,7 +299,7 @@ def test_run_talks_with_an_environment_that_shows_images_and_a_bad_one_ends_its_
     rows = [
         {
             "prompt": "<image>what is it?",
-            "pictures": [f"{row % 2}.png"],
+            "images": [f"{row % 2}.png"],
             "answer": "a",
             "spoilt": row == 1,
         }
@@ -309,7 +309,7 @@ def test_run_talks_with_an_environment_that_shows_images_and_a_bad_one_ends_its_
     (tmp_path / "environment.py").write_text(SHOW)
     (tmp_path / "reward.py").write_text(SPREAD_REWARD)
     (tmp_path / "run.toml").write_text(
-        TALKING.format(run_id=run_id, bootstrap_servers=bootstrap_servers)
+        CONVERSATION.format(run_id=run_id, bootstrap_servers=bootstrap_servers)
     )
     ended = relax("run", tmp_path / "run.toml", timeout_seconds=280)
     assert ended.code == 0, ended.err
@@ -336,7 +336,7 @@ def test_run_talks_with_an_environment_that_shows_images_and_a_bad_one_ends_its_
     assert {rows_issued[event.prompt_group_id] for event in failed} == {1}
     assert all(
         "environment environment.py:show on answer 1 of sample" in event.reason
-        and "which is no picture" in event.reason
+        and "which is no image" in event.reason
         for event in failed
     )
     config = load_run_config(tmp_path / "run.toml", environment={})

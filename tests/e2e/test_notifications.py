@@ -1,4 +1,4 @@
-"""What a run reports while it continues: to people, and to TensorBoard."""
+"""What a run reports while it runs: to people, and to TensorBoard."""
 
 from __future__ import annotations
 

@@ -129,7 +129,9 @@ def test_replay_with_gspo_differs_from_version_one_on(
     assert not set(report["weights_digests"]) & set(recorded["weights_digests"])
     assert report["curves"]["reward_mean"] == recorded["curves"]["reward_mean"][1:]
     assert report["source"]["curves"]["loss"] == recorded["curves"]["loss"][1:]
-    assert 'class="line beside"' in (tmp_path / ".relax/runs" / run_id / "report.html").read_text()
+    assert (
+        'class="line reference"' in (tmp_path / ".relax/runs" / run_id / "report.html").read_text()
+    )
     refused = relax(
         "runs", "replay", source, f"{run_id}-v", "--from-version", "1", "--verify", *where
     )
@@ -193,7 +195,7 @@ def test_source_that_no_run_file_here_vouches_for_is_rejected_with_the_list(
         f'model.path = "{finished_run.config.model.path}"  (a file or folder that would be used)'
         in refused.err
     )
-    assert "give --trust-source to take them over as they are" in refused.err
+    assert "give --trust-source to inherit them as they are" in refused.err
     refused = relax("runs", "replay", source, run_id, *place(finished_run, tmp_path))
     assert (refused.code, "reward.function" in refused.err, "model.path" in refused.err) == (
         2,

@@ -26,8 +26,8 @@ def test_workload_takes_no_less_time_than_its_bound(bootstrap_servers: str) -> N
         timeline = run.timeline()
     assert report["succeeded"]
     assert report["outcomes"]["trained"] == 12
-    assert [len(sample) for step in run.drawn_lengths() for sample in step] == [2] * 12
-    sampled = sorted(sum(sum(group) for group in step) for step in run.drawn_lengths())
+    assert [len(sample) for step in run.sampled_lengths() for sample in step] == [2] * 12
+    sampled = sorted(sum(sum(group) for group in step) for step in run.sampled_lengths())
     trained = sorted(round(mean * 8) for mean in report["curves"]["completion_tokens_mean"])
     assert trained == sampled  # what the bound is calculated from is what the engines generate
     bound = bound_seconds(run)

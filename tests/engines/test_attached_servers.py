@@ -71,7 +71,9 @@ def attach(
     )
 
 
-NO_EXPERTS = r"does not tell which experts tokens go through, .*; start it with --enable-return-routed-experts"
+NO_EXPERTS = (
+    r"does not record the experts of each token, .*; start it with --enable-return-routed-experts"
+)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +89,7 @@ NO_EXPERTS = r"does not tell which experts tokens go through, .*; start it with 
             ServerLike,
             "qwen3_vl",
             "none",
-            r"the model reads media, and .* accepts none in the format relax-events\.media\.2; install",
+            r"the model reads media, and .* accepts none in the format relax-events\.media\.3; install",
         ),
         (ServerLike, "qwen3_moe", "rollout", NO_EXPERTS),
     ],

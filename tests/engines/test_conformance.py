@@ -180,7 +180,7 @@ def test_samples_beyond_the_bound_wait_their_turn(make: MakeEngine) -> None:
     assert engine.num_tokens == sum(len(sample.tokens) for sample in samples.values())
 
 
-def test_usage_counts_what_was_drawn_and_what_prompts_cost(make: MakeEngine) -> None:
+def test_usage_counts_sampled_tokens_and_prompt_tokens(make: MakeEngine) -> None:
     engine = make()
     before = engine.usage
     requests = [make_request(number, num_samples=4, max_new_tokens=5) for number in range(3)]
@@ -374,7 +374,7 @@ def test_abort_takes_out_the_named_samples_alone(make: MakeEngine, gate: Gate) -
     assert finish(engine).keys() == {"g1/0", "g1/2"}
 
 
-def test_most_probable_tokens_come_with_those_that_were_drawn(make: MakeEngine) -> None:
+def test_most_probable_tokens_come_with_those_that_were_sampled(make: MakeEngine) -> None:
     engine = make()
     request = make_request(2, num_top=3, temperature=0.7, top_k=2, max_new_tokens=20)
     engine.submit(request)

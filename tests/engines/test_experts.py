@@ -105,7 +105,7 @@ def test_experts_are_those_of_transformers_for_all_tokens_in_all_layers(
         check_whole(request, sample, tiny_model(FAMILY))
 
 
-@pytest.mark.parametrize("num_told", [None, 0, 5])
+@pytest.mark.parametrize("num_reported", [None, 0, 5])
 def test_sample_that_goes_on_is_told_of_as_a_whole(
     engine: SGLangEngine, gate: Gate, num_reported: int | None
 ) -> None:

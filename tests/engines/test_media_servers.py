@@ -71,15 +71,15 @@ from tests.unit.video_and_audio import (
 pytestmark = pytest.mark.timeout(720)  # the first test waits for the server
 ENVIRONMENTS = Path(__file__).parents[1] / "environment_functions.py"
 LONG = 200
-PICTURE, CLIP, WIDE = (
+IMAGE, VIDEO, WIDE = (
     (Modality.IMAGE, (64, 48)),
     (Modality.VIDEO, (48, 32, 9)),
     (Modality.IMAGE, (96, 32)),
 )
-SOUND, LONGER, LONGEST = ((Modality.AUDIO, seconds) for seconds in (0.4, 1.13, 9.2))
+AUDIO, LONGER, LONGEST = ((Modality.AUDIO, seconds) for seconds in (0.4, 1.13, 9.2))
 """Within one of the tower's windows, in two, and above what it attends to at once."""
-SEEN = [[PICTURE], [CLIP], [], [WIDE, CLIP, PICTURE], [CLIP, CLIP]]
-HEARD = [[SOUND], [LONGEST], [LONGER, CLIP, SOUND, PICTURE], [SOUND, SOUND]]
+VISION_KINDS = [[IMAGE], [VIDEO], [], [WIDE, VIDEO, IMAGE], [VIDEO, VIDEO]]
+AUDIO_KINDS = [[AUDIO], [LONGEST], [LONGER, VIDEO, AUDIO, IMAGE], [AUDIO, AUDIO]]
 TOLERANCE = 1e-5
 EXPERTS = "--enable-return-routed-experts"
 Model = Callable[..., Path]
@@ -87,8 +87,8 @@ Model = Callable[..., Path]
 
 @cache
 def deep_omni_model(seed: int = 3) -> Path:
-    """Write a tiny model that sees and hears, with a layer more than its vision tower gives
-    something for."""
+    """Write a tiny model that reads images, video and audio, with a layer more than its vision
+    tower gives     something for."""
     sizes = {"hidden_size": 32, "num_layers": 3}
     return make_tiny(
         kept_folder("media") / "model",
@@ -99,8 +99,8 @@ def deep_omni_model(seed: int = 3) -> Path:
     )
 
 
-HEARING = [deep_omni_model, pytest.param(whole_omni_model, marks=pytest.mark.long)]
-MIXED = [*HEARING, pytest.param(expert_model, marks=pytest.mark.long)]
+AUDIO_MODELS = [deep_omni_model, pytest.param(whole_omni_model, marks=pytest.mark.long)]
+MIXED = [*AUDIO_MODELS, pytest.param(expert_model, marks=pytest.mark.long)]
 MEDIA_MODELS = [*MIXED, pytest.param(build_image_model, marks=pytest.mark.long)]
 
 
@@ -156,7 +156,7 @@ def begin(engine: Engine, request: GenerationRequest, gate: Gate) -> None:
 def pieces_of(
     library: MediaLibrary, kinds: Sequence[tuple[Modality, Any]], *, seed: int = 0
 ) -> tuple[ProcessedMedia, ...]:
-    """Put pieces into a library, and take them out as the model is shown them."""
+    """Put pieces into a library, and load them as the inputs of the model."""
     return tuple(
         library.load(library.add(item_of(*kind, seed=seed + place)))
         for place, kind in enumerate(kinds)
@@ -179,20 +179,20 @@ def asked(
 
 def groups(path: Path, library: MediaLibrary) -> list[GenerationRequest]:
     """Ask about groups of all kinds of pieces that a model reads, others in each."""
-    kinds = SEEN + (HEARD if hears(path) else [])
+    kinds = VISION_KINDS + (AUDIO_KINDS if reads_audio(path) else [])
     return [
         asked(path, number, pieces_of(library, some, seed=10 * number), num_samples=3)
         for number, some in enumerate(kinds)
     ]
 
 
-def hears(path: Path) -> bool:
+def reads_audio(path: Path) -> bool:
     return isinstance(ModelFolder.read(path).layout, OmniLayout)
 
 
 def plain(path: Path) -> Any:
     """Load a model in float64."""
-    return plain_omni(path) if hears(path) else plain_model(path)
+    return plain_omni(path) if reads_audio(path) else plain_model(path)
 
 
 def expected(
@@ -295,7 +295,7 @@ def test_restart_looks_at_media_again_under_the_new_weights(
     make: MakeEngine, gate: Gate, model: Model, library: MediaLibrary
 ) -> None:
     engine, other = make(), model(seed=4)
-    kinds = [PICTURE, CLIP, LONGER] if hears(model()) else [PICTURE, CLIP]
+    kinds = [IMAGE, VIDEO, LONGER] if reads_audio(model()) else [IMAGE, VIDEO]
     request = asked(model(), 1, pieces_of(library, kinds), max_new_tokens=LONG)
     begin(engine, request, gate)
     engine.load_weights(weights_of(other, 1), on_running="restart")
@@ -312,13 +312,15 @@ def test_restart_looks_at_media_again_under_the_new_weights(
         np.testing.assert_allclose(sample.logprobs[count:], new[count:], rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("model", HEARING, indirect=True)
-def test_sound_of_a_clip_is_heard_where_it_is_seen(url: str, model: Model, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", AUDIO_MODELS, indirect=True)
+def test_audio_of_a_video_is_read_between_its_frames(
+    url: str, model: Model, tmp_path: Path
+) -> None:
     bounds = MediaConfig(**SMALL, use_audio_in_video=True)
     library = MediaLibrary(media_run(tmp_path, model(), use_audio_in_video=True))
     requests = [
         asked(model(), number, pieces_of(library, some), bounds=bounds)
-        for number, some in enumerate([[CLIP], [SOUND, CLIP, PICTURE, CLIP]])
+        for number, some in enumerate([[VIDEO], [AUDIO, VIDEO, IMAGE, VIDEO]])
     ]
     assert all(
         piece.samples is not None and piece.pixels is not None for piece in requests[0].media
@@ -349,11 +351,11 @@ def test_swap_lets_what_has_begun_go_on_and_all_else_begin_anew(
     """Some that wait, or are read in part, have the images of samples that run: nothing of them
     that the server keeps may be used."""
     engine, other = make(), model(seed=4)
-    pieces = [pieces_of(library, [PICTURE, CLIP, WIDE], seed=10 * number) for number in range(5)]
+    pieces = [pieces_of(library, [IMAGE, VIDEO, WIDE], seed=10 * number) for number in range(5)]
     running = asked(model(), 1, pieces[0], num_samples=3, max_new_tokens=2 * LONG)
     requests = [
         running,
-        *(asked(model(), 2 + number, shown) for number, shown in enumerate(pieces)),
+        *(asked(model(), 2 + number, media) for number, media in enumerate(pieces)),
     ]
     begin(engine, running, gate)
     for request in requests[1:]:
@@ -382,7 +384,7 @@ def test_swap_lets_what_has_begun_go_on_and_all_else_begin_anew(
 def test_aborted_samples_go_on_behind_their_media(
     make: MakeEngine, gate: Gate, model: Model, library: MediaLibrary
 ) -> None:
-    engine, request = make(), asked(model(), 1, pieces_of(library, [CLIP]), max_new_tokens=LONG)
+    engine, request = make(), asked(model(), 1, pieces_of(library, [VIDEO]), max_new_tokens=LONG)
     begin(engine, request, gate)
     partial = engine.abort()
     gate.open()
@@ -390,7 +392,7 @@ def test_aborted_samples_go_on_behind_their_media(
     check(engine, [replace(continued(request, partial), media=request.media)], path=model())
 
 
-def test_pictures_of_the_same_patches_and_another_shape_share_no_cache(
+def test_images_of_the_same_patches_and_another_shape_share_no_cache(
     make: MakeEngine, model: Model, library: MediaLibrary
 ) -> None:
     """One colour cuts into the same patches whatever its shape; only the positions differ."""
@@ -405,7 +407,7 @@ def test_pictures_of_the_same_patches_and_another_shape_share_no_cache(
         check(engine, [request], path=model())
 
 
-def test_answers_to_pictures_that_come_in_between_are_those_of_the_trainer(
+def test_responses_to_images_that_come_in_between_are_those_of_the_trainer(
     make: MakeEngine, model: Model, library: MediaLibrary, tmp_path: Path
 ) -> None:
     sections = {
@@ -450,8 +452,8 @@ def test_answers_to_pictures_that_come_in_between_are_those_of_the_trainer(
             f"{sample.sample_id}: {whole.tolist()}, chosen {np.flatnonzero(is_chosen).tolist()}, "
             f"{[item.reference.digest for item in media]}"
         )
-        shown = sample.logprobs[is_chosen[len(prompt) :]], found[is_chosen[len(prompt) :]]
-        np.testing.assert_allclose(*shown, rtol=0, atol=TOLERANCE, err_msg=what)
+        pair = sample.logprobs[is_chosen[len(prompt) :]], found[is_chosen[len(prompt) :]]
+        np.testing.assert_allclose(*pair, rtol=0, atol=TOLERANCE, err_msg=what)
     first_turns = sum(len(sample.turns) > 1 for sample in samples)
     assert inner.usage.num_cached >= first_turns * len(
         prompt
@@ -464,7 +466,7 @@ def test_placeholder_that_the_policy_wrote_stands_for_nothing(
     """As in an answer before the next turn, which brings another image."""
     engine, turns = (
         make(),
-        [asked(model(), number, pieces_of(library, [PICTURE], seed=number)) for number in range(2)],
+        [asked(model(), number, pieces_of(library, [IMAGE], seed=number)) for number in range(2)],
     )
     answer = np.array(
         [layout.placeholders[Modality.IMAGE], 65, layout.placeholders[Modality.VIDEO]], np.int32
@@ -480,12 +482,12 @@ def test_placeholder_that_the_policy_wrote_stands_for_nothing(
         engine.submit(replace(request, is_sampled=None))
 
 
-def test_placeholders_among_the_tokens_that_are_drawn_do_no_harm(
+def test_placeholders_among_the_sampled_tokens_do_no_harm(
     make: MakeEngine, model: Model, library: MediaLibrary, layout: MediaLayout
 ) -> None:
     engine, request = (
         make(),
-        asked(model(), 1, pieces_of(library, [PICTURE]), num_samples=8, max_new_tokens=LONG),
+        asked(model(), 1, pieces_of(library, [IMAGE]), num_samples=8, max_new_tokens=LONG),
     )
     weights = weights_of(model(), 1)
     engine.load_weights(
@@ -538,7 +540,7 @@ def test_prompt_that_the_server_reads_otherwise_fails_by_name(
     num_sent = len(request.prompt_tokens)
     assert {sample.finish_reason for sample in samples.values()} == {FinishReason.ERROR}
     assert all(
-        f"the server read {num_sent + 2} tokens, and its prompt has {num_sent}" in sample.error
+        f"the server read {num_sent + 2} tokens, and the prompt has {num_sent}" in sample.error
         for sample in samples.values()
     )
     assert all(len(sample.tokens) == 0 for sample in samples.values())
@@ -552,7 +554,7 @@ def test_media_that_can_not_be_read_fail_by_name_and_alone(
     monkeypatch: pytest.MonkeyPatch,
     said: str,
 ) -> None:
-    engine, request = make(), asked(model(), 1, pieces_of(library, [PICTURE]))
+    engine, request = make(), asked(model(), 1, pieces_of(library, [IMAGE]))
     with monkeypatch.context() as broken:
         broken.setattr(
             generation, "build_image_data", lambda samples, *_, **__: [PREFIX + said] * len(samples)
@@ -565,7 +567,7 @@ def test_media_that_can_not_be_read_fail_by_name_and_alone(
 def test_places_that_the_features_do_not_fit_into_are_refused_by_the_server(
     make: MakeEngine, model: Model, library: MediaLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, request = make(), asked(model(), 1, pieces_of(library, [PICTURE]))
+    engine, request = make(), asked(model(), 1, pieces_of(library, [IMAGE]))
     with monkeypatch.context() as broken:
         broken.setattr(
             media_wire, "_token_ranges", lambda cells: [(int(cells[0]), int(cells[-1]) + 1)]

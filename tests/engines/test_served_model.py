@@ -201,7 +201,7 @@ def test_chat_is_answered_at_once_and_in_pieces(url: str) -> None:
             {"text": "a", "sampling_params": {"min_p": 0.5}},
             "sampling by min_p is not supported here",
         ),
-        ("/generate", {"text": "a", "image_data": "x.png"}, "image_data is not taken here"),
+        ("/generate", {"text": "a", "image_data": "x.png"}, "image_data is not accepted here"),
         (
             "/generate",
             {"text": "a", "return_routed_experts": True},

@@ -40,7 +40,7 @@ def broker(directory: Path) -> Iterator[EmbeddedBroker]:
         try:
             yield started
         finally:
-            started.stop()  # the process that started it last, and whatever still uses it
+            started.stop()  # whichever process started it last, and whatever still uses it
 
 
 @pytest.fixture(scope="session")

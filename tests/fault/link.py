@@ -21,7 +21,7 @@ ABORT = struct.pack("ii", 1, 0)
 
 
 class Link:
-    """Relays connections from a port of its own to another, as well as it is reported to.
+    """Relays connections from a port of its own to another, in the state that the test sets.
 
     A silent link loses nothing that TCP would not send again: what was sent meanwhile arrives when
     it speaks again. As a context manager it relays from entry to exit.
@@ -142,7 +142,7 @@ class Link:
                     way.cancel()
                 await asyncio.gather(*running, return_exceptions=True)
         except (OSError, asyncio.CancelledError):
-            pass  # the target is away, or the link was reported to end this connection
+            pass  # the target is away, or the link was ordered to end this connection
         finally:
             self._tasks.discard(task)
             for end in ends:

@@ -83,7 +83,7 @@ class Soak:
     runs: list[dict[str, Any]] = field(default_factory=list)
     num_crash_points: int = 0
     due: list[str] = field(default_factory=list)
-    """Kinds that were sampled and not injected yet."""
+    """Kinds that were chosen and not injected yet."""
     seconds_left: float = field(init=False)
     started: float = field(default_factory=time.monotonic)
 
@@ -331,7 +331,7 @@ class Soak:
 
 @contextmanager
 def local_broker(folder: Path) -> Iterator[EmbeddedBroker]:
-    """Give a broker that runs start again by themselves, and end it the process that started it last."""
+    """Give a broker that runs start again by themselves, and end it, whichever process started it last."""
     with EmbeddedBroker(folder) as broker:
         try:
             yield broker
@@ -445,7 +445,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument(
         "--each",
         action="store_true",
-        help="go on in each run until every kind of fault was injected, however long that takes",
+        help="continue in each run until every kind of fault was injected, however long that takes",
     )
     parser.add_argument(
         "--fault",

@@ -438,7 +438,7 @@ def commanded_restarts(run: FaultRun) -> int:
 
 
 def num_commanded_deaths(run: FaultRun) -> int:
-    """Return how many workers died since the soak reported them to."""
+    """Return how many workers died at the command of the soak."""
     return sum(ERROR in line["error"] for line in run.logged("run", "worker.died"))
 
 

@@ -53,7 +53,7 @@ def die_if_commanded(worker_id: str) -> None:
 
 
 class SoakedEngine(TransformersEngine):
-    """Dies while it generates when it is reported to."""
+    """Dies while it generates on command."""
 
     def poll(self, *, timeout_seconds: float) -> list[GeneratedSample]:
         """Decode as usual."""
@@ -63,7 +63,7 @@ class SoakedEngine(TransformersEngine):
 
 
 class SoakedTrainer(TorchBackend):
-    """Dies or takes long in a step when it is reported to."""
+    """Dies or takes long in a step on command."""
 
     def accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
         """Train a micro-batch as usual."""

@@ -69,7 +69,7 @@ def test_rollout_goes_from_one_worker_to_three_and_back_under_load_and_loses_not
         ["rollout-1", "rollout-2"],
     )
     assert set(run.living()) == set(run.worker_ids), (
-        "nobody is left behind, and those of the start stay"
+        "no worker is left behind, and those of the start stay"
     )
     assert [run.state.workers[f"rollout-{index}"].state for index in (1, 2)] == [
         WorkerState.STOPPED

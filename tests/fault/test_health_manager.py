@@ -48,7 +48,7 @@ def test_stuck_worker_is_started_again_and_the_count_outlives_the_controller(
     stuck = run.pid("rollout-0")
     run.wait_until(
         lambda: asked(run, "rollout-0", "/healthz").startswith(
-            "no: it has made no progresss work for"
+            "no: it has made no progress with its work for"
         ),
         "it says that it is stuck",
     )
@@ -198,7 +198,7 @@ def test_controller_that_hangs_ends_itself_when_it_can_again(
     run.signal_process(signal.SIGCONT, hung["controller-0"])
     run.wait_until_ready_again("controller-0", killed=hung)
     assert run.wait_until_ended(run.process) == 0
-    assert commanded(run) == [], "it had heard nobody, itself included"
+    assert commanded(run) == [], "it had received no heartbeat, not even its own"
     assert_ledger_balances(run)
 
 

@@ -1,4 +1,4 @@
-"""Workers of an older and of a newer release score next to ours: the process that reads their scores
+"""Workers of an older and of a newer release score next to ours: the role that reads their scores
 understands all three."""
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def test_run_continues_when_workers_pause_longer_than_their_sessions(
     assert run.wait_until_ended(run.process) == 0
     assert assert_ledger_balances(run)["rollouts_regenerated"] == 0
     assert {worker_id: run.pid(worker_id) for worker_id in run.worker_ids} == pids, (
-        "nobody had to be started again"
+        "no worker was started again"
     )
 
 

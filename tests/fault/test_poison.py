@@ -54,10 +54,10 @@ def test_poison_is_dead_lettered_and_the_run_continues(start_run: Callable[..., 
     assert run.wait_until_ended(run.process) == 0
     ledger = assert_ledger_balances(run)
     assert {worker_id: run.pid(worker_id) for worker_id in run.worker_ids} == pids, (
-        "poison killed nobody"
+        "poison killed no worker"
     )
     assert (ledger["outcomes"]["failed"], ledger["outcomes"]["issued"]) == (0, 16 * 8), (
-        "nobody's prompt group was hurt"
+        "no honest prompt group was hurt"
     )
     assert ledger["samples_foreign"] > 0
     expected = Counter(name for name, _ in poisoned(sample) for _ in range(2))

@@ -66,7 +66,7 @@ def test_run_continues_while_members_come_and_go(
     assert run.wait_until_ended(run.process) == 0
     assert_ledger_balances(run)
     assert {worker_id: run.pid(worker_id) for worker_id in run.worker_ids} == pids, (
-        "nobody had to be started again"
+        "no worker was started again"
     )
     codec = EventCodec()
     events = [

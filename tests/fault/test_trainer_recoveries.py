@@ -41,7 +41,7 @@ class NeverRepeating(TorchBackend):
     '''Adds to every master weight what another order of additions would: a few of float32's last bits, others in each process.'''
 
     def step(self):
-        figures = super().step()
+        metrics = super().step()
         noise, state = torch.Generator().manual_seed(os.getpid()), self.state()
         tensors = {
             name: tensor * (1 + 1e-6 * torch.rand(tensor.shape, generator=noise)) if name.startswith("model.") else tensor
@@ -49,7 +49,7 @@ class NeverRepeating(TorchBackend):
         }
         super().load_state(TrainerState(policy_version=state.policy_version, tensors=tensors))
         self._keep(f"stepped-{os.getpid()}-{self.policy_version}")
-        return figures
+        return metrics
 
     def load_state(self, state):
         super().load_state(state)

@@ -89,7 +89,7 @@ def test_run_is_looked_at_and_stopped_from_another_shell_and_resumed(
         "running",
         "",
     )
-    assert status["figures"]["step"] >= 2
+    assert status["metrics"]["step"] >= 2
     assert {worker["worker_id"] for worker in status["workers"] if worker["is_well"]} == set(
         run.worker_ids
     )
@@ -109,12 +109,12 @@ def test_run_is_looked_at_and_stopped_from_another_shell_and_resumed(
         live.wait_until_shown(f"relax run {run_id}")
         code, shown = called(run, "runs", "stop", run_id, *where, "--output", "json")
         assert live.process.wait(SECONDS) == 0
-    assert f"run {run_id} ended: relax runs stop asked for it" in live.shown
+    assert f"run {run_id} ended: stopped by relax runs stop" in live.shown
     stopped = orjson.loads(shown)
     assert (code, stopped["left"], set(stopped["stopped"])) == (0, [], set(run.worker_ids))
     assert run.wait_until_ended(first) == 1
     assert (
-        f"run {run_id} ended before its goal: relax runs stop asked for it; the same relax "
+        f"run {run_id} ended before its goal: stopped by relax runs stop; the same relax "
         "run resumes it"
     ) in run.output.read_text()
     assert called(run, "runs", "stop", run_id, *where)[1].startswith(
@@ -122,7 +122,7 @@ def test_run_is_looked_at_and_stopped_from_another_shell_and_resumed(
     )
     assert called(run, "health", run_id, *where)[0] == 6
     assert called(run, "status", run_id, *where)[1].startswith(
-        f"run {run_id} ended: relax runs stop asked for it"
+        f"run {run_id} ended: stopped by relax runs stop"
     )
 
     second = run.start(

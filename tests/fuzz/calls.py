@@ -134,9 +134,9 @@ def stream(data: bytes) -> None:
 
 
 async def _events(chunks: Any) -> list[bytes]:
-    from relax_events.engines.sglang.client import _server_sent
+    from relax_events.engines.sglang.client import _read_events
 
-    return [event async for event in _server_sent(aiter(chunks), what="stream", max_bytes=2**20)]
+    return [event async for event in _read_events(aiter(chunks), what="stream", max_bytes=2**20)]
 
 
 def alert(data: bytes) -> None:

@@ -134,22 +134,22 @@ def vocabulary(data: bytes) -> None:
 
 
 def check_image(data: bytes) -> None:
-    """Check a image, and bring it to a size."""
+    """Check an image, and decode it at a size."""
     with suppress(MediaError, MemoryError):
-        inspect_image(data, limits=LIMITS, location="picture")
-        decode_image(data, size=(16, 16), limits=LIMITS, location="picture")
+        inspect_image(data, limits=LIMITS, location="image")
+        decode_image(data, size=(16, 16), limits=LIMITS, location="image")
 
 
-def sound(data: bytes) -> None:
-    """Check a sound."""
+def check_audio(data: bytes) -> None:
+    """Check audio."""
     with suppress(MediaError, MemoryError):
-        inspect_audio(data, limits=LIMITS, location="sound")
+        inspect_audio(data, limits=LIMITS, location="audio")
 
 
-def clip(data: bytes) -> None:
-    """Check a clip."""
+def check_video(data: bytes) -> None:
+    """Check a video."""
     with suppress(MediaError, MemoryError):
-        inspect_video(data, limits=LIMITS, location="clip")
+        inspect_video(data, limits=LIMITS, location="video")
 
 
 def archive(data: bytes) -> None:
@@ -173,7 +173,7 @@ def media_item(data: bytes) -> None:
                 assert len(item.read(LIMITS)) <= LIMITS.max_item_bytes
 
 
-def _picture_seeds() -> list[bytes]:
+def _image_seeds() -> list[bytes]:
     image = Image.fromarray(np.arange(12 * 10 * 3, dtype=np.uint8).reshape(12, 10, 3))
     found = []
     for kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP"):
@@ -194,7 +194,7 @@ def _tar_seed(format_: int) -> bytes:
 
 
 def _container_seed() -> bytes:
-    with tempfile.TemporaryDirectory() as folder:  # the process that only imports this leaves nothing behind
+    with tempfile.TemporaryDirectory() as folder:  # importing this module leaves nothing behind
         path = Path(folder) / "seed.avro"
         with ContainerWriter(path) as writer:
             for offset in range(5):
@@ -332,12 +332,12 @@ TARGETS = [
     Target("store-marker", json_bytes([{"run_id": "a", "value": "b"}]), marker),
     Target("broker-state", json_bytes([STATE]), broker_state),
     Target("vocabulary", json_bytes([TOKENIZER]), vocabulary),
-    Target("picture", mutated(_picture_seeds()), check_image),
-    Target("sound", mutated([_moving(_wave)]), sound),
+    Target("image", mutated(_image_seeds()), check_image),
+    Target("audio", mutated([_moving(_wave)]), check_audio),
     Target(
-        "clip",
+        "video",
         mutated([_moving(_movie), _moving(lambda file: _movie(file, kind="matroska"))]),
-        clip,
+        check_video,
     ),
     Target(
         "archive", mutated([_tar_seed(tarfile.PAX_FORMAT), _tar_seed(tarfile.GNU_FORMAT)]), archive

@@ -11,7 +11,7 @@ from pathlib import Path
 from hypothesis import strategies as st
 
 SCRATCH = Path(tempfile.gettempdir()) / f"fuzzed-{os.getpid()}"
-"""Where targets keep files; the process that runs them removes it."""
+"""Where targets keep files; the caller removes it."""
 
 
 @dataclass(frozen=True, slots=True)

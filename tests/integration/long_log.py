@@ -1,4 +1,4 @@
-"""Writes the control log and the prompt queue of a run that continues for long, and starts roles on
+"""Writes the control log and the prompt queue of a long run, and starts roles on
 it: `python long_log.py ROLE... CONFIG`.
 
 The program prints what each start took: seconds, records decoded, and the most memory that the
@@ -99,7 +99,8 @@ class LongLog:
 
     def _group_ids(self, step: int) -> list[str]:
         return [
-            IssuedGroup(BatchSlot(step, index), 0, -1).prompt_group_id for index in range(self._groups)
+            IssuedGroup(BatchSlot(step, index), 0, -1).prompt_group_id
+            for index in range(self._groups)
         ]
 
     def _step(self, step: int) -> Iterator[tuple[str, str, Event]]:
@@ -170,7 +171,7 @@ class LongLog:
             for index in range(self._config.run.samples_per_prompt)
         ]
         count, every = len(samples), self._config.trainer.checkpoint_every
-        named = (step - 1) // every * every  # it is written next to the step that follows it
+        named = (step - 1) // every * every  # it is written with the step that follows it
         checkpoint = (
             CheckpointRef(
                 named, f"file:///objects/checkpoints/{named:08d}/manifest.json", bytes(32)
@@ -271,7 +272,9 @@ def start_prompter(config: RunConfig) -> Any:
     ) as worker:
         loop = PrompterLoop(worker, open_stream(config.data, seed=config.run.seed))
         loop._recover()
-        worker.control.follow(loop._put, start_offsets={"control.prompt-group-outcomes": loop._ends_position})
+        worker.control.follow(
+            loop._put, start_offsets={"control.prompt-group-outcomes": loop._ends_position}
+        )
         while not loop._inbox.empty():
             loop._take(*loop._inbox.get())
         return {

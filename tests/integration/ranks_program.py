@@ -46,7 +46,7 @@ def train(ranks, model_path, bounds, algorithm=PLAIN):
 
 
 def talk(ranks):
-    """Use every way of talking, and report what each rank heard."""
+    """Use every collective, and report what each rank received."""
     heard = {
         "gathered": ranks.all_gather(np.array([[ranks.rank, 10]], np.int32)).tolist(),
         "floats": ranks.all_gather(np.array([ranks.rank + 0.5])).tolist(),

@@ -38,7 +38,12 @@ def test_ping_names_address_and_remedy_when_no_broker_answers() -> None:
 def test_applied_topics_are_those_of_the_plan(
     admin: Admin, apply_run: Callable[..., RunConfig]
 ) -> None:
-    broker = {"partitions_per_version": 3, "prompt_queue": "consumer_group", "queue_partitions": 5, "compression": "zstd"}
+    broker = {
+        "partitions_per_version": 3,
+        "prompt_queue": "consumer_group",
+        "queue_partitions": 5,
+        "compression": "zstd",
+    }
     plan = TopicPlan.from_config(apply_run(run={"max_staleness": 2}, broker=broker))
     found = admin.topics(plan.topic(""))
     assert found.keys() == {spec.name for spec in plan.specs()}
@@ -102,7 +107,7 @@ def test_offsets_are_those_of_the_log(
     fill(producer, topic, [b"x"] * 7)
     assert admin.end_offsets([(topic, 0), (topic, 1)]) == {(topic, 0): 7, (topic, 1): 0}
     assert admin.end_offsets([]) == {}
-    assert admin.committed_offsets(f"{run_id}.nobody", [(topic, 0)]) == {}
+    assert admin.committed_offsets(f"{run_id}.absent", [(topic, 0)]) == {}
 
 
 def test_end_offsets_name_a_topic_that_does_not_exist(connection: Connection, run_id: str) -> None:

@@ -151,7 +151,7 @@ def test_page_and_data_are_written_when_measured(
 ) -> None:
     bus.publish(measured([result(210)], [result(10)]), bus.QUICK, folder=tmp_path)
     page, data = (tmp_path / "bus.md").read_text(), json.loads((tmp_path / "bus.json").read_text())
-    assert page.startswith("# The bus beside")
+    assert page.startswith("# The bus compared with")
     assert "| one by one | TransferQueue | 10 |" in page
     assert "## Samples of 7 KB" in page
     assert capsys.readouterr().out.strip() == page.strip()

@@ -76,7 +76,10 @@ class Trainer:
         self.metrics = WorkerMetrics("trainer")
         seconds = {"deadline_seconds": PATIENCE_SECONDS, "stall_seconds": STALL_SECONDS}
         config = WeightsConfig(
-            transport="gloo", use_shared_memory=transport == "memory", bucket_bytes=bucket_bytes, **seconds
+            transport="gloo",
+            use_shared_memory=transport == "memory",
+            bucket_bytes=bucket_bytes,
+            **seconds,
         )
         self.broadcaster = Broadcaster(
             config, metrics=self.metrics.weights, announce=self._tell, last_list=last_list
@@ -350,7 +353,10 @@ def test_version_with_other_tensors_is_left_to_the_store_and_becomes_the_rule(
 
 def test_ports_are_free_once_both_sides_are_closed(store: ObjectStore, transport: str) -> None:
     before = listened_at()
-    with closing(Trainer(store, transport)) as trainer, closing(Engine(store, "rollout-0")) as engine:
+    with (
+        closing(Trainer(store, transport)) as trainer,
+        closing(Engine(store, "rollout-0")) as engine,
+    ):
         trainer.notify(engine.note)
         engine.fetch(trainer.publish(0))
         trainer.until_joined("rollout-0")
@@ -373,7 +379,7 @@ def listened_at() -> set[int]:
 def test_engine_is_refused_without_the_join_token(trainer: Trainer, join_token: str | None) -> None:
     host, _, port = trainer.lists[0].address.rpartition(":")
     with ControlSocket.connect(host, int(port), deadline=Deadline(PATIENCE_SECONDS)) as line:
-        line.send(deadline=Deadline(PATIENCE_SECONDS), join_token=join_token, worker_id="stranger")
+        line.send(deadline=Deadline(PATIENCE_SECONDS), join_token=join_token, worker_id="unknown")
         with pytest.raises(ConnectionLost, match="has left"):
             line.receive(Deadline(PATIENCE_SECONDS))
     assert trainer.broadcaster.engines == []

@@ -23,10 +23,14 @@ def test_worker_refuses_a_run_file_that_the_run_can_not_go_on_with(
 ) -> None:
     config = apply_run()
     topic = TopicPlan.from_config(config).topic("control.commands")
-    producer.write([ProducerRecord(topic, EventCodec().encode(build_run_description(config)), key="k")])
+    producer.write(
+        [ProducerRecord(topic, EventCodec().encode(build_run_description(config)), key="k")]
+    )
     changed = config.model_copy(
         update={
-            "run": config.run.model_copy(update={"prompts_per_step": 2 * config.run.prompts_per_step})
+            "run": config.run.model_copy(
+                update={"prompts_per_step": 2 * config.run.prompts_per_step}
+            )
         }
     )
     with pytest.raises(ConfigError, match=r"run.prompts_per_step: 16 -> 32"):

@@ -48,7 +48,9 @@ class Holding:
         self.held[key] = sample
 
     def poll(self, *, timeout_seconds: float) -> list[Done]:
-        done = [key for key, sample in self.held.items() if sample.key.sample_index in self.released]
+        done = [
+            key for key, sample in self.held.items() if sample.key.sample_index in self.released
+        ]
         threading.Event().wait(0.0 if done else timeout_seconds / 10)
         return [(key, (self._answer(self.held.pop(key)),)) for key in done]
 
@@ -66,7 +68,10 @@ class Holding:
 
 @pytest.fixture
 def config(apply_run: Callable[..., RunConfig]) -> RunConfig:
-    return apply_run(broker={"partitions_per_version": 1}, workers={"drain_seconds": 0.5, "heartbeat_seconds": 0.2})
+    return apply_run(
+        broker={"partitions_per_version": 1},
+        workers={"drain_seconds": 0.5, "heartbeat_seconds": 0.2},
+    )
 
 
 @pytest.fixture

@@ -77,7 +77,10 @@ def test_member_that_is_paused_takes_nothing_gives_partitions_back_and_goes_on(
     paused.pause()
     fill(producer, topic, [b"a"] * 3)
     fill(producer, topic, [b"b"] * 3, partition=1)
-    other, taken = SubscribedConsumer(connection, consumer_group=group, topics=[topic]), list[Record]()
+    other, taken = (
+        SubscribedConsumer(connection, consumer_group=group, topics=[topic]),
+        list[Record](),
+    )
 
     def turn() -> None:
         assert paused.fetch(timeout_seconds=0.1) == []
@@ -167,7 +170,9 @@ def test_members_hold_the_same_partitions_of_all_topics_when_there_are_two(
 ) -> None:
     topics = [make_topic("rollout.samples", 4), make_topic("reward.scores", 4)]
     group = make_group("advantage")
-    members = [SubscribedConsumer(connection, consumer_group=group, topics=topics) for _ in range(2)]
+    members = [
+        SubscribedConsumer(connection, consumer_group=group, topics=topics) for _ in range(2)
+    ]
 
     def is_divided() -> bool:
         return all(len(partitions_of(member, topics[0])) == 2 for member in members) and all(
@@ -202,7 +207,9 @@ def test_revoked_member_commits_first_when_a_second_one_joins(
         revoked.extend(offsets)
         first.commit(offsets, wait=deadline)
 
-    first = SubscribedConsumer(connection, consumer_group=group, topics=[topic], on_revoked=give_back)
+    first = SubscribedConsumer(
+        connection, consumer_group=group, topics=[topic], on_revoked=give_back
+    )
     fetch_until(first, lambda records: len(records) == 10)
     assigned: list[TopicOffset] = []
     second = SubscribedConsumer(
@@ -294,7 +301,7 @@ class BusyCoordinator:
         return [TopicPartition(partition.topic, partition.partition, 7) for partition in partitions]
 
 
-def test_member_asks_again_when_the_coordinator_was_too_busy_to_tell_where_to_begin(
+def test_member_asks_again_when_the_coordinator_was_too_busy_to_report_where_to_begin(
     connection: Connection, make_topic: MakeTopic, make_group: MakeGroup
 ) -> None:
     topic = make_topic("work")

@@ -70,7 +70,10 @@ def publish(producer: RecordProducer, plan: TopicPlan) -> Callable[[str, Event],
 def worker(config: RunConfig, tmp_path: Path) -> Iterator[Worker]:
     store = ObjectStore.open((tmp_path / "objects").as_uri())
     with Worker(
-        "reward", config, claim_check=StoreClaimCheck(store, claim_check_threshold_bytes=1000), index=3
+        "reward",
+        config,
+        claim_check=StoreClaimCheck(store, claim_check_threshold_bytes=1000),
+        index=3,
     ) as opened:
         yield opened
 
@@ -90,7 +93,9 @@ def next_of(inbox: queue.SimpleQueue[Event], count: int) -> list[Event]:
 def test_follower_that_stopped_reads_what_was_committed_before(
     connection: Connection, plan: TopicPlan, publish: Callable[[str, Event], None]
 ) -> None:
-    follower = ControlFollower(connection, plan, EventCodec(), also=["control.prompt-group-outcomes"])
+    follower = ControlFollower(
+        connection, plan, EventCodec(), also=["control.prompt-group-outcomes"]
+    )
     heard: list[Event] = []
     follower.start(heard.append)
     try:
@@ -106,12 +111,14 @@ def test_follower_that_stopped_reads_what_was_committed_before(
         follower.close()
 
 
-def test_follower_tells_history_then_live_in_log_order(
+def test_follower_reports_history_then_live_in_log_order(
     connection: Connection, plan: TopicPlan, publish: Callable[[str, Event], None]
 ) -> None:
     for version in (0, 1):
         publish("control.policy-versions", published(version))
-    follower = ControlFollower(connection, plan, EventCodec(), also=["control.prompt-group-outcomes"])
+    follower = ControlFollower(
+        connection, plan, EventCodec(), also=["control.prompt-group-outcomes"]
+    )
     assert follower.policy_version == 1
     publish("control.policy-versions", published(2))
     inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -339,7 +346,7 @@ def test_worker_pauses_and_resumes_when_it_is_meant(
     assert not worker.control.is_paused
 
 
-def test_worker_publishes_its_schemas_and_beats(
+def test_worker_publishes_its_schemas_and_heartbeats(
     worker: Worker, connection: Connection, plan: TopicPlan
 ) -> None:
     published_schemas = {
@@ -356,7 +363,12 @@ def test_worker_publishes_its_schemas_and_beats(
     )
     heartbeat = CODEC.decode(read(connection, plan.topic("control.heartbeats.reward"))[-1].value)
     assert isinstance(heartbeat, WorkerHeartbeat)
-    assert (heartbeat.worker_id, heartbeat.role, heartbeat.num_processed, heartbeat.num_in_flight) == (
+    assert (
+        heartbeat.worker_id,
+        heartbeat.role,
+        heartbeat.num_processed,
+        heartbeat.num_in_flight,
+    ) == (
         "reward-3",
         "reward",
         5,
@@ -544,7 +556,9 @@ def test_tombstone_goes_into_the_newest_versions_slot(
     worker.control.follow()
     publish("control.policy-versions", published(5))
     assert worker.control.wait_for_version(5, timeout_seconds=TIMEOUT_SECONDS)
-    record = worker.records.build_end_request("000004-0002-1", Outcome.FAILED, "engine: no", policy_version=3)
+    record = worker.records.build_end_request(
+        "000004-0002-1", Outcome.FAILED, "engine: no", policy_version=3
+    )
     assert (plan.parse_entity(record.topic), record.partition in plan.partitions_of_version(5)) == (
         "prompt.end-requests",
         True,

@@ -58,7 +58,9 @@ def open_worker(written: WrittenRun, tmp_path: Path) -> Callable[[str], Worker]:
     def opened(role: str) -> Worker:
         store = ObjectStore.open((tmp_path / "objects").as_uri())
         return Worker(
-            role, written.config, claim_check=StoreClaimCheck(store, claim_check_threshold_bytes=10**6)
+            role,
+            written.config,
+            claim_check=StoreClaimCheck(store, claim_check_threshold_bytes=10**6),
         )
 
     return opened
@@ -83,7 +85,7 @@ def test_letters_of_the_trainer_are_safe_before_the_offsets_that_pass_their_reco
 ) -> None:
     places: list[tuple[int, int]] = []
     record = ProducerRecord(
-        written.plan.topic("advantage.samples"), b"no event", key="nobody's", partition=1
+        written.plan.topic("advantage.samples"), b"no event", key="absent", partition=1
     )
     written.producer.write([record])
     claim_check = StoreClaimCheck(
@@ -155,8 +157,7 @@ def test_letters_are_listed_with_reason_and_origin(
         with pytest.raises(
             ConfigError,
             match=(
-                "role 'dancer' has no dead-letter topic; roles with one: actor-forward, "
-                "advantage"
+                "role 'dancer' has no dead-letter topic; roles with one: actor-forward, advantage"
             ),
         ):
             read_dead_letters(log, roles=["dancer"])
@@ -226,7 +227,7 @@ def test_forged_letter_writes_nothing(
         (
             "rollout.samples",
             7,
-            r"can't be read, so the letters can't be verified: record .*rollout\.samples\[0\]@7 does not exist.*; drop them",
+            r"can't be read, so they can't be verified: record .*rollout\.samples\[0\]@7 does not exist.*; drop them",
         ),
         (
             "advantage.samples",
@@ -249,7 +250,11 @@ def test_operator_writes_nothing_that_a_role_has_forged(
     }
     forged = EventCodec().encode(rolled_out(GROUP, tokens=np.array([6, 6, 6, 6], np.int32)))
     written.producer.write(
-        [ProducerRecord(written.plan.topic("reward.dead-letters"), forged, key=GROUP, headers=headers)]
+        [
+            ProducerRecord(
+                written.plan.topic("reward.dead-letters"), forged, key=GROUP, headers=headers
+            )
+        ]
     )
     with pytest.raises(ConfigError, match=text):
         requeue_all(written)
@@ -286,7 +291,9 @@ def await_consumed(written: WrittenRun, admin: Admin, entity: str) -> None:
     ]
     ends = {place: end for place, end in admin.end_offsets(places).items() if end}
     turn_until(
-        lambda: admin.committed_offsets(written.plan.consumer_group("advantage"), list(ends)) == ends
+        lambda: (
+            admin.committed_offsets(written.plan.consumer_group("advantage"), list(ends)) == ends
+        )
     )
 
 

@@ -1,4 +1,4 @@
-"""An embedded broker and the machine's other users: the process that does not know the password gets
+"""An embedded broker and the machine's other users: a process that does not know the password gets
 nothing, whatever happened to the folder before."""
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def ping(broker: EmbeddedBroker, password_file: Path | None) -> None:
 def test_whoever_reads_the_folder_gets_in(broker: EmbeddedBroker) -> None:
     ping(broker, broker.password_file)
     asked = connection(broker, broker.password_file)  # requests that are sent by hand log in too
-    assert read_quotas(asked, [QuotaEntity("client-id", "nobody")]) == {}
+    assert read_quotas(asked, [QuotaEntity("client-id", "absent")]) == {}
 
 
 def test_others_are_refused_with_the_remedy(broker: EmbeddedBroker, tmp_path: Path) -> None:
@@ -100,9 +100,10 @@ def test_password_is_for_its_owner_alone_and_nowhere_else(broker: EmbeddedBroker
     assert not [file for file in written if password.encode() in file.read_bytes()]
 
 
-def test_tools_get_in_by_what_they_are_told(broker: EmbeddedBroker) -> None:
+def test_tools_get_in_by_the_settings_they_get(broker: EmbeddedBroker) -> None:
     settings: dict[str, str | int | float | bool] = dict(
-        line.split("=", 1) for line in build_client_properties(broker, form="librdkafka").splitlines()
+        line.split("=", 1)
+        for line in build_client_properties(broker, form="librdkafka").splitlines()
     )
     assert AdminClient(settings).list_topics(timeout=SECONDS).brokers
 
@@ -122,7 +123,9 @@ def test_folder_of_an_open_broker_is_taken_over_with_its_records(tmp_path: Path)
     )  # as a release without passwords left it
     with EmbeddedBroker(folder) as broker:
         assert "kept" in Admin(connection(broker, broker.password_file)).topics("")
-        with pytest.raises(AccessDenied, match="requires authentication, and this client has no credentials"):
+        with pytest.raises(
+            AccessDenied, match="requires authentication, and this client has no credentials"
+        ):
             ping(broker, None)
 
 

@@ -40,7 +40,8 @@ def source(
     producer: RecordProducer,
 ) -> SmallRun:
     config = apply_run(
-        run={"max_staleness": 1, "num_steps": STEPS}, broker={"partitions_per_version": 1, "queue_partitions": 1}
+        run={"max_staleness": 1, "num_steps": STEPS},
+        broker={"partitions_per_version": 1, "queue_partitions": 1},
     )
     run = SmallRun(config, TopicPlan.from_config(config), connection, admin)
     store = ObjectStore.open(config.objects_uri)
@@ -115,7 +116,9 @@ def test_purge_leaves_what_a_replay_has_no_checkpoint_behind(
     train(replay, source, 2, checkpoint=2)
     assert trained_records_that_go(source.config) == {0: 2, 1: 2, 2: 0}
     with planned(source.config) as purge:
-        held_by = {cut.held_by for cut in purge.ranges if "advantage.samples" in cut.topic_partition[0]}
+        held_by = {
+            cut.held_by for cut in purge.ranges if "advantage.samples" in cut.topic_partition[0]
+        }
         assert purge.apply()["advantage.samples"] == 4
     assert f"run {source.config.run.id}-again, which trains these samples" in held_by
 

@@ -1,5 +1,5 @@
 """A rollout worker that has to leave in the middle keeps its tokens, and the worker that takes the
-prompt group next continues from them."""
+prompt group next continues with them."""
 
 from __future__ import annotations
 
@@ -78,7 +78,9 @@ def test_worker_that_leaves_in_the_middle_keeps_its_tokens_and_the_next_one_goes
         workers=workers,
     )
     plan, store = TopicPlan.from_config(config), open_store(config)
-    producer.write([ProducerRecord(plan.topic("prompt.groups"), CODEC.encode(issued(GROUP)), key=GROUP)])
+    producer.write(
+        [ProducerRecord(plan.topic("prompt.groups"), CODEC.encode(issued(GROUP)), key=GROUP)]
+    )
     first, second = image_engine(), image_engine()
 
     work(config, Reluctant(first), lambda: first.num_tokens >= NUM_BEFORE)

@@ -1,4 +1,4 @@
-"""A log that an unknown producer has written: looking at it and forking it runs no code of his and contacts
+"""A log that an unknown producer has written: looking at it and forking it runs none of its code and contacts
 no address, before someone agrees."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ApplyRun = Callable[..., RunConfig]
 
 @pytest.fixture
 def listener() -> Iterator[socket.socket]:
-    """Listen where the description leads; `was_called` reports whether anybody came."""
+    """Listen where the description leads; `was_called` returns whether a client connected."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)
         yield server
@@ -49,7 +49,7 @@ def was_called(server: socket.socket) -> bool:
 
 @dataclasses.dataclass
 class Hostile:
-    """A run whose description an unknown producer has written, and the trace that his code would leave."""
+    """A run whose description an unknown producer has written, and the trace that its code would leave."""
 
     config: RunConfig
     tree: dict[str, Any]
@@ -82,7 +82,9 @@ def hostile(
     topic = TopicPlan.from_config(config).topic("control.commands")
 
     def describe(description: dict[str, Any]) -> None:
-        event = dataclasses.replace(build_run_description(config), config=orjson.dumps(description).decode())
+        event = dataclasses.replace(
+            build_run_description(config), config=orjson.dumps(description).decode()
+        )
         producer.write([ProducerRecord(topic, CODEC.encode(event), partition=0)])
         producer.flush()
 

@@ -145,7 +145,13 @@ def test_prompt_group_that_nobody_has_fails_at_its_last_delivery(
 ) -> None:
     settled: list[bool] = []
     record = Record(
-        TopicPlan.from_config(config).topic("prompt.groups"), 0, 0, GROUP, CODEC.encode(issued(GROUP)), {}, 0
+        TopicPlan.from_config(config).topic("prompt.groups"),
+        0,
+        0,
+        GROUP,
+        CODEC.encode(issued(GROUP)),
+        {},
+        0,
     )
     with at_work(config, Gated(image_engine()), index=1) as other:
         other._put(Lease(record, MAX_DELIVERIES, settled.append))

@@ -52,9 +52,16 @@ class Queue:
     @contextmanager
     def holder(self, *, lanes: int) -> Iterator[tuple[LeaseSource, queue.SimpleQueue[Lease]]]:
         inbox: queue.SimpleQueue[Lease] = queue.SimpleQueue()
-        make: Any = {"ShareGroupLeases": ShareGroupLeases, "ConsumerGroupLeases": ConsumerGroupLeases}[self.kind]
+        make: Any = {
+            "ShareGroupLeases": ShareGroupLeases,
+            "ConsumerGroupLeases": ConsumerGroupLeases,
+        }[self.kind]
         source = make(
-            self.connection, group=self.group, topic=self.topic, max_leases=lanes, on_lease=inbox.put
+            self.connection,
+            group=self.group,
+            topic=self.topic,
+            max_leases=lanes,
+            on_lease=inbox.put,
         )
         try:
             yield source, inbox
@@ -67,7 +74,11 @@ def share_queue(
     connection: Connection, make_topic: Callable[..., str], make_share_group: Callable[[str], str]
 ) -> Queue:
     return Queue(
-        "ShareGroupLeases", connection, make_topic("prompt.groups", 1), 1, make_share_group("rollout")
+        "ShareGroupLeases",
+        connection,
+        make_topic("prompt.groups", 1),
+        1,
+        make_share_group("rollout"),
     )
 
 

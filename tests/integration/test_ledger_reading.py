@@ -10,7 +10,7 @@ import orjson
 import pytest
 import torch
 from event_samples import rolled_out
-from valid_run import SETTINGS, TAMPERINGS, SoundRun
+from valid_run import SETTINGS, TAMPERINGS, ValidRun
 
 from relax_events.cli.ledger import check
 from relax_events.config import RunConfig
@@ -37,10 +37,10 @@ def config(apply_run: Callable[..., RunConfig], run_id: str) -> RunConfig:
 
 
 @pytest.fixture
-def write(config: RunConfig, producer: RecordProducer) -> Callable[[SoundRun], None]:
+def write(config: RunConfig, producer: RecordProducer) -> Callable[[ValidRun], None]:
     """Return a writer of a run's records, each at its place."""
 
-    def write(run: SoundRun) -> None:
+    def write(run: ValidRun) -> None:
         codec = EventCodec()
         schemas = TopicPlan.from_config(config).topic("control.schemas")
         producer.write(
@@ -75,9 +75,9 @@ def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> l
 
 
 def test_sound_log_is_read_whole_and_in_the_window_s_memory(
-    config: RunConfig, write: Callable[[SoundRun], None], blocks: list[int]
+    config: RunConfig, write: Callable[[ValidRun], None], blocks: list[int]
 ) -> None:
-    run = SoundRun(30, run_id=config.run.id)
+    run = ValidRun(30, run_id=config.run.id)
     write(run)
     books = read_ledger(config)
     assert books.problems() == []
@@ -87,19 +87,19 @@ def test_sound_log_is_read_whole_and_in_the_window_s_memory(
 
 @pytest.mark.parametrize("rule", TAMPERINGS)
 def test_broken_promise_is_found_alone_on_a_written_log(
-    rule: str, config: RunConfig, write: Callable[[SoundRun], None], monkeypatch: pytest.MonkeyPatch
+    rule: str, config: RunConfig, write: Callable[[ValidRun], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reading, "BLOCK_RECORDS", 1)
-    run = SoundRun(6, run_id=config.run.id)
+    run = ValidRun(6, run_id=config.run.id)
     TAMPERINGS[rule](run)
     write(run)
     assert [finding.rule for finding in read_ledger(config).findings()] == [rule]
 
 
 def test_purged_records_leave_claims_without_proof(
-    config: RunConfig, write: Callable[[SoundRun], None], admin: Admin
+    config: RunConfig, write: Callable[[ValidRun], None], admin: Admin
 ) -> None:
-    run = SoundRun(12, run_id=config.run.id)
+    run = ValidRun(12, run_id=config.run.id)
     write(run)
     places = [
         (run.plan.topic(entity), partition)
@@ -119,9 +119,9 @@ def test_purged_records_leave_claims_without_proof(
 
 
 def test_strangers_records_are_counted_and_do_no_harm(
-    config: RunConfig, write: Callable[[SoundRun], None], producer: RecordProducer
+    config: RunConfig, write: Callable[[ValidRun], None], producer: RecordProducer
 ) -> None:
-    run = SoundRun(6, run_id=config.run.id)
+    run = ValidRun(6, run_id=config.run.id)
     run.at("rollout.samples", 0).append(rolled_out("000900-0000-0"))
     write(run)
     producer.write(
@@ -133,9 +133,9 @@ def test_strangers_records_are_counted_and_do_no_harm(
 
 
 def test_manifests_that_are_left_must_be_those_that_were_published(
-    config: RunConfig, write: Callable[[SoundRun], None]
+    config: RunConfig, write: Callable[[ValidRun], None]
 ) -> None:
-    run, store = SoundRun(3, run_id=config.run.id), ObjectStore.open(config.objects_uri)
+    run, store = ValidRun(3, run_id=config.run.id), ObjectStore.open(config.objects_uri)
     for version in range(4):
         artifact, digest = write_weights(
             store, {**WEIGHTS, "version": torch.tensor(version)}, policy_version=version
@@ -158,11 +158,11 @@ def test_manifests_that_are_left_must_be_those_that_were_published(
 
 def test_command_names_rule_places_and_remedy(
     config: RunConfig,
-    write: Callable[[SoundRun], None],
+    write: Callable[[ValidRun], None],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    run = SoundRun(6, run_id=config.run.id)
+    run = ValidRun(6, run_id=config.run.id)
     TAMPERINGS["trained offset holds another record than the train step says"](run)
     write(run)
     run_file = tmp_path / "run.json"

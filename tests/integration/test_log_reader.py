@@ -89,7 +89,7 @@ def test_reader_seeks_while_the_client_changes_over_to_other_partitions(
     reader.close()
 
 
-def test_read_to_end_starts_where_it_is_told(
+def test_read_to_end_starts_at_the_given_offset(
     reader: LogReader, producer: RecordProducer, make_topic: MakeTopic
 ) -> None:
     topic = make_topic("a")

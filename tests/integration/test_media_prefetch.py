@@ -30,11 +30,11 @@ from tests.unit.image_model import build_image_model, image_engine, image_item, 
 from workers.rollout import RolloutLoop
 
 CODEC = EventCodec()
-SHOWN, PLAIN = "000000-0000-0", "000000-0001-0"
+WITH_IMAGE, PLAIN = "000000-0000-0", "000000-0001-0"
 
 
 class SlowLibrary(MediaLibrary):
-    """Brings nothing before it is reported to."""
+    """Brings nothing before the test allows it."""
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
@@ -90,7 +90,10 @@ class Session:
     def issue(self, *groups: PromptGroupIssued) -> None:
         topic = self.plan.topic("prompt.groups")
         self._producer.write(
-            [ProducerRecord(topic, CODEC.encode(group), key=group.prompt_group_id) for group in groups]
+            [
+                ProducerRecord(topic, CODEC.encode(group), key=group.prompt_group_id)
+                for group in groups
+            ]
         )
 
     def written(self, *, count: int) -> list[SampleRolledOut | PromptGroupEnded]:
@@ -127,7 +130,7 @@ def session(
 
 
 def about_an_image(session: Session) -> PromptGroupIssued:
-    """Ask about a image that is in the store, and not yet on the worker's machine."""
+    """Ask about an image that is in the store, and not yet on the worker's machine."""
     elsewhere = session.config.model_copy(
         update={
             "run": session.config.run.model_copy(update={"directory": Path("elsewhere").absolute()})
@@ -136,14 +139,14 @@ def about_an_image(session: Session) -> PromptGroupIssued:
     reference = MediaLibrary(elsewhere, store=ObjectStore.open(session.config.objects_uri)).add(
         image_item(64, 48)
     )
-    return replace(issued(SHOWN), messages=question(reference))
+    return replace(issued(WITH_IMAGE), messages=question(reference))
 
 
 def groups_of(events: Iterable[SampleRolledOut | PromptGroupEnded]) -> list[str]:
     return sorted({event.prompt_group_id for event in events})
 
 
-def test_engine_goes_on_while_a_picture_is_on_its_way(
+def test_engine_continues_while_an_image_is_being_fetched(
     session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -152,11 +155,11 @@ def test_engine_goes_on_while_a_picture_is_on_its_way(
         assert groups_of(session.written(count=2)) == [PLAIN]
         session.library.may_bring.set()
         events = session.written(count=2)
-        assert groups_of(events) == [SHOWN]
+        assert groups_of(events) == [WITH_IMAGE]
         assert all(isinstance(event, SampleRolledOut) for event in events)
 
 
-def test_picture_that_is_gone_costs_its_prompt_group_alone(
+def test_image_that_is_gone_costs_its_prompt_group_alone(
     session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -170,6 +173,6 @@ def test_picture_that_is_gone_costs_its_prompt_group_alone(
         session.issue(group, issued(PLAIN))
         events = session.written(count=3)
         (ended,) = (event for event in events if isinstance(event, PromptGroupEnded))
-        assert (ended.prompt_group_id, ended.outcome) == (SHOWN, Outcome.FAILED)
+        assert (ended.prompt_group_id, ended.outcome) == (WITH_IMAGE, Outcome.FAILED)
         assert reference.uri in ended.reason
         assert groups_of(event for event in events if isinstance(event, SampleRolledOut)) == [PLAIN]

@@ -26,7 +26,9 @@ def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def joined(connection: Connection, name: str, group: str, topic: str) -> SubscribedConsumer:
-    return SubscribedConsumer(replace(connection, client_id=name), consumer_group=group, topics=[topic])
+    return SubscribedConsumer(
+        replace(connection, client_id=name), consumer_group=group, topics=[topic]
+    )
 
 
 def test_members_are_those_that_joined_with_what_they_hold(

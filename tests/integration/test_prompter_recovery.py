@@ -72,7 +72,9 @@ def test_guests_take_no_seats_and_no_rows(
         ProducerRecord(queue, CODEC.encode(event), key=event.prompt_group_id, partition=0)
         for event in external_groups
     )
-    producer.write([ProducerRecord(plan.topic("control.policy-versions"), CODEC.encode(published(0)))])
+    producer.write(
+        [ProducerRecord(plan.topic("control.policy-versions"), CODEC.encode(published(0)))]
+    )
     events = issued_by_prompter(config, connection, num_records=4)
     assert sorted((event.prompt_group_id, event.row) for event in events if event.row < 10**6) == [
         ("000000-0000-0", 0),
@@ -158,7 +160,9 @@ def test_rows_of_purged_records_are_not_issued_again(
     ]
     producer.write(
         [
-            ProducerRecord(plan.topic("control.prompt-group-outcomes"), CODEC.encode(event), partition=0)
+            ProducerRecord(
+                plan.topic("control.prompt-group-outcomes"), CODEC.encode(event), partition=0
+            )
             for event in ends
         ]
     )
@@ -212,7 +216,9 @@ def test_prompts_that_earned_too_much_do_not_come_round_again(
     ]
     producer.write(
         [
-            ProducerRecord(plan.topic("control.prompt-group-outcomes"), CODEC.encode(event), partition=0)
+            ProducerRecord(
+                plan.topic("control.prompt-group-outcomes"), CODEC.encode(event), partition=0
+            )
             for event in ends
         ]
     )
@@ -232,7 +238,7 @@ def test_prompts_that_earned_too_much_do_not_come_round_again(
     assert second == [(f"000001-000{index}-0", 4 + 3 * index, drops[index]) for index in range(3)]
 
 
-def test_row_whose_picture_is_lost_is_not_issued_again_and_a_broken_one_is_passed_over(
+def test_row_whose_image_is_lost_is_not_issued_again_and_a_broken_one_is_passed_over(
     apply_run: Callable[..., RunConfig],
     producer: RecordProducer,
     connection: Connection,
@@ -266,14 +272,18 @@ def test_row_whose_picture_is_lost_is_not_issued_again_and_a_broken_one_is_passe
         )
         for event in written
     )
-    producer.write([ProducerRecord(plan.topic("control.policy-versions"), CODEC.encode(published(0)))])
+    producer.write(
+        [ProducerRecord(plan.topic("control.policy-versions"), CODEC.encode(published(0)))]
+    )
     ends = [
         build_group_end(event.prompt_group_id, Outcome.EXPIRED, policy_version=0, trainer_version=0)
         for event in written
     ]
     producer.write(
         [
-            ProducerRecord(plan.topic("control.prompt-group-outcomes"), CODEC.encode(event), partition=0)
+            ProducerRecord(
+                plan.topic("control.prompt-group-outcomes"), CODEC.encode(event), partition=0
+            )
             for event in ends
         ]
     )
@@ -304,7 +314,9 @@ def issued_by_prompter(
     read_messages = build_storing_reader(MediaLibrary(config))
     filters = build_filters(config.data, renderer=None, read_messages=read_messages)
     with (
-        open_worker("prompter", config, index=0, follow=("control.prompt-group-outcomes",)) as worker,
+        open_worker(
+            "prompter", config, index=0, follow=("control.prompt-group-outcomes",)
+        ) as worker,
         closing(LogReader(connection)) as reader,
     ):
         thread = threading.Thread(

@@ -108,7 +108,7 @@ def test_doctor_asks_the_registry(config: RunConfig, with_registry: RunConfig) -
     )
 
 
-def test_doctor_tells_when_the_registry_is_away(with_registry: RunConfig) -> None:
+def test_doctor_reports_when_the_registry_is_away(with_registry: RunConfig) -> None:
     away = with_registry.broker.model_copy(update={"schema_registry": "http://127.0.0.1:1"})
     with pytest.raises(
         BrokerUnavailable,

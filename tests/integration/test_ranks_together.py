@@ -95,7 +95,7 @@ def test_fenced_rank_is_seen_as_fenced_whatever_the_others_died_of(started: Make
         (
             "wrong",
             ConfigError,
-            r"trainer-1 can't go on: ConfigError: trainer.learning_rate is wrong; log: .*trainer-1.log",
+            r"trainer-1 can't continue: ConfigError: trainer.learning_rate is wrong; log: .*trainer-1.log",
         ),
         (
             "killed",

@@ -63,9 +63,7 @@ def test_every_record_gets_its_offset_back(
     begins, ends = admin.beginning_offsets(places), admin.end_offsets(places)
     reader = LogReader(connection)
     for place, (offsets, end) in zip(places, LAYOUTS.values(), strict=True):
-        assert list(reader.stream_raw({place: (0, end)})) == [
-            record(offset) for offset in offsets
-        ]
+        assert list(reader.stream_raw({place: (0, end)})) == [record(offset) for offset in offsets]
         assert (begins[place], ends[place]) == ((offsets or [end])[0], end)
     reader.close()
 
@@ -88,7 +86,7 @@ def test_partition_that_is_not_empty_is_refused(
     producer: RecordProducer, make_topic: MakeTopic, writer: PartitionWriter
 ) -> None:
     topic = make_topic("copy", message_timestamp_type="CreateTime", retention_ms="-1")
-    producer.write([ProducerRecord(topic, b"a stranger's", partition=0)])
+    producer.write([ProducerRecord(topic, b"of an unknown producer", partition=0)])
     with pytest.raises(
         BrokerError,
         match=r"@0: the record got offset 1; the partition was not empty, or has another producer",

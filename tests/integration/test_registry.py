@@ -251,7 +251,9 @@ def test_login_comes_from_a_file_or_the_environment(
             open_codec(config_of(guarded))
         assert "wrong" not in str(caught.value)
         assert (
-            RegistryClient.from_config(config_of(guarded, schema_registry_login_file=login)).count_subjects()
+            RegistryClient.from_config(
+                config_of(guarded, schema_registry_login_file=login)
+            ).count_subjects()
             == 0
         )
         monkeypatch.setenv("SCHEMA_REGISTRY_LOGIN", "reader:s3cret")

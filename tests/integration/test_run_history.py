@@ -118,7 +118,7 @@ def groups_of(log: RunLog, wanted: SampleFilter) -> list[str]:
 def test_samples_are_found_and_only_where_they_can_lie(
     log: RunLog, wanted: SampleFilter, groups: list[str], num_unreadable: int
 ) -> None:
-    """The garbage among versions 2 and 3 reports which parts were read."""
+    """The garbage among versions 2 and 3 shows which parts were read."""
     assert groups_of(log, wanted) == groups
     assert log.unreadable.count == num_unreadable
 
@@ -161,7 +161,8 @@ def test_last_samples_are_the_newest(log: RunLog) -> None:
     assert newest_first_by_version(1) == [f"{B}/1"]
     assert newest_first_by_version(9) == [f"{B}/0", f"{B}/1"]
     assert {
-        view.sample.sample_id for view in read_last_samples(log, SampleFilter(versions=(3, 3)), count=1)
+        view.sample.sample_id
+        for view in read_last_samples(log, SampleFilter(versions=(3, 3)), count=1)
     } == {f"{G}/1"}
     assert read_last_lines(log, SampleFilter(), count=0) == []
 
@@ -391,11 +392,11 @@ def test_scores_of_two_functions_are_not_mixed(
 
 def test_run_that_is_not_there_is_named(written: WrittenRun) -> None:
     config = written.config.model_copy(
-        update={"run": written.config.run.model_copy(update={"id": "nobody"})}
+        update={"run": written.config.run.model_copy(update={"id": "absent"})}
     )
     with pytest.raises(
         ConfigError,
-        match=r"the broker has no topics of a run 'nobody'; see run\.id and broker\.bootstrap_servers",
+        match=r"the broker has no topics of a run 'absent'; see run\.id and broker\.bootstrap_servers",
     ):
         RunLog(config, name="test")
 
@@ -526,9 +527,7 @@ def test_dead_letters_are_requeued_by_command(
     assert app(["deadletter", "drop", run_file, "--all", "--comment", "a test", "--dry-run"]) == 0
     assert "would drop 1 records" in capsys.readouterr().err
     assert (
-        app(
-            ["deadletter", "drop", run_file, "--id", "reward@0", "--comment", "a test", "--yes"]
-        )
+        app(["deadletter", "drop", run_file, "--id", "reward@0", "--comment", "a test", "--yes"])
         == 0
     )
     assert "dropped 1 records" in capsys.readouterr().out

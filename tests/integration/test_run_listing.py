@@ -103,7 +103,10 @@ def test_worker_that_is_silent_for_too_long_does_not_count_as_alive(
     config = apply_run(workers={"heartbeat_timeout_seconds": 5.0})
     write(producer, config, "control.commands", build_run_description(config))
     write(
-        producer, config, "control.heartbeats.trainer", make_heartbeat(WorkerState.WORKING, seconds_ago=6.0)
+        producer,
+        config,
+        "control.heartbeats.trainer",
+        make_heartbeat(WorkerState.WORKING, seconds_ago=6.0),
     )
     assert read_run(connection, config.run.id).live_workers == []
 
@@ -122,7 +125,9 @@ def neighbours(
             producer,
             config,
             "control.commands",
-            build_run_description(config, store_marker=claim_store(store, run_id=config.run.id).value),
+            build_run_description(
+                config, store_marker=claim_store(store, run_id=config.run.id).value
+            ),
         )
         producer.write([ProducerRecord(plan.topic("prompt.groups"), b"prompt", partition=0)])
         lanes = ShareGroupLeases(
@@ -183,7 +188,9 @@ def test_deletion_leaves_a_neighbour_whose_id_begins_alike(
     assert set(groups_of(connection, theirs.run.id)) == {
         TopicPlan.from_config(theirs).consumer_group(role) for role in ("reward", "rollout")
     }
-    assert admin.committed_offsets(TopicPlan.from_config(theirs).consumer_group("reward"), [place]) == {place: 7}
+    assert admin.committed_offsets(
+        TopicPlan.from_config(theirs).consumer_group("reward"), [place]
+    ) == {place: 7}
     assert len(ObjectStore.open(theirs.objects_uri).list("")) == 4
 
 
@@ -244,7 +251,9 @@ def test_deletion_keeps_objects_of_a_victim_that_a_log_names_as_its_own(
     config = apply_run(
         run={"id": run_id}, objects={"uri": f"{tmp_path.as_uri()}/{detour}", "by_run": False}
     )
-    write(producer, config, "control.commands", build_run_description(config, store_marker=mark.value))
+    write(
+        producer, config, "control.commands", build_run_description(config, store_marker=mark.value)
+    )
     deletion = plan_deletion(connection, run_id)
     assert deletion.objects == []
     assert "and the log says run" in deletion.note or detour == "objects/weights"
@@ -255,7 +264,9 @@ def test_run_that_lives_or_is_replayed_is_not_deleted(
 ) -> None:
     config = apply_run(run={"id": run_id})
     replay = apply_run(run={"id": f"{run_id}-r"}, parent={"run": run_id})
-    assert {TopicPlan.parse_entity(name) for name in read_run(connection, replay.run.id).topics} == {
+    assert {
+        TopicPlan.parse_entity(name) for name in read_run(connection, replay.run.id).topics
+    } == {
         *(f"control.{name}" for name in ("commands", "evaluations", "group-outcomes")),
         *(
             f"control.{kind}.{role}"
@@ -264,7 +275,13 @@ def test_run_that_lives_or_is_replayed_is_not_deleted(
         ),
         *(
             f"control.{name}"
-            for name in ("broadcast-membership", "policy-versions", "schemas", "prompter-state", "train-steps")
+            for name in (
+                "broadcast-membership",
+                "policy-versions",
+                "schemas",
+                "prompter-state",
+                "train-steps",
+            )
         ),
         "trainer.dead-letters",
     }
@@ -280,7 +297,7 @@ def test_run_that_lives_or_is_replayed_is_not_deleted(
     write(producer, replay, "control.heartbeats.trainer", make_heartbeat(WorkerState.IDLE))
     with pytest.raises(
         BrokerRefused,
-        match=rf"run {run_id}-r is alive: trainer-0 beat; end it first, or give --force",
+        match=rf"run {run_id}-r is active: trainer-0 send heartbeats; stop it first, or give --force",
     ):
         require_deletable(
             read_run(connection, replay.run.id), read_runs(connection, with_progress=False).values()

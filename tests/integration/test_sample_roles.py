@@ -37,7 +37,9 @@ CODEC = EventCodec()
 @pytest.fixture
 def config(apply_run: Callable[..., RunConfig]) -> RunConfig:
     return apply_run(
-        run={"max_staleness": 1}, broker={"partitions_per_version": 1}, algorithm={"kl_coefficient": 0.1}
+        run={"max_staleness": 1},
+        broker={"partitions_per_version": 1},
+        algorithm={"kl_coefficient": 0.1},
     )
 
 
@@ -55,7 +57,9 @@ def role(config: RunConfig, tmp_path: Path) -> Callable[[], AbstractContextManag
     def run() -> Iterator[Worker]:
         store = ObjectStore.open((tmp_path / "objects").as_uri())
         with Worker(
-            "reference", config, claim_check=StoreClaimCheck(store, claim_check_threshold_bytes=10**6)
+            "reference",
+            config,
+            claim_check=StoreClaimCheck(store, claim_check_threshold_bytes=10**6),
         ) as worker:
 
             def handle(samples: Sequence[SampleRolledOut]) -> list[ProducerRecord]:
@@ -205,7 +209,9 @@ def test_store_that_is_away_is_waited_for_and_costs_no_sample(
         thread = threading.Thread(target=run)
         thread.start()
         try:
-            turn_until(lambda: worker.lifecycle.readiness_problem() == "the object store does not answer")
+            turn_until(
+                lambda: worker.lifecycle.readiness_problem() == "the object store does not answer"
+            )
             turn_until(lambda: len(read(connection, plan, "control.heartbeats.reference")) >= 3)
             assert worker.lifecycle.liveness_problem() == ""
             elsewhere.rename(folder)
@@ -240,7 +246,7 @@ def test_poison_goes_to_the_dead_letters_and_the_rest_goes_on(
         if isinstance(end, PromptGroupEnded)
     ]
     assert asked == [("000000-0000-0", "failed", "reference")] * 2, (
-        "nobody would wait for our output for ever"
+        "no role would wait for our output for ever"
     )
 
 
@@ -263,9 +269,7 @@ def test_expired_samples_are_passed_over_without_being_decoded(
     with role() as worker:
         turn_until(lambda: len(read(connection, plan, "reference.logprobs")) == 2)
         turn_until(
-            lambda: (
-                b'relax_records_expired_total{role="reference"} 1.0' in worker.metrics.render()
-            )
+            lambda: b'relax_records_expired_total{role="reference"} 1.0' in worker.metrics.render()
         )
     assert read(connection, plan, "reference.dead-letters") == []
 
@@ -287,8 +291,6 @@ def test_published_version_moves_the_consumer_past_what_is_stale_in_its_slot(
     with role() as worker:
         turn_until(lambda: len(read(connection, plan, "reference.logprobs")) == 1)
         turn_until(
-            lambda: (
-                b'relax_records_expired_total{role="reference"} 10.0' in worker.metrics.render()
-            )
+            lambda: b'relax_records_expired_total{role="reference"} 10.0' in worker.metrics.render()
         )
         turn_until(lambda: committed(admin, plan).get((plan.topic("rollout.samples"), 0)) == 11)

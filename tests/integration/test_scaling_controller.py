@@ -73,14 +73,17 @@ class Run:
         self, method: str, path: str, body: dict[str, object] | None = None
     ) -> dict[str, object]:
         """Call the API, as soon as it is there."""
-        place, deadline = ApiEndpointFile.from_config(self.config), time.monotonic() + PATIENCE_SECONDS
+        place, deadline = (
+            ApiEndpointFile.from_config(self.config),
+            time.monotonic() + PATIENCE_SECONDS,
+        )
         while time.monotonic() < deadline:
             with suppress(CheckFailed):
                 return ScaleClient(place.read_url(), place.read_token()).call(method, path, body)
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(0.2)
         pytest.fail(
-            "nobody answers; the controller's "
+            "no server answers; the controller's "
             f"log:\n{(self.config.run_directory / 'log').read_text()}"
         )
 
@@ -98,10 +101,13 @@ class Run:
         )
 
     def heartbeats(self, *worker_ids: str, state: WorkerState) -> None:
-        """Have workers heartbeat."""
+        """Send heartbeats of workers."""
         self.say(
             "control.heartbeats.rollout",
-            *(make_heartbeat(worker_id, at_seconds=time.time(), state=state) for worker_id in worker_ids),
+            *(
+                make_heartbeat(worker_id, at_seconds=time.time(), state=state)
+                for worker_id in worker_ids
+            ),
         )
 
     def until(self, request_id: str, status: Status) -> ScaleState:
@@ -152,8 +158,14 @@ def test_requests_go_on_with_the_next_controller(run: Run) -> None:
     run.kill_controller()
     run.say(
         "control.commands",
-        *(state.workers[worker_id].exit_command(ExitReason.DRAINED, "it drained") for worker_id in workers),
+        *(
+            state.workers[worker_id].exit_command(ExitReason.DRAINED, "it drained")
+            for worker_id in workers
+        ),
     )
     assert run.until(str(gone["request_id"]), Status.COMPLETED).workers == {}
     reported = run.call("GET", f"scale_in/{gone['request_id']}")
-    assert (reported["status"], reported["removed_engines"]) == ("COMPLETED", ["rollout-2", "rollout-1"])
+    assert (reported["status"], reported["removed_engines"]) == (
+        "COMPLETED",
+        ["rollout-2", "rollout-1"],
+    )

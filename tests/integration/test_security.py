@@ -1,5 +1,5 @@
-"""A secured broker: each principal may do what its role needs and nothing else, and the process that is
-refused is reported why."""
+"""A secured broker: each principal may do what its role needs and nothing else, and a refused
+principal learns why."""
 
 from __future__ import annotations
 
@@ -76,9 +76,14 @@ REQUEST_SECONDS = 5.0
 IMPATIENT_SECONDS = 1.0
 FEW_SECONDS = 60.0  # an answer is due after the request timeout; the rest is a busy machine
 
-# Written down from the image of the pipeline, not from the table under test. Every worker besides
+# Written down from the diagram of the pipeline, not from the table under test. Every worker besides
 # follows control and heartbeats.
-COMMON_READS = {"control.schemas", "control.policy-versions", "control.commands", "control.broadcast-membership"}
+COMMON_READS = {
+    "control.schemas",
+    "control.policy-versions",
+    "control.commands",
+    "control.broadcast-membership",
+}
 COMMON_WRITES = {"control.schemas"}
 ROLES = (
     "prompter",
@@ -164,7 +169,7 @@ WRITES = {
 
 @dataclass(frozen=True)
 class SecuredRun:
-    """A run on the module's broker, and connections to it as the process that is asked for."""
+    """A run on the module's broker, and connections to it as any principal."""
 
     config: RunConfig
 
@@ -296,7 +301,7 @@ def readable(run: SecuredRun, role: str) -> set[str]:
     return found
 
 
-def test_roles_may_write_what_picture_and_page_say_and_nothing_else(mine: SecuredRun) -> None:
+def test_roles_may_write_what_diagram_and_page_say_and_nothing_else(mine: SecuredRun) -> None:
     """Each cell of role and topic, tried on the broker."""
     found = {role: writable(mine, role) for role in ROLES}
     assert found == writes_by_page(
@@ -308,7 +313,7 @@ def test_roles_may_write_what_picture_and_page_say_and_nothing_else(mine: Secure
     }
 
 
-def test_roles_may_read_what_the_picture_says_and_nothing_else(mine: SecuredRun) -> None:
+def test_roles_may_read_what_the_diagram_says_and_nothing_else(mine: SecuredRun) -> None:
     RecordProducer(mine.as_("operator")).write(
         ProducerRecord(spec.name, b"x", key="k") for spec in mine.plan.specs()
     )
@@ -482,7 +487,7 @@ def wrong_password(run: SecuredRun, place: Path) -> SecuredRun:
 
 
 def unknown_user(run: SecuredRun, place: Path) -> SecuredRun:
-    return wrong_password(run, place).changed(username="relax.mine.nobody")
+    return wrong_password(run, place).changed(username="relax.mine.absent")
 
 
 def wrong_authority(run: SecuredRun, place: Path) -> SecuredRun:
@@ -501,7 +506,7 @@ def credentials(run: SecuredRun) -> Path:
 
 INTRUDERS = {
     wrong_password: r"authentication of user 'relax.mine.operator' failed; .*broker.password_file",
-    unknown_user: r"authentication of user 'relax.mine.nobody' failed; .*relax broker secure CONFIG --apply",
+    unknown_user: r"authentication of user 'relax.mine.absent' failed; .*relax broker secure CONFIG --apply",
     wrong_authority: r"certificate of the broker at .* can't be trusted: (self-signed|unable to get local issuer) certificate.*broker.ca_file",
     no_tls: r"the broker at .* uses TLS and this client does not; set broker.credentials",
 }
@@ -577,7 +582,9 @@ def test_commands_show_what_they_would_do_and_ask_before_they_do_it(
     assert quota(run_file, bytes_per_second=5e6) == 6
     assert quota(run_file, bytes_per_second=5e6, dry_run=True) == 0
     assert DEFAULT_LOAD_QUOTAS == {"request_percentage": 200.0, "controller_mutation_rate": 100.0}
-    assert read_quotas(quota_connection(neighbour.config), [entity]) == {entity: DEFAULT_LOAD_QUOTAS}
+    assert read_quotas(quota_connection(neighbour.config), [entity]) == {
+        entity: DEFAULT_LOAD_QUOTAS
+    }
     assert quota(run_file, bytes_per_second=5e6, yes=True) == 0
     assert read_quotas(quota_connection(neighbour.config), [entity]) == {
         entity: DEFAULT_LOAD_QUOTAS | dict.fromkeys(RATES, 5e6)

@@ -205,7 +205,9 @@ def test_committed_step_is_on_the_log_whole(
     assert history.positions() == {
         ("advantage.samples", partition): offset for (_, partition), offset in consumed.items()
     }
-    turn_until(lambda: admin.committed_offsets(worker.plan.consumer_group("trainer"), consumed) == consumed)
+    turn_until(
+        lambda: admin.committed_offsets(worker.plan.consumer_group("trainer"), consumed) == consumed
+    )
 
 
 def test_published_version_carries_where_its_records_begin(
@@ -268,7 +270,7 @@ def ids_of(*placed: LocatedSample) -> list[str]:
     return [item.sample.sample_id for item in placed]
 
 
-def test_replay_tells_when_the_weights_came_out_differently(
+def test_replay_reports_when_the_weights_came_out_differently(
     worker: Worker, open_committer: Callable[[], StepCommitter]
 ) -> None:
     placed = write_groups(worker, ["000000-0000-0"])

@@ -37,7 +37,9 @@ def test_command_writes_what_the_log_says(
         ProducerRecord(plan.topic("control.schemas"), schema, key=name.hex())
         for name, schema in codec.published_form().items()
     )
-    producer.write(ProducerRecord(plan.topic(entity), codec.encode(event)) for entity, event in written)
+    producer.write(
+        ProducerRecord(plan.topic(entity), codec.encode(event)) for entity, event in written
+    )
     run_file, out = tmp_path / "run.json", tmp_path / "trace.json"
     run_file.write_bytes(orjson.dumps(config.model_dump(mode="json")))
     app(

@@ -169,7 +169,8 @@ def unwritten(
 ) -> SmallRun:
     """Return the small run, its topics empty."""
     config = apply_run(
-        run={"max_staleness": 1, "num_steps": STEPS}, broker={"partitions_per_version": 1, "queue_partitions": 1}
+        run={"max_staleness": 1, "num_steps": STEPS},
+        broker={"partitions_per_version": 1, "queue_partitions": 1},
     )
     return SmallRun(config, TopicPlan.from_config(config), connection, admin)
 
@@ -208,7 +209,9 @@ def test_lag_by_member_names_who_holds_what(run: SmallRun) -> None:
     )
     turn_until(lambda: len(member.positions) == 3, lambda: member.fetch(timeout_seconds=0.1))
     found = sum_by_member(
-        read_partition_lag(run.config, run.admin), {"reward": run.admin.groups(group)[group]}, now_ms=2**62
+        read_partition_lag(run.config, run.admin),
+        {"reward": run.admin.groups(group)[group]},
+        now_ms=2**62,
     )
     mine = next(row for row in found if row.role == "reward")
     assert (mine.member, mine.num_records, mine.partitions) == (
@@ -231,12 +234,18 @@ def test_reset_moves_offsets_and_refuses_to_skip_unread_records(run: SmallRun) -
     places = [(topic, partition) for partition in range(3)]
     run.commit_all()
     plan = plan_reset(run.config, run.admin, "reward", ResetTarget(version=3))
-    assert [(move.topic_partition[1], move.before, move.after, move.num_skipped) for move in plan.moves] == [
+    assert [
+        (move.topic_partition[1], move.before, move.after, move.num_skipped) for move in plan.moves
+    ] == [
         (0, 4, 2, -2),
         (1, 4, 2, -2),
     ]
     apply_reset(run.admin, plan)
-    assert run.admin.committed_offsets(group, places) == {(topic, 0): 2, (topic, 1): 2, (topic, 2): 2}
+    assert run.admin.committed_offsets(group, places) == {
+        (topic, 0): 2,
+        (topic, 1): 2,
+        (topic, 2): 2,
+    }
     ahead = plan_reset(run.config, run.admin, "reward", ResetTarget(to_end=True))
     with pytest.raises(
         BrokerRefused,
@@ -249,10 +258,16 @@ def test_reset_moves_offsets_and_refuses_to_skip_unread_records(run: SmallRun) -
         run.admin,
         plan_reset(run.config, run.admin, "reward", ResetTarget(offsets=["rollout.samples[2]@1"])),
     )
-    assert run.admin.committed_offsets(group, places) == {(topic, 0): 4, (topic, 1): 4, (topic, 2): 1}
+    assert run.admin.committed_offsets(group, places) == {
+        (topic, 0): 4,
+        (topic, 1): 4,
+        (topic, 2): 1,
+    }
     apply_reset(
         run.admin,
-        plan_reset(run.config, run.admin, "reward", ResetTarget(time_ms=parse_time_ms("2001-01-01"))),
+        plan_reset(
+            run.config, run.admin, "reward", ResetTarget(time_ms=parse_time_ms("2001-01-01"))
+        ),
     )
     assert set(run.admin.committed_offsets(group, places).values()) == {0}
 
@@ -261,7 +276,7 @@ def test_reset_of_trainer_and_of_a_share_group_is_refused(run: SmallRun) -> None
     run.commit_all()
     with pytest.raises(
         BrokerRefused,
-        match=r"resetting trainer: the trainer goes on where its checkpoint.*--allow trainer",
+        match=r"resetting trainer: the trainer continues from its checkpoint.*--allow trainer",
     ):
         apply_reset(
             run.admin, plan_reset(run.config, run.admin, "trainer", ResetTarget(to_beginning=True))
@@ -517,7 +532,10 @@ def test_export_of_versions_holds_their_samples_at_their_offsets(
         ("rollout.samples", 1): 0,
         ("rollout.samples", 2): 2,
     }
-    reader, topic = LogReader(run.connection), TopicPlan.from_config(config).topic("rollout.samples")
+    reader, topic = (
+        LogReader(run.connection),
+        TopicPlan.from_config(config).topic("rollout.samples"),
+    )
     found = {
         (record.partition, record.offset, record.policy_version)
         for record in reader.read_to_end([(topic, 0), (topic, 2)])

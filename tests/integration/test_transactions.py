@@ -59,7 +59,11 @@ def test_commit_makes_records_of_several_topics_and_offsets_real_together(
     reader = LogReader(connection, consumer_group=f"{run_id}.trainer")
     offsets = [TopicOffset(source, 0, 17), TopicOffset(source, 1, 4)]
     writer.commit(
-        [ProducerRecord(steps, b"step 0"), ProducerRecord(outcomes, b"a"), ProducerRecord(outcomes, b"b")],
+        [
+            ProducerRecord(steps, b"step 0"),
+            ProducerRecord(outcomes, b"a"),
+            ProducerRecord(outcomes, b"b"),
+        ],
         offsets=offsets,
         reader=reader,
     )
@@ -128,7 +132,8 @@ def test_commit_does_not_write_twice_when_the_error_hid_a_success(
     unsure = Unsure(writer, failures=1, really_commits=True)
     monkeypatch.setattr(writer, "_try", unsure)
     writer.commit(
-        [ProducerRecord(topic, b"step 0")], is_already_committed=lambda: values(connection, topic) == [b"step 0"]
+        [ProducerRecord(topic, b"step 0")],
+        is_already_committed=lambda: values(connection, topic) == [b"step 0"],
     )
     assert (unsure.calls, values(connection, topic)) == (1, [b"step 0"])
 
@@ -168,7 +173,9 @@ def test_zombie_does_not_fence_its_successor_when_the_broker_only_says_that_time
     monkeypatch.setattr(writer, "_try", Unsure(writer, failures=1, really_commits=False))
     for _ in range(2):
         with pytest.raises(Fenced):
-            writer.commit([ProducerRecord(topic, b"of a zombie")], is_already_committed=already_real)
+            writer.commit(
+                [ProducerRecord(topic, b"of a zombie")], is_already_committed=already_real
+            )
     successor.commit([ProducerRecord(topic, b"step 1")])
     expect(connection, topic, [b"step 1"])
     successor.close()

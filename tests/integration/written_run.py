@@ -200,4 +200,6 @@ class WrittenRun:
         )
 
     def _control(self, entity: str, event: Event) -> None:
-        self.producer.write([ProducerRecord(self.plan.topic(entity), CODEC.encode(event), partition=0)])
+        self.producer.write(
+            [ProducerRecord(self.plan.topic(entity), CODEC.encode(event), partition=0)]
+        )

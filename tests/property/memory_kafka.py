@@ -3,7 +3,7 @@ and with a crash behind every call.
 
 It keeps what the product's promises rest on: offsets, committed positions, transactions with
 markers and read_committed, fencing by transactional id, consumer groups whose stale members are
-refused. The process that makes a client is its process; a process that dies does so at a broker call, before
+refused. The caller that makes a client is its process; a process that dies does so at a broker call, before
 or after the call took effect, and takes its unsent records with it.
 """
 
@@ -132,7 +132,7 @@ class MemoryKafka:
         self.members: dict[str, list[MemoryConsumer]] = {}
         self.epochs: dict[str, int] = {}
         self.open: dict[str, Transaction] = {}
-        self.current = Process("nobody")
+        self.current = Process("none")
         self.after_commit: Callable[[], None] = lambda: None
         """Called after each commit of offsets, before its process learns of it: a moment at which
         that process can die."""

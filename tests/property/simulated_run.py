@@ -1,7 +1,7 @@
 """A run whose roles are the product's own loops, over Kafka in memory, one turn at a time.
 
 Each process is a thread, but only one ever runs: it is handed the turn, and hands it back from the
-tick that every work loop makes once a round. So the process that calls `turn` decides the interleaving, and
+tick that every work loop makes once a round. So the caller of `turn` decides the interleaving, and
 the same calls give the same run.
 """
 
@@ -153,7 +153,7 @@ class SimulatedProcess:
             BrokerError,
         ):  # SIGKILL, or the worker's own end after an error that a restart fixes
             self.process.is_dead = True
-        except BaseException as error:  # handed to the process that gave us the turn
+        except BaseException as error:  # handed to the caller of the turn
             self.failure = error
         finally:
             self._has_ended = True
@@ -200,7 +200,9 @@ class HashingBackend:
             )
         self._digest = zlib.crc32(" ".join(self._names).encode(), self._digest)
         self.policy_version, self._names = self.policy_version + 1, []
-        return StepMetrics(**dict.fromkeys(StepMetrics.__dataclass_fields__, 0) | {"algorithm_metrics": {}})
+        return StepMetrics(
+            **dict.fromkeys(StepMetrics.__dataclass_fields__, 0) | {"algorithm_metrics": {}}
+        )
 
     def on_progress(self, report_progress: Callable[[], None]) -> None:
         pass
@@ -234,7 +236,7 @@ class Prompts:
 
 
 class LateWriter:
-    """Stands for the thread that writes weights next to the next step: what it is given is done when
+    """Stands for the thread that writes weights while the next step runs: what it is given is done when
     someone asks for the second time."""
 
     def __init__(self, **_: Any) -> None:
@@ -301,7 +303,11 @@ class SimulatedRun:
         self.config = small_run(
             {**SETTINGS, "run": SETTINGS["run"] | run, "weights": {"async_publish": overlap}}
         )
-        self.kafka, self.plan, self.codec = MemoryKafka(), TopicPlan.from_config(self.config), EventCodec()
+        self.kafka, self.plan, self.codec = (
+            MemoryKafka(),
+            TopicPlan.from_config(self.config),
+            EventCodec(),
+        )
         self.store = ObjectStore.open("memory://")
         for spec in self.plan.specs():
             self.kafka.create(spec.name, spec.num_partitions)

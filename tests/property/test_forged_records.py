@@ -99,7 +99,9 @@ def test_forged_samples_and_ends_that_come_first_change_nothing(run: SimulatedRu
     for _ in range(4):
         everyone_works(run)
     assert not [
-        end for end in run.events("control.prompt-group-outcomes") if isinstance(end, PromptGroupEnded)
+        end
+        for end in run.events("control.prompt-group-outcomes")
+        if isinstance(end, PromptGroupEnded)
     ]
     finish(run)
     assert run.ledger.problems() == []

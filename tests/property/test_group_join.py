@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from relax_events.events.types import LogprobsComputed, SampleRolledOut, SampleScored
 from relax_events.kafka.records import Record
-from relax_events.runtime.join import GroupJoin, JoinedGroup
+from relax_events.runtime.join import JoinedGroup, PromptGroupJoin
 
 Sample = SampleRolledOut | SampleScored | LogprobsComputed
 EVALUATORS = frozenset({"reference", "actor"})
@@ -79,7 +79,7 @@ def test_group_that_was_generated_twice_is_joined_whole_from_one_generation(
     """The first worker may have died after one of its samples; either way nothing of one generation
     is compared with the other's."""
     events = generated_twice("a", num_samples=data.draw(st.integers(1, 2))) + generated_twice("b")
-    join, offsets, complete = GroupJoin(evaluators=EVALUATORS), Counter[str](), []
+    join, offsets, complete = PromptGroupJoin(evaluators=EVALUATORS), Counter[str](), []
     for topic, event in data.draw(st.permutations(events)):
         group = join.add(
             Record(
@@ -108,7 +108,7 @@ def test_group_that_was_generated_twice_is_joined_whole_from_one_generation(
     assert marks_of(join) == {(topic, 0): end for topic, end in offsets.items()}
 
 
-def marks_of(join: GroupJoin) -> dict[tuple[str, int], int]:
+def marks_of(join: PromptGroupJoin) -> dict[tuple[str, int], int]:
     return {(mark.topic, mark.partition): mark.offset for mark in join.pending_offsets()}
 
 
@@ -116,7 +116,7 @@ def marks_of(join: GroupJoin) -> dict[tuple[str, int], int]:
 def test_each_generation_is_complete_exactly_once_in_any_order(
     sequence: list[tuple[Record, Sample]],
 ) -> None:
-    join = GroupJoin(evaluators=EVALUATORS)
+    join = PromptGroupJoin(evaluators=EVALUATORS)
     complete: list[JoinedGroup] = []
     for record, event in sequence:
         if (group := join.add(record, event)) is not None:
@@ -136,7 +136,7 @@ def test_each_generation_is_complete_exactly_once_in_any_order(
 def test_low_watermark_stays_below_open_groups_and_reaches_the_end_when_all_are_closed(
     sequence: list[tuple[Record, Sample]],
 ) -> None:
-    join = GroupJoin(evaluators=EVALUATORS)
+    join = PromptGroupJoin(evaluators=EVALUATORS)
     seen: list[tuple[Record, tuple[str, int]]] = []
     finished: set[tuple[str, int]] = set()
     previous: dict[tuple[str, int], int] = {}
@@ -167,13 +167,13 @@ def test_crash_at_any_point_loses_no_group(
 ) -> None:
     """A successor that starts at the committed marks completes whatever the dead worker did not."""
     crash = data.draw(st.integers(0, len(sequence)))
-    join, emitted = GroupJoin(evaluators=EVALUATORS), set()
+    join, emitted = PromptGroupJoin(evaluators=EVALUATORS), set()
     for record, event in sequence[:crash]:
         if (group := join.add(record, event)) is not None:
             join.close(group)
             emitted.add((group.prompt_group_id, group.policy_version))
     marks = marks_of(join)
-    successor = GroupJoin(evaluators=EVALUATORS)
+    successor = PromptGroupJoin(evaluators=EVALUATORS)
     for record, event in sequence:
         if (
             record.offset >= marks.get((record.topic, record.partition), 0)
@@ -188,7 +188,7 @@ def test_crash_at_any_point_loses_no_group(
 def test_dropped_partition_is_forgotten_and_others_stay(
     sequence: list[tuple[Record, Sample]],
 ) -> None:
-    join = GroupJoin(evaluators=EVALUATORS)
+    join = PromptGroupJoin(evaluators=EVALUATORS)
     for record, event in sequence[: len(sequence) // 2]:
         if (group := join.add(record, event)) is not None:
             join.close(group)
@@ -216,7 +216,7 @@ def record_of(
 
 
 def test_poisoned_group_is_over_and_late_records_of_it_are_ignored() -> None:
-    join = GroupJoin(evaluators=frozenset())
+    join = PromptGroupJoin(evaluators=frozenset())
     assert join.add(record_of(0, "000000-0000-0"), rolled_out()) is None
     group = join.fail(record_of(1, "000000-0000-0"), "tokens must be finite")
     assert group is not None
@@ -229,12 +229,14 @@ def test_poisoned_group_is_over_and_late_records_of_it_are_ignored() -> None:
 
 
 def test_expired_groups_are_those_below_the_window() -> None:
-    join = GroupJoin(evaluators=frozenset())
+    join = PromptGroupJoin(evaluators=frozenset())
     for offset, (group_id, version) in enumerate(KEYS):
         join.add(
             record_of(offset, group_id, version=version), rolled_out(group_id, version=version)
         )
-    assert [(group.prompt_group_id, group.has_all_samples) for group in join.evict_older_than(1)] == [
+    assert [
+        (group.prompt_group_id, group.has_all_samples) for group in join.evict_older_than(1)
+    ] == [
         ("000000-0000-0", False),
         ("000000-0001-0", False),
     ]
@@ -245,7 +247,7 @@ def test_expired_groups_are_those_below_the_window() -> None:
 
 
 def test_evaluations_of_other_samples_do_not_complete_a_group() -> None:
-    join = GroupJoin(evaluators=frozenset({"reference"}))
+    join = PromptGroupJoin(evaluators=frozenset({"reference"}))
     for index in range(2):
         join.add(record_of(index, "g"), rolled_out(index=index))
         join.add(record_of(index, "g", topic="reward.scores"), scored(index=index))
@@ -255,6 +257,6 @@ def test_evaluations_of_other_samples_do_not_complete_a_group() -> None:
 
 
 def test_record_that_is_passed_over_moves_the_watermark() -> None:
-    join = GroupJoin(evaluators=frozenset())
+    join = PromptGroupJoin(evaluators=frozenset())
     join.skip(record_of(4, "g"))
     assert marks_of(join) == {("rollout.samples", 0): 5}

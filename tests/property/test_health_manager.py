@@ -104,7 +104,9 @@ class World:
         self.now += TURN
         if broker:
             said = [
-                heartbeat for patient in self.patients if (heartbeat := patient.turn(self.now)) is not None
+                heartbeat
+                for patient in self.patients
+                if (heartbeat := patient.turn(self.now)) is not None
             ]
             for heard in (make_heartbeat("controller-0", at_seconds=self.now), *said):
                 self.heartbeats[heard.worker_id] = heard
@@ -254,7 +256,8 @@ def test_worker_that_starts_may_take_longer_than_any_call_and_beats_meanwhile() 
     world = World(workers())
     starting = [
         replace(
-            make_heartbeat("trainer-0", at_seconds=world.now + at, state=WorkerState.STARTING), pid=7
+            make_heartbeat("trainer-0", at_seconds=world.now + at, state=WorkerState.STARTING),
+            pid=7,
         )
         for at in (0, 1, 2)
     ]
@@ -272,7 +275,7 @@ def test_worker_that_starts_may_take_longer_than_any_call_and_beats_meanwhile() 
         assert find_symptoms(world.state, LIMITS, now=world.now * 10**6) == (
             {"trainer-0": "slow_start"} if late else {}
         )
-    assert world.state.num_starts["trainer"] == 1, "one process, however often it beats"
+    assert world.state.num_starts["trainer"] == 1, "one process, however many heartbeats it sends"
 
 
 def test_waits_grow_between_tries_that_are_in_vain() -> None:

@@ -74,7 +74,7 @@ CORRECTIONS = {
         "kl_unbiased": True,
         "entropy_coefficient": 0.02,
     },
-    "distilled by the drawn token": {
+    "distilled by the sampled token": {
         "distill_coefficient": 0.5,
         "distill_placement": "loss",
         "distill_divergence": "jsd",
@@ -280,7 +280,9 @@ def backend_step(samples, *, max_tokens, name, change, share_rows=True):
     backend._model.shares_rows = share_rows
     gradients = []
     backend._flat.update = lambda **_: gradients.append(backend._flat.gradients.clone())
-    for part in micro_batch_slices([len(sample.tokens) for sample in samples], max_tokens=max_tokens):
+    for part in micro_batch_slices(
+        [len(sample.tokens) for sample in samples], max_tokens=max_tokens
+    ):
         backend.accumulate(samples[part])
     return backend.step().to_metrics(), gradients[0]
 

@@ -43,12 +43,12 @@ from tests.unit.video_and_audio import (
 
 TOLERANCE = 1e-4
 MODELS = {
-    "sees": build_image_model,
-    "sees with experts": expert_model,
-    "sees by linear attention": hybrid_model,
-    "sees by linear attention with experts": hybrid_expert_model,
+    "vision": build_image_model,
+    "vision with experts": expert_model,
+    "vision by linear attention": hybrid_model,
+    "vision by linear attention with experts": hybrid_expert_model,
 }
-SETUPS = [*MODELS, "sees and hears", "hears clips"]
+SETUPS = [*MODELS, "omni", "audio in video"]
 Piece = tuple[Modality, Any]
 PIECES: list[Piece] = [(modality, size) for modality, sizes in KINDS.items() for size in sizes]
 CHOICES = st.lists(st.lists(st.sampled_from(PIECES), max_size=3), min_size=1, max_size=4)
@@ -100,8 +100,8 @@ class Setup:
         scorer.load_weights(self.weights)
         return scorer
 
-    def shown(self, pieces: Sequence[Piece]) -> tuple[ProcessedMedia, ...]:
-        """Put files into the library, and take them out as the model is shown them; what the family
+    def load_media(self, pieces: Sequence[Piece]) -> tuple[ProcessedMedia, ...]:
+        """Put files into the library, and load them as the inputs of the model; what the family
         can't hear is left out."""
         known = self.engine._model.layout.MODALITIES
         items = [
@@ -115,7 +115,7 @@ class Setup:
         """Generate three samples for each prompt about the chosen pieces."""
         requests = []
         for number, chosen in enumerate(groups):
-            media = self.shown(chosen)
+            media = self.load_media(chosen)
             request = GenerationRequest(
                 prompt_group_id=f"g{number}",
                 prompt_tokens=prompt_of(media, path=self.path, bounds=self.config.model.media),
@@ -148,7 +148,9 @@ def setup_of(name: str) -> Setup:
     make = MODELS.get(name, omni_model)
     path, other = make(), make(4)
     return Setup(
-        path, other, media_run(kept_folder("media"), path, use_audio_in_video=name == "hears clips")
+        path,
+        other,
+        media_run(kept_folder("media"), path, use_audio_in_video=name == "audio in video"),
     )
 
 
@@ -187,7 +189,7 @@ def test_rollout_and_trainer_agree_packed_padded_and_shared(
         np.testing.assert_allclose(scores, sample.rollout_logprobs, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["sees", "sees by linear attention", "sees and hears"])
+@pytest.mark.parametrize("name", ["vision", "vision by linear attention", "omni"])
 @settings(max_examples=4)
 @given(groups=CHOICES, seed=st.integers(0, 10**6))
 def test_what_is_scored_beside_a_sample_changes_its_score_by_rounding_at_most(
@@ -200,7 +202,7 @@ def test_what_is_scored_beside_a_sample_changes_its_score_by_rounding_at_most(
         np.testing.assert_allclose(setup.scorer.score([sample])[0], scores, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["sees", "sees by linear attention", "sees and hears"])
+@pytest.mark.parametrize("name", ["vision", "vision by linear attention", "omni"])
 @settings(max_examples=4)
 @given(groups=CHOICES, seed=st.integers(0, 10**6))
 def test_gradient_is_the_same_packed_padded_and_shared(name: str, groups: Any, seed: int) -> None:
@@ -236,24 +238,24 @@ def test_gradient_is_the_same_packed_padded_and_shared(name: str, groups: Any, s
             )
 
 
-PICTURE, LARGER_PICTURE, CLIP, LONGER_CLIP, SOUND, LONGER_SOUND = (
+IMAGE, LARGER_IMAGE, VIDEO, LONGER_VIDEO, AUDIO, LONGER_AUDIO = (
     (kind, size) for kind, sizes in KINDS.items() for size in sizes
 )
 COMPARED: list[tuple[str, list[Piece]]] = [
-    ("sees", [LARGER_PICTURE]),
-    ("sees", [CLIP]),
-    ("sees", [LONGER_CLIP, PICTURE]),
-    ("sees with experts", [LONGER_CLIP, PICTURE]),
-    ("sees by linear attention", [LARGER_PICTURE, CLIP]),
-    ("sees by linear attention", [LONGER_CLIP, PICTURE]),
-    ("sees by linear attention with experts", [LONGER_CLIP, PICTURE]),
-    ("sees and hears", [SOUND]),
-    ("sees and hears", [LONGER_SOUND]),
-    ("sees and hears", [LONGER_CLIP, LONGER_SOUND, LARGER_PICTURE]),
-    ("hears clips", [PICTURE, LONGER_CLIP]),
-    ("hears clips", [CLIP]),
+    ("vision", [LARGER_IMAGE]),
+    ("vision", [VIDEO]),
+    ("vision", [LONGER_VIDEO, IMAGE]),
+    ("vision with experts", [LONGER_VIDEO, IMAGE]),
+    ("vision by linear attention", [LARGER_IMAGE, VIDEO]),
+    ("vision by linear attention", [LONGER_VIDEO, IMAGE]),
+    ("vision by linear attention with experts", [LONGER_VIDEO, IMAGE]),
+    ("omni", [AUDIO]),
+    ("omni", [LONGER_AUDIO]),
+    ("omni", [LONGER_VIDEO, LONGER_AUDIO, LARGER_IMAGE]),
+    ("audio in video", [IMAGE, LONGER_VIDEO]),
+    ("audio in video", [VIDEO]),
 ]
-"""Not two audio of several lengths: transformers pads the one to the other's, and the tower's
+"""Not two audio videos of several lengths: transformers pads the one to the other's, and the tower's
 convolutions read the padding."""
 
 
@@ -263,8 +265,8 @@ convolutions read the padding."""
     ids=[f"{name}: {', '.join(kind for kind, _ in pieces)}" for name, pieces in COMPARED],
 )
 def test_tokens_are_as_likely_as_by_transformers_alone(name: str, pieces: list[Piece]) -> None:
-    setup, hears_clips = setup_of(name), name == "hears clips"
-    media = setup.shown(pieces)
+    setup, audio_in_video = setup_of(name), name == "audio in video"
+    media = setup.load_media(pieces)
     tokens = np.append(
         prompt_of(media, path=setup.path, bounds=setup.config.model.media),
         np.arange(5, dtype=np.int32),
@@ -280,5 +282,5 @@ def test_tokens_are_as_likely_as_by_transformers_alone(name: str, pieces: list[P
         found = fresh.token_logprobs(
             SampleMedia(fresh.family, setup.library).add_to(batch, [sample])
         ).logprobs
-    expected = plain_media_logprobs(setup.path, tokens, media, hears_clips=hears_clips)[-5:]
+    expected = plain_media_logprobs(setup.path, tokens, media, audio_in_video=audio_in_video)[-5:]
     np.testing.assert_allclose(found.numpy(), expected, rtol=0, atol=TOLERANCE)

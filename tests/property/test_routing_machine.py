@@ -178,7 +178,7 @@ class RoutingMachine(RuleBasedStateMachine):
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("engine ")]
 
     def check(self, sample: GeneratedSample) -> None:
-        """Compare a sample with what was sampled of it before, and next to the weights that it
+        """Compare a sample with what was sampled of it before, and with the weights that it
         names."""
         request = self.requests[sample.prompt_group_id]
         assert (len(sample.tokens), sample.finish_reason, sample.error) == (

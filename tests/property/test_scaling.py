@@ -90,7 +90,9 @@ class World:
 
     def cancel(self, request_id: str) -> None:
         request = require_cancellable(self.controller.requests[request_id])
-        self.write(request.status_command(Status.REMOVING, now=self.now * SECOND, outcome=Status.CANCELLED))
+        self.write(
+            request.status_command(Status.REMOVING, now=self.now * SECOND, outcome=Status.CANCELLED)
+        )
 
     def turn(self) -> None:
         self.now += 1
@@ -115,7 +117,7 @@ class World:
 
     def leave(self, worker_id: str, departure: ExitReason) -> None:
         self.living.pop(worker_id, None)
-        self.write(self.supervisor.workers[worker_id].exit_command(departure, "as told"))
+        self.write(self.supervisor.workers[worker_id].exit_command(departure, "as commanded"))
 
     def send_heartbeat(self, worker_id: str, kind: str) -> None:
         self.ages[worker_id] += 1
@@ -266,7 +268,7 @@ def test_worker_with_old_weights_does_not_count_as_serving() -> None:
     assert world.status(request) is Status.WEIGHT_SYNCING
 
 
-def test_end_of_a_worker_that_nobody_tells_of_does_not_hold_the_next_request_up() -> None:
+def test_end_of_a_worker_that_is_not_reported_does_not_hold_the_next_request_up() -> None:
     world = World()
     request = world.ask(kind=Kind.OUT, target=2)
     world.run(20)

@@ -62,7 +62,9 @@ def test_partition_lies_in_the_slot_of_its_version(
 @given(slots=st.integers(2, 7), shards=st.integers(1, 8))
 def test_slots_divide_the_partitions(slots: int, shards: int) -> None:
     assert [
-        partition for slot in range(slots) for partition in list_slot_partitions(slot, shards=shards)
+        partition
+        for slot in range(slots)
+        for partition in list_slot_partitions(slot, shards=shards)
     ] == list(range(slots * shards))
 
 
@@ -113,7 +115,9 @@ def test_admitted_steps_are_those_whose_first_version_is_out(
 
 @given(taken=st.sets(st.tuples(st.integers(0, 3), st.integers(0, 3))))
 def test_due_places_are_the_empty_seats_in_order(taken: set[tuple[int, int]]) -> None:
-    places = find_unissued_slots([BatchSlot(*slot) for slot in taken], steps=range(1, 3), prompts_per_step=3)
+    places = find_unissued_slots(
+        [BatchSlot(*slot) for slot in taken], steps=range(1, 3), prompts_per_step=3
+    )
     assert [(place.train_step, place.group_index) for place in places] == [
         (step, index) for step in (1, 2) for index in range(3) if (step, index) not in taken
     ]
@@ -123,7 +127,9 @@ def test_due_places_are_the_empty_seats_in_order(taken: set[tuple[int, int]]) ->
 def test_reissue_keeps_the_seat_and_gives_expired_prompts_another_chance(
     outcome: Outcome, attempt: int, row: int
 ) -> None:
-    successor = build_reissue(IssuedGroup(BatchSlot(3, 1), attempt, row), outcome=outcome, next_row=100)
+    successor = build_reissue(
+        IssuedGroup(BatchSlot(3, 1), attempt, row), outcome=outcome, next_row=100
+    )
     if outcome is Outcome.TRAINED:
         assert successor is None
     else:
@@ -165,7 +171,9 @@ class SimulatedRun:
         steps = admitted_steps(
             self.version, max_staleness=self.max_staleness, num_steps=self.num_steps
         )
-        for place in find_unissued_slots(self.taken_slots, steps=steps, prompts_per_step=self.prompts_per_step):
+        for place in find_unissued_slots(
+            self.taken_slots, steps=steps, prompts_per_step=self.prompts_per_step
+        ):
             self.issue(
                 IssuedGroup(place, 0, self.next_row),
                 required=max(place.train_step - self.max_staleness, 0),
@@ -241,7 +249,9 @@ def test_in_order_run_never_trains_too_stale_and_expires_nothing(
     assert len(set(run.trained_ids)) == len(run.trained_ids) == 18
     assert run.outcomes[Outcome.EXPIRED] == 0
     taken_slots = [IssuedGroup.parse(group_id).slot for group_id in run.trained_ids]
-    assert sorted(taken_slots) == [BatchSlot(step, index) for step in range(6) for index in range(3)]
+    assert sorted(taken_slots) == [
+        BatchSlot(step, index) for step in range(6) for index in range(3)
+    ]
 
 
 @given(max_staleness=st.integers(0, 3), seed=SEEDS)

@@ -39,7 +39,7 @@ from relax_events.events.types import (
 )
 from relax_events.kafka.records import ProducerRecord
 from relax_events.kafka.transactions import TransactionalWriter
-from relax_events.runtime.join import GroupJoin
+from relax_events.runtime.join import PromptGroupJoin
 from relax_events.runtime.processors import SampleLoop
 from relax_events.runtime.sample_input import next_offsets
 from relax_events.runtime.worker import Worker
@@ -181,7 +181,7 @@ class WorkerMachine(RuleBasedStateMachine):
         self._write(entity, self._pick_issued(pick), self.run.published_version, b"\xc3\x01poison")
 
     @rule(
-        name=st.sampled_from(["", "nobody", "000001-1", "9" * 400]),
+        name=st.sampled_from(["", "absent", "000001-1", "9" * 400]),
         outcome=st.sampled_from(list(Outcome)),
         entity=st.sampled_from(TRAINER_INPUTS),
     )
@@ -214,7 +214,7 @@ class WorkerMachine(RuleBasedStateMachine):
     @rule(
         pick=indices,
         how=st.sampled_from(
-            ["of one sample", "other seat", "other key", "other partition", "of tomorrow"]
+            ["of one sample", "other slot", "other key", "other partition", "of tomorrow"]
         ),
     )
     def forged_sample_does_not_fit_the_issue(self, pick: int, how: str) -> None:
@@ -223,7 +223,7 @@ class WorkerMachine(RuleBasedStateMachine):
         name, version = self._pick_issued(pick), max(self.run.published_version, 0)
         changes = {
             "of one sample": {"samples_per_prompt": 1},
-            "other seat": {"group_index": 77},
+            "other slot": {"group_index": 77},
         }.get(how, {})
         for index in range(2):
             event = ready(name, index, version=version, tokens=FORGED_TOKENS, **changes)
@@ -296,7 +296,9 @@ class WorkerMachine(RuleBasedStateMachine):
         assert all(sample.sample_id in scored for sample in self._passed_by("reward"))
 
     def offsets_never_pass_a_sample_without_its_advantages(self) -> None:
-        done = self._group_ids("advantage.samples") | self._group_ids("control.prompt-group-outcomes")
+        done = self._group_ids("advantage.samples") | self._group_ids(
+            "control.prompt-group-outcomes"
+        )
         assert all(sample.prompt_group_id in done for sample in self._passed_by("advantage"))
 
     def _passed_by(self, role: str) -> Iterator[SampleRolledOut]:
@@ -482,16 +484,14 @@ def commit_before_output(role: SampleLoop) -> None:
     role._input.fetched.clear()
     role._input._consumer.commit(next_offsets(records))
     decoded = [
-        (record, sample)
-        for record in records
-        if (sample := role._input.decode(record)) is not None
+        (record, sample) for record in records if (sample := role._input.decode(record)) is not None
     ]
     for out in role._outputs(decoded):
         role._worker.records.producer.send(out)
     role._worker.records.producer.flush()
 
 
-def newest_positions(join: GroupJoin) -> list[TopicOffset]:
+def newest_positions(join: PromptGroupJoin) -> list[TopicOffset]:
     """Return how far was read, whatever is still open."""
     return [
         TopicOffset(topic, partition, position)
@@ -517,7 +517,7 @@ def newest_read(assembler: BatchAssembler) -> list[TopicOffset]:
 unique = iter(range(1_000_000_000))
 MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "offsets are committed before the output": (SampleLoop, "_process_part", commit_before_output),
-    "offsets pass open prompt groups": (GroupJoin, "pending_offsets", newest_positions),
+    "offsets pass open prompt groups": (PromptGroupJoin, "pending_offsets", newest_positions),
     "offsets pass undecided prompt groups": (BatchAssembler, "consumed", newest_read),
     "the trainer forgets what it decided": (DedupWindow, "__contains__", lambda *_: False),
     "the window is not looked at": (assembly, "is_expired", lambda *_, **__: False),

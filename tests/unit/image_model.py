@@ -1,4 +1,4 @@
-"""A tiny model that reads images, images, prompts with them, and the same computed by
+"""A tiny model that reads images, image files, prompts with them, and the same computed by
 transformers alone."""
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ PIXELS_PER_TOKEN = 16 * 16
 @cache
 def build_image_model(seed: int = 3) -> Path:
     """Write a tiny random model once in a test process, and delete it at its end."""
-    folder = kept_folder("pictures")
+    folder = kept_folder("images")
     return make_tiny(
         folder / "model",
         corpus=["red", "blue", "What is it?"],
@@ -73,7 +73,7 @@ def build_image_model(seed: int = 3) -> Path:
 def image_run(folder: Path, **sections: Mapping[str, Any]) -> RunConfig:
     """Make the run file of a run on the tiny model; its caches and objects lie in the folder."""
     tree: dict[str, Any] = {
-        "run": {"id": "pictures", "directory": folder},
+        "run": {"id": "images", "directory": folder},
         "model": {"path": build_image_model(), "device": "cpu"},
         "data": {"source": "synthetic_images:colour"},
         "trainer": {"learning_rate": 1e-2},
@@ -96,7 +96,7 @@ def image_file(width: int, height: int, *, seed: int = 0, kind: str = "PNG") -> 
 
 
 def image_item(width: int, height: int, *, seed: int = 0) -> MediaItem:
-    """Name a image as a row does."""
+    """Name an image as a row does."""
     return MediaItem(
         Modality.IMAGE, image_file(width, height, seed=seed), f"rows:{width}x{height}/{seed}"
     )
@@ -133,10 +133,10 @@ def image_engine(path: Path | None = None, **settings: Any) -> TransformersEngin
     )
 
 
-def shown(
+def load_images(
     library: MediaLibrary, *sizes: tuple[int, int], seed: int = 0
 ) -> tuple[ProcessedMedia, ...]:
-    """Put images of some sizes into a library, and take them out as the model is shown them."""
+    """Put images of some sizes into a library, and load them as the inputs of the model."""
     references = [
         library.add(image_item(*size, seed=seed + index)) for index, size in enumerate(sizes)
     ]
@@ -193,7 +193,7 @@ def request_for(
     number: int, library: MediaLibrary, *, num_samples: int = 2, max_new_tokens: int = 6
 ) -> GenerationRequest:
     """Ask for a prompt group whose number decides everything in it, images included."""
-    media = shown(library, *SIZES[number], seed=10 * number)
+    media = load_images(library, *SIZES[number], seed=10 * number)
     return request_about(number, media, num_samples=num_samples, max_new_tokens=max_new_tokens)
 
 

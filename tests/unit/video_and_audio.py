@@ -1,4 +1,4 @@
-"""Clips and audio as files, and small models that are shown them."""
+"""Video and audio files, and small models that read them."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoP
 
 from relax_events.config import MediaConfig, RunConfig
 from relax_events.events.parts import Modality
-from relax_events.examples.audio import encode_wav as sound_of
+from relax_events.examples.audio import encode_wav
 from relax_events.examples.tiny_models import make_tiny
-from relax_events.examples.videos import encoded as clip_of
+from relax_events.examples.videos import encode_video
 from relax_events.media.items import MediaItem
 from relax_events.media.model_inputs import ProcessedMedia
 from relax_events.media.token_layout import modality_of
@@ -41,7 +41,7 @@ KINDS = {
     Modality.VIDEO: ((32, 32, 4), (48, 32, 9)),
     Modality.AUDIO: (0.4, 1.13),
 }
-"""Two sizes of each: width and height; with frames, of which two are shown each second; seconds."""
+"""Two sizes of each: width and height; with frames, two a second; seconds."""
 
 
 def frames_of(width: int, height: int, count: int, *, seed: int = 0) -> list[NDArray[np.uint8]]:
@@ -57,19 +57,19 @@ def frames_of(width: int, height: int, count: int, *, seed: int = 0) -> list[NDA
     ]
 
 
-def clip_file(width: int = 32, height: int = 32, count: int = 4, *, seed: int = 0) -> bytes:
-    """Write a silent clip of two frames a second."""
-    return clip_of(frames_of(width, height, count, seed=seed))
+def video_file(width: int = 32, height: int = 32, count: int = 4, *, seed: int = 0) -> bytes:
+    """Write a silent video of two frames a second."""
+    return encode_video(frames_of(width, height, count, seed=seed))
 
 
-def talking_clip_file(width: int, height: int, count: int, *, seed: int = 0) -> bytes:
-    """Write a clip of two frames a second, with a tone that the seed chooses."""
+def video_with_audio_file(width: int, height: int, count: int, *, seed: int = 0) -> bytes:
+    """Write a video of two frames a second, with a tone that the seed chooses."""
     return written(
         "aac",
         "mp4",
         frames=frames_of(width, height, count, seed=seed),
         rate=2,
-        sound=tone(300 + 50 * seed, count / 2),
+        audio=tone(300 + 50 * seed, count / 2),
     )
 
 
@@ -80,29 +80,34 @@ def written(
     frames: Sequence[NDArray[np.uint8]] = (),
     rate: int = 4,
     key_every: int = 12,
-    sound: NDArray[Any] | None = None,
+    audio: NDArray[Any] | None = None,
     hertz: int = 16_000,
 ) -> bytes:
-    """Write frames, or a sound, or both, with any codec that the library has; next to a sound the
-    frames' codec is MPEG-4."""
+    """Write frames, or audio, or both, with any codec of the library.
+
+    The codec of frames with audio is MPEG-4.
+    """
     file = BytesIO()
     with av.open(file, "w", format=container) as out:
-        video = audio = None
+        video_stream = audio_stream = None
         if frames:
-            video: Any = out.add_stream(codec if sound is None else "mpeg4", rate=rate)
-            video.height, video.width, video.pix_fmt = *frames[0].shape[:2], "yuv420p"
-            video.codec_context.gop_size = key_every
-        if sound is not None:
-            audio: Any = out.add_stream(codec, rate=hertz, layout="mono")
+            video_stream: Any = out.add_stream(codec if audio is None else "mpeg4", rate=rate)
+            video_stream.height, video_stream.width, video_stream.pix_fmt = (
+                *frames[0].shape[:2],
+                "yuv420p",
+            )
+            video_stream.codec_context.gop_size = key_every
+        if audio is not None:
+            audio_stream: Any = out.add_stream(codec, rate=hertz, layout="mono")
         for frame in frames:
-            out.mux(video.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
-        if sound is not None:
+            out.mux(video_stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        if audio is not None:
             whole = av.AudioFrame.from_ndarray(
-                (sound * 20_000).astype(np.int16)[None], format="s16", layout="mono"
+                (audio * 20_000).astype(np.int16)[None], format="s16", layout="mono"
             )
             whole.rate = hertz
-            out.mux(audio.encode(whole))
-        for stream in (video, audio):
+            out.mux(audio_stream.encode(whole))
+        for stream in (video_stream, audio_stream):
             if stream is not None:
                 out.mux(stream.encode())
     return file.getvalue()
@@ -113,18 +118,18 @@ def tone(hertz: float, seconds: float, *, rate: int = 16_000) -> NDArray[np.floa
     return np.sin(2 * np.pi * hertz * np.arange(round(seconds * rate)) / rate)
 
 
-def sound_file(seconds: float = 0.4, *, seed: int = 0) -> bytes:
+def audio_file(seconds: float = 0.4, *, seed: int = 0) -> bytes:
     """Write noise over a tone that the seed chooses."""
     noise = np.random.default_rng(seed).standard_normal(round(seconds * 16_000))
-    return sound_of(0.3 * tone(200 + 50 * seed, seconds) + 0.05 * noise)
+    return encode_wav(0.3 * tone(200 + 50 * seed, seconds) + 0.05 * noise)
 
 
 def file_of(modality: Modality, size: Any, *, seed: int = 0) -> bytes:
     """Make a file of one of the sizes in `KINDS`."""
     if modality is Modality.AUDIO:
-        return sound_file(size, seed=seed)
+        return audio_file(size, seed=seed)
     return (
-        talking_clip_file(*size, seed=seed)
+        video_with_audio_file(*size, seed=seed)
         if modality is Modality.VIDEO
         else image_file(*size, seed=seed)
     )
@@ -139,7 +144,7 @@ def item_of(modality: Modality, size: Any, *, seed: int = 0) -> MediaItem:
 
 @cache
 def omni_model(seed: int = 3) -> Path:
-    """Write a tiny random model that sees and hears once in a test process."""
+    """Write a tiny random model that reads images, video and audio, once in a test process."""
     return make_tiny(
         kept_folder("media") / "model",
         corpus=["red", "do", "What is it?"],
@@ -224,30 +229,30 @@ def plain_omni(path: Path) -> Any:
 
 
 def plain_inputs(
-    path: Path, media: Sequence[ProcessedMedia], *, hears_clips: bool = False
+    path: Path, media: Sequence[ProcessedMedia], *, audio_in_video: bool = False
 ) -> dict[str, Any]:
-    """Make what transformers' own forward takes of pieces, of which at most one is heard."""
+    """Make what transformers' own forward takes of pieces, of which at most one has audio."""
     inputs: dict[str, Any] = {}
     for modality, names in (
         (Modality.IMAGE, ("pixel_values", "image_grid_thw")),
         (Modality.VIDEO, ("pixel_values_videos", "video_grid_thw")),
     ):
-        seen = [
+        frames_of_pieces = [
             piece.pixels if piece.pixels.ndim == 4 else piece.pixels[None]
             for piece in media
             if modality_of(piece.reference) is modality
         ]
-        if seen:
-            cut = [plain_patches(frames) for frames in seen]
+        if frames_of_pieces:
+            cut = [plain_patches(frames) for frames in frames_of_pieces]
             grids = [
                 [-(-len(frames) // 2), frames.shape[1] // 8, frames.shape[2] // 8]
-                for frames in seen
+                for frames in frames_of_pieces
             ]
             inputs |= dict(zip(names, (torch.cat(cut), torch.tensor(grids)), strict=True))
-    heard = [piece.samples for piece in media if piece.samples is not None]
-    if heard:
+    samples_of_pieces = [piece.samples for piece in media if piece.samples is not None]
+    if samples_of_pieces:
         spectrum = WhisperFeatureExtractor.from_pretrained(path)(
-            heard,
+            samples_of_pieces,
             sampling_rate=16_000,
             padding=True,
             truncation=False,
@@ -261,13 +266,13 @@ def plain_inputs(
     if "video_grid_thw" in inputs:
         inputs |= {
             "video_second_per_grid": torch.ones(len(inputs["video_grid_thw"])),
-            "use_audio_in_video": hears_clips,
+            "use_audio_in_video": audio_in_video,
         }
     return inputs
 
 
 def plain_patches(frames: NDArray[np.uint8]) -> torch.Tensor:
-    """Cut a clip's frames by transformers' own processor."""
+    """Cut a video's frames by transformers' own processor."""
     videos = (torch.from_numpy(frames).permute(0, 3, 1, 2).double() / 255 - 0.5) / 0.5
     patches, *_ = Qwen3VLVideoProcessor.patchify(
         None, videos[None], patch_size=8, merge_size=2, temporal_patch_size=2
@@ -276,12 +281,16 @@ def plain_patches(frames: NDArray[np.uint8]) -> torch.Tensor:
 
 
 def plain_media_logprobs(
-    path: Path, tokens: NDArray[Any], media: Sequence[ProcessedMedia], *, hears_clips: bool = False
+    path: Path,
+    tokens: NDArray[Any],
+    media: Sequence[ProcessedMedia],
+    *,
+    audio_in_video: bool = False,
 ) -> NDArray[np.float64]:
     """Compute the log-probability of every token but the first from one whole forward by
     transformers alone."""
     ids = torch.from_numpy(tokens.astype(np.int64))[None]
-    inputs = plain_inputs(path, media, hears_clips=hears_clips)
+    inputs = plain_inputs(path, media, audio_in_video=audio_in_video)
     tokenizer = AutoTokenizer.from_pretrained(path)
     if path == omni_model():
         model, inputs["attention_mask"] = plain_omni(path), torch.ones_like(ids)

@@ -120,7 +120,7 @@ def test_tail_below_rounding_counts_as_a_bound_and_has_no_gradient() -> None:
 
 
 @pytest.mark.parametrize(("kind", "mixture"), KINDS)
-def test_estimate_of_the_drawn_token_is_unbiased_with_its_gradient_whoever_drew_it(
+def test_estimate_from_the_sampled_token_is_unbiased_with_its_gradient_whichever_policy_sampled_it(
     kind: Any, mixture: float
 ) -> None:
     """The mean over all tokens that another policy may draw is the whole divergence, and the mean
@@ -154,7 +154,11 @@ def test_gradient_of_the_reverse_estimate_is_that_of_the_policy_gradient_with_th
     )
     logprobs.requires_grad_()
     sampled_divergence(
-        logprobs, teacher_logprobs=teacher, behaviour_logprobs=sampled, kind="reverse_kl", mixture=0.5
+        logprobs,
+        teacher_logprobs=teacher,
+        behaviour_logprobs=sampled,
+        kind="reverse_kl",
+        mixture=0.5,
     ).sum().backward()
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == pytest.approx([np.exp(0.2) * 0.5, np.exp(-0.1) * -1.5])

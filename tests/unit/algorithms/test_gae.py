@@ -184,7 +184,7 @@ def test_critic_learns_from_its_own_lambda_computed_from_the_recorded_samples() 
     assert (learned.sample.advantages + values).tolist() == [0.0, 2.0, 2.0]
 
 
-def test_critic_has_the_policys_advantages_where_nothing_tells_them_apart() -> None:
+def test_critic_has_the_policys_advantages_where_nothing_distinguishes_them() -> None:
     assert AlgorithmConfig(name="ppo").of_critic is None
     assert AlgorithmConfig().of_critic is None
     assert AlgorithmConfig(name="ppo", critic_gae_lambda=0.95).of_critic is None

@@ -113,7 +113,8 @@ def test_components_that_are_not_there_are_named() -> None:
             reward_weights={"style": 1.0},
         )
     with pytest.raises(
-        RewardError, match="sample s1 has the reward components none, another sample of its prompt has a"
+        RewardError,
+        match="sample s1 has the reward components none, another sample of its prompt has a",
     ):
         estimate(samples([1, 2], [{"a": 1.0}, {}]), name="gdpo")
 

@@ -63,7 +63,7 @@ def leaf() -> Tensor:
     return torch.tensor(LOGPROBS, dtype=torch.float64, requires_grad=True)
 
 
-def test_dpo_is_the_hand_computed_loss_with_its_gradient_and_figures() -> None:
+def test_dpo_is_the_hand_computed_loss_with_its_gradient_and_metrics() -> None:
     logprobs = leaf()
     loss, step_metrics = step_of("dpo", logprobs)
     loss.backward()
@@ -137,7 +137,9 @@ def test_ipo_is_the_hand_computed_loss_with_its_gradient(
     length_normalised: bool, margins: list[float]
 ) -> None:
     logprobs = leaf()
-    loss, step_metrics = step_of("ipo", logprobs, dpo_beta=0.25, length_normalised=length_normalised)
+    loss, step_metrics = step_of(
+        "ipo", logprobs, dpo_beta=0.25, length_normalised=length_normalised
+    )
     loss.backward()
     assert loss.item() == pytest.approx(sum((margin - 2) ** 2 for margin in margins) / 2, rel=1e-12)
     first, second = (margins[0] - 2, margins[1] - 2)  # d/dh of the mean over two pairs
@@ -327,7 +329,11 @@ def test_step_reports_what_says_something_without_an_engine() -> None:
     mine = backend("dpo")
     mine.accumulate(SAMPLES)
     step_metrics = mine.step()
-    assert (step_metrics.mean_ratio, step_metrics.mismatch_max_abs, step_metrics.clip_fraction) == (1, 0, 0)
+    assert (step_metrics.mean_ratio, step_metrics.mismatch_max_abs, step_metrics.clip_fraction) == (
+        1,
+        0,
+        0,
+    )
     assert {
         "preference_accuracy",
         "reward_margin",
@@ -335,7 +341,8 @@ def test_step_reports_what_says_something_without_an_engine() -> None:
         "rejected_reward",
     } == step_metrics.algorithm_metrics.keys()
     assert step_metrics.algorithm_metrics["reward_margin"] == pytest.approx(
-        step_metrics.algorithm_metrics["chosen_reward"] - step_metrics.algorithm_metrics["rejected_reward"]
+        step_metrics.algorithm_metrics["chosen_reward"]
+        - step_metrics.algorithm_metrics["rejected_reward"]
     )
 
 

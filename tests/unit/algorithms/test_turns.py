@@ -367,7 +367,7 @@ def test_records_without_rewards_by_turn_are_read_and_those_with_them_by_older_r
     assert (read.reward, read.turn_rewards, read.token_rewards) == (1.5, None, None)
 
 
-def test_recorded_rewards_by_turn_are_judged_anew_and_those_of_a_rescoring_in_their_place() -> None:
+def test_recorded_rewards_by_turn_are_recomputed_and_a_rescoring_replaces_them() -> None:
     mask, none = np.array([0, 1, 0, 1], np.uint8), np.zeros(4, np.float32)
     placed = LocatedSample(
         ready(

@@ -170,7 +170,7 @@ def test_materials_are_made_once_and_only_where_they_are_named(
     assert made == ["model", "teacher"]
 
 
-def test_pairs_hold_the_right_answer_and_a_wrong_one_that_was_drawn(
+def test_pairs_hold_the_right_answer_and_a_wrong_one_that_was_sampled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = load_run_config(

@@ -1,4 +1,4 @@
-"""The runs next to TRL: what the page says follows from the metrics, and every side's settings make
+"""The runs compared with TRL: what the page says follows from the metrics, and every side's settings make
 a run file."""
 
 from __future__ import annotations

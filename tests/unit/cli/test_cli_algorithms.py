@@ -28,7 +28,9 @@ def test_show_prints_formula_source_and_settings(capsys: pytest.CaptureFixture[s
     assert "arXiv 2507.18071" in text
     show("gdpo", output="json")
     reported = orjson.loads(capsys.readouterr().out)
-    assert reported["needs"] == "rewards in components; the whole step before its first backward pass"
+    assert (
+        reported["needs"] == "rewards in components; the whole step before its first backward pass"
+    )
     assert (reported["settings"]["clip_high"], reported["settings"]["whiten_advantages"]) == (
         "0.2",
         '"samples"',

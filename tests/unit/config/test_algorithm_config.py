@@ -308,7 +308,7 @@ def test_every_installed_algorithm_is_whole() -> None:
         ),
         (
             {"kl_unbiased": True, "kl_placement": "reward"},
-            "kl_unbiased = true mends the gradient of a KL estimate in the loss",
+            "kl_unbiased = true corrects the gradient of a KL estimate in the loss",
         ),
         (
             {"name": "gspo", "distill_placement": "advantage"},

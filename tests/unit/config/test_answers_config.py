@@ -178,23 +178,29 @@ def test_replay_learns_from_what_was_recorded(
             SFT | {"algorithm": {"name": "sft", "filter_uniform_rewards": True}},
             "filter_uniform_rewards = True is not for sft: there are no rewards",
         ),
-        (SFT | {"algorithm": {"name": "sft", "dpo_beta": 0.1}}, "dpo_beta = 0.1 is not used by sft"),
+        (
+            SFT | {"algorithm": {"name": "sft", "dpo_beta": 0.1}},
+            "dpo_beta = 0.1 is not used by sft",
+        ),
         (
             DPO | {"algorithm": {"name": "dpo", "aggregation": "token_mean"}},
             "aggregation = 'token_mean' is not for dpo: the loss is one of pairs",
         ),
-        (DPO | {"algorithm": {"name": "dpo", "dpo_beta": 0.0}}, "algorithm.dpo_beta\n.*greater than 0"),
+        (
+            DPO | {"algorithm": {"name": "dpo", "dpo_beta": 0.0}},
+            "algorithm.dpo_beta\n.*greater than 0",
+        ),
         (
             DPO | {"algorithm": {"name": "dpo", "label_smoothing": 0.5}},
             "algorithm.label_smoothing\n.*less than 0.5",
         ),
         (
             SFT | {"data": {"source": "jsonl:x", "chosen_key": "chosen"}},
-            "chosen_key with rejected_key say what is learnt, got chosen_key",
+            "chosen_key with rejected_key name what the policy learns, got chosen_key",
         ),
         (
             SFT | {"data": SFT["data"] | {"conversation_key": "c"}},
-            "say what is learnt, got completion_key and conversation_key",
+            "name what the policy learns, got completion_key and conversation_key",
         ),
         (SFT | {"data": SFT["data"] | {"prompt_key": ""}}, "prompt_key must name a column, got ''"),
         (

@@ -35,7 +35,7 @@ def test_data_is_one_source_or_several_datasets() -> None:
     ("keys", "complaint"),
     [
         ({}, "the prompts need a source; set data.source"),
-        ({"source": "jsonl:a", "datasets": [{"source": "jsonl:b"}]}, "'jsonl:a' stands beside 1"),
+        ({"source": "jsonl:a", "datasets": [{"source": "jsonl:b"}]}, "'jsonl:a' and 1"),
         (
             {"datasets": [{"source": "jsonl:b"}], "prompt_key": "q"},
             "data.prompt_key is a dataset's own",

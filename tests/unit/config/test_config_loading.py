@@ -244,7 +244,10 @@ def test_keys_that_carry_a_promise_are_refused(run_file: Path, key: str) -> None
 
 
 def test_all_mistakes_are_told_at_once(run_file: Path) -> None:
-    assert len(error_of(run_file, "run.num_steps=0", "run.sed=1", "data.num_problems=0").splitlines()) == 3
+    assert (
+        len(error_of(run_file, "run.num_steps=0", "run.sed=1", "data.num_problems=0").splitlines())
+        == 3
+    )
 
 
 def test_required_keys_are_named_when_missing(run_file: Path) -> None:

@@ -83,7 +83,7 @@ def test_secret_files_are_for_secrets(tmp_path: Path) -> None:
         (f"objects.uri=s3://AKIAKEY:{SECRET}@bucket/x", "objects.uri", "AWS_ACCESS_KEY_ID"),
         (f"objects.uri=s3://AKIAKEY:a/{SECRET}@bucket/x", "objects.uri", "AWS_ACCESS_KEY_ID"),
         (
-            f'objects.allowed_roots=["s3://pictures/","s3://{SECRET}@bucket/"]',
+            f'objects.allowed_roots=["s3://images/","s3://{SECRET}@bucket/"]',
             "objects.allowed_roots.1",
             "AWS_ACCESS_KEY_ID",
         ),

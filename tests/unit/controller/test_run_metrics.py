@@ -119,7 +119,9 @@ def test_workers_are_counted_by_what_they_said_last(make_run_config: MakeRunConf
         make_heartbeat("rollout-1", WorkerState.WORKING, seconds_ago=6.0),
         make_heartbeat("reward-0", WorkerState.STOPPED, seconds_ago=60.0),
         make_heartbeat("reward-7", WorkerState.IDLE),
-        make_heartbeat("trainer-0", WorkerState.STARTING, seconds_ago=60.0),  # it loads a large model
+        make_heartbeat(
+            "trainer-0", WorkerState.STARTING, seconds_ago=60.0
+        ),  # it loads a large model
     )["relax_workers"]
     reported = {
         (dict(labels)["role"], dict(labels)["state"]): value
@@ -152,7 +154,9 @@ def test_nobody_is_silent_while_nobody_can_be_heard(make_run_config: MakeRunConf
         if ("state", "silent") in labels
     }
     assert set(silent.values()) == {0}
-    silent = served(config, *heartbeats, make_heartbeat("controller-0", WorkerState.WORKING))["relax_workers"]
+    silent = served(config, *heartbeats, make_heartbeat("controller-0", WorkerState.WORKING))[
+        "relax_workers"
+    ]
     assert {
         dict(labels)["role"]
         for labels, value in silent.items()
@@ -160,7 +164,7 @@ def test_nobody_is_silent_while_nobody_can_be_heard(make_run_config: MakeRunConf
     } == {"rollout", "trainer"}
 
 
-def test_slowest_live_engine_tells_how_far_behind_the_weights_are(
+def test_slowest_live_engine_shows_how_far_behind_the_weights_are(
     make_run_config: MakeRunConfig,
 ) -> None:
     events = [

@@ -42,7 +42,7 @@ def opened(state: ScaleState, *, now: int = 10, **asked: Any) -> ScaleRequest:
 
 
 def ended(state: ScaleState, request: ScaleRequest, *statuses: Status) -> ScaleState:
-    """Take a request through these statuses, and let the process that shall go be gone."""
+    """Take a request through these statuses, and let the leaving workers be gone."""
     for status in statuses:
         state.apply(request.status_command(status, now=20 * SECOND))
     for worker in list(state.workers.values()):
@@ -339,7 +339,7 @@ def test_run_that_is_taken_up_still_knows_its_workers() -> None:
     log = [
         request.open_command(reason="asked"),
         RunCommanded(command=Command.STOP, reason="over"),
-        RunCommanded(command=Command.RESUME, reason="go on"),
+        RunCommanded(command=Command.RESUME, reason="continue"),
     ]
     heard = ScaleState()
     for event in drop_superseded(log):
@@ -348,7 +348,7 @@ def test_run_that_is_taken_up_still_knows_its_workers() -> None:
     assert (list(heard.workers), heard.is_over) == (["rollout-1"], False)
 
 
-def test_figures_tell_of_requests_and_of_workers() -> None:
+def test_metrics_count_requests_and_of_workers() -> None:
     state = scaled(target=3)
     opened(state, kind=Kind.IN, target=2)
     values = {

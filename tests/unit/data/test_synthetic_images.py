@@ -1,4 +1,4 @@
-"""Drawn images: the same for a seed, and what their answers say; and runs that can't look at
+"""Synthetic images: the same for a seed, and what their answers say; and runs that can't look at
 them."""
 
 import json
@@ -32,7 +32,7 @@ BRIGHT = 150
 """Above all of the background's noise, below at least one channel of every square."""
 
 
-def scenes(task: str, *, seed: int = 0, **settings: Any) -> PromptSource:
+def synthetic_images(task: str, *, seed: int = 0, **settings: Any) -> PromptSource:
     return open_source(
         DataConfig.model_validate(
             {"source": f"synthetic_images:{task}", "num_problems": 60, **settings}
@@ -47,15 +47,15 @@ def pixels_of(row: PromptRow) -> np.ndarray:
 
 
 def test_image_is_the_same_for_a_seed_and_another_for_another() -> None:
-    one, again, other = (scenes("colour", seed=seed).row(5) for seed in (1, 1, 2))
+    one, again, other = (synthetic_images("colour", seed=seed).row(5) for seed in (1, 1, 2))
     assert one == again
     assert not np.array_equal(pixels_of(one), pixels_of(other))
-    assert not np.array_equal(pixels_of(one), pixels_of(scenes("colour", seed=1).row(6)))
+    assert not np.array_equal(pixels_of(one), pixels_of(synthetic_images("colour", seed=1).row(6)))
 
 
 def test_colour_is_that_of_the_bright_square() -> None:
     answers = set()
-    for row in map(scenes("colour").row, range(60)):
+    for row in map(synthetic_images("colour").row, range(60)):
         square = pixels_of(row)[(pixels_of(row) > BRIGHT).any(axis=2)]
         assert "".join(str(int(mean > 130)) for mean in square.mean(axis=0)) == NAMED[row.answer]
         answers.add(row.answer)
@@ -63,7 +63,7 @@ def test_colour_is_that_of_the_bright_square() -> None:
 
 
 def test_count_is_the_number_of_bright_squares() -> None:
-    for row in map(scenes("count").row, range(30)):
+    for row in map(synthetic_images("count").row, range(30)):
         centres = pixels_of(row)[4::8, 4::8]
         assert ("one", "two", "three", "four")[
             (centres > BRIGHT).all(axis=2).sum() - 1
@@ -71,23 +71,23 @@ def test_count_is_the_number_of_bright_squares() -> None:
 
 
 def test_corner_is_where_it_is_bright() -> None:
-    for row in map(scenes("where").row, range(30)):
+    for row in map(synthetic_images("where").row, range(30)):
         y, x = np.argwhere((pixels_of(row) > BRIGHT).any(axis=2)).mean(axis=0)
         assert f"{'top' if y < 16 else 'bottom'} {'left' if x < 16 else 'right'}" == row.answer
 
 
 def test_images_have_the_size_that_is_asked_for() -> None:
-    assert pixels_of(scenes("where", options={"pixels": 48}).row(0)).shape == (48, 48, 3)
+    assert pixels_of(synthetic_images("where", options={"pixels": 48}).row(0)).shape == (48, 48, 3)
 
 
 @pytest.mark.parametrize(
     ("task", "options", "text"),
     [
         (
-            "sound",
+            "pitch",
             {},
             (
-                "synthetic_images has no task 'sound'; set data.source = "
+                "synthetic_images has no task 'pitch'; set data.source = "
                 "'synthetic_images:<task>' to one of "
                 "colour, count, where"
             ),
@@ -100,7 +100,7 @@ def test_synthetic_images_refuse_what_they_do_not_know(
     task: str, options: dict[str, Any], text: str
 ) -> None:
     with pytest.raises(ConfigError, match=text):
-        scenes(task, options=options)
+        synthetic_images(task, options=options)
 
 
 def run_of(folder: Path, family: str, **algorithm: Any) -> RunConfig:
@@ -112,7 +112,7 @@ def test_run_needs_a_model_that_reads_images(tmp_path: Path) -> None:
     assert require_model(run_of(tmp_path, "qwen3_vl")).endswith("will be made by the run")
     with pytest.raises(
         ConfigError,
-        match=r"kind image and model.tiny.family = 'qwen3' reads text alone; .* qwen3_vl, qwen3_vl_moe, qwen3_5, q",
+        match=r"kind image and model.tiny.family = 'qwen3' reads text only; .* qwen3_vl, qwen3_vl_moe, qwen3_5, q",
     ):
         require_model(run_of(tmp_path, "qwen3"))
 
@@ -159,7 +159,7 @@ def test_run_with_images_needs_a_critic_that_reads_images(tmp_path: Path) -> Non
 
 
 def test_small_image_of_a_zoom_shows_where_and_the_quarter_which_colour() -> None:
-    for row in map(scenes("zoom").row, range(12)):
+    for row in map(synthetic_images("zoom").row, range(12)):
         metadata = json.loads(row.metadata)
         small = pixels_of(row)
         assert (small == small[..., :1]).all()  # grey
@@ -169,9 +169,9 @@ def test_small_image_of_a_zoom_shows_where_and_the_quarter_which_colour() -> Non
         assert metadata["answers"] == [place, row.answer]
         assert reply is not None
         assert reply.text == "<image>What colour is the square?"
-        (shown,) = reply.media["image"]
-        assert isinstance(shown, bytes)
-        pixels = np.asarray(Image.open(BytesIO(shown))).astype(int)
+        (quarter,) = reply.media["image"]
+        assert isinstance(quarter, bytes)
+        pixels = np.asarray(Image.open(BytesIO(quarter))).astype(int)
         assert pixels.shape == (32, 32, 3)
         square = pixels[(pixels > BRIGHT).any(axis=2)].mean(axis=0)
         assert "".join(str(int(mean > 130)) for mean in square) == NAMED[row.answer]

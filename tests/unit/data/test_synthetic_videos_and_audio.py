@@ -1,4 +1,4 @@
-"""Clips and audio that are made on demand: the same for a seed, and what their answers say."""
+"""Synthetic videos and audio: the same for a seed, and what their answers say."""
 
 import numpy as np
 import pytest

@@ -17,7 +17,7 @@ from relax_events.data.sources import open_source
 from relax_events.events.parts import ChatMessage, Modality
 from relax_events.rewards.registry import load_reward
 from tests.unit.image_model import image_file
-from tests.unit.video_and_audio import sound_file
+from tests.unit.video_and_audio import audio_file
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 DAPO = {
@@ -33,7 +33,7 @@ DAPO = {
     "extra_info": {"index": "9a9b"},
 }
 OPEN_R1 = {
-    "problem": "In the picture, what is the angle at A?\nChoices:\n(A) 30\n(B) 60",
+    "problem": "In the image, what is the angle at A?\nChoices:\n(A) 30\n(B) 60",
     "solution": "<think>The triangle is equilateral.</think>\n\n<answer>B</answer>",
     "original_question": "what is the angle at A?",
     "original_answer": "The answer is B",
@@ -115,7 +115,7 @@ def test_open_r1_puts_the_image_before_the_question(tmp_path: Path) -> None:
 def test_avqa_puts_image_and_audio_before_question_and_options(tmp_path: Path) -> None:
     files = {
         "images/sample_3.jpg": image_file(64, 48, kind="JPEG"),
-        "audios/sample_3.wav": sound_file(0.5),
+        "audios/sample_3.wav": audio_file(0.5),
     }
     for name, data in files.items():
         (tmp_path / name).parent.mkdir()

@@ -118,7 +118,7 @@ def test_logprobs_are_those_before_the_restriction() -> None:
     assert logprobs[0] == pytest.approx(np.log(weights[1] / weights.sum()), abs=1e-6)
 
 
-def test_token_without_probability_is_never_drawn() -> None:
+def test_token_without_probability_is_never_sampled() -> None:
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf]])
     for number in (0.0, 1 - 2.0**-52):
         tokens, _ = sample_tokens(logits, np.array([number]), sampling=rows(1))

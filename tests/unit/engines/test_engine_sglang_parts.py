@@ -139,7 +139,7 @@ def test_folder_that_holds_no_model_is_refused(tmp_path: Path) -> None:
         ModelFolder.read(tmp_path)
 
 
-def test_model_that_hears_and_names_no_sounds_is_refused(tmp_path: Path) -> None:
+def test_audio_model_that_names_no_audio_tokens_is_refused(tmp_path: Path) -> None:
     path = copytree(omni_model(), tmp_path / "model")
     settings = json.loads((path / "tokenizer_config.json").read_text())
     assert ModelFolder.read(path).extractor is not None

@@ -138,7 +138,7 @@ def most_probable(prompt: np.ndarray, completion: np.ndarray, num_tokens: int) -
     return order
 
 
-def test_most_probable_tokens_come_with_those_that_were_drawn_where_they_are_asked_for() -> None:
+def test_most_probable_tokens_come_with_the_sampled_ones_on_request() -> None:
     engine = make_engine()
     requests = [
         make_request(1),

@@ -1,4 +1,4 @@
-"""What is reported of an engine: how full it is, what it does with its time, and what became of its
+"""What is reported about an engine: how full it is, what it does with its time, and what became of its
 tokens."""
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Watched:
                 raise error
 
     def send_heartbeat(self) -> None:
-        """Let a second pass, and heartbeat as a worker does."""
+        """Let a second pass, and send a heartbeat as a worker does."""
         self.now += 1.0
         if self._heartbeat.tick(WorkerState.WORKING):
             for look in self._looks:
@@ -78,7 +78,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
     return Watched(monkeypatch)
 
 
-def test_metrics_follow_the_engine_with_every_beat(watched: Watched) -> None:
+def test_metrics_follow_the_engine_with_every_heartbeat(watched: Watched) -> None:
     watched.engine.usage = EngineUsage(
         num_decoding=12,
         num_waiting=3,
@@ -117,7 +117,7 @@ def test_time_is_counted_by_what_the_engine_did_even_where_it_failed(watched: Wa
     assert watched.reported("relax_engine_seconds_total") == {"generating": 3.0, "loading": 0.5}
 
 
-def test_report_tells_what_happened_since_the_one_before(watched: Watched) -> None:
+def test_report_lists_what_happened_since_the_one_before(watched: Watched) -> None:
     watched.does("generating", seconds=2.5)
     watched.does("loading", seconds=0.5)
     watched.engine.usage = EngineUsage(

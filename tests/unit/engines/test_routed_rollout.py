@@ -55,7 +55,7 @@ def test_experts_are_those_of_every_token_but_the_last() -> None:
             assert sample.routed_experts.tolist() == chosen_by(tiny_model(FAMILY), tokens).tolist()
 
 
-def test_engine_tells_nothing_of_experts_unless_it_is_asked() -> None:
+def test_engine_reports_no_experts_unless_requested() -> None:
     engine = make_engine(tiny_model(FAMILY))
     engine.submit(make_request(1))
     assert {sample.routed_experts for sample in finish(engine).values()} == {None}
@@ -155,7 +155,7 @@ def test_experts_are_recorded_only_where_they_are_replayed(make_run_config: Any)
 @pytest.mark.parametrize(
     ("experts", "got"), [(None, "none"), (np.zeros((3, 2, 2), np.uint8), "those of 3")]
 )
-def test_engine_that_does_not_tell_of_experts_is_refused_with_what_to_do(
+def test_engine_that_does_not_report_experts_is_refused_with_what_to_do(
     experts: np.ndarray | None, got: str, make_run_config: Any
 ) -> None:
     need = rf"needs the experts that 4 tokens of sample 000000-0000-0/0 .* gave {got}; take another engine, or routing_replay = 'none'"

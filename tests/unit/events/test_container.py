@@ -243,7 +243,7 @@ def test_digest_changes_with_every_field(change: dict[str, object]) -> None:
     assert digest(dataclasses.replace(RECORD, **change)) != digest(RECORD)  # type: ignore[arg-type]
 
 
-def test_digest_tells_where_a_field_ends_and_minds_order() -> None:
+def test_digest_shows_where_a_field_ends_and_minds_order() -> None:
     moved = dataclasses.replace(RECORD, key=b"kv", value=b"")
     assert digest(moved) != digest(RECORD)
     other = dataclasses.replace(RECORD, offset=4)

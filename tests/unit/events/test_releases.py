@@ -120,7 +120,7 @@ def test_changes_are_listed_by_field() -> None:
     assert changes(before, changed(all_of).schemas) == [
         Change("relax.events.control.MetricsReported", "", "removed"),
         Change("relax.events.sample.New", "", "added"),
-        Change(NAME, "judge", 'added, string, default "nobody"'),
+        Change(NAME, "judge", 'added, string, default "absent"'),
         Change(NAME, "attempt", "type int -> long"),
         Change(NAME, "row", "doc changed"),
         Change(

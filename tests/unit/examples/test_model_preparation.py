@@ -23,7 +23,7 @@ def run_config(
     seed: int = 0,
 ) -> RunConfig:
     """A run whose task is to answer every letter with itself."""
-    data = folder / "letters.jsonl"
+    data = folder / "characters.jsonl"
     data.write_text(
         "".join(
             json.dumps({"prompt": f"say {letter}", "answer": letter}) + "\n"
@@ -32,7 +32,7 @@ def run_config(
     )
     return small_run(
         {
-            "run": {"id": "letters", "seed": seed},
+            "run": {"id": "characters", "seed": seed},
             "model": {
                 "path": folder / "model",
                 "tiny": {"hidden_size": 32, "num_layers": 1, "corpus_rows": 8}

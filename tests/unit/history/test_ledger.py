@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from event_samples import ended, rolled_out
-from valid_run import SEVERAL, TAMPERINGS, SoundRun, Tampering
+from valid_run import SEVERAL, TAMPERINGS, Tampering, ValidRun
 
 from relax_events.events.parts import Outcome
 from relax_events.history.ledger import stable_ranges
@@ -25,7 +25,7 @@ def rules(books: Ledger) -> set[str]:
 
 
 def test_books_balance_when_all_went_well() -> None:
-    books = SoundRun(6).ledger()
+    books = ValidRun(6).ledger()
     totals = books.totals()
     assert books.problems() == []
     assert books.unverified() == []
@@ -51,7 +51,7 @@ def test_books_balance_when_all_went_well() -> None:
 
 
 def test_samples_of_a_step_that_skipped_its_update_are_accounted_for_once() -> None:
-    run = SoundRun(6)
+    run = ValidRun(6)
     for step in (2, 3):
         partition, offset = run.find("control.train-steps", train_step=step)
         run.change(
@@ -72,7 +72,7 @@ def test_samples_of_a_step_that_skipped_its_update_are_accounted_for_once() -> N
 
 @pytest.mark.parametrize("rule", TAMPERINGS)
 def test_broken_promise_is_found_alone(rule: str) -> None:
-    run = SoundRun(6)
+    run = ValidRun(6)
     TAMPERINGS[rule](run)
     books = run.ledger()
     assert rules(books) == {rule}
@@ -84,7 +84,7 @@ def test_broken_promise_is_found_alone(rule: str) -> None:
 @pytest.mark.parametrize("name", SEVERAL)
 def test_other_broken_promises_are_found(name: str) -> None:
     tamper, expected = SEVERAL[name]
-    run = SoundRun(6)
+    run = ValidRun(6)
     tamper(run)
     assert rules(run.ledger()) == expected
 
@@ -99,7 +99,7 @@ def test_every_rule_has_a_remedy_and_a_test() -> None:
 )
 def test_settling_on_the_way_changes_no_judgement(tamper: Tampering) -> None:
     """Fed version by version and settled behind each, as a long log is read."""
-    run = SoundRun(30)
+    run = ValidRun(30)
     tamper(run)
     books = Ledger(1)
     for below, (at, event) in in_step(run):
@@ -110,7 +110,7 @@ def test_settling_on_the_way_changes_no_judgement(tamper: Tampering) -> None:
     assert books.totals() == whole.totals()
 
 
-def in_step(run: SoundRun) -> list[tuple[int, Any]]:
+def in_step(run: ValidRun) -> list[tuple[int, Any]]:
     """Return the events with how far everything is reported when they come: a group's and a step's own
     records come together."""
 
@@ -128,7 +128,7 @@ def test_memory_does_not_grow_with_the_run() -> None:
     held = {}
     for num_steps in (40, 160):
         books, most = Ledger(1), 0
-        for below, (at, event) in in_step(SoundRun(num_steps)):
+        for below, (at, event) in in_step(ValidRun(num_steps)):
             books.apply(event, at)
             books.finalize(below)
             most = max(most, books.num_held)
@@ -138,7 +138,7 @@ def test_memory_does_not_grow_with_the_run() -> None:
 
 
 def test_strangers_samples_are_counted_apart_when_they_were_refused() -> None:
-    run = SoundRun(6)
+    run = ValidRun(6)
     for _ in range(2):
         run.at("rollout.samples", 0).append(rolled_out(STRANGE, 0))
     run.at("control.prompt-group-outcomes").append(ended(STRANGE, Outcome.FAILED))
@@ -153,7 +153,7 @@ def test_strangers_samples_are_counted_apart_when_they_were_refused() -> None:
 
 
 def test_copies_of_a_sample_are_no_harm_and_are_counted() -> None:
-    run = SoundRun(6)
+    run = ValidRun(6)
     run.generate("000003-0000-0", version=3)
     books = run.ledger()
     assert (books.problems(), books.totals()["rollouts_regenerated"]) == ([], 2)
@@ -161,7 +161,7 @@ def test_copies_of_a_sample_are_no_harm_and_are_counted() -> None:
 
 @pytest.mark.parametrize("entity", ["advantage.samples", "prompt.end-requests"])
 def test_request_to_end_a_prompt_group_is_no_end(entity: str) -> None:
-    run = SoundRun(6)
+    run = ValidRun(6)
     run.issue("000007-0000-0")
     run.at(entity, 0).append(ended("000007-0000-0", Outcome.FILTERED))
     books = run.ledger()
@@ -169,7 +169,7 @@ def test_request_to_end_a_prompt_group_is_no_end(entity: str) -> None:
 
 
 def test_straggler_may_be_overtaken_until_the_goal_where_batches_are_not_in_order() -> None:
-    run = SoundRun(6)
+    run = ValidRun(6)
     TAMPERINGS["prompt group of a trained step without an outcome"](run)
     assert rules(run.ledger(in_order=False, last_version=7)) == set()
     assert rules(run.ledger(in_order=False, last_version=6)) == {
@@ -178,7 +178,7 @@ def test_straggler_may_be_overtaken_until_the_goal_where_batches_are_not_in_orde
 
 
 def test_damaged_record_leaves_its_prompt_group_without_proof() -> None:
-    run = SoundRun(6)
+    run = ValidRun(6)
     partition, offset = run.find("advantage.samples", sample_id="000003-0000-0/0")
     books = Ledger(1)
     for at, event in run.items():

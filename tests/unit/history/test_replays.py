@@ -12,7 +12,7 @@ import orjson
 import pytest
 from event_samples import committed, ready
 from pydantic import ValidationError
-from valid_run import MAX_STALENESS, SoundRun
+from valid_run import MAX_STALENESS, ValidRun
 
 from relax_events.config import AlgorithmConfig, RunConfig
 from relax_events.errors import ConfigError
@@ -124,7 +124,8 @@ def test_description_gives_the_run_file_back_without_what_is_secret(
     assert back.model_dump(exclude={"broker"}) == config.model_dump(exclude={"broker"})
     assert TopicPlan.from_config(back) == TopicPlan.from_config(config)
     assert is_recorded(
-        dataclasses.replace(described, described_at=1), [build_run_description(make_run_config()), described]
+        dataclasses.replace(described, described_at=1),
+        [build_run_description(make_run_config()), described],
     )
     assert not is_recorded(described, [described, build_run_description(make_run_config())])
     assert not is_recorded(described, [])
@@ -331,9 +332,9 @@ def test_first_record_that_is_gone_is_named() -> None:
 
 
 @pytest.fixture
-def replayed() -> tuple[SoundRun, Ledger]:
+def replayed() -> tuple[ValidRun, Ledger]:
     """Return a source, and the ledger of a replay of its steps 2 to 4 that is at step 4."""
-    source = SoundRun(6)
+    source = ValidRun(6)
     ledger = Ledger(MAX_STALENESS, first_version=2, last_version=5, is_replay=True)
     for step in source.at("control.train-steps")[2:5]:
         ledger.apply_parent_step(step)
@@ -347,7 +348,7 @@ def replayed() -> tuple[SoundRun, Ledger]:
 
 
 def test_books_of_a_replay_balance_over_what_its_sources_steps_name(
-    replayed: tuple[SoundRun, Ledger],
+    replayed: tuple[ValidRun, Ledger],
 ) -> None:
     _, ledger = replayed
     for _ in range(2):
@@ -370,7 +371,7 @@ def test_books_of_a_replay_balance_over_what_its_sources_steps_name(
 
 @pytest.mark.parametrize("changes", [{"offsets": np.arange(4)}, {"staleness_counts": [4]}])
 def test_replayed_step_that_trains_other_samples_than_its_source_is_found(
-    replayed: tuple[SoundRun, Ledger], changes: dict[str, Any]
+    replayed: tuple[ValidRun, Ledger], changes: dict[str, Any]
 ) -> None:
     source, ledger = replayed
     step: Any = source.at("control.train-steps")[4]

@@ -144,7 +144,7 @@ def test_sample_without_reward_matches_no_span_of_rewards() -> None:
     assert not SampleFilter(rewards=(-5, 5)).matches(view(reward=None))
 
 
-def test_trained_sample_tells_step_and_staleness() -> None:
+def test_trained_sample_has_step_and_staleness() -> None:
     end = ended(outcome=Outcome.TRAINED, version=2)
     trained = view(end=end, version=2)
     assert (trained.outcome, trained.train_step, trained.staleness(9)) == ("trained", 2, 0)

@@ -31,7 +31,7 @@ def compare(*groups: list[tuple[float | None, float | None]], threshold: float =
     return comparison.result()
 
 
-def test_figures_of_a_worked_example() -> None:
+def test_metrics_of_a_worked_example() -> None:
     result = compare([(0.0, 0.5), (1.0, 1.0)], [(0.0, 0.0), (1.0, 0.5)])
     assert (result.num_samples, result.num_compared) == (4, 4)
     assert (result.original_mean, result.new_mean) == (0.5, 0.5)
@@ -80,7 +80,7 @@ def test_equal_scores_have_no_extremes() -> None:
     )
 
 
-def test_nothing_gives_no_figures() -> None:
+def test_nothing_gives_no_metrics() -> None:
     result = compare()
     assert (
         result.num_samples,

@@ -1,4 +1,4 @@
-"""Record batches as their bytes report, and which of them were altered."""
+"""Record batches decoded from their bytes, and which of them were altered."""
 
 from __future__ import annotations
 

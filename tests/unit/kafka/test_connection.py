@@ -48,7 +48,7 @@ def test_errors_of_the_client_become_ours(code: int, kind: type[BrokerError]) ->
     assert str(error).startswith(f"writing to t: {KafkaError(code).name()} ")
 
 
-def test_fatal_error_that_tripped_a_callback_is_the_one_that_is_told() -> None:
+def test_fatal_error_that_tripped_a_callback_is_the_one_that_is_reported() -> None:
     with (
         pytest.raises(AccessDenied, match="delivering records: CLUSTER_AUTHORIZATION_FAILED"),
         translate_fatal_errors("delivering records"),

@@ -1,4 +1,4 @@
-"""Why a broker ended, reported from its log."""
+"""Why a broker ended, according to its log."""
 
 from pathlib import Path
 

@@ -62,7 +62,7 @@ def test_server_properties_take_overrides() -> None:
         "advertised.listeners",
     ],
 )
-def test_server_properties_refuse_overrides_of_identity_and_place(key: str) -> None:
+def test_server_properties_refuse_overrides_of_identity_and_folder(key: str) -> None:
     with pytest.raises(
         ConfigError, match=f"node_properties must not set {key}: the embedded broker controls it"
     ):

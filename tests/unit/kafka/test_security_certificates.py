@@ -75,7 +75,7 @@ def test_client_refuses_a_broker_of_another_authority(authority: KeyPair, tmp_pa
         shake_hands(broker, authority, "localhost", tmp_path)
 
 
-def test_certificate_expires_when_told(authority: KeyPair, tmp_path: Path) -> None:
+def test_certificate_expires_at_the_given_time(authority: KeyPair, tmp_path: Path) -> None:
     broker = make_broker_certificate(authority, ["localhost"], lifetime=timedelta(days=30))
     seen = shake_hands(broker, authority, "localhost", tmp_path).getpeercert()
     assert seen is not None

@@ -1,4 +1,4 @@
-"""The security folder: files that only their owner reads, made once, renewed when reported, and a
+"""The security folder: files that only their owner reads, made once, renewed on request, and a
 secret never shown."""
 
 from __future__ import annotations

@@ -19,7 +19,11 @@ def of(worker_id: str, *, num_steps: int = 0, num_processed: int = 0, pid: int =
     """Return what a run has achieved, and what one worker's process has."""
     return Progress(
         num_steps,
-        {worker_id: replace(make_heartbeat(worker_id, at_seconds=1), pid=pid, num_processed=num_processed)},
+        {
+            worker_id: replace(
+                make_heartbeat(worker_id, at_seconds=1), pid=pid, num_processed=num_processed
+            )
+        },
     )
 
 

@@ -52,7 +52,7 @@ def png_that_claims(width: int, height: int) -> bytes:
     ("kind", "media_type"),
     [("PNG", "image/png"), ("JPEG", "image/jpeg"), ("WEBP", "image/webp"), ("GIF", "image/gif")],
 )
-def test_head_tells_type_and_size(kind: str, media_type: str) -> None:
+def test_head_gives_type_and_size(kind: str, media_type: str) -> None:
     assert inspect_image(
         image_file(48, 32, kind=kind), limits=LIMITS, location="rows:1"
     ) == MediaFacts(media_type, 48, 32)
@@ -67,7 +67,7 @@ def test_pixels_are_those_of_the_file() -> None:
     )
 
 
-def test_picture_is_turned_as_its_camera_says() -> None:
+def test_image_is_turned_as_its_camera_says() -> None:
     pixels = np.zeros((16, 32, 3), np.uint8)
     pixels[:, :16] = 255
     image, file, exif = Image.fromarray(pixels), BytesIO(), Image.Exif()
@@ -81,7 +81,7 @@ def test_picture_is_turned_as_its_camera_says() -> None:
     assert upright[18:].max() < 50
 
 
-def test_picture_without_three_colours_gets_them() -> None:
+def test_image_without_three_colours_gets_them() -> None:
     for mode in ("RGBA", "L", "P", "LA", "1"):
         file = BytesIO()
         Image.new(mode, (16, 16)).save(file, "PNG")

@@ -28,10 +28,10 @@ def check_refused(one: MediaItem, reason: str, *, max_bytes: int = 100) -> str:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    (tmp_path / "pictures" / "inner").mkdir(parents=True)
-    (tmp_path / "pictures" / "inner" / "a.png").write_bytes(CONTENT)
+    (tmp_path / "images" / "inner").mkdir(parents=True)
+    (tmp_path / "images" / "inner" / "a.png").write_bytes(CONTENT)
     (tmp_path / "secret").write_bytes(b"not for you")
-    return tmp_path / "pictures"
+    return tmp_path / "images"
 
 
 def test_item_reads_bytes_data_uris_and_files_below_the_root(root: Path) -> None:

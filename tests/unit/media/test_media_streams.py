@@ -13,23 +13,23 @@ from relax_events.media.av_files import detect_format
 from relax_events.media.facts import MediaFacts
 from relax_events.media.preprocessing import DecodePlan
 from relax_events.media.videos import decode_video, inspect_video
-from tests.unit.video_and_audio import clip_file, frames_of, sound_file, tone, written
+from tests.unit.video_and_audio import audio_file, frames_of, tone, video_file, written
 
 LIMITS = MediaConfig(
     max_item_bytes=200_000, max_media_seconds=10, max_video_frames=50, max_image_pixels=10_000
 )
 ALL = 12
-"""Frames of the clips below, with key frames among them."""
+"""Frames of the videos below, with key frames among them."""
 
 
-def refused(data: bytes, reason: str, *, clip: bool) -> str:
+def refused(data: bytes, reason: str, *, video: bool) -> str:
     with pytest.raises(MediaError) as caught:
-        (inspect_video if clip else inspect_audio)(data, limits=LIMITS, location="rows:1")
+        (inspect_video if video else inspect_audio)(data, limits=LIMITS, location="rows:1")
     assert caught.value.reason == reason
     return str(caught.value)
 
 
-def clip_plan(*frames: int, width: int = 48, height: int = 32) -> DecodePlan:
+def video_plan(*frames: int, width: int = 48, height: int = 32) -> DecodePlan:
     return DecodePlan((len(frames), height, width, 3), "uint8", frames=frames)
 
 
@@ -42,7 +42,7 @@ def clip_plan(*frames: int, width: int = 48, height: int = 32) -> DecodePlan:
         ("libx264", "matroska", "video/x-matroska"),
     ],
 )
-def test_frames_of_a_clip_are_counted_and_those_that_are_wanted_decoded(
+def test_frames_of_a_video_are_counted_and_the_wanted_ones_decoded(
     codec: str, container: str, media_type: str
 ) -> None:
     sampled = frames_of(48, 32, ALL)
@@ -50,23 +50,23 @@ def test_frames_of_a_clip_are_counted_and_those_that_are_wanted_decoded(
     assert inspect_video(data, limits=LIMITS, location="rows:1") == MediaFacts(
         media_type, 48, 32, num_frames=ALL, rate_hertz=4.0
     )
-    every = decode_video(data, plan=clip_plan(*range(ALL)), limits=LIMITS, location="rows:1")
+    every = decode_video(data, plan=video_plan(*range(ALL)), limits=LIMITS, location="rows:1")
     distances = np.array(
         [[np.abs(found.astype(int) - frame).mean() for frame in sampled] for found in every]
     )
     assert distances.argmin(axis=1).tolist() == list(range(ALL))
-    some = decode_video(data, plan=clip_plan(2, 2, 7, 11), limits=LIMITS, location="rows:1")
+    some = decode_video(data, plan=video_plan(2, 2, 7, 11), limits=LIMITS, location="rows:1")
     assert np.array_equal(some, every[[2, 2, 7, 11]])
 
 
-def test_clip_with_many_key_frames_gives_the_same_frames_by_seeking() -> None:
+def test_video_with_many_key_frames_gives_the_same_frames_by_seeking() -> None:
     sampled = frames_of(48, 32, 40, seed=2)
     data = written("libx264", "mp4", frames=sampled, key_every=5)
-    (last,) = decode_video(data, plan=clip_plan(38), limits=LIMITS, location="rows:1")
+    (last,) = decode_video(data, plan=video_plan(38), limits=LIMITS, location="rows:1")
     assert np.abs(last.astype(int) - sampled[38]).mean() < 6
 
 
-def test_clip_is_turned_as_its_camera_says() -> None:
+def test_video_is_turned_as_its_camera_says() -> None:
     frame = np.zeros((32, 48, 3), np.uint8)
     frame[:, :24] = 255
     data = written("mpeg4", "mp4", frames=[frame] * 4)
@@ -79,11 +79,11 @@ def test_clip_is_turned_as_its_camera_says() -> None:
     sideways = data[:at] + turned + data[at + len(upright) :]
     facts = inspect_video(sideways, limits=LIMITS, location="rows:1")
     assert (facts.width, facts.height) == (32, 48)
-    (seen, _) = decode_video(
-        sideways, plan=clip_plan(0, 2, width=32, height=48), limits=LIMITS, location="rows:1"
+    (turned, _) = decode_video(
+        sideways, plan=video_plan(0, 2, width=32, height=48), limits=LIMITS, location="rows:1"
     )
-    assert seen[:20].min() > 200  # turned clockwise by a quarter: what was left is on top
-    assert seen[28:].max() < 50
+    assert turned[:20].min() > 200  # turned clockwise by a quarter: what was left is on top
+    assert turned[28:].max() < 50
 
 
 @pytest.mark.parametrize(
@@ -97,10 +97,10 @@ def test_clip_is_turned_as_its_camera_says() -> None:
         ("aac", "mp4", "audio/mp4", 22_050),
     ],
 )
-def test_sound_keeps_its_pitch_and_length_at_the_rate_of_the_model(
+def test_audio_keeps_its_pitch_and_length_at_the_rate_of_the_model(
     codec: str, container: str, media_type: str, hertz: int
 ) -> None:
-    data = written(codec, container, sound=tone(1000.0, 1.5, rate=hertz), hertz=hertz)
+    data = written(codec, container, audio=tone(1000.0, 1.5, rate=hertz), hertz=hertz)
     facts = inspect_audio(data, limits=LIMITS, location="rows:1")
     assert (facts.media_type, facts.rate_hertz) == (media_type, hertz)
     assert facts.num_frames / hertz == pytest.approx(1.5, abs=0.11)
@@ -115,9 +115,9 @@ def test_sound_keeps_its_pitch_and_length_at_the_rate_of_the_model(
     assert np.abs(middle).max() == pytest.approx(20_000 / 2**15, rel=0.05)
 
 
-def test_sound_of_the_right_rate_is_left_as_it_is() -> None:
+def test_audio_of_the_right_rate_is_left_as_it_is() -> None:
     sampled = np.random.default_rng(0).uniform(-1, 1, 5_000)
-    data = written("pcm_s16le", "wav", sound=sampled)
+    data = written("pcm_s16le", "wav", audio=sampled)
     samples = decode_audio(
         data,
         plan=DecodePlan((5_000,), "float32", rate_hertz=16_000),
@@ -128,7 +128,7 @@ def test_sound_of_the_right_rate_is_left_as_it_is() -> None:
 
 
 def test_channels_are_mixed_into_one() -> None:
-    mono = sound_file(0.5)
+    mono = audio_file(0.5)
     body = np.frombuffer(mono[44:], "<i2")
     stereo = (
         mono[:22]
@@ -147,8 +147,8 @@ def test_channels_are_mixed_into_one() -> None:
     assert np.abs(samples).max() < 1e-4
 
 
-CLIP, LONG_CLIP = clip_file(48, 32, 40), clip_file(16, 16, 60)
-SOUND = written("flac", "flac", sound=tone(440.0, 2.0))
+VIDEO, LONG_VIDEO = video_file(48, 32, 40), video_file(16, 16, 60)
+AUDIO = written("flac", "flac", audio=tone(440.0, 2.0))
 PLAYLIST = b"#EXTM3U\n#EXTINF:10,\nfile:///etc/passwd\n"
 CONCAT = b"ffconcat version 1.0\nfile '/etc/passwd'\n"
 
@@ -160,17 +160,17 @@ CONCAT = b"ffconcat version 1.0\nfile '/etc/passwd'\n"
         (b"hello", "wrong_type"),
         (PLAYLIST, "wrong_type"),
         (CONCAT, "wrong_type"),
-        (SOUND, "wrong_type"),
-        (CLIP[: len(CLIP) * 2 // 3], "truncated"),
+        (AUDIO, "wrong_type"),
+        (VIDEO[: len(VIDEO) * 2 // 3], "truncated"),
         (written("libvpx-vp9", "webm", frames=frames_of(32, 32, 40))[:-600], "truncated"),
-        (LONG_CLIP, "too_long"),
+        (LONG_VIDEO, "too_long"),
         (written("mpeg4", "avi", frames=frames_of(16, 16, 51), rate=25), "too_many_frames"),
-        (clip_file(128, 128), "too_many_pixels"),
+        (video_file(128, 128), "too_many_pixels"),
         (bytes(200_001), "too_large"),
     ],
 )
-def test_hostile_clip_is_refused(data: bytes, reason: str) -> None:
-    assert refused(data, reason, clip=True).startswith("rows:1")
+def test_hostile_video_is_refused(data: bytes, reason: str) -> None:
+    assert refused(data, reason, video=True).startswith("rows:1")
 
 
 @pytest.mark.parametrize(
@@ -179,27 +179,27 @@ def test_hostile_clip_is_refused(data: bytes, reason: str) -> None:
         (b"", "wrong_type"),
         (b"RIFF\x00\x00\x00\x00WAVE", "truncated"),
         (PLAYLIST, "wrong_type"),
-        (CLIP, "wrong_type"),
-        (SOUND[: len(SOUND) // 2], "truncated"),
-        (sound_file(2.0)[:20_000], "truncated"),
-        (written("libmp3lame", "mp3", sound=tone(440.0, 4.0))[:6_000], "truncated"),
-        (written("flac", "flac", sound=np.zeros(11 * 16_000)), "too_long"),
+        (VIDEO, "wrong_type"),
+        (AUDIO[: len(AUDIO) // 2], "truncated"),
+        (audio_file(2.0)[:20_000], "truncated"),
+        (written("libmp3lame", "mp3", audio=tone(440.0, 4.0))[:6_000], "truncated"),
+        (written("flac", "flac", audio=np.zeros(11 * 16_000)), "too_long"),
         (bytes(200_001), "too_large"),
     ],
 )
-def test_hostile_sound_is_refused(data: bytes, reason: str) -> None:
-    assert refused(data, reason, clip=False).startswith("rows:1")
+def test_hostile_audio_is_refused(data: bytes, reason: str) -> None:
+    assert refused(data, reason, video=False).startswith("rows:1")
 
 
 def test_head_that_claims_an_odd_rate_is_refused() -> None:
-    slow = bytearray(sound_file(0.1))
+    slow = bytearray(audio_file(0.1))
     struct.pack_into("<I", slow, 24, 400)
-    assert "a rate of 1000 to 768000 Hz" in refused(bytes(slow), "bad_shape", clip=False)
+    assert "a rate of 1000 to 768000 Hz" in refused(bytes(slow), "bad_shape", video=False)
 
 
 def test_title_in_an_odd_encoding_does_no_harm() -> None:
     titled = (
-        sound_file(0.4)
+        audio_file(0.4)
         + b"LIST"
         + struct.pack("<I", 16)
         + b"INFOINAM"
@@ -212,10 +212,10 @@ def test_title_in_an_odd_encoding_does_no_harm() -> None:
 
 def test_files_are_told_apart_by_their_first_bytes() -> None:
     kinds = {
-        "mov": CLIP,
-        "flac": SOUND,
-        "wav": sound_file(),
-        "mp3": written("libmp3lame", "mp3", sound=tone(440.0, 1.0)),
+        "mov": VIDEO,
+        "flac": AUDIO,
+        "wav": audio_file(),
+        "mp3": written("libmp3lame", "mp3", audio=tone(440.0, 1.0)),
     }
     assert {name: detect_format(data) for name, data in kinds.items()} == {
         name: name for name in kinds

@@ -1,4 +1,4 @@
-"""Frames, moments and spectra of videos and audio, and what a prompt says of them, next to
+"""Frames, temporal patches and spectra of videos and audio, and what a prompt says of them, next to
 transformers' own."""
 
 from types import SimpleNamespace
@@ -24,21 +24,21 @@ from tests.unit.image_model import build_image_model
 from tests.unit.video_and_audio import BOUNDS, SMALL, omni_model
 
 
-def layout(config: MediaConfig = BOUNDS, *, hears: bool = False) -> MediaLayout:
-    found = MediaLayout.from_folder(omni_model() if hears else build_image_model(), config)
+def layout(config: MediaConfig = BOUNDS, *, reads_audio: bool = False) -> MediaLayout:
+    found = MediaLayout.from_folder(omni_model() if reads_audio else build_image_model(), config)
     assert found is not None
     return found
 
 
 def audio_preprocessor() -> AudioPreprocessor:
-    found = layout(hears=True)
+    found = layout(reads_audio=True)
     assert isinstance(found, OmniLayout)
     return found.audio
 
 
-def clip(num_frames: int, rate: float, *, width: int = 32, height: int = 32) -> MediaRef:
+def video_ref(num_frames: int, rate: float, *, width: int = 32, height: int = 32) -> MediaRef:
     return MediaRef(
-        "file:///clip",
+        "file:///video",
         bytes(32),
         "video/mp4",
         10,
@@ -49,77 +49,77 @@ def clip(num_frames: int, rate: float, *, width: int = 32, height: int = 32) -> 
     )
 
 
-def sound(num_samples: int, rate: float = 16_000.0) -> MediaRef:
+def audio_ref(num_samples: int, rate: float = 16_000.0) -> MediaRef:
     return MediaRef(
-        "file:///sound", bytes(32), "audio/flac", 10, num_frames=num_samples, rate_hertz=rate
+        "file:///audio", bytes(32), "audio/flac", 10, num_frames=num_samples, rate_hertz=rate
     )
 
 
 @given(st.integers(2, 3000), st.sampled_from([1.0, 2.0, 12.5, 24.0, 29.97, 60.0]))
-def test_frames_are_those_of_transformers_brought_to_whole_moments(
+def test_frames_are_those_of_transformers_padded_to_whole_temporal_patches(
     num_frames: int, rate: float
 ) -> None:
-    shown = layout().videos.plan(clip(num_frames, rate)).frames
+    frames = layout().videos.plan(video_ref(num_frames, rate)).frames
     count = min(max(int(num_frames / rate * 2.0), 4), 768, num_frames) // 2 * 2
     metadata = VideoMetadata(total_num_frames=num_frames, fps=rate)
     assert (
-        list(shown)
+        list(frames)
         == Qwen3VLVideoProcessor.sample_frames(
             SimpleNamespace(fps=None), metadata, num_frames=count
         ).tolist()
     )
-    expected = Qwen3VLProcessor._calculate_timestamps(None, list(shown), rate, 2)
-    assert layout().videos.timestamps(clip(num_frames, rate)) == pytest.approx(expected)
+    expected = Qwen3VLProcessor._calculate_timestamps(None, list(frames), rate, 2)
+    assert layout().videos.timestamps(video_ref(num_frames, rate)) == pytest.approx(expected)
 
 
-def test_clip_of_one_frame_shows_it_twice() -> None:
-    assert layout().videos.plan(clip(1, 25.0)).frames == (0, 0)
+def test_video_of_one_frame_gives_it_twice() -> None:
+    assert layout().videos.plan(video_ref(1, 25.0)).frames == (0, 0)
 
 
-def test_clip_is_written_moment_by_moment_with_the_time_before_each() -> None:
+def test_video_is_written_by_temporal_patches_with_the_time_before_each() -> None:
     text = "<|im_start|>user\n<|vision_start|><|video_pad|><|vision_end|>What?"
-    moment = "<{} seconds><|vision_start|><|video_pad|><|vision_end|>"
+    patch = "<{} seconds><|vision_start|><|video_pad|><|vision_end|>"
     assert (
-        layout().expand_videos(text, [clip(8, 4.0)])
-        == f"<|im_start|>user\n{moment.format('0.2')}{moment.format('1.5')}What?"
+        layout().expand_videos(text, [video_ref(8, 4.0)])
+        == f"<|im_start|>user\n{patch.format('0.2')}{patch.format('1.5')}What?"
     )
-    assert layout(hears=True).expand_videos(text, [clip(8, 4.0)]) == text
-    heard = layout(MediaConfig(**SMALL, use_audio_in_video=True), hears=True).expand_videos(
-        text, [clip(8, 4.0)]
+    assert layout(reads_audio=True).expand_videos(text, [video_ref(8, 4.0)]) == text
+    found = layout(MediaConfig(**SMALL, use_audio_in_video=True), reads_audio=True).expand_videos(
+        text, [video_ref(8, 4.0)]
     )
     assert (
-        heard
+        found
         == "<|im_start|>user\n<|vision_start|><|audio_start|><|video_pad|><|audio_end|><|vision_end|>What?"
     )
 
 
 @given(st.integers(400, 10**6))
-def test_tokens_of_a_sound_are_as_many_as_by_transformers(num_samples: int) -> None:
+def test_audio_has_as_many_tokens_as_by_transformers(num_samples: int) -> None:
     expected = int(_get_feat_extract_output_lengths(np.int64(num_samples // 160)))
-    assert audio_preprocessor().grid(sound(num_samples)) == (expected, 1, 1)
+    assert audio_preprocessor().grid(audio_ref(num_samples)) == (expected, 1, 1)
 
 
-def test_samples_of_a_sound_follow_from_its_reference() -> None:
-    assert audio_preprocessor().plan(sound(44_100, 44_100.0)).shape == (16_000,)
-    assert audio_preprocessor().plan(sound(44_101, 44_100.0)).shape == (16_001,)
+def test_number_of_audio_samples_follows_from_the_reference() -> None:
+    assert audio_preprocessor().plan(audio_ref(44_100, 44_100.0)).shape == (16_000,)
+    assert audio_preprocessor().plan(audio_ref(44_101, 44_100.0)).shape == (16_001,)
 
 
-def test_line_of_a_sound_and_block_of_a_clip_are_laid_out_in_time() -> None:
-    omni = layout(hears=True)
-    (heard,) = omni.blocks(sound(16_000))
-    assert heard.offsets.tolist() == [list(range(13))] * 3
-    (seen,) = omni.blocks(clip(8, 4.0))
-    assert seen.offsets.tolist() == [
+def test_line_of_audio_and_block_of_a_video_are_laid_out_in_time() -> None:
+    omni = layout(reads_audio=True)
+    (audio_block,) = omni.blocks(audio_ref(16_000))
+    assert audio_block.offsets.tolist() == [list(range(13))] * 3
+    (video_block,) = omni.blocks(video_ref(8, 4.0))
+    assert video_block.offsets.tolist() == [
         [0, 0, 0, 0, 13, 13, 13, 13],
         [0, 0, 1, 1] * 2,
         [0, 1, 0, 1] * 2,
     ]
-    assert seen.extent == 14
+    assert video_block.extent == 14
 
 
-def test_clip_with_its_sound_is_in_order_of_time() -> None:
-    omni = layout(MediaConfig(**SMALL, use_audio_in_video=True), hears=True)
-    (block,) = omni.blocks(clip(8, 4.0))
+def test_video_with_its_audio_is_in_order_of_time() -> None:
+    omni = layout(MediaConfig(**SMALL, use_audio_in_video=True), reads_audio=True)
+    (block,) = omni.blocks(video_ref(8, 4.0))
     video, audio = (omni.placeholders[modality] for modality in (Modality.VIDEO, Modality.AUDIO))
     assert block.ids.tolist() == [video] * 4 + [audio] * 13 + [video] * 4 + [audio] * 13
     assert block.features.tolist() == [*range(4), *range(8, 21), *range(4, 8), *range(21, 34)]
@@ -130,42 +130,42 @@ def test_clip_with_its_sound_is_in_order_of_time() -> None:
     ("media", "text"),
     [
         (
-            sound(399),
-            "file:///sound can't be read by the model: audio must have 0.025 s at least",
+            audio_ref(399),
+            "file:///audio can't be read by the model: audio must have 0.025 s at least",
         ),
-        (sound(0), "file:///sound has no number and rate of frames"),
-        (clip(4, 2.0, width=0), "file:///clip has no width and height"),
-        (clip(4, 0.0), "file:///clip has no number and rate of frames"),
+        (audio_ref(0), "file:///audio has no number and rate of frames"),
+        (video_ref(4, 2.0, width=0), "file:///video has no width and height"),
+        (video_ref(4, 0.0), "file:///video has no number and rate of frames"),
         (
             MediaRef("file:///text", bytes(32), "text/plain", 10),
             "file:///text is of type 'text/plain'",
         ),
     ],
 )
-def test_reference_that_can_not_be_shown_is_named(media: MediaRef, text: str) -> None:
+def test_reference_that_the_model_cannot_read_is_named(media: MediaRef, text: str) -> None:
     with pytest.raises(MediaError, match=text):
-        layout(hears=True).blocks(media)
+        layout(reads_audio=True).blocks(media)
 
 
-def test_sound_is_not_for_a_model_that_only_sees() -> None:
+def test_audio_is_refused_for_a_vision_model() -> None:
     with pytest.raises(
-        MediaError, match="file:///sound is of modality audio, and the model reads image, video"
+        MediaError, match="file:///audio is of modality audio, and the model reads image, video"
     ) as caught:
-        layout().blocks(sound(16_000))
+        layout().blocks(audio_ref(16_000))
     assert caught.value.reason == "not_for_this_model"
 
 
 def test_placeholders_of_other_kinds_than_the_media_are_refused() -> None:
-    omni = layout(hears=True)
+    omni = layout(reads_audio=True)
     image, audio = (omni.placeholders[modality] for modality in (Modality.IMAGE, Modality.AUDIO))
     with pytest.raises(PoisonSample, match="placeholders are of other modalities than its media"):
-        omni.expand_placeholders(np.array([7, image], np.int32), [sound(16_000)])
+        omni.expand_placeholders(np.array([7, image], np.int32), [audio_ref(16_000)])
     with pytest.raises(
         PoisonSample, match="of other modalities than its media, or in another order"
     ):
-        omni.find_media_tokens(np.array([image] * 13), np.ones(13, bool), [sound(16_000)])
+        omni.find_media_tokens(np.array([image] * 13), np.ones(13, bool), [audio_ref(16_000)])
     assert omni.expand_placeholders(
-        np.array([7, audio, 8], np.int32), [sound(16_000)]
+        np.array([7, audio, 8], np.int32), [audio_ref(16_000)]
     ).tolist() == [
         7,
         *[audio] * 13,
@@ -174,7 +174,7 @@ def test_placeholders_of_other_kinds_than_the_media_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "hears", "text"),
+    ("settings", "reads_audio", "text"),
     [
         ({"use_audio_in_video": True}, False, "use_audio_in_video needs a model that reads audio"),
         (
@@ -198,14 +198,14 @@ def test_placeholders_of_other_kinds_than_the_media_are_refused() -> None:
     ],
 )
 def test_settings_that_do_not_fit_the_model_are_refused(
-    settings: dict[str, Any], hears: bool, text: str
+    settings: dict[str, Any], reads_audio: bool, text: str
 ) -> None:
     with pytest.raises(ConfigError, match=text):
-        layout(MediaConfig(**settings), hears=hears)
+        layout(MediaConfig(**settings), reads_audio=reads_audio)
 
 
-def test_bounds_of_frames_are_those_of_clips() -> None:
-    clips = layout(MediaConfig(video_min_token_num=16, video_max_token_num=16)).videos
-    assert isinstance(clips, VideoPreprocessor)
-    assert clips.plan(clip(4, 2.0, width=640, height=640)).shape == (4, 64, 64, 3)
-    assert clips.grid(clip(4, 2.0, width=16, height=16)) == (2, 4, 4)
+def test_bounds_of_frames_are_those_of_videos() -> None:
+    videos = layout(MediaConfig(video_min_token_num=16, video_max_token_num=16)).videos
+    assert isinstance(videos, VideoPreprocessor)
+    assert videos.plan(video_ref(4, 2.0, width=640, height=640)).shape == (4, 64, 64, 3)
+    assert videos.grid(video_ref(4, 2.0, width=16, height=16)) == (2, 4, 4)

@@ -78,7 +78,9 @@ def test_check_in_sends_equal_arrays_once(store: ObjectStore) -> None:
             model_version=0,
             values=values,
         )
-        assert isinstance(check_in(event, store, claim_check_threshold_bytes=10).values, StoredArray)
+        assert isinstance(
+            check_in(event, store, claim_check_threshold_bytes=10).values, StoredArray
+        )
     assert len(store.list("")) == 1
 
 

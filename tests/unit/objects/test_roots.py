@@ -73,10 +73,10 @@ def test_media_outside_of_the_roots_are_refused(uri: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "uri", [STORE + "sha256/ab/abcd.png", "s3://pictures/cats/1.png", "file:///data/sets/1.png"]
+    "uri", [STORE + "sha256/ab/abcd.png", "s3://images/cats/1.png", "file:///data/sets/1.png"]
 )
 def test_media_in_the_store_or_an_allowed_root_pass(uri: str) -> None:
-    roots = AllowedRoots.for_store(STORE, ["s3://pictures", "file:///data/sets/"])
+    roots = AllowedRoots.for_store(STORE, ["s3://images", "file:///data/sets/"])
     for event in events_with(uri):
         roots.check(event)
 
@@ -84,7 +84,7 @@ def test_media_in_the_store_or_an_allowed_root_pass(uri: str) -> None:
 def test_worker_refuses_a_record_before_anything_is_fetched(tmp_path: Path) -> None:
     store = ObjectStore.open((tmp_path / "objects").as_uri())
     claim_check = StoreClaimCheck(store, claim_check_threshold_bytes=1)
-    inside = ready(media=[image(store.put(b"a picture", suffix=".png").uri)])
+    inside = ready(media=[image(store.put(b"an image", suffix=".png").uri)])
     assert claim_check.check_out(inside) is inside
     with pytest.raises(ObjectError, match="media must lie under"):
         claim_check.check_out(ready(media=[image("file:///etc/passwd")]))
@@ -116,6 +116,6 @@ def test_array_and_artifact_outside_of_the_store_are_refused(tmp_path: Path, uri
 
 def test_run_file_allows_more_roots(make_run_config: Callable[..., RunConfig]) -> None:
     assert make_run_config().objects.allowed_roots == ()
-    assert make_run_config(objects={"allowed_roots": ["s3://pictures/"]}).objects.allowed_roots == (
-        "s3://pictures/",
+    assert make_run_config(objects={"allowed_roots": ["s3://images/"]}).objects.allowed_roots == (
+        "s3://images/",
     )

@@ -21,7 +21,7 @@ CUT = DeleteRange(("relax.r.rollout.samples", 0), 0, 5, "versions")
 
 
 class FakePurger:
-    """Counts purges; the broker is away when reported so."""
+    """Counts purges; the broker is away when the test sets it."""
 
     def __init__(self) -> None:
         self.num_purges, self.is_away = 0, False
@@ -29,7 +29,7 @@ class FakePurger:
 
     def plan(self, books: RetentionState) -> list[DeleteRange]:
         if self.is_away:
-            raise BrokerUnavailable("nobody answers")
+            raise BrokerUnavailable("no broker answers")
         return [CUT]
 
     def purge(self, cuts: list[DeleteRange], books: RetentionState) -> Counter[str]:

@@ -45,10 +45,10 @@ def issued(prompt_group_id: str = GUEST) -> PromptGroupIssued:
         ("000000-999999999999-7", True),
         ("000003-999999-0", False),
         (OURS, False),
-        ("guest", False),
+        ("external", False),
     ],
 )
-def test_guest_is_told_by_its_seat(prompt_group_id: str, expected: bool) -> None:
+def test_external_group_is_recognized_by_its_index(prompt_group_id: str, expected: bool) -> None:
     assert is_external(prompt_group_id) is expected
 
 

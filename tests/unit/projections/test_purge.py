@@ -10,7 +10,7 @@ import pytest
 from event_samples import committed, published
 from hypothesis import given
 from hypothesis import strategies as st
-from valid_run import MAX_STALENESS, SoundRun
+from valid_run import MAX_STALENESS, ValidRun
 
 from relax_events.config import RunConfig
 from relax_events.events.parts import TopicOffset
@@ -212,7 +212,7 @@ def test_cut_never_passes_a_bound_nor_goes_backwards(
 def purged_ledger(lacking: Collection[str], begins: Mapping[tuple[str, int], int]) -> Ledger:
     """Return the books of a sound run without the records of step 0's prompt groups in some topics,
     whose partitions begin elsewhere."""
-    run = SoundRun(3)
+    run = ValidRun(3)
     ledger = Ledger(MAX_STALENESS, purged=PurgedRanges(run.plan, begins))
     for at, event in run.items():
         is_of_step = getattr(event, "prompt_group_id", "").startswith("000000")

@@ -86,7 +86,7 @@ def test_figures_take_the_phases_of_a_step_that_stands_alone() -> None:
     assert figures_of(state_of(1.0)).tokens_per_second == pytest.approx(200.0)
 
 
-def test_figures_are_unknown_before_the_first_step_and_where_the_trainer_tells_none() -> None:
+def test_metrics_are_unknown_before_the_first_step_and_where_the_trainer_reports_none() -> None:
     empty = ProgressMetrics.from_state(run_config(), RunState(), lag={}, since_micros=0)
     assert (
         empty.step,
@@ -101,7 +101,7 @@ def test_figures_are_unknown_before_the_first_step_and_where_the_trainer_tells_n
     assert (bare.reward, bare.loss, bare.rewards, bare.tokens_per_second) == (None, None, (), 0.0)
 
 
-def test_worker_table_tells_states_apart() -> None:
+def test_worker_table_distinguishes_states() -> None:
     table = WorkerTable(run_config(), since_micros=int(50e6))
     state = RunState()
     for worker_id, at, kind in (
@@ -153,7 +153,7 @@ def test_worker_table_tells_states_apart() -> None:
     assert [name for name, row in rows.items() if not row.is_healthy] == ["reward-0", "trainer-0"]
 
 
-def test_worker_table_counts_a_restart_when_another_process_beats() -> None:
+def test_worker_table_counts_a_restart_when_another_process_sends_heartbeats() -> None:
     table, state = WorkerTable(run_config(), since_micros=0), RunState()
     counts = []
     for pid in (1, 1, 2, 3):

@@ -232,7 +232,7 @@ def test_report_shows_broken_promises() -> None:
 def test_page_draws_a_point_per_step_for_every_curve() -> None:
     state, ledger = books(7)
     page = render_report(built(state, ledger))
-    values = re.findall(r"<figure>.*?</figure>", page, re.DOTALL)
+    values = re.findall(r"<figcaption>.*?</figcaption>", page, re.DOTALL)
     titles = [re.search(r"<b>(.*?)</b>", metric).group(1) for metric in values]  # type: ignore[union-attr]
     assert titles == [
         "Reward",
@@ -249,7 +249,7 @@ def test_page_draws_a_point_per_step_for_every_curve() -> None:
     assert values[7].count("<rect") == 14  # two phases a step
 
 
-def test_page_shows_the_key_figures() -> None:
+def test_page_shows_the_key_metrics() -> None:
     words = Page(render_report(built(*books(12)))).words
     text = " ".join(words)
     for part in (

@@ -18,12 +18,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import beside
+import sibling
 
 
 @dataclass
 class Mine:
-    speed: int = beside.SPEED
+    speed: int = sibling.SPEED
 """
 
 
@@ -34,7 +34,7 @@ def test_find_plugin_gives_an_installed_entry_point_unloaded() -> None:
 
 
 def test_find_plugin_loads_a_class_of_a_file_with_what_lies_next_to_it(tmp_path: Path) -> None:
-    (tmp_path / "beside.py").write_text("SPEED = 3\n")
+    (tmp_path / "sibling.py").write_text("SPEED = 3\n")
     file = tmp_path / "mine.py"
     file.write_text(SOURCE)
     assert find_plugin(ENGINES, f"{file}:Mine", what="engine.name").load()().speed == 3

@@ -26,13 +26,13 @@ REPLACED = {
     r"\b([Ww]hoever|[Nn]obody|[Ss]omebody)\b": "name the noun",
     r"\b(amiss|anew|unfit|mend(ed|s)?|learnt|spelt|heed(ed|s)?)\b": "unhealthy, again, invalid, fix, learned",
     r"\b[Bb]eside\b": "next to, compared with",
-    r"\b[Ff]igures?\b|_figures?\b": "metrics",
+    r"(?<!<)(?<!</)\b[Ff]igures?\b|_figures?\b": "metrics",
     r"\bdrawn\b|_drawn\b": "sampled, generated",
     r"\b[Pp]ictures?\b|_pictures?\b": "image",
     r"\b[Ss]ounds\b|_sounds\b": "audio",
-    r"\bPlace\b|_places?\b": "TopicPartition, position, offset, index",
+    r"\bPlace\b|(?<!\bin)_places?\b": "TopicPartition, position, offset, index",
     r"\b[Ww]orking off\b|\bwork(s|ed)? off\b": "process, drain",
-    r"(?<![Dd]ead[ _-])(?<!dead)\bletters\b": "dead letters",
+    r"(?<![Dd]ead[ _-])(?<!dead)(?<!case )\bletters\b": "dead letters",
 }
 """Patterns of words that are no longer used, each with the standard terms."""
 

@@ -1,4 +1,4 @@
-"""Where two rewards differ is counted, and examples are sampled evenly."""
+"""Where two rewards differ is counted, and examples are chosen evenly."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_draw_takes_all_of_few_and_some_from_everywhere_of_many() -> None:
     assert (few.kept(), none.kept()) == ([0, 1, 2], [])
     sampled = many.kept()
     assert (len(sampled), sampled) == (100, sorted(sampled))
-    # Of 100 numbers that are sampled evenly some 50 lie in either half; 25 is five standard
+    # Of 100 numbers that are chosen evenly some 50 lie in either half; 25 is five standard
     # deviations away.
     assert 25 <= sum(number < 5_000 for number in sampled) <= 75
 
@@ -72,7 +72,7 @@ def test_reward_of_a_log_is_taken_where_a_run_file_says_the_same_or_someone_agre
     rest = {"model": {"path": "model"}, "data": {"source": "jsonl:rows.jsonl"}}
     tree = rest | {
         "run": {"id": "theirs"},
-        "reward": {"function": "remote", "options": {"url": "http://stranger:1"}},
+        "reward": {"function": "remote", "options": {"url": "http://unknown:1"}},
     }
     theirs = small_run(tree)
     assert (
@@ -85,7 +85,7 @@ def test_reward_of_a_log_is_taken_where_a_run_file_says_the_same_or_someone_agre
         UntrustedSettingsError, match="log of run theirs names what would be used here"
     ) as refused:
         require_trusted_reward(theirs, own=[], accept=refuse)
-    assert refused.value.named == [Named("reward.options.url", "http://stranger:1", Names.OPTIONS)]
+    assert refused.value.named == [Named("reward.options.url", "http://unknown:1", Names.OPTIONS)]
     assert require_trusted_reward(theirs, own=[], accept=lambda _: None) == theirs.reward
     harmless = small_run(rest | {"run": {"id": "theirs"}, "reward": {"function": "math"}})
     assert require_trusted_reward(harmless, own=[], accept=refuse) == RewardConfig.model_validate(

@@ -53,10 +53,10 @@ def test_hub_loads_a_function_with_its_options(tmp_path: Path) -> None:
 
 
 def test_hub_versions_a_function_by_its_files_and_settings(tmp_path: Path) -> None:
-    file, beside = tmp_path / "versioned.py", tmp_path / "used_beside.py"
-    beside.write_text("def length(text):\n    return len(text)\n")
-    file.write_text("import json\nfrom used_beside import length\n" + SCORE)
-    files = {"used_beside.py": sha256(beside), "versioned.py": sha256(file)}
+    file, sibling = tmp_path / "versioned.py", tmp_path / "used_sibling.py"
+    sibling.write_text("def length(text):\n    return len(text)\n")
+    file.write_text("import json\nfrom used_sibling import length\n" + SCORE)
+    files = {"used_sibling.py": sha256(sibling), "versioned.py": sha256(file)}
     plain = load_reward(f"{file}:score")
     assert plain.digest == digest_of("score", files)
     assert load_reward(f"{file}:score", options={"scale": 2}).digest == digest_of(

@@ -53,7 +53,7 @@ def test_tally_gives_the_figures_of_its_samples() -> None:
     tally = EvaluationResults(pass_reward=0.5)
     for row, values in rewards.items():
         for place, reward in enumerate(values):
-            tally.note_sample(
+            tally.add_sample(
                 row, reward=reward, num_tokens=10 * row + place, is_truncated=place == 3
             )
     means = np.array([np.mean(values) for values in rewards.values()])
@@ -73,7 +73,7 @@ def test_tally_gives_the_figures_of_its_samples() -> None:
 def test_tally_leaves_out_what_was_not_scored() -> None:
     tally = EvaluationResults(pass_reward=1.0)
     for row, reward in [(0, 1.0), (0, None), (1, 0.0), (1, 1.0)]:
-        tally.note_sample(row, reward=reward, num_tokens=1, is_truncated=False)
+        tally.add_sample(row, reward=reward, num_tokens=1, is_truncated=False)
     assert (tally.num_unscored, tally.reward_mean) == (1, 0.75)
     assert tally.pass_at([1, 2]) == {"1": 0.75, "2": 1.0}  # only prompt 1 has two scored samples
 

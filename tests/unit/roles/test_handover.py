@@ -135,12 +135,12 @@ def test_nothing_is_kept_of_what_nobody_can_go_on_with(
 
 
 def test_all_that_a_sample_is_made_of_is_found_again(partials: PartialSamples) -> None:
-    shown = MediaRef(
+    image = MediaRef(
         "file:///samples/5/crop.png", bytes(range(32)), "image/png", 99, width=3, height=2
     )
     said = ChatMessage(
         "user",
-        [ContentPart(Modality.TEXT, "look closer"), ContentPart(Modality.IMAGE, None, shown)],
+        [ContentPart(Modality.TEXT, "look closer"), ContentPart(Modality.IMAGE, None, image)],
     )
     whole = dataclasses.replace(
         sample(0, 4, FinishReason.ABORT, 5),

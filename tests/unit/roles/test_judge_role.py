@@ -39,7 +39,7 @@ BY_ROUTE = {
 
 
 class Speaking:
-    """An engine that writes down what it is asked, and says what it is reported to."""
+    """An engine that writes down what it is asked, and answers what the test sets."""
 
     def __init__(self, config: RunConfig) -> None:
         self.renderer = load_judge_renderer(config.judge, config.data)

@@ -63,7 +63,7 @@ def taught(config: Any) -> tuple[Scripted, list[LogprobsComputed]]:
     return scorer, [event for _, event in records]
 
 
-def test_drawn_tokens_are_all_that_is_said_of_where_the_loss_takes_no_set(
+def test_teacher_sends_the_sampled_tokens_alone_where_the_loss_takes_no_set(
     make_run_config: Any,
 ) -> None:
     scorer, events = taught(

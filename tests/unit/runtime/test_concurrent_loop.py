@@ -233,7 +233,7 @@ def test_samples_of_a_revoked_partition_are_cancelled(stage: Stage) -> None:
     stage.write(4)
     stage.step()
     stage.step(4)
-    assert stage.committed[3:] == [{0: 4}, {0: 5}], "a partition that comes back begins anew"
+    assert stage.committed[3:] == [{0: 4}, {0: 5}], "a partition that comes back begins again"
 
 
 def test_drain_takes_nothing_new_and_finishes_samples_in_flight(stage: Stage) -> None:

@@ -92,7 +92,7 @@ def newest(clocked: Clocked) -> WorkerHeartbeat:
     return [event for event in clocked.sent if isinstance(event, WorkerHeartbeat)][-1]
 
 
-def test_beat_tells_since_when_there_was_work_without_progress_and_waiting_is_none(
+def test_heartbeat_reports_since_when_there_was_work_without_progress_and_waiting_is_none(
     clocked: Clocked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wall = 5_000_000
@@ -138,7 +138,7 @@ def test_beats_go_on_inside_a_long_call_and_name_it_with_its_deadline(clocked: C
     assert inside(clocked, after=100.0) is None, "between calls a loop that does not turn is silent"
     with clocked.heartbeat.activity("publish weights", deadline_seconds=60.0):
         assert inside(clocked, after=0.0) is not None
-        assert inside(clocked, after=0.5) is None, "no beat is due"
+        assert inside(clocked, after=0.5) is None, "no heartbeat is due"
         heartbeat = inside(clocked, after=50.0)
     assert heartbeat is not None
     assert heartbeat.activity_since is not None
@@ -148,7 +148,10 @@ def test_beats_go_on_inside_a_long_call_and_name_it_with_its_deadline(clocked: C
         WorkerState.WORKING,
         None,
     )
-    assert (heartbeat.sent_at - heartbeat.activity_since, heartbeat.activity_deadline_at - heartbeat.sent_at) == (
+    assert (
+        heartbeat.sent_at - heartbeat.activity_since,
+        heartbeat.activity_deadline_at - heartbeat.sent_at,
+    ) == (
         50_500_000,
         9_500_000,
     )

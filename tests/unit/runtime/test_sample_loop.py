@@ -25,7 +25,7 @@ SAMPLES = "rollout.samples"
 
 
 class Stage:
-    """A role with the records that wait for it; `did` reports what it did, in order."""
+    """A role with the records that wait for it; `did` lists what it did, in order."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **limits: int) -> None:
         self.waiting: list[Record] = []

@@ -162,7 +162,9 @@ def test_end_that_nobody_may_ask_for_is_poison(changes: dict[str, Any], text: st
         )
     assert len(str(caught.value)) < 300
     assert (
-        check_ended(ended("000001-0002-0"), allowed=allowed_outcomes(TRAINING_SAMPLES)).prompt_group_id
+        check_ended(
+            ended("000001-0002-0"), allowed=allowed_outcomes(TRAINING_SAMPLES)
+        ).prompt_group_id
         == "000001-0002-0"
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from event_samples import ended, ready, rolled_out, scored
 from event_samples import evaluated as logprobs
-from valid_run import SoundRun
+from valid_run import ValidRun
 
 from relax_events.events.parts import Outcome, WorkerState
 from relax_events.events.types import Event, MetricsReported, WorkerHeartbeat
@@ -54,7 +54,7 @@ def test_samples_stand_where_the_advantage_role_alone_writes() -> None:
 def test_what_an_evaluator_says_stands_on_its_own_topic() -> None:
     assert belongs_on("reference.logprobs", logprobs(model_role="reference"))
     assert not belongs_on("critic.values", logprobs(model_role="reference"))
-    assert not belongs_on("reference.logprobs", logprobs(model_role="nobody"))
+    assert not belongs_on("reference.logprobs", logprobs(model_role="absent"))
 
 
 def test_what_is_said_of_a_worker_stands_on_the_topic_of_its_role() -> None:
@@ -87,7 +87,7 @@ def test_what_is_said_of_a_worker_stands_on_the_topic_of_its_role() -> None:
 
 @pytest.mark.parametrize("entity", ["rollout.samples", "reward.scores", "prompt.end-requests"])
 def test_ledger_takes_nothing_from_a_role_that_may_not_say_it(entity: str) -> None:
-    run, group = SoundRun(6), "000003-0000-0"
+    run, group = ValidRun(6), "000003-0000-0"
     sound = run.ledger().totals()
     events = [
         ready(group, 0, version=2),

@@ -18,7 +18,9 @@ def test_plan_gives_all_sample_topics_the_same_partitions(
     make_run_config: Callable[..., RunConfig],
 ) -> None:
     plan = TopicPlan.from_config(
-        make_run_config(run={"id": "mine", "max_staleness": 2}, broker={"partitions_per_version": 3})
+        make_run_config(
+            run={"id": "mine", "max_staleness": 2}, broker={"partitions_per_version": 3}
+        )
     )
     specs = {spec.name: spec for spec in plan.specs()}
     assert len(specs) == len(plan.specs())
@@ -44,7 +46,9 @@ def test_files_of_the_log_are_closed_in_time_where_purged_records_shall_leave_th
 ) -> None:
     plan = TopicPlan.from_config(make_run_config(run={"id": "mine", "retain_versions": retained}))
     purged = [
-        spec for spec in plan.specs() if plan.parse_entity(spec.name) in {*QUEUE_TOPICS, *SAMPLE_TOPICS}
+        spec
+        for spec in plan.specs()
+        if plan.parse_entity(spec.name) in {*QUEUE_TOPICS, *SAMPLE_TOPICS}
     ]
     assert {spec.settings.get("segment.ms") for spec in purged} == {expected}
 

@@ -1,4 +1,4 @@
-"""The critic lays samples out by the trainer's rules: it reports a leak from rounding, and counts
+"""The critic lays samples out by the trainer's rules: it distinguishes a leak from rounding, and counts
 cells."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The trainer reports records that no worker of the run wrote, and takes the honest ones that come
+"""The trainer recognizes records that no worker of the run wrote, and takes the honest ones that come
 after them."""
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def test_honest_sample_meets_the_terms() -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"prompt_group_id": "nobody's"}, '"nobody\'s" is no prompt group id'),
+        ({"prompt_group_id": "absent"}, '"absent" is no prompt group id'),
         (
             {"train_step": 3},
             "its id names (1, 2, 0) where train_step, group_index and attempt are (3, 2, 0)",

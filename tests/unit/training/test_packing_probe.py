@@ -1,4 +1,4 @@
-"""At its start the model reports a leak between packed samples from another kernel's rounding, in any
+"""At its start the model distinguishes a leak between packed samples from another kernel's rounding, in any
 dtype."""
 
 from __future__ import annotations

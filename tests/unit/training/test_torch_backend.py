@@ -711,7 +711,9 @@ def test_metrics_contain_every_field():
     fields = dataclasses.asdict(metrics)
     assert fields.pop("algorithm_metrics") == {}
     assert metrics.to_metrics() == {name: float(value) for name, value in fields.items()}
-    own = dataclasses.replace(metrics, algorithm_metrics={"margin": 0.5}).to_metrics(of_engine=False)
+    own = dataclasses.replace(metrics, algorithm_metrics={"margin": 0.5}).to_metrics(
+        of_engine=False
+    )
     assert set(own) == {
         "loss",
         "entropy",

@@ -1,4 +1,4 @@
-"""Weights written as changes to the version before: the same bits come out, the process that cached what,
+"""Weights written as changes to the version before: the same bits come out, whatever the cache holds,
 and what is wrong is found out.
 """
 

@@ -251,7 +251,7 @@ def test_delete_weights_forgets_the_given_versions_alone(store: ObjectStore) -> 
     read_weights(store, references[2])
 
 
-def test_stored_versions_tells_half_written_ones_too(store: ObjectStore) -> None:
+def test_stored_versions_includes_half_written_ones(store: ObjectStore) -> None:
     assert stored_versions(store) == []
     for version in (10, 2):
         write_weights(store, some_tensors(), policy_version=version)
