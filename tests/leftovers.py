@@ -36,8 +36,8 @@ TRACKED = ("sem.mp-", "psm_")
 """What multiprocessing names so, its tracker deletes once the processes that share it have ended,
 whether they have it open or not."""
 GRACE_SECONDS = 30.0
-"""In which processes may end that are ending on command: the embedded broker ends by itself once no one uses
-it any more."""
+"""In which processes may end that are ending on command: the embedded broker ends by itself once no
+one uses it any more."""
 LOOK_SECONDS = 0.2
 
 

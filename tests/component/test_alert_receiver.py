@@ -1,5 +1,5 @@
-"""What Alertmanager posts is sent to every service, or is posted again: over HTTP on both sides, with
-Apprise between."""
+"""What Alertmanager posts is sent to every service, or is posted again: over HTTP on both sides,
+with Apprise between."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A broker that refuses is distinguished from one that is away, by what clients hear and by a look at its
-TLS."""
+"""A broker that refuses is distinguished from one that is away, by what clients hear and by a look
+at its TLS."""
 
 from __future__ import annotations
 
@@ -176,7 +176,8 @@ def test_wrong_password_names_the_user_and_never_the_password(tls: dict[str, str
     )
     assert error is not None
     assert (
-        "writing: _AUTHENTICATION authentication of user 'me' failed; the broker does not know this "
+        "writing: _AUTHENTICATION authentication of user 'me' failed; the broker does not "
+        "know this "
         "user, or has another password for it"
     ) in str(error)
     assert "hunter2" not in str(error)

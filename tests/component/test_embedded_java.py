@@ -110,7 +110,8 @@ def test_find_java_says_that_it_hangs(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(
         EnvironmentProblem,
         match=(
-            f"{path} -version did not respond within 0.2 s; find out why it hangs, or install Java 17"
+            f"{path} -version did not respond within 0.2 s; find out why it hangs, or "
+            "install Java 17"
         ),
     ):
         find_java()

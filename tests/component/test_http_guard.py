@@ -1,5 +1,5 @@
-"""The guard before our HTTP APIs: what it refuses, before it reads, and how little an unknown producer's
-call costs."""
+"""The guard before our HTTP APIs: what it refuses, before it reads, and how little an unknown
+producer's call costs."""
 
 from __future__ import annotations
 

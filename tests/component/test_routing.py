@@ -349,7 +349,8 @@ def test_engines_that_are_lost_again_and_again_end_the_router(open_router: OpenR
     with pytest.raises(
         EngineFailed,
         match=(
-            "every engine was lost 4 times without a finished sample in between; the last one, engine-0: "
+            "every engine was lost 4 times without a finished sample in between; the last "
+            "one, engine-0: "
             "engine-0 is lost"
         ),
     ):

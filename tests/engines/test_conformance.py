@@ -290,8 +290,8 @@ def test_swap_keeps_the_cache_and_says_so(make: MakeEngine, gate: Gate) -> None:
             assert segment.policy_version == 1 or not segment.kept_cache
             if segment.kept_cache:
                 kept.append(differences.max())
-            # of the old weights, or computed again after an end token of the model's that is none of
-            # the request's
+            # of the old weights, or computed again after an end token of the model's that is none
+            # of the request's
             else:
                 assert differences.max() < 1e-5
     assert kept

@@ -289,7 +289,8 @@ def test_other_weights_take_over_between_two_tokens(tmp_path: Path, gate: Gate) 
 
 
 def reported(reply: dict[str, Any], *, num_layers: int = 2, top_k: int = 2) -> np.ndarray:
-    """Read what is reported of experts, as SGLang's `extract_routed_experts_from_meta_info` does."""
+    """Read what is reported of experts, as SGLang's `extract_routed_experts_from_meta_info`
+    does."""
     return np.frombuffer(b64decode(reply["meta_info"]["routed_experts"]), np.int32).reshape(
         -1, num_layers, top_k
     )

@@ -1,5 +1,5 @@
-"""What unknown producers may write into a run's topics: bytes that no worker can use, and records that no
-broker takes."""
+"""What unknown producers may write into a run's topics: bytes that no worker can use, and records
+that no broker takes."""
 
 from __future__ import annotations
 

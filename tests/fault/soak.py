@@ -331,7 +331,8 @@ class Soak:
 
 @contextmanager
 def local_broker(folder: Path) -> Iterator[EmbeddedBroker]:
-    """Give a broker that runs start again by themselves, and end it, whichever process started it last."""
+    """Give a broker that runs start again by themselves, and end it, whichever process started it
+    last."""
     with EmbeddedBroker(folder) as broker:
         try:
             yield broker

@@ -216,7 +216,8 @@ def test_sample_is_no_poison_where_the_clients_of_a_worker_hear_nothing(
     with pytest.raises(
         ClientFailed,
         match=(
-            "policy version 1 is published, and the client of the control topics has not received it"
+            "policy version 1 is published, and the client of the control topics has not "
+            "received it"
         ),
     ):
         worker.control.wait_until_published(1)

@@ -1,5 +1,5 @@
-"""A log that an unknown producer has written: looking at it and forking it runs none of its code and contacts
-no address, before someone agrees."""
+"""A log that an unknown producer has written: looking at it and forking it runs none of its code
+and contacts no address, before someone agrees."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def was_called(server: socket.socket) -> bool:
 
 @dataclasses.dataclass
 class Hostile:
-    """A run whose description an unknown producer has written, and the trace that its code would leave."""
+    """A run whose description an unknown producer has written, and the trace that its code would
+    leave."""
 
     config: RunConfig
     tree: dict[str, Any]

@@ -1,5 +1,5 @@
-"""A prompter that starts again continues where the log says: past external producers, lost rows, rows that were
-passed over, and lost images."""
+"""A prompter that starts again continues where the log says: past external producers, lost rows,
+rows that were passed over, and lost images."""
 
 from __future__ import annotations
 

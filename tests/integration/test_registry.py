@@ -81,8 +81,8 @@ def test_confluents_deserializer_reads_what_we_write(registry: Registry) -> None
 
 
 def test_we_read_what_confluents_serializer_writes(registry: Registry) -> None:
-    """An unknown producer's schema: fewer fields, one of its own, registered by the serializer and published
-    nowhere else."""
+    """An unknown producer's schema: fewer fields, one of its own, registered by the serializer and
+    published nowhere else."""
     schema = json.loads(json.dumps(SCHEMAS[NAME]))
     schema["fields"] = [field for field in schema["fields"] if field["name"] != "mean_reward"]
     schema["fields"].append({"name": "judge", "type": "string", "default": ""})

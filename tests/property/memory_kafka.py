@@ -3,8 +3,8 @@ and with a crash behind every call.
 
 It keeps what the product's promises rest on: offsets, committed positions, transactions with
 markers and read_committed, fencing by transactional id, consumer groups whose stale members are
-refused. The caller that makes a client is its process; a process that dies does so at a broker call, before
-or after the call took effect, and takes its unsent records with it.
+refused. The caller that makes a client is its process; a process that dies does so at a broker
+call, before or after the call took effect, and takes its unsent records with it.
 """
 
 from __future__ import annotations

@@ -236,8 +236,8 @@ class Prompts:
 
 
 class LateWriter:
-    """Stands for the thread that writes weights while the next step runs: what it is given is done when
-    someone asks for the second time."""
+    """Stands for the thread that writes weights while the next step runs: what it is given is done
+    when someone asks for the second time."""
 
     def __init__(self, **_: Any) -> None:
         pass
@@ -469,8 +469,8 @@ class SimulatedRun:
 
 
 def _tick(self: Lifecycle, *, working: bool) -> None:
-    """Stand in for `Lifecycle.tick`: the round is over, someone else's turn; then take in what control
-    says, as the follower's thread would."""
+    """Stand in for `Lifecycle.tick`: the round is over, someone else's turn; then take in what
+    control says, as the follower's thread would."""
     running = SimulatedProcess.running
     assert running is not None
     running.hand_back()

@@ -319,7 +319,8 @@ def test_run_in_which_all_wait_for_each_other_is_restored_and_in_the_end_given_u
     assert tally(world, "restore") == LIMITS.max_pipeline_restarts
     assert world.commands[-1].command is Command.STOP
     assert world.commands[-1].reason.startswith(
-        "no worker has had any work for 120 s, and the goal is not reached; nor did 3 pipeline restarts"
+        "no worker has had any work for 120 s, and the goal is not reached; nor did 3 "
+        "pipeline restarts"
     )
 
 

@@ -255,8 +255,8 @@ COMPARED: list[tuple[str, list[Piece]]] = [
     ("audio in video", [IMAGE, LONGER_VIDEO]),
     ("audio in video", [VIDEO]),
 ]
-"""Not two audio videos of several lengths: transformers pads the one to the other's, and the tower's
-convolutions read the padding."""
+"""Not two audio inputs of several lengths: transformers pads the one to the other's, and the
+tower's convolutions read the padding."""
 
 
 @pytest.mark.parametrize(

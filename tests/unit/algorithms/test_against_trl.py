@@ -1,5 +1,5 @@
-"""Losses, gradients and advantages compared with those of TRL's own trainers, as tests/trl_reference.py
-wrote them down."""
+"""Losses, gradients and advantages compared with those of TRL's own trainers, as
+tests/trl_reference.py wrote them down."""
 
 from __future__ import annotations
 

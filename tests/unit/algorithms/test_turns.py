@@ -314,7 +314,8 @@ def test_score_that_does_not_fit_its_sample_is_a_failure() -> None:
         one, Score(2.0, {}, turn_rewards=(1.0, 1.0)), reward_name="mine", reward_digest="d"
     )
     wanted = (
-        f"reward function mine returned rewards of a wrong length: sample {one.sample_id}: turn_rewards "
+        f"reward function mine returned rewards of a wrong length: sample {one.sample_id}: "
+        "turn_rewards "
         "must be one for each turn, and there is 1, got 2"
     )
     assert (failed.reward, failed.turn_rewards, failed.error) == (None, None, wanted)

@@ -1,5 +1,5 @@
-"""The runs compared with TRL: what the page says follows from the metrics, and every side's settings make
-a run file."""
+"""The runs compared with TRL: what the page says follows from the metrics, and every side's
+settings make a run file."""
 
 from __future__ import annotations
 

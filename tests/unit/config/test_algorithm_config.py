@@ -334,7 +334,10 @@ def test_every_installed_algorithm_is_whole() -> None:
         ),
         (
             {"name": "ipo", "label_smoothing": 0.1},
-            "label_smoothing = 0.1 is not used by ipo, which has dpo_beta, length_normalised; leave",
+            (
+                "label_smoothing = 0.1 is not used by ipo, which has dpo_beta, "
+                "length_normalised; leave"
+            ),
         ),
         ({"name": "dpo", "nll_coefficient": -1.0}, "greater than or equal to 0"),
         ({"length_normalised": True}, "length_normalised = True is not used by grpo"),

@@ -206,7 +206,8 @@ def test_object_store_lies_in_the_run_directory_when_not_set(
         (
             "trainer.ranks=5",
             (
-                "every rank reads shards of its own: trainer.ranks = 5 needs broker.partitions_per_version >= 5, "
+                "every rank reads shards of its own: trainer.ranks = 5 needs "
+                "broker.partitions_per_version >= 5, "
                 "got 2; set broker.partitions_per_version or trainer.ranks"
             ),
         ),

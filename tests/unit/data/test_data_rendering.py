@@ -30,8 +30,8 @@ def test_renderer_uses_the_chat_template(folder: Path) -> None:
     renderer = PromptRenderer.from_folder(folder, CHAT)
     tokens = renderer.prompt_tokens(TALK)
     assert tokens.dtype == np.int32
-    # Counted by hand: start, role, 8 characters, end, newline; start, role, 2 characters, end, newline;
-    # start, role.
+    # Counted by hand: start, role, 8 characters, end, newline; start, role, 2 characters, end,
+    # newline; start, role.
     assert len(tokens) == 12 + 6 + 2
     assert tokens[0] == tokens[12] == tokens[18]
 

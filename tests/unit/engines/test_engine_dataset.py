@@ -67,7 +67,8 @@ def test_engine_hands_out_each_answer_once_as_it_came() -> None:
         (
             (1, 5),
             (
-                "sample g/1: prompt and completion have 7 tokens; raise engine.max_context_tokens = "
+                "sample g/1: prompt and completion have 7 tokens; raise "
+                "engine.max_context_tokens = "
                 "6 or drop the row"
             ),
         ),

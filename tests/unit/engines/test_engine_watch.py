@@ -1,5 +1,5 @@
-"""What is reported about an engine: how full it is, what it does with its time, and what became of its
-tokens."""
+"""What is reported about an engine: how full it is, what it does with its time, and what became of
+its tokens."""
 
 from __future__ import annotations
 

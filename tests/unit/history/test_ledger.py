@@ -111,8 +111,8 @@ def test_settling_on_the_way_changes_no_judgement(tamper: Tampering) -> None:
 
 
 def in_step(run: ValidRun) -> list[tuple[int, Any]]:
-    """Return the events with how far everything is reported when they come: a group's and a step's own
-    records come together."""
+    """Return the events with how far everything is reported when they come: a group's and a step's
+    own records come together."""
 
     def step_of(event: Any) -> int:
         for name in ("trainer_version", "train_step", "policy_version"):

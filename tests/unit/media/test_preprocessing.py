@@ -193,7 +193,10 @@ def test_placeholders_of_other_kinds_than_the_media_are_refused() -> None:
         (
             {"video_fps": 3},
             True,
-            "model.media.video_fps = 3.0 would place the temporal patches of a video 8.66667 positions apart",
+            (
+                "model.media.video_fps = 3.0 would place the temporal patches of a video 8.66667 "
+                "positions apart"
+            ),
         ),
     ],
 )

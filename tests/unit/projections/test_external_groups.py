@@ -1,5 +1,5 @@
-"""What external producers ask for is distinguished by its id, everywhere, and hurts no one: no slot is taken, no
-count of failures grows."""
+"""What external producers ask for is distinguished by its id, everywhere, and hurts no one: no slot
+is taken, no count of failures grows."""
 
 from __future__ import annotations
 
@@ -96,7 +96,8 @@ def test_ledger_counts_guests_apart() -> None:
 
 
 def test_forgotten_guest_makes_no_step_count_as_decided(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step in an external producer's id is its producer's word: it may lie far ahead of the trainer's."""
+    """The step in an external producer's id is its producer's word: it may lie far ahead of the
+    trainer's."""
     monkeypatch.setattr(assembly, "DEDUP_WINDOW_SIZE", 4)
     decided = assembly.DedupWindow(())
     decided.add("999999-1000000-0")

@@ -1,5 +1,5 @@
-"""A map role that done_samples samples as they are done: what it commits meanwhile, and what it lets go.
-Worker, consumer and work are stand-ins."""
+"""A map role that hands on samples as they are done: what it commits meanwhile, and what it
+lets go. Worker, consumer and work are stand-ins."""
 
 from __future__ import annotations
 

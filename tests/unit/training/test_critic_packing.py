@@ -1,5 +1,5 @@
-"""The critic lays samples out by the trainer's rules: it distinguishes a leak from rounding, and counts
-cells."""
+"""The critic lays samples out by the trainer's rules: it distinguishes a leak from rounding, and
+counts cells."""
 
 from __future__ import annotations
 

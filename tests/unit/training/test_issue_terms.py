@@ -1,5 +1,5 @@
-"""The trainer recognizes records that no worker of the run wrote, and takes the honest ones that come
-after them."""
+"""The trainer recognizes records that no worker of the run wrote, and takes the honest ones that
+come after them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""At its start the model distinguishes a leak between packed samples from another kernel's rounding, in any
-dtype."""
+"""At its start the model distinguishes a leak between packed samples from another kernel's
+rounding, in any dtype."""
 
 from __future__ import annotations
 
