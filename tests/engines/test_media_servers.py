@@ -88,7 +88,7 @@ Model = Callable[..., Path]
 @cache
 def deep_omni_model(seed: int = 3) -> Path:
     """Write a tiny model that reads images, video and audio, with a layer more than its vision
-    tower gives     something for."""
+    tower gives something for."""
     sizes = {"hidden_size": 32, "num_layers": 3}
     return make_tiny(
         kept_folder("media") / "model",
