@@ -42,7 +42,7 @@ def _direction(generator: np.random.Generator, options: ClipOptions) -> Syntheti
         canvas = background(generator, pixels)
         fill(generator, canvas[y : y + side, x : x + side], colour)
         frames.append(canvas)
-    return SyntheticItem(name, encoded(frames))
+    return SyntheticItem(name, encode_video(frames))
 
 
 def _order(generator: np.random.Generator, options: ClipOptions) -> SyntheticItem:
@@ -59,10 +59,10 @@ def _order(generator: np.random.Generator, options: ClipOptions) -> SyntheticIte
             str(first if index < options.frames // 2 else last),
         )
         frames.append(canvas)
-    return SyntheticItem(str(last), encoded(frames))
+    return SyntheticItem(str(last), encode_video(frames))
 
 
-def encoded(frames: list[UInt8[np.ndarray, "side side 3"]]) -> bytes:
+def encode_video(frames: list[UInt8[np.ndarray, "side side 3"]]) -> bytes:
     """Write frames as an MP4 file; the same frames give the same bytes.
 
     Raises:
