@@ -1,8 +1,8 @@
-"""The actor-forward role: log-probabilities of every sample under the policy version that owns its
-slot, as the trainer sees it.
+"""The actor-forward role: recomputes every sample's log-probabilities with the trainer's model.
 
-Consumes rollout.samples, produces LogprobsComputed on actor.logprobs. Where engine and trainer
-differ in numerics, these stand below the probability ratio instead of the engine's.
+Consumes rollout.samples, produces LogprobsComputed on actor.logprobs. The weights are those of the
+sample's policy version. The loss divides by these log-probabilities instead of the engine's, whose
+numerics may differ from the trainer's.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from relax_events.weights.manifest import Weights
 from relax_events.weights.transport import StoreReader, WeightsReader
 
 MAX_VERSIONS = 2
-"""Held in memory, whole: the version that most samples are of, and its neighbour where they
+"""Versions whose weights are held in memory: two, because samples of neighbouring versions may
 alternate."""
 LOST_SECONDS = 30.0
-"""After which a version that could not be read is tried again: its objects may have been
-restored."""
+"""Seconds until an unreadable version is read again: its objects may have been restored."""
 
 
 def run(config: RunConfig, *, index: int = 0) -> None:
@@ -52,8 +51,9 @@ def run(config: RunConfig, *, index: int = 0) -> None:
 
 
 class VersionedWeights:
-    """Puts the weights of the wanted version into the scorer. Samples come by version, oldest
-    first: few are at hand, others are read again.
+    """Loads the weights of the wanted version into the scorer.
+
+    Samples arrive by version, oldest first, so only a few versions are cached.
     """
 
     def __init__(
@@ -69,22 +69,22 @@ class VersionedWeights:
         self._cached: OrderedDict[int, Weights] = OrderedDict()
         self._clock = clock
         self._lost: dict[int, tuple[float, WeightsError]] = {}
-        """Since when (monotonic) a version counts as lost, and why."""
+        """Monotonic time and reason of the last failed read, by version."""
         self._held = -1
 
     def apply(self, event: Event) -> None:
-        """Remember where a version's tensors are; forget those that left the window."""
+        """Keep a published version, and drop the versions that left the window."""
         if isinstance(event, PolicyVersionPublished):
             self._published[event.policy_version] = event
             self._published.pop(event.policy_version - self._worker.plan.num_slots, None)
             self._lost.pop(event.policy_version - self._worker.plan.num_slots, None)
 
     def use(self, policy_version: int) -> int:
-        """Make the scorer hold the weights of a version.
+        """Load the weights of a version into the scorer; return the version.
 
         Raises:
-            PoisonSample: The version was never published, or long ago.
-            WeightsError: Its artifact is unreadable, or was less than LOST_SECONDS ago.
+            PoisonSample: The version was never published, or has left the window.
+            WeightsError: Its artifact is unreadable, or was unreadable less than LOST_SECONDS ago.
         """
         if policy_version == self._held:
             return policy_version
@@ -103,7 +103,7 @@ class VersionedWeights:
         return policy_version
 
     def _read(self, policy_version: int) -> Weights:
-        latest = self._worker.control.latest  # known an instant before we are told
+        latest = self._worker.control.latest  # known an instant before the event arrives here
         published = (
             latest
             if latest and latest.policy_version == policy_version
@@ -119,7 +119,7 @@ class VersionedWeights:
         except WeightsError as error:
             remedy = (
                 "restore the object, or start the run again: its trainer writes its newest "
-                "version anew; or fork it from an older version"
+                "version again; or fork it from an older version"
             )
             lost = WeightsError(f"{error}; {remedy}")
             self._lost[policy_version] = self._clock(), lost

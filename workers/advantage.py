@@ -34,7 +34,7 @@ from relax_events.kafka.records import ProducerRecord, Record
 from relax_events.objects.roots import list_media
 from relax_events.roles.worker_factory import open_worker
 from relax_events.runtime.failpoints import failpoint
-from relax_events.runtime.join import GroupJoin, JoinedGroup
+from relax_events.runtime.join import PromptGroupJoin, JoinedGroup
 from relax_events.runtime.validation import check_sample, require_allowed_event
 from relax_events.runtime.worker import Worker
 from relax_events.staleness import IssuedGroup, is_external
@@ -44,8 +44,7 @@ log = structlog.get_logger()
 IDLE_SECONDS = 0.5
 DRAIN_COMMIT_SECONDS = 5.0
 MAX_RECORDS = 256
-"""Taken at a time: as many are joined before the consumer polls again and their offsets are
-committed."""
+"""Maximum records that are joined between two polls; their offsets are committed after them."""
 
 
 def run(config: RunConfig, *, index: int = 0) -> None:
@@ -55,7 +54,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
 
 
 def needed_model_roles(config: RunConfig) -> frozenset[str]:
-    """Return whose log-probabilities and values a sample needs before it can be trained."""
+    """Return the roles whose log-probabilities or values a sample needs for training."""
     algorithm = config.algorithm
     wanted = {
         "reference": algorithm.needs_reference,
@@ -71,14 +70,14 @@ class AdvantageLoop:
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        evaluators = needed_model_roles(worker.config)
+        logprob_roles = needed_model_roles(worker.config)
         scores = ["reward.scores"] if self._has_rewards else []
         entities = [
             "rollout.samples",
             *scores,
-            *(LOGPROB_TOPICS[name] for name in sorted(evaluators)),
+            *(LOGPROB_TOPICS[name] for name in sorted(logprob_roles)),
         ]
-        self._join = GroupJoin(evaluators=evaluators, needs_scores=self._has_rewards)
+        self._join = PromptGroupJoin(logprob_roles=logprob_roles, needs_scores=self._has_rewards)
         self._estimator = AdvantageEstimator(
             worker.config.algorithm, max_new_tokens=worker.config.engine.sampling.max_new_tokens
         )
@@ -116,8 +115,7 @@ class AdvantageLoop:
         started = time.monotonic()
         for record in records:
             is_late = self._worker.control.is_expired(record.policy_version)
-            # the trainer may be waiting for just this prompt group: then no version will come to
-            # expire it
+            # the trainer may wait for this prompt group: then no new version expires it
             self._expiry_is_due |= is_late
             if is_late and record.topic != self._worker.plan.topic("rollout.samples"):
                 self._join.skip(record)
@@ -136,7 +134,7 @@ class AdvantageLoop:
         self._worker.lifecycle.record_processed(len(records), started)
 
     def _count_dropped(self) -> None:
-        """Count the records of generations that were not joined, since the last time."""
+        """Count the records of generations that were not joined, since the last call."""
         self._worker.metrics.count_dropped_generation(self._join.num_dropped)
         self._join.num_dropped = 0
 
@@ -163,7 +161,7 @@ class AdvantageLoop:
         try:
             IssuedGroup.parse(record.key)
         except CorruptRecord:
-            self._join.skip(record)  # an unknown producer's record: its dead letter must do
+            self._join.skip(record)  # of an unknown producer: a dead letter is enough
             return None
         return self._join.fail(record, reason)
 
@@ -216,7 +214,7 @@ class AdvantageLoop:
             self._worker.records.producer.send(self._ready_record(group, sample, advantages=values))
 
     def _get_reward(self, group: JoinedGroup, sample: SampleRolledOut) -> float:
-        """Return a sample's reward: 0 where nothing is rewarded."""
+        """Return a sample's reward; 0 in a run without rewards."""
         return group.reward_of(sample) if self._has_rewards else 0.0
 
     def _components_of(self, group: JoinedGroup, sample: SampleRolledOut) -> dict[str, float]:

@@ -1,7 +1,7 @@
-"""The controller: watches the control log, ends the run at its goal or when it can't be reached,
-has workers that are not well restarted, and answers who asks for more or fewer of them.
+"""The controller: ends the run, restarts unhealthy workers, and scales roles out and in.
 
-Its state is the control log; a controller that is killed starts again and knows all that it knew.
+It ends the run at its goal, or when the goal can't be reached. All its state is folded from the
+control log, so a restarted controller reads it back.
 """
 
 from __future__ import annotations
@@ -50,14 +50,12 @@ from relax_events.runtime.worker import Worker
 
 log = structlog.get_logger()
 IDLE_SECONDS = 0.5
-SCRAPE_GRACE_SECONDS = (
-    12.0  # longer than Prometheus needs to come by once, and shorter than a drain may take
-)
+SCRAPE_GRACE_SECONDS = 12.0  # longer than a Prometheus scrape interval, shorter than a drain
 PARTITIONS_SECONDS, PARTITIONS_TIMEOUT_SECONDS = 30.0, 3.0
 QUEUE_SECONDS, QUEUE_RETRY_SECONDS = (
     5.0,
     60.0,
-)  # brokers before 4.2 don't know the question, and log that
+)  # brokers before 4.2 do not support the request, and log each one
 
 
 def run(config: RunConfig, *, index: int = 0) -> None:
@@ -67,8 +65,8 @@ def run(config: RunConfig, *, index: int = 0) -> None:
 
 
 def open_controller(config: RunConfig, *, index: int) -> Worker:
-    """Make the controller's worker, which follows as much of the control log as health, scaling and
-    purges look at.
+    """Return the controller's worker, which follows the control topics that health, scaling and
+    purges need.
     """
     num_versions = max(RECENT_VERSIONS, num_versions_needed(config))
     return open_worker(
@@ -82,9 +80,7 @@ def open_controller(config: RunConfig, *, index: int) -> Worker:
 
 
 class ControllerLoop:
-    """Waits for control events and calls, or for half a second to look for workers that fell
-    silent.
-    """
+    """Waits for control events and API calls, and checks heartbeats every half second."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker, self._config = worker, worker.config
@@ -121,7 +117,7 @@ class ControllerLoop:
         self._leader_follower: ControlFollower | None = None
 
     def run(self) -> None:
-        """Watch until the drain starts."""
+        """Work until the drain starts."""
         worker = self._worker
         worker.drain.on_start(lambda: self._inbox.put(None))
         self._describe()
@@ -154,9 +150,7 @@ class ControllerLoop:
         self._worker.lifecycle.tick(working=False)
 
     def _wait_for_last_scrape(self) -> None:
-        """Serve for a moment how the run ended, where somebody is there to see it: it is what
-        silences alerts, or the reason for one.
-        """
+        """Serve the final metrics for one more scrape: they resolve alerts, or fire one."""
         deadline = Deadline(
             SCRAPE_GRACE_SECONDS
             if self._state.ended is not None and self._config.telemetry.metrics_port
@@ -167,21 +161,21 @@ class ControllerLoop:
             self._worker.lifecycle.tick(working=False)
 
     def _describe(self) -> None:
-        """Tell the log what this run is, unless it knows.
+        """Write the run's description to the log, unless its newest one is the same.
 
         Raises:
-            ConfigError: The object store is not the one that the log knows.
+            ConfigError: The object store is not the one that the log describes.
         """
         store, history = open_store(self._config), self._worker.control.follower.history
         descriptions = [event for event in history if isinstance(event, RunDescribed)]
-        told = find_logged_marker(descriptions)
+        logged_marker = find_logged_marker(descriptions)
         mark = claim_store(
             store,
             run_id=self._config.run.id,
             cluster_id=self._worker.control.follower.cluster_id,
-            told=told,
+            logged_marker=logged_marker,
         )
-        require_marker(mark, told=told, store_uri=store.uri(""))
+        require_marker(mark, logged_marker=logged_marker, store_uri=store.uri(""))
         versions = [
             event.policy_version for event in history if isinstance(event, PolicyVersionPublished)
         ]
@@ -194,8 +188,8 @@ class ControllerLoop:
             )
 
     def _follow_leader(self) -> None:
-        """Watch the run whose steps our trainer follows: when it has ended, so shall we, once all
-        is trained.
+        """Follow the run whose steps this run replays: end once it has ended and all its steps are
+        trained.
         """
         source = ParentRun.read(self._worker.connection, self._config.parent.run, own=self._config)
         self._leader = RunState()
@@ -218,7 +212,7 @@ class ControllerLoop:
             return
 
     def _check_completion(self) -> None:
-        """End the run when it has reached its goal, or when nothing but failures come."""
+        """End the run at its goal, or after too many consecutive failures."""
         run, state, num_steps = self._config.run, self._state, self._config.num_train_steps
         if state.ended is not None:
             return
@@ -255,7 +249,7 @@ class ControllerLoop:
             )
 
     def _is_evaluated(self) -> bool:
-        """Tell whether the last version was evaluated on everything, or has had its time."""
+        """Return whether the last version was evaluated on all datasets, or timed out."""
         evaluation, version = self._config.evaluation, self._config.last_version
         missing = [
             dataset.name
@@ -279,8 +273,8 @@ class ControllerLoop:
         self._projections.apply(event)
 
     def _reconcile_workers(self) -> None:
-        """Do about workers that are not well what is to be done now; with the last step trained the
-        run needs none of the pipeline any more.
+        """Restart unhealthy workers; none once the last step is trained, since the run needs no
+        pipeline any more.
         """
         is_trained = self._state.num_steps >= self._config.num_train_steps
         limits = (
@@ -289,16 +283,17 @@ class ControllerLoop:
         self._emit(decide(self._health, limits, now=now_micros()))
 
     def _check_own_liveness(self, _: Event) -> None:
-        """End this process when its work loop hangs, from the thread that hears the others beat:
-        nobody else watches the controller.
+        """End this process when its work loop hangs: no other process watches the controller.
+
+        Called by the thread that receives heartbeats.
         """
         if self._worker.lifecycle.liveness_problem():
             log.error("worker.killed", reason=self._worker.lifecycle.liveness_problem())
             os._exit(RESTART_CODE)
 
     def _measure_queue(self) -> None:
-        """Ask from time to time how many prompt groups wait; where the broker does not tell,
-        nothing is told.
+        """Measure periodically how many prompt groups wait; set no metric if the broker does not
+        report the number.
         """
         if (
             self._config.broker.prompt_queue != "share_group"
@@ -317,8 +312,8 @@ class ControllerLoop:
             self._look_at_queue_after = time.monotonic() + QUEUE_RETRY_SECONDS
 
     def _check_partitions(self) -> None:
-        """Ask from time to time how the run's partitions are; while the cluster does not tell,
-        nothing is told.
+        """Check the run's partitions periodically; keep the last state while the cluster does not
+        report it.
         """
         if time.monotonic() < self._look_at_partitions_after:
             return
@@ -335,7 +330,7 @@ class ControllerLoop:
         self._emit([RunCommanded(command=Command.STOP, reason=reason, succeeded=succeeded)])
 
     def _emit(self, commands: Sequence[RunCommanded]) -> None:
-        """Write commands, and know them from then on."""
+        """Write commands, and apply them to our own state."""
         if not commands:
             return
         failpoint("controller.before_command")

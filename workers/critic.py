@@ -1,13 +1,13 @@
-"""The critic role: what is to be expected at every token of a sample, by a value model that learns
-from the run's own steps.
+"""The critic role: predicts the return from every token of a sample, by a value model that is
+trained on the run's own steps.
 
-    rollout.samples ──▶ first learn from every step that led to the sample's version, then evaluate
-    ──▶ LogprobsComputed on critic.values control.train-steps ──▶ learn from the step, between
-    record batches
+    rollout.samples     ──▶ train on all steps up to the sample's policy version, then predict
+                            ──▶ LogprobsComputed on critic.values
+    control.train-steps ──▶ train on the step, between record batches
 
-So the values of a sample are those of a critic that has learned at least as long as the policy that
-drew it; in sync mode exactly as long. The version that the critic had come to stands in the event.
-An input offset is committed when the values are acknowledged; learning commits nothing, see
+So the critic is never older than the policy version that generated the sample; in sync mode both
+have the same version. The event names the critic's version. An input offset is committed once the
+values are acknowledged; training the critic commits nothing, see
 `relax_events.training.critic_learning`.
 """
 

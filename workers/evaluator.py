@@ -1,14 +1,13 @@
-"""The evaluator role: how good policy versions are, measured beside the training on an engine of
-its own.
+"""The evaluator role: evaluates policy versions during training, on an engine of its own.
 
-    control.policy-versions --> which version is due --> load its weights --> every dataset, whole
-    --> PolicyEvaluated on control.evaluations control.evaluations -----> which are done
+    control.policy-versions ──▶ choose the next due version ──▶ load its weights
+                                ──▶ evaluate every dataset ──▶ PolicyEvaluated
+    control.evaluations     ──▶ finished evaluations, read back after a restart
 
-Nobody waits for it while the run goes on, and it waits for nobody: it holds the weights of one
-version until all datasets are done with it, however many are published meanwhile. Due versions are
-taken oldest first; one whose weights have been deleted before its turn is skipped. An evaluator
-that starts again goes on with the first dataset of the version that is not done; no figure mixes
-versions.
+No other role waits for the evaluator during the run. It keeps the weights of one version until all
+datasets are evaluated, even if new versions are published meanwhile. Due versions are evaluated
+oldest first; a version whose weights are already deleted is skipped. A restarted evaluator resumes
+with the first unfinished dataset; no metric mixes versions.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
         }
         num_versions = max(
             RECENT_VERSIONS, config.run.retain_versions + config.weights.full_snapshot_interval
-        )  # weights of older ones are gone
+        )  # the weights of older versions are deleted
         follow = ("control.evaluations",)
         opened = open_worker(
             "evaluator",
@@ -125,7 +124,7 @@ class EvaluatorLoop:
         self._engine.interrupt()
 
     def _take(self) -> None:
-        """Take what the control log said; wait for it when nothing is due."""
+        """Apply the received control events; wait for one when no version is due."""
         try:
             event = (
                 self._inbox.get_nowait()
@@ -157,7 +156,7 @@ class EvaluatorLoop:
         self._worker.lifecycle.tick(working=True)
 
     def _is_expired(self, version: int) -> Iterator[EvaluationDatasetConfig]:
-        """Give the datasets that a version is still to be evaluated on."""
+        """Yield the datasets on which a version is not evaluated yet."""
         return (
             dataset
             for dataset in self._config.evaluation.datasets
@@ -165,7 +164,7 @@ class EvaluatorLoop:
         )
 
     def _evaluate(self, published: PolicyVersionPublished) -> None:
-        """Evaluate a version on every dataset that is left, or on as many as the drain allows."""
+        """Evaluate a version on every unfinished dataset, or until the drain starts."""
         version = published.policy_version
         weights = self._load(published)
         if weights is None:
@@ -189,9 +188,7 @@ class EvaluatorLoop:
         del self._published[version]
 
     def _load(self, published: PolicyVersionPublished) -> Weights | None:
-        """Make the engine hold a version; None where its weights can't be had: those of an old one
-        have been deleted before its turn.
-        """
+        """Load a version into the engine; return None if its weights are already deleted."""
         version = published.policy_version
         try:
             with self._worker.lifecycle.transfer("load weights"):
@@ -213,7 +210,7 @@ class EvaluatorLoop:
         return weights
 
     def _pass(self, dataset: EvaluationDatasetConfig, weights: Weights) -> PolicyEvaluated | None:
-        """Evaluate the loaded version on a dataset; None when the drain came first."""
+        """Evaluate the loaded version on a dataset; return None if the drain starts first."""
         started = time.monotonic()
         one = EvaluationPass(
             dataset,
@@ -223,7 +220,7 @@ class EvaluatorLoop:
             library=self._library,
             rewards=self._rewards[dataset.name],
             config=self._config,
-            beat=self._send_heartbeat_between_scores,
+            send_heartbeat=self._send_heartbeat_between_scores,
         )
         while not one.is_finished:
             if self._worker.drain.requested:

@@ -1,10 +1,10 @@
 """The judge role: a model of the run grades every sample.
 
 Consumes rollout.samples, produces SampleScored on reward.scores: for the samples whose reward
-function is `genrm`, in place of the reward role. A worker writes many judgements side by side, on
-an engine of its own; whichever is done first is on the log first. A judgement without a score fails
-its sample, with its text, or is a 0 (`judge.on_parse_error`); a sample that the judge can't be
-asked about has failed.
+function is `genrm`, in place of the reward role. A worker generates many judgements concurrently on
+its own engine, and writes each score as soon as it is ready. If a judgement holds no score, its
+sample fails with the judgement's text, or gets 0 (`judge.on_parse_error`). A sample for which no
+judge prompt can be built fails.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def open_judge(config: RunConfig, *, metrics: ReplicaMetrics) -> Engine:
     """Load the judging model on its engine.
 
     Raises:
-        ConfigError: There is none, its engine is not installed, or it can't be loaded.
+        ConfigError: The run has no judge, its engine is not installed, or its model can't be
+            loaded.
     """
     judge = config.judge
     if judge.model_path is None:
@@ -71,7 +72,7 @@ def open_judge(config: RunConfig, *, metrics: ReplicaMetrics) -> Engine:
 
 @dataclass(frozen=True, slots=True)
 class PendingSample:
-    """A sample that is being judged, since when (monotonic), and how its judgement is read."""
+    """A sample that is being judged, with its monotonic start time and its score parser."""
 
     key: Key
     sample: SampleRolledOut
@@ -80,19 +81,19 @@ class PendingSample:
 
 
 class JudgeScorer:
-    """Lets the engine write judgements, and parses their scores; see
+    """Generates judgements with the engine and parses their scores; see
     `concurrent_processor.ConcurrentProcessor`.
     """
 
     def __init__(
         self, worker: Worker, engine: Engine, judged: dict[str | None, JudgeReward]
     ) -> None:
-        """Take an engine in which nothing runs.
+        """Start without any sample.
 
         Args:
-            worker: Names the run.
-            engine: Holds the judging model.
-            judged: What is asked, by source; samples of others are passed over.
+            worker: Gives the run's configuration, metrics and log.
+            engine: Holds the judging model; idle.
+            judged: The grading of each judged source; samples of other sources are skipped.
         """
         self._worker, self._engine, self._judged, self._judge = (
             worker,
@@ -113,7 +114,7 @@ class JudgeScorer:
 
     @property
     def progress(self) -> int:
-        """Tokens written so far."""
+        """Number of tokens generated so far."""
         return self._engine.num_tokens
 
     def submit(self, key: Key, sample: SampleRolledOut) -> None:
@@ -128,7 +129,7 @@ class JudgeScorer:
             self._engine.submit(self._request(name, asked))
         except (PoisonSample, RewardError) as error:
             self._done.append(
-                (key, (self._record(asked, RewardError(f"the judge can't be asked: {error}")),))
+                (key, (self._record(asked, RewardError(f"no judge prompt can be built: {error}")),))
             )
         else:
             self._asked[name] = asked
@@ -148,7 +149,7 @@ class JudgeScorer:
         return done
 
     def cancel(self, keys: Collection[Key]) -> None:
-        """Cancel judgements that are no longer wanted."""
+        """Cancel judgements that are no longer needed."""
         dropped, wanted = (
             [name for name, asked in self._asked.items() if asked.key in keys],
             set(keys),
@@ -169,7 +170,7 @@ class JudgeScorer:
         )
         seed = int.from_bytes(
             hashlib.blake2b(named.encode(), digest_size=7).digest()
-        )  # so the same judgement after a crash
+        )  # the seed: a retry after a crash gives the same judgement
         tokens, logprobs = np.empty(0, np.int32), np.empty(0, np.float32)
         return GenerationRequest(
             prompt_group_id=name,

@@ -1,5 +1,5 @@
-"""The metrics role: gathers what every worker reports into the run's folder, as JSON lines, and on
-to trackers; tells people of the run.
+"""The metrics role: writes every worker's metrics as JSON lines, feeds trackers, sends
+notifications.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = structlog.get_logger()
 FOLLOWED = (*METRICS.values(), "control.train-steps", "control.evaluations")
 SAVE_SECONDS = 1.0
 OFFERED_SECONDS = 3600.0
-"""What a tracker has not taken for so long is not offered to it again by a later process."""
+"""Older metrics that a tracker did not accept are not sent again by a later process."""
 IDLE_SECONDS = 0.5
 CLOSE_SECONDS = 10.0
 
@@ -41,12 +41,12 @@ def run(config: RunConfig, *, index: int = 0) -> None:
         loop = MetricsLoop(worker)
         loop.run()
     if loop.has_left_feeds:
-        os._exit(0)  # their libraries would wait for them at the end of the process
+        os._exit(0)  # tracker libraries would block the exit of the process
 
 
 class MetricsLoop:
-    """Waits for figures on the control log. A process that starts again goes on where the file of
-    figures says, so nothing is doubled.
+    """Waits for metrics on the control log. A restarted process resumes at the position in the
+    metrics file, so nothing is written twice.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -65,8 +65,8 @@ class MetricsLoop:
         self._saved_at = time.monotonic()
 
     def run(self) -> None:
-        """Write until the drain starts, and then what came before it: the end of a run is news as
-        well.
+        """Write until the drain starts, then write the remaining events: the run's end is reported
+        too.
         """
         worker = self._worker
         worker.drain.on_start(lambda: self._inbox.put((None, {})))
@@ -89,8 +89,8 @@ class MetricsLoop:
         self._close_feeds()
 
     def _finish(self, file: MetricsFile) -> None:
-        """Take what was committed before the end of the run: the command that ends this worker may
-        be read before it.
+        """Write what was committed before the end of the run: the command that ends this worker may
+        be read earlier.
         """
         self._worker.control.follower.stop()
         while not self._inbox.empty():
@@ -101,8 +101,8 @@ class MetricsLoop:
             log.warning("metrics.read_aborted", error=str(error))
 
     def _receive(self, event: Event, file: MetricsFile) -> None:
-        """Take what lay on the log at our start as it is read, so that no more of it is held; what
-        comes later waits for the loop.
+        """Write past events as they are read, so that they are not held in memory; queue newer ones
+        for the loop.
         """
         if threading.current_thread() is self._starting_thread:
             self._take(event, file)
@@ -122,8 +122,8 @@ class MetricsLoop:
             self._worker.lifecycle.record_processed(1, started)
 
     def _save(self, positions: dict[str, int], file: MetricsFile) -> None:
-        """Save where we stand once trackers and services have what came before it; for what they do
-        not take, not for ever.
+        """Save the positions once trackers and services have accepted all earlier events, or their
+        time limit has passed.
         """
         waited = time.monotonic() - self._saved_at
         if not positions or waited < SAVE_SECONDS:
@@ -142,7 +142,7 @@ class MetricsLoop:
 
     @property
     def has_left_feeds(self) -> bool:
-        """Whether a tracker or a service did not come to an end in its time."""
+        """Whether a tracker or a service did not close in time."""
         return any(feed.is_running for feed in self._feeds)
 
     @property
@@ -150,7 +150,7 @@ class MetricsLoop:
         return [*self._trackers, *self._tellers]
 
     def _close_feeds(self) -> None:
-        """Give trackers and services a moment for what they have; one that hangs is left behind."""
+        """Give trackers and services a few seconds to send the rest; abandon one that hangs."""
         deadline = time.monotonic() + CLOSE_SECONDS
         closing = [
             threading.Thread(
@@ -180,20 +180,20 @@ class MetricsLoop:
                 "phase_seconds": event.phase_seconds,
             }
         if isinstance(event, PolicyEvaluated):
-            figures = build_evaluation_metrics(event)
+            metrics = build_evaluation_metrics(event)
             self._track(
-                f"evaluation/{event.dataset}", event.policy_version, event.evaluated_at, figures
+                f"evaluation/{event.dataset}", event.policy_version, event.evaluated_at, metrics
             )
             return {
                 "dataset": event.dataset,
                 "at": event.evaluated_at,
                 "policy_version": event.policy_version,
-                **figures,
+                **metrics,
             }
         if isinstance(event, MetricsReported):
             if (
                 event.role == "critic" and "value_loss" in event.values
-            ):  # the critic's figures of the train step that made this version
+            ):  # the critic's metrics of the train step that made this version
                 self._track("critic", event.policy_version - 1, event.reported_at, event.values)
             return {
                 "worker_id": event.worker_id,
@@ -205,11 +205,11 @@ class MetricsLoop:
 
 
 def build_evaluation_metrics(event: PolicyEvaluated) -> dict[str, float]:
-    """Return the figures of an evaluation that are known, by name."""
-    figures = {
+    """Return the metrics of an evaluation that are known, by name."""
+    values = {
         "reward_mean": event.reward_mean,
         "reward_stderr": event.reward_stderr,
         "completion_tokens_mean": event.completion_tokens_mean,
     }
     passes = {f"pass_at_{k}": value for k, value in event.pass_at_k.items()}
-    return {name: value for name, value in figures.items() if value is not None} | passes
+    return {name: value for name, value in values.items() if value is not None} | passes

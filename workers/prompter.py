@@ -1,15 +1,13 @@
 """The prompter: issues prompt groups, step by step, as policy versions are published.
 
-Admission control is the staleness bound: the prompt groups of step s are issued once version s -
-    max_staleness is out.
-A prompt group that ended untrained is issued again or replaced, so that every step gets its batch.
-What was issued, and which rows were passed over, is read back from the log at the start, and ids
-are derived, so a prompter may die at any instruction.
+Admission control is the staleness bound: the prompt groups of step s are issued once version
+s - max_staleness is published. A prompt group that ended untrained is issued again or replaced, so
+that every step gets its batch. The prompter may crash at any instruction: at its start it reads
+back from the log which prompt groups it issued and which rows it skipped, and ids are derived.
 
-Where what prompts earned decides about them, a step is admitted when the last end of the step
-before it on the log of ends has been read, and a seat is filled when the end that freed it has: so
-every choice follows from a beginning of that one log, and a prompter that starts again chooses
-alike.
+With filters that depend on past rewards, step s waits until all outcomes of step s-1 are read, and
+a batch slot is refilled once the outcome that freed it is read. So every choice depends on a prefix
+of control.prompt-group-outcomes only, and a restarted prompter repeats it.
 """
 
 from __future__ import annotations
@@ -69,9 +67,9 @@ log = structlog.get_logger()
 IDLE_SECONDS = 0.5
 QUEUE, ENDS, SUMMARIES = "prompt.groups", "control.prompt-group-outcomes", "control.prompter-state"
 SUMMARY_STEPS = 8
-"""Train steps that are admitted between two summaries."""
+"""Number of admitted train steps between two summaries."""
 MAX_SUMMARY_REWARDS = 400_000
-"""Mean rewards that fit into a record; beyond, a prompter that starts again reads all of the
+"""Maximum mean rewards in a summary record; with more, a restarted prompter reads the whole
 log."""
 
 
@@ -94,7 +92,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
 
 class PrompterLoop:
     """Waits for the control log: a published version admits a step, an untrained end frees a
-    seat.
+    batch slot.
     """
 
     def __init__(
@@ -146,16 +144,16 @@ class PrompterLoop:
         self._worker.lifecycle.tick(working=True)
 
     def _put(self, event: Event) -> None:
-        """Take an event over from the thread that follows the control log, with the place behind it
-        on the log of ends.
+        """Queue an event from the control log's thread, with the next offset of
+        control.prompt-group-outcomes.
         """
         self._inbox.put((event, self._worker.control.follower.position(ENDS)))
 
     def _recover(self) -> None:
-        """Begin with the newest summary, and read back what was issued since.
+        """Restore the newest summary, and read back what was issued since.
 
-        Without one all is read: and of what retention has deleted from the queue, that its seats
-            were trained.
+        Without a summary the whole queue is read. For prompt groups that retention has deleted from
+        it, their outcomes show which batch slots were trained.
         """
         reader, plan = LogReader(self._worker.connection), self._worker.plan
         summary = self._read_summary(reader)
@@ -222,11 +220,10 @@ class PrompterLoop:
             self._sampler.history.add(DatasetRow(dataset, index), reward)
 
     def _write_summary(self) -> None:
-        """Write down from time to time how things stand, so that a start costs the same however
-        long the run is.
+        """Write a summary periodically, so that the cost of a restart does not grow with the run.
 
-        Everything issued so far is acknowledged, and the ends that were read are taken account of
-        up to the position that is written.
+        All prompt groups issued so far are acknowledged, and all outcomes up to the written offset
+        are applied.
         """
         if self._next_step < self._summed_step + SUMMARY_STEPS:
             return
@@ -256,8 +253,8 @@ class PrompterLoop:
         )
 
     def _decode(self, record: Record) -> Event | None:
-        """Return a record's event; None for a stranger's, which the rollout role keeps among its
-        dead letters.
+        """Return a record's event; None for one of an unknown producer, which the rollout role
+        writes to the dead letters.
         """
         with suppress(CorruptRecord, PoisonSample, SchemaError):
             event = self._worker.records.codec.decode(record.value)
@@ -310,7 +307,7 @@ class PrompterLoop:
             self._issue_admitted(train_step + 1)
 
     def _issue_admitted(self, published_version: int) -> None:
-        """Issue every seat of the admitted steps that is still empty."""
+        """Issue a prompt group for every empty batch slot of the admitted steps."""
         run = self._config.run
         steps = admitted_steps(
             published_version, max_staleness=run.max_staleness, num_steps=run.num_steps
@@ -344,7 +341,7 @@ class PrompterLoop:
         self._issue([(replace(successor, row=choice.row), choice)])
 
     def _is_readable(self, row: int) -> bool:
-        """Return whether a row can be issued once more: the files that it names may be gone."""
+        """Return whether a row can be issued again: its media files may have been deleted."""
         try:
             self._messages_of(self._stream[row])
         except MediaError as error:
@@ -387,13 +384,13 @@ class PrompterLoop:
         )
 
     def _record(self, group: IssuedGroup, choice: SelectedRow) -> ProducerRecord:
-        self._worker.heartbeat.advance()  # reading a row's media may take long
+        self._worker.heartbeat.advance()  # reading a row's media may take a while
         run, row = self._config.run, self._stream[group.row]
         required = max(group.slot.train_step - run.max_staleness, 0)
         if group.attempt:
             required = max(
                 required, self._worker.control.policy_version
-            )  # a late comer starts on fresh weights, or it would expire again
+            )  # a reissue needs newer weights, or it would expire again
         issued = PromptGroupIssued(
             prompt_group_id=group.prompt_group_id,
             train_step=group.slot.train_step,

@@ -1,9 +1,10 @@
 """The reward role: scores every generated sample.
 
 Consumes rollout.samples, produces SampleScored on reward.scores; samples that the judge role scores
-are passed over. A reward function that takes whole prompt groups is called when all samples of one
-have arrived. One that raises, hangs, dies or returns no finite number costs its call's samples a
-counted failure with the reason, never the worker and never a silent zero.
+are skipped. A reward function of whole prompt groups is called once all their samples have arrived.
+If a function raises, hangs, crashes or returns a number that is not finite, the samples of that
+call fail with the reason, and the failure is counted. The worker continues, and no failure becomes
+a reward of zero.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from relax_events.runtime.worker import Worker
 
 log = structlog.get_logger()
 PART_RECORDS = 16
-"""Of a part, for each child process: as many that none is idle for long, and few enough that scores
-go out and are committed soon."""
+"""Samples per child process in one part: enough to keep the processes busy, few enough to commit
+scores soon."""
 
 
 def run(config: RunConfig, *, index: int = 0) -> None:
@@ -34,8 +35,8 @@ def run(config: RunConfig, *, index: int = 0) -> None:
     reward = config.computed_reward
     if reward is None:
         raise ConfigError(
-            "the reward role has nothing to score: all samples go to the judge; start the "
-            "judge role, or leave judge.model_path out"
+            "the reward role has nothing to score: the judge scores all samples; start the "
+            "judge role, or remove judge.model_path"
         )
     with RewardPool(reward) as pool, open_worker("reward", config, index=index) as worker:
         SampleLoop(
@@ -53,7 +54,7 @@ class RewardScorer:
         self._worker, self._pool = worker, pool
 
     def __call__(self, samples: Sequence[SampleRolledOut]) -> list[ProducerRecord]:
-        """Score the samples that are ours, in order."""
+        """Score the samples, except those of the judge role, in order."""
         ours = [sample for sample in samples if self._is_ours(sample)]
         return [
             self._record(sample, score)

@@ -1,10 +1,9 @@
 """The rollout role: leases prompt groups, generates their samples, writes them, settles the leases.
 
-Three sources put items into one inbox: the lanes (a lease), the control log (a new version), the
-    drain. The loop waits
-for the inbox while the engine is idle, and for the engine while it works. A lease is settled only
-after all samples of its prompt group are acknowledged by the broker, so a worker that dies at any
-instruction loses time, not prompts.
+Three sources put items into one inbox: the share consumers (a lease), the control log (a new
+version) and the drain. The loop waits for the inbox while the engine is idle, and for the engine
+while it generates. A lease is settled only after the broker has acknowledged all samples of its
+prompt group, so a crashed worker loses time and no prompts.
 """
 
 from __future__ import annotations
@@ -52,9 +51,10 @@ log = structlog.get_logger()
 IDLE_SECONDS = 0.5
 STEP_SECONDS = 0.25
 FINISHING_RATIO = 0.75
-"""Share of a drain in which what runs is finished; the rest is for keeping what is not."""
+"""Share of the drain's deadline for finishing running prompt groups; the rest is for storing
+unfinished samples."""
 MAX_REMEMBERED_GROUPS = 1024
-"""A settlement that the broker missed brings its prompt group back within this many."""
+"""Seconds within which the broker delivers a prompt group again if it missed the settlement."""
 NUM_REPORTED_GROUPS = 64
 
 
@@ -182,7 +182,7 @@ class RolloutLoop:
         )
 
     def _is_blocked_on_weights(self) -> bool:
-        """Tell whether a prompt group waits for a published version that the engine has not
+        """Return whether a prompt group waits for a published version that the engine has not
         loaded.
         """
         published = self._worker.control.policy_version
@@ -213,7 +213,7 @@ class RolloutLoop:
     def _open_lease(self, lease: Lease) -> None:
         event = self._intake.decode(lease.record)
         if event is None:
-            self._intake.fail(lease, "prompt record could not be used")
+            self._intake.fail(lease, "prompt record is unusable")
         elif event.prompt_group_id in self._written:
             lease.done()
         elif (group := self._find_inflight(event.prompt_group_id)) is not None:
@@ -221,7 +221,7 @@ class RolloutLoop:
         elif lease.delivery_count >= self._intake.max_deliveries + DELIVERY_MARGIN:
             self._intake.give_up(
                 lease
-            )  # were this worker to end while it asks, the broker would drop the record
+            )  # if the worker ended while it waits, the broker would drop the record
         elif lease.delivery_count >= self._intake.max_deliveries:
             self._redelivery_guard.hold(event.prompt_group_id, lease)
         else:
@@ -260,7 +260,7 @@ class RolloutLoop:
 
     def _must_drain(self) -> bool:
         """With `finish`, a published version stops admission until what runs has ended and the
-        version is loaded, unless it is unfit.
+        version is loaded, unless it is invalid.
         """
         published = self._worker.control.policy_version
         return (

@@ -1,10 +1,9 @@
-"""The teacher role: what another model says of every sample's tokens, and of the tokens that it or
-the policy finds most probable.
+"""The teacher role: log-probabilities of every sample under a teacher model, for distillation.
 
-Consumes rollout.samples, produces LogprobsComputed on teacher.logprobs. Its log-probabilities are
-tempered as the samples were, like
-those of the other roles: so both are compared under the distribution that drew the tokens, and
-    agree where the models do.
+Consumes rollout.samples, produces LogprobsComputed on teacher.logprobs: of the sampled tokens and,
+if the loss needs them, of the top tokens of the teacher or the policy. The logits are divided by
+the sampling temperature, as in the other roles, so teacher and policy are compared under the
+distribution that the tokens were sampled from.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ def open_teacher(worker: Worker) -> Scorer:
     """Load the teacher for scoring.
 
     Raises:
-        ConfigError: There is none, it can't be loaded, or it has another vocabulary than the
-            policy.
+        ConfigError: The run has no teacher, its model can't be loaded, or its vocabulary is not the
+            policy's.
     """
     config, path = worker.config, worker.config.teacher.model_path
     if path is None:
@@ -51,7 +50,7 @@ def open_teacher(worker: Worker) -> Scorer:
 
 
 class TeacherScorer(LogprobScorer):
-    """Turns record batches of samples into what the algorithm compares the policy with."""
+    """Computes the teacher's log-probabilities for record batches of samples."""
 
     def __init__(self, worker: Worker, scorer: Scorer) -> None:
         super().__init__(
@@ -60,8 +59,8 @@ class TeacherScorer(LogprobScorer):
         self._teacher, self._algorithm = scorer, worker.config.algorithm
 
     def compute_scores(self, samples: Sequence[SampleRolledOut]) -> list[SampleScores]:
-        """Return the drawn tokens' log-probabilities, and those of a set of tokens where the loss
-        takes one.
+        """Return the log-probabilities of the sampled tokens, and of the top tokens if the loss
+        needs them.
         """
         if not self._algorithm.has_topk_loss:
             return super().compute_scores(samples)

@@ -2,19 +2,18 @@
 version.
 
     advantage.samples, prompt.end-requests
-            └──▶ assemble prompt groups ──▶ agree with the other ranks ──▶ micro-batches ──▶
-            forward, backward
-                                                                                                            │
-    control.* ◀── one transaction: step, outcomes, version, offsets ◀── weights to the object store
-    ◀── update ◀┘
+      ──▶ assemble prompt groups ──▶ agree with the other ranks on the batch
+      ──▶ forward and backward by micro-batches ──▶ update
+      ──▶ weights to the object store
+      ──▶ one transaction: step, outcomes, version, offsets ──▶ control.*
 
 Each rank reads the shards `shard mod ranks == rank` of every slot and waits for records; a round of
-small collectives tells how many prompt groups the ranks hold together, so that the step ends at the
-exact count. Offsets become real with the step that used their records. After a crash the recorded
-steps since the last checkpoint are trained again.
+small collectives counts how many prompt groups the ranks hold together, so that the step ends at
+the exact count. Offsets are committed with the step that used their records. After a crash the
+recorded steps since the last checkpoint are trained again.
 
-A replay (`parent.run`) has no samples of its own: it waits for the steps that its source committed
-and trains their batches.
+A replay (`parent.run`) has no samples of its own: it trains the batches of its parent's committed
+steps.
 """
 
 from __future__ import annotations
@@ -68,12 +67,12 @@ from relax_events.training.step_record import RankStepResult
 
 log = structlog.get_logger()
 COLLECTIVE_MARGIN_SECONDS = 60.0
-"""How much later than its own deadline a collective counts as hung."""
+"""Seconds after its own deadline at which a collective counts as hung."""
 
 
 def run(config: RunConfig, *, index: int = 0) -> None:
-    """Run the role until it is asked to stop. This process may be one rank of several: `relax run`
-    numbers them by index, torchrun does not.
+    """Run the role until it is asked to stop. This process may be one of several ranks: `relax run`
+    passes the rank as the index, torchrun in the environment.
     """
     store = open_store(config)
     with open_ranks(timeout_seconds=config.trainer.collective_timeout_seconds) as ranks:
@@ -141,7 +140,7 @@ class TrainLoop:
         )
         self._ranks.all_gather_bytes(
             b""
-        )  # only now is an earlier trainer fenced, and the history the same for all ranks
+        )  # from here an earlier trainer is fenced, so all ranks read the same history
         if is_first and self._config.is_replay:
             self._follower = FollowerPosition(worker)
             self._follower.retain_all()
@@ -251,7 +250,7 @@ class TrainLoop:
         return history.num_steps
 
     def _open_batches(self, history: TrainingHistory) -> None:
-        """Resume at our own positions, or behind the last parent step that we trained."""
+        """Resume at our own positions, or after the last parent step that we trained."""
         if self._source is not None and self._batches is not None:
             first, last = self._backend.policy_version, self._config.last_version
             self._recorded = RecordedTraining(
@@ -305,7 +304,7 @@ class TrainLoop:
         )
         if (
             num_tokens > max_tokens
-        ):  # nothing smaller can be cut: out of memory, this line names what it was
+        ):  # the batch cannot be split further: after an out-of-memory error this line names it
             longest = max(micro_batch, key=lambda sample: len(sample.tokens))
             log.warning(
                 "micro_batch.above_budget",
@@ -333,7 +332,7 @@ class TrainLoop:
     def _finish_step(self, share: RankStepResult) -> None:
         """Update, write weights, commit; only then are the step's records decided."""
         step = self._backend.policy_version
-        figures = self._update(step)
+        metrics = self._update(step)
         self._schedule.poll()
         self._commits.commit_step()
         if self._follower is not None:
@@ -356,7 +355,7 @@ class TrainLoop:
                 TrainedStep(
                     step,
                     self._shares,
-                    figures,
+                    metrics,
                     self._commits.phases.snapshot(),
                     self._schedule.written,
                     self._began_ns,
@@ -370,16 +369,15 @@ class TrainLoop:
         self._schedule.start_if_due(self._backend.policy_version, self._start_checkpoint)
 
     def _consumed(self) -> list[TopicOffset]:
-        """Return up to where all records are decided; those that became dead letters are safe as
-        such by then.
-        """
+        """Flush the dead letters; return the offsets below which all records are decided."""
         with self._worker.lifecycle.piece("write dead letters"):
             self._worker.records.flush_dead_letters()
         return self._assembler.consumed()
 
     def _update(self, step: int) -> dict[str, float] | None:
-        """Update the weights and return the step's figures; None where it has none, since the
-        update is skipped. All ranks do the same.
+        """Update the weights and return the step's metrics; None if the update is skipped.
+
+        All ranks decide the same.
         """
         with (
             self._commits.phases.measure("update"),

@@ -122,7 +122,7 @@ class _EnvironmentChild:
         """Start the child; errors as for the pool."""
         child = self._child = SubprocessRpc("relax_events.environments.child", setup=self._setup)
         try:
-            response, _ = child.ask({}, seconds=START_SECONDS)
+            response, _ = child.request({}, seconds=START_SECONDS)
         except ChildProcessLost as lost:
             self._child = None
             how = (
@@ -184,7 +184,7 @@ class _EnvironmentChild:
             raise PoisonSample(f"{where}: the worker is closing")
         child = self._child or self.start()
         try:
-            return child.ask(request, files, seconds=self._environment.timeout_seconds)
+            return child.request(request, files, seconds=self._environment.timeout_seconds)
         except ChildProcessLost as lost:
             self._child = None
             limit = (

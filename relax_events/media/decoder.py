@@ -77,7 +77,7 @@ class Decoder:
             "plan": None if plan is None else asdict(plan),
         }
         try:
-            head, content = child.ask(question, [data], seconds=seconds)
+            head, content = child.request(question, [data], seconds=seconds)
         except ChildProcessLost as lost:
             self._child = None
             raise self._lost_error(lost, location) from None

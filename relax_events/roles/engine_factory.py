@@ -17,7 +17,7 @@ from relax_events.telemetry.component_metrics import ReplicaMetrics
 
 @runtime_checkable
 class RoutingMetricsReceiver(Protocol):
-    """An engine that spreads requests over replicas and counts them."""
+    """An engine that distributes requests over replicas and counts them."""
 
     def set_metrics(self, metrics: ReplicaMetrics) -> None:
         """Report to these metrics from now on."""
@@ -44,22 +44,21 @@ def open_rollout_engine(
     metrics: ReplicaMetrics,
     newest_version: Callable[[], int] | None = None,
 ) -> Engine:
-    """Load the engine that generates samples, with the run's environment around it where it has
-    one.
+    """Load the engine that generates samples, with the run's environment if it has one.
 
     Args:
         config: The run.
-        name: Of the engine.
-        metrics: What the engine counts goes here.
-        newest_version: Gives the newest version: media of the environment are stored with its
-            objects.
+        name: Name of the engine.
+        metrics: Receive the engine's counts.
+        newest_version: Returns the newest policy version; the environment's media are stored with
+            its objects.
     Raises:
         ConfigError: As `open_engine`, or the environment can't be loaded.
     """
     if not config.environment.function:
         return open_engine(config, name=name, metrics=metrics)
     from relax_events.environments.episodes import (
-        MultiTurnEngine,  # which loads torch, as an engine of this machine does
+        MultiTurnEngine,  # imports torch, as local engines do
     )
     from relax_events.environments.pool import EnvironmentPool
 

@@ -1,4 +1,4 @@
-"""Follows what an engine does, for the worker's metrics and for people who watch the run."""
+"""Measures an engine's activity, for the worker's metrics and the progress display."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class EngineMonitor:
         generating_ratio, loading_ratio: Of the time.
         cached_ratio: Of the tokens before first draws, those that a cache spared; left out when
             there were none.
-        recomputed_tokens: Drawn earlier, by samples that went on.
+        recomputed_tokens: Earlier sampled tokens whose KV entries were computed again.
         decoding_samples, waiting_samples, capacity_samples: At the instant.
     """
 
     def __init__(
         self, worker: Worker, engine: Engine, *, config: EngineConfig | None = None
     ) -> None:
-        """Begin to count.
+        """Start to count.
 
         Args:
-            worker: Whose engine it is.
-            engine: What is watched.
-            config: Of the engine, where that is another than the policy's.
+            worker: The worker that reports the metrics.
+            engine: The measured engine.
+            config: The engine's settings; by default those of the policy's engine.
         """
         self._engine, self._metrics = engine, worker.metrics.engine
         self._capacity = (config or worker.config.engine).max_running_samples
@@ -46,7 +46,7 @@ class EngineMonitor:
 
     @contextmanager
     def activity(self, activity: Activity) -> Iterator[None]:
-        """Count the time within as the engine's."""
+        """Count the time inside the block as this activity of the engine."""
         started = time.monotonic()
         try:
             yield
@@ -84,7 +84,7 @@ class EngineMonitor:
 
 
 def count_tokens_between(before: EngineUsage, now: EngineUsage) -> dict[str, int]:
-    """Return the tokens between two looks, by what the engine did with them."""
+    """Return the tokens between two readings of the usage, by what the engine did with them."""
     return {
         "generated": now.num_generated - before.num_generated,
         "prefilled": now.num_prefilled - before.num_prefilled,

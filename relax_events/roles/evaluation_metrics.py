@@ -1,4 +1,6 @@
-"""Compute the metrics of an evaluation sample by sample, in the memory of a few numbers per prompt."""
+"""Compute the metrics of an evaluation sample by sample, in the memory of a few numbers per
+prompt.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +10,17 @@ from dataclasses import dataclass, field
 
 
 def pass_at_k(num_samples: int, num_passed: int, *, k: int) -> float:
-    """Estimate, without bias, the chance that at least one of k samples passes: 1 - C(n - c, k) /
-    C(n, k).
+    """Return the unbiased estimate of the probability that at least one of k samples passes.
+
+    It is 1 - C(n - c, k) / C(n, k).
 
     Args:
-        num_samples: n, sampled for the prompt.
-        num_passed: c, of those.
-        k: At most n.
+        num_samples: n, the number of samples of the prompt.
+        num_passed: c, the number of samples that pass.
+        k: Number of samples in question, at most n.
     Raises:
         ValueError: The numbers don't fit together.
-    Source: Chen et al., LogprobScorer Large Language Models Trained on Code (arXiv 2107.03374),
+    Source: Chen et al., Evaluating Large Language Models Trained on Code (arXiv 2107.03374),
     section 2.1.
     """
     if not 0 <= num_passed <= num_samples or not 1 <= k <= num_samples:
@@ -31,7 +34,7 @@ def pass_at_k(num_samples: int, num_passed: int, *, k: int) -> float:
 
 @dataclass(slots=True)
 class PromptResults:
-    """What the samples of one prompt came to."""
+    """Counts and rewards of one prompt's samples."""
 
     num_scored: int = 0
     num_passed: int = 0
@@ -40,8 +43,8 @@ class PromptResults:
 
 @dataclass(slots=True)
 class EvaluationResults:
-    """What the samples of all prompts came to. A sample that could not be scored counts in no
-    metric but its own.
+    """Counts and rewards of all prompts' samples. Samples that could not be scored count only as
+    such.
     """
 
     pass_reward: float
@@ -52,15 +55,15 @@ class EvaluationResults:
     num_unscored: int = 0
     num_failed_prompts: int = 0
 
-    def note_sample(
+    def add_sample(
         self, row: int, *, reward: float | None, num_tokens: int, is_truncated: bool
     ) -> None:
-        """Enter a sample.
+        """Add a sample.
 
         Args:
-            row: Of its prompt.
+            row: The row of its prompt.
             reward: None where the reward function failed.
-            num_tokens: Of the completion.
+            num_tokens: Length of the completion.
             is_truncated: Whether it ended at the length limit.
         """
         self.num_samples += 1
@@ -75,8 +78,8 @@ class EvaluationResults:
         prompt.reward_sum += reward
 
     def pass_at(self, ks: Sequence[int]) -> Mapping[str, float]:
-        """Return pass@k by k in decimal: the mean over the prompts that have at least k scored
-        samples, where there are any.
+        """Return pass@k by k, written in decimal: the mean over the prompts with at least k scored
+        samples. A k without such prompts is left out.
         """
         estimated = {}
         for k in ks:

@@ -1,4 +1,4 @@
-"""Evaluate one policy version on one dataset: generate samples, score them, compute metrics."""
+"""Evaluates one policy version on one dataset: generate samples, score them, compute metrics."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from relax_events.roles.evaluation_metrics import EvaluationResults
 log = structlog.get_logger()
 STEP_SECONDS = 0.25
 SCORED_AT_ONCE = 4
-"""Samples for each process of the reward: when all of them hang, the heartbeat is late by so many times
-the reward's deadline."""
+"""Samples per reward process in one call: if all of them hang, the heartbeat is late by this many
+reward deadlines."""
 
 
 class EvaluationPass:
-    """Takes turns until every sample of the dataset is scored.
+    """Call `step` until every sample of the dataset is scored.
 
-    The engine holds one version from the first turn to the last. Only the prompts that are at work
-    are held. Seeds follow from run, dataset and row, so that every version answers with the same
-    draws and differences between versions are the versions' own.
+    The engine keeps one version throughout. Only the prompts in flight are held in memory. Seeds
+    are derived from run, dataset and row, so all versions sample with the same random numbers and
+    differ only by their weights.
     """
 
     def __init__(
@@ -56,17 +56,17 @@ class EvaluationPass:
         config: RunConfig,
         send_heartbeat: Callable[[], None] = lambda: None,
     ) -> None:
-        """Begin at the first row.
+        """Start at the first row.
 
         Args:
-            dataset: What is asked for.
-            source: Its rows.
-            engine: Holds the version's weights, and nothing runs in it.
-            renderer: Of the policy.
-            library: Takes the media of its rows.
-            rewards: Score its completions.
+            dataset: Settings of the dataset.
+            source: Rows of the dataset.
+            engine: Holds the version's weights; idle.
+            renderer: The policy's prompt renderer.
+            library: Loads the media of the rows.
+            rewards: Score the completions.
             config: The run.
-            send_heartbeat: Called while samples are scored, which takes long where a reward function hangs.
+            send_heartbeat: Called while samples are scored, because a reward function may hang.
         """
         self._send_heartbeat, self._num_at_once = (
             send_heartbeat,
@@ -86,8 +86,7 @@ class EvaluationPass:
         self._policy_version = engine.policy_version
         self._next_row = 0
         self._at_work: dict[str, tuple[int, PromptRow, int]] = {}
-        """Row, prompt and samples still missing of each prompt at work, by the name that the engine
-        knows it under."""
+        """Row, prompt and number of missing samples of each prompt in flight, by its request id."""
         self.tally = EvaluationResults(dataset.pass_reward)
 
     @property
@@ -106,7 +105,7 @@ class EvaluationPass:
             self._send_heartbeat()
 
     def abort(self) -> None:
-        """Take back what runs in the engine."""
+        """Abort the running requests."""
         self._engine.abort()
 
     def result(
@@ -115,9 +114,9 @@ class EvaluationPass:
         """Return the metrics.
 
         Args:
-            policy_version: The one that was evaluated.
-            weights_digest: Of its weights.
-            seconds: What the pass took.
+            policy_version: The evaluated version.
+            weights_digest: Digest of its weights.
+            seconds: Duration of the pass.
         """
         tally = self.tally
         return PolicyEvaluated(
@@ -172,8 +171,8 @@ class EvaluationPass:
         self._at_work[name] = (index, row, self._dataset.samples_per_prompt)
 
     def _shown(self, item: MediaItem) -> ProcessedMedia:
-        """Check a piece of media; where there is an environment it goes into the store, for its
-        child to have.
+        """Check a media item; with an environment, store it so that the environment's child process
+        can read it.
         """
         return (
             self._library.load(self._library.add(item))
@@ -207,7 +206,7 @@ class EvaluationPass:
                     sample_id=sample.sample_id,
                     error=error,
                 )
-            self.tally.note_sample(
+            self.tally.add_sample(
                 index,
                 reward=None if failed or isinstance(result, RewardError) else result.reward,
                 num_tokens=sample.num_sampled_tokens,

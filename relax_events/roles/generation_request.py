@@ -27,12 +27,12 @@ def build_generation_request(
 
     Args:
         group: The prompt group, with its media prefetched.
-        config: Of the run.
-        policy_version: That the engine serves.
+        config: The run.
+        policy_version: The version that the engine serves.
         stop_token_ids: Tokens that end an answer.
         library: Loads the prompt's media.
     Raises:
-        PoisonSample: A medium can't be loaded.
+        PoisonSample: A media item can't be loaded.
     """
     issued = group.issued
     finished = {sample.sample_id for sample in group.samples}
@@ -61,7 +61,7 @@ def build_generation_request(
 
 
 def sample_seed(group_seed: int, sample_index: int) -> int:
-    """Derive a sample's seed, so that the same sample is generated alike on every worker."""
+    """Derive a sample's seed, so that every worker generates the same sample."""
     return int.from_bytes(
         hashlib.blake2b(f"{group_seed}/{sample_index}".encode(), digest_size=7).digest()
     )
@@ -70,8 +70,8 @@ def sample_seed(group_seed: int, sample_index: int) -> int:
 def _build_sample_request(
     group: InflightGroup, index: int, *, policy_version: int
 ) -> SampleRequest:
-    """Build the request for a sample: new, resumed from another worker's tokens, or with the answer
-    of the data, whose log-probabilities are 0 since no policy sampled it.
+    """Build the request for a sample: new, resumed from another worker's tokens, or with the
+    dataset's completion, whose log-probabilities are 0 because no policy sampled it.
     """
     name, seed = (
         f"{group.issued.prompt_group_id}/{index}",

@@ -1,15 +1,12 @@
-"""Store the unfinished samples of a rollout worker that leaves.
-
-The worker that takes the prompt group next resumes them.
+"""Stores the unfinished samples of a rollout worker that exits; the next worker resumes them.
 
     drain overdue --> abort() --> partials/<prompt group> in the object store --> release the lease
     --> another worker: find, submit, ..., forget
 
-The lease is released only after the object is written; a crash in between costs the tokens, as
-every crash does. The object holds a line of JSON, then the arrays of all samples, one behind the
-other: tokens and log-probabilities, and where the run has them the most probable tokens, the loss
-mask and the routed experts. What was said with an environment stands in the JSON; the environment
-itself has nothing to keep (ADR 17).
+The lease is released only after the object is written; a crash before that loses the tokens, like
+every crash. The object is a line of JSON and then the concatenated arrays of all samples: tokens
+and log-probabilities and, if the run has them, the top tokens, the loss mask and the routed
+experts. The JSON holds the conversation with an environment; environments are stateless (ADR 17).
 """
 
 from __future__ import annotations
@@ -40,7 +37,7 @@ PREFIX = "partials/"
 WHOLE = (FinishReason.STOP, FinishReason.LENGTH)
 ARRAYS = ("tokens", "logprobs", "top_tokens", "loss_mask", "routed_experts")
 KINDS = "iuf"
-"""Of numpy's dtypes: whole numbers and floats, which hold no pointers."""
+"""Accepted kinds of numpy dtypes: integers and floats, which hold no pointers."""
 
 
 class PartialSamples:
@@ -50,12 +47,12 @@ class PartialSamples:
         self._store = store
 
     def keep(self, prompt_group_id: str, samples: Sequence[GeneratedSample]) -> int:
-        """Write what was generated of a prompt group; return how many tokens were kept, 0 where
-        nothing can be.
+        """Store the generated tokens of a prompt group; return their number, 0 if none could be
+        stored.
 
         Args:
-            prompt_group_id: Whose lease is released next.
-            samples: All of it that have begun, whole or aborted.
+            prompt_group_id: The prompt group whose lease is released next.
+            samples: Its samples that have started, finished or aborted.
         """
         begun = [sample for sample in samples if len(sample.tokens)]
         if not begun or any(sample.finish_reason is FinishReason.ERROR for sample in begun):
@@ -79,10 +76,11 @@ class PartialSamples:
         return num_tokens
 
     def find(self, prompt_group_id: str, *, num_samples: int) -> dict[int, GeneratedSample]:
-        """Return what another worker generated of a prompt group, by sample index; nothing where it
-        can't be used.
+        """Return the samples of a prompt group that another worker stored, by sample index; nothing
+        if they are unusable.
 
-        A sample to resume has finish reason `abort`. At least one does, or has not begun.
+        A sample to resume has the finish reason `abort`. At least one sample has it, or has not
+        started.
         """
         try:
             if not self._store.exists(_key(prompt_group_id)):
@@ -99,7 +97,7 @@ class PartialSamples:
         return {} if is_over or not found.keys() <= set(range(num_samples)) else found
 
     def forget(self, prompt_group_ids: Iterable[str]) -> None:
-        """Delete what was kept of prompt groups that are written."""
+        """Delete the stored samples of prompt groups that are written."""
         self._store.delete([_key(prompt_group_id) for prompt_group_id in prompt_group_ids])
 
 
@@ -112,7 +110,7 @@ def _digest(described: list[dict[str, Any]], body: bytes) -> str:
 
 
 def _arrays_of(sample: GeneratedSample) -> dict[str, np.ndarray]:
-    """Return those that it has, as they are written: little-endian, in C order."""
+    """Return a sample's arrays as they are stored: little-endian, in C order."""
     found = {name: getattr(sample, name) for name in ARRAYS}
     return {
         name: np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
@@ -158,14 +156,14 @@ def _parsed(data: bytes, prompt_group_id: str) -> dict[int, GeneratedSample]:
     head, _, body = data.partition(b"\n")
     header = orjson.loads(head)
     if _digest(header["samples"], body) != header["digest"]:
-        raise ValueError("the bytes are not those that were written")
+        raise ValueError("the checksum does not match the stored bytes")
     found, start = dict[int, GeneratedSample](), 0
     for part in header["samples"]:
         arrays: dict[str, Any] = {}
         for name, dtype_name, shape in part["arrays"]:
             dtype = np.dtype(dtype_name)
             if name not in ARRAYS or dtype.kind not in KINDS:
-                raise ValueError(f"array {name!r} of dtype {dtype_name} is none that a sample has")
+                raise ValueError(f"a sample has no array {name!r} of dtype {dtype_name}")
             count = int(np.prod(shape, dtype=np.int64))
             arrays[name] = (
                 np.frombuffer(body, dtype, count, start)

@@ -5,9 +5,9 @@ tests can break a run exactly there.
 
 This kills the process at the third pass of the one, and stops it at the first pass of the other.
 
-An armed point fires once in a run, in whichever process: it leaves a mark in the run's folder first,
-so that the worker that is started again gets through. Without the variable a pass costs one look at
-an empty table.
+An armed point fires once in a run, in whichever process: it leaves a mark in the run's folder
+first, so that the worker that is started again gets through. Without the variable a pass costs one
+look at an empty table.
 """
 
 from __future__ import annotations

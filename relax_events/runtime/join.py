@@ -44,13 +44,13 @@ class JoinedGroup:
             and len(self.samples) == next(iter(self.samples.values())).key.samples_per_prompt
         )
 
-    def is_complete(self, evaluators: frozenset[str], *, needs_scores: bool = True) -> bool:
+    def is_complete(self, logprob_roles: frozenset[str], *, needs_scores: bool = True) -> bool:
         """Whether every sample has its score and its evaluations."""
         return (
             self.has_all_samples
             and (not needs_scores or self.scores.keys() >= self.samples.keys())
             and all(
-                self.logprobs.get(name, {}).keys() >= self.samples.keys() for name in evaluators
+                self.logprobs.get(name, {}).keys() >= self.samples.keys() for name in logprob_roles
             )
         )
 
@@ -72,11 +72,11 @@ class JoinedGroup:
         return sorted(self.samples.values(), key=lambda sample: sample.key.sample_index)
 
 
-class GroupJoin:
+class PromptGroupJoin:
     """The open prompt groups of the partitions that this worker holds."""
 
-    def __init__(self, *, evaluators: frozenset[str], needs_scores: bool = True) -> None:
-        self._evaluators, self._needs_scores = evaluators, needs_scores
+    def __init__(self, *, logprob_roles: frozenset[str], needs_scores: bool = True) -> None:
+        self._logprob_roles, self._needs_scores = logprob_roles, needs_scores
         self._open: dict[Key, dict[str, JoinedGroup]] = {}
         """By prompt group and version, then by generation."""
         self._held: dict[TopicPartition, dict[int, Key]] = {}
@@ -110,7 +110,9 @@ class GroupJoin:
         else:
             group.logprobs.setdefault(event.model_role, {}).setdefault(event.sample_id, event)
         return (
-            group if group.is_complete(self._evaluators, needs_scores=self._needs_scores) else None
+            group
+            if group.is_complete(self._logprob_roles, needs_scores=self._needs_scores)
+            else None
         )
 
     def fail(self, record: Record, reason: str) -> JoinedGroup | None:
@@ -135,7 +137,7 @@ class GroupJoin:
         """
         key = (group.prompt_group_id, group.policy_version)
         is_joined = not group.failure and group.is_complete(
-            self._evaluators, needs_scores=self._needs_scores
+            self._logprob_roles, needs_scores=self._needs_scores
         )
         if is_joined:
             self.num_dropped += sum(

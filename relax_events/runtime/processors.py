@@ -17,7 +17,7 @@ from relax_events.events.tensors import dense
 from relax_events.events.types import SampleRolledOut
 from relax_events.kafka.records import ProducerRecord, Record
 from relax_events.runtime.control_follower import Listener
-from relax_events.runtime.join import GroupJoin
+from relax_events.runtime.join import PromptGroupJoin
 from relax_events.runtime.sample_input import IDLE_SECONDS, SampleInput, next_offsets
 from relax_events.runtime.worker import Worker
 
@@ -89,7 +89,7 @@ class WholePromptGroups:
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self._join = GroupJoin(evaluators=frozenset(), needs_scores=False)
+        self._join = PromptGroupJoin(logprob_roles=frozenset(), needs_scores=False)
 
     def add(self, record: Record, sample: SampleRolledOut) -> list[DecodedSample]:
         """Add a sample; return its prompt group when that is complete now."""

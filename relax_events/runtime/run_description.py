@@ -32,8 +32,8 @@ SHAPE_KEYS = (
     "lease_seconds",
     "compression",
 )
-"""Of the broker table only these are described: topics follow from them, and none can hold an address or
-a secret."""
+"""Of the broker table only these are described: topics follow from them, and none can hold an
+address or a secret."""
 
 
 def build_run_description(

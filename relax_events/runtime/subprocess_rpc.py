@@ -73,7 +73,7 @@ class SubprocessRpc:
         """Of the process."""
         return self._process.pid
 
-    def ask(
+    def request(
         self, question: Mapping[str, Any], contents: Sequence[bytes] = (), *, seconds: float
     ) -> tuple[dict[str, Any], bytes]:
         """Ask, and wait for the answer.

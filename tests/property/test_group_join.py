@@ -16,7 +16,7 @@ from relax_events.kafka.records import Record
 from relax_events.runtime.join import JoinedGroup, PromptGroupJoin
 
 Sample = SampleRolledOut | SampleScored | LogprobsComputed
-EVALUATORS = frozenset({"reference", "actor"})
+LOGPROB_ROLES = frozenset({"reference", "actor"})
 KEYS = [("000000-0000-0", 0), ("000000-0001-0", 0), ("000000-0001-0", 1), ("000001-0000-0", 1)]
 
 
@@ -28,7 +28,7 @@ def events_of(group_id: str, version: int) -> list[tuple[str, Sample]]:
         events.append(("reward.scores", scored(group_id, index, version=version)))
         events += [
             (f"{name}.logprobs", evaluated(group_id, index, version=version, model_role=name))
-            for name in sorted(EVALUATORS)
+            for name in sorted(LOGPROB_ROLES)
         ]
     return events
 
@@ -63,7 +63,7 @@ def generated_twice(digest: str, *, num_samples: int = 2) -> list[tuple[str, Sam
         events.append(
             ("reward.scores", scored(index=index, reward=float(number), generation=digest))
         )
-        for name in sorted(EVALUATORS):
+        for name in sorted(LOGPROB_ROLES):
             one = dataclasses.replace(
                 evaluated(index=index, model_role=name, generation=digest),
                 values=np.full(4, number, np.float32),
@@ -79,7 +79,7 @@ def test_group_that_was_generated_twice_is_joined_whole_from_one_generation(
     """The first worker may have died after one of its samples; either way nothing of one generation
     is compared with the other's."""
     events = generated_twice("a", num_samples=data.draw(st.integers(1, 2))) + generated_twice("b")
-    join, offsets, complete = PromptGroupJoin(evaluators=EVALUATORS), Counter[str](), []
+    join, offsets, complete = PromptGroupJoin(logprob_roles=LOGPROB_ROLES), Counter[str](), []
     for topic, event in data.draw(st.permutations(events)):
         group = join.add(
             Record(
@@ -98,7 +98,7 @@ def test_group_that_was_generated_twice_is_joined_whole_from_one_generation(
     assert {group.reward_of(sample) for sample in group.samples.values()} == {float(number)}
     assert {
         float(np.asarray(one.values)[0])
-        for name in EVALUATORS
+        for name in LOGPROB_ROLES
         for one in group.evaluations[name].values()
     } == {number}
     assert join.num_dropped == sum(
@@ -116,7 +116,7 @@ def marks_of(join: PromptGroupJoin) -> dict[tuple[str, int], int]:
 def test_each_generation_is_complete_exactly_once_in_any_order(
     sequence: list[tuple[Record, Sample]],
 ) -> None:
-    join = PromptGroupJoin(evaluators=EVALUATORS)
+    join = PromptGroupJoin(logprob_roles=LOGPROB_ROLES)
     complete: list[JoinedGroup] = []
     for record, event in sequence:
         if (group := join.add(record, event)) is not None:
@@ -128,7 +128,7 @@ def test_each_generation_is_complete_exactly_once_in_any_order(
     for group in complete:
         assert [sample.key.sample_index for sample in group.ordered_samples()] == [0, 1]
         assert group.scores.keys() == group.samples.keys()
-        assert all(group.logprobs[name].keys() == group.samples.keys() for name in EVALUATORS)
+        assert all(group.logprobs[name].keys() == group.samples.keys() for name in LOGPROB_ROLES)
     assert join.num_open == 0
 
 
@@ -136,7 +136,7 @@ def test_each_generation_is_complete_exactly_once_in_any_order(
 def test_low_watermark_stays_below_open_groups_and_reaches_the_end_when_all_are_closed(
     sequence: list[tuple[Record, Sample]],
 ) -> None:
-    join = PromptGroupJoin(evaluators=EVALUATORS)
+    join = PromptGroupJoin(logprob_roles=LOGPROB_ROLES)
     seen: list[tuple[Record, tuple[str, int]]] = []
     finished: set[tuple[str, int]] = set()
     previous: dict[tuple[str, int], int] = {}
@@ -167,13 +167,13 @@ def test_crash_at_any_point_loses_no_group(
 ) -> None:
     """A successor that starts at the committed marks completes whatever the dead worker did not."""
     crash = data.draw(st.integers(0, len(sequence)))
-    join, emitted = PromptGroupJoin(evaluators=EVALUATORS), set()
+    join, emitted = PromptGroupJoin(logprob_roles=LOGPROB_ROLES), set()
     for record, event in sequence[:crash]:
         if (group := join.add(record, event)) is not None:
             join.close(group)
             emitted.add((group.prompt_group_id, group.policy_version))
     marks = marks_of(join)
-    successor = PromptGroupJoin(evaluators=EVALUATORS)
+    successor = PromptGroupJoin(logprob_roles=LOGPROB_ROLES)
     for record, event in sequence:
         if (
             record.offset >= marks.get((record.topic, record.partition), 0)
@@ -188,7 +188,7 @@ def test_crash_at_any_point_loses_no_group(
 def test_dropped_partition_is_forgotten_and_others_stay(
     sequence: list[tuple[Record, Sample]],
 ) -> None:
-    join = PromptGroupJoin(evaluators=EVALUATORS)
+    join = PromptGroupJoin(logprob_roles=LOGPROB_ROLES)
     for record, event in sequence[: len(sequence) // 2]:
         if (group := join.add(record, event)) is not None:
             join.close(group)
@@ -216,7 +216,7 @@ def record_of(
 
 
 def test_poisoned_group_is_over_and_late_records_of_it_are_ignored() -> None:
-    join = PromptGroupJoin(evaluators=frozenset())
+    join = PromptGroupJoin(logprob_roles=frozenset())
     assert join.add(record_of(0, "000000-0000-0"), rolled_out()) is None
     group = join.fail(record_of(1, "000000-0000-0"), "tokens must be finite")
     assert group is not None
@@ -229,7 +229,7 @@ def test_poisoned_group_is_over_and_late_records_of_it_are_ignored() -> None:
 
 
 def test_expired_groups_are_those_below_the_window() -> None:
-    join = PromptGroupJoin(evaluators=frozenset())
+    join = PromptGroupJoin(logprob_roles=frozenset())
     for offset, (group_id, version) in enumerate(KEYS):
         join.add(
             record_of(offset, group_id, version=version), rolled_out(group_id, version=version)
@@ -247,7 +247,7 @@ def test_expired_groups_are_those_below_the_window() -> None:
 
 
 def test_evaluations_of_other_samples_do_not_complete_a_group() -> None:
-    join = PromptGroupJoin(evaluators=frozenset({"reference"}))
+    join = PromptGroupJoin(logprob_roles=frozenset({"reference"}))
     for index in range(2):
         join.add(record_of(index, "g"), rolled_out(index=index))
         join.add(record_of(index, "g", topic="reward.scores"), scored(index=index))
@@ -257,6 +257,6 @@ def test_evaluations_of_other_samples_do_not_complete_a_group() -> None:
 
 
 def test_record_that_is_passed_over_moves_the_watermark() -> None:
-    join = PromptGroupJoin(evaluators=frozenset())
+    join = PromptGroupJoin(logprob_roles=frozenset())
     join.skip(record_of(4, "g"))
     assert marks_of(join) == {("rollout.samples", 0): 5}
