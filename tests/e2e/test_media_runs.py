@@ -188,7 +188,7 @@ def test_run_trains_on_all_media_and_hostile_ones_end_their_own_rows_alone(
 
     outcomes = [
         event
-        for event in events_of(bootstrap_servers, run_id, control_group_outcomes=1)
+        for event in events_of(bootstrap_servers, run_id, control_prompt_group_outcomes=1)
         if isinstance(event, PromptGroupEnded)
     ]
     (guests_end,) = [event for event in outcomes if event.prompt_group_id == GUEST]
@@ -323,7 +323,7 @@ def test_run_talks_with_an_environment_that_shows_images_and_a_bad_one_ends_its_
     assert max(step.metrics["mismatch_max_abs"] for step in steps) < 1e-4
     outcomes = [
         event
-        for event in events_of(bootstrap_servers, run_id, control_group_outcomes=1)
+        for event in events_of(bootstrap_servers, run_id, control_prompt_group_outcomes=1)
         if isinstance(event, PromptGroupEnded)
     ]
     failed = [event for event in outcomes if event.outcome == "failed"]
