@@ -139,7 +139,7 @@ class ChatMessage:
 
     @classmethod
     def of_text(cls, role: str, text: str) -> ChatMessage:
-        """Make a message of text alone."""
+        """Make a message of text only."""
         return cls(role, [ContentPart(Modality.TEXT, text)])
 
     @property

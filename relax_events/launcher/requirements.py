@@ -158,7 +158,7 @@ def _require_media_support(config: RunConfig) -> None:
                 if path.exists()
                 else f"model.tiny.family = {tiny.family if tiny else ''!r}"
             )
-            reads = " and ".join(layout.MODALITIES) if layout else "text alone"
+            reads = " and ".join(layout.MODALITIES) if layout else "text only"
             able = ", ".join(
                 name
                 for name, family in MEDIA_FAMILIES.items()

@@ -94,7 +94,7 @@ def test_event_without_an_end_is_refused_at_the_bound() -> None:
 
     with pytest.raises(
         ServerRejected,
-        match=r"POST http://a/generate: an event of the answer has 11000 bytes or more, .* at most 10000; is it an SG",
+        match=r"POST http://a/generate: an event of the response has 11000 bytes or more, .* at most 10000; is it an SG",
     ):
         asyncio.run(events(endless(), max_bytes=10_000))
     assert taken == 11_000
@@ -162,7 +162,7 @@ async def generated(status: int, piece: bytes, *, sent: list[int]) -> None:
 
 @pytest.mark.parametrize(
     ("status", "what"),
-    [(200, r"an event of the answer has \d+ bytes or more"), (400, r"status 400: b'x{500}'")],
+    [(200, r"an event of the response has \d+ bytes or more"), (400, r"status 400: b'x{500}'")],
 )
 def test_answer_without_an_end_is_cut_off_and_the_server_named(status: int, what: str) -> None:
     sent = [0]

@@ -221,7 +221,7 @@ def test_worker_ends_with_the_reason_when_the_share_group_stays_full(
     assert reported.wait(10)
     with pytest.raises(
         BrokerRefused,
-        match=r"relax.r.rollout has no room for all 2 lanes of this worker.*lower engine.max_prompt_groups",
+        match=r"relax.r.rollout has no room for all 2 share consumers of this worker.*lower engine.max_prompt_groups",
     ):
         connection.auth_failures.raise_fatal()
     assert source.stopping

@@ -17,6 +17,7 @@ from relax_events.engines.protocol import GeneratedSample
 from relax_events.engines.transformers.engine import TransformersEngine
 from relax_events.kafka.leases import Lease
 from relax_events.kafka.records import Record
+from relax_events.media.library import MediaLibrary
 from relax_events.objects import ObjectStore
 from relax_events.roles.handover import PREFIX, PartialSamples
 from relax_events.roles.inflight_group import InflightGroup
@@ -53,6 +54,7 @@ class Stage:
             False,
         )
         self.loop._renderer = SimpleNamespace(stop_token_ids=())
+        self.loop._library = MediaLibrary(config, store=store)
         self.loop._running, self.loop._written, self.loop._partials = {}, [], PartialSamples(store)
         self.loop._records = self._records
 

@@ -309,16 +309,16 @@ def test_altered_bucket_is_noticed_on_both_sides(
     engine = make_engine("rollout-0")
     engine.fetch(trainer.publish(0))
     trainer.until_joined("rollout-0")
-    filled = Layout.gather
+    gather = Layout.gather
 
     def altered(
         layout: Layout, bucket: range, tensors: Mapping[str, Tensor], *, staging: Tensor
     ) -> Tensor:
-        data = filled(layout, bucket, tensors, staging=staging).clone()
+        data = gather(layout, bucket, tensors, staging=staging).clone()
         data[5] ^= bucket.start == 2048
         return data
 
-    monkeypatch.setattr(Layout, "filled", altered)
+    monkeypatch.setattr(Layout, "gather", altered)
     published = trainer.publish(1)
     engine.until_arrived(1)
     assert engine.fetch(published) == "store"
@@ -380,7 +380,7 @@ def test_engine_is_refused_without_the_join_token(trainer: Trainer, join_token: 
     host, _, port = trainer.lists[0].address.rpartition(":")
     with ControlSocket.connect(host, int(port), deadline=Deadline(PATIENCE_SECONDS)) as line:
         line.send(deadline=Deadline(PATIENCE_SECONDS), join_token=join_token, worker_id="unknown")
-        with pytest.raises(ConnectionLost, match="has left"):
+        with pytest.raises(ConnectionLost, match="the peer has disconnected"):
             line.receive(Deadline(PATIENCE_SECONDS))
     assert trainer.broadcaster.engines == []
 

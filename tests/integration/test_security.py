@@ -542,10 +542,10 @@ def test_writer_and_reader_with_a_wrong_password_end_instead_of_waiting_for_ever
         mine.plan.topic("control.commands"),
     )
     started = time.monotonic()
-    with pytest.raises(AccessDenied, match="authentication of user .* failed"):
+    with pytest.raises(AccessDenied, match=r"authentication of user .* failed"):
         RecordProducer(intruder.as_("operator")).write([ProducerRecord(topic, b"x")])
     reader = LogReader(intruder.as_("operator"), start={(topic, 0): 0})
-    with pytest.raises(AccessDenied, match="authentication of user .* failed"):
+    with pytest.raises(AccessDenied, match=r"authentication of user .* failed"):
         turn_until(never, lambda: reader.fetch(timeout_seconds=0.2))
     reader.close()
     assert time.monotonic() - started < FEW_SECONDS
@@ -645,7 +645,7 @@ def test_renewed_password_holds_and_the_old_one_does_not(
         password_file=old,
         ca_file=folder.ca_file,
     )
-    with pytest.raises(AccessDenied, match="authentication of user .* failed"):
+    with pytest.raises(AccessDenied, match=r"authentication of user .* failed"):
         Admin(late.as_("reader")).ping(timeout_seconds=IMPATIENT_SECONDS)
 
 
@@ -667,7 +667,7 @@ def test_withdrawn_run_is_let_in_no_more_and_the_others_stay(
     shown = capsys.readouterr().out
     assert re.search(r"delete +relax.leaving.trainer", shown)
     assert re.search(r"withdraw +relax.leaving.reader +read +topic relax.leaving.\*", shown)
-    with pytest.raises(AccessDenied, match="authentication of user .* failed"):
+    with pytest.raises(AccessDenied, match=r"authentication of user .* failed"):
         Admin(connection).ping(timeout_seconds=IMPATIENT_SECONDS)
     assert read_quotas(admin_connection(leaving.config), [entity]) == {}
     assert SecurityFolder(folder).usernames("leaving") == []
@@ -735,7 +735,7 @@ def test_quota_may_be_set_by_the_super_user_only(mine: SecuredRun, tmp_path: Pat
             [QuotaEntity("user", "relax.neighbour.trainer")],
             dict.fromkeys(RATES, 1.0),
         )
-    with pytest.raises(BrokerRefused, match="authentication of user .* failed"):
+    with pytest.raises(BrokerRefused, match=r"authentication of user .* failed"):
         read_quotas(unknown_user(mine, tmp_path).as_("x"), [])
 
 

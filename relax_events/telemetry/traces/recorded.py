@@ -255,7 +255,7 @@ class RecordedTraces(Traces):
             self.begin(operation, name, topic=topic, num_samples=count)
             for name, count in counts.items()
         ]
-        error = "it was aborted"
+        error = "the operation was aborted"
         try:
             yield
             error = ""
