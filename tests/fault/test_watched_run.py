@@ -83,14 +83,14 @@ def test_run_is_looked_at_and_stopped_from_another_shell_and_resumed(
 
     code, shown = called(run, "status", run_id, *where, "--output", "json")
     status = orjson.loads(shown)
-    assert (code, status["run_id"], status["standing"], status["reason"]) == (
+    assert (code, status["run_id"], status["status"], status["reason"]) == (
         0,
         run_id,
         "running",
         "",
     )
-    assert status["metrics"]["step"] >= 2
-    assert {worker["worker_id"] for worker in status["workers"] if worker["is_well"]} == set(
+    assert status["progress"]["step"] >= 2
+    assert {worker["worker_id"] for worker in status["workers"] if worker["is_healthy"]} == set(
         run.worker_ids
     )
     code, shown = called(run, "status", run.run_file)
@@ -111,7 +111,7 @@ def test_run_is_looked_at_and_stopped_from_another_shell_and_resumed(
         assert live.process.wait(SECONDS) == 0
     assert f"run {run_id} ended: stopped by relax runs stop" in live.shown
     stopped = orjson.loads(shown)
-    assert (code, stopped["left"], set(stopped["stopped"])) == (0, [], set(run.worker_ids))
+    assert (code, stopped["not_drained"], set(stopped["drained"])) == (0, [], set(run.worker_ids))
     assert run.wait_until_ended(first) == 1
     assert (
         f"run {run_id} ended before its goal: stopped by relax runs stop; the same relax "
