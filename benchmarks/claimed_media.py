@@ -60,7 +60,7 @@ def photo(width: int, height: int, *, seed: int = 0) -> Image.Image:
 
 
 def written(image: Image.Image, kind: str) -> bytes:
-    """Return a image as a file."""
+    """Return an image as a file."""
     file = BytesIO()
     image.save(file, kind, quality=90)
     return file.getvalue()

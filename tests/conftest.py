@@ -121,7 +121,7 @@ def pytest_runtest_teardown() -> None:
 def pytest_runtest_makereport(
     item: pytest.Item,
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Show what the broker said last next to a failure."""
+    """Show what the broker said last with a failure."""
     report = yield
     log_path = item.config.stash.get(BROKER_LOG, None)
     if (

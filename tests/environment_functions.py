@@ -84,7 +84,7 @@ def with_option(
 
 
 def bomb() -> bytes:
-    """A image that claims 30,000 x 30,000 pixels, and has none."""
+    """An image that claims 30,000 x 30,000 pixels, and has none."""
     chunks = {
         b"IHDR": struct.pack(">IIBBBBB", 30_000, 30_000, 8, 2, 0, 0, 0),
         b"IDAT": zlib.compress(b""),

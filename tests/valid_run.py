@@ -246,7 +246,7 @@ def _train_half(run: ValidRun) -> None:
 
 
 def _train_seat_again(run: ValidRun) -> None:
-    """The step trains a second attempt of a slot next to the first one."""
+    """The step trains a second attempt of a slot together with the first one."""
     group = "000003-0000-1"
     run.issue(group)
     places = run.generate(group, version=2)

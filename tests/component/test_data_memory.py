@@ -77,4 +77,4 @@ def test_parquet_takes_the_row_groups_of_its_budget(tmp_path: Path) -> None:
     # what the allocator keeps of those before.
     assert (
         grown < (32 + 128) * MEGABYTE
-    )  # the file holds 200 MB; next to other work the allocator keeps more of what was freed
+    )  # the file holds 200 MB; with other work running the allocator keeps more of what was freed

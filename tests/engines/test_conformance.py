@@ -472,7 +472,7 @@ def test_sample_that_can_not_be_generated_is_refused_with_its_group(make: MakeEn
     for text, odd in {
         "sample b is running already": request("b", [], 0),
         "seed must be from 0": request("c", [], 0, seed=-1),
-        "must be equally many, got 2, 1 and 2": request("c", [1, 2], 1),
+        "must have one length, got 2, 1 and 2": request("c", [1, 2], 1),
         "the prefix has 5 tokens and may have 4": request("c", [1] * 5, 5),
         "prefix has token id 5000": request("c", [5000], 1),
     }.items():

@@ -69,4 +69,4 @@ def start_run(
         if run.output.exists():
             print(
                 "\n".join(run.output.read_text(errors="replace").splitlines()[-NUM_OUTPUT_LINES:])
-            )  # shown next to a failure
+            )  # shown with a failure

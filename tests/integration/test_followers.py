@@ -60,7 +60,7 @@ def replay(source: SmallRun) -> Iterator[FollowerPosition]:
     config = source.config.model_copy(
         update={
             "run": run.model_copy(update={"id": f"{run.id}-again"}),
-            "source": source.config.parent.model_copy(update={"run": run.id, "follow": True}),
+            "parent": source.config.parent.model_copy(update={"run": run.id, "follow": True}),
         }
     )
     worker: Any = SimpleNamespace(plan=TopicPlan.from_config(config), connection=source.connection)

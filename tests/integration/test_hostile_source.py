@@ -127,7 +127,7 @@ def test_hostile_log_is_refused_with_a_list_and_nothing_is_used(
         "data.source",
     }
     assert listed == (used_by_both | of_a_fork if verb is runs.fork else used_by_both)
-    assert "give --trust-source to take them over as they are" in str(refused.value)
+    assert "give --trust-source to inherit them as they are" in str(refused.value)
     assert not hostile.trace.exists()
     assert not was_called(listener)
     assert not (tmp_path / "mine").exists()
@@ -188,7 +188,7 @@ def test_store_of_the_source_is_the_one_that_was_agreed_to(
     assert again.config.objects_uri != again.objects_uri == config.parent.objects_uri
     with pytest.raises(
         ConfigError,
-        match=r"says that its objects lie in file://.*/evil/.*; set source\.objects_uri to where they are",
+        match=r"says that its objects lie in file://.*/evil/.*; set parent\.objects_uri to where they are",
     ):
         resolve_parent(config)
     unsaid = config.model_copy(

@@ -161,7 +161,7 @@ def test_prompt_group_that_nobody_has_fails_at_its_last_delivery(
     assert (end.prompt_group_id, end.outcome) == (GROUP, Outcome.FAILED)
     assert (
         end.reason
-        == "given up at its delivery number 8: the workers that took it died or were stopped"
+        == "failed at delivery 8: the workers that leased it crashed or were stopped"
     )
 
 

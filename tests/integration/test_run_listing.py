@@ -242,7 +242,7 @@ def test_deletion_keeps_objects_of_a_victim_that_a_log_names_as_its_own(
     tmp_path: Path,
     detour: str,
 ) -> None:
-    """The victim's log is not on this cluster, so nothing but the marker reports whose the store
+    """The victim's log is not on this cluster, so nothing but the marker shows whose the store
     is."""
     victim = ObjectStore.open((tmp_path / "objects").as_uri())
     mark = claim_store(victim, run_id="victim")

@@ -176,7 +176,7 @@ def is_not_finite(sample_ids: Sequence[str]) -> bool:
 
 
 class HashingBackend:
-    """A trainer backend whose weights report which samples were trained in which order."""
+    """A trainer backend whose weights show which samples were trained in which order."""
 
     vocab_size = 100
     experts = None

@@ -1,4 +1,4 @@
-"""What a reader makes of what its client reports instead of records: some of it fixes itself, the
+"""What a reader makes of what its client reports instead of records: some errors are transient, the
 rest ends the worker."""
 
 from __future__ import annotations

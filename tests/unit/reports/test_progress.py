@@ -381,9 +381,9 @@ def test_lines_come_for_the_first_step_then_seldom_and_for_the_last() -> None:
         for index in range(25):
             state.apply(train_step(index, at_seconds=time.time() + index))
             hand.seconds += 0.5
-            before = stream.publish()
+            before = stream.tell()
             display.update(state, lag=LAG, alive={})
-            if stream.publish() > before:
+            if stream.tell() > before:
                 shown_at.append(index + 1)
     lines = stream.getvalue().splitlines()
     assert shown_at == [1, 11, 21]  # five seconds, or a tenth of the run

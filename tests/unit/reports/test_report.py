@@ -232,7 +232,7 @@ def test_report_shows_broken_promises() -> None:
 def test_page_draws_a_point_per_step_for_every_curve() -> None:
     state, ledger = books(7)
     page = render_report(built(state, ledger))
-    values = re.findall(r"<figcaption>.*?</figcaption>", page, re.DOTALL)
+    values = re.findall(r"<figcaption>.*?</svg>", page, re.DOTALL)
     titles = [re.search(r"<b>(.*?)</b>", metric).group(1) for metric in values]  # type: ignore[union-attr]
     assert titles == [
         "Reward",
