@@ -34,7 +34,7 @@ from relax_events.kafka.records import ProducerRecord, Record
 from relax_events.objects.roots import list_media
 from relax_events.roles.worker_factory import open_worker
 from relax_events.runtime.failpoints import failpoint
-from relax_events.runtime.join import PromptGroupJoin, JoinedGroup
+from relax_events.runtime.join import JoinedGroup, PromptGroupJoin
 from relax_events.runtime.validation import check_sample, require_allowed_event
 from relax_events.runtime.worker import Worker
 from relax_events.staleness import IssuedGroup, is_external

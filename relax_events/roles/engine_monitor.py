@@ -16,15 +16,15 @@ Activity = Literal["generating", "loading"]
 
 
 class EngineMonitor:
-    """Enter `doing` around what the engine does; the rest of the time it waits for the worker.
+    """Enter `activity` around the engine's work; it idles the rest of the time.
 
-    Metrics, of the time since the report before:
-        tokens_per_second: Sampled.
-        generating_ratio, loading_ratio: Of the time.
+    Metrics since the last report:
+        tokens_per_second: Sampled tokens.
+        generating_ratio, loading_ratio: Shares of the time.
         cached_ratio: Of the tokens before first draws, those that a cache spared; left out when
             there were none.
         recomputed_tokens: Earlier sampled tokens whose KV entries were computed again.
-        decoding_samples, waiting_samples, capacity_samples: At the instant.
+        decoding_samples, waiting_samples, capacity_samples: At the time of the report.
     """
 
     def __init__(

@@ -20,30 +20,28 @@ from relax_events.telemetry.traces import NOT_TRACED, TracedWork, Value
 class InflightGroup:
     """A leased prompt group and its samples so far.
 
-    It has several leases when its prompt was delivered again while it was at work: the broker was
-    away and forgot who holds what, the lease lapsed, or a prompter that died in the middle had
-    issued it twice.
+    It has several leases if its prompt was delivered again during generation: the broker lost its
+    lease state in an outage, the lease expired, or a crashed prompter issued the prompt twice.
     """
 
     leases: list[Lease]
     issued: PromptGroupIssued
     prompt_tokens: np.ndarray
     answers: tuple[TokenizedTarget, ...] = ()
-    """By sample index, where the data bring them and nothing is generated."""
+    """Completions of the dataset by sample index, if nothing is generated."""
     media: Future[None] | None = None
-    """Done when what the prompt shows is on this machine, or can't be had; None where it shows
-    nothing."""
+    """Done once the prompt's media are cached or have failed; None for a prompt without media."""
     partials: dict[int, GeneratedSample] = field(default_factory=dict)
-    """By sample index, unfinished samples of another worker that are resumed."""
+    """Unfinished samples of another worker that are resumed, by sample index."""
     is_resumed: bool = False
-    """Whether another worker had begun with it."""
+    """Whether another worker had started to generate it."""
     samples: list[GeneratedSample] = field(default_factory=list)
     trace: TracedWork = NOT_TRACED
-    """What its trace shows of the generation."""
+    """Span of the generation in its trace."""
 
     @property
     def has_media(self) -> bool:
-        """Whether what the prompt shows need not be waited for."""
+        """Whether the prompt's media are fetched or failed, or it has none."""
         return self.media is None or self.media.done()
 
     @property
@@ -53,7 +51,7 @@ class InflightGroup:
 
     @property
     def is_finished(self) -> bool:
-        """Whether it is complete, and no sample of it was cut off."""
+        """Whether it is complete, and no sample was aborted."""
         return self.is_complete and all(
             sample.finish_reason is not FinishReason.ABORT for sample in self.samples
         )
@@ -103,12 +101,12 @@ class InflightGroup:
         self.trace.end(facts, error=error)
 
     def done(self) -> None:
-        """Settle all leases: the work is finished and safe."""
+        """Settle all leases: the samples are acknowledged."""
         for lease in self.leases:
             lease.done()
 
     def release(self) -> None:
-        """Settle all leases: the work was not finished."""
+        """Release all leases: the prompt group is unfinished."""
         self.trace.end(error="released unfinished")
         for lease in self.leases:
             lease.release()

@@ -1,5 +1,6 @@
-"""What reference, actor-forward, critic and teacher have in common: numbers for given tokens under
-given weights.
+"""Computes log-probabilities or values of given tokens under given weights.
+
+Shared by the roles reference, actor-forward, critic and teacher.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ UseVersion = Callable[[int], int]
 
 
 class LogprobScorer:
-    """Turns record batches of samples into what the scorer gives for them, version by version.
+    """Scores record batches of samples, version by version.
 
-    `use_version` gets the samples' version, makes the scorer hold the weights that belong to it,
-    and returns the version of those weights.
+    `use_version` receives the samples' version, loads the weights for it into the scorer, and
+    returns the version of those weights.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class LogprobScorer:
         self._model_role, self._topic = model_role, topic
 
     def __call__(self, samples: Sequence[SampleRolledOut]) -> list[ProducerRecord]:
-        """Evaluate the samples."""
+        """Score the samples; return the output records."""
         by_version: dict[int, list[SampleRolledOut]] = defaultdict(list)
         for sample in samples:
             by_version[sample.policy_version].append(sample)
@@ -78,8 +79,8 @@ class LogprobScorer:
     def _ended(
         self, samples: Sequence[SampleRolledOut], error: WeightsError
     ) -> list[ProducerRecord]:
-        """Ask the trainer to end the prompt groups of a version whose weights are lost, so that
-        they are issued again on another one.
+        """Ask the trainer to end the prompt groups of a version whose weights are lost: they are
+        issued again on another version.
         """
         version, groups = (
             samples[0].policy_version,
@@ -98,7 +99,7 @@ class LogprobScorer:
         ]
 
     def compute_scores(self, samples: Sequence[SampleRolledOut]) -> list[SampleScores]:
-        """Return what is said of each sample."""
+        """Return the scores of each sample."""
         return [SampleScores(logprobs) for logprobs in self._scorer.score(samples)]
 
 
@@ -108,9 +109,9 @@ def open_scorer(
     """Load a model for scoring, with the code of the run's trainer backend.
 
     Args:
-        worker: Names the run.
-        model: Another than the run's initial one.
-        threads: Other than the trainer's.
+        worker: Gives the run's configuration.
+        model: The model folder; by default the run's initial model.
+        threads: Number of threads; by default the trainer's.
     Raises:
         ConfigError: As `backend_of`, or the model can't be loaded.
     """

@@ -1,6 +1,4 @@
-"""Prefetches media before an engine needs them: decoding a long video takes seconds, in which other
-prompt groups run.
-"""
+"""Prefetches media, so that the engine generates other prompt groups while a video is decoded."""
 
 from __future__ import annotations
 
@@ -17,10 +15,10 @@ class MediaPrefetcher:
     """
 
     def __init__(self, library: MediaLibrary, *, on_arrival: Callable[[], None]) -> None:
-        """Begin with nothing to do.
+        """Start without any fetch.
 
         Args:
-            library: This thread's alone.
+            library: Used by the thread only.
             on_arrival: Called from that thread when media are fetched or failed.
         """
         self._library, self._on_arrival = library, on_arrival

@@ -1,5 +1,5 @@
-"""Takes leased prompt groups in: decodes and checks the record, renders the prompt, resumes kept
-samples, and fails the prompt groups that can't be generated.
+"""Turns leases into prompt groups in flight: decodes and checks the record, renders the prompt,
+resumes stored samples, and fails prompt groups that can't be generated.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from relax_events.runtime.worker import Worker
 
 MAX_DELIVERIES = 8
 DELIVERY_MARGIN = 2
-"""The broker drops a record silently at its delivery limit, so the worker gives it up earlier."""
+"""The broker silently drops a record at its delivery limit, so the worker fails it earlier."""
 
 
 class PromptIntake:
@@ -72,7 +72,7 @@ class PromptIntake:
         return source
 
     def render(self, lease: Lease, issued: PromptGroupIssued) -> InflightGroup:
-        """Render a prompt and begin to fetch its media; resume samples that another worker kept.
+        """Render a prompt and start to fetch its media; resume samples that another worker stored.
 
         Raises:
             PoisonSample, ValueError: The prompt can't be rendered.
@@ -86,7 +86,7 @@ class PromptIntake:
         group = InflightGroup([lease], issued, prompt_tokens, answers)
         if (
             lease.delivery_count > 1 or self._config.broker.prompt_queue == "consumer_group"
-        ):  # which does not count deliveries
+        ):  # a lease source that does not count deliveries
             group.resume(
                 self._partials.find(issued.prompt_group_id, num_samples=issued.samples_per_prompt)
             )
@@ -110,8 +110,8 @@ class PromptIntake:
             return None
 
     def fail(self, lease: Lease, reason: str) -> None:
-        """End a prompt group that can't be generated, and take it off the queue."""
-        # a record of an unknown producer belongs to no prompt group: its dead letter must do
+        """End a prompt group that can't be generated, and remove it from the queue."""
+        # a record of an unknown producer belongs to no prompt group: a dead letter is enough
         with suppress(CorruptRecord):
             self._worker.records.producer.send(
                 self._worker.records.build_end_request(lease.record.key, Outcome.FAILED, reason)
@@ -124,7 +124,7 @@ class PromptIntake:
         self.fail(
             lease,
             (
-                f"given up at its delivery number {lease.delivery_count}: the workers that took "
-                "it died or were stopped"
+                f"failed at delivery {lease.delivery_count}: the workers that leased it "
+                "crashed or were stopped"
             ),
         )

@@ -1,18 +1,18 @@
 """Holds prompt groups that were delivered too often, until heartbeats show whether another rollout
 worker still has them.
 
-The broker counts deliveries and does not report why there were so many. The workers that took the
-prompt group may have died, and then the next one may die of it as well. Or the broker was away, or
-a lease lapsed, while a worker continues to generate. Heartbeats distinguish the two: each rollout
-worker names in its own what it has at work, and what it has ended lately.
+The broker counts deliveries without their cause. The prompt group may have crashed the workers that
+leased it, and may crash the next one. Or a worker still generates it, and its lease expired or was
+lost in a broker outage. Heartbeats distinguish the two cases: each rollout worker lists its prompt
+groups in flight and those that it wrote last.
 
-    lease at the delivery limit --> hold --> a heartbeat says "ended"   --> done
-                                     |  ^--- a heartbeat says "at work" --- hold on
-                                     '-----> silence of SILENT_HEARTBEATS
+    lease at the delivery limit --> hold --> a heartbeat lists it as written   --> acknowledge
+                                     |  ^--- a heartbeat lists it as in flight --- keep holding
+                                     '-----> no such heartbeat for SILENT_HEARTBEATS intervals
                                              --> find_unclaimed: the caller fails the prompt group
 
-A worker that is silent for so long and still works writes its samples behind the failure;
-the trainer drops them as duplicates.
+If a silent worker is still generating, it writes its samples after the failure; the trainer drops
+them as duplicates.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Held:
     since: float
     is_ended: bool = False
     claimed_at: dict[str, float] = field(default_factory=dict)
-    """By worker, when its newest heartbeat that names the prompt group as at work was read."""
+    """Time of the newest heartbeat that lists the prompt group as in flight, by worker."""
 
     def apply(self, prompt_group_id: str, heartbeat: WorkerHeartbeat, now: float) -> None:
         self.is_ended = self.is_ended or prompt_group_id in heartbeat.prompt_groups_written
@@ -69,7 +69,7 @@ class RedeliveryGuard:
         self._reader: LogReader | None = None
 
     def hold(self, prompt_group_id: str, lease: Lease) -> None:
-        """Keep a lease until it is known whether anyone else has its prompt group."""
+        """Hold a lease until it is known whether another worker has its prompt group."""
         if prompt_group_id in self._held:
             self._held[prompt_group_id].leases.append(lease)
             return
@@ -79,8 +79,8 @@ class RedeliveryGuard:
         self._held[prompt_group_id] = _Held([lease], self._clock())
 
     def find_unclaimed(self) -> list[Lease]:
-        """Read what heartbeats came; settle what others have ended, and return the leases of prompt
-        groups that no worker has.
+        """Read new heartbeats; acknowledge prompt groups that other workers wrote, and return the
+        leases of those that no worker has.
 
         Raises:
             AccessDenied: The role may not read heartbeats.
@@ -105,22 +105,20 @@ class RedeliveryGuard:
         return given_up
 
     def release(self) -> None:
-        """Release what is held: another worker may ask."""
+        """Release the held leases, so that another worker can take them."""
         for held in self._held.values():
             for lease in held.leases:
                 lease.release()
         self._held = {}
 
     def close(self) -> None:
-        """Read no more heartbeats."""
+        """Stop reading heartbeats."""
         reader, self._reader = self._reader, None
         if reader is not None:
             reader.close()
 
     def _read_heartbeats(self) -> Iterable[WorkerHeartbeat]:
-        """Give the heartbeats that came since the last call; of the first call on, those that come
-        from then on.
-        """
+        """Return the heartbeats since the last call; the first call starts at the log's end."""
         place = (self._worker.plan.topic(ENTITY), 0)
         try:
             if self._reader is None:
@@ -132,7 +130,7 @@ class RedeliveryGuard:
         except BrokerError as error:
             log.warning("heartbeats.read_failed", error=str(error))
             for held in self._held.values():
-                held.since = self._clock()  # nothing is known about the others
+                held.since = self._clock()  # other workers' heartbeats can't be read
             return
         for record in records:
             try:

@@ -26,12 +26,12 @@ def build_sample_event(
 
     Args:
         group: Its prompt group.
-        sample: Of the engine.
-        owner: The policy version that the whole prompt group counts as.
-        worker: That generated it.
-        renderer: Of the policy.
+        sample: As the engine returned it.
+        owner: The policy version that the whole prompt group is assigned to.
+        worker: The worker that generated it.
+        renderer: The policy's prompt renderer.
     Raises:
-        ConfigError: The algorithm needs more than the engine gives.
+        ConfigError: The engine did not return data that the algorithm needs.
     """
     issued, prompt, completion = group.issued, group.prompt_tokens, sample.tokens
     versions = [segment.policy_version for segment in sample.segments]
@@ -78,7 +78,7 @@ def build_sample_event(
 def select_routed_experts(
     sample: GeneratedSample, config: RunConfig, *, num_tokens: int
 ) -> np.ndarray | None:
-    """Return which experts a sample's tokens went through where that is replayed, else None.
+    """Return the experts of each of a sample's tokens if routing is replayed, else None.
 
     Raises:
         ConfigError: The engine did not report the experts of all tokens but the last.
@@ -89,8 +89,8 @@ def select_routed_experts(
     if experts is None or len(experts) != num_tokens - 1:
         got = "none" if experts is None else f"those of {len(experts)}"
         need = (
-            f"model.routing_replay = 'rollout' needs the experts that {num_tokens - 1} tokens of "
-            f"sample {sample.sample_id} went through"
+            f"model.routing_replay = 'rollout' needs the routed experts of {num_tokens - 1} tokens "
+            f"of sample {sample.sample_id}"
         )
         raise ConfigError(
             f"{need}; engine.name = {config.engine.name!r} gave {got}; take another engine, "
@@ -100,10 +100,10 @@ def select_routed_experts(
 
 
 def select_top_tokens(sample: GeneratedSample, config: RunConfig) -> np.ndarray | None:
-    """Return a sample's most probable tokens where the loss compares them, else None.
+    """Return a sample's top tokens if the loss needs them, else None.
 
     Raises:
-        ConfigError: The engine gave none, or another number.
+        ConfigError: The engine returned none, or another number of them.
     """
     if not (num_wanted := config.algorithm.num_rollout_top_tokens):
         return None

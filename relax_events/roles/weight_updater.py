@@ -19,8 +19,8 @@ RELOAD_SECONDS = 2.0
 
 
 class WeightUpdater:
-    """Loads the newest version as `run.weight_update_mode` says; an artifact that fails its check
-    is retried.
+    """Loads the newest version according to `run.weight_update_mode`; retries an artifact that
+    fails its check.
     """
 
     def __init__(
@@ -38,8 +38,8 @@ class WeightUpdater:
         """The last version that failed to load."""
 
     def update_if_newer(self) -> bool:
-        """Load the newest version if it may be loaded now; return whether the engine changed its
-        version, and is awake.
+        """Load the newest version if it may be loaded now; return whether the engine has a new
+        version and is awake.
         """
         newest = self._worker.control.latest
         if (

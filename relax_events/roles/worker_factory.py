@@ -1,4 +1,4 @@
-"""Opens what every role needs: the object store with its claim check, and the worker itself."""
+"""Opens a role's worker and its object store."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from relax_events.session.resume import find_changes, refuse_changes
 from relax_events.telemetry.metrics import ErrorMetrics
 
 ROUTING_ROLES = ("actor-forward", "trainer")
-"""Roles that read which experts tokens went through; to the others a large array of these is a
-reference that they pass on."""
+"""Roles that read the routed experts of tokens; the others pass on the reference to a large
+array."""
 
 
 class StoreClaimCheck:
-    """The claim check over an object store; references that lead out of it are refused."""
+    """The claim check on an object store; rejects references to other places."""
 
     def __init__(
         self,
@@ -54,8 +54,8 @@ class StoreClaimCheck:
         )
 
     def check_out(self, event: Event) -> Event:
-        """Fetch stored arrays that the role computes with, once all media are found to lie where
-        they may.
+        """Fetch the stored arrays that the role needs, after checking that all media are at an
+        allowed location.
         """
         self._roots.check(event)
         return check_out(event, self._store, leave=self._leave)
@@ -66,7 +66,7 @@ def open_store(config: RunConfig, *, waits: bool = True) -> ObjectStore:
 
     Args:
         config: The run.
-        waits: Whether the worker waits while the store is away, whatever else it has to do.
+        waits: Whether the worker blocks while the store is unavailable.
     """
     return ObjectStore.open(config.objects_uri, uri_aliases=config.objects.uri_aliases, waits=waits)
 
@@ -81,12 +81,13 @@ def open_worker(
     num_versions: int = RECENT_VERSIONS,
     linger_ms: float | None = None,
 ) -> Worker:
-    """Make the worker of a role, draining on signals; what an earlier process of its name still
-    holds is free. Use it as a context manager.
+    """Return the worker of a role, which drains on signals. Use it as a context manager.
+
+    Resources of an earlier process with its name are released.
 
     Raises:
-        ConfigError: The object store is another run's, or the run file has changed since the log
-            described the run, in a way that can't be resumed.
+        ConfigError: The object store is another run's, or the run file has changed since the
+            run's description on the log, in a way that can't be resumed.
     """
     opened, objects = store or open_store(config), config.objects
     leave = () if role in ROUTING_ROLES else ("routed_experts",)

@@ -1,3 +1,3 @@
-"""What every worker is made of: consume, process, produce, commit; leases, joins, dead letters,
-heartbeats, drain; the ledger.
+"""The parts that all workers share: consume, process, produce, commit; joins, dead letters,
+heartbeats and drain.
 """

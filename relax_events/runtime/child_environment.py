@@ -1,6 +1,6 @@
 """The environment variables of a child process that runs untrusted code or reads untrusted files.
 
-It gets the variables that are named here, and no others.
+Variables that are not listed here are removed.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ ALLOWED = frozenset(
         *("CUDA_VISIBLE_DEVICES", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA"),
     }
 )
-"""Where programs, packages and caches lie, and how to compute: none of it is a secret."""
+"""Paths of programs, packages and caches, and settings of computation: none is a secret."""
 ALLOWED_PREFIXES = ("LC_", "OMP_", "MKL_", "OPENBLAS_")
 
 
 def build_child_environment(
     also: Iterable[str] = (), *, prefixes: tuple[str, ...] = ()
 ) -> dict[str, str]:
-    """Return the variables for a child: those that are no secrets, and those that its user names.
+    """Return the variables for a child process: the allowed ones, and those that the caller names.
 
-    One thread is for what computes, unless the variables say otherwise.
+    `OMP_NUM_THREADS` is 1 unless it is set.
 
     Args:
         also: Names of further variables.
-        prefixes: Beginnings of the names of further variables.
+        prefixes: Prefixes of the names of further variables.
     """
     named, begin = ALLOWED.union(also), (*ALLOWED_PREFIXES, *prefixes)
     return {

@@ -1,5 +1,5 @@
-"""Runs a processor that works on many samples side by side: each output is sent as soon as it is
-done, in any order.
+"""Runs a processor that handles many samples concurrently: each output is sent once it is ready, in
+any order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Done = tuple[Key, Sequence[ProducerRecord]]
 
 
 class ConcurrentProcessor(Protocol):
-    """Processes samples side by side. Used by one thread; `poll` returns a submitted sample exactly
+    """Processes samples concurrently. Used by one thread; `poll` returns a submitted sample exactly
     once, unless it is cancelled.
     """
 
@@ -45,7 +45,7 @@ class ConcurrentProcessor(Protocol):
         ...
 
     def poll(self, *, timeout_seconds: float) -> list[Done]:
-        """Return what is done, waiting for the first; at once when nothing is in flight."""
+        """Return finished samples, waiting for the first; at once when nothing is in flight."""
         ...
 
     def cancel(self, keys: Collection[Key]) -> None:
@@ -54,13 +54,13 @@ class ConcurrentProcessor(Protocol):
 
 
 class ConcurrentLoop:
-    """The loop of a role whose work on a sample takes long, and costs little more when other
-    samples are in flight.
+    """The loop of a role that takes long for a sample, but can process many samples at once.
 
-    The loop waits for records while nothing is in flight, else for the first sample that is done;
-    it takes new ones while there is capacity. An input offset is committed once every record before
-    it is processed, so a successor processes what we held. Samples that leave the window are
-    cancelled. A drain takes nothing new and finishes what is in flight, until its deadline.
+    The loop waits for records while nothing is in flight, else for the first finished sample; it
+    takes new records while there is capacity. An input offset is committed once every record before
+    it is processed, so after a crash a successor processes the samples in flight again. Samples
+    that leave the window are cancelled. A drain takes no new records and finishes the samples in
+    flight, until its deadline.
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class ConcurrentLoop:
         self._held: dict[TopicPartition, dict[int, tuple[int, TracedWork]]] = {}
         """Version and trace of each sample in flight, in the order of their offsets."""
         self._next_offsets: dict[TopicPartition, int] = {}
-        """Offset behind the last record that was taken."""
+        """Offset after the last record that was taken."""
         self._committed: dict[TopicPartition, int] = {}
 
     def run(self) -> None:
-        """Work until the drain starts, and finish what is in flight."""
+        """Work until the drain starts, then finish the samples in flight."""
         worker = self._worker
         worker.control.follow(self._input.apply_version)
         while not worker.drain.requested:
@@ -118,7 +118,7 @@ class ConcurrentLoop:
             self._processor.submit((*partition_key, record.offset), sample)
 
     def _finish(self, done: Sequence[Done], started: float) -> None:
-        """Send outputs, and commit as far as all is processed."""
+        """Send outputs, and commit up to the oldest record in flight."""
         num_done = 0
         for (topic, partition, offset), records in done:
             if (held := self._held.get((topic, partition), {}).pop(offset, None)) is None:

@@ -1,15 +1,15 @@
 """Follows the control log: versions, commands and the schemas of other writers.
 
-Each publication of a policy version sums up the log before it, and so gives the start offsets:
+Each publication of a policy version summarizes the log before it and gives the start offsets:
 
     control.policy-versions         ... v-2  v-1  v   read backwards from the end,
                                           │           until enough publications are found
-    control.train-steps             ......├── steps from here on
-    control.prompt-group-outcomes   ......└── ends from here on
+    control.train-steps             ......├── read from this offset on
+    control.prompt-group-outcomes   ......└── read from this offset on
 
-The publication gives these offsets in `control_offsets`, and the counts of what lies before them in
-`num_steps_before` and `outcome_counts_before`.
-So the cost of starting to read does not grow with the run.
+`control_offsets` of the publication holds these offsets; `num_steps_before` and
+`outcome_counts_before` count the earlier records. So the cost of a start does not grow with the
+run.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ SUMMED_ENTITIES = (
 """Topics that the trainer writes in the transactions that publish versions."""
 PUBLICATIONS = "control.policy-versions"
 RECENT_VERSIONS = 48
-"""Policy versions that a follower reads back at its start: the last steps that are shown, and
-several windows of the usual bounds."""
+"""Policy versions that a follower reads back at its start: enough for the displayed steps and
+several staleness windows."""
 Decode = Callable[[Record], Event | None]
 
 
@@ -68,13 +68,12 @@ def read_newest_publications(
     *,
     is_enough: Callable[[Sequence[PolicyVersionPublished]], bool],
 ) -> list[PolicyVersionPublished]:
-    """Return the newest publications of a run, oldest first: no more spans of the log than it takes
-    for `is_enough` to hold.
+    """Read publications backwards until `is_enough` holds; return them oldest first.
 
     Args:
-        reader: Its assignment is taken over.
+        reader: Its assignment is replaced.
         plan: The run's topics.
-        decode: Turns a record into its event; None for one that can't be used.
+        decode: Turns a record into its event; None for an unusable record.
         is_enough: Receives the publications found so far, oldest first.
     """
     found: list[PolicyVersionPublished] = []
@@ -89,8 +88,8 @@ def read_newest_publications(
 def find_start_offsets(
     published: Sequence[PolicyVersionPublished], plan: TopicPlan
 ) -> Mapping[str, int]:
-    """Return where a reader begins that is to miss nothing since the first of these publications,
-    by entity; 0 is the oldest record left.
+    """Return the start offsets, by entity, from which a reader misses nothing since the first of
+    these publications; 0 is the oldest record left.
     """
     named = (
         {plan.parse_entity(at.topic): at.offset for at in published[0].control_offsets}
@@ -102,26 +101,26 @@ def find_start_offsets(
 
 log = structlog.get_logger()
 READ_WHOLE = ("control.schemas", "control.broadcast-membership", "control.commands")
-"""Read from their beginning: one is compacted, and of schemas and commands a run has few."""
+"""Read from their beginning: one is compacted, and a run has few schemas and commands."""
 ALWAYS_FOLLOWED = (*READ_WHOLE, PUBLICATIONS)
 RECENT_REPORTS = 500
-"""Reports of metrics of each role that a follower reads back at its start: the newest of each
-worker are among them."""
+"""Metrics reports per role that a follower reads back at its start: enough to hold the newest of
+each worker."""
 STOP_SECONDS = 5.0
 SILENT_SECONDS = 60.0
-"""After so long without a record the thread asks whether its client still finds a broker."""
+"""Seconds without a record after which the thread checks whether its client finds a broker."""
 NO_START_OFFSETS: Mapping[str, int] = MappingProxyType({})
 Listener = Callable[[Event], None]
 
 
 class ControlFollower:
-    """Reads control topics from where a reader can begin, then live, in a thread of its own.
+    """Reads the recent past of the control topics, then follows them live in its own thread.
 
-    What it reads at its start does not grow with the run: of versions the newest, and of steps and
-    ends what was committed since the first of those, which sums up what lies before it
-    (`PolicyVersionPublished`). Listeners are called in log order of each topic: while it starts in
-    the thread that starts it, then in its own. Each topic has one partition, so all workers see the
-    same order. Versions are monotonic: an older one that appears again is ignored.
+    At its start it reads the newest publications of versions, and the steps and outcomes committed
+    since the oldest of these; `PolicyVersionPublished` summarizes the earlier ones. So the start
+    does not grow with the run. Listeners are called in each topic's log order: first in the
+    starting thread, then in the follower's thread. Each topic has one partition, so all workers see
+    the same order. Versions are monotonic: an older one that appears again is ignored.
     """
 
     def __init__(
@@ -133,15 +132,15 @@ class ControlFollower:
         also: Sequence[str] = (),
         num_versions: int = RECENT_VERSIONS,
     ) -> None:
-        """Read what is there of versions and commands.
+        """Read the existing versions and commands.
 
         Args:
             connection: How to reach the broker.
             plan: The run's topics.
-            codec: Learns the schemas of other writers.
+            codec: Receives the schemas of other writers.
             also: Control topics to follow besides those that every worker follows; those of roles
                 that the run lacks are left out.
-            num_versions: Newest versions to read at the least; never fewer than the window has.
+            num_versions: Minimum number of newest versions to read; at least those of the window.
         """
         self._codec, self._plan = codec, plan
         self._also = tuple(filter(plan.has, also))
@@ -160,7 +159,7 @@ class ControlFollower:
         self._checked_to, self._checked_version = 0, -1
         self._own = replace(
             connection, auth_failures=AuthFailureTracker()
-        )  # this client is renewed where it loses the brokers, and ends no process
+        )  # if it loses the brokers this client is replaced; its errors end no process
         self._reader = LogReader(self._own)
         commands = [
             event
@@ -188,7 +187,7 @@ class ControlFollower:
     def start(
         self, *listeners: Listener, start_offsets: Mapping[str, int] = NO_START_OFFSETS
     ) -> None:
-        """Send the listeners what was read so far and the rest of the other topics, then follow
+        """Send the listeners the events read so far and the past of the other topics, then follow
         live.
 
         Args:
@@ -232,8 +231,8 @@ class ControlFollower:
         return latest.policy_version if latest else -1
 
     def position(self, entity: str) -> int:
-        """Return the offset behind the last record of a topic that was read; to a listener that is
-        the one of its event.
+        """Return the offset after the last record read from a topic; inside a listener, the offset
+        after its event.
         """
         return self._positions.get((self._plan.topic(entity), 0), 0)
 
@@ -243,8 +242,8 @@ class ControlFollower:
             return self._changed.wait_for(lambda: self.policy_version >= version, timeout_seconds)
 
     def is_published(self, version: int) -> bool:
-        """Tell whether a version, or a newer one, is on the log by now: read up to its end,
-        whatever the thread has read. For one thread alone.
+        """Return whether a version, or a newer one, is on the log: reads to its end, even if the
+        thread is behind. Call it from one thread only.
 
         Raises:
             BrokerError: The log can't be read.
@@ -253,7 +252,7 @@ class ControlFollower:
             return True
         try:
             self._read_publications()
-        # a client that was cut off may never find the brokers again, where a new one does
+        # a disconnected client may never find the brokers again, but a new one does
         except BrokerUnavailable as error:
             log.warning("control.read_retried", error=str(error))
             self._drop_checking()
@@ -261,13 +260,13 @@ class ControlFollower:
         return max(self._checked_version, self.policy_version) >= version
 
     def _read_publications(self) -> None:
-        """Read on to the end of the publications, by a client of its own: the thread has the other
+        """Read to the end of the publications with a separate client: the thread uses the other
         one.
         """
         topic_partition = (self._plan.topic(PUBLICATIONS), 0)
         start = max(
             self._checked_to, self.position(PUBLICATIONS) - 1
-        )  # the thread may not have processed the last one that it has read
+        )  # the thread may not have processed its newest one yet
         if self._checking is None:
             self._checking = LogReader(self._connection, fetch_wait_ms=1)
         end = self._checking.watermarks(*topic_partition)[1]
@@ -284,7 +283,7 @@ class ControlFollower:
             checking.close()
 
     def learn_schemas(self) -> None:
-        """Read control.schemas to its end now: a writer uses an unknown schema."""
+        """Read control.schemas to its end, because a writer uses an unknown schema."""
         reader = LogReader(self._connection)
         try:
             for record in reader.read_to_end([(self._schemas_topic, 0)]):
@@ -293,7 +292,7 @@ class ControlFollower:
             reader.close()
 
     def stop(self) -> None:
-        """Stop following; the thread calls the listeners no more."""
+        """Stop following; the thread no longer calls the listeners."""
         self._closing.set()
         if self._thread.ident is not None:
             self._thread.join(STOP_SECONDS)
@@ -310,7 +309,7 @@ class ControlFollower:
         """
         self.stop()
         if self._thread.is_alive():
-            return  # a listener does not come back: its thread has the reader
+            return  # a listener hangs, so its thread still uses the reader
         spans = {
             topic_partition: (
                 self._positions.get(topic_partition, start),
@@ -328,12 +327,12 @@ class ControlFollower:
         self._drop_checking()
 
     def check(self) -> None:
-        """Raise the error that ended the thread; the work loop calls this, since it would never
-        receive a version or a command again.
+        """Raise the error that ended the thread; the work loop calls this, because it would receive
+        no further versions and commands.
 
         Raises:
-            AccessDenied: We may not read the control topics.
-            ClientFailed: The client, or a listener, failed for good.
+            AccessDenied: The role may not read the control topics.
+            ClientFailed: The client, or a listener, failed permanently.
         """
         self._connection.auth_failures.raise_fatal()
 
@@ -341,7 +340,7 @@ class ControlFollower:
         try:
             while not self._closing.is_set():
                 self.poll_once(timeout_seconds=0.5)
-        except Exception as error:  # the boundary of the thread: whatever it is ends the process
+        except Exception as error:  # boundary of the thread: any error ends the process
             log.exception("control.failed")
             what = (
                 f"the thread that follows the control log ended with {type(error).__name__}: "
@@ -349,7 +348,7 @@ class ControlFollower:
             )
             self._connection.auth_failures.report_fatal(
                 ClientFailed(
-                    f"{what}; this process must start again to hear of versions and commands"
+                    f"{what}; this process must be restarted to receive versions and commands"
                 )
             )
 
@@ -361,7 +360,7 @@ class ControlFollower:
             log.warning("control.read_failed", error=str(error))
             if isinstance(error, AccessDenied | ClientFailed):
                 self._connection.auth_failures.report_fatal(error)
-            self._closing.wait(timeout_seconds)  # the next try may fail as fast
+            self._closing.wait(timeout_seconds)  # the next attempt may fail at once, too
             return
         for record in records:
             self._receive(record)
@@ -372,16 +371,16 @@ class ControlFollower:
             self._received_at = time.monotonic()
 
     def _renew_reader(self) -> None:
-        """Read on with a new client where ours finds no broker and a new one does.
+        """Replace the client if it finds no broker and a new client does.
 
-        A client that received an empty broker list, as from a controller that takes the only broker
-        for dead, may never find them again (librdkafka issue 5301).
+        A client that received an empty broker list may never find the brokers again (librdkafka
+        issue 5301). A controller sends such a list if it considers the only broker dead.
         """
         if self._reader.cluster_id(self._schemas_topic):
             return
         reader = LogReader(self._own)
         if not reader.cluster_id(self._schemas_topic):
-            reader.close()  # the brokers are away
+            reader.close()  # the brokers are unreachable
             return
         log.warning("control.client_recreated")
         self._reader, cut_off = reader, self._reader
@@ -424,7 +423,7 @@ class ControlFollower:
             CorruptRecord,
             SchemaError,
             BrokerError,
-        ) as error:  # of the broker: an unknown schema, or a registry that is away
+        ) as error:  # an unknown schema, or an unreachable schema registry
             log.error("control_record.rejected", place=record.location, error=str(error))
             return None
         if belongs_on(entity := self._plan.parse_entity(record.topic), event):
@@ -432,12 +431,12 @@ class ControlFollower:
         log.error(
             "control_record.rejected",
             place=record.location,
-            error=f"{entity} holds no {type(event).__name__}: its writer may not write it",
+            error=f"a {type(event).__name__} is not allowed on {entity}",
         )
         return None
 
     def has_schema(self, fingerprint: bytes, schema: bytes) -> bool:
-        """Tell whether a schema stands on control.schemas, with these ids at the registry."""
+        """Return whether a schema is on control.schemas, with its ids at the registry."""
         return (fingerprint.hex(), schema) in self._published
 
     def _learn(self, record: Record) -> None:
@@ -473,8 +472,7 @@ class ControlFollower:
 
 
 def drop_superseded(history: Sequence[Event]) -> list[Event]:
-    """Leave out commands of the past that a later resume superseded, so that a resumed run does not
-    stop again.
+    """Drop past commands that a later resume superseded, so that a resumed run does not stop again.
 
     Scale commands stay: a resumed run has as many workers as before.
     """

@@ -17,11 +17,11 @@ from relax_events.staleness import is_expired
 log = structlog.get_logger()
 ANNOUNCEMENT_SECONDS = 30.0
 RESTART_CODE = 8
-"""Exit code of a worker that the controller had restarted."""
+"""Exit code of a worker that a restart command ended."""
 
 
 class ControlView:
-    """Knows the newest policy version, and carries out the controller's commands to this worker."""
+    """Holds the newest policy version, and executes the controller's commands to this worker."""
 
     def __init__(
         self,
@@ -37,12 +37,12 @@ class ControlView:
 
         Args:
             follower: Reads the control topics.
-            role: Of this worker.
-            worker_id: Of this worker.
+            role: Role of this worker.
+            worker_id: Id of this worker.
             max_staleness: Versions that a sample may be behind.
             drain: Starts on a stop or drain command.
-            started_at: Of this process, in microseconds since the epoch: it does not carry out
-                earlier commands to its own id again.
+            started_at: Start of this process, in microseconds since the epoch; earlier commands to
+                this worker id are ignored.
         """
         self.follower, self.is_paused = follower, False
         self._role, self._worker_id, self._max_staleness = role, worker_id, max_staleness
@@ -70,7 +70,7 @@ class ControlView:
         self.follower.start(*listeners, self._handle_command, start_offsets=start_offsets)
 
     def is_expired(self, policy_version: int | None) -> bool:
-        """Tell whether a version has left the window, as far as this worker knows."""
+        """Return whether a version has left the window, as far as this worker knows."""
         return policy_version is not None and is_expired(
             policy_version,
             trainer_version=self.policy_version,
@@ -82,17 +82,17 @@ class ControlView:
         return self.follower.wait_for_version(version, timeout_seconds=timeout_seconds)
 
     def wait_until_published(self, policy_version: int) -> None:
-        """Wait a moment for the version that a sample names: the sample may overtake the
-        announcement, which is on another topic.
+        """Wait a moment for a sample's version: the sample may arrive before the version's
+        publication, which is on another topic.
 
-        A sample is written after its version is published, so the log shows at once whether there
-        is an announcement to wait for: records of versions that never were cost no time. If the
-        log can't be read, the worker ends, and its successor reads the sample again.
+        A sample is written after its version is published, so the log shows at once whether the
+        version exists: records of versions that were never published cause no delay. If the log
+        can't be read, the worker exits, and its successor reads the sample again.
 
         Raises:
             PoisonSample: The version is not published.
             BrokerError: The log can't be read.
-            ClientFailed: The version is published, and our client of the control topics does not
+            ClientFailed: The version is published, but the client of the control topics does not
                 receive it.
         """
         known = self.policy_version
@@ -110,7 +110,7 @@ class ControlView:
             )
             raise ClientFailed(
                 f"{what} within {ANNOUNCEMENT_SECONDS:g} s, only versions up to {known}; this "
-                "process must start again to receive versions"
+                "process must be restarted to receive versions"
             )
 
     def _handle_command(self, event: Event) -> None:
@@ -125,7 +125,7 @@ class ControlView:
         is_fresh = event.worker_id is None or event.commanded_at > self._started_at
         if event.command is Command.RESTART and is_fresh:
             log.warning("worker.killed", reason=event.reason)
-            # our work loop has not ticked for long, so it would not drain either
+            # the work loop hangs, so it would not drain either
             os._exit(RESTART_CODE)
         if event.command in (Command.STOP, Command.DRAIN) and is_fresh:
             log.info("worker.commanded", command=event.command, reason=event.reason)

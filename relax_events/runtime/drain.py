@@ -1,6 +1,4 @@
-"""The one way in which a worker ends: asked by a signal or a command, it finishes its work within a
-deadline.
-"""
+"""Ends a worker: after a signal or a command it finishes its work within a deadline."""
 
 from __future__ import annotations
 
@@ -13,36 +11,36 @@ from types import FrameType
 
 
 class Drain:
-    """Set once. After that the worker takes no new work and finishes what it holds, for at most
+    """Starts once. Then the worker takes no new work and finishes its current work, for at most
     `seconds`.
 
-    The first SIGTERM or SIGINT starts the drain; a second one ends the process at once, which loses
-    nothing either: what was not committed is delivered again.
+    The first SIGTERM or SIGINT starts the drain; a second one ends the process at once. This loses
+    no records either: those that were not committed are delivered again.
     """
 
     def __init__(self, *, seconds: float) -> None:
         self._seconds = seconds
         self._event = threading.Event()
         self.signal: int | None = None
-        """The signal that asked for it, if one did."""
+        """The signal that started it, if any."""
         self._started = 0.0
         self._listeners: list[Callable[[], None]] = []
 
     def listen_to_signals(self) -> None:
-        """Take SIGTERM and SIGINT as requests to drain."""
+        """Start the drain on SIGTERM and SIGINT."""
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
 
     def on_start(self, listener: Callable[[], None]) -> None:
-        """Call `listener` when the drain starts, at once if it has, for loops that wait on
-        something else.
+        """Call `listener` when the drain starts, or at once if it has started; it wakes a waiting
+        loop.
         """
         self._listeners.append(listener)
         if self.requested:
             listener()
 
     def start(self) -> None:
-        """Ask the worker to end."""
+        """Start the drain."""
         if not self._event.is_set():
             self._started = time.monotonic()
             self._event.set()
@@ -51,12 +49,12 @@ class Drain:
 
     @property
     def requested(self) -> bool:
-        """Whether the worker was asked to end."""
+        """Whether the drain has started."""
         return self._event.is_set()
 
     @property
     def elapsed_ratio(self) -> float:
-        """Share of the deadline that has passed; 0 before the request."""
+        """Share of the deadline that has passed; 0 before the start."""
         return (time.monotonic() - self._started) / self._seconds if self.requested else 0.0
 
     @property
@@ -65,7 +63,7 @@ class Drain:
         return self.elapsed_ratio > 1.0
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Wait for the request; return whether it came."""
+        """Wait for the start of the drain; return whether it has started."""
         return self._event.wait(timeout_seconds)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:

@@ -3,11 +3,12 @@ tests can break a run exactly there.
 
     RELAX_FAILPOINTS="reward.before_commit:3=kill,trainer.after_weights=stop"
 
-This kills the process at the third pass of the one, and stops it at the first pass of the other.
+This kills the process at the third pass of the first point, and stops it at the first pass of the
+second.
 
-An armed point fires once in a run, in whichever process: it leaves a mark in the run's folder
-first, so that the worker that is started again gets through. Without the variable a pass costs one
-look at an empty table.
+An armed point fires once in a run, in any process. Before it fires it writes a marker file into the
+run's folder, so that the restarted worker passes it. Without the variable a pass costs one lookup
+in an empty table.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ SAMPLE_LOOP_POINTS = {
     "after_commit": "the commit of the input offsets is under way, no later input was read",
 }
 POINTS = {
-    "prompter.after_issue": "prompt groups are on the queue, the prompter has not noted them",
+    "prompter.after_issue": "prompt groups are on the queue, the prompter has not recorded them",
     "rollout.before_load": "a version's tensors are fetched, the engine has the version before",
     "rollout.generating": "prompt groups are leased and half generated",
     "rollout.before_flush": "samples are handed to the client, none is known to be safe",
@@ -48,8 +49,8 @@ POINTS = {
         for role in PER_SAMPLE_ROLES
         for name, text in SAMPLE_LOOP_POINTS.items()
     },
-    "judge.at_work": "samples are at the judge's engine, no input of theirs is committed",
-    "critic.learning": "the critic has learned from a committed step, others may be left",
+    "judge.at_work": "samples are at the judge's engine, their input offsets are not committed",
+    "critic.learning": "the critic is trained on a committed step, others may be left",
     "advantage.before_flush": "joined samples are handed to the client, none is known to be safe",
     "advantage.before_commit": (
         "joined samples are acknowledged, the input offsets are not committed"
@@ -59,37 +60,35 @@ POINTS = {
     ),
     "trainer.after_accumulate": "a step's gradients are complete, the weights are old",
     "trainer.after_optimizer_step": (
-        "the weights of a step have moved, others of its optimizer steps may be left"
+        "an optimizer step is done, others of the train step may be left"
     ),
     "weights.before_manifest": "a version's tensors are in the store, its manifest is not",
     "weights.broadcasting": (
-        "a bucket of a version is on its way to an engine, its artifact may be whole or not"
+        "a bucket of a version is being sent to an engine, its artifact may be incomplete"
     ),
-    "rollout.receiving": (
-        "a bucket of a version has come from the trainer, the engine has the version before"
-    ),
-    "trainer.after_weights": "a version's artifact is whole, the step is not committed",
-    "trainer.in_transaction": "the step and its offsets lie in an open transaction",
-    "trainer.after_commit": "the step is committed, nothing that follows from it is done",
+    "rollout.receiving": ("a bucket of a version has arrived, the engine has the version before"),
+    "trainer.after_weights": "a version's artifact is complete, the step is not committed",
+    "trainer.in_transaction": "the step and its offsets are in an open transaction",
+    "trainer.after_commit": "the step is committed, its follow-up work is not done",
     "trainer.after_ends": (
-        "ends of untrained prompt groups are committed, the assembler has not noted them"
+        "ends of untrained prompt groups are committed, the assembler has not recorded them"
     ),
     "trainer.replaying": "a recorded step is trained again, others are left",
     "checkpoint.before_shard": "a checkpoint is copied, nothing of it is in the store",
     "checkpoint.before_manifest": "a checkpoint's shards are in the store, its manifest is not",
     "evaluator.before_load": "a version's tensors are fetched, the engine has the version before",
-    "evaluator.generating": "a version is half evaluated on a dataset",
-    "evaluator.after_write": "an evaluation is on the log, the evaluator has not noted it",
+    "evaluator.generating": "a version is partly evaluated on a dataset",
+    "evaluator.after_write": "an evaluation is on the log, the evaluator has not recorded it",
     "controller.before_command": "the controller has decided, no process has read it",
-    "controller.after_command": "the command is on the log, the controller has not noted it",
-    "metrics.before_write": "metrics are received, the file has not got them",
+    "controller.after_command": "the command is on the log, the controller has not recorded it",
+    "metrics.before_write": "metrics are received, they are not in the file",
 }
-"""Every point, with what is true there."""
+"""Every point, with the state of the run there."""
 
 
 @dataclass(slots=True)
 class ArmedPoint:
-    """A point that is to fire at its n-th pass in one process."""
+    """A point that fires at its n-th pass in one process."""
 
     name: str
     nth_pass: int
@@ -98,7 +97,7 @@ class ArmedPoint:
 
     @property
     def mark_name(self) -> str:
-        """Names the file that says that it fired."""
+        """Name of the marker file of a point that has fired."""
         return f"{self.name}:{self.nth_pass}"
 
 
@@ -110,21 +109,20 @@ class Failpoints:
     folder: Path = Path()
 
     def arm(self, text: str, *, folder: Path) -> None:
-        """Arm what the text says, in place of what was armed.
+        """Replace the armed points by those of the text.
 
         Args:
             text: `name[:n]=action,...`; empty disarms.
-            folder: Where marks are left.
+            folder: Folder of the marker files.
         Raises:
-            ConfigError: A name, a count or an action is not known; the text says which and what
-                there is.
+            ConfigError: A name, a count or an action is invalid; the text lists the valid ones.
         """
         self.armed, self.folder = {}, folder
         for point in parse_failpoints(text):
             self.armed.setdefault(point.name, []).append(point)
 
     def reach(self, name: str) -> None:
-        """Fire what is due at this point, unless it fired before in this run."""
+        """Fire the point if it is due and has not fired before in this run."""
         for point in self.armed.get(name, ()):
             point.num_passes += 1
             if point.num_passes == point.nth_pass and self._leave_mark(point):
@@ -136,7 +134,7 @@ class Failpoints:
                 )
                 signal.pthread_kill(
                     threading.get_ident(), ACTIONS[point.action]
-                )  # to this thread, which goes no instruction further
+                )  # to this thread, which executes no further instruction
 
     def _leave_mark(self, point: ArmedPoint) -> bool:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -152,13 +150,13 @@ _failpoints = Failpoints()
 
 
 def failpoint(name: str) -> None:
-    """Pass a point of `POINTS`: nothing happens unless it is armed."""
+    """Pass a point of `POINTS`; it does nothing unless the point is armed."""
     if _failpoints.armed:
         _failpoints.reach(name)
 
 
 def arm_failpoints(run_directory: Path, environment: Mapping[str, str]) -> None:
-    """Arm this process as the environment says.
+    """Arm the points of the environment variable in this process.
 
     Raises:
         ConfigError: See `Failpoints.arm`.
@@ -167,14 +165,14 @@ def arm_failpoints(run_directory: Path, environment: Mapping[str, str]) -> None:
 
 
 def marks_folder(run_directory: Path) -> Path:
-    """Return where the points of a run leave a file each when they fire; it holds the process
-    id.
+    """Return the folder of a run's marker files; each holds the id of the process in which its
+    point fired.
     """
     return run_directory / "failpoints"
 
 
 def parse_failpoints(text: str) -> list[ArmedPoint]:
-    """Read the variable's text; raises as `Failpoints.arm`."""
+    """Parse the variable's text; raises as `Failpoints.arm`."""
     return [_parse_failpoint(part.strip()) for part in text.split(",") if part.strip()]
 
 

@@ -1,9 +1,9 @@
-"""Sends heartbeats from the work loop, with how long it has had work without making progress.
+"""Sends heartbeats from the work loop; they report since when it has had work without progress.
 
 Inside a long call that the loop has declared (`activity`), a thread sends them instead, with the
-call's name and deadline; between calls that thread is silent, so that a hung loop is noticed.
-Durations are measured by the monotonic clock, and the times in an event are computed when it is
-sent, so a step of the wall clock moves all of them alike.
+call's name and deadline. Between calls that thread sends nothing, so a hung loop is detected.
+Durations are measured by the monotonic clock. The times in an event are computed when it is sent,
+so a step of the wall clock shifts all of them equally.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Activity:
 
 
 class Activities:
-    """The calls that the work loop is inside of, outermost first. One thread enters and leaves
-    them; any thread may read.
+    """The current long calls of the work loop, outermost first. One thread enters and leaves them;
+    any thread may read.
     """
 
     def __init__(self) -> None:
@@ -65,8 +65,8 @@ class Activities:
         """Declare a long call for the length of the block.
 
         Args:
-            name: What the worker does, for people: "publish weights".
-            deadline_seconds: After how long without progress the call counts as hung.
+            name: Readable name of the call: "publish weights".
+            deadline_seconds: Time without progress after which the call counts as hung.
         """
         now = time.monotonic()
         activity = Activity(name, now, now, deadline_seconds)
@@ -86,9 +86,7 @@ class Activities:
 
     @property
     def current(self) -> Activity | None:
-        """The call that is overdue, the outermost first; else the innermost one, and None between
-        calls.
-        """
+        """The outermost overdue call, else the innermost call; None between calls."""
         with self._lock:
             stack = list(self._stack)
         overdue = (activity for activity in stack if activity.is_overdue)
@@ -100,7 +98,7 @@ REPORT_EVERY_HEARTBEATS = 5
 
 
 class Heartbeat:
-    """Call `tick` from every turn of the work loop; it sends at most one heartbeat per interval,
+    """Call `tick` in every iteration of the work loop; it sends at most one heartbeat per interval,
     and one at every change of state.
     """
 
@@ -127,12 +125,12 @@ class Heartbeat:
     def set_in_flight(
         self, count: int, *, prompt_groups: Sequence[str] = (), written: Sequence[str] = ()
     ) -> None:
-        """Set what the next heartbeat says of work in flight.
+        """Set the work in flight that the next heartbeat reports.
 
         Args:
-            count: Samples or prompt groups that the worker works on.
-            prompt_groups: Prompt groups that it works on, where the role names them.
-            written: Prompt groups that it wrote last, newest first.
+            count: Number of samples or prompt groups in flight.
+            prompt_groups: Ids of the prompt groups in flight, if the role reports them.
+            written: Ids of the prompt groups that the worker wrote last, newest first.
         """
         self.num_in_flight = count
         self._prompt_groups_in_flight, self._prompt_groups_written = (
@@ -161,15 +159,15 @@ class Heartbeat:
         self.advance()
 
     def advance(self) -> None:
-        """Record progress though no record is finished yet: tokens were sampled, a recorded step
-        was trained again.
+        """Record progress before a record is finished: tokens were sampled, or a recorded step was
+        trained again.
         """
         self._ticked = self._progressed = time.monotonic()
         self._busy_from = None
         self._activities.renew()
 
     def advance_to(self, mark: int) -> None:
-        """Record how far work has come, by a count of any kind; a changed count is progress."""
+        """Set a progress counter of any kind; a changed value is progress."""
         if mark != self._mark:
             self._mark = mark
             self.advance()
@@ -178,14 +176,14 @@ class Heartbeat:
     def activity(
         self, name: str, *, deadline_seconds: float, is_progress: bool = True
     ) -> Iterator[None]:
-        """Declare a long call of the work loop for the length of the block; one that returns is
-        progress, one that raises is not.
+        """Declare a long call of the work loop for the duration of the block; its return is
+        progress, an error is not.
 
         Args:
-            name: What the worker does, for people: "publish weights".
-            deadline_seconds: After how long the call counts as hung, and the worker is
-                restarted; each `advance` inside restarts the deadline.
-            is_progress: Whether its return is progress; waiting for others is none.
+            name: Readable name of the call: "publish weights".
+            deadline_seconds: Time after which the call counts as hung and the worker is restarted;
+                each `advance` inside restarts the deadline.
+            is_progress: Whether its return is progress; waiting for other processes is not.
         """
         with self._activities.declare(name, deadline_seconds=deadline_seconds):
             try:
@@ -197,13 +195,11 @@ class Heartbeat:
 
     @property
     def current_activity(self) -> Activity | None:
-        """The long call that the work loop is inside of."""
+        """The current long call of the work loop."""
         return self._activities.current
 
     def describe_activity(self) -> str:
-        """Return the long call that the work loop is inside of, and for how long; empty between
-        such calls.
-        """
+        """Return the current long call and its duration, readable; empty between such calls."""
         activity = self.current_activity
         return "" if activity is None else f"{activity.name} for {activity.seconds:.0f} s"
 
@@ -242,13 +238,13 @@ class Heartbeat:
 
     @property
     def seconds_since_tick(self) -> float:
-        """How long the work loop has been silent."""
+        """Seconds since the last tick of the work loop."""
         return time.monotonic() - self._ticked
 
     @property
     def seconds_without_progress(self) -> float:
-        """For how long it has had work without progress; 0 inside a long call, which has
-        a deadline of its own.
+        """Seconds with work but without progress; 0 inside a long call, which has its own
+        deadline.
         """
         since = self._busy_from
         return (
@@ -257,7 +253,7 @@ class Heartbeat:
 
     @property
     def is_starting(self) -> bool:
-        """Whether the work loop has not begun."""
+        """Whether the work loop has not started."""
         return self._state is WorkerState.STARTING
 
     def _send_heartbeat(self, now: float, state: WorkerState) -> None:
@@ -319,7 +315,7 @@ JOIN_SECONDS = 5.0
 
 
 class HeartbeatThread:
-    """A thread of a worker. Use it as a context manager."""
+    """Sends heartbeats while the work loop is inside a long call. Use it as a context manager."""
 
     def __init__(self, heartbeat: Heartbeat, *, interval_seconds: float) -> None:
         self._heartbeat, self._interval = heartbeat, interval_seconds
@@ -331,7 +327,7 @@ class HeartbeatThread:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the thread; a heartbeat that is being sent is sent."""
+        """End the thread after the current heartbeat."""
         self._closing.set()
         self._thread.join(JOIN_SECONDS)
 
@@ -339,5 +335,5 @@ class HeartbeatThread:
         while not self._closing.wait(self._interval):
             try:
                 self._heartbeat.send_inside_activity()
-            except BrokerError as error:  # the work loop fails on it too, and decides
+            except BrokerError as error:  # the work loop gets the same error and handles it
                 log.warning("heartbeat.send_failed", error=str(error))

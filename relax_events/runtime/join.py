@@ -1,12 +1,11 @@
-"""Joins what is known about the samples of a prompt group, and knows up to where the inputs have
-been used up.
+"""Joins the samples of a prompt group with their scores and log-probabilities, and tracks the
+offsets that may be committed.
 
 Pure state: records go in, complete prompt groups come out. All inputs are partitioned alike, so a
-    join never crosses a
-partition. A prompt group that was generated twice on different policy versions forms two joins, one
-in each slot; the trainer keeps whichever it sees first. Generated twice on one version, it is
-joined whole from the generation that is complete first: samples, scores and evaluations of
-different generations are never put together, since they may be of different tokens.
+join never crosses a partition. A prompt group that was generated on two policy versions forms two
+joins, one in each slot; the trainer keeps the first that it reads. If it was generated twice on one
+version, the first complete generation is joined. Records of different generations are never
+combined, because their tokens may differ.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class JoinedGroup:
         )
 
     def is_complete(self, logprob_roles: frozenset[str], *, needs_scores: bool = True) -> bool:
-        """Whether every sample has its score and its evaluations."""
+        """Return whether every sample has its score and its log-probabilities."""
         return (
             self.has_all_samples
             and (not needs_scores or self.scores.keys() >= self.samples.keys())
@@ -55,10 +54,10 @@ class JoinedGroup:
         )
 
     def reward_of(self, sample: SampleRolledOut) -> float:
-        """Return the reward of a sample that was scored.
+        """Return the reward of a scored sample.
 
         Raises:
-            RewardError: Scoring it failed.
+            RewardError: The scoring failed.
         """
         score = self.scores[sample.sample_id]
         if score.reward is None:
@@ -68,7 +67,7 @@ class JoinedGroup:
         return score.reward
 
     def ordered_samples(self) -> list[SampleRolledOut]:
-        """Return the samples by their index."""
+        """Return the samples, ordered by index."""
         return sorted(self.samples.values(), key=lambda sample: sample.key.sample_index)
 
 
@@ -82,10 +81,10 @@ class PromptGroupJoin:
         self._held: dict[TopicPartition, dict[int, Key]] = {}
         self._positions: dict[TopicPartition, int] = {}
         self._done: dict[Key, str | None] = {}
-        """The generation that was joined; None where the prompt group was over otherwise."""
+        """The joined generation; None if the prompt group ended in another way."""
         self.num_dropped = 0
-        """Records of generations that were not joined, since another one of the same prompt group
-        and version was."""
+        """Records of duplicate generations: another one of the same prompt group and version was
+        joined."""
 
     @property
     def num_open(self) -> int:
@@ -95,8 +94,8 @@ class PromptGroupJoin:
     def add(
         self, record: Record, event: SampleRolledOut | SampleScored | LogprobsComputed
     ) -> JoinedGroup | None:
-        """Take in one event; return its prompt group when that makes a generation of it complete.
-        What came before is ignored.
+        """Add an event; return its prompt group if this completes a generation. Duplicates are
+        ignored.
         """
         group = self._group_of(
             record, (event.prompt_group_id, event.policy_version), event.key.generation_digest
@@ -116,8 +115,8 @@ class PromptGroupJoin:
         )
 
     def fail(self, record: Record, reason: str) -> JoinedGroup | None:
-        """Note that a record of a prompt group is unusable: the prompt group is over, in all its
-        generations. Return it the first time.
+        """Fail a prompt group with an unusable record, in all its generations; return it the first
+        time.
         """
         key = (record.key, -1 if record.policy_version is None else record.policy_version)
         group = self._group_of(record, key, next(iter(self._open.get(key, ("",)))))
@@ -126,15 +125,11 @@ class PromptGroupJoin:
         return group
 
     def skip(self, record: Record) -> None:
-        """Note a record that was read and is of no use, such as one whose version left the
-        window.
-        """
+        """Advance past a record that is not joined, such as one whose version left the window."""
         self._positions[record.topic, record.partition] = record.offset + 1
 
     def close(self, group: JoinedGroup) -> None:
-        """Forget a prompt group that was dealt with, with its other generations; late records of
-        any of them are ignored.
-        """
+        """Drop a finished prompt group with all generations; its later records are ignored."""
         key = (group.prompt_group_id, group.policy_version)
         is_joined = not group.failure and group.is_complete(
             self._logprob_roles, needs_scores=self._needs_scores
@@ -147,10 +142,10 @@ class PromptGroupJoin:
         self._done[key] = group.generation_digest if is_joined else None
 
     def evict_older_than(self, oldest_version: int) -> list[JoinedGroup]:
-        """Return the open prompt groups of versions below `oldest_version`, and forget finished
-        ones of such versions.
+        """Return the open prompt groups of versions below `oldest_version`, and drop the finished
+        ones.
 
-        Of several generations it is one whose samples are all there, if any is.
+        Of several generations one with all samples is returned, if there is one.
         """
         for key in [key for key in self._done if key[1] < oldest_version]:
             del self._done[key]
@@ -162,7 +157,7 @@ class PromptGroupJoin:
         return [max(generations, key=lambda group: group.has_all_samples) for generations in late]
 
     def drop_partition(self, topic: str, partition: int) -> None:
-        """Forget what belongs to a partition that went to another member; it will read it again."""
+        """Drop the state of a revoked partition; its new owner reads the records again."""
         self._positions.pop((topic, partition), None)
         for key in [
             key
@@ -172,7 +167,9 @@ class PromptGroupJoin:
             self._forget(key)
 
     def pending_offsets(self) -> list[TopicOffset]:
-        """Return, for each input partition, the position below which nothing is needed any more."""
+        """Return the committable offset of each input partition: no open prompt group needs an
+        earlier record.
+        """
         marks = []
         for (topic, partition), position in self._positions.items():
             oldest = next(iter(self._held.get((topic, partition), ())), position)

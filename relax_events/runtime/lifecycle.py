@@ -20,7 +20,7 @@ from relax_events.telemetry.metrics import WorkerMetrics
 from relax_events.topics import TopicPlan
 
 ACKNOWLEDGEMENT_SECONDS = 5.0
-"""A broker that has not acknowledged a record for so long counts as away."""
+"""Seconds without an acknowledgement after which the broker counts as unavailable."""
 
 
 class Outages(Protocol):
@@ -28,10 +28,10 @@ class Outages(Protocol):
 
     @property
     def seconds(self) -> float:
-        """For how long one of them has not answered; 0 when all do."""
+        """Seconds for which one of them has not answered; 0 when all answer."""
 
     def start_waiting(self, *, deadline_seconds: float, pause: Callable[[float], None]) -> None:
-        """Wait for them from now on, with `pause` between two calls in this thread."""
+        """Start to retry failed calls to stores, with `pause` between two calls in this thread."""
 
     def stop_waiting(self) -> None:
         """Give up all waits."""
@@ -94,8 +94,8 @@ class Lifecycle(AbstractContextManager["Lifecycle"]):
         """Send a heartbeat from the work loop, if one is due.
 
         Args:
-            working: Whether the worker has work that it can do now. One that is working for
-                `health.progress_timeout_seconds` and finishes nothing is started again.
+            working: Whether the worker has work that it can do now. A worker that works for
+                `health.progress_timeout_seconds` without finishing anything is restarted.
         Raises:
             AccessDenied: A background thread was denied what the role needs, or can no longer log
                 in.
@@ -106,14 +106,12 @@ class Lifecycle(AbstractContextManager["Lifecycle"]):
         self._send_if_due(WorkerState.WORKING if working else WorkerState.IDLE)
 
     def record_progress(self) -> None:
-        """Record, in the middle of a turn, that one more piece of the work is done; send a
-        heartbeat if one is due.
-        """
+        """Record progress in the middle of an iteration; send a heartbeat if one is due."""
         self._heartbeat.advance()
         self._send_if_due(WorkerState.WORKING)
 
     def record_processed(self, count: int, started: float) -> None:
-        """Record a finished record batch; `started` is `time.monotonic()` at its begin."""
+        """Record a finished record batch; `started` is the monotonic time of its start."""
         seconds = time.monotonic() - started
         self._metrics.count_processed(count, seconds=seconds)
         self._heartbeat.record_processed(count, seconds=seconds)
@@ -121,7 +119,7 @@ class Lifecycle(AbstractContextManager["Lifecycle"]):
     def activity(
         self, name: str, *, deadline_seconds: float, is_progress: bool = True
     ) -> AbstractContextManager[None]:
-        """Declare a long call of the work loop: heartbeats continue inside, and name it. See
+        """Declare a long call of the work loop: heartbeats continue and name it. See
         `Heartbeat.activity`.
         """
         return self._heartbeat.activity(
@@ -129,8 +127,8 @@ class Lifecycle(AbstractContextManager["Lifecycle"]):
         )
 
     def piece(self, name: str) -> AbstractContextManager[None]:
-        """Declare the work on one piece, such as a micro-batch: it may take as long as a worker may
-        make no progress.
+        """Declare one unit of work, such as a micro-batch; its deadline is
+        `health.progress_timeout_seconds`.
         """
         return self.activity(name, deadline_seconds=self._config.health.progress_timeout_seconds)
 
@@ -151,19 +149,19 @@ class Lifecycle(AbstractContextManager["Lifecycle"]):
         self.on_heartbeat(report)
 
     def on_heartbeat(self, call: Callable[[], None]) -> None:
-        """Make a call with every heartbeat of the work loop, from now on."""
+        """Call a function with every heartbeat of the work loop, from now on."""
         self._on_heartbeat.append(call)
 
     def wait_for_stores(self, outages: Outages, *, deadline_seconds: float) -> None:
-        """Wait for object stores that do not answer, from now on, in all threads; call it from the
-        thread of the work loop.
+        """Let all threads wait for unavailable object stores, from now on; call it from the work
+        loop.
         """
         self._outages, self._loop_thread = outages, threading.get_ident()
         outages.start_waiting(deadline_seconds=deadline_seconds, pause=self._pause_for_store)
 
     def liveness_problem(self) -> str:
-        """Return why this process should be restarted; empty while it should live on, as when the
-        broker is away.
+        """Return why this process should be restarted; empty if it should not, also while the
+        broker is unavailable.
         """
         heartbeat = self._heartbeat
         activity = heartbeat.current_activity
@@ -210,8 +208,8 @@ class Lifecycle(AbstractContextManager["Lifecycle"]):
                 call()
 
     def _pause_for_store(self, seconds: float) -> None:
-        """Wait a while in the middle of some work, with heartbeats. The cause lies outside, so the
-        worker counts as neither hung nor without progress.
+        """Wait for an object store, with heartbeats; meanwhile the worker counts as neither hung
+        nor without progress.
 
         Raises:
             StoreUnavailable: The drain's deadline has passed, or the worker ends.
@@ -220,8 +218,8 @@ class Lifecycle(AbstractContextManager["Lifecycle"]):
         while (left := until - time.monotonic()) > 0:
             if self._drain.deadline_passed or self._has_ended.is_set():
                 raise StoreUnavailable(
-                    "the worker was asked to end while it waited for the object store; what "
-                    "it held is delivered again"
+                    "the worker was asked to stop while it waited for the object store; its "
+                    "records are delivered again"
                 )
             self._heartbeat.advance()
             if threading.get_ident() == self._loop_thread:

@@ -37,8 +37,8 @@ class ParentRun:
 
     @property
     def objects_uri(self) -> str:
-        """Where its objects are: as given to the run that starts from it, whatever the log says
-        by now.
+        """URI of its object store: given by the run that starts from it, else read from the
+        log.
         """
         return self.given_uri or self.config.objects_uri
 
@@ -51,11 +51,11 @@ class ParentRun:
         Args:
             connection: To the cluster.
             run_id: The run.
-            own: The run that goes back to it, as far as it has a run file by now: see
+            own: Configuration of the run that starts from it, if it has a run file; see
                 `read_described_config`.
 
         Raises:
-            ConfigError: There is no such run, or its log does not say what it is.
+            ConfigError: There is no such run, or its log holds no description of it.
         """
         reader = LogReader(connection)
         try:
@@ -64,15 +64,15 @@ class ParentRun:
             raise
         except BrokerError as error:
             raise ConfigError(
-                f"parent.run = {run_id!r} is no run on {connection.bootstrap_servers}: "
+                f"parent.run = {run_id!r} is not a run on {connection.bootstrap_servers}: "
                 f"{error}; see relax runs list"
             ) from error
         finally:
             reader.close()
         if described is None:
-            remedy = "start it once more with this release: relax run RUN_FILE"
+            remedy = "start it again with this release: relax run RUN_FILE"
             raise ConfigError(
-                f"the log of run {run_id!r} does not say what it is, as those of earlier "
+                f"the log of run {run_id!r} holds no description of the run, like logs of earlier "
                 f"releases; {remedy}"
             )
         config = read_described_config(described, run_id=run_id, own=own)
@@ -81,7 +81,7 @@ class ParentRun:
         )
 
     def codec(self) -> EventCodec:
-        """Return a codec that knows the schemas of the run's writers."""
+        """Return a codec with the schemas of the run's writers."""
         codec = EventCodec()
         for record in self._records("control.schemas"):
             if record.value:
@@ -92,7 +92,7 @@ class ParentRun:
         return codec
 
     def events(self, entity: str) -> Iterator[Event]:
-        """Give the events of a control topic up to its present end; only committed ones."""
+        """Yield the committed events of a control topic up to its current end."""
         codec = self.codec()
         for record in self._records(entity):
             try:
@@ -101,7 +101,7 @@ class ParentRun:
                 log.warning("record.decode_failed", place=record.location, error=str(error))
 
     def steps(self) -> Iterator[TrainStepCommitted]:
-        """Give the train steps that it has committed by now, one by one."""
+        """Yield the train steps that the run has committed so far."""
         return (
             event
             for event in self.events("control.train-steps")

@@ -1,4 +1,4 @@
-"""Keeps what a run leaves on a disk to its user: prompts, completions and settings stand in it."""
+"""Restricts a run's files to its user: they hold prompts, completions and settings."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from relax_events.kafka.security.folder import write_private
 
 __all__ = ["keep_private", "write_private"]
 OTHERS = 0o077
-"""The rights of everybody but the owner."""
+"""The permissions of all users except the owner."""
 
 
 def keep_private(config: RunConfig) -> None:
-    """Make a run's folder its user's alone (0700), and let no other user read what this process and
-    its children will write (0600).
+    """Restrict a run's folder to its user (0700), and new files of this process and its children
+    (0600).
 
     An object store in a folder elsewhere may be shared between users, so there the file mode mask
     stays as it is, and the run's folder protects the rest.
     """
-    with suppress(OSError):  # a worker that can't write there fails when it has to
+    with suppress(OSError):  # a worker that can't write there fails later, at its first write
         config.run_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         config.run_directory.chmod(0o700)
     if not config.objects.uri.startswith("file:"):

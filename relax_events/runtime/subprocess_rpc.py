@@ -1,8 +1,8 @@
-"""A child process that answers requests one at a time: one that hangs, grows or crashes costs
-its question, and never the worker.
+"""Calls a child process, one request at a time: if it hangs, grows or crashes, only the request
+fails, not the worker.
 
-A question is a line of JSON and bytes behind it, whose lengths stand in the line; so is the answer.
-The child ends as soon as its stdin does.
+Requests and responses have the same format: a line of JSON, followed by bytes whose lengths are in
+the line. The child exits when its stdin is closed.
 """
 
 from __future__ import annotations
@@ -23,34 +23,33 @@ import orjson
 from relax_events.runtime.child_environment import build_child_environment
 
 LENGTHS = "num_bytes"
-"""Key of a line under which the lengths stand."""
+"""Key of the lengths in a line."""
 FAILURE = "failure"
-"""Key of a child's last answer: what it did not foresee, before it ends."""
+"""Key of an unexpected error in a child's last response."""
 EXIT_SECONDS = 1.0
-"""In which a child that answers no more has ended, and its own code or signal is known."""
+"""Seconds in which a failing child exits by itself, so that its own exit code is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChildProcessLost(Exception):
-    """The child is gone: it was ended because it was late, or ended by itself."""
+    """The child was killed at its deadline, or exited by itself."""
 
     is_late: bool
     ending: str
 
 
 class SubprocessRpc:
-    """The parent's side. It ends with this process, and with its owner. Used by one thread at a
-    time.
+    """The parent's side. The child ends with this process and with its owner. Used by one thread
+    at a time.
     """
 
     def __init__(self, module: str, *, setup: Mapping[str, Any], is_confined: bool = False) -> None:
         """Start the process, without the worker's credentials and other secrets.
 
         Args:
-            module: What it runs; it answers by `read_requests` and `respond`.
-            setup: The first message that it gets.
-            is_confined: Whether it gets by without files, network and processes of its own: then it
-                is kept from them.
+            module: Module that the child runs; it uses `read_requests` and `respond`.
+            setup: The first message to the child.
+            is_confined: Whether to deny the child access to files, network and other processes.
         """
         self._process = subprocess.Popen(
             [
@@ -70,42 +69,41 @@ class SubprocessRpc:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Process id of the child."""
         return self._process.pid
 
     def request(
-        self, question: Mapping[str, Any], contents: Sequence[bytes] = (), *, seconds: float
+        self, message: Mapping[str, Any], contents: Sequence[bytes] = (), *, seconds: float
     ) -> tuple[dict[str, Any], bytes]:
-        """Ask, and wait for the answer.
+        """Send a request, and wait for the response.
 
         Args:
-            question: JSON.
-            contents: What goes behind it.
-            seconds: For all of it.
+            message: JSON of the request.
+            contents: Bytes that follow it.
+            seconds: Time limit of the whole call.
         Returns:
-            The answer, and the bytes behind it.
+            The response, and the bytes that follow it.
         Raises:
-            ChildProcessLost: There is none within the time, or the child is gone; there is nothing
-                to be had from it any more.
+            ChildProcessLost: No response came in time, or the child exited; it can't be used again.
         """
         late = threading.Event()
         watch = threading.Timer(seconds, _give_up, [self._process, late])
         watch.start()
         try:
-            answer = self._exchanged(b"".join(_message(question, contents)))
+            response = self._exchange(b"".join(_message(message, contents)))
         finally:
             watch.cancel()
-        if answer is None or FAILURE in answer[0]:
-            failure = "" if answer is None else f"{answer[0][FAILURE]}; "
+        if response is None or FAILURE in response[0]:
+            failure = "" if response is None else f"{response[0][FAILURE]}; "
             raise ChildProcessLost(late.is_set(), failure + self.close(exit_seconds=EXIT_SECONDS))
-        return answer
+        return response
 
     def close(self, *, exit_seconds: float = 0.0) -> str:
-        """End the process, whatever it does; say how it ended.
+        """Kill the process; return its exit code or signal, readable.
 
         Args:
-            exit_seconds: In which it may end by itself, so that its own code or signal is
-                reported and not that of being killed.
+            exit_seconds: Time to exit by itself before it is killed, so that its own exit code or
+                signal is returned.
         """
         self._finalizer.detach()
         if exit_seconds:
@@ -114,8 +112,8 @@ class SubprocessRpc:
         code = _end(self._process)
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
-    def _exchanged(self, message: bytes) -> tuple[dict[str, Any], bytes] | None:
-        """Send a question and read its answer; None where the child is gone before it is whole."""
+    def _exchange(self, message: bytes) -> tuple[dict[str, Any], bytes] | None:
+        """Send a request and read its response; None if the child exits before the end of it."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
@@ -127,16 +125,14 @@ class SubprocessRpc:
 
 
 def read_requests(requests: IO[bytes]) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """Give the questions that a child is asked, until there are no more; for the child's side."""
-    while (question := _read(requests)) is not None:
-        yield question
+    """Yield the requests to a child until its stdin is closed; for the child's side."""
+    while (request := _read(requests)) is not None:
+        yield request
 
 
 @contextlib.contextmanager
 def raise_failures(answers: IO[bytes]) -> Iterator[None]:
-    """Answer an unexpected error by its name and text, before the child ends of it; for
-    the child's side.
-    """
+    """Send an unexpected error's name and text as the last response; for the child's side."""
     try:
         yield
     except Exception as error:
@@ -147,7 +143,7 @@ def raise_failures(answers: IO[bytes]) -> Iterator[None]:
 def respond(
     answers: IO[bytes], said: Mapping[str, Any], contents: Sequence[bytes | memoryview] = ()
 ) -> None:
-    """Answer a question; for the child's side."""
+    """Send the response to a request; for the child's side."""
     answers.writelines(_message(said, contents))
     answers.flush()
 
@@ -171,7 +167,7 @@ def _message(
 
 
 def _read(stream: IO[bytes]) -> tuple[dict[str, Any], bytes] | None:
-    """Read a whole message; None where the stream ends before."""
+    """Read a message; None if the stream ends before it is complete."""
     try:
         if not (line := stream.readline()).endswith(b"\n"):
             return None
@@ -188,7 +184,7 @@ def _give_up(process: subprocess.Popen[bytes], late: threading.Event) -> None:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill the child and what it has started; its number stays its own until it was waited for."""
+    """Kill the child's process group; its process id stays reserved until it is waited for."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -200,6 +196,6 @@ def _end(process: subprocess.Popen[bytes]) -> int:
         try:
             if pipe is not None:
                 pipe.close()
-        except BrokenPipeError:  # bytes that were still to be sent
+        except BrokenPipeError:  # bytes that were not sent yet
             continue
     return process.wait()

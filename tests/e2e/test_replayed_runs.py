@@ -275,7 +275,7 @@ def until_described(connection: Connection, run_id: str, process: subprocess.Pop
     [
         (
             ("replay", "no-such-run"),
-            r"parent.run = 'no-such-run' is no run on .*see relax runs list",
+            r"parent.run = 'no-such-run' is not a run on .*see relax runs list",
         ),
         (
             ("replay", "SOURCE", "--until-version", "9"),
