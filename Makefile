@@ -22,7 +22,7 @@ setup: .venv/.ready ## Make the virtual environment (downloads about 2.5 GB, nea
 	touch $@
 
 PURELIB := 'import sysconfig; print(sysconfig.get_path("purelib"))'
-sglang: .venv-sglang/.ready ## Make an environment for SGLang beside ours, which has what ours lacks (engine `sglang`, and its tests)
+sglang: .venv-sglang/.ready ## Make an environment for SGLang, separate from ours, with what ours lacks (engine `sglang`, and its tests)
 
 .venv-sglang/.ready: .venv/.ready requirements/sglang.txt
 	$(PYTHON) -m venv --clear .venv-sglang
@@ -31,7 +31,7 @@ sglang: .venv-sglang/.ready ## Make an environment for SGLang beside ours, which
 	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r requirements/sglang.txt
 	touch $@
 
-trl: setup ## Make an environment for TRL beside ours (the benchmarks beside it, and the test that its reference numbers are its own)
+trl: setup ## Make an environment for TRL, separate from ours (the benchmarks against it, and the test that its reference numbers are its own)
 	$(BIN)/python -c "from benchmarks import environment; environment.python('trl')"
 
 quickstart: setup ## Train a tiny model on this machine, every role its own process, on a real Kafka broker
@@ -105,10 +105,10 @@ bench: setup ## Measure, paired, and write docs/benchmarks
 
 COMPILE := $(UV) pip compile --quiet --universal --python-version 3.11 --no-emit-index-url --no-header --generate-hashes
 IMAGE_EXTRAS := --extra media --extra tasks --extra rewards --extra registry --extra security --extra parquet --extra notifications --extra tracing --extra api
-lock: .venv/.ready ## Resolve the requirements anew
+lock: .venv/.ready ## Resolve the requirements again
 	$(COMPILE) pyproject.toml requirements/build.in --extra model --extra media --extra tasks --extra english --extra rewards --extra registry --extra security --extra notifications --extra tracing --extra api --extra test --override requirements/overrides.txt -o requirements/lock.txt
 	$(COMPILE) pyproject.toml requirements/build.in $(IMAGE_EXTRAS) --constraint requirements/lock.txt -o requirements/light.txt
-	cp requirements/light.txt requirements/trackers.txt # what the trackers can't do with is pinned anew
+	cp requirements/light.txt requirements/trackers.txt # what the trackers can't do with is pinned again
 	$(COMPILE) pyproject.toml requirements/build.in $(IMAGE_EXTRAS) --extra trackers -o requirements/trackers.txt
 	$(COMPILE) pyproject.toml requirements/build.in $(IMAGE_EXTRAS) --extra model --constraint requirements/lock.txt --override requirements/overrides.txt -o requirements/cpu.txt
 	$(COMPILE) pyproject.toml requirements/build.in $(IMAGE_EXTRAS) --extra model --constraint requirements/lock.txt -o requirements/cuda.txt

@@ -43,9 +43,9 @@ class Panel:
         return list(dict.fromkeys(re.findall(r"\brelax_\w+", self.query)))
 
 
-def of_step(figure: str) -> str:
-    """Return the query of a figure of the newest train step."""
-    return f'relax_train_step_metric{{{RUN}, metric="{figure}"}}'
+def of_step(metric_name: str) -> str:
+    """Return the query of a metric of the newest train step."""
+    return f'relax_train_step_metric{{{RUN}, metric="{metric_name}"}}'
 
 
 def quantile(q: float) -> str:
@@ -252,7 +252,7 @@ DASHBOARDS: dict[str, Sequence[Panel]] = {
         ),
     ),
     "Broker and health": (
-        Panel("Partitions that are amiss", f"relax_partitions{{{RUN}}}", "{{state}}"),
+        Panel("Unhealthy partitions", f"relax_partitions{{{RUN}}}", "{{state}}"),
         Panel("Prompt groups on the queue", f"relax_prompt_groups_queued{{{RUN}}}", "not finished"),
         Panel(
             "Unread records by topic",

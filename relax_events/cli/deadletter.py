@@ -66,7 +66,9 @@ def list_(
         print_json(
             {
                 "counts": counts,
-                "dead_letters": [{"id": dead_letter.id, **asdict(dead_letter)} for dead_letter in selected],
+                "dead_letters": [
+                    {"id": dead_letter.id, **asdict(dead_letter)} for dead_letter in selected
+                ],
             }
         )
         return
@@ -83,9 +85,8 @@ def list_(
 def _cells(dead_letter: DeadLetter) -> list[Any]:
     from relax_events.cli.run_reader import clock_time, excerpt
 
-    origin = (
-        f"{dead_letter.origin_topic.split('.', 2)[-1]}[{dead_letter.origin_partition}]@{dead_letter.origin_offset}"
-    )
+    topic = dead_letter.origin_topic.split(".", 2)[-1]
+    origin = f"{topic}[{dead_letter.origin_partition}]@{dead_letter.origin_offset}"
     reason = f"{dead_letter.error_class}: {excerpt(dead_letter.error_text, 60)}"
     return [
         dead_letter.id,
@@ -248,7 +249,9 @@ def _choose(
         print(f"would {verb} {len(selected)} records", file=sys.stderr)
         return None
     return (
-        selected if not selected or agreed(f"{verb} these {len(selected)} records?", yes=yes) else None
+        selected
+        if not selected or agreed(f"{verb} these {len(selected)} records?", yes=yes)
+        else None
     )
 
 

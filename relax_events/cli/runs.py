@@ -143,7 +143,9 @@ def show(
         )
         if steps:
             columns = list(steps[-1])
-            print_table(columns, [[_format_metric(step.get(name)) for name in columns] for step in steps])
+            print_table(
+                columns, [[_format_metric(step.get(name)) for name in columns] for step in steps]
+            )
 
 
 @app.command

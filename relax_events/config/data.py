@@ -112,7 +112,8 @@ class RowsConfig(Section):
             ["chosen_key", "rejected_key"],
         ):
             raise ValueError(
-                "completion_key, conversation_key, or chosen_key with rejected_key name what the policy "
+                "completion_key, conversation_key, or chosen_key with rejected_key name what "
+                "the policy "
                 f"learns, got {' and '.join(given)}"
             )
         if not self.prompt_key and not self.prompt_template and "chosen_key" not in given:

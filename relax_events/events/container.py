@@ -51,7 +51,10 @@ SCHEMA: dict[str, Any] = {
         {
             "name": "value",
             "type": NULLABLE,
-            "doc": "Its value: an event in single-object encoding, or the bytes of an unknown producer.",
+            "doc": (
+                "Its value: an event in single-object encoding, or the bytes of an unknown "
+                "producer."
+            ),
         },
         {
             "name": "headers",

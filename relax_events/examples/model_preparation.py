@@ -124,7 +124,12 @@ def make_tiny_for(
                 for row in rows
                 for answer in read_assistant_turns(row, key=assistant_turns_key)
             ),
-            *(message.text for row in rows for completion in row.completions for message in completion),
+            *(
+                message.text
+                for row in rows
+                for completion in row.completions
+                for message in completion
+            ),
         ],
         family=tiny.family,
         hidden_size=tiny.hidden_size,

@@ -346,7 +346,9 @@ class PromptCheck:
 
 def _left_out(source: PromptSource) -> str:
     invalid = source.invalid_rows
-    return f", {invalid.count} invalid left out, first {invalid.examples[0]}" if invalid.count else ""
+    return (
+        f", {invalid.count} invalid left out, first {invalid.examples[0]}" if invalid.count else ""
+    )
 
 
 def _answers(config: RunConfig, row: PromptRow) -> str:

@@ -108,8 +108,8 @@ def line_chart(
 ) -> str:
     """Draw a curve over train steps, with a tooltip for each point.
 
-    Above `MAX_POINTS` steps, neighbours are plotted as their mean, over a band from the lowest to the
-    highest. The line is interrupted where a value is unknown.
+    Above `MAX_POINTS` steps, neighbours are plotted as their mean, over a band from the lowest to
+    the highest. The line is interrupted where a value is unknown.
 
     Args:
         title: Of the chart.

@@ -12,8 +12,8 @@ from relax_events.events.types import PromptGroupEnded
 
 ID_PATTERN = re.compile("([0-9]{6,12})-([0-9]{4,12})-([0-9]{1,12})")
 FIRST_EXTERNAL_INDEX = 1_000_000
-"""A `group_index` that no batch reaches: from here on the batch slots belong to producers other than the
-prompter."""
+"""A `group_index` that no batch reaches: from here on the batch slots belong to producers other
+than the prompter."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -26,7 +26,9 @@ class BatchSlot:
 
 @dataclass(frozen=True, slots=True)
 class IssuedGroup:
-    """A prompt group as it was issued: its batch slot, the attempt, and its row in the prompt stream."""
+    """A prompt group as it was issued: its batch slot, the attempt, and its row in the prompt
+    stream.
+    """
 
     slot: BatchSlot
     attempt: int
@@ -108,7 +110,9 @@ def admitted_steps(published_version: int, *, max_staleness: int, num_steps: int
 def find_unissued_slots(
     issued: Iterable[BatchSlot], *, steps: range, prompts_per_step: int
 ) -> list[BatchSlot]:
-    """Return the batch slots of the admitted steps that no prompt group was ever issued for, in order."""
+    """Return the batch slots of the admitted steps that no prompt group was ever issued for, in
+    order.
+    """
     taken = set(issued)
     return [
         place
@@ -119,8 +123,8 @@ def find_unissued_slots(
 
 
 def build_reissue(ended: IssuedGroup, *, outcome: Outcome, next_row: int) -> IssuedGroup | None:
-    """Return the prompt group that takes the batch slot of one that ended untrained, or None when it was
-    trained.
+    """Return the prompt group that takes the batch slot of one that ended untrained, or None when
+    it was trained.
 
     What expired is issued again with the same prompt, so that slow prompts are not selected
     against. What was filtered or failed gives way to the next prompt of the stream.

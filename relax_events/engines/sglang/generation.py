@@ -1,7 +1,7 @@
 """Generate samples on a server until each has finished, whatever happens to its requests.
 
-A sample is finished when its `SampleState.finish_reason` is set. If a request ends earlier, for whatever
-reason, the sample keeps its tokens so far and is sent again:
+A sample is finished when its `SampleState.finish_reason` is set. If a request ends earlier, for
+whatever reason, the sample keeps its tokens so far and is sent again:
 
     add --> waits for the gate --> request --> tokens arrive --> finished: handed out
                   ^                                  |

@@ -230,7 +230,9 @@ def _read_logs(
 
 
 def _step_ranges(
-    topic_partitions: Iterable[PartitionKey], begins: Mapping[PartitionKey, int], ends: Mapping[PartitionKey, int]
+    topic_partitions: Iterable[PartitionKey],
+    begins: Mapping[PartitionKey, int],
+    ends: Mapping[PartitionKey, int],
 ) -> dict[PartitionKey, tuple[int, int]]:
     return {
         topic_partition: (

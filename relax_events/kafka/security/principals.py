@@ -65,9 +65,7 @@ class PrincipalAdmin:
             users: All users of the run.
         """
         found = {acl for acl in self._acls() if acl.username.startswith(prefix)}
-        unknown = [
-            name for name in self._users() if name.startswith(prefix) and name not in users
-        ]
+        unknown = [name for name in self._users() if name.startswith(prefix) and name not in users]
         return SecurityChanges(
             sorted(users), unknown, sorted(set(wanted) - found), sorted(found - set(wanted))
         )

@@ -151,7 +151,9 @@ def words_alphabet(response: str) -> bool:
     initials = [word[0] for word in bare_words(response)]
     numbers = [ord(letter) - ord("a") for letter in initials]
     in_turn = all((first + 1) % 26 == second for first, second in pairwise(numbers))
-    return bool(initials) and all(letter in string.ascii_lowercase for letter in initials) and in_turn
+    return (
+        bool(initials) and all(letter in string.ascii_lowercase for letter in initials) and in_turn
+    )
 
 
 @instruction("words:vowel")

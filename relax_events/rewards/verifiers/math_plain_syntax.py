@@ -43,8 +43,8 @@ ONLY_PLAIN = re.compile(r"\*|\d[eE][-+]?\d")
 def plain_expression(text: str) -> Any:
     """Parse a text in program syntax to an unevaluated expression; None for any other text.
 
-    Only numbers, single-letter symbols, the functions of `FUNCTIONS` and arithmetic are accepted, so
-    parsing can't run other code.
+    Only numbers, single-letter symbols, the functions of `FUNCTIONS` and arithmetic are accepted,
+    so parsing can't run other code.
     """
     sides = text.split("=")
     if len(sides) > 2 or not all(_is_plain(side) for side in sides):

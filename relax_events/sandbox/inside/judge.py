@@ -72,7 +72,9 @@ class _ToSolution(Exchange):  # type: ignore[misc]  # it is found when this is s
         """
         if description.get("raises"):
             return self._error_class(str(description["type"]), str(description["raises"]))
-        remote = Remote(self, number, str(description.get("type")), is_class=bool(description.get("is_class")))
+        remote = Remote(
+            self, number, str(description.get("type")), is_class=bool(description.get("is_class"))
+        )
         self.stands_for(remote, number)
         return remote
 

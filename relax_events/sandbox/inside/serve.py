@@ -1,5 +1,5 @@
-"""The side that holds the solution: runs it, reports what it defines, and does what the tests ask of
-it.
+"""The side that holds the solution: runs it, reports what it defines, and does what the tests ask
+of it.
 """
 
 from __future__ import annotations

@@ -25,7 +25,9 @@ class TrackerWriter:
         """Write metrics, unless an earlier process did."""
         if self._tracker is None:
             self._tracker = self._open(self._memory)
-        if self._tracker.remembers and self._memory.is_delivered(step_metrics.series, step_metrics.step):
+        if self._tracker.remembers and self._memory.is_delivered(
+            step_metrics.series, step_metrics.step
+        ):
             return
         self._tracker.write(step_metrics)
         self._memory.mark_delivered(step_metrics.series, step_metrics.step)

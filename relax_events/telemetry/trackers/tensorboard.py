@@ -30,7 +30,11 @@ class TensorBoardTracker:
             for name, value in step_metrics.values.items()
         ]
         self._writer.add_event(
-            Event(wall_time=step_metrics.at / MICROS, step=step_metrics.step, summary=Summary(value=values))
+            Event(
+                wall_time=step_metrics.at / MICROS,
+                step=step_metrics.step,
+                summary=Summary(value=values),
+            )
         )
 
     def close(self) -> None:

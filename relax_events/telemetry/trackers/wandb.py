@@ -54,7 +54,10 @@ class WandbTracker:
         self._run.log(
             {
                 axis: step_metrics.step,
-                **{f"{step_metrics.series}/{name}": value for name, value in step_metrics.values.items()},
+                **{
+                    f"{step_metrics.series}/{name}": value
+                    for name, value in step_metrics.values.items()
+                },
             }
         )
 

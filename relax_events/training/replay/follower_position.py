@@ -73,7 +73,9 @@ class FollowerPosition:
 
     def release_all(self) -> None:
         """Release all records of the parent."""
-        self._commit(dict.fromkeys((partition for _, partition in self._topic_partitions), NO_RECORDS_NEEDED))
+        self._commit(
+            dict.fromkeys((partition for _, partition in self._topic_partitions), NO_RECORDS_NEEDED)
+        )
 
     def close(self) -> None:
         """Close the client."""
