@@ -115,8 +115,8 @@ class Log:
         self._read_to_end(lambda _: True)
 
     def positions(self) -> None:
-        """Ask where the log ends and where the consumer group stands, as lag is computed and a purge is
-        planned."""
+        """Ask where the log ends and where the consumer group stands, as lag is computed and a
+        purge is planned."""
         places = [(self.topic, partition) for partition in range(self._plan.num_sample_partitions)]
         self._admin.end_offsets(places)
         self._admin.committed_offsets(self._group, places)

@@ -1,5 +1,5 @@
-"""What `benchmarks.starting` starts in place of a worker: it imports the modules that it gets, says so,
-and waits to be killed."""
+"""What `benchmarks.starting` starts in place of a worker: it imports the modules that it gets, says
+so, and waits to be killed."""
 
 from __future__ import annotations
 

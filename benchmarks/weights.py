@@ -72,7 +72,8 @@ def tensors_of(seed: int) -> dict[str, Tensor]:
 
 
 def receive(pipe: Connection, first: Mapping[str, Tensor], use_shared_memory: bool) -> None:
-    """Be an engine's worker: join the process that the parent names, and say when a version has come."""
+    """Be an engine's worker: join the process that the parent names, and say when a version has
+    come."""
     receiver = Receiver(
         "rollout-0",
         WeightsConfig(use_shared_memory=use_shared_memory),

@@ -22,7 +22,7 @@ from relax_events.runtime.sample_input import IDLE_SECONDS, SampleInput, next_of
 from relax_events.runtime.worker import Worker
 
 TAKE_SECONDS = 10.0
-"""A part ends when reading its records from log and object store has taken so long."""
+"""Seconds of reading records from log and object store after which a part ends."""
 DecodedSample = tuple[Record, SampleRolledOut]
 
 
@@ -39,26 +39,26 @@ class Processor(Protocol):
 
 
 class SampleGatherer(Protocol):
-    """Decides when a sample is handed to the processor, and up to where inputs are used up."""
+    """Decides when a sample is processed, and which input offsets may be committed."""
 
     def add(self, record: Record, sample: SampleRolledOut) -> list[DecodedSample]:
         """Add a sample; return the samples that can be processed now."""
 
     def fail(self, record: Record) -> None:
-        """Note that a record holds no usable sample."""
+        """Handle a record without a usable sample."""
 
     def done_offsets(self, records: Sequence[Record]) -> list[TopicOffset]:
-        """Return up to where the inputs are used up after these records, the last part."""
+        """Return the committable offsets after a part that consists of these records."""
 
     def evict_older_than(self, policy_version: int) -> None:
-        """Forget samples of versions that left the window."""
+        """Drop samples of versions that left the window."""
 
     def release(self, offsets: Sequence[TopicOffset]) -> list[TopicOffset]:
-        """Forget partitions that go to another worker; return the offsets to commit before."""
+        """Drop the state of revoked partitions; return the offsets to commit before."""
 
 
 class SingleSamples:
-    """Hands on every sample at once."""
+    """Passes every sample on at once."""
 
     def add(self, record: Record, sample: SampleRolledOut) -> list[DecodedSample]:
         """Return the sample itself."""
@@ -80,10 +80,10 @@ class SingleSamples:
 
 
 class WholePromptGroups:
-    """Hands on the samples of a prompt group together, by their index, once all have arrived.
+    """Passes the samples of a prompt group on together, ordered by index, once all have arrived.
 
-    An input offset is used up once no open prompt group needs its record, so a successor gathers
-    held samples again. A prompt group that is never completed, since its generation was cut short,
+    An input offset is committed once no open prompt group needs its record, so a successor
+    gathers the held samples again. A prompt group that is never completed, because its generation was aborted,
     is dropped when its version leaves the window.
     """
 
@@ -100,11 +100,11 @@ class WholePromptGroups:
 
     def fail(self, record: Record) -> None:
         """Drop the prompt group of an unusable sample."""
-        if (group := self._join.fail(record, "a sample of it is unusable")) is not None:
+        if (group := self._join.fail(record, "one of its samples is unusable")) is not None:
             self._join.close(group)
 
     def done_offsets(self, records: Sequence[Record]) -> list[TopicOffset]:
-        """Return up to where no open prompt group needs a record."""
+        """Return the offsets below which no open prompt group needs a record."""
         for record in {(record.topic, record.partition): record for record in records}.values():
             if self._worker.control.is_expired(record.policy_version):
                 self._join.skip(record)  # the join knows the others
@@ -116,7 +116,7 @@ class WholePromptGroups:
             self._join.close(group)
 
     def release(self, offsets: Sequence[TopicOffset]) -> list[TopicOffset]:
-        """Forget partitions; return up to where no open prompt group needs a record."""
+        """Drop partitions; return the offsets below which no open prompt group needs a record."""
         pending = self._join.pending_offsets()
         for offset in offsets:
             self._join.drop_partition(offset.topic, offset.partition)
@@ -126,7 +126,7 @@ class WholePromptGroups:
 class SampleLoop:
     """The loop of a role that processes samples in parts.
 
-    Each turn polls, takes one part of the fetched records, processes it, and commits it. So the
+    Each iteration polls, takes one part of the fetched records, processes it, and commits it. So the
     time to a commit does not grow with the number of fetched records, a drain loses one part at
     most, and a rebalance waits for one part at most. The loop waits for records; the broker wakes
     it, or a timeout of half a second for the heartbeat. Records whose version left the window are
@@ -149,12 +149,12 @@ class SampleLoop:
         """Join the consumer group.
 
         Args:
-            worker: Of the role.
+            worker: The role's worker.
             processor: Computes the outputs of a part.
-            gatherer: When samples are processed; each at once by default.
-            max_records: Fetched records that are held at most.
-            max_tokens: A part ends with the sample that brings it to so many tokens.
-            max_part_records: Records of a part at most; by default all that are held.
+            gatherer: Decides when samples are processed; by default each at once.
+            max_records: Maximum number of fetched records in memory.
+            max_tokens: A part ends with the sample that reaches this number of tokens.
+            max_part_records: Maximum records of a part; by default all fetched ones.
             listeners: Receive control events.
             after_part: Called after every part, and every half second without one.
         """
@@ -229,8 +229,8 @@ class SampleLoop:
         return taken, ready
 
     def _outputs(self, samples: Sequence[DecodedSample]) -> Sequence[ProducerRecord]:
-        """Process samples together; when one of them is poison, each alone, and that one becomes a
-        dead letter.
+        """Process samples together; if one is poison, process each alone, and write that one to the
+        dead letters.
         """
         try:
             return self._processor([sample for _, sample in samples]) if samples else ()
@@ -246,5 +246,5 @@ class SampleLoop:
 
 
 def choose_operation(worker: Worker) -> str:
-    """Return what the role's work on samples is called in traces."""
+    """Return the name of the role's operation in traces."""
     return "score" if worker.role in ("reward", "judge") else "evaluate"

@@ -33,13 +33,13 @@ UNUSABLE = (CorruptRecord, SchemaError, ObjectError, PoisonSample, MediaError, F
 
 
 class ClaimCheck(Protocol):
-    """Keeps large arrays out of records: `check_in` stores them and leaves references, `check_out`
-    fetches them back.
+    """Keeps large arrays out of records: `check_in` replaces them by references, `check_out`
+    fetches them.
     """
 
     def check_in(self, event: Event, *, policy_version: int | None) -> Event:
-        """Return the event with its large arrays stored among the objects of the version; the same
-        event when it has none.
+        """Return the event with its large arrays stored with the version's objects; the same event
+        if it has none.
         """
 
     def check_out(self, event: Event) -> Event:
@@ -79,8 +79,8 @@ class RecordIO:
     ) -> ProducerRecord:
         """Build the record of an event for one of the run's topics.
 
-        Control records hold their arrays themselves, since they must outlive the object store. A
-        record whose key is a traced prompt group carries the trace's context in its headers.
+        Control records contain their arrays, because they must outlive the object store. If the key
+        is a traced prompt group, the headers carry the trace context.
         """
         headers = {**headers, **self.traces.get_headers(key)}
         if policy_version is not None:
@@ -120,8 +120,8 @@ class RecordIO:
     ) -> ProducerRecord:
         """Build the record that asks the trainer to end a prompt group untrained.
 
-        The record goes into the slot of the newest version, so that the trainer surely reads it.
-        The trainer decides, since only it knows whether the prompt group was trained meanwhile.
+        The record is written to the slot of the newest version, so that the trainer reads it. The
+        trainer decides, because only it knows whether the prompt group was trained meanwhile.
         """
         version = max(self._control.policy_version, 0)
         ended = build_group_end(

@@ -1,5 +1,5 @@
-"""The run file on the log: a run can be read back, replayed and forked from without the file that
-it was started with.
+"""Writes the resolved run file to the log and reads it back, so that a run can be replayed and
+forked without its file.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ SHAPE_KEYS = (
     "lease_seconds",
     "compression",
 )
-"""Of the broker table only these are described: topics follow from them, and none can hold an
-address or a secret."""
+"""The described keys of the broker table: they define the topics, and hold no address and no
+secret."""
 
 
 def build_run_description(
     config: RunConfig, *, from_version: int | None = None, store_marker: str = ""
 ) -> RunDescribed:
-    """Return the description of a run for the log. Its folders come out absolute, since its
-    readers work in other folders.
+    """Return the description of a run for the log. Its folders are absolute, because its readers
+    have other working directories.
 
     Args:
-        config: The run file as resolved.
-        from_version: The newest policy version, from which on these settings hold; None before the
+        config: The resolved run file.
+        from_version: The newest policy version, from which these settings apply; None before the
             first.
-        store_marker: Value of its object store's marker.
+        store_marker: Value of the object store's marker.
     """
     tree = config.model_dump(mode="json")
     tree["broker"] = {key: tree["broker"][key] for key in SHAPE_KEYS}
@@ -73,15 +73,15 @@ def build_run_description(
 
 
 def digest_config(config: RunConfig) -> str:
-    """Return the SHA-256 of a run file as resolved, hexadecimal; the broker's address and client
-    settings don't count.
+    """Return the SHA-256 of a resolved run file, hexadecimal, without the broker's address and
+    client settings.
     """
     tree = config.model_dump(mode="json", exclude=LOCATION_KEYS)
     return hashlib.sha256(orjson.dumps(tree, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
 def is_recorded(described: RunDescribed, history: Iterable[Event]) -> bool:
-    """Tell whether the newest description on the log says the same already, whenever that was."""
+    """Return whether the newest description on the log has the same content."""
     newest = next(
         (event for event in reversed(list(history)) if isinstance(event, RunDescribed)), None
     )
@@ -95,15 +95,15 @@ def _content(described: RunDescribed) -> tuple[Any, ...]:
 def read_described_config(
     described: RunDescribed, *, run_id: str, own: RunConfig | None = None
 ) -> RunConfig:
-    """Return the configuration that a description holds; its broker table says nothing of where the
-    broker is.
+    """Return the configuration of a description; its broker table has no address.
 
-    It was written by others: no code is run that it names by path, besides the algorithm of a run
-        file of one's own.
+    Descriptions are untrusted: code that they name by path is not run, except the algorithm that
+    the reader's own run file names.
 
     Args:
-        described: As read from the log.
-        run_id: Of the log. Records that were imported under another id still hold the first one.
+        described: The description on the log.
+        run_id: The run whose log it is. Records that were imported under a new id contain the
+            original one.
         own: The reader's run file.
     Raises:
         ConfigError: It was written by a release whose keys this one does not know.
@@ -132,8 +132,8 @@ def read_described_config(
 
 
 def _moved(config: RunConfig, run_id: str) -> RunConfig:
-    """Return an imported run's configuration: what its records say lies in the first run's store
-    was copied into its own.
+    """Return an imported run's configuration, whose references to the original run's store resolve
+    to its own store.
     """
     objects = config.objects.model_copy(
         update={"uri_aliases": (*config.objects.uri_aliases, config.objects_uri)}
@@ -144,9 +144,7 @@ def _moved(config: RunConfig, run_id: str) -> RunConfig:
 
 
 def read_description(reader: LogReader, run_id: str) -> RunDescribed | None:
-    """Return the newest description on a run's log, or None when it has none. The run's topics must
-    exist.
-    """
+    """Return the newest description on a run's log, or None. The run's topics must exist."""
     codec, newest = EventCodec(), None
     for record in _whole(reader, TopicPlan.build_topic_name(run_id, "control.schemas")):
         with suppress(SchemaError):  # of an unknown producer; the roles log it

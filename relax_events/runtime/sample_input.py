@@ -40,7 +40,7 @@ class SampleInput:
 
         Args:
             worker: Of the role.
-            max_records: Fetched records that are held at most.
+            max_records: Maximum number of fetched records in memory.
             on_revoked: Called with the partitions that go to another member, before they go.
         """
         self._worker, self._max_records, self._on_revoked = worker, max_records, on_revoked
@@ -56,8 +56,8 @@ class SampleInput:
         worker.lifecycle.track_lag(self._consumer)
 
     def fetch(self, *, timeout_seconds: float) -> None:
-        """Poll, which keeps the membership in any case, and hold the records: none while the worker
-        is paused, or enough are held.
+        """Poll, which also keeps the group membership, and keep the records; take none while the
+        worker is paused or the buffer is full.
         """
         room = self._max_records - len(self.fetched)
         if self._worker.control.is_paused or room <= 0:
@@ -84,15 +84,15 @@ class SampleInput:
         return sample
 
     def reject(self, record: Record, error: PoisonSample) -> None:
-        """Write an unusable record to the dead letters, and have its prompt group ended."""
+        """Write an unusable record to the dead letters, and request the end of its prompt group."""
         self._worker.records.dead_letter(record, error)
         self._request_end(record, str(error))
 
     def _request_end(self, record: Record, reason: str) -> None:
-        """Ask the trainer to end the prompt group of a record that we can't use.
+        """Ask the trainer to end the prompt group of an unusable record.
 
-        The record may have been valid for the advantage role, as when an object was lost in
-        between: that role would wait for our output for ever, and the trainer with it.
+        The advantage role may have accepted the record, for example if an object was lost later.
+        Then it would wait for this role's output forever, and so would the trainer.
         """
         # a record of an unknown producer belongs to no prompt group: its dead letter must do
         with suppress(CorruptRecord):
@@ -143,7 +143,7 @@ class SampleInput:
         self._consumer.close()
 
     def _revoke(self, offsets: list[TopicOffset], deadline: Deadline) -> None:
-        """Let go of partitions: another member will read the records that are held of them."""
+        """Drop the records of revoked partitions: another member reads them again."""
         places = {(offset.topic, offset.partition) for offset in offsets}
         self.fetched = deque(
             record for record in self.fetched if (record.topic, record.partition) not in places
@@ -152,8 +152,8 @@ class SampleInput:
 
 
 def oldest_version_first(records: Iterable[Record]) -> list[Record]:
-    """Order records by partition, that with the oldest version first: within a partition they stay
-    as they were, so that offsets can be committed.
+    """Order records by partition, the one with the oldest version first. The order within a
+    partition is kept, so that offsets can be committed.
     """
     by_partition: dict[tuple[str, int], list[Record]] = {}
     for record in records:
@@ -166,6 +166,6 @@ def oldest_version_first(records: Iterable[Record]) -> list[Record]:
 
 
 def next_offsets(records: Sequence[Record]) -> list[TopicOffset]:
-    """Return the position behind the last record of each partition."""
+    """Return the offset after the last record of each partition."""
     last = {(record.topic, record.partition): record.offset + 1 for record in records}
     return [TopicOffset(topic, partition, offset) for (topic, partition), offset in last.items()]

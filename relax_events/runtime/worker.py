@@ -135,14 +135,14 @@ class Worker(AbstractContextManager["Worker"]):
     ) -> None:
         self.lifecycle.__exit__(kind, error, trace)
         self.control.follower.stop()
-        # these two ends are final; after any other, missing heartbeats show the death
+        # these two ends are final; after others, missing heartbeats show the crash
         if kind is None or issubclass(kind, Fenced):
             self.heartbeat.tick(WorkerState.STOPPED)
         self.close()
 
     def close(self) -> None:
-        """Close connections and the endpoint without a record on the log, also those of a worker
-        that was refused before it started.
+        """Close connections and the endpoint without a record on the log, also if the worker was
+        refused before its start.
         """
         self.lifecycle.close()
         self.control.follower.close()

@@ -192,7 +192,7 @@ def test_store_of_the_source_is_the_one_that_was_agreed_to(
     ):
         resolve_parent(config)
     unsaid = config.model_copy(
-        update={"source": config.parent.model_copy(update={"objects_uri": ""})}
+        update={"parent": config.parent.model_copy(update={"objects_uri": ""})}
     )
     with pytest.raises(
         ConfigError, match=r"and the run file that they lie in file://.*/mine/runs/"

@@ -159,10 +159,7 @@ def test_prompt_group_that_nobody_has_fails_at_its_last_delivery(
         turn_until(lambda: len(log.of(PromptGroupEnded)) == 1)
     (end,) = log.of(PromptGroupEnded)
     assert (end.prompt_group_id, end.outcome) == (GROUP, Outcome.FAILED)
-    assert (
-        end.reason
-        == "failed at delivery 8: the workers that leased it crashed or were stopped"
-    )
+    assert end.reason == "failed at delivery 8: the workers that leased it crashed or were stopped"
 
 
 def test_worker_that_leaves_releases_what_it_holds_at_its_last_delivery(

@@ -260,7 +260,8 @@ class MemoryProducer:
         leaving, self._buffer = self._buffer[:count], self._buffer[count:]
         for place, fields, on_delivery in leaving:
             self._kafka.append(place, **fields)
-            if self._process.lost_report:  # it is on the log, but its outcome is reported as unknown
+            # it is on the log, but its outcome is reported as unknown
+            if self._process.lost_report:
                 self._process.lost_report = False
                 on_delivery(KafkaError(KafkaError._MSG_TIMED_OUT), MemoryMessage(place))
             else:

@@ -203,7 +203,8 @@ def _hold(engine: ContainerEngine, held: HeldFault, sink: WebhookSink) -> AlertR
     """Hold a fault until its alert fires and is sent, end it, and wait until no alert fires.
 
     Raises:
-        StackError: It did not fire, the webhook sink was not notified, it did not clear, or another one fired.
+        StackError: It did not fire, the webhook sink was not notified, it did not clear, or another
+            one fired.
     """
     if early := firing():
         raise StackError(f"{held.name}: {', '.join(sorted(early))} fires before the fault")
@@ -280,7 +281,8 @@ def write_report(results: list[AlertResult], ledger: str, num_steps: int) -> Non
         command=shlex.join(["python", "-m", "tests.stack.alerts", *sys.argv[1:]]),
         conclusion=f"{len(results)} faults in {num_steps} train steps by this command; "
         f"{sum(not one.problem for one in results)} fired their alert and "
-        "no other, and the webhook sink was notified. The run then went on to its goal, and the ledger "
+        "no other, and the webhook sink was notified. The run then went on to its goal, and "
+        "the ledger "
         "is clean. Other rows are of earlier runs.",
         rows=table,
         data={"held": [one.held.name for one in results], "ledger": ledger},

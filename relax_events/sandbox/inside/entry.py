@@ -1,5 +1,5 @@
-"""The first process inside of the sandbox: it starts the program behind the walls, and ends all
-that the program has started.
+"""The first process inside the sandbox: it isolates and starts the program, and finally kills all
+its processes.
 
 Standard library alone. Its argument is a JSON object: `limits` by the names of the resource module,
 `processes` that the program may have at a time, `readable` and `writable` paths for Landlock
@@ -46,11 +46,11 @@ class Ended(Exception):
 
 
 def main(setup: dict[str, Any]) -> int:
-    """Start the program, wait for it, end what it leaves; return the exit code."""
+    """Start the program, wait for it, kill its remaining processes; return the exit code."""
     libc = ctypes.CDLL(None)
     signal.signal(signal.SIGTERM, _end)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # what outlives its parent becomes ours
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphaned processes become children of this one
     for source, target in setup["binds"]:
         _bind(source, target)
     child = os.fork()
@@ -68,7 +68,7 @@ def main(setup: dict[str, Any]) -> int:
 
 
 def _bind(source: str, target: str) -> None:
-    """Show a folder under another name, in this mount namespace, and take modules from there."""
+    """Bind-mount a folder in this mount namespace, and import modules from there."""
     Path(target).mkdir()
     libc = ctypes.CDLL(None, use_errno=True)
     flags = (MS_BIND | MS_RECURSIVE, MS_BIND | MS_REMOUNT | MS_READ_ONLY | MS_NO_SUID)
@@ -97,7 +97,7 @@ def _end(*_: object) -> None:
 
 
 def _end_children() -> None:
-    """Kill children until there are none; their own become ours as they die."""
+    """Kill children until there are none; grandchildren become children as their parents die."""
     if os.getpid() == 1:
         return  # the namespace ends with us
     while True:
@@ -121,7 +121,7 @@ def _children() -> list[int]:
 
 
 def _run(setup: dict[str, Any]) -> int:
-    """Build the walls around this process, and do the task."""
+    """Isolate this process, and run the task."""
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         with contextlib.suppress(PermissionError):
@@ -149,7 +149,7 @@ def _build(setup: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(
             "1000"
-        )  # where memory runs out, of a container or a machine, this goes first
+        )  # if memory runs out, the kernel kills this process first
     for name, limit in setup["limits"].items():
         _limit(getattr(resource, name), limit)
     if setup["user"] is not None:
@@ -165,7 +165,7 @@ def _build(setup: dict[str, Any]) -> None:
 
 
 def _limit(kind: int, wanted: int) -> None:
-    """Set a limit; where one stands that is lower, keep it."""
+    """Set a limit, unless a lower one is set."""
     _, hard = resource.getrlimit(kind)
     limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     resource.setrlimit(kind, (limit, limit))

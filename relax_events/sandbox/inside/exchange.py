@@ -15,27 +15,26 @@ MAX_MESSAGE_BYTES = 64 * 1024**2
 
 
 class Gone(BaseException):
-    """The other process is gone, or says what is no message. No `except Exception` of a test may
-    pass it over.
+    """The other process exited, or sent an invalid message. A test's `except Exception` must not
+    catch it.
     """
 
     exit_code = 78
 
 
 class Exchange(ABC):
-    """One end of two pipes. A call waits for its answer, and serves the other side's calls
+    """One end of two pipes. A call waits for its response, and serves the other side's calls
     meanwhile.
     """
 
     def __init__(self, requests: IO[bytes], answers: IO[bytes], *, serves: Collection[str]) -> None:
-        """Nothing is sent yet.
+        """Connect the pipes; nothing is sent yet.
 
         Args:
-            requests: Read from.
-            answers: Written to.
-            serves: Operations that the other side may ask for. The side of the tests lets its
-                functions be called, and nothing else: from an attribute of a function a solution
-                would get at everything.
+            requests: The pipe to read from.
+            answers: The pipe to write to.
+            serves: Operations that the other side may request. The side of the tests only lets its
+                functions be called: with attribute access a solution could reach everything.
         """
         self._serves = {name: OPERATIONS[name] for name in serves}
         self._read, self._write = requests, answers
@@ -45,19 +44,17 @@ class Exchange(ABC):
 
     @abstractmethod
     def stand_in(self, number: int, description: dict[str, Any]) -> Any:
-        """Return what stands here for an object of the other side, by its number and its
-        description.
-        """
+        """Return a proxy for an object of the other side, given its number and description."""
 
     @abstractmethod
     def error(self, description: dict[str, Any]) -> BaseException:
-        """Return the exception for one that was raised over there."""
+        """Return the exception for one that the other side raised."""
 
     def call(self, operation: str, number: int, *arguments: Any, **named: Any) -> Any:
-        """Have the other side do something with an object of its own, and return what comes of it.
+        """Run an operation on an object of the other side; return the result.
 
         Raises:
-            Gone: The other side ended.
+            Gone: The other side exited.
         """
         self.send(
             {
@@ -80,7 +77,7 @@ class Exchange(ABC):
             return returned
 
     def _take_changes(self, arguments: Sequence[Any], message: dict[str, Any]) -> None:
-        """Make mutable arguments what the call has made of them."""
+        """Copy the call's changes back into the mutable arguments."""
         for old, new in zip(
             arguments, self._checked(list, message.get("changed", ())), strict=False
         ):
@@ -88,7 +85,7 @@ class Exchange(ABC):
                 replace(old, self._checked(self.decoded, new))
 
     def _checked(self, make: Callable[[Any], Any], data: Any) -> Any:
-        """Return what is made of something that came from the other side, which may be anything."""
+        """Decode untrusted data of the other side; invalid data raises `Gone`."""
         try:
             return make(data)
         except (
@@ -100,10 +97,10 @@ class Exchange(ABC):
             TypeError,
             ValueError,
         ) as error:
-            raise Gone("it says what is no message") from error
+            raise Gone("the other process sent an invalid message") from error
 
     def serve(self, message: dict[str, Any]) -> None:
-        """Answer one call of the other side's."""
+        """Execute one call of the other side, and send the result."""
         target, operation, arguments, named = self._checked(self._asked, message)
         try:
             answer: dict[str, Any] = {
@@ -133,7 +130,7 @@ class Exchange(ABC):
             self._write.write(json.dumps(message).encode() + b"\n")
             self._write.flush()
         except (OSError, ValueError) as error:
-            raise Gone("it is gone") from error
+            raise Gone("the other process exited") from error
 
     def receive(self) -> dict[str, Any]:
         """Read one message."""
@@ -143,11 +140,11 @@ class Exchange(ABC):
         except (ValueError, RecursionError):
             message = None
         if not isinstance(message, dict):
-            raise Gone("it is gone, or says what is no message")
+            raise Gone("the other process exited, or sent an invalid message")
         return message
 
     def keep(self, value: Any) -> int:
-        """Keep an object, and return the number by which the other side may use it."""
+        """Keep an object, and return the number by which the other side refers to it."""
         number = self._numbers.get(id(value))
         if number is None:
             number = self._numbers[id(value)] = len(self._kept)
@@ -155,8 +152,8 @@ class Exchange(ABC):
         return number
 
     def stands_for(self, stand_in: Any, number: int) -> None:
-        """Note which object of the other side something stands for, so that it is sent back as
-        that.
+        """Register a proxy of an object of the other side, so that it is sent back as that
+        object.
         """
         self._stand_ins[id(stand_in)] = number
         self.keep(stand_in)
@@ -179,7 +176,7 @@ class Exchange(ABC):
         return ["mine", self.keep(value), description]
 
     def decoded(self, data: Any) -> Any:
-        """Return the value that JSON stands for."""
+        """Return the value that is encoded in JSON."""
         return decode(data, self._resolve)
 
     def _resolve(self, data: list[Any]) -> Any:
@@ -191,7 +188,7 @@ class Exchange(ABC):
 
 
 def description(error: BaseException) -> dict[str, Any]:
-    """Tell of an exception: its name, the builtin one that it is a kind of, its text."""
+    """Describe an exception: its name, its builtin base class, its text."""
     try:
         text = str(error)
     except Exception as failed:

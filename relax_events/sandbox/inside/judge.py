@@ -1,9 +1,8 @@
-"""The side that holds the tests: they run here, in a process that the solution can't reach, and see
-its results as copies.
+"""Runs the tests in a process that the solution can't reach; they see its results as copies.
 
-A value of a builtin type is compared by that type's own rules, in this process. An object of a
-class of the solution's stays over there; a test may use it, but it never decides a comparison with
-a value of the test's: it equals none, and has no order or sum with one.
+Values of builtin types are compared in this process by the rules of their type. An object of one of
+the solution's classes stays in the solution's process. A test may use it through a proxy, but it
+never decides a comparison with a value of the test: it equals none, and can't be ordered or added.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from exchange import Exchange, Gone
 OF_BUILTINS = frozenset(
     name for kind in (str, bytes, list, tuple, dict, set, int, float) for name in dir(kind)
 )
-"""Methods of builtin types. A function's result that has them without being of such a type would
-answer the test's own question."""
+"""Methods of builtin types. A result of another type with these methods could decide the test's
+comparison."""
 
 
 Plain = TypeVar("Plain")
@@ -33,7 +32,7 @@ class SolutionError(Exception):
 
 
 def judge(tests_path: str, requests: int, answers: int, verdict: int) -> None:
-    """Run tests against a solution on the other side; write one byte when they have passed."""
+    """Run tests against a solution on the other side; write one byte once they have passed."""
     with os.fdopen(requests, "rb") as reading, os.fdopen(answers, "wb") as writing:
         solution = _ToSolution(reading, writing, serves=("call",))
         defined = solution.defined()
@@ -48,12 +47,12 @@ def judge(tests_path: str, requests: int, answers: int, verdict: int) -> None:
 
 
 class _ToSolution(Exchange):  # type: ignore[misc]  # it is found when this is started as a file
-    """What is known of the solution's objects."""
+    """The connection to the solution's process, with proxies of its objects."""
 
     _errors: ClassVar[dict[str, type[Exception]]] = {}
 
     def defined(self) -> dict[str, Any]:
-        """Return what the solution defines, by name."""
+        """Return the solution's definitions, by name."""
         message = self.receive()
         if "defined" not in message:
             raise Gone(f"the solution could not be run: {message.get('failed')}")
@@ -67,9 +66,7 @@ class _ToSolution(Exchange):  # type: ignore[misc]  # it is found when this is s
         return found
 
     def stand_in(self, number: int, description: dict[str, Any]) -> Any:
-        """Return what stands here for an object over there; for a class of exceptions one of our
-        own.
-        """
+        """Return a proxy for an object of the solution; for an exception class, a local class."""
         if description.get("raises"):
             return self._error_class(str(description["type"]), str(description["raises"]))
         remote = Remote(
@@ -79,7 +76,7 @@ class _ToSolution(Exchange):  # type: ignore[misc]  # it is found when this is s
         return remote
 
     def error(self, description: dict[str, Any]) -> BaseException:
-        """Return the exception for one that was raised over there."""
+        """Return the exception for one that the solution raised."""
         name, text = str(description.get("name")), str(description.get("text"))
         return self._error_class(name, str(description.get("builtin")))(text)
 
@@ -95,7 +92,7 @@ class _ToSolution(Exchange):  # type: ignore[misc]  # it is found when this is s
 
 
 class Remote:
-    """An object of the solution's."""
+    """A proxy of an object of the solution."""
 
     def __init__(self, exchange: Exchange, number: int, kind: str, *, is_class: bool) -> None:
         for name, value in {
@@ -112,7 +109,7 @@ class Remote:
         return self._exchange.call(operation, self._number, *arguments, **named)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """Call it over there."""
+        """Call it in the solution's process."""
         result = self._ask("call", *arguments, **named)
         if isinstance(result, Remote) and not self._makes_objects:
             object.__setattr__(result, "_is_object", False)

@@ -18,7 +18,7 @@ PR_SET_NO_NEW_PRIVS = 38
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
 TRUNCATE, IOCTL_DEV = 1 << 14, 1 << 15
 OF_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV
-"""Rights that a file can have; the others are those of folders."""
+"""Rights that apply to files; the others apply to folders only."""
 READ = EXECUTE | READ_FILE | READ_DIR
 RIGHTS_BY_VERSION = {
     1: (1 << 13) - 1,
@@ -32,19 +32,18 @@ BIND_AND_CONNECT_TCP, ABSTRACT_SOCKETS_AND_SIGNALS = 3, 3
 
 
 def version() -> int:
-    """Return the version of Landlock's interface that the kernel has; 0 where there is none."""
+    """Return the kernel's version of the Landlock interface; 0 if it has none."""
     found = _libc().syscall(CREATE_RULESET, None, 0, ASK_FOR_VERSION)
     return max(int(found), 0)
 
 
 def restrict(*, readable: Sequence[str], writable: Sequence[str]) -> None:
-    """Give up all files but these, all of TCP, and signals to processes outside; for this process
-    and all that it starts.
+    """Permanently deny this process and its children all other files, TCP, and signals to processes
+    outside.
 
     Args:
-        readable: Folders and files that may be read and run; those that don't exist are left out.
-        writable: Folders in which anything may be done but making devices and sockets, and files
-            that may be written.
+        readable: Folders and files that may be read and executed; missing ones are ignored.
+        writable: Folders with all rights except creating devices and sockets, and writable files.
     Raises:
         OSError: The kernel has no Landlock, or refused.
     """

@@ -1,8 +1,7 @@
-"""A seccomp filter: system calls that a program under judgement has no use for are refused. Needs
-no privileges.
+"""A seccomp filter that refuses system calls which a tested program does not need. Needs no
+privileges.
 
-It is a list of what is refused, behind Landlock or a private root, not the only wall: Python itself
-needs most of the rest.
+It is a deny list, because Python needs most other calls. It complements Landlock or a private root.
 Source: Documentation/userspace-api/seccomp_filter.rst of the Linux kernel; numbers from its system
 call tables.
 """
@@ -26,7 +25,7 @@ NEW_NAMESPACES = 0x7E020000
 """CLONE_NEWNS, -CGROUP, -UTS, -IPC, -USER, -PID and -NET."""
 CLONE_THREAD = 0x00010000
 TERMINAL_INPUT = (0x5412, 0x541C)
-"""TIOCSTI and TIOCLINUX: they type into a terminal."""
+"""TIOCSTI and TIOCLINUX: they insert input into a terminal."""
 
 # name: number on x86_64, number on aarch64 (None: there is no such call)
 CALLS: dict[str, tuple[int | None, int | None]] = {
@@ -159,14 +158,13 @@ CLONE, CLONE3, SOCKETPAIR, TGKILL, IOCTL, PRLIMIT = (
 
 
 def restrict(*, may_signal: bool, may_start_processes: bool) -> None:
-    """Refuse the calls above, for this process and all that it starts; a refused call fails with
-    EPERM.
+    """Refuse the calls above for this process and its children; a refused call fails with EPERM.
 
     Args:
-        may_signal: Whether kill() is left: then something else has to keep signals inside.
-        may_start_processes: Whether fork() and exec() are left.
+        may_signal: Whether kill() is allowed; something else must then keep signals inside.
+        may_start_processes: Whether fork() and exec() are allowed.
     Raises:
-        OSError: The kernel refused, or this is a processor whose calls we don't know.
+        OSError: The kernel refused, or the system calls of this processor are unknown.
     """
     program = assemble(
         platform.machine(),
@@ -185,10 +183,10 @@ def restrict(*, may_signal: bool, may_start_processes: bool) -> None:
 
 
 def assemble(machine: str, *, own_pid: int, may_signal: bool, may_start_processes: bool) -> bytes:
-    """Return the filter as the kernel reads it, 8 bytes an instruction.
+    """Return the filter in the kernel's format, 8 bytes an instruction.
 
     Raises:
-        OSError: We don't know the machine's calls.
+        OSError: The machine's system calls are unknown.
     """
     if machine not in ARCHITECTURES:
         raise OSError(
@@ -218,7 +216,7 @@ def assemble(machine: str, *, own_pid: int, may_signal: bool, may_start_processe
     code += [
         _op(JUMP_EQUAL, CLONE3[column], 0, 1),
         _refuse(errno.ENOSYS),
-    ]  # its flags lie in memory; the C library falls back to clone
+    ]  # its flags are in memory; the C library falls back to clone
     code += _when(
         CLONE[column], _argument(0), [_op(JUMP_ANY_BIT, NEW_NAMESPACES, 0, 1), _refuse(errno.EPERM)]
     )
@@ -251,7 +249,7 @@ def assemble(machine: str, *, own_pid: int, may_signal: bool, may_start_processe
 
 
 def _when(number: int, load: bytes, body: list[bytes]) -> list[bytes]:
-    """Run instructions for one call alone; the call's number is loaded again behind them."""
+    """Return instructions that run for one call only, and then load the call's number again."""
     return [_op(JUMP_EQUAL, number, 0, len(body) + 2), load, *body, _op(LOAD, NUMBER_AT)]
 
 

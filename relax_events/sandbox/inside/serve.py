@@ -1,6 +1,4 @@
-"""The side that holds the solution: runs it, reports what it defines, and does what the tests ask
-of it.
-"""
+"""Runs the solution, reports its definitions, and executes the calls of the tests."""
 
 from __future__ import annotations
 
@@ -13,8 +11,8 @@ from exchange import OPERATIONS, Exchange, Gone, description
 
 
 def serve(solution: str) -> None:
-    """Run a solution and answer the tests until they are done; its own stdin and stdout lead
-    nowhere.
+    """Run a solution and serve the tests until they end; the solution's stdin and stdout are
+    /dev/null.
     """
     requests, answers, nothing = os.dup(0), os.dup(1), os.open(os.devnull, os.O_RDWR)
     for number in (0, 1):
@@ -26,7 +24,7 @@ def serve(solution: str) -> None:
         except BaseException as error:
             with contextlib.suppress(
                 OSError, Gone
-            ):  # a copy of this process may have said so before, and the tests be over
+            ):  # a fork of this process may have sent it before, and the tests may be over
                 exchange.send({"failed": description(error)})
             with contextlib.suppress(
                 OSError
@@ -51,7 +49,7 @@ class _ToTests(Exchange):  # type: ignore[misc]  # it is found when this is star
 
 
 class _Callback:
-    """A function of the tests that the solution was given."""
+    """A proxy of a function of the tests that was passed to the solution."""
 
     def __init__(self, exchange: Exchange, number: int) -> None:
         self._exchange, self._number = exchange, number

@@ -1,5 +1,5 @@
-"""Values between the process that holds a solution and the one that holds the tests: plain data is
-copied, everything else stays where it is.
+"""Encodes values between the processes of the solution and the tests: plain data is copied, other
+objects become references.
 
 Plain data are the builtin types and a few of the standard library's; a copy behaves by its own
 type's rules, whatever the solution has redefined. Everything else is a reference to an object of
@@ -17,7 +17,7 @@ from fractions import Fraction
 from typing import Any
 
 LARGE_INTEGER_BITS = 1000
-"""Above, a number is written in hexadecimal: Python bounds the digits of decimal ones."""
+"""Larger numbers are written in hexadecimal, because Python limits the digits of decimal ones."""
 CONTAINERS: dict[str, type] = {
     "list": list,
     "tuple": tuple,
@@ -63,10 +63,10 @@ Resolve = Callable[[list[Any]], Any]
 
 
 def encode(value: Any, refer: Refer) -> Any:
-    """Return JSON for a value; `refer` makes that of an object that stays here.
+    """Return JSON for a value; `refer` encodes an object that is not copied.
 
     Raises:
-        RecursionError: The value is nested too deeply, or holds itself.
+        RecursionError: The value is nested too deeply, or contains itself.
     """
     kind = type(value)
     if value is None or kind in (bool, float, str):
@@ -98,7 +98,7 @@ def _encode_container(name: str, value: Any, refer: Refer) -> list[Any]:
 
 
 def _encode_subclass(value: Any, refer: Refer) -> Any:
-    """Encode what is no builtin itself: by the builtin that it is a kind of, or as a reference."""
+    """Encode an instance of a subclass: as its builtin base type, or as a reference."""
     if (
         name := next((name for name, one in SHARED_BUILTINS.items() if one is value), None)
     ) is not None:
@@ -138,7 +138,7 @@ def _encode_subclass(value: Any, refer: Refer) -> Any:
 
 
 def _arguments(value: Any) -> tuple[Any, ...] | None:
-    """Return what a value of `BUILT` is built from, or None."""
+    """Return the constructor arguments of a value of a `BUILT` type, or None."""
     kind = type(value)
     if kind is Decimal:
         return (str(value),)
@@ -168,10 +168,10 @@ def _arguments(value: Any) -> tuple[Any, ...] | None:
 
 
 def decode(data: Any, resolve: Resolve) -> Any:
-    """Return the value that JSON stands for; `resolve` finds what a reference means.
+    """Return the value that is encoded in JSON; `resolve` looks up references.
 
     Raises:
-        ValueError, TypeError, KeyError: It is not what `encode` makes.
+        ValueError, TypeError, KeyError: The data is not in the format of `encode`.
     """
     if not isinstance(data, list):
         if isinstance(data, Mapping):
@@ -205,9 +205,7 @@ def _array(dtype: str, shape: list[int], values: Any) -> Any:
 
 
 def replace(old: Any, new: Any) -> None:
-    """Make a mutable value equal to another of its type, in place; what is of another type is left
-    as it is.
-    """
+    """Make a mutable value equal to another of its type, in place; do nothing for another type."""
     if type(old) is not type(new):
         return
     if isinstance(old, (list, bytearray)):
