@@ -17,7 +17,7 @@ REPLACED = {
     r"\bin vain\b": "without progress, failed attempt",
     r"\b(taken|takes|take) (it |them |samples )?up\b|_taken?_up\b": "resume",
     r"\bgo(es)? on\b": "continue, resume",
-    r"\b(told|tells?|telling)\b|_told\b|_tells?_": "notify, report, send, log",
+    r"(?<!\.)\b(told|tells?|telling)\b|_told\b|_tells?_": "notify, report, send, log",
     r"(?<![Hh]eart)(?<![a-z])[Bb]eats?\b|\bWorkerBeat\b|_beats?\b": "heartbeat",
     r"\b[Ss]eats?\b|_seats?\b": "batch slot, index",
     r"\b([Dd]esk|[Ss]tation|[Ee]rrand|[Jj]ourneys?)\b|(Desk|Station|Errand|Journeys)\b": "service, runner, task, in-flight request",
