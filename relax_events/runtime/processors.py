@@ -83,8 +83,8 @@ class WholePromptGroups:
     """Passes the samples of a prompt group on together, ordered by index, once all have arrived.
 
     An input offset is committed once no open prompt group needs its record, so a successor
-    gathers the held samples again. A prompt group that is never completed, because its generation was aborted,
-    is dropped when its version leaves the window.
+    gathers the held samples again. A prompt group that is never completed, because
+    its generation was aborted, is dropped when its version leaves the window.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -126,7 +126,7 @@ class WholePromptGroups:
 class SampleLoop:
     """The loop of a role that processes samples in parts.
 
-    Each iteration polls, takes one part of the fetched records, processes it, and commits it. So the
+    Each iteration polls, takes one part of the fetched records, processes and commits it. So the
     time to a commit does not grow with the number of fetched records, a drain loses one part at
     most, and a rebalance waits for one part at most. The loop waits for records; the broker wakes
     it, or a timeout of half a second for the heartbeat. Records whose version left the window are

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import relax_events
 from relax_events.sandbox.inside import landlock, seccomp
-from relax_events.sandbox.walls import (
+from relax_events.sandbox.isolation import (
     DEVICES,
     SYSTEM_FILES,
     SYSTEM_FOLDERS,

@@ -227,7 +227,7 @@ def _is_world_accessible(folder: str) -> bool:
 
 def _works(walls: Isolation) -> bool:
     """Return whether a test program can import and print in this isolation."""
-    from relax_events.sandbox.box import Limits, Sandbox, Verdict
+    from relax_events.sandbox.sandbox import Limits, Sandbox, Verdict
 
     try:
         with Sandbox(PROBE, Limits(seconds=PROBE_SECONDS), walls=walls) as sandbox:

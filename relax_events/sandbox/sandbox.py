@@ -23,7 +23,7 @@ import psutil
 
 from relax_events.errors import RewardError
 from relax_events.sandbox.inside.entry import LIMIT_EXIT_CODE
-from relax_events.sandbox.walls import (
+from relax_events.sandbox.isolation import (
     ENTRY,
     Isolation,
     build_bubblewrap_command,

@@ -12,8 +12,8 @@ from pathlib import Path
 import orjson
 
 from relax_events.errors import CheckFailed
-from relax_events.sandbox.box import Limits, Sandbox, Verdict
-from relax_events.sandbox.walls import require_isolation
+from relax_events.sandbox.isolation import require_isolation
+from relax_events.sandbox.sandbox import Limits, Sandbox, Verdict
 
 CHECK_SECONDS = 30.0
 ESCAPES = {
