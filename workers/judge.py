@@ -129,7 +129,14 @@ class JudgeScorer:
             self._engine.submit(self._request(name, asked))
         except (PoisonSample, RewardError) as error:
             self._done.append(
-                (key, (self._record(asked, RewardError(f"the judge request can't be made: {error}")),))
+                (
+                    key,
+                    (
+                        self._record(
+                            asked, RewardError(f"the judge request can't be made: {error}")
+                        ),
+                    ),
+                )
             )
         else:
             self._asked[name] = asked

@@ -212,7 +212,9 @@ def test_sample_that_can_t_be_judged_has_failed_whatever_becomes_of_unreadable_o
     stage.judging.submit(KEYS[2], rolled_out())
     stage.engine.say("Score: 1", reason=FinishReason.ERROR, error="the server is gone")
     errors = [scored.error for scored in stage.answers()]
-    assert str(errors[0]).startswith("the judge request can't be made: the sample's metadata is no JSON: ")
+    assert str(errors[0]).startswith(
+        "the judge request can't be made: the sample's metadata is no JSON: "
+    )
     assert errors[1:] == [
         "the judge request can't be made: the prompt is too long",
         "the judge's engine failed: the server is gone",
