@@ -34,7 +34,7 @@ from relax_events.objects import ObjectStore
 from relax_events.ops.dependent_runs import describe_dependent_runs
 from relax_events.ops.topic_apply import plan_changes
 from relax_events.rewards.pool import RewardItem, RewardPool
-from relax_events.sandbox.trial import check_isolation
+from relax_events.sandbox.isolation_check import check_isolation
 from relax_events.session.broker_address import (
     EMBEDDED,
     OPERATOR,

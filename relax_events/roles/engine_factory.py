@@ -57,7 +57,7 @@ def open_rollout_engine(
     """
     if not config.environment.function:
         return open_engine(config, name=name, metrics=metrics)
-    from relax_events.environments.episodes import (
+    from relax_events.environments.multi_turn import (
         MultiTurnEngine,  # imports torch, as local engines do
     )
     from relax_events.environments.pool import EnvironmentPool

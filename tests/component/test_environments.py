@@ -29,7 +29,7 @@ from relax_events.engines.protocol import (
     SampleRequest,
 )
 from relax_events.engines.transformers.engine import TransformersEngine
-from relax_events.environments.episodes import MultiTurnEngine, turn_seed
+from relax_events.environments.multi_turn import MultiTurnEngine, turn_seed
 from relax_events.environments.pool import EnvironmentPool
 from relax_events.errors import ConfigError, PoisonSample
 from relax_events.events.parts import ChatMessage, FinishReason, MediaRef, Modality

@@ -21,7 +21,7 @@ from relax_events.errors import CheckFailed, MediaError
 from relax_events.events.parts import Modality
 from relax_events.media.decoder import Decoder
 from relax_events.sandbox import Limits, Sandbox, Verdict, trial
-from relax_events.sandbox.trial import check_isolation
+from relax_events.sandbox.isolation_check import check_isolation
 
 ROOT = Path(__file__).parent.parent.parent
 PROGRAM = Path(__file__).parent / "escape_program.py"

@@ -35,7 +35,7 @@ from relax_events.engines.sglang import media_features as media_wire
 from relax_events.engines.sglang.checkpoint import ModelFolder
 from relax_events.engines.sglang.inflight import InflightRequest
 from relax_events.engines.sglang.media_features import PREFIX
-from relax_events.environments.episodes import MultiTurnEngine
+from relax_events.environments.multi_turn import MultiTurnEngine
 from relax_events.environments.pool import EnvironmentPool
 from relax_events.errors import PoisonSample
 from relax_events.events.parts import FinishReason, Modality, VersionSegment

@@ -23,7 +23,7 @@ from relax_events.topics import TopicPlan
 from relax_events.training.backend.protocol import TrainerBackend
 from relax_events.training.batch.assembly import BatchAssembler, LocatedSample
 from relax_events.training.batch.token_sequence import read_array
-from relax_events.training.issue_terms import IssueRules
+from relax_events.training.issue_rules import IssueRules
 
 
 class SampleIntake:

@@ -16,7 +16,7 @@ from relax_events.config import AlgorithmConfig
 from relax_events.errors import ForeignRecord, PoisonSample
 from relax_events.kafka.records import Record
 from relax_events.runtime.validation import check_trainable
-from relax_events.training.issue_terms import IssueRules
+from relax_events.training.issue_rules import IssueRules
 
 CONFIG = run_config(prompts_per_step=4, samples_per_prompt=2, max_staleness=1)
 TERMS = IssueRules.from_config(CONFIG)
