@@ -62,12 +62,12 @@ def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> l
     was settled."""
     held: list[int] = []
 
-    def settle(self: Ledger, below: int) -> None:
+    def finalize(self: Ledger, below: int) -> None:
         held.append(self.num_held)
         plain(self, below)
 
     plain = Ledger.finalize
-    monkeypatch.setattr(Ledger, "settle", settle)
+    monkeypatch.setattr(Ledger, "finalize", finalize)
     if request.param == "many blocks":
         for name, size in (("BLOCK_RECORDS", 1), ("CHUNK_RECORDS", 3), ("LARGE_CHUNK_RECORDS", 1)):
             monkeypatch.setattr(reading, name, size)
