@@ -22,7 +22,7 @@ from typing import Any
 from escapes import ATTEMPTS, ESCAPES, HONEST, OTHER_TESTS, TESTS, VERDICTS
 
 from relax_events.errors import EnvironmentProblem
-from relax_events.sandbox import Isolation, Limits, Sandbox, Verdict, require_isolation, walls
+from relax_events.sandbox import Isolation, Limits, Sandbox, Verdict, isolation, require_isolation
 from relax_events.sandbox.inside import entry
 
 KINDS = {
@@ -40,7 +40,7 @@ SECONDS = {"ways": 100, "tricks": 540}
 def walls_of(kind: str) -> Isolation | None:
     """Return the walls of a kind, if this machine has them."""
     return next(
-        (one for one in walls._candidates() if KINDS[kind](one) and walls._works(one)), None
+        (one for one in isolation._candidates() if KINDS[kind](one) and isolation._works(one)), None
     )
 
 

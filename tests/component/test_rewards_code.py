@@ -21,8 +21,8 @@ from relax_events.sandbox import (
     Sandbox,
     Verdict,
     find_isolation,
+    isolation,
     require_isolation,
-    walls,
 )
 
 pytestmark = pytest.mark.unit
@@ -212,7 +212,7 @@ def test_sandbox_that_can_not_be_set_up_is_a_failure() -> None:
 def test_programs_are_not_run_where_nothing_keeps_them_from_files(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(walls, "find_isolation", lambda: Isolation(filters=True))
+    monkeypatch.setattr(isolation, "find_isolation", lambda: Isolation(filters=True))
     with pytest.raises(
         EnvironmentProblem,
         match=r"nothing isolates them from files .*reward\.options\.allow_unprotected = true",
@@ -224,7 +224,7 @@ def test_programs_are_not_run_where_nothing_keeps_them_from_files(
 def test_programs_are_not_run_where_nothing_keeps_them_from_the_network(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(walls, "find_isolation", lambda: Isolation(landlock=7))
+    monkeypatch.setattr(isolation, "find_isolation", lambda: Isolation(landlock=7))
     with pytest.raises(EnvironmentProblem, match=r"from the network .* and other processes"):
         require_isolation()
 
@@ -235,8 +235,8 @@ def test_programs_are_not_run_where_nothing_keeps_them_from_the_network(
 def test_machine_on_which_no_interpreter_runs_behind_walls_is_refused(
     user: int, remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(walls, "_works", lambda _: False)
-    monkeypatch.setattr(walls.os, "geteuid", lambda: user)
+    monkeypatch.setattr(isolation, "_works", lambda _: False)
+    monkeypatch.setattr(isolation.os, "geteuid", lambda: user)
     with pytest.raises(EnvironmentProblem, match=f"does not start behind any of them; {remedy}"):
         find_isolation.__wrapped__()
 

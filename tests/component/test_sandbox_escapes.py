@@ -20,7 +20,7 @@ from relax_events.config import MediaConfig
 from relax_events.errors import CheckFailed, MediaError
 from relax_events.events.parts import Modality
 from relax_events.media.decoder import Decoder
-from relax_events.sandbox import Limits, Sandbox, Verdict, trial
+from relax_events.sandbox import Limits, Sandbox, Verdict, isolation_check
 from relax_events.sandbox.isolation_check import check_isolation
 
 ROOT = Path(__file__).parent.parent.parent
@@ -179,7 +179,9 @@ def test_doctor_tries_known_ways_out() -> None:
 
 
 def test_doctor_names_the_ways_out_that_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "ESCAPES", {"add numbers": "1 + 1", "divide by zero": "1 / 0"})
+    monkeypatch.setattr(
+        isolation_check, "ESCAPES", {"add numbers": "1 + 1", "divide by zero": "1 / 0"}
+    )
     with pytest.raises(CheckFailed, match=r"a program isolated by .* can add numbers$"):
         check_isolation()
 

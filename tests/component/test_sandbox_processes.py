@@ -18,7 +18,8 @@ import pytest
 from escape_program import KINDS, walls_of
 from ordinary_user import ORDINARY_USER, as_ordinary_user
 
-from relax_events.sandbox import Limits, Sandbox, Verdict, box
+from relax_events.sandbox import Limits, Sandbox, Verdict
+from relax_events.sandbox import sandbox as sandbox_module
 
 ROOT = Path(__file__).parents[2]
 NUM_ELSEWHERE = 100
@@ -124,9 +125,9 @@ def test_program_goes_first_where_memory_runs_out(
     if (found := walls_of(kind)) is None:
         pytest.skip(f"this machine builds no walls of {kind}")
     program = "import time\ntime.sleep(600)\n"
-    stand, await_walls = threading.Event(), box._Process._await_setup
+    stand, await_walls = threading.Event(), sandbox_module._Process._await_setup
     monkeypatch.setattr(
-        box._Process,
+        sandbox_module._Process,
         "_await_setup",
         lambda process, started: (await_walls(process, started), stand.set()),
     )

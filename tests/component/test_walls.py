@@ -8,39 +8,39 @@ from collections.abc import Iterator
 import pytest
 
 from relax_events.errors import EnvironmentProblem
-from relax_events.sandbox import Isolation, require_isolation, walls
+from relax_events.sandbox import Isolation, isolation, require_isolation
 
 
 @pytest.fixture(autouse=True)
 def looked_for_anew() -> Iterator[None]:
     """Nothing is remembered of walls that were found before, and nothing is left."""
-    walls.find_isolation.cache_clear()
+    isolation.find_isolation.cache_clear()
     yield
-    walls.find_isolation.cache_clear()
+    isolation.find_isolation.cache_clear()
 
 
 def test_walls_that_a_container_refuses_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a container whose engine refuses new namespaces: the command that leads there ends with
     an error."""
     weaker = next(
-        one for one in walls._candidates() if not one.has_namespaces and walls._works(one)
+        one for one in isolation._candidates() if not one.has_namespaces and isolation._works(one)
     )
     monkeypatch.setattr(
-        walls,
+        isolation,
         "_candidates",
         lambda: [
             Isolation(("false",), has_namespaces=True, landlock=weaker.landlock, filters=True),
             weaker,
         ],
     )
-    assert walls.find_isolation() == weaker
+    assert isolation.find_isolation() == weaker
 
 
 def test_kernel_or_container_without_landlock_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    without = next(one for one in [Isolation(filters=True), Isolation()] if walls._works(one))
-    monkeypatch.setattr(walls, "_candidates", lambda: [without])
+    without = next(one for one in [Isolation(filters=True), Isolation()] if isolation._works(one))
+    monkeypatch.setattr(isolation, "_candidates", lambda: [without])
     with pytest.raises(
         EnvironmentProblem,
         match=r"nothing isolates them from files .*in a container, a seccomp profile that lets Landlock through",
@@ -50,7 +50,7 @@ def test_kernel_or_container_without_landlock_is_refused_by_name(
 
 def test_root_that_can_not_become_another_user_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        walls, "_candidates", lambda: [Isolation(("false",), landlock=1, filters=True)]
+        isolation, "_candidates", lambda: [Isolation(("false",), landlock=1, filters=True)]
     )
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     with pytest.raises(
