@@ -87,7 +87,7 @@ def load_routes(config: Mapping[str, Any]) -> RewardRoutes:
             if mine != theirs:
                 only, not_so = (default, other) if mine else (other, default)
                 raise ConfigError(
-                    f"{only.name} {what} and {not_so.name} does not; all functions of one "
+                    f"{only.name} {what}, unlike {not_so.name}; all functions of one "
                     "run must have the same form, see reward.routes"
                 )
     return RewardRoutes(

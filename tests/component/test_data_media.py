@@ -111,7 +111,7 @@ def test_column_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"has no key 'images', only .*; set data.multimodal_keys"
     ):
-        rows_of(tmp_path, {"prompt": "<image>", "images": ["a.png"]})
+        rows_of(tmp_path, {"prompt": "<image>", "photos": ["a.png"]})
 
 
 def test_parquet_brings_images_as_hugging_face_writes_them(tmp_path: Path) -> None:

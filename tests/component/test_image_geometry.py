@@ -151,7 +151,7 @@ def test_prompt_grows_by_the_tokens_of_its_images_and_refuses_a_placeholder_too_
         *[pad] * 5,
         9,
     ]
-    with pytest.raises(PoisonSample, match="renders to 2 media placeholders and brings 1 pieces"):
+    with pytest.raises(PoisonSample, match="renders to 2 media placeholders and has 1 files"):
         layout().expand_placeholders(np.array([7, pad, 8, pad], np.int32), media[:1])
 
 
@@ -181,6 +181,6 @@ def test_model_of_text_has_no_layout_and_a_broken_folder_is_named(tmp_path: Path
     )
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_vl", "image_token_id": 3}')
     with pytest.raises(
-        ConfigError, match="the model's image processor is a PixtralImageProcessor; known are"
+        ConfigError, match="the model's image processor is a PixtralImageProcessor; supported are"
     ):
         MediaLayout.from_folder(tmp_path, BOUNDS)

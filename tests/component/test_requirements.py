@@ -134,13 +134,13 @@ def test_torn_settings_of_a_model_are_refused_with_their_path(
     (whole_model(tmp_path / "model") / "config.json").write_text('{"num_experts": 8, "num_exp')
     with pytest.raises(
         ConfigError,
-        match=r"model/config.json can't be read: unexpected end of data.*; take the model's folder as it was published",
+        match=r"model/config.json can't be read: unexpected end of data.*; use the model folder as published",
     ):
         require_model(make_run_config(model={"routing_replay": "rollout"}))
     (tmp_path / "model" / "config.json").write_text("[8]")
     with pytest.raises(
         ConfigError,
-        match=r"model/config.json holds no JSON object; take the model's folder as it was published",
+        match=r"model/config.json holds no JSON object; use the model folder as published",
     ):
         require_model(make_run_config(model={"routing_replay": "rollout"}))
 

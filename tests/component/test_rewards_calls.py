@@ -236,8 +236,8 @@ def test_pool_routes_samples_to_the_function_of_their_source(
 def test_functions_of_one_run_must_be_called_alike(pool_of: Callable[..., RewardPool]) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"rank takes whole prompt groups and exact_match is not so; .* see reward.routes",
+        match=r"rank takes whole prompt groups, unlike exact_match; .* see reward.routes",
     ):
         pool_of("rank", routes={"books": {"function": "exact_match"}})
-    with pytest.raises(ConfigError, match=r"meet is async def and exact_match is not so"):
+    with pytest.raises(ConfigError, match=r"meet is async def, unlike exact_match"):
         pool_of("meet", routes={"books": {"function": "exact_match"}})

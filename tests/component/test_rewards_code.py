@@ -126,7 +126,7 @@ def test_code_gives_the_share_of_tests_when_asked() -> None:
     ],
 )
 def test_code_that_runs_into_a_limit_is_a_counted_failure(program: str) -> None:
-    with pytest.raises(RewardError, match=r"the program ran into a limit of the sandbox: 0\.7 s"):
+    with pytest.raises(RewardError, match=r"the program exceeded a limit of the sandbox: 0\.7 s"):
         judge(program, {"tests": ["pass"]}, test_seconds=0.7)
     assert not programs_left()
 
@@ -237,7 +237,7 @@ def test_machine_on_which_no_interpreter_runs_behind_walls_is_refused(
 ) -> None:
     monkeypatch.setattr(isolation, "_works", lambda _: False)
     monkeypatch.setattr(isolation.os, "geteuid", lambda: user)
-    with pytest.raises(EnvironmentProblem, match=f"does not start behind any of them; {remedy}"):
+    with pytest.raises(EnvironmentProblem, match=f"does not start in any isolation; {remedy}"):
         find_isolation.__wrapped__()
 
 

@@ -99,7 +99,7 @@ def test_group_that_was_generated_twice_is_joined_whole_from_one_generation(
     assert {
         float(np.asarray(one.values)[0])
         for name in LOGPROB_ROLES
-        for one in group.evaluations[name].values()
+        for one in group.logprobs[name].values()
     } == {number}
     assert join.num_dropped == sum(
         event.key.generation_digest != group.generation_digest for _, event in events

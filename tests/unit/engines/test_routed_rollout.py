@@ -158,7 +158,7 @@ def test_experts_are_recorded_only_where_they_are_replayed(make_run_config: Any)
 def test_engine_that_does_not_report_experts_is_refused_with_what_to_do(
     experts: np.ndarray | None, got: str, make_run_config: Any
 ) -> None:
-    need = rf"needs the experts that 4 tokens of sample 000000-0000-0/0 .* gave {got}; take another engine, or routing_replay = 'none'"
+    need = rf"needs the routed experts of 4 tokens of sample 000000-0000-0/0; .* gave {got}; take another engine, or routing_replay = 'none'"
     with pytest.raises(ConfigError, match=need):
         select_routed_experts(
             generated(routed_experts=experts),

@@ -23,7 +23,7 @@ REPLACED = {
     r"\b([Dd]esk|[Ss]tation|[Ee]rrand|[Jj]ourneys?)\b|(Desk|Station|Errand|Journeys)\b": "service, runner, task, in-flight request",
     r"\bstrangers?('s)?\b": "unknown producer, untrusted input",
     r"\bguests?\b|_guest\b": "external",
-    r"\b([Ww]hoever|[Nn]obody|[Ss]omebody)\b": "name the noun",
+    r"\b([Ww]hoever|[Nn]obody(?! --group| *$)|[Ss]omebody)\b": "name the noun",
     r"\b(amiss|anew|unfit|mend(ed|s)?|learnt|spelt|heed(ed|s)?)\b": "unhealthy, again, invalid, fix, learned",
     r"\b[Bb]eside\b": "next to, compared with",
     r"(?<!<)(?<!</)\b[Ff]igures?\b|_figures?\b": "metrics",

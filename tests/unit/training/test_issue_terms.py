@@ -46,7 +46,7 @@ def test_honest_sample_meets_the_terms() -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"prompt_group_id": "absent"}, '"absent" is no prompt group id'),
+        ({"prompt_group_id": "absent"}, "'absent' is no prompt group id"),
         (
             {"train_step": 3},
             "its id names (1, 2, 0) where train_step, group_index and attempt are (3, 2, 0)",
