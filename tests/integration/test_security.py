@@ -600,7 +600,7 @@ def test_commands_show_what_they_would_do_and_ask_before_they_do_it(
     assert read_quotas(quota_connection(neighbour.config), [entity, *people]) == dict.fromkeys(
         [entity, *people], changed
     )
-    assert quota(run_file, lift=True, yes=True) == 0
+    assert quota(run_file, remove=True, yes=True) == 0
     assert read_quotas(quota_connection(neighbour.config), [entity]) == {}
     assert secure(run_file, out=folder, apply=True, dry_run=True) == 0
     shown = capsys.readouterr().out

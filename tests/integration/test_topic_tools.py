@@ -249,7 +249,7 @@ def test_reset_moves_offsets_and_refuses_to_skip_unread_records(run: SmallRun) -
     ahead = plan_reset(run.config, run.admin, "reward", ResetTarget(to_end=True))
     with pytest.raises(
         BrokerRefused,
-        match=r"records that the role has not read would be passed over.*--allow skip",
+        match=r"records that the role has not read would be skipped.*--allow skip",
     ):
         apply_reset(run.admin, ahead)
     apply_reset(run.admin, ahead, allow=["skip"])
@@ -369,7 +369,7 @@ def test_tail_begins_at_a_version_and_reads_strangers(
             )
         )
         assert [
-            (item.event, item.record.offset, item.fields.get("policy_version")) for item in found
+            (item.event, item.record.offset, item.fields.get("key", {}).get("policy_version")) for item in found
         ] == [
             ("SampleRolledOut", 2, 4),
             ("SampleRolledOut", 3, 4),
@@ -409,7 +409,7 @@ def test_check_names_what_is_amiss(run: SmallRun, producer: RecordProducer, run_
     ]
     assert wrong == [
         ("plan", "control.evaluations: alter retention.ms: 60000 -> -1"),
-        ("dead letters", "reward could not use 1 record(s)"),
+        ("dead letters", "reward could not process 1 record(s)"),
         ("groups", "reward has no members"),
         ("groups", "advantage has no members"),
     ]
@@ -498,7 +498,7 @@ def test_import_refuses_a_run_that_has_other_records_and_makes_an_unfinished_one
     producer.write([ProducerRecord(topic, b"one more", partition=0)])
     with pytest.raises(
         BrokerRefused,
-        match=r"control.train-steps\[0\] holds other records already: it ends at 11; give another --run-id",
+        match=r"control.train-steps\[0\] holds other records: it ends at 11; give another --run-id",
     ):
         plan_import(config, run.admin, manifest)
     with pytest.raises(
