@@ -408,7 +408,8 @@ def test_ends_are_committed_once_or_not_by_us(
     fail_once(committer, others_commit, really_commits=False)
     if num_known == 1:
         with pytest.raises(
-            Fenced, match="the outcome of prompt group 000000-0000-0 was committed by another trainer"
+            Fenced,
+            match="the outcome of prompt group 000000-0000-0 was committed by another trainer",
         ):
             committer.commit_outcomes(ends, train_step=0)
     else:

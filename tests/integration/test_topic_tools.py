@@ -369,7 +369,8 @@ def test_tail_begins_at_a_version_and_reads_strangers(
             )
         )
         assert [
-            (item.event, item.record.offset, item.fields.get("key", {}).get("policy_version")) for item in found
+            (item.event, item.record.offset, item.fields.get("key", {}).get("policy_version"))
+            for item in found
         ] == [
             ("SampleRolledOut", 2, 4),
             ("SampleRolledOut", 3, 4),
