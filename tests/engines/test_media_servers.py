@@ -478,7 +478,7 @@ def test_placeholder_that_the_policy_wrote_stands_for_nothing(
         turns[0], prompt_tokens=prompt, media=turns[0].media + turns[1].media, is_sampled=chosen
     )
     check(engine, [request], path=model())
-    with pytest.raises(PoisonSample, match="the sequence holds 26 placeholders"):
+    with pytest.raises(PoisonSample, match="the sequence has 26 placeholders"):
         engine.submit(replace(request, is_sampled=None))
 
 
