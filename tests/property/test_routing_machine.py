@@ -26,9 +26,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from routed_engines import Site, make_router
 
 from relax_events.engines.protocol import Engine, GeneratedSample, GenerationRequest
-from relax_events.engines.replicas import policies as circuit_breaker
-from relax_events.engines.replicas import replica as member
-from relax_events.engines.replicas import router
+from relax_events.engines.replicas import policies, replica, router
 from relax_events.engines.transformers.engine import TransformersEngine
 from relax_events.errors import WeightsError
 from relax_events.events.parts import FinishReason
@@ -83,11 +81,11 @@ class RoutingMachine(RuleBasedStateMachine):
     @initialize()
     def open(self) -> None:
         self.patch = pytest.MonkeyPatch()
-        for module in (circuit_breaker, member):
-            self.patch.setattr(module, "FIRST_PAUSE_SECONDS", PAUSE_SECONDS)
-        self.patch.setattr(circuit_breaker, "LONGEST_PAUSE_SECONDS", PAUSE_SECONDS)
-        self.patch.setattr(member, "IDLE_SECONDS", PAUSE_SECONDS)
-        self.patch.setattr(router, "MOST_BARREN_LOSSES", 10**6)
+        for module in (policies, replica):
+            self.patch.setattr(module, "MIN_PAUSE_SECONDS", PAUSE_SECONDS)
+        self.patch.setattr(policies, "MAX_PAUSE_SECONDS", PAUSE_SECONDS)
+        self.patch.setattr(replica, "IDLE_SECONDS", PAUSE_SECONDS)
+        self.patch.setattr(router, "MAX_CONSECUTIVE_FAILURES", 10**6)
         self.sites = [Site(f"engine-{place}", opened(place)) for place in range(NUM_SITES)]
         self.router = make_router(self.sites)
         self.requests: dict[str, GenerationRequest] = {}

@@ -39,10 +39,10 @@ from relax_events.events.types import (
 )
 from relax_events.kafka.records import ProducerRecord
 from relax_events.kafka.transactions import TransactionalWriter
+from relax_events.runtime.control_view import ControlView
 from relax_events.runtime.join import PromptGroupJoin
 from relax_events.runtime.processors import SampleLoop
 from relax_events.runtime.sample_input import next_offsets
-from relax_events.runtime.worker import Worker
 from relax_events.topics import TopicPlan
 from relax_events.topics.plan import END_REQUESTS, TRAINER_INPUTS, TRAINING_SAMPLES
 from relax_events.training.batch import assembly
@@ -552,7 +552,7 @@ def test_machine_finds_a_broken_mechanism(name: str, monkeypatch: pytest.MonkeyP
     if (
         name == "the window is not looked at"
     ):  # by the role before the trainer either, which leaves next to nothing for it to expire
-        monkeypatch.setattr(Worker, "is_expired", lambda *_: False)
+        monkeypatch.setattr(ControlView, "is_expired", lambda *_: False)
     with pytest.raises(AssertionError):
         explore_several()
 
