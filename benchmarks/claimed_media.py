@@ -22,8 +22,7 @@ from PIL import Image
 
 from relax_events.config import MediaConfig
 from relax_events.events.parts import MediaRef, Modality, ObjectRef
-from relax_events.examples.audio import encode_wav
-from relax_events.examples.videos import encode_video
+from relax_events.examples.synthetic_media import encode_video, encode_wav
 from relax_events.media.decoder_child import INSPECTORS, decode
 from relax_events.media.preprocessing import DecodePlan
 from relax_events.media.token_layout import OmniLayout

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from relax_events.data.generated import import_reasoning_gym
-from relax_events.rewards.declaration import reward
+from relax_events.data.sources import import_reasoning_gym
+from relax_events.rewards.registry import reward
 from relax_events.rewards.verifiers.reasoning_gym import METADATA, reasoning_gym
 
 

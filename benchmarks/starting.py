@@ -22,7 +22,7 @@ from benchmarks.timed_run import show
 from relax_events.config import load_run_config
 from relax_events.launcher.fork_client import ForkServer
 from relax_events.launcher.fork_protocol import SpawnRequest, worker_environment
-from relax_events.launcher.worker_imports import worker_modules
+from relax_events.launcher.worker_processes import worker_modules
 
 NUM_ROUNDS = 5
 RUN_FILE = Path("configs/quickstart.toml")

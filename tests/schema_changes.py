@@ -7,8 +7,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from relax_events.events.releases import Release, current_release
-from relax_events.events.schemas import Schema, schema_directory
+from relax_events.events.schemas import Release, Schema, current_release, schema_directory
 
 Edit = Callable[[dict[str, Schema]], None]
 

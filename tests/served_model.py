@@ -14,8 +14,7 @@ from engine_requests import tiny_model
 from sglang_servers import BOUNDS
 
 from relax_events.config import EngineConfig, ModelConfig
-from relax_events.http.guard import build_server_config
-from relax_events.http.listener import build_url, open_listener
+from relax_events.http.server import build_server_config, build_url, open_listener
 from relax_events.serving.app import build_app
 
 START_SECONDS = 60.0

@@ -31,7 +31,7 @@ from relax_events.events.types import (
 )
 from relax_events.kafka.consumer import SubscribedConsumer
 from relax_events.kafka.records import ProducerRecord, Record
-from relax_events.objects.roots import list_media
+from relax_events.objects.store import list_media
 from relax_events.roles.worker_factory import open_worker
 from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.join import JoinedGroup, PromptGroupJoin

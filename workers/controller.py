@@ -44,8 +44,7 @@ from relax_events.roles.worker_factory import open_store, open_worker
 from relax_events.runtime.control_follower import RECENT_VERSIONS, ControlFollower
 from relax_events.runtime.control_view import RESTART_CODE
 from relax_events.runtime.failpoints import failpoint
-from relax_events.runtime.parent_run import ParentRun
-from relax_events.runtime.run_description import build_run_description, is_recorded
+from relax_events.runtime.run_description import ParentRun, build_run_description, is_recorded
 from relax_events.runtime.worker import Worker
 
 log = structlog.get_logger()

@@ -17,12 +17,12 @@ from relax_events.config import RunConfig
 from relax_events.errors import BrokerError
 from relax_events.events.types import Event, MetricsReported, PolicyEvaluated, TrainStepCommitted
 from relax_events.notifications.builder import NotificationBuilder
-from relax_events.notifications.notifier import open_notifiers
+from relax_events.notifications.services import open_notifiers
 from relax_events.roles.worker_factory import open_worker
 from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.worker import Worker
 from relax_events.telemetry.delivery import DeliveryQueue
-from relax_events.telemetry.metrics_file import MetricsFile
+from relax_events.telemetry.endpoint import MetricsFile
 from relax_events.telemetry.trackers import StepMetrics, open_tracker_queues
 from relax_events.topics.plan import METRICS
 

@@ -31,7 +31,7 @@ from relax_events.data.prompt_filter import (
 )
 from relax_events.data.prompt_sampler import PromptSampler, SelectedRow
 from relax_events.data.rendering import PromptRenderer
-from relax_events.data.row_media import MessageReader, build_storing_reader, plain_messages
+from relax_events.data.rows import MessageReader, build_storing_reader, plain_messages
 from relax_events.data.sources import open_stream
 from relax_events.data.stream import DatasetRow, PromptStream
 from relax_events.errors import CorruptRecord, MediaError, PoisonSample, SchemaError

@@ -32,13 +32,15 @@ from relax_events.kafka.records import ProducerRecord
 from relax_events.media.library import MediaLibrary
 from relax_events.roles.engine_factory import open_rollout_engine
 from relax_events.roles.engine_monitor import EngineMonitor
-from relax_events.roles.generation_request import build_generation_request
 from relax_events.roles.handover import PartialSamples
-from relax_events.roles.inflight_group import InflightGroup
+from relax_events.roles.inflight_group import (
+    InflightGroup,
+    build_generation_request,
+    build_sample_event,
+)
 from relax_events.roles.media_prefetch import MediaPrefetcher
 from relax_events.roles.prompt_intake import DELIVERY_MARGIN, PromptIntake
 from relax_events.roles.redelivery import RedeliveryGuard
-from relax_events.roles.sample_event import build_sample_event
 from relax_events.roles.weight_updater import WeightUpdater
 from relax_events.roles.worker_factory import open_store, open_worker
 from relax_events.runtime.failpoints import failpoint

@@ -35,7 +35,7 @@ from relax_events.objects import ObjectStore
 from relax_events.projections.training_history import TrainingHistory
 from relax_events.roles.worker_factory import open_store, open_worker
 from relax_events.runtime.failpoints import failpoint
-from relax_events.runtime.parent_run import ParentRun
+from relax_events.runtime.run_description import ParentRun
 from relax_events.runtime.worker import Worker
 from relax_events.topics import TopicPlan
 from relax_events.topics.plan import TRAINING_SAMPLES
@@ -46,16 +46,18 @@ from relax_events.training.batch.live_batches import IDLE_SECONDS, LiveBatches
 from relax_events.training.batch.packing import MicroBatcher
 from relax_events.training.batch.sample_intake import SampleIntake
 from relax_events.training.batch.step_batch import StepBatch
-from relax_events.training.checkpoint.checkpoints import Checkpoints
+from relax_events.training.checkpoint.checkpoints import Checkpoints, CheckpointSchedule
 from relax_events.training.checkpoint.pending import PendingCheckpoint
-from relax_events.training.checkpoint.schedule import CheckpointSchedule
 from relax_events.training.distributed import open_ranks
 from relax_events.training.publishing import StepPublisher, TrainedStep
 from relax_events.training.ranks import Ranks
 from relax_events.training.replay.follower_position import FollowerPosition
-from relax_events.training.replay.parent_steps import ReplaySource, open_recorded_batches
+from relax_events.training.replay.parent_steps import (
+    RecordedTraining,
+    ReplaySource,
+    open_recorded_batches,
+)
 from relax_events.training.replay.recorded_batches import RecordedBatches
-from relax_events.training.replay.recorded_training import RecordedTraining
 from relax_events.training.replay.recovery import Replay
 from relax_events.training.replay.start_weights import (
     is_newest_lost,

@@ -14,8 +14,7 @@ from jaxtyping import Float64
 from numpy.typing import NDArray
 
 from relax_events.algorithms.advantages import GroupRewards
-from relax_events.algorithms.gae import GroupValues
-from relax_events.algorithms.turns import rewards_by_loss_token, turn_lengths
+from relax_events.algorithms.gae import GroupValues, rewards_by_loss_token, turn_lengths
 from relax_events.config import AlgorithmConfig
 from relax_events.config.algorithm_spec import resolve
 from relax_events.errors import ConfigError, RewardError

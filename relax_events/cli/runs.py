@@ -419,12 +419,12 @@ def _train(
 
     from relax_events.history.cluster import Cluster
     from relax_events.history.runs.forking import make_run_file, require_verifiable
-    from relax_events.history.runs.verification import verify_replay
+    from relax_events.history.runs.replay import verify_replay
     from relax_events.launcher.preparation import prepare_run
     from relax_events.launcher.run import RunSession
     from relax_events.reports.run_report import format_closing_line
-    from relax_events.runtime.parent_run import ParentRun
     from relax_events.runtime.private_files import keep_private
+    from relax_events.runtime.run_description import ParentRun
 
     with cluster.running(by="relax runs"):
         connection = cluster.connection(name="runs")

@@ -71,8 +71,12 @@ def tail(
 def _lines(
     log: RunLog, which: Which, *, from_beginning: bool, last: int, follow: bool
 ) -> Iterator[SampleLine]:
-    from relax_events.history.samples.reader import read_last_lines, read_lines
-    from relax_events.history.samples.tail import follow_samples, live_starts
+    from relax_events.history.samples.reader import (
+        follow_samples,
+        live_starts,
+        read_last_lines,
+        read_lines,
+    )
 
     wanted, starts = which.as_filter(), live_starts(log)
     if from_beginning:

@@ -45,7 +45,7 @@ def _client(
 ) -> ScaleClient:
     from relax_events.config import load_run_config
     from relax_events.controller.api_client import ScaleClient
-    from relax_events.controller.api_endpoint import ApiEndpointFile
+    from relax_events.controller.api_server import ApiEndpointFile
     from relax_events.kafka.security.folder import read_secret
 
     endpoint = ApiEndpointFile.from_config(load_run_config(config, overrides))

@@ -68,8 +68,8 @@ def diff(
         output: A table to read, or JSON for programs.
     """
     from relax_events.cli.output import print_json, print_table
-    from relax_events.events.fields import changes
-    from relax_events.events.releases import find_release
+    from relax_events.events.compatibility import changes
+    from relax_events.events.schemas import find_release
 
     folder = _folder(directory)
     found = changes(find_release(folder, old).schemas, find_release(folder, new).schemas)
@@ -105,7 +105,7 @@ def show(
         directory: Folder of .avsc files with their releases; by default the installed ones.
         output: A table to read, or JSON for programs, with the whole schema.
     """
-    from relax_events.events.releases import find_release
+    from relax_events.events.schemas import find_release
 
     found = find_release(_folder(directory), release)
     if name:
@@ -130,7 +130,7 @@ def add_release(
     """
     import sys
 
-    from relax_events.events.releases import write_release
+    from relax_events.events.schemas import write_release
     from relax_events.ops.schema_check import build_release
 
     folder = _folder(directory)
@@ -175,7 +175,7 @@ def _show_problems(problems: list[Incompatibility], unreleased: list[str], outpu
 
 def _show_event(schema: Schema, output: Output) -> None:
     from relax_events.cli.output import print_json, print_pairs, print_table
-    from relax_events.events.fields import field_rows
+    from relax_events.events.compatibility import field_rows
     from relax_events.events.schemas import name_of, schema_fingerprint
 
     facts: dict[str, Any] = {

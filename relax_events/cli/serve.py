@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from socket import socket
 
-    from relax_events.http.guard import App
+    from relax_events.http.server import App
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 MAX_CONNECTIONS = 4096
@@ -57,7 +57,7 @@ def serve(
             those who bring the token, and none where there is no token.
     """
     from relax_events.errors import ConfigError, EnvironmentProblem
-    from relax_events.http.listener import build_url, find_missing_package, open_listener
+    from relax_events.http.server import build_url, find_missing_package, open_listener
     from relax_events.kafka.security.folder import read_secret
     from relax_events.model_folder import has_experts
 
@@ -110,7 +110,7 @@ def _answer(app: App, listener: socket) -> None:
     """Serve until the process receives a signal, then finish requests in flight."""
     import uvicorn
 
-    from relax_events.http.guard import build_server_config
+    from relax_events.http.server import build_server_config
 
     uvicorn.Server(
         build_server_config(

@@ -29,7 +29,7 @@ from relax_events.controller.api_schemas import (
 from relax_events.controller.scaling_admission import RejectedError, ScaleCommand
 from relax_events.controller.scaling_service import MainThreadTask, ScalingService
 from relax_events.errors import BrokerError
-from relax_events.http.guard import RequestGuard
+from relax_events.http.server import RequestGuard
 from relax_events.projections.scale_requests import Kind, Status
 
 RESPONSE_SECONDS = 10.0

@@ -9,12 +9,13 @@ from typing import Any, NoReturn
 import orjson
 
 from relax_events.config import RowsConfig
-from relax_events.data.completions import (
+from relax_events.data.conversations import (
+    PLACEHOLDERS,
     check_completion,
+    split_at_placeholders,
     split_conversation,
     split_preference_pair,
 )
-from relax_events.data.placeholders import PLACEHOLDERS, split_at_placeholders
 from relax_events.data.rows import PromptRow, add_system_prompt
 from relax_events.errors import ConfigError, MediaError
 from relax_events.events.parts import ChatMessage, Modality

@@ -16,8 +16,7 @@ import orjson
 
 from relax_events.config import DataConfig
 from relax_events.data.rendering import PromptRenderer
-from relax_events.data.row_media import MediaFilter, MessageReader, plain_messages
-from relax_events.data.rows import PromptRow
+from relax_events.data.rows import MediaFilter, MessageReader, PromptRow, plain_messages
 from relax_events.data.sft_targets import tokenize_targets
 from relax_events.data.sources import media_modalities
 from relax_events.data.stream import DatasetRow

@@ -12,12 +12,12 @@ from jinja2.exceptions import TemplateError
 from numpy.typing import NDArray
 
 from relax_events.config import DataConfig, JudgeConfig, MediaConfig
-from relax_events.data.completions import ASSISTANT
+from relax_events.data.conversations import ASSISTANT
 from relax_events.errors import ConfigError, PoisonSample
 from relax_events.events.parts import ChatMessage, ContentPart, MediaRef, Modality
 from relax_events.media.token_layout import MediaLayout
 from relax_events.models.tokenizer_folder import FolderTokenizer
-from relax_events.objects.roots import list_message_media
+from relax_events.objects.store import list_message_media
 from relax_events.regular_files import read_regular_text
 
 if TYPE_CHECKING:

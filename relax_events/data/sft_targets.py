@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from relax_events.data.completions import ASSISTANT
+from relax_events.data.conversations import ASSISTANT
 from relax_events.data.rendering import PromptRenderer
 from relax_events.data.rows import PromptRow
 from relax_events.errors import PoisonSample

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relax_events.config import RunConfig
-from relax_events.data.completions import ASSISTANT
+from relax_events.data.conversations import ASSISTANT
 from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.protocol import (
     Engine,
@@ -34,13 +34,13 @@ from relax_events.engines.protocol import (
     GenerationRequest,
     SampleRequest,
 )
-from relax_events.engines.sample_state import merge_segments
+from relax_events.engines.requests import merge_segments
 from relax_events.environments.pool import EnvironmentPool, ProcessedReply
 from relax_events.errors import PoisonSample
 from relax_events.events.parts import ChatMessage, FinishReason, VersionSegment
 from relax_events.media.library import MediaLibrary
 from relax_events.media.model_inputs import ProcessedMedia
-from relax_events.objects.roots import list_message_media
+from relax_events.objects.store import list_message_media
 from relax_events.weights import Weights
 
 

@@ -13,14 +13,14 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from relax_events.config import RunConfig
-from relax_events.data.placeholders import PLACEHOLDERS, insert_media, split_at_placeholders
+from relax_events.data.conversations import PLACEHOLDERS, insert_media, split_at_placeholders
 from relax_events.engines.protocol import EnvironmentContext
 from relax_events.errors import ConfigError, PoisonSample
 from relax_events.events.parts import ChatMessage, Modality
 from relax_events.media.items import read_items
 from relax_events.media.library import MediaLibrary
 from relax_events.media.model_inputs import ProcessedMedia
-from relax_events.objects.roots import list_message_media
+from relax_events.objects.store import list_message_media
 from relax_events.runtime.subprocess_rpc import LENGTHS, ChildProcessLost, SubprocessRpc
 
 START_SECONDS = 120.0

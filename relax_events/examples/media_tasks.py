@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from relax_events.config import RowsConfig
 from relax_events.config.base import Section
-from relax_events.data.placeholders import PLACEHOLDERS, split_at_placeholders
+from relax_events.data.conversations import PLACEHOLDERS, split_at_placeholders
 from relax_events.data.rows import InvalidRows, PromptRow, add_system_prompt
 from relax_events.errors import ConfigError
 from relax_events.events.parts import ChatMessage, Modality

@@ -15,8 +15,7 @@ import numpy as np
 import orjson
 
 from relax_events.config import RunConfig
-from relax_events.data.completions import ASSISTANT
-from relax_events.data.placeholders import insert_media
+from relax_events.data.conversations import ASSISTANT, insert_media
 from relax_events.data.rendering import PromptRenderer
 from relax_events.data.rows import PromptRow
 from relax_events.engines.protocol import EnvironmentContext

@@ -37,7 +37,7 @@ from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.records import Record
 from relax_events.projections.ledger import Ledger
 from relax_events.projections.purged_ranges import PurgedRanges
-from relax_events.runtime.parent_run import ParentRun
+from relax_events.runtime.run_description import ParentRun
 from relax_events.staleness import is_external
 from relax_events.topics import TopicPlan
 from relax_events.topics.plan import TRAINER_INPUTS

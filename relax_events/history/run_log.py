@@ -21,7 +21,7 @@ from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.records import Record
 from relax_events.session.broker_address import open_admin, require_run
 from relax_events.topics import TopicPlan
-from relax_events.topics.contents import belongs_on
+from relax_events.topics.plan import belongs_on
 
 TopicPartition = tuple[str, int]
 OffsetRange = tuple[int, int]

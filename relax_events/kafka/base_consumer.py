@@ -15,10 +15,15 @@ from confluent_kafka import TopicPartition as ClientPartition
 from relax_events.deadline import Deadline
 from relax_events.errors import AccessDenied, BrokerError, BrokerUnavailable
 from relax_events.kafka.batch_verification import BatchVerifier, is_verification_enabled
-from relax_events.kafka.connection import Connection, extract_error, translate
+from relax_events.kafka.connection import (
+    Connection,
+    extract_error,
+    is_unavailable,
+    retry_while_unavailable,
+    translate,
+)
 from relax_events.kafka.corruption import damage_error, read_damaged_records
 from relax_events.kafka.records import Record
-from relax_events.kafka.retry import is_unavailable, retry_while_unavailable
 from relax_events.topics.partitions import TopicPartition
 
 log = structlog.get_logger()

@@ -19,10 +19,9 @@ import structlog
 
 from relax_events.deadline import Deadline
 from relax_events.errors import BrokerUnavailable
-from relax_events.kafka.connection import Connection
+from relax_events.kafka.connection import Connection, retry_while_unavailable
 from relax_events.kafka.embedded.storage import compute_crc32c
 from relax_events.kafka.protocol.client import KafkaProtocolClient, encode_array, encode_string
-from relax_events.kafka.retry import retry_while_unavailable
 from relax_events.topics.partitions import TopicPartition
 
 log = structlog.get_logger()

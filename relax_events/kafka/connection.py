@@ -1,4 +1,7 @@
-"""Connection settings of all Kafka clients, and the translation of librdkafka's errors."""
+"""Connection settings of all Kafka clients, and the translation of librdkafka's errors.
+
+Retries a request while the broker is unavailable.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 import structlog
 from confluent_kafka import KafkaError, KafkaException
 
 from relax_events.config import BrokerConfig
+from relax_events.deadline import Deadline
 from relax_events.errors import (
     AccessDenied,
     BrokerError,
@@ -317,3 +321,37 @@ class AddressMonitor:
             self._auth_failures.report_fatal(
                 ClientFailed(f"{what} and never looks for one again; restart the worker")
             )
+
+
+ResultT = TypeVar("ResultT")
+
+
+def is_unavailable(error: BrokerError) -> bool:
+    """Return whether an error is BrokerUnavailable, which a retry may cure."""
+    return isinstance(error, BrokerUnavailable)
+
+
+def retry_while_unavailable(
+    request: Callable[[], ResultT],
+    deadline: Deadline,
+    *,
+    pause_seconds: float,
+    should_retry: Callable[[BrokerError], bool] = is_unavailable,
+) -> ResultT:
+    """Send a request until it succeeds or the deadline has passed.
+
+    Args:
+        request: Sends the request once.
+        deadline: The time after which an error is raised instead of retried.
+        pause_seconds: The pause between two attempts.
+        should_retry: Whether an error is transient; all others are raised at once.
+    Raises:
+        BrokerError: The error of the last attempt.
+    """
+    while True:
+        try:
+            return request()
+        except BrokerError as error:
+            if not should_retry(error) or deadline.passed:
+                raise
+        time.sleep(pause_seconds)

@@ -14,7 +14,7 @@ from relax_events.kafka.security.settings import (
     build_client_settings,
     read_embedded_client_settings,
 )
-from relax_events.telemetry.redaction import hide
+from relax_events.telemetry.logs import hide
 
 PASSWORD_VARIABLE = "BROKER_PASSWORD"  # noqa: S105 the name of the variable
 PEM_CERTIFICATE = b"-----BEGIN CERTIFICATE-----"

@@ -20,8 +20,12 @@ from confluent_kafka.admin import (
 from relax_events.deadline import Deadline
 from relax_events.errors import BrokerRefused, BrokerUnavailable
 from relax_events.kafka.admin import PartitionState
-from relax_events.kafka.connection import Connection, extract_error, translate
-from relax_events.kafka.retry import retry_while_unavailable
+from relax_events.kafka.connection import (
+    Connection,
+    extract_error,
+    retry_while_unavailable,
+    translate,
+)
 
 GROUP_SETTINGS = (
     "consumer.session.timeout.ms",

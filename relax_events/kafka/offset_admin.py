@@ -20,8 +20,12 @@ from confluent_kafka.admin import AdminClient, OffsetSpec
 from relax_events.deadline import Deadline
 from relax_events.errors import BrokerRefused, BrokerUnavailable
 from relax_events.events.parts import TopicOffset
-from relax_events.kafka.connection import Connection, extract_error, translate
-from relax_events.kafka.retry import retry_while_unavailable
+from relax_events.kafka.connection import (
+    Connection,
+    extract_error,
+    retry_while_unavailable,
+    translate,
+)
 from relax_events.topics.partitions import TopicPartition
 
 LEADER_CHANGE_SECONDS = 0.2

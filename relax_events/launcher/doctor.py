@@ -18,8 +18,7 @@ from relax_events.config.inventory import width_of
 from relax_events.controller.rollout_capacity import read_share_group_size, require_rollout_capacity
 from relax_events.data.prompt_filter import FunctionFilter, build_length_filter, needs_token_counts
 from relax_events.data.rendering import PromptRenderer
-from relax_events.data.row_media import build_checking_reader
-from relax_events.data.rows import PromptRow, PromptSource
+from relax_events.data.rows import PromptRow, PromptSource, build_checking_reader
 from relax_events.data.sft_targets import tokenize_targets
 from relax_events.data.sources import named_evaluation_datasets, named_sources, open_source
 from relax_events.errors import CheckFailed, ConfigError, EnvironmentProblem, RelaxError

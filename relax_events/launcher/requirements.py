@@ -19,10 +19,10 @@ from relax_events.data.rendering import PromptRenderer, load_judge_renderer
 from relax_events.data.sources import is_generated, media_modalities, named_sources, open_source
 from relax_events.engines.sglang.checkpoint import MEDIA_MODELS, UNTESTED_MEDIA_MODELS
 from relax_events.errors import ConfigError, EnvironmentProblem, PoisonSample
-from relax_events.http.listener import open_listener
+from relax_events.http.server import open_listener
 from relax_events.media.token_layout import MEDIA_FAMILIES, MediaLayout
 from relax_events.model_folder import has_experts, read_model_json
-from relax_events.models.token_table import require_same_vocabulary
+from relax_events.models.tokenizer_folder import require_same_vocabulary
 from relax_events.plugins import (
     ENGINES,
     ENVIRONMENTS,

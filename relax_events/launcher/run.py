@@ -29,11 +29,11 @@ from relax_events.kafka.embedded import BrokerBusy
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord
 from relax_events.kafka.schema_registry import open_codec
-from relax_events.launcher.deaths import Progress
 from relax_events.launcher.fork_client import ForkServer
+from relax_events.launcher.managed_process import Progress
 from relax_events.launcher.supervisor import Supervisor
 from relax_events.launcher.weights_fit import require_fitting_model
-from relax_events.launcher.worker_imports import run_modules
+from relax_events.launcher.worker_processes import run_modules
 from relax_events.ops.consumer_lag import read_slot_lag
 from relax_events.ops.security import admin_connection, apply_security
 from relax_events.ops.topic_apply import apply_topics

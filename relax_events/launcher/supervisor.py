@@ -29,12 +29,21 @@ from relax_events.events.parts import WorkerState, now_micros
 from relax_events.events.types import WorkerHeartbeat
 from relax_events.kafka.batch_verification import VARIABLE as VERIFY_BATCHES
 from relax_events.kafka.credentials import build_worker_credentials
-from relax_events.launcher.deaths import BACKOFF_SECONDS, Progress
 from relax_events.launcher.fork_client import ForkServer
 from relax_events.launcher.fork_protocol import SpawnRequest, shared_environment
-from relax_events.launcher.managed_process import Fencing, ManagedProcess, read_log_tail
-from relax_events.launcher.worker_imports import worker_modules
-from relax_events.launcher.worker_processes import WorkerExit, WorkerProcesses, build_rank_requests
+from relax_events.launcher.managed_process import (
+    BACKOFF_SECONDS,
+    Fencing,
+    ManagedProcess,
+    Progress,
+    read_log_tail,
+)
+from relax_events.launcher.worker_processes import (
+    WorkerExit,
+    WorkerProcesses,
+    build_rank_requests,
+    worker_modules,
+)
 from relax_events.projections.scaling import DesiredState, ElasticWorker, ExitReason
 from relax_events.runtime.control_view import RESTART_CODE
 

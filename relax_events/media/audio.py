@@ -1,12 +1,17 @@
-"""Check and decode audio files: count samples, resample and mix to one channel."""
+"""Check and decode audio files: count samples, resample and mix to one channel.
+
+Write audio as WAV.
+"""
 
 from __future__ import annotations
 
+import wave
 from collections.abc import Iterator
+from io import BytesIO
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float32
+from jaxtyping import Float32, Float64
 
 from relax_events.config import MediaConfig
 from relax_events.errors import MediaError
@@ -98,3 +103,19 @@ def _read_rate(found: OpenedStream, location: str) -> int:
         )
         raise MediaError(f"{location}: {rule}, got {rate} Hz and {channels}", reason="bad_shape")
     return rate
+
+
+RATE_HERTZ = 16_000
+FULL_SCALE = 2**15 - 1
+Samples = Float64[np.ndarray, " samples"]
+
+
+def encode_wav(samples: Samples, *, rate_hertz: int = RATE_HERTZ) -> bytes:
+    """Encode samples as a WAV file."""
+    file = BytesIO()
+    with wave.open(file, "wb") as audio:
+        audio.setnchannels(1)
+        audio.setsampwidth(2)
+        audio.setframerate(rate_hertz)
+        audio.writeframes((samples.clip(-1, 1) * FULL_SCALE).round().astype("<i2").tobytes())
+    return file.getvalue()

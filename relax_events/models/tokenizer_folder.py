@@ -2,6 +2,8 @@
 
 `tokenizer.json` has everything for encoding and decoding; the chat template is rendered as in
 transformers.
+
+Read token ids and texts from a tokenizer's file, without loading a model library.
 """
 
 from __future__ import annotations
@@ -20,6 +22,10 @@ from relax_events.regular_files import read_regular_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+import orjson
+from tokenizers import Tokenizer
+
+from relax_events.errors import ConfigError
 
 SPECIAL_NAMES = (
     "bos_token",
@@ -144,3 +150,77 @@ def _to_json(
 
 def _raise(message: str) -> NoReturn:
     raise TemplateError(message)
+
+
+def require_same_vocabulary(policy: Path, teacher: Path) -> None:
+    """Reject a teacher whose token ids stand for other tokens than the policy's: its
+    log-probabilities would be of other texts.
+
+    Only ids and tokens are compared. How text is tokenized does not matter, since the teacher reads
+    the policy's ids.
+
+    Args:
+        policy: Folder of the policy's model.
+        teacher: Folder of the teacher's.
+    Raises:
+        ConfigError: A folder has no readable tokenizer.json, or the two differ; the text names the
+            first id that does.
+    """
+    ours, theirs = read_vocabulary(policy), read_vocabulary(teacher)
+    if ours == theirs:
+        return
+    at = min(
+        number for number in ours.keys() | theirs.keys() if ours.get(number) != theirs.get(number)
+    )
+    remedy = "give a teacher of the policy's family, with the same tokenizer"
+    difference = (
+        f"token id {at} is {theirs.get(at)!r} in teacher.model_path = {teacher} and "
+        f"{ours.get(at)!r} in model.path = {policy}"
+    )
+    raise ConfigError(f"teacher and policy must have the same vocabulary: {difference}; {remedy}")
+
+
+def read_vocabulary(folder: Path) -> dict[int, str]:
+    """Return the tokens of a model's tokenizer by their ids, those that were added later included.
+
+    Raises:
+        ConfigError: The folder has no valid tokenizer.json.
+    """
+    path = folder / "tokenizer.json"
+    try:
+        tree = orjson.loads(read_regular_text(path))
+        vocabulary, added = tree["model"]["vocab"], tree.get("added_tokens") or []
+        pairs = (
+            vocabulary.items()
+            if isinstance(vocabulary, dict)
+            else ((token, number) for number, (token, _) in enumerate(vocabulary))
+        )
+        return {number: token for token, number in pairs} | {
+            token["id"]: token["content"] for token in added
+        }
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{folder} has no tokenizer.json, by which vocabularies are compared; save its "
+            "tokenizer as a fast one"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path} is no tokenizer as the tokenizers library writes it ({error!r}); save "
+            "the tokenizer again"
+        ) from error
+
+
+def token_texts(folder: Path, tokens: Sequence[int]) -> list[str]:
+    """Return the text of each single token; incomplete UTF-8 becomes replacement characters.
+
+    Args:
+        folder: Of the model; its `tokenizer.json` is read.
+        tokens: Token ids.
+    Raises:
+        ConfigError: The folder has no such file, or it can't be read.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist, so tokens have no text; set model.path")
+    tokenizer = Tokenizer.from_file(str(path))
+    return tokenizer.decode_batch([[token] for token in tokens], skip_special_tokens=False)

@@ -13,7 +13,7 @@ import orjson
 import structlog
 
 from relax_events.errors import EnvironmentProblem
-from relax_events.http.responses import TextHandler
+from relax_events.http.server import TextHandler
 from relax_events.notifications.services import DeliveryError
 
 log = structlog.get_logger()

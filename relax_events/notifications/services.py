@@ -1,17 +1,25 @@
 """Sends texts to chats, mail and pagers through Apprise. URLs contain secrets: they come from a
 file or the environment, and are never shown.
+
+Sends each notification of a run once to each configured service, across restarts of the metrics
+role.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from relax_events.config import TelemetryConfig
+from relax_events.config import RunConfig, TelemetryConfig
 from relax_events.errors import ConfigError
-from relax_events.telemetry.redaction import hide
+from relax_events.events.parts import now_micros
+from relax_events.notifications.builder import Notification
+from relax_events.telemetry.delivery import DeliveryQueue
+from relax_events.telemetry.logs import hide
+from relax_events.telemetry.trackers import DeliveryProgress
 
 VARIABLE = "RELAX_NOTIFICATION_URLS"
 
@@ -78,4 +86,39 @@ def open_targets(config: TelemetryConfig) -> list[AppriseTarget]:
     return [
         AppriseTarget(url, number=number)
         for number, url in enumerate(notification_urls(config), start=1)
+    ]
+
+
+MAX_AGE_MICROS = 3600 * 1_000_000
+"""Older notifications are not sent, so that enabling them for an old run does not send its
+history."""
+
+
+class Notifier:
+    """Sends notifications to one service."""
+
+    def __init__(self, target: AppriseTarget, memory: DeliveryProgress) -> None:
+        self._target, self._memory = target, memory
+
+    def send(self, notice: Notification) -> None:
+        """Send a notification, unless it was sent before or is too old; raises as the service."""
+        if self._memory.get_note(notice.key) or now_micros() - notice.at > MAX_AGE_MICROS:
+            return
+        self._target.send(title=notice.title, body=notice.body, kind=notice.kind)
+        self._memory.set_note(notice.key, "sent")
+
+
+def open_notifiers(
+    config: RunConfig, *, failed: Callable[[str], None]
+) -> list[DeliveryQueue[Notification]]:
+    """Open the delivery queues of all configured services; raises as `open_targets`."""
+    folder: Path = config.run_directory / "notices"
+    targets = open_targets(config.telemetry)
+    return [
+        DeliveryQueue(
+            target.name,
+            Notifier(target, DeliveryProgress(folder / f"{target.name}.json")).send,
+            failed=failed,
+        )
+        for target in targets
     ]

@@ -14,8 +14,15 @@ from relax_events.config import RunConfig
 from relax_events.errors import CheckFailed, ConfigError, SchemaError
 from relax_events.events.codec import REGISTRY_IDS, EventCodec
 from relax_events.events.compatibility import Incompatibility, compare, incompatibilities
-from relax_events.events.releases import Release, current_release, read_releases, version_key
-from relax_events.events.schemas import Schema, name_of, schema_fingerprint
+from relax_events.events.schemas import (
+    Release,
+    Schema,
+    current_release,
+    name_of,
+    read_releases,
+    schema_fingerprint,
+    version_key,
+)
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.log_reader import LogReader
 from relax_events.session.broker_address import open_admin

@@ -26,8 +26,8 @@ from relax_events.events.types import (
     SampleScored,
     TrainStepCommitted,
 )
-from relax_events.projections.ledger_evidence import Evidence
 from relax_events.projections.ledger_facts import (
+    Evidence,
     Generated,
     GroupFacts,
     Ready,
@@ -36,14 +36,12 @@ from relax_events.projections.ledger_facts import (
 )
 from relax_events.projections.ledger_findings import Finding, LedgerTotals, Rule
 from relax_events.projections.ledger_group_check import GroupCheck, check_slots
-from relax_events.projections.ledger_sequence_check import SequenceCheck
-from relax_events.projections.ledger_step_check import StepCheck
+from relax_events.projections.ledger_step_check import SequenceCheck, StepCheck
 from relax_events.projections.purged_ranges import PurgedRanges
 from relax_events.staleness import IssuedGroup, is_external
 from relax_events.topics import TopicPlan
-from relax_events.topics.contents import belongs_on
 from relax_events.topics.partitions import count_slots
-from relax_events.topics.plan import TRAINER_INPUTS, TRAINING_SAMPLES
+from relax_events.topics.plan import TRAINER_INPUTS, TRAINING_SAMPLES, belongs_on
 
 UNPARSEABLE, EXTERNAL = -1, -2
 """Stand for the train step of a malformed prompt group id, and of external prompt groups."""

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from relax_events.events.parts import Outcome
 from relax_events.events.types import PromptGroupEnded
-from relax_events.projections.ledger_evidence import Evidence
-from relax_events.projections.ledger_facts import GroupFacts
+from relax_events.projections.ledger_facts import Evidence, GroupFacts
 from relax_events.projections.ledger_findings import Findings, LedgerTotals, Rule
 from relax_events.staleness import is_external
 

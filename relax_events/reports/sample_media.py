@@ -14,9 +14,9 @@ from jaxtyping import UInt8
 from relax_events.config import RunConfig
 from relax_events.errors import ConfigError, EnvironmentProblem, MediaError, ObjectError
 from relax_events.events.parts import MediaRef
+from relax_events.media.audio import encode_wav
 from relax_events.media.library import MediaLibrary
 from relax_events.media.model_inputs import ProcessedMedia
-from relax_events.media.wav import encode_wav
 from relax_events.objects import ObjectStore
 
 MAX_SIDE = 320

@@ -20,7 +20,7 @@ import orjson
 from numpy.typing import NDArray
 
 from relax_events.config import RewardConfig
-from relax_events.data.completions import ASSISTANT
+from relax_events.data.conversations import ASSISTANT
 from relax_events.errors import ConfigError, RewardError
 from relax_events.rewards.code_version import file_stamps
 from relax_events.rewards.process import START_SECONDS, ChildReady, Request, RewardChild

@@ -19,7 +19,7 @@ import orjson
 
 from relax_events.config import RewardConfig
 from relax_events.errors import ConfigError
-from relax_events.runtime.child_environment import build_child_environment
+from relax_events.runtime.subprocess_rpc import build_child_environment
 
 MAX_LINE_BYTES = 4_000
 BURST_BYTES = 262_144

@@ -8,7 +8,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from relax_events.algorithms.turns import rewards_by_loss_token
+from relax_events.algorithms.gae import rewards_by_loss_token
 from relax_events.config import RewardConfig
 from relax_events.errors import RewardError
 from relax_events.events.parts import ChatMessage, StoredArray

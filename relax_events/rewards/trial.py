@@ -12,9 +12,14 @@ import orjson
 
 from relax_events.config import RewardConfig
 from relax_events.errors import ConfigError, RewardError
-from relax_events.rewards.declaration import Explanation, read_info
 from relax_events.rewards.pool import RewardItem, RewardPool
-from relax_events.rewards.registry import check_options, find_function, takes_prompt_group
+from relax_events.rewards.registry import (
+    Explanation,
+    check_options,
+    find_function,
+    read_info,
+    takes_prompt_group,
+)
 from relax_events.rewards.scores import Score
 
 JSONL_KEYS = ("completion", "answer", "prompt", "metadata")

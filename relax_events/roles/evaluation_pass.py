@@ -9,7 +9,7 @@ import numpy as np
 import structlog
 
 from relax_events.config import EvaluationDatasetConfig, RunConfig
-from relax_events.data.placeholders import insert_media
+from relax_events.data.conversations import insert_media
 from relax_events.data.rendering import PromptRenderer
 from relax_events.data.rows import PromptRow, PromptSource
 from relax_events.engines.protocol import (

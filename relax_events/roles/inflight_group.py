@@ -1,18 +1,35 @@
-"""The state of a prompt group in a rollout worker, from its lease to its last sample."""
+"""The state of a prompt group in a rollout worker, from its lease to its last sample.
+
+Builds the request that asks an engine for the samples of a prompt group.
+
+Builds the event of a generated sample.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from relax_events.config import RunConfig
+from relax_events.data.rendering import PromptRenderer
 from relax_events.data.sft_targets import TokenizedTarget
-from relax_events.engines.protocol import GeneratedSample
-from relax_events.events.parts import FinishReason
-from relax_events.events.types import PromptGroupIssued
+from relax_events.engines.protocol import (
+    EnvironmentContext,
+    GeneratedSample,
+    GenerationRequest,
+    SampleRequest,
+)
+from relax_events.errors import ConfigError
+from relax_events.events.parts import FinishReason, SampleKey, VersionSegment
+from relax_events.events.types import PromptGroupIssued, SampleRolledOut
 from relax_events.kafka.leases import Lease
+from relax_events.media.library import MediaLibrary
+from relax_events.objects.store import list_message_media
+from relax_events.runtime.worker import Worker
 from relax_events.telemetry.traces import NOT_TRACED, TracedWork, Value
 
 
@@ -110,3 +127,192 @@ class InflightGroup:
         self.trace.end(error="released unfinished")
         for lease in self.leases:
             lease.release()
+
+
+def build_generation_request(
+    group: InflightGroup,
+    *,
+    config: RunConfig,
+    policy_version: int,
+    stop_token_ids: Sequence[int],
+    library: MediaLibrary,
+) -> GenerationRequest:
+    """Build the request for the samples of a prompt group that are not generated yet.
+
+    Args:
+        group: The prompt group, with its media prefetched.
+        config: The run.
+        policy_version: The version that the engine serves.
+        stop_token_ids: Tokens that end an answer.
+        library: Loads the prompt's media.
+    Raises:
+        PoisonSample: A media item can't be loaded.
+    """
+    issued = group.issued
+    finished = {sample.sample_id for sample in group.samples}
+    indices = [
+        index
+        for index in range(issued.samples_per_prompt)
+        if f"{issued.prompt_group_id}/{index}" not in finished
+    ]
+    return GenerationRequest(
+        prompt_group_id=issued.prompt_group_id,
+        prompt_tokens=group.prompt_tokens,
+        samples=tuple(
+            _build_sample_request(group, index, policy_version=policy_version) for index in indices
+        ),
+        sampling=config.engine.sampling,
+        stop_token_ids=tuple(stop_token_ids),
+        media=tuple(library.load(reference) for reference in list_message_media(issued.messages)),
+        num_top_tokens=config.algorithm.num_rollout_top_tokens,
+        environment_context=EnvironmentContext(
+            messages=issued.messages,
+            answer=issued.answer,
+            metadata=issued.metadata,
+            tools=issued.tools,
+        ),
+    )
+
+
+def sample_seed(group_seed: int, sample_index: int) -> int:
+    """Derive a sample's seed, so that every worker generates the same sample."""
+    return int.from_bytes(
+        hashlib.blake2b(f"{group_seed}/{sample_index}".encode(), digest_size=7).digest()
+    )
+
+
+def _build_sample_request(
+    group: InflightGroup, index: int, *, policy_version: int
+) -> SampleRequest:
+    """Build the request for a sample: new, resumed from another worker's tokens, or with the
+    dataset's completion, whose log-probabilities are 0 because no policy sampled it.
+    """
+    name, seed = (
+        f"{group.issued.prompt_group_id}/{index}",
+        sample_seed(group.issued.seed, index),
+    )
+    if (partial := group.partials.get(index)) is not None:
+        return SampleRequest(
+            sample_id=name,
+            seed=seed,
+            tokens=partial.tokens,
+            logprobs=partial.logprobs,
+            segments=partial.segments,
+            top_tokens=partial.top_tokens,
+            loss_mask=partial.loss_mask,
+            turns=partial.turns,
+            routed_experts=partial.routed_experts,
+        )
+    tokens = group.answers[index].tokens if group.answers else np.empty(0, np.int32)
+    return SampleRequest(
+        sample_id=name,
+        seed=seed,
+        tokens=tokens,
+        logprobs=np.zeros(len(tokens), np.float32),
+        segments=(VersionSegment(policy_version, len(tokens)),) if group.answers else (),
+    )
+
+
+def build_sample_event(
+    group: InflightGroup,
+    sample: GeneratedSample,
+    *,
+    owner: int,
+    worker: Worker,
+    renderer: PromptRenderer,
+) -> SampleRolledOut:
+    """Build the event of a finished sample.
+
+    Args:
+        group: Its prompt group.
+        sample: As the engine returned it.
+        owner: The policy version that the whole prompt group is assigned to.
+        worker: The worker that generated it.
+        renderer: The policy's prompt renderer.
+    Raises:
+        ConfigError: The engine did not return data that the algorithm needs.
+    """
+    issued, prompt, completion = group.issued, group.prompt_tokens, sample.tokens
+    versions = [segment.policy_version for segment in sample.segments]
+    index = int(sample.sample_id.rpartition("/")[2])
+    tokens = np.concatenate([prompt, completion]).astype(np.int32, copy=False)
+    loss_mask = np.zeros(len(tokens), np.uint8)
+    chosen = 1 if sample.loss_mask is None else sample.loss_mask
+    loss_mask[len(prompt) :] = group.answers[index].loss_mask if group.answers else chosen
+    logprobs = np.zeros(len(tokens), np.float32)
+    logprobs[len(prompt) :] = sample.logprobs
+    key = SampleKey(
+        sample_id=sample.sample_id,
+        prompt_group_id=issued.prompt_group_id,
+        sample_index=index,
+        samples_per_prompt=issued.samples_per_prompt,
+        train_step=issued.train_step,
+        group_index=issued.group_index,
+        attempt=issued.attempt,
+        row=issued.row,
+        policy_version=owner,
+        min_policy_version=min(versions),
+        max_policy_version=max(versions),
+    )
+    return SampleRolledOut(
+        key=key,
+        version_segments=list(sample.segments),
+        tokens=tokens,
+        loss_mask=loss_mask,
+        rollout_logprobs=logprobs,
+        num_prompt_tokens=len(prompt),
+        temperature=worker.config.engine.sampling.temperature,
+        finish_reason=sample.finish_reason,
+        completion=sample.turns[-1].text if sample.turns else renderer.completion_text(completion),
+        messages=issued.messages,
+        turns=list(sample.turns),
+        answer=issued.answer,
+        metadata=issued.metadata,
+        routed_experts=select_routed_experts(sample, worker.config, num_tokens=len(tokens)),
+        topk_ids=select_top_tokens(sample, worker.config),
+        worker_id=worker.worker_id,
+    )
+
+
+def select_routed_experts(
+    sample: GeneratedSample, config: RunConfig, *, num_tokens: int
+) -> np.ndarray | None:
+    """Return the experts of each of a sample's tokens if routing is replayed, else None.
+
+    Raises:
+        ConfigError: The engine did not report the experts of all tokens but the last.
+    """
+    if not config.model.replays_routing:
+        return None
+    experts = sample.routed_experts
+    if experts is None or len(experts) != num_tokens - 1:
+        got = "none" if experts is None else f"those of {len(experts)}"
+        need = (
+            f"model.routing_replay = 'rollout' needs the routed experts of {num_tokens - 1} tokens "
+            f"of sample {sample.sample_id}"
+        )
+        raise ConfigError(
+            f"{need}; engine.name = {config.engine.name!r} gave {got}; take another engine, "
+            "or routing_replay = 'none'"
+        )
+    return experts
+
+
+def select_top_tokens(sample: GeneratedSample, config: RunConfig) -> np.ndarray | None:
+    """Return a sample's top tokens if the loss needs them, else None.
+
+    Raises:
+        ConfigError: The engine returned none, or another number of them.
+    """
+    if not (num_wanted := config.algorithm.num_rollout_top_tokens):
+        return None
+    wanted = (sample.num_sampled_tokens, num_wanted)
+    if sample.top_tokens is None or sample.top_tokens.shape != wanted:
+        got = "none" if sample.top_tokens is None else f"shape {sample.top_tokens.shape}"
+        need = (
+            f"algorithm.distill_tokens = 'student_topk' needs {num_wanted} most probable tokens "
+            "with each token"
+        )
+        remedy = "take another engine, or distill_tokens = 'teacher_topk'"
+        raise ConfigError(f"{need}; engine.name = {config.engine.name!r} gave {got}; {remedy}")
+    return sample.top_tokens

@@ -22,7 +22,7 @@ from relax_events.kafka.leases import (
 )
 from relax_events.kafka.records import Record
 from relax_events.kafka.share_leases import ShareGroupLeases
-from relax_events.objects.roots import list_message_media
+from relax_events.objects.store import list_message_media
 from relax_events.roles.handover import PartialSamples
 from relax_events.roles.inflight_group import InflightGroup
 from relax_events.roles.media_prefetch import MediaPrefetcher

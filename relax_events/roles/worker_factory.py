@@ -6,14 +6,13 @@ from collections.abc import Collection, Sequence
 
 from relax_events.config import RunConfig
 from relax_events.events.types import Event, RunDescribed
-from relax_events.kafka.protocol.eviction import evict_predecessors
+from relax_events.kafka.protocol.group_membership import evict_predecessors
 from relax_events.kafka.security.acls import ROLE_PERMISSIONS
 from relax_events.objects.backends import errors as object_errors
 from relax_events.objects.claim_check import check_in, check_out
 from relax_events.objects.marker import claim_store, find_logged_marker
 from relax_events.objects.outages import outages
-from relax_events.objects.roots import AllowedRoots
-from relax_events.objects.store import ObjectStore
+from relax_events.objects.store import AllowedRoots, ObjectStore
 from relax_events.objects.version_objects import build_version_folder
 from relax_events.runtime.control_follower import RECENT_VERSIONS
 from relax_events.runtime.worker import Worker

@@ -45,8 +45,7 @@ from relax_events.kafka.connection import Connection
 from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.records import Record
 from relax_events.topics import TopicPlan
-from relax_events.topics.contents import belongs_on
-from relax_events.topics.plan import METRICS_TOPICS
+from relax_events.topics.plan import METRICS_TOPICS, belongs_on
 
 SUMMED_ENTITIES = (
     "control.train-steps",

@@ -1,5 +1,7 @@
 """Writes the resolved run file to the log and reads it back, so that a run can be replayed and
 forked without its file.
+
+The parent run of a replay or a fork, as its log describes it.
 """
 
 from __future__ import annotations
@@ -7,18 +9,27 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import orjson
+import structlog
 from pydantic import ValidationError
 
 from relax_events import __version__
 from relax_events.config import RunConfig
 from relax_events.config.algorithm_spec import FromLog
-from relax_events.errors import ConfigError, CorruptRecord, SchemaError
+from relax_events.errors import (
+    BrokerError,
+    BrokerUnavailable,
+    ConfigError,
+    CorruptRecord,
+    SchemaError,
+)
 from relax_events.events.codec import EventCodec
-from relax_events.events.types import Event, RunDescribed
+from relax_events.events.types import Event, RunDescribed, TrainStepCommitted
+from relax_events.kafka.connection import Connection
 from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.records import Record
 from relax_events.topics import TopicPlan
@@ -158,3 +169,96 @@ def read_description(reader: LogReader, run_id: str) -> RunDescribed | None:
 
 def _whole(reader: LogReader, topic: str) -> Iterator[Record]:
     return reader.stream({(topic, 0): reader.watermarks(topic, 0)})
+
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class ParentRun:
+    """A run as its log describes it."""
+
+    config: RunConfig
+    plan: TopicPlan
+    connection: Connection
+    given_uri: str = ""
+
+    @property
+    def objects_uri(self) -> str:
+        """URI of its object store: given by the run that starts from it, else read from the
+        log.
+        """
+        return self.given_uri or self.config.objects_uri
+
+    @classmethod
+    def read(
+        cls, connection: Connection, run_id: str, *, own: RunConfig | None = None
+    ) -> ParentRun:
+        """Read a run's description.
+
+        Args:
+            connection: To the cluster.
+            run_id: The run.
+            own: Configuration of the run that starts from it, if it has a run file; see
+                `read_described_config`.
+
+        Raises:
+            ConfigError: There is no such run, or its log holds no description of it.
+        """
+        reader = LogReader(connection)
+        try:
+            described = read_description(reader, run_id)
+        except BrokerUnavailable:
+            raise
+        except BrokerError as error:
+            raise ConfigError(
+                f"parent.run = {run_id!r} is not a run on {connection.bootstrap_servers}: "
+                f"{error}; see relax runs list"
+            ) from error
+        finally:
+            reader.close()
+        if described is None:
+            remedy = "start it again with this release: relax run RUN_FILE"
+            raise ConfigError(
+                f"the log of run {run_id!r} holds no description of the run, like logs of earlier "
+                f"releases; {remedy}"
+            )
+        config = read_described_config(described, run_id=run_id, own=own)
+        return cls(
+            config, TopicPlan.from_config(config), connection, own.parent.objects_uri if own else ""
+        )
+
+    def codec(self) -> EventCodec:
+        """Return a codec with the schemas of the run's writers."""
+        codec = EventCodec()
+        for record in self._records("control.schemas"):
+            if record.value:
+                try:
+                    codec.learn(record.value, key=record.key)
+                except SchemaError as error:
+                    log.warning("record.decode_failed", place=record.location, error=str(error))
+        return codec
+
+    def events(self, entity: str) -> Iterator[Event]:
+        """Yield the committed events of a control topic up to its current end."""
+        codec = self.codec()
+        for record in self._records(entity):
+            try:
+                yield codec.decode(record.value)
+            except (CorruptRecord, SchemaError) as error:
+                log.warning("record.decode_failed", place=record.location, error=str(error))
+
+    def steps(self) -> Iterator[TrainStepCommitted]:
+        """Yield the train steps that the run has committed so far."""
+        return (
+            event
+            for event in self.events("control.train-steps")
+            if isinstance(event, TrainStepCommitted)
+        )
+
+    def _records(self, entity: str) -> Iterator[Record]:
+        reader, place = LogReader(self.connection), (self.plan.topic(entity), 0)
+        try:
+            yield from reader.stream({place: reader.watermarks(*place)})
+        finally:
+            reader.close()

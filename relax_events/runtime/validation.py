@@ -19,8 +19,7 @@ from relax_events.events.types import (
     SampleRolledOut,
 )
 from relax_events.staleness import IssuedGroup
-from relax_events.topics.contents import belongs_on
-from relax_events.topics.plan import TRAINING_SAMPLES
+from relax_events.topics.plan import TRAINING_SAMPLES, belongs_on
 
 MAX_SAMPLES_PER_PROMPT = 4096
 

@@ -16,7 +16,7 @@ from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.sglang.checkpoint import ModelFolder
 from relax_events.engines.transformers.engine import TransformersEngine
 from relax_events.errors import ConfigError, EngineFailed, PoisonSample, RelaxError
-from relax_events.http.guard import RequestGuard
+from relax_events.http.server import RequestGuard
 from relax_events.serving.completions import CompletionService
 from relax_events.serving.engine_runner import EngineRunner
 from relax_events.serving.openai_routes import openai_routes

@@ -18,8 +18,8 @@ from relax_events.errors import ConfigError
 from relax_events.events.types import RunDescribed
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.log_reader import LogReader
-from relax_events.runtime.parent_run import ParentRun
 from relax_events.runtime.run_description import (
+    ParentRun,
     build_run_description,
     read_described_config,
     read_description,

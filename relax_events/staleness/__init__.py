@@ -11,8 +11,14 @@ from relax_events.staleness.admission import (
     find_unissued_slots,
     is_external,
 )
-from relax_events.staleness.selection import ReadyGroup, select_groups
-from relax_events.staleness.window import compute_staleness, find_skip_targets, is_expired, window
+from relax_events.staleness.window import (
+    ReadyGroup,
+    compute_staleness,
+    find_skip_targets,
+    is_expired,
+    select_groups,
+    window,
+)
 
 __all__ = [
     "BatchSlot",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import orjson
 
-from relax_events.telemetry.redaction import redacted
+from relax_events.telemetry.logs import redacted
 
 EVENT = "worker.failed"
 MAX_TEXT = 4000

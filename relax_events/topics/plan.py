@@ -1,4 +1,10 @@
-"""Declares every topic of a run, with its partitions and settings."""
+"""Declares every topic of a run, with its partitions and settings.
+
+The event types of each topic.
+
+The broker's ACLs decide who may write a topic. So an event is accepted only on the topic whose
+writers may produce it.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +14,24 @@ from dataclasses import dataclass, field
 
 from relax_events.config import RunConfig
 from relax_events.errors import ConfigError
+from relax_events.events.types import (
+    BroadcastMembership,
+    Event,
+    LogprobsComputed,
+    MetricsReported,
+    PolicyEvaluated,
+    PolicyVersionPublished,
+    PrompterStateSaved,
+    PromptGroupEnded,
+    PromptGroupIssued,
+    RunCommanded,
+    RunDescribed,
+    SampleReady,
+    SampleRolledOut,
+    SampleScored,
+    TrainStepCommitted,
+    WorkerHeartbeat,
+)
 from relax_events.topics.partitions import (
     compute_partition,
     compute_slot,
@@ -316,3 +340,37 @@ DEPENDENT_RUN = "follower"
 SAMPLES = "advantage.samples"
 NO_RECORDS_NEEDED = 2**62
 """The committed offset of a dependent run that has reached its goal: no record has a higher one."""
+
+
+EVENTS_ON: dict[str, tuple[type[Event], ...]] = {
+    "prompt.groups": (PromptGroupIssued,),
+    "rollout.samples": (SampleRolledOut,),
+    "reward.scores": (SampleScored,),
+    **dict.fromkeys(LOGPROB_TOPICS.values(), (LogprobsComputed,)),
+    TRAINING_SAMPLES: (SampleReady, PromptGroupEnded),
+    END_REQUESTS: (PromptGroupEnded,),
+    "control.policy-versions": (PolicyVersionPublished,),
+    "control.train-steps": (TrainStepCommitted,),
+    "control.prompt-group-outcomes": (PromptGroupEnded,),
+    "control.commands": (RunCommanded, RunDescribed),
+    "control.evaluations": (PolicyEvaluated,),
+    "control.broadcast-membership": (BroadcastMembership,),
+    "control.prompter-state": (PrompterStateSaved,),
+    **dict.fromkeys(HEARTBEATS.values(), (WorkerHeartbeat,)),
+    **dict.fromkeys(METRICS.values(), (MetricsReported,)),
+}
+
+
+def belongs_on(entity: str, event: Event) -> bool:
+    """Return whether an event belongs on a topic, given without the run's prefix.
+
+    A worker's heartbeats and metrics belong on the topic of its role.
+    """
+    if isinstance(event, LogprobsComputed):
+        return LOGPROB_TOPICS.get(event.model_role) == entity
+    if isinstance(event, WorkerHeartbeat | MetricsReported):
+        topics = HEARTBEATS if isinstance(event, WorkerHeartbeat) else METRICS
+        return topics.get(event.role) == entity and event.worker_id.rpartition("-")[0] == event.role
+    if entity.startswith("reward.scores."):  # the scores of another reward function for old samples
+        entity = "reward.scores"
+    return isinstance(event, EVENTS_ON.get(entity, ()))

@@ -5,9 +5,8 @@ based.
 from __future__ import annotations
 
 from relax_events.config import RunConfig
-from relax_events.topics import TopicPlan
 from relax_events.topics.partitions import TopicPartition
-from relax_events.topics.plan import LOGPROB_TOPICS, TRAINER_INPUTS
+from relax_events.topics.plan import LOGPROB_TOPICS, TRAINER_INPUTS, TopicPlan
 
 TOPIC_BY_ROLE = {
     "actor-forward" if name == "actor" else name: topic for name, topic in LOGPROB_TOPICS.items()

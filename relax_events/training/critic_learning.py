@@ -36,13 +36,13 @@ from relax_events.kafka.log_reader import LogReader
 from relax_events.objects import ObjectStore
 from relax_events.runtime.control_follower import find_start_offsets, read_newest_publications
 from relax_events.runtime.failpoints import failpoint
-from relax_events.runtime.parent_run import ParentRun
+from relax_events.runtime.run_description import ParentRun
 from relax_events.runtime.worker import Worker
 from relax_events.topics import TopicPlan
 from relax_events.topics.plan import METRICS, TRAINING_SAMPLES
 from relax_events.training.backend.protocol import Critic, ValueMetrics
 from relax_events.training.batch.packing import micro_batch_slices
-from relax_events.training.batch.token_sequence import read_array
+from relax_events.training.batch.row_layout import read_array
 from relax_events.training.checkpoint.checkpoints import Checkpoints
 from relax_events.training.checkpoint.critic_checkpoints import (
     FOLDER,

@@ -8,10 +8,9 @@ from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.worker import Worker
 from relax_events.training.backend.protocol import TrainerBackend
 from relax_events.training.batch.assembly import BatchAssembler
-from relax_events.training.phases import PhaseTimer
 from relax_events.training.publishing import StepPublisher
 from relax_events.training.ranks import Ranks
-from relax_events.training.step_record import RankStepResult
+from relax_events.training.step_record import PhaseTimer, RankStepResult
 
 log = structlog.get_logger()
 

@@ -9,7 +9,7 @@ import pytest
 from relax_events.config import RewardConfig
 from relax_events.rewards.pool import RewardItem, RewardPool
 from relax_events.rewards.scores import Score
-from relax_events.runtime.child_environment import build_child_environment
+from relax_events.runtime.subprocess_rpc import build_child_environment
 
 SECRETS = (
     "AWS_SECRET_ACCESS_KEY",

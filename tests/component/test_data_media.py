@@ -11,11 +11,10 @@ from pyarrow import parquet
 from pydantic import ValidationError
 
 from relax_events.config import DataConfig
-from relax_events.data.placeholders import insert_media
+from relax_events.data.conversations import insert_media
 from relax_events.data.prompt_filter import build_filters
 from relax_events.data.rendering import PromptRenderer
-from relax_events.data.row_media import build_storing_reader
-from relax_events.data.rows import PromptRow, PromptSource
+from relax_events.data.rows import PromptRow, PromptSource, build_storing_reader
 from relax_events.data.sources import open_source
 from relax_events.errors import ConfigError, PoisonSample
 from relax_events.events.parts import Modality

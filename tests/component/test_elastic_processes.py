@@ -19,8 +19,7 @@ from relax_events.events.codec import EventCodec
 from relax_events.events.parts import WorkerState
 from relax_events.events.types import WorkerHeartbeat
 from relax_events.kafka.records import ProducerRecord
-from relax_events.launcher.deaths import Progress
-from relax_events.launcher.managed_process import ManagedProcess, read_log_tail
+from relax_events.launcher.managed_process import ManagedProcess, Progress, read_log_tail
 from relax_events.launcher.run import RunSession
 from relax_events.launcher.supervisor import Supervisor
 from relax_events.projections.scale_requests import Kind, Status

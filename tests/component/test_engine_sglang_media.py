@@ -12,8 +12,7 @@ from transformers import WhisperFeatureExtractor
 
 from relax_events.config import MediaConfig
 from relax_events.engines.protocol import GenerationRequest
-from relax_events.engines.requests import build_samples
-from relax_events.engines.sample_state import SampleState
+from relax_events.engines.requests import SampleState, build_samples
 from relax_events.engines.sglang.checkpoint import ModelFolder
 from relax_events.engines.sglang.inflight import InflightRequest
 from relax_events.engines.sglang.media_features import PREFIX, build_image_data, parse_image_data

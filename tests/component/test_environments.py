@@ -20,7 +20,7 @@ from PIL import Image
 from small_settings import small_run
 
 from relax_events.config import EngineConfig, MediaConfig, ModelConfig, SamplingConfig
-from relax_events.data.placeholders import PLACEHOLDERS
+from relax_events.data.conversations import PLACEHOLDERS
 from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.protocol import (
     EnvironmentContext,
@@ -39,12 +39,12 @@ from relax_events.media.library import MediaLibrary
 from relax_events.media.token_layout import modality_of
 from relax_events.models.families import read_family
 from relax_events.objects import ObjectStore
-from relax_events.objects.roots import list_message_media
+from relax_events.objects.store import list_message_media
 from relax_events.roles.handover import PartialSamples
 from relax_events.training.backend.policy_model import PolicyModel
 from relax_events.training.backend.scoring import LogprobScorer
 from relax_events.training.batch.packing import pack
-from relax_events.training.batch.sample_media import SampleMedia
+from relax_events.training.batch.sample_intake import SampleMedia
 from relax_events.weights import Weights
 from tests.unit import image_model
 from tests.unit.image_model import build_image_model, image_file, image_run, question

@@ -17,10 +17,10 @@ import pytest
 
 from relax_events.config import RunConfig
 from relax_events.errors import RunFailed
-from relax_events.launcher import worker_imports as imports
+from relax_events.launcher import worker_processes as imports
 from relax_events.launcher.fork_client import ForkedWorker, ForkServer
 from relax_events.launcher.fork_protocol import SpawnRequest
-from relax_events.launcher.worker_imports import run_modules, worker_modules
+from relax_events.launcher.worker_processes import run_modules, worker_modules
 
 pytestmark = pytest.mark.unit
 STAND_IN = "tests.unit.stand_in"

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import uvicorn
 
-from relax_events.http import guard as http_guard
-from relax_events.http.guard import RequestGuard, build_server_config
-from relax_events.http.listener import open_listener
+from relax_events.http import server as http_guard
+from relax_events.http.server import RequestGuard, build_server_config, open_listener
 
 TOKEN = "of-this-run"
 MAX_BYTES = 1000

@@ -17,11 +17,10 @@ from relax_events.errors import ConfigError
 from relax_events.events.parts import Command, now_micros
 from relax_events.events.types import Event, RunCommanded, RunDescribed
 from relax_events.notifications.builder import MAX_NOTIFICATIONS, NotificationBuilder
-from relax_events.notifications.notifier import open_notifiers
-from relax_events.notifications.services import VARIABLE
+from relax_events.notifications.services import VARIABLE, open_notifiers
 from relax_events.projections.health import Intervention, RecoveryLevel, Symptom
 from relax_events.telemetry import delivery as feeding
-from relax_events.telemetry.redaction import redacted
+from relax_events.telemetry.logs import redacted
 from tests.unit.run_events import run_config, train_step
 
 SECOND = 10**6

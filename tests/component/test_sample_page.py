@@ -23,10 +23,9 @@ from relax_events.history.samples.view import SampleView
 from relax_events.media.items import MediaItem
 from relax_events.media.library import MediaLibrary
 from relax_events.reports import sample_page as pages
-from relax_events.reports.sample_cards import MAX_CHARACTERS
 from relax_events.reports.sample_export import open_export
 from relax_events.reports.sample_media import MAX_FRAMES, MAX_SECONDS, MAX_SIDE, MediaRenderer
-from relax_events.reports.sample_page import SamplePage, best_and_worst
+from relax_events.reports.sample_page import MAX_CHARACTERS, SamplePage, best_and_worst
 from tests.unit.html_page import Page
 from tests.unit.image_model import image_file
 from tests.unit.video_and_audio import audio_file, media_run, omni_model, video_file

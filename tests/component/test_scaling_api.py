@@ -21,8 +21,7 @@ from small_settings import small_run
 from relax_events.cli import scale
 from relax_events.config import RunConfig
 from relax_events.controller.api_client import ScaleClient
-from relax_events.controller.api_endpoint import ApiEndpointFile
-from relax_events.controller.api_server import ApiServer, require_api_port
+from relax_events.controller.api_server import ApiEndpointFile, ApiServer, require_api_port
 from relax_events.controller.scaling_bounds import ScalingBounds
 from relax_events.controller.scaling_service import MainThreadTask, ScalingService
 from relax_events.errors import BrokerUnavailable, CheckFailed, ConfigError, EnvironmentProblem

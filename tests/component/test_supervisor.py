@@ -23,8 +23,7 @@ from relax_events.errors import (
 from relax_events.events.parts import WorkerState
 from relax_events.events.types import WorkerHeartbeat
 from relax_events.kafka.batch_verification import VARIABLE as EXAMINE
-from relax_events.launcher.deaths import Progress
-from relax_events.launcher.managed_process import Fencing
+from relax_events.launcher.managed_process import Fencing, Progress
 from relax_events.launcher.supervisor import Supervisor
 from relax_events.launcher.worker_processes import CLIENT_ABORT_TEXT
 from relax_events.runtime.control_view import RESTART_CODE

@@ -21,8 +21,8 @@ from relax_events.errors import ConfigError
 from relax_events.kafka.records import Record
 from relax_events.telemetry.component_metrics import SpanMetrics
 from relax_events.telemetry.traces import NOT_TRACED, Traces, open_traces, require_tracing
+from relax_events.telemetry.traces import export as opening
 from relax_events.telemetry.traces import export as sending
-from relax_events.telemetry.traces import factory as opening
 from relax_events.telemetry.traces.recorded import derive_root, is_sampled
 
 MakeRunConfig = Callable[..., RunConfig]

@@ -11,7 +11,7 @@ import pytest
 from command_line import Relax, report_of, write_rows
 
 from relax_events.config import load_run_config
-from relax_events.data.generated import create_task
+from relax_events.data.sources import create_task
 
 ROOT = Path(__file__).parents[2]
 TASK = {"min_string_length": 5, "max_string_length": 5}

@@ -26,7 +26,7 @@ from relax_events.kafka.connection import Connection
 from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord
-from relax_events.objects.roots import list_media
+from relax_events.objects.store import list_media
 from relax_events.topics import TopicPlan
 from tests.unit.image_model import image_file
 from tests.unit.video_and_audio import audio_file, video_file

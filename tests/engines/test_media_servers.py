@@ -46,7 +46,7 @@ from relax_events.media.model_inputs import MediaSequence, ProcessedMedia
 from relax_events.media.token_layout import MediaLayout, OmniLayout
 from relax_events.model_folder import has_experts
 from relax_events.models.families import read_family
-from relax_events.objects.roots import list_message_media
+from relax_events.objects.store import list_message_media
 from relax_events.weights import Weights
 from relax_events.weights.artifact_writer import weights_digest
 from tests.folders import kept_folder

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from relax_events.controller.api_schemas import CancelBody, ScaleInBody, ScaleOutBody
-from relax_events.http.guard import RequestGuard
+from relax_events.http.server import RequestGuard
 from relax_events.notifications.alert_receiver import parse_alerts
 from relax_events.serving.schemas import (
     AbortBody,

@@ -21,8 +21,7 @@ from relax_events.events.parts import ObjectRef, StoredArray
 from relax_events.events.types import Event, RunDescribed, SampleRolledOut
 from relax_events.kafka.records import Record
 from relax_events.objects.claim_check import check_out
-from relax_events.objects.roots import AllowedRoots
-from relax_events.objects.store import ObjectStore
+from relax_events.objects.store import AllowedRoots, ObjectStore
 from relax_events.ops.dead_letters import parse_dead_letter
 from relax_events.ops.topic_tail import to_json
 from relax_events.runtime.run_description import read_described_config

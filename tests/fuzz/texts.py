@@ -10,9 +10,9 @@ import orjson
 
 from relax_events.errors import RewardError
 from relax_events.printable import printable
-from relax_events.reports.sample_cards import render_text
+from relax_events.reports.sample_page import render_text
 from relax_events.rewards.process import BURST_BYTES, PrintBudget
-from relax_events.rewards.verifiers import choices, text_match
+from relax_events.rewards.verifiers import text_answers
 from relax_events.rewards.verifiers.answer_extraction import last_box, references, short_answer
 from tests.fuzz.inputs import mutated
 from tests.fuzz.target import Target
@@ -39,12 +39,12 @@ def budget(data: bytes) -> None:
 
 
 REWARDS: list[Any] = [
-    text_match.exact_match,
-    text_match.gsm8k,
-    text_match.squad_exact_match,
-    text_match.f1,
-    choices.gpqa,
-    choices.multiple_choice,
+    text_answers.exact_match,
+    text_answers.gsm8k,
+    text_answers.squad_exact_match,
+    text_answers.f1,
+    text_answers.gpqa,
+    text_answers.multiple_choice,
 ]
 
 

@@ -304,7 +304,7 @@ def start_controller(config: RunConfig) -> Any:
 def start_metrics(config: RunConfig) -> Any:
     """Continue with the file of metrics where it was saved."""
     from relax_events.roles.worker_factory import open_worker
-    from relax_events.telemetry.metrics_file import MetricsFile
+    from relax_events.telemetry.endpoint import MetricsFile
     from workers.metrics import FOLLOWED, MetricsLoop
 
     with open_worker("metrics", config, index=0, follow=FOLLOWED) as worker:

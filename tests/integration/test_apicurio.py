@@ -17,8 +17,7 @@ from schema_changes import ALLOWED, FORBIDDEN, changed
 from relax_events.config import BrokerConfig
 from relax_events.errors import BrokerRefused, SchemaError
 from relax_events.events.codec import UnknownFingerprint
-from relax_events.events.releases import current_release
-from relax_events.events.schemas import schema_directory
+from relax_events.events.schemas import current_release, schema_directory
 from relax_events.kafka.schema_registry import RegistryClient, open_codec
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]

@@ -15,9 +15,8 @@ from relax_events.errors import ClientFailed
 from relax_events.events.parts import TopicOffset
 from relax_events.kafka import consumer as consumers
 from relax_events.kafka.admin import Admin
-from relax_events.kafka.client_statistics import HeartbeatMonitor
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.consumer import SubscribedConsumer
+from relax_events.kafka.consumer import HeartbeatMonitor, SubscribedConsumer
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord, Record
 from relax_events.kafka.transactions import TransactionalWriter

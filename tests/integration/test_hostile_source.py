@@ -23,8 +23,7 @@ from relax_events.history.runs.replay import resolve_parent
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord
-from relax_events.runtime.parent_run import ParentRun
-from relax_events.runtime.run_description import build_run_description
+from relax_events.runtime.run_description import ParentRun, build_run_description
 from relax_events.topics import TopicPlan
 
 CODEC = EventCodec()

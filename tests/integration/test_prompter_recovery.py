@@ -14,7 +14,7 @@ from event_samples import issued, published
 
 from relax_events.config import RunConfig
 from relax_events.data.prompt_filter import build_filters
-from relax_events.data.row_media import build_storing_reader
+from relax_events.data.rows import build_storing_reader
 from relax_events.data.sources import open_source
 from relax_events.data.stream import PromptStream
 from relax_events.events.codec import EventCodec

@@ -16,7 +16,7 @@ import pytest
 from relax_events.config import RunConfig
 from relax_events.errors import ConfigError, RunFailed
 from relax_events.launcher import worker_processes as ranks_module
-from relax_events.launcher.deaths import Progress
+from relax_events.launcher.managed_process import Progress
 from relax_events.launcher.supervisor import Supervisor
 
 pytestmark = pytest.mark.integration

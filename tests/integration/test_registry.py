@@ -26,10 +26,9 @@ from relax_events.errors import (
     SchemaError,
 )
 from relax_events.events.codec import CONFLUENT_HEADER_BYTES, EventCodec, UnknownFingerprint
-from relax_events.events.releases import current_release
-from relax_events.events.schemas import schema_directory
+from relax_events.events.schemas import current_release, schema_directory
 from relax_events.kafka.schema_registry import RegistryClient, open_codec, read_registry_login
-from relax_events.telemetry.redaction import redacted
+from relax_events.telemetry.logs import redacted
 
 SCHEMAS = current_release(schema_directory()).schemas
 NAME = "relax.events.sample.PromptGroupEnded"

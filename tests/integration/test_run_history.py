@@ -23,6 +23,8 @@ from relax_events.history.run_log import RunLog
 from relax_events.history.samples.detail import read_detail
 from relax_events.history.samples.filter import UNBOUNDED, Bounds, SampleFilter
 from relax_events.history.samples.reader import (
+    follow_samples,
+    live_starts,
     read_last_lines,
     read_last_samples,
     read_lines,
@@ -30,7 +32,6 @@ from relax_events.history.samples.reader import (
 )
 from relax_events.history.samples.rescoring import RescoringProgress, rescore
 from relax_events.history.samples.score_comparison import Comparison
-from relax_events.history.samples.tail import follow_samples, live_starts
 from relax_events.kafka.records import ProducerRecord
 
 A, B, C, D, E, F, G = (

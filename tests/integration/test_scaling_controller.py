@@ -15,7 +15,7 @@ import pytest
 
 from relax_events.config import RunConfig
 from relax_events.controller.api_client import ScaleClient
-from relax_events.controller.api_endpoint import ApiEndpointFile
+from relax_events.controller.api_server import ApiEndpointFile
 from relax_events.errors import CheckFailed
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import WorkerState

@@ -26,7 +26,7 @@ from relax_events.models.families import read_family
 from relax_events.training.backend.policy_model import PolicyModel
 from relax_events.training.backend.scoring import LogprobScorer
 from relax_events.training.batch.packing import pack
-from relax_events.training.batch.sample_media import SampleMedia
+from relax_events.training.batch.sample_intake import SampleMedia
 from relax_events.weights import Weights
 from tests.folders import kept_folder
 from tests.unit.image_model import build_image_model, prompt_of, ready

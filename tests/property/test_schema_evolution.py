@@ -20,8 +20,15 @@ from schema_changes import ALLOWED, ONE_WAY, changed
 
 from relax_events.events.codec import MAGIC, EventCodec
 from relax_events.events.conversion import record_writer
-from relax_events.events.releases import Release, current_release, read_releases
-from relax_events.events.schemas import Schema, runtime_schema, schema_directory, schema_fingerprint
+from relax_events.events.schemas import (
+    Release,
+    Schema,
+    current_release,
+    read_releases,
+    runtime_schema,
+    schema_directory,
+    schema_fingerprint,
+)
 from relax_events.events.tensors import DTYPES
 
 CURRENT = current_release(schema_directory())

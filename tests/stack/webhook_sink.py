@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 
-from relax_events.http.responses import TextHandler
+from relax_events.http.server import TextHandler
 from tests.stack.container_engine import ROOT, ContainerEngine
 
 OVERLAY = ROOT / "compose" / "notifications.yml"

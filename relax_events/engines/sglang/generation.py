@@ -24,7 +24,7 @@ import numpy as np
 import structlog
 
 from relax_events.engines.protocol import EngineUsage, GeneratedSample
-from relax_events.engines.sample_state import SampleState
+from relax_events.engines.requests import SampleState
 from relax_events.engines.sglang.checkpoint import ModelFolder
 from relax_events.engines.sglang.client import ServerRejected, ServerUnavailable, SGLangClient
 from relax_events.engines.sglang.inflight import InflightRequest, UnknownVersion

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from relax_events.engines.sample_state import SampleState, merge_segments
+from relax_events.engines.requests import SampleState, merge_segments
 from relax_events.events.parts import VersionSegment
 
 BAD_REQUEST = 400

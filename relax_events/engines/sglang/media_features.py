@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from relax_events.engines.sample_state import SampleState
+from relax_events.engines.requests import SampleState
 from relax_events.engines.sglang.checkpoint import ModelFolder
 from relax_events.events.parts import Modality
 from relax_events.media.geometry import ImageGeometry

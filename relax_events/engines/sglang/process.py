@@ -18,7 +18,7 @@ from relax_events.engines.sglang import launch as serve
 from relax_events.engines.sglang.checkpoint import ModelFolder
 from relax_events.errors import EnvironmentProblem
 from relax_events.kafka.embedded.ports import HOST, choose_port
-from relax_events.runtime.child_environment import build_child_environment
+from relax_events.runtime.subprocess_rpc import build_child_environment
 
 MEMORY = Path("/dev/shm")  # noqa: S108 for the weights of a version, if they fit into memory
 MODELS_IN_MEMORY = 3.0

@@ -37,8 +37,7 @@ from torch import Tensor
 from relax_events.config import EngineConfig, ModelConfig
 from relax_events.config.inventory import num_threads
 from relax_events.engines.protocol import EngineUsage, GeneratedSample, GenerationRequest
-from relax_events.engines.requests import build_samples
-from relax_events.engines.sample_state import SampleState
+from relax_events.engines.requests import SampleState, build_samples
 from relax_events.engines.transformers.causal_model import CausalModel
 from relax_events.engines.transformers.invariance import measure_invariance
 from relax_events.engines.transformers.kv_cache import RowCache

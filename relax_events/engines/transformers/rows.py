@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from relax_events.engines.sample_state import SampleState, merge_segments
+from relax_events.engines.requests import SampleState, merge_segments
 from relax_events.engines.transformers.sampling import RowSampling
 from relax_events.events.parts import VersionSegment
 from relax_events.events.routed_experts import ExpertShape

@@ -23,8 +23,7 @@ from relax_events.kafka.records import Record
 from relax_events.projections.run_state import RunState
 from relax_events.runtime.run_description import read_described_config
 from relax_events.topics import TopicPlan
-from relax_events.topics.contents import belongs_on
-from relax_events.topics.plan import HEARTBEATS
+from relax_events.topics.plan import HEARTBEATS, belongs_on
 
 log = structlog.get_logger()
 PREFIX = "relax."

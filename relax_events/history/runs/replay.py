@@ -1,9 +1,12 @@
 """Checks and completes a replay before it starts: where it ends, and that all records it will train
 are still on the log.
+
+Compares a replay with its parent, step by step and bit for bit: metrics and weights.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from relax_events.config import RunConfig
@@ -12,7 +15,7 @@ from relax_events.events.types import TrainStepCommitted
 from relax_events.history.runs.details import find_missing_record
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
-from relax_events.runtime.parent_run import ParentRun
+from relax_events.runtime.run_description import ParentRun
 
 ROLLOUT_KEYS = ("max_staleness", "prompts_per_step", "samples_per_prompt")
 
@@ -155,3 +158,46 @@ def read_source_curves(config: RunConfig, train_steps: list[int]) -> dict[str, A
         "from_version": config.parent.from_version,
         "curves": curves,
     }
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """Number of compared steps, and the first difference as text; empty when there is none."""
+
+    num_steps: int
+    difference: str
+
+
+def verify_replay(connection: Connection, source_id: str, replay_id: str) -> Verification:
+    """Compare every step of a replay with the same step of its parent."""
+    recorded = {step.train_step: step for step in ParentRun.read(connection, source_id).steps()}
+    num_steps = 0
+    for step in ParentRun.read(connection, replay_id).steps():
+        if difference := first_difference(recorded[step.train_step], step):
+            return Verification(num_steps, f"train step {step.train_step}: {difference}")
+        num_steps += 1
+    return Verification(num_steps, "" if num_steps else "no train step to compare")
+
+
+def first_difference(recorded: TrainStepCommitted, replayed: TrainStepCommitted) -> str:
+    """Return the difference between two commits of a step; times don't count, nor do metrics that a
+    newer release added.
+    """
+    if recorded.sample_ids != replayed.sample_ids:
+        return "other samples, or in another order"
+    if recorded.update_skipped != replayed.update_skipped:
+        return f"its update was {_describe_update(recorded)}, is {_describe_update(replayed)}"
+    for name in sorted(recorded.metrics):
+        before, after = recorded.metrics.get(name), replayed.metrics.get(name)
+        if before != after:
+            return f"{name} was {before!r}, is {after!r}"
+    if recorded.weights_digest != replayed.weights_digest:
+        return (
+            f"weights digest was {recorded.weights_digest.hex()}, is "
+            f"{replayed.weights_digest.hex()}"
+        )
+    return ""
+
+
+def _describe_update(step: TrainStepCommitted) -> str:
+    return "skipped" if step.update_skipped else "made"

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from relax_events.errors import RewardError
-from relax_events.rewards.declaration import reward
+from relax_events.rewards.registry import reward
 from relax_events.rewards.verifiers.answer_extraction import final_text
 from relax_events.sandbox import Limits, Sandbox, Verdict, require_isolation
 

@@ -6,12 +6,12 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from relax_events.rewards.declaration import Explanation, reward
-from relax_events.rewards.verifiers import ifbench_forms, ifbench_language, ifbench_words
+from relax_events.rewards.registry import Explanation, reward
+from relax_events.rewards.verifiers import ifbench_forms, ifbench_words
 from relax_events.rewards.verifiers.answer_extraction import final_text
 from relax_events.rewards.verifiers.ifeval_instructions import INSTRUCTIONS, import_langdetect
 
-TABLES = (ifbench_words, ifbench_forms, ifbench_language)
+TABLES = (ifbench_words, ifbench_forms)
 """Importing these modules registers their instructions."""
 KEYWORD_PARAMETERS = ("keyword", "forbidden_word", "word", "letter", "first_word")
 METADATA = {

@@ -11,7 +11,7 @@ from string import Template
 from typing import Any, Literal
 
 from relax_events.errors import ConfigError, RewardError
-from relax_events.rewards.declaration import reward
+from relax_events.rewards.registry import reward
 from relax_events.rewards.verifiers.answer_extraction import final_text
 from relax_events.rewards.verifiers.http_client import import_client, post_json
 

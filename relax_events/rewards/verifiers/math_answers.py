@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, Literal
 
-from relax_events.rewards.declaration import reward
+from relax_events.rewards.registry import reward
 from relax_events.rewards.verifiers.answer_extraction import (
     THOUGHT_END,
     final_text,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from relax_events.rewards.declaration import Explanation
+from relax_events.rewards.registry import Explanation
 from relax_events.rewards.verifiers.answer_extraction import (
     BOX,
     last_boxes,
@@ -24,7 +24,7 @@ from relax_events.rewards.verifiers.math_equality import (
     plain_number,
     to_math_verify_latex,
 )
-from relax_events.rewards.verifiers.text_match import FINAL_ANSWER_MARK
+from relax_events.rewards.verifiers.text_answers import FINAL_ANSWER_MARK
 
 TAIL_CHARACTERS = 1000
 MAX_CLAUSE_CHARACTERS = 100

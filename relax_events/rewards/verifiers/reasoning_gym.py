@@ -7,8 +7,8 @@ from typing import Any
 
 import orjson
 
-from relax_events.data.generated import create_task, import_reasoning_gym
-from relax_events.rewards.declaration import reward
+from relax_events.data.sources import create_task, import_reasoning_gym
+from relax_events.rewards.registry import reward
 
 METADATA = {
     "task": "name of the reasoning-gym task",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from relax_events.errors import RewardError
-from relax_events.rewards.declaration import reward
+from relax_events.rewards.registry import reward
 from relax_events.rewards.verifiers.http_client import import_client, post_json
 
 

@@ -7,8 +7,7 @@ from relax_events.telemetry.trackers.dispatch import (
     open_tracker_queues,
     require_trackers,
 )
-from relax_events.telemetry.trackers.progress import DeliveryProgress
-from relax_events.telemetry.trackers.protocol import StepMetrics, Tracker
+from relax_events.telemetry.trackers.protocol import DeliveryProgress, StepMetrics, Tracker
 
 __all__ = [
     "DeliveryProgress",

@@ -7,8 +7,7 @@ from __future__ import annotations
 from clearml import Task
 
 from relax_events.config import RunConfig
-from relax_events.telemetry.trackers.progress import DeliveryProgress
-from relax_events.telemetry.trackers.protocol import StepMetrics
+from relax_events.telemetry.trackers.protocol import DeliveryProgress, StepMetrics
 
 
 class ClearMLTracker:

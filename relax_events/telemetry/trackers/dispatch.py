@@ -8,8 +8,7 @@ from relax_events.config import RunConfig
 from relax_events.errors import ConfigError
 from relax_events.plugins import TRACKERS, find_missing_import, find_plugin
 from relax_events.telemetry.delivery import DeliveryQueue
-from relax_events.telemetry.trackers.progress import DeliveryProgress
-from relax_events.telemetry.trackers.protocol import StepMetrics, Tracker
+from relax_events.telemetry.trackers.protocol import DeliveryProgress, StepMetrics, Tracker
 
 
 class TrackerWriter:

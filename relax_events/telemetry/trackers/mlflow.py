@@ -9,8 +9,7 @@ from mlflow.entities import Metric, Run
 
 from relax_events.config import RunConfig
 from relax_events.errors import ConfigError
-from relax_events.telemetry.trackers.progress import DeliveryProgress
-from relax_events.telemetry.trackers.protocol import StepMetrics
+from relax_events.telemetry.trackers.protocol import DeliveryProgress, StepMetrics
 
 VARIABLE = "MLFLOW_TRACKING_URI"
 TAG = "relax.run_id"

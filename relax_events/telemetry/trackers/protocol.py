@@ -1,13 +1,57 @@
-"""The protocol of experiment trackers."""
+"""The protocol of experiment trackers.
+
+Stores which steps a tracker has received, so that a restarted metrics worker sends nothing
+twice.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
+
+import orjson
 
 from relax_events.config import RunConfig
-from relax_events.telemetry.trackers.progress import DeliveryProgress
+
+
+class DeliveryProgress:
+    """The newest delivered step of each series, and a tracker's notes for its next process. A kill
+    may lose only the newest entry.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Read the file if it exists."""
+        self._path = path
+        self._held: dict[str, Any] = {"steps": {}, "notes": {}}
+        if path.exists():
+            self._held |= orjson.loads(path.read_bytes())
+
+    def is_delivered(self, series: str, step: int) -> bool:
+        """Return whether a step was delivered before."""
+        return step <= int(self._held["steps"].get(series, -1))
+
+    def mark_delivered(self, series: str, step: int) -> None:
+        """Record that a step was delivered."""
+        self._held["steps"][series] = step
+        self._write()
+
+    def get_note(self, name: str) -> str:
+        """Return the note of a name; empty when there is none."""
+        return str(self._held["notes"].get(name, ""))
+
+    def set_note(self, name: str, text: str) -> None:
+        """Store a note, such as the tracker's id for the run."""
+        self._held["notes"][name] = text
+        self._write()
+
+    def _write(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        newer = self._path.with_suffix(".new")
+        newer.write_bytes(orjson.dumps(self._held))
+        newer.replace(self._path)
+
 
 MICROS = 1e6
 

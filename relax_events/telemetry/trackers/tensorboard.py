@@ -7,8 +7,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from relax_events.config import RunConfig
-from relax_events.telemetry.trackers.progress import DeliveryProgress
-from relax_events.telemetry.trackers.protocol import MICROS, StepMetrics
+from relax_events.telemetry.trackers.protocol import MICROS, DeliveryProgress, StepMetrics
 
 
 class TensorBoardTracker:

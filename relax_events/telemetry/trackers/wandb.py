@@ -7,8 +7,7 @@ from __future__ import annotations
 import wandb
 
 from relax_events.config import RunConfig
-from relax_events.telemetry.trackers.progress import DeliveryProgress
-from relax_events.telemetry.trackers.protocol import StepMetrics
+from relax_events.telemetry.trackers.protocol import DeliveryProgress, StepMetrics
 
 INIT_SECONDS = 60.0
 

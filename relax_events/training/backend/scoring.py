@@ -23,9 +23,13 @@ from relax_events.training.backend.policy_model import PolicyModel
 from relax_events.training.backend.protocol import SampleScores
 from relax_events.training.backend.torch_backend import make_deterministic
 from relax_events.training.batch.packing import PackedBatch, micro_batch_slices, pack
-from relax_events.training.batch.row_layout import padded_length
-from relax_events.training.batch.sample_media import SampleMedia
-from relax_events.training.batch.token_sequence import TokenSequence, read_array, read_topk_ids
+from relax_events.training.batch.row_layout import (
+    TokenSequence,
+    padded_length,
+    read_array,
+    read_topk_ids,
+)
+from relax_events.training.batch.sample_intake import SampleMedia
 
 if TYPE_CHECKING:
     from relax_events.weights.manifest import Weights

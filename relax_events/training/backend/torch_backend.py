@@ -25,21 +25,19 @@ from relax_events.runtime.failpoints import failpoint
 from relax_events.training.backend.flat_parameters import FlatParameters
 from relax_events.training.backend.policy_model import PolicyModel
 from relax_events.training.backend.protocol import Critic, Scorer, StepMetrics, TrainerState
-from relax_events.training.backend.step_metrics import (
-    OptimizerStep,
-    build_pass_metrics,
-    build_step_metrics,
-)
 from relax_events.training.backend.step_sums import (
     MicroBatchSums,
+    OptimizerStep,
     Totals,
+    build_pass_metrics,
+    build_step_metrics,
     gather_totals,
     sum_micro_batch,
 )
 from relax_events.training.batch.loss_batch import LossBatch
 from relax_events.training.batch.mini_batches import MiniBatchBuffer
 from relax_events.training.batch.packing import cut_by_cells
-from relax_events.training.batch.sample_media import SampleMedia
+from relax_events.training.batch.sample_intake import SampleMedia
 from relax_events.training.batch.step_statistics import (
     compute_reward_scaling,
     compute_second_moment_cutoff,

@@ -29,8 +29,8 @@ from relax_events.training.backend.value_model import ValueModel
 from relax_events.training.batch.loss_batch import mask_truncated_samples
 from relax_events.training.batch.mini_batches import MiniBatchBuffer
 from relax_events.training.batch.packing import PackedBatch, cut_by_cells, gather_loss_values, pack
-from relax_events.training.batch.sample_media import SampleMedia
-from relax_events.training.batch.token_sequence import TokenSequence
+from relax_events.training.batch.row_layout import TokenSequence
+from relax_events.training.batch.sample_intake import SampleMedia
 from relax_events.training.ranks import SingleRank
 
 log = structlog.get_logger()

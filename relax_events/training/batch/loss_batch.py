@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from relax_events.algorithms.distillation import TokenSet
 from relax_events.algorithms.objective import ObjectiveInputs
-from relax_events.algorithms.step_statistics import Whitening
 from relax_events.config import AlgorithmConfig
 from relax_events.events.parts import FinishReason
 from relax_events.events.routed_experts import ExpertShape
@@ -25,8 +24,8 @@ from relax_events.training.batch.packing import (
     pack,
     require_whole_prompt_groups,
 )
-from relax_events.training.batch.row_layout import PromptSharing
-from relax_events.training.batch.token_sequence import TokenSets, read_array
+from relax_events.training.batch.row_layout import PromptSharing, TokenSets, read_array
+from relax_events.training.batch.step_statistics import Whitening
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,12 +23,13 @@ from relax_events.media.model_inputs import MediaInputs
 from relax_events.training.batch.row_layout import (
     PromptSharing,
     RowLayout,
+    TokenSequence,
     choose_layout,
     layout_separate,
     layout_shared_prompts,
+    read_array,
     token_offsets,
 )
-from relax_events.training.batch.token_sequence import TokenSequence, read_array
 
 
 @dataclass(frozen=True, slots=True)

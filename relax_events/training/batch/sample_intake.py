@@ -1,8 +1,15 @@
 """Takes the records of the trainer's input in: decodes them, checks that they can be trained, and
 hands them to the assembler; unusable ones become dead letters.
+
+Adds the media of samples to packed micro-batches.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
 
 from relax_events.config import RunConfig
 from relax_events.errors import CorruptRecord, ForeignRecord, PoisonSample, RelaxError
@@ -10,6 +17,9 @@ from relax_events.events.types import Event, PromptGroupEnded, SampleReady
 from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.records import Record
 from relax_events.media.library import MediaLibrary
+from relax_events.media.model_inputs import MediaSequence
+from relax_events.models.families import Family
+from relax_events.objects.store import list_media
 from relax_events.runtime.validation import (
     allowed_outcomes,
     check_ended,
@@ -22,7 +32,8 @@ from relax_events.staleness import IssuedGroup
 from relax_events.topics import TopicPlan
 from relax_events.training.backend.protocol import TrainerBackend
 from relax_events.training.batch.assembly import BatchAssembler, LocatedSample
-from relax_events.training.batch.token_sequence import read_array
+from relax_events.training.batch.packing import PackedBatch
+from relax_events.training.batch.row_layout import TokenSequence, read_array
 from relax_events.training.issue_rules import IssueRules
 
 
@@ -136,3 +147,48 @@ class SampleIntake:
                 self._worker.records.dead_letter(record, error)
         finally:
             reader.close()
+
+
+class SampleMedia:
+    """Adds the media inputs for placeholders and the matching rotary positions to packed samples;
+    text samples do not change.
+    """
+
+    def __init__(self, family: Family, library: MediaLibrary) -> None:
+        """Use a model family and a media library.
+
+        Args:
+            family: Of the model.
+            library: Of the run.
+        """
+        self._family, self._library = family, library
+
+    def add_to(self, batch: PackedBatch, samples: Sequence[TokenSequence]) -> PackedBatch:
+        """Return a packed batch with the media of its samples.
+
+        Args:
+            batch: Packed from these samples.
+            samples: In packed order.
+        Raises:
+            PoisonSample: A media item can't be read, or a sample's tokens and media don't match;
+                the text names the sample.
+        """
+        if not any(list_media(sample) for sample in samples):
+            return batch
+        lengths = [len(read_array(sample, "tokens")) for sample in samples]
+        cells_by_sample = np.split(batch.cells, np.cumsum(lengths)[:-1])
+        sequences = [
+            self._sequence(sample, cells)
+            for sample, cells in zip(samples, cells_by_sample, strict=True)
+        ]
+        return replace(
+            batch, media=self._family.build_inputs(sequences, position_ids=batch.position_ids)
+        )
+
+    def _sequence(self, sample: TokenSequence, cells: np.ndarray) -> MediaSequence:
+        name, given = f"sample {sample.sample_id}", ~read_array(sample, "loss_mask").astype(bool)
+        try:
+            media = [self._library.load(reference) for reference in list_media(sample)]
+        except PoisonSample as error:
+            raise PoisonSample(f"{name}: {error}") from None
+        return MediaSequence(name, read_array(sample, "tokens"), given, media, cells)

@@ -21,8 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from relax_events.deadline import Deadline
 from relax_events.errors import EnvironmentProblem
-from relax_events.weights.broadcast.channel import Channel, ConnectionLost, Transfer
-from relax_events.weights.broadcast.receive_buffers import ReceiveBuffer
+from relax_events.weights.broadcast.channel import Channel, ConnectionLost, ReceiveBuffer, Transfer
 
 Backend = Literal["gloo", "nccl"]
 NO_TIMEOUT = timedelta(days=365)

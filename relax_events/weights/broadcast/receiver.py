@@ -29,17 +29,17 @@ from relax_events.errors import EnvironmentProblem
 from relax_events.events.types import BroadcastMembership
 from relax_events.runtime.failpoints import failpoint
 from relax_events.telemetry.component_metrics import WeightMetrics
-from relax_events.telemetry.redaction import hide
+from relax_events.telemetry.logs import hide
 from relax_events.weights.broadcast.buckets import BufferDigest, Layout
 from relax_events.weights.broadcast.channel import (
     MAX_PENDING_BUCKETS,
     Channel,
     ConnectionLost,
+    ReceiveBuffer,
     Transfer,
 )
 from relax_events.weights.broadcast.control_socket import ControlSocket
 from relax_events.weights.broadcast.process_groups import Rendezvous, open_channel, require_backend
-from relax_events.weights.broadcast.receive_buffers import ReceiveBuffer
 from relax_events.weights.broadcast.shared_memory import SameHostProbe, SharedMemoryChannel
 
 log = structlog.get_logger()

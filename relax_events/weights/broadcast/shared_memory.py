@@ -23,9 +23,14 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from relax_events.deadline import Deadline
-from relax_events.weights.broadcast.channel import ConnectionLost, Transfer
+from relax_events.weights.broadcast.channel import (
+    NAME,
+    ConnectionLost,
+    ReceiveBuffer,
+    Transfer,
+    map_buffer,
+)
 from relax_events.weights.broadcast.control_socket import ControlSocket
-from relax_events.weights.broadcast.receive_buffers import NAME, ReceiveBuffer, map_buffer
 
 KEY_BYTES = 16
 NUM_BUFFERS = 2

@@ -18,10 +18,13 @@ from relax_events.algorithms.advantages import (
     opo_advantages,
     rloo_advantages,
 )
-from relax_events.algorithms.step_statistics import Whitening
 from relax_events.config import AlgorithmConfig
 from relax_events.errors import RewardError
-from relax_events.training.batch.step_statistics import compute_reward_scaling, compute_whitening
+from relax_events.training.batch.step_statistics import (
+    Whitening,
+    compute_reward_scaling,
+    compute_whitening,
+)
 from relax_events.training.ranks import SingleRank
 
 

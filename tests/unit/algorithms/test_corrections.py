@@ -13,10 +13,11 @@ from relax_events.algorithms.corrections import (
     mask_off_policy_sequences,
     reject_samples,
 )
-from relax_events.algorithms.step_statistics import Whitening, second_moment_cutoff
 from relax_events.training.batch.step_statistics import (
+    Whitening,
     compute_second_moment_cutoff,
     compute_whitening,
+    second_moment_cutoff,
 )
 from relax_events.training.ranks import SingleRank
 

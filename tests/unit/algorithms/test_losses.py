@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from relax_events.algorithms.aggregation import num_units, token_weights
 from relax_events.algorithms.kl import kl_estimate
 from relax_events.algorithms.losses import (
     MAX_LOG_RATIO,
@@ -20,6 +19,7 @@ from relax_events.algorithms.losses import (
     reinforce_loss,
     sapo_loss,
 )
+from relax_events.algorithms.objective import num_units, token_weights
 
 
 def loss_tokens(

@@ -10,8 +10,12 @@ import pytest
 from event_samples import ready, rolled_out
 
 from relax_events.algorithms.advantage_estimator import AdvantageEstimator, RewardedSample
-from relax_events.algorithms.gae import GroupValues, gae_advantages
-from relax_events.algorithms.turns import rewards_by_loss_token, turn_lengths
+from relax_events.algorithms.gae import (
+    GroupValues,
+    gae_advantages,
+    rewards_by_loss_token,
+    turn_lengths,
+)
 from relax_events.config import AlgorithmConfig
 from relax_events.errors import RewardError
 from relax_events.events.codec import EventCodec

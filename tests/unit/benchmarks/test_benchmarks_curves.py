@@ -15,8 +15,7 @@ from benchmarks.curve_plot import Curve, mean_curve, small_multiples
 from relax_events.algorithms.description import installed_algorithms
 from relax_events.config import load_run_config
 from relax_events.config.engine import TinyModelConfig
-from relax_events.data.generated import GeneratedSource
-from relax_events.data.sources import open_stream
+from relax_events.data.sources import GeneratedSource, open_stream
 from relax_events.examples.model_preparation import make_tiny_for
 from relax_events.rewards.scores import parse_score
 

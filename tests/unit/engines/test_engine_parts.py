@@ -7,7 +7,7 @@ from engine_requests import plain_model, tiny_model
 from torch.nn.functional import softmax
 
 from relax_events.config import SamplingConfig
-from relax_events.engines.sample_state import SampleState
+from relax_events.engines.requests import SampleState
 from relax_events.engines.transformers.layers import grouped_sdpa, padded_experts
 from relax_events.engines.transformers.rows import RowTable
 from relax_events.events.parts import FinishReason, VersionSegment

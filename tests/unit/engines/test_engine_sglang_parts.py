@@ -24,8 +24,7 @@ from transformers import (
 )
 
 from relax_events.config import SGLangConfig
-from relax_events.engines.requests import build_samples
-from relax_events.engines.sample_state import SampleState
+from relax_events.engines.requests import SampleState, build_samples
 from relax_events.engines.sglang.checkpoint import ModelFolder, find_non_finite
 from relax_events.engines.sglang.engine import servers
 from relax_events.engines.sglang.inflight import InflightRequest, UnknownVersion

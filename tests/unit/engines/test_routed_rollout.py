@@ -24,7 +24,7 @@ from routed_samples import chosen_by, routed_logprobs
 from relax_events.engines.protocol import GeneratedSample, GenerationRequest
 from relax_events.engines.transformers.engine import TransformersEngine
 from relax_events.errors import ConfigError, PoisonSample
-from relax_events.roles.sample_event import select_routed_experts
+from relax_events.roles.inflight_group import select_routed_experts
 
 FAMILY = "qwen3_moe"
 

@@ -7,8 +7,7 @@ import pytest
 from schema_changes import ALLOWED, FORBIDDEN, ONE_WAY, changed, field, without_enum_default
 
 from relax_events.events.compatibility import compare, incompatibilities
-from relax_events.events.releases import Release, current_release, read_releases
-from relax_events.events.schemas import schema_directory
+from relax_events.events.schemas import Release, current_release, read_releases, schema_directory
 
 NOW = Release("0.1.0", current_release(schema_directory()).schemas)
 NAME = "relax.events.sample.PromptGroupEnded"

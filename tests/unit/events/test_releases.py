@@ -12,15 +12,16 @@ from schema_changes import ALLOWED, FORBIDDEN, changed, ended, field
 
 from relax_events.cli.app import app
 from relax_events.errors import CheckFailed, ConfigError, SchemaError
-from relax_events.events.fields import Change, changes, field_rows
-from relax_events.events.releases import (
+from relax_events.events.compatibility import Change, changes, field_rows
+from relax_events.events.schemas import (
     Release,
+    Schema,
     current_release,
     find_release,
     read_releases,
+    schema_directory,
     write_release,
 )
-from relax_events.events.schemas import Schema, schema_directory
 
 NAME = "relax.events.sample.PromptGroupEnded"
 ENDED_FILE = "sample/PromptGroupEnded.avsc"

@@ -20,7 +20,7 @@ from relax_events.events.parts import TopicOffset
 from relax_events.events.types import PromptGroupEnded
 from relax_events.history.runs.details import find_missing_record
 from relax_events.history.runs.forking import inherited_algorithm
-from relax_events.history.runs.verification import first_difference
+from relax_events.history.runs.replay import first_difference
 from relax_events.projections.ledger import Ledger
 from relax_events.runtime.run_description import (
     build_run_description,

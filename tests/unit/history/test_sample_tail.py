@@ -7,9 +7,9 @@ from event_samples import published, rolled_out, scored
 
 from relax_events.events.types import PolicyVersionPublished, SampleRolledOut, SampleScored
 from relax_events.history.run_log import DecodedRecord
-from relax_events.history.samples import tail as sample_tail
+from relax_events.history.samples import reader as sample_tail
 from relax_events.history.samples.filter import SampleFilter
-from relax_events.history.samples.tail import SCORE_SECONDS, LiveSamples
+from relax_events.history.samples.reader import SCORE_SECONDS, LiveSamples
 from relax_events.history.samples.view import SampleLine
 
 

@@ -21,7 +21,7 @@ from relax_events.kafka.credentials import (
 )
 from relax_events.launcher.supervisor import Supervisor
 from relax_events.ops.security import create_folder
-from relax_events.telemetry.redaction import redacted
+from relax_events.telemetry.logs import redacted
 
 SECRET = "correct horse battery staple"
 

@@ -6,12 +6,12 @@ import pytest
 from confluent_kafka import KafkaError
 
 from relax_events.errors import AccessDenied, BrokerError, BrokerUnavailable, ClientFailed, Fenced
-from relax_events.kafka.client_statistics import (
+from relax_events.kafka.connection import translate
+from relax_events.kafka.consumer import (
     SILENT_SECONDS,
     STATISTICS_SECONDS,
     HeartbeatMonitor,
 )
-from relax_events.kafka.connection import translate
 
 
 def statistics(

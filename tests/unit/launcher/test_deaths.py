@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_events.launcher.deaths import DeathCount, Progress
+from relax_events.launcher.managed_process import DeathCount, Progress
 from relax_events.launcher.worker_processes import CLIENT_ABORT_TEXT, WorkerExit
 from tests.unit.run_events import make_heartbeat
 

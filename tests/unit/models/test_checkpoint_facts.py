@@ -13,7 +13,7 @@ from relax_events.config.engine import TinyModelConfig
 from relax_events.config.inventory import CheckpointFacts
 from relax_events.errors import ConfigError
 from relax_events.models.checkpoint_facts import read_facts, tiny_facts
-from relax_events.session.machine import parse_gpu_memory
+from relax_events.session.defaults import parse_gpu_memory
 
 QWEN3_4B = {
     "model_type": "qwen3",

@@ -22,7 +22,7 @@ from relax_events.events.parts import (
 )
 from relax_events.events.types import Event, PolicyVersionPublished
 from relax_events.objects import ObjectStore
-from relax_events.objects.roots import AllowedRoots
+from relax_events.objects.store import AllowedRoots
 from relax_events.roles.worker_factory import StoreClaimCheck
 from relax_events.weights.transport import StoreReader
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from relax_events.errors import EnvironmentProblem
-from relax_events.rewards.verifiers import ifbench_language
+from relax_events.rewards.verifiers import ifbench_words
 from relax_events.rewards.verifiers.ifeval import ifeval
 from relax_events.rewards.verifiers.ifeval_instructions import INSTRUCTIONS
 
@@ -209,7 +209,7 @@ def test_instruction_about_english_accepts_only_a_response_that_follows_it(
 def test_instruction_without_its_package_is_a_failure_that_names_it(
     name: str, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ifbench_language._tagger.cache_clear()
+    ifbench_words._tagger.cache_clear()
     for module in ("syllapy", "textblob", "textblob.en", "textblob.en.taggers"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(

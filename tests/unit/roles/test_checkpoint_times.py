@@ -11,8 +11,8 @@ from run_events import train_step
 
 from relax_events.config import TrainerConfig
 from relax_events.training import critic_learning
-from relax_events.training.checkpoint import schedule
-from relax_events.training.checkpoint.schedule import CheckpointSchedule
+from relax_events.training.checkpoint import checkpoints
+from relax_events.training.checkpoint.checkpoints import CheckpointSchedule
 from relax_events.training.critic_learning import CriticLearner
 
 
@@ -30,7 +30,7 @@ def test_checkpoint_is_due_by_steps_or_by_time(
 def test_ranks_go_by_the_clock_of_the_first(
     of_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(schedule.time, "monotonic", lambda: 1000.0)
+    monkeypatch.setattr(checkpoints.time, "monotonic", lambda: 1000.0)
     reported: list[bytes | None] = []
 
     def broadcast(data: bytes | None) -> bytes:

@@ -9,7 +9,7 @@ import pytest
 from engine_requests import generated
 
 from relax_events.errors import ConfigError
-from relax_events.roles.sample_event import select_top_tokens
+from relax_events.roles.inflight_group import select_top_tokens
 
 WANTED = {"distill_coefficient": 1.0, "distill_tokens": "student_topk", "distill_top_k": 3}
 

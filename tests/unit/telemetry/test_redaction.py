@@ -7,8 +7,7 @@ import pytest
 import structlog
 
 from relax_events.config import TelemetryConfig
-from relax_events.telemetry.logs import configure_logs
-from relax_events.telemetry.redaction import hide, redact_event, redacted
+from relax_events.telemetry.logs import configure_logs, hide, redact_event, redacted
 
 SECRET = "tr0ub4dor-and-three"
 

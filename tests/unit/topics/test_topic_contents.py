@@ -14,10 +14,10 @@ from valid_run import ValidRun
 from relax_events.events.parts import Outcome, WorkerState
 from relax_events.events.types import Event, MetricsReported, WorkerHeartbeat
 from relax_events.kafka.security.acls import ROLE_PERMISSIONS
-from relax_events.topics.contents import EVENTS_ON, belongs_on
 from relax_events.topics.plan import (
     COMPACTED_TOPICS,
     CONTROL_TOPICS,
+    EVENTS_ON,
     HEARTBEATS,
     METRICS,
     METRICS_TOPICS,
@@ -25,6 +25,7 @@ from relax_events.topics.plan import (
     ROLES,
     SAMPLE_TOPICS,
     SUMMARY_TOPICS,
+    belongs_on,
 )
 
 

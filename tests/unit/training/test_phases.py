@@ -1,6 +1,6 @@
 """Where a step's time goes, also what is spent after its metrics were written."""
 
-from relax_events.training.phases import PhaseTimer
+from relax_events.training.step_record import PhaseTimer
 
 
 def test_commit_after_the_figures_counts_to_the_next_step():

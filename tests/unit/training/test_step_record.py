@@ -13,8 +13,7 @@ from relax_events.events.parts import CheckpointRef, Outcome, TopicOffset
 from relax_events.projections.training_history import TrainingHistory
 from relax_events.training.batch.assembly import LocatedSample
 from relax_events.training.commit import build_trained_outcomes
-from relax_events.training.phases import PhaseTimer
-from relax_events.training.step_record import RankStepResult, StepRecord
+from relax_events.training.step_record import PhaseTimer, RankStepResult, StepRecord
 
 
 def share_of(
@@ -185,7 +184,7 @@ def test_history_is_what_the_log_says() -> None:
 
 def test_phases_add_up_even_when_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 1.5, 10.0, 10.25, 20.0, 24.0])
-    monkeypatch.setattr("relax_events.training.phases.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("relax_events.training.step_record.time.monotonic", lambda: next(clock))
     phases = PhaseTimer()
     with phases.measure("wait"):
         pass

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from relax_events.weights.broadcast.channel import ConnectionLost
-from relax_events.weights.broadcast.receive_buffers import ReceiveBuffer
+from relax_events.weights.broadcast.channel import ConnectionLost, ReceiveBuffer
 from relax_events.weights.broadcast.shared_memory import (
     SameHostProbe,
     is_on_same_host,

@@ -3,16 +3,83 @@
 Before the body is read: the Host header must name this server (against DNS rebinding), the request
 must not come from a page of another origin, and the token must match. Then the body is read
 completely, within a size and time limit.
+
+The base of our small HTTP servers: short text responses without an access log.
+
+Opens the listening socket of an HTTP server, or explains why that fails.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import hmac
+import importlib.util
 import re
 import socket
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from http.server import BaseHTTPRequestHandler
 from typing import Any
+
+from relax_events.errors import EnvironmentProblem
+
+PACKAGES = ("fastapi", "uvicorn")
+"""The packages of our HTTP APIs, which the extra `api` installs."""
+
+
+def find_missing_package() -> str:
+    """Return a missing package of the extra `api`; empty when all are installed."""
+    return next((name for name in PACKAGES if importlib.util.find_spec(name) is None), "")
+
+
+def open_listener(host: str, port: int, *, remedies: tuple[str, str], what: str) -> socket.socket:
+    """Bind a TCP socket.
+
+    Args:
+        host: An address or name of this machine.
+        port: The port; 0 uses a free one.
+        remedies: Remedies for a taken port and for an address of another machine.
+        what: The name of the service, for the error text.
+    Raises:
+        EnvironmentProblem: The socket can't be bound.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        remedy = remedies[0] if error.errno == errno.EADDRINUSE else remedies[1]
+        raise EnvironmentProblem(
+            f"can't serve {what} on {host}:{port}: {error.strerror}; {remedy}"
+        ) from None
+    return listener
+
+
+def build_url(listener: socket.socket) -> str:
+    """Return the URL of the address that a socket is bound to."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class TextHandler(BaseHTTPRequestHandler):
+    """Sends text responses; closes connections that are silent for `timeout` seconds."""
+
+    timeout = 10
+
+    def respond(
+        self, status: int, body: bytes, *, content_type: str = "text/plain; charset=utf-8"
+    ) -> None:
+        """Send a complete response."""
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *arguments: Any) -> None:  # noqa: A002
+        """Disable the access log."""
+
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
