@@ -97,7 +97,7 @@ def chat() -> Iterator[tuple[str, list[dict[str, Any]]]]:
         yield address, reported
 
 
-def test_text_names_the_alerts_and_leads_to_their_pages() -> None:
+def test_notification_names_the_alerts_and_links_to_their_pages() -> None:
     text = parse_alerts(
         group(alert("RelaxRunStalled"), alert("RelaxRunStalled", summary="Run yours stands still."))
     )
@@ -118,13 +118,13 @@ def test_text_names_the_alerts_and_leads_to_their_pages() -> None:
         ([alert("A", status="resolved", severity="critical"), alert("A", severity="info")], "info"),
     ],
 )
-def test_kind_is_that_of_the_worst_alert_that_still_fires(
+def test_notification_kind_is_that_of_the_most_severe_firing_alert(
     alerts: list[dict[str, Any]], kind: str
 ) -> None:
     assert parse_alerts(group(*alerts))["kind"] == kind
 
 
-def test_group_that_is_over_says_so() -> None:
+def test_notification_of_resolved_alert_group_says_it_is_over() -> None:
     text = parse_alerts(group(alert("RelaxRunStalled", status="resolved"), status="resolved"))
     assert (text["title"], text["body"]) == (
         "RelaxRunStalled: over",
@@ -143,12 +143,12 @@ def test_group_that_is_over_says_so() -> None:
         b'{"status": "firing", "alerts": [{"labels": {}}]}',
     ],
 )
-def test_what_alertmanager_would_not_post_is_refused(posted: bytes) -> None:
+def test_receiver_rejects_payload_not_in_alertmanager_format(posted: bytes) -> None:
     with pytest.raises(ValueError, match="this is not what Alertmanager posts to a webhook"):
         parse_alerts(posted)
 
 
-def test_alert_reaches_a_service_by_apprise(chat: tuple[str, list[dict[str, Any]]]) -> None:
+def test_alert_is_sent_to_a_service_through_apprise(chat: tuple[str, list[dict[str, Any]]]) -> None:
     pytest.importorskip("apprise")
     address, reported = chat
     with serving(
@@ -160,7 +160,7 @@ def test_alert_reaches_a_service_by_apprise(chat: tuple[str, list[dict[str, Any]
     ]
 
 
-def test_notification_that_a_service_refuses_is_posted_again_and_the_others_are_sent() -> None:
+def test_failed_notification_is_retried_and_other_services_are_still_notified() -> None:
     sent: list[str] = []
 
     class Hearing:
@@ -174,7 +174,7 @@ def test_notification_that_a_service_refuses_is_posted_again_and_the_others_are_
     assert sent == ["RelaxRunStalled: 1 firing"]
 
 
-def test_what_is_too_long_or_no_json_is_refused_and_the_receiver_lives_on() -> None:
+def test_receiver_survives_request_that_is_too_long_or_not_json() -> None:
     with serving(AlertReceiver(("127.0.0.1", 0), [])) as receiver:
         assert post(receiver, b"{")[0] == 400
         head = f"POST / HTTP/1.0\r\nContent-Length: {MAX_BYTES + 1}\r\n\r\n"
@@ -189,7 +189,7 @@ def head_of(address: str, request: str) -> str:
         return connection.makefile("r").readline()
 
 
-def test_address_that_is_taken_is_named() -> None:
+def test_error_names_address_already_in_use() -> None:
     with (
         serving(AlertReceiver(("127.0.0.1", 0), [])) as receiver,
         pytest.raises(
@@ -200,7 +200,7 @@ def test_address_that_is_taken_is_named() -> None:
         AlertReceiver(("127.0.0.1", int(receiver.partition(":")[2])), [])
 
 
-def test_command_forwards_until_it_is_asked_to_end(
+def test_command_forwards_alerts_until_terminated(
     chat: tuple[str, list[dict[str, Any]]], tmp_path: Path
 ) -> None:
     pytest.importorskip("apprise")
@@ -234,7 +234,7 @@ def test_command_forwards_until_it_is_asked_to_end(
     assert len(reported) == 1
 
 
-def test_command_without_services_says_how_to_name_one() -> None:
+def test_command_without_services_explains_how_to_configure_one() -> None:
     command = [sys.executable, "-m", "relax_events.cli", "alerts", "forward"]
     asked = subprocess.run(
         command, capture_output=True, text=True, timeout=200, check=False, env={"PATH": "/usr/bin"}

@@ -71,7 +71,7 @@ def tls(authority: KeyPair, tmp_path: Path) -> dict[str, str]:
     }
 
 
-def test_expired_certificate_is_said_to_be(
+def test_error_reports_expired_certificate(
     authority: KeyPair, tls: dict[str, str], tmp_path: Path
 ) -> None:
     expired = make_broker_certificate(authority, ["127.0.0.1"], lifetime=-DAY)
@@ -89,7 +89,7 @@ def test_expired_certificate_is_said_to_be(
     assert "relax broker secure CONFIG --renew-certificates" in str(error)
 
 
-def test_broker_without_tls_is_said_to_be(tls: dict[str, str], tmp_path: Path) -> None:
+def test_error_reports_broker_without_tls(tls: dict[str, str], tmp_path: Path) -> None:
     with answering(tmp_path, certificate=None, greeting=b"\0\0\0\4nope") as address:
         error = explain_refusal(
             "reaching it",
@@ -100,7 +100,7 @@ def test_broker_without_tls_is_said_to_be(tls: dict[str, str], tmp_path: Path) -
     assert f"the broker at {address} does not use TLS" in str(error)
 
 
-def test_client_without_tls_is_told_that_the_broker_has_it(
+def test_error_tells_plaintext_client_that_broker_requires_tls(
     authority: KeyPair, tmp_path: Path
 ) -> None:
     with answering(
@@ -114,7 +114,7 @@ def test_client_without_tls_is_told_that_the_broker_has_it(
     )
 
 
-def test_broker_that_is_away_refuses_nobody(tls: dict[str, str]) -> None:
+def test_unreachable_broker_is_not_reported_as_auth_failure(tls: dict[str, str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         absent = f"127.0.0.1:{listener.getsockname()[1]}"
     assert explain_refusal("reaching it", None, {"bootstrap.servers": absent}) is None
@@ -129,9 +129,7 @@ def test_broker_that_is_away_refuses_nobody(tls: dict[str, str]) -> None:
     )
 
 
-def test_broker_that_hangs_up_on_clients_that_do_not_log_in_is_named_behind_one_that_is_away() -> (
-    None
-):
+def test_error_names_broker_requiring_login_when_another_is_unreachable() -> None:
     def hang_up() -> None:
         for _ in ("a greeting by TLS", "a question without a login"):
             taken, _ = listener.accept()
@@ -153,7 +151,7 @@ def test_broker_that_hangs_up_on_clients_that_do_not_log_in_is_named_behind_one_
     )
 
 
-def test_authority_file_that_is_not_there_is_named(tls: dict[str, str], tmp_path: Path) -> None:
+def test_error_names_missing_ca_file(tls: dict[str, str], tmp_path: Path) -> None:
     settings = {
         **tls,
         "ssl.ca.location": str(tmp_path / "nowhere.pem"),
@@ -183,7 +181,7 @@ def test_wrong_password_names_the_user_and_never_the_password(tls: dict[str, str
     assert "hunter2" not in str(error)
 
 
-def test_refusal_lasts_until_somebody_gets_through() -> None:
+def test_auth_failure_is_kept_until_a_client_connects() -> None:
     refusals = AuthFailureTracker()
     assert (refusals.latest, refusals.seconds) == (None, 0.0)
     refused = KafkaError(KafkaError._AUTHENTICATION, "invalid credentials")
@@ -195,7 +193,7 @@ def test_refusal_lasts_until_somebody_gets_through() -> None:
     assert (refusals.latest, refusals.seconds) == (None, 0.0)
 
 
-def test_broker_that_goes_away_has_refused_nothing() -> None:
+def test_lost_connection_clears_recorded_auth_failure() -> None:
     refusals = AuthFailureTracker()
     refusals.record(KafkaError(KafkaError._SSL, "handshake cut off"))
     refusals.record(
@@ -204,7 +202,7 @@ def test_broker_that_goes_away_has_refused_nothing() -> None:
     assert refusals.latest is None
 
 
-def test_denial_of_a_background_thread_is_raised_where_it_is_asked_for() -> None:
+def test_access_denied_in_background_thread_is_raised_in_caller() -> None:
     refusals = AuthFailureTracker()
     refusals.raise_fatal()
     refusals.report_fatal(AccessDenied("leasing records: GROUP_AUTHORIZATION_FAILED"))

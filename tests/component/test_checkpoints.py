@@ -72,7 +72,7 @@ def test_load_gives_back_what_was_saved(checkpoints):
         assert torch.equal(restored.state.tensors[name], tensor)
 
 
-def test_backend_goes_on_bit_for_bit_from_a_checkpoint(checkpoints):
+def test_backend_resumes_bit_for_bit_from_a_checkpoint(checkpoints):
     samples = make_samples(8, seed=6)
     straight, restored = (TorchBackend(run_config(), ranks=SingleRank()) for _ in range(2))
     straight.accumulate(samples[:4])
@@ -87,7 +87,7 @@ def test_backend_goes_on_bit_for_bit_from_a_checkpoint(checkpoints):
     assert all(torch.equal(value, theirs[name]) for name, value in straight.weights().items())
 
 
-def test_save_returns_before_the_write_and_keeps_the_values_of_that_moment(store):
+def test_save_snapshots_values_and_returns_before_the_write(store):
     gated = GatedStore(store)
     with Checkpoints(gated, ranks=SingleRank(), keep=2) as checkpoints:
         state = make_state(fill=1.0)
@@ -101,7 +101,7 @@ def test_save_returns_before_the_write_and_keeps_the_values_of_that_moment(store
         assert torch.equal(checkpoints.load(reference).state.tensors["model.a"], torch.ones(2, 3))
 
 
-def test_wait_names_the_checkpoint_when_the_deadline_passes(store):
+def test_wait_timeout_error_names_the_checkpoint(store):
     gated = GatedStore(store)
     with Checkpoints(gated, ranks=SingleRank(), keep=2) as checkpoints:
         pending = checkpoints.save(make_state(), extra={})
@@ -113,7 +113,7 @@ def test_wait_names_the_checkpoint_when_the_deadline_passes(store):
         gated.gate.set()
 
 
-def test_poll_reports_what_the_store_said_when_a_write_failed(store):
+def test_poll_reports_the_store_error_of_a_failed_write(store):
     gated = GatedStore(store, error=ObjectError("the disk is full"))
     gated.gate.set()
     with Checkpoints(gated, ranks=SingleRank(), keep=2) as checkpoints:
@@ -140,7 +140,7 @@ def damage(store, key, change):
     [lambda data: data[:-1], lambda data: bytes([data[0] ^ 1]) + data[1:], lambda data: b""],
 )
 @pytest.mark.parametrize("ending", [".safetensors", "manifest.json"])
-def test_load_names_the_object_that_was_torn_or_altered(store, checkpoints, change, ending):
+def test_load_error_names_truncated_or_altered_object(store, checkpoints, change, ending):
     reference = checkpoints.save(make_state(), extra={}).wait(30)
     key = only(store, ending)
     damage(store, key, change)
@@ -173,7 +173,7 @@ def rewrite_manifest(store, reference, **changes):
         ({"tensors": ["model.a", "model.lost"]}, "exp_avg.a is not in both manifest and shards"),
     ],
 )
-def test_load_refuses_a_manifest_that_does_not_fit(store, checkpoints, changes, text):
+def test_load_refuses_an_inconsistent_manifest(store, checkpoints, changes, text):
     reference = rewrite_manifest(
         store, checkpoints.save(make_state(), extra={}).wait(30), **changes
     )
@@ -189,7 +189,7 @@ def test_load_refuses_a_shard_that_is_not_safetensors(store, checkpoints):
         checkpoints.load(rewrite_manifest(store, reference, shards=[shard]))
 
 
-def test_load_refuses_another_store(checkpoints):
+def test_load_refuses_a_reference_into_another_store(checkpoints):
     reference = checkpoints.save(make_state(), extra={}).wait(30)
     with pytest.raises(
         ObjectError, match=r"memory://other/x lies outside the object store .*; set objects.uri"
@@ -213,7 +213,7 @@ def test_prune_keeps_the_newest(store, checkpoints):
     assert checkpoints.prune(references[-1]) == 0
 
 
-def test_prune_keeps_what_the_log_may_not_know_yet(store, checkpoints):
+def test_prune_keeps_checkpoints_newer_than_the_last_logged_one(store, checkpoints):
     references = [
         checkpoints.save(make_state(version), extra={}).wait(30) for version in (1, 2, 3, 4)
     ]
@@ -243,7 +243,7 @@ def test_close_can_be_repeated(store):
     assert only(store, ".safetensors")
 
 
-def test_share_gives_every_tensor_to_one_rank_and_balances_bytes():
+def test_each_tensor_is_assigned_to_one_rank_with_balanced_bytes():
     generator = np.random.default_rng(0)
     tensors = {
         f"t{index}": torch.zeros(int(size))
@@ -297,7 +297,7 @@ def test_no_checkpoint_is_taken_when_none_can_be_read(checkpoints, store):
     assert checkpoints.load_newest([]) is None
 
 
-def test_all_ranks_take_the_checkpoint_that_each_can_read(store):
+def test_all_ranks_load_the_newest_checkpoint_readable_by_every_rank(store):
     with Checkpoints(store, ranks=SingleRank(), keep=2) as checkpoints:
         newest, older = saved(checkpoints, 3, 6)
     with Checkpoints(store, ranks=OtherRankFails(1), keep=2) as checkpoints:

@@ -39,7 +39,7 @@ def test_children_inherit_no_secrets() -> None:
 
 
 @pytest.mark.usefixtures("_secrets")
-def test_reward_may_read_the_variables_that_the_run_file_names() -> None:
+def test_reward_config_collects_variables_named_in_the_run_file() -> None:
     config = RewardConfig(
         function="genrm",
         options={"url": "http://127.0.0.1:1", "token_variable": "JUDGE_TOKEN"},

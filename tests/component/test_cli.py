@@ -63,7 +63,7 @@ def subcommands(parent: App = app, words: tuple[str, ...] = ()) -> Iterator[tupl
             yield from subcommands(parent[name], (*words, name))
 
 
-def test_help_loads_nothing_heavy() -> None:
+def test_help_imports_no_heavy_packages() -> None:
     asked = subprocess.run(
         [sys.executable, "-c", HELP], capture_output=True, text=True, timeout=200, check=True
     )
@@ -132,7 +132,7 @@ def test_error_becomes_an_exit_code_and_one_text(
         (MemoryError("no room"), 1, "Traceback"),
     ],
 )
-def test_worker_that_fails_ends_at_once_with_its_error_as_the_last_line_of_its_log(
+def test_failed_worker_exits_at_once_with_its_error_as_the_last_log_line(
     error: Exception,
     code: int,
     shown: str,
@@ -160,14 +160,14 @@ def test_worker_that_fails_ends_at_once_with_its_error_as_the_last_line_of_its_l
     assert read_final_error(log, pid=1) is None, "another process wrote it"
 
 
-def test_worker_that_is_ended_before_it_drains_on_signals_gives_back_what_it_uses() -> None:
+def test_worker_terminated_during_startup_releases_its_resources() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", EARLY_END], capture_output=True, text=True, timeout=60, check=False
     )
     assert (ended.returncode, ended.stdout) == (143, "gave back\n")
 
 
-def test_interrupt_ends_with_the_shells_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keyboard_interrupt_exits_with_code_130(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
 
@@ -179,7 +179,7 @@ def test_interrupt_ends_with_the_shells_code(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("result", [(None, 0), (0, 0), (6, 6)])
-def test_result_of_a_command_is_the_exit_code(
+def test_command_result_becomes_the_exit_code(
     result: tuple[int | None, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("relax_events.cli.app.app", lambda: result[0])
@@ -230,7 +230,7 @@ def test_run_file_that_is_missing_is_a_usage_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["algorithms", "list"], ["algorithms", "show", "grpo"]]
 )
-def test_command_ends_quietly_when_nobody_reads_its_output(arguments: list[str]) -> None:
+def test_command_exits_silently_when_its_output_pipe_is_closed(arguments: list[str]) -> None:
     heard, said = os.pipe()
     os.close(heard)
     with subprocess.Popen(
@@ -242,7 +242,7 @@ def test_command_ends_quietly_when_nobody_reads_its_output(arguments: list[str])
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC])
-def test_folder_that_cannot_be_written_is_named(
+def test_error_names_unwritable_folder(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
 ) -> None:
     def refused() -> None:

@@ -36,7 +36,9 @@ def found(store: ObjectStore, digests: dict[int, bytes] = DIGESTS) -> list[int]:
     return [one.reference.policy_version for one in list_critic_checkpoints(store, digests=digests)]
 
 
-def test_newest_comes_first_with_what_it_needs_of_the_log(store: ObjectStore) -> None:
+def test_critic_checkpoints_are_listed_newest_first_with_their_positions(
+    store: ObjectStore,
+) -> None:
     for version, digest in DIGESTS.items():
         save(store, version, digest)
     assert found(store) == [6, 4, 2]
@@ -47,7 +49,7 @@ def test_newest_comes_first_with_what_it_needs_of_the_log(store: ObjectStore) ->
         assert checkpoints.prune(newest.reference) == 0
 
 
-def test_folder_of_the_critic_is_pruned_apart_from_the_trainers(store: ObjectStore) -> None:
+def test_critic_checkpoints_are_pruned_separately_from_the_trainers(store: ObjectStore) -> None:
     for version, digest in DIGESTS.items():
         save(store, version, digest)
     with (
@@ -63,7 +65,7 @@ def test_folder_of_the_critic_is_pruned_apart_from_the_trainers(store: ObjectSto
     assert found(store) == [6]
 
 
-def test_checkpoint_of_another_history_is_passed_over(store: ObjectStore) -> None:
+def test_critic_checkpoint_of_other_step_digests_is_skipped(store: ObjectStore) -> None:
     # Its topics were deleted, and the run began again under the same name with other steps, or has
     # not come so far.
     for version, digest in DIGESTS.items():
@@ -72,7 +74,7 @@ def test_checkpoint_of_another_history_is_passed_over(store: ObjectStore) -> Non
     assert found(store, {}) == []
 
 
-def test_checkpoint_that_is_not_whole_is_passed_over_and_said_so(store: ObjectStore) -> None:
+def test_incomplete_critic_checkpoint_is_skipped_and_reported(store: ObjectStore) -> None:
     for version, digest in DIGESTS.items():
         save(store, version, digest)
     shard = next(
@@ -94,5 +96,5 @@ def test_checkpoint_that_is_not_whole_is_passed_over_and_said_so(store: ObjectSt
     assert [line["event"] for line in logged] == ["critic_checkpoint.rejected"]
 
 
-def test_there_is_none_before_the_first(store: ObjectStore) -> None:
+def test_no_critic_checkpoint_is_found_before_the_first_save(store: ObjectStore) -> None:
     assert found(store) == []

@@ -38,7 +38,7 @@ def parts(row: PromptRow) -> list[tuple[Modality, str | None]]:
     return [(part.kind, part.text) for message in row.messages for part in message.parts]
 
 
-def test_placeholders_become_places_for_the_images_in_order(tmp_path: Path) -> None:
+def test_placeholders_in_text_become_image_parts_in_order(tmp_path: Path) -> None:
     row = rows_of(
         tmp_path,
         {"prompt": "see <image> and <image>?", "images": ["a.png", "b.png"]},
@@ -58,7 +58,7 @@ def test_placeholders_become_places_for_the_images_in_order(tmp_path: Path) -> N
     assert row.metadata == "{}"
 
 
-def test_parts_of_a_chat_message_name_places_too(tmp_path: Path) -> None:
+def test_image_parts_of_a_chat_message_mark_image_positions(tmp_path: Path) -> None:
     content = [{"type": "image"}, {"type": "text", "text": "what?"}]
     row = rows_of(
         tmp_path,
@@ -68,12 +68,12 @@ def test_parts_of_a_chat_message_name_places_too(tmp_path: Path) -> None:
     assert parts(row) == [(TEXT, "be brief"), (IMAGE, None), (TEXT, "what?")]
 
 
-def test_row_without_images_stands_among_others(tmp_path: Path) -> None:
+def test_row_without_images_is_accepted_in_an_image_dataset(tmp_path: Path) -> None:
     row = rows_of(tmp_path, {"prompt": "just text", "images": None}).row(0)
     assert (parts(row), row.media) == ([(TEXT, "just text")], [])
 
 
-def test_marker_is_text_where_no_column_holds_images(tmp_path: Path) -> None:
+def test_image_marker_is_plain_text_without_an_image_column(tmp_path: Path) -> None:
     row = rows_of(tmp_path, {"prompt": "an <image> tag"}, multimodal_keys={}).row(0)
     assert parts(row) == [(TEXT, "an <image> tag")]
 
@@ -94,7 +94,7 @@ def test_marker_is_text_where_no_column_holds_images(tmp_path: Path) -> None:
         ("<image>", [5], r"images\[0\] is a int; media are paths"),
     ],
 )
-def test_row_whose_images_and_places_differ_is_refused_by_name(
+def test_row_with_unequal_numbers_of_images_and_placeholders_is_rejected(
     tmp_path: Path, prompt: str, images: list[Any], text: str
 ) -> None:
     with pytest.raises(ConfigError, match=rf"rows.jsonl:1: .*{text}|rows.jsonl:1: {text}"):
@@ -106,7 +106,7 @@ def test_row_whose_images_and_places_differ_is_refused_by_name(
     )
 
 
-def test_column_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_error_names_missing_column(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"has no key 'images', only .*; set data.multimodal_keys"
     ):
@@ -140,12 +140,12 @@ def test_parquet_brings_images_as_hugging_face_writes_them(tmp_path: Path) -> No
         ),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(settings: dict[str, Any], text: str) -> None:
+def test_inconsistent_media_settings_are_rejected(settings: dict[str, Any], text: str) -> None:
     with pytest.raises(ValidationError, match=text):
         DataConfig.model_validate({"source": "jsonl:x", **settings})
 
 
-def test_rows_with_hostile_images_are_passed_over_by_name_and_the_others_issued(
+def test_rows_with_hostile_images_are_skipped_and_reported_and_others_issued(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "images").mkdir()
@@ -181,7 +181,7 @@ def test_rows_with_hostile_images_are_passed_over_by_name_and_the_others_issued(
     assert (message.parts[0].media.width, message.parts[0].media.height) == (96, 96)
 
 
-def test_length_counts_the_tokens_of_images(tmp_path: Path) -> None:
+def test_prompt_length_filter_counts_image_tokens(tmp_path: Path) -> None:
     source = open_source(DataConfig(source="synthetic_images:colour"), seed=0)
     bounded = DataConfig(source="synthetic_images:colour", max_prompt_tokens=36)  # 34 of text
     renderer = PromptRenderer.from_folder(build_image_model(), bounded, media=BOUNDS)
@@ -204,7 +204,7 @@ def test_length_counts_the_tokens_of_images(tmp_path: Path) -> None:
     ]
 
 
-def test_image_stands_between_its_marks_in_the_prompt(tmp_path: Path) -> None:
+def test_image_placeholder_is_enclosed_by_vision_tokens_in_the_prompt(tmp_path: Path) -> None:
     renderer = PromptRenderer.from_folder(
         build_image_model(), DataConfig(source="synthetic_images:colour"), media=BOUNDS
     )
@@ -222,7 +222,7 @@ def test_image_stands_between_its_marks_in_the_prompt(tmp_path: Path) -> None:
     )
 
 
-def test_prompt_whose_text_holds_a_placeholder_by_itself_is_refused(tmp_path: Path) -> None:
+def test_prompt_with_a_literal_placeholder_token_in_its_text_is_rejected(tmp_path: Path) -> None:
     renderer = PromptRenderer.from_folder(
         build_image_model(), DataConfig(source="synthetic_images:colour"), media=BOUNDS
     )
@@ -244,7 +244,7 @@ def test_prompt_whose_text_holds_a_placeholder_by_itself_is_refused(tmp_path: Pa
         renderer.prompt_tokens(insert_media(source.row(0).messages, [reference]))
 
 
-def test_model_of_text_refuses_a_prompt_with_images(tmp_path: Path) -> None:
+def test_text_model_rejects_a_prompt_with_images(tmp_path: Path) -> None:
     path = make_tiny(tmp_path / "text", corpus=["x"], hidden_size=32)
     renderer = PromptRenderer.from_folder(
         path, DataConfig(source="synthetic_images:colour"), media=BOUNDS

@@ -50,7 +50,7 @@ def write_lines(path: Path, count: int) -> Path:
 
 
 @pytest.mark.parametrize("count", [100_000, pytest.param(1_000_000, marks=pytest.mark.long)])
-def test_jsonl_takes_eight_bytes_for_each_row(tmp_path: Path, count: int) -> None:
+def test_jsonl_source_uses_eight_bytes_of_memory_per_row(tmp_path: Path, count: int) -> None:
     small, large = (
         write_lines(tmp_path / name, rows)
         for name, rows in (("small.jsonl", 300), ("large.jsonl", count))
@@ -61,7 +61,7 @@ def test_jsonl_takes_eight_bytes_for_each_row(tmp_path: Path, count: int) -> Non
     assert grown < 9 * count + 8 * MEGABYTE
 
 
-def test_parquet_takes_the_row_groups_of_its_budget(tmp_path: Path) -> None:
+def test_parquet_source_bounds_the_row_groups_in_memory(tmp_path: Path) -> None:
     count, long_prompt = 100_000, 10 * PROMPT
     tables = {}
     for name, rows in (("small", 300), ("large", count)):

@@ -60,7 +60,7 @@ def make_data(make_run_config: MakeRunConfig, tmp_path: Path) -> MakeRunConfig:
     return make
 
 
-def test_examine_reports_every_check_even_where_some_fail(make_data: MakeRunConfig) -> None:
+def test_doctor_reports_every_check_even_when_some_fail(make_data: MakeRunConfig) -> None:
     findings = run_checks(make_data(engine={"name": "vroom"}))
     names = [
         "broker",
@@ -81,7 +81,7 @@ def test_examine_reports_every_check_even_where_some_fail(make_data: MakeRunConf
     assert findings[15] == Finding("data", True, f"1 prompts in {make_data().data.source}")
 
 
-def test_check_whose_package_is_not_here_keeps_no_other_from_running(
+def test_check_with_missing_package_does_not_stop_other_checks(
     make_data: MakeRunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in the image without the model's packages."""
@@ -101,7 +101,7 @@ def test_check_whose_package_is_not_here_keeps_no_other_from_running(
     )
 
 
-def test_embedded_broker_that_is_down_needs_java_alone(
+def test_stopped_embedded_broker_requires_only_java(
     make_run_config: MakeRunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert check_broker(make_run_config()).startswith("embedded, not running; Java ")
@@ -114,7 +114,7 @@ def test_embedded_broker_that_is_down_needs_java_alone(
         check_broker(make_run_config())
 
 
-def test_store_is_written_read_and_left_empty(
+def test_store_check_writes_reads_and_leaves_the_store_empty(
     make_run_config: MakeRunConfig, tmp_path: Path
 ) -> None:
     uri = (tmp_path / "objects").as_uri()
@@ -125,7 +125,9 @@ def test_store_is_written_read_and_left_empty(
     assert not [path for path in (tmp_path / "objects").rglob("*") if path.is_file()]
 
 
-def test_store_that_takes_nothing_is_found(make_run_config: MakeRunConfig, tmp_path: Path) -> None:
+def test_store_check_detects_unwritable_store(
+    make_run_config: MakeRunConfig, tmp_path: Path
+) -> None:
     (tmp_path / "in-the-way").touch()
     with pytest.raises((ConfigError, ObjectError), match="in-the-way"):
         check_store(
@@ -133,7 +135,7 @@ def test_store_that_takes_nothing_is_found(make_run_config: MakeRunConfig, tmp_p
         )
 
 
-def test_disk_that_is_nearly_full_is_found(
+def test_disk_check_detects_nearly_full_disk(
     make_run_config: MakeRunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_run_config(run={"id": "x", "directory": str(tmp_path / "not/yet/there")})
@@ -151,7 +153,7 @@ def test_disk_that_is_nearly_full_is_found(
         check_disk(config)
 
 
-def test_reward_is_tried_on_the_first_reference_answer(make_data: MakeRunConfig) -> None:
+def test_reward_check_scores_the_first_reference_answer(make_data: MakeRunConfig) -> None:
     check, config = PromptCheck(), make_data()
     check.check_data(config)
     assert check.check_reward(config).endswith(
@@ -159,14 +161,14 @@ def test_reward_is_tried_on_the_first_reference_answer(make_data: MakeRunConfig)
     )
 
 
-def test_reward_that_raises_is_found(make_data: MakeRunConfig) -> None:
+def test_reward_check_detects_a_function_that_raises(make_data: MakeRunConfig) -> None:
     check, config = PromptCheck(), make_data("fails")
     check.check_data(config)
     with pytest.raises(RewardError, match=r"judge.py:fails raised KeyError: 'no such judge'"):
         check.check_reward(config)
 
 
-def test_judge_s_own_samples_are_not_scored_by_rule(
+def test_reward_check_does_not_score_samples_of_the_judge(
     make_data: MakeRunConfig, tmp_path: Path
 ) -> None:
     judge = {"judge": JudgeConfig(model_path=tmp_path)}
@@ -191,12 +193,12 @@ def test_judge_s_own_samples_are_not_scored_by_rule(
     )
 
 
-def test_reward_that_can_not_be_loaded_is_found_without_prompts(make_data: MakeRunConfig) -> None:
+def test_reward_check_detects_unloadable_function_without_prompts(make_data: MakeRunConfig) -> None:
     with pytest.raises(ConfigError, match=r"has no function 'absent', only exact, fails"):
         PromptCheck().check_reward(make_data("absent"))
 
 
-def test_reward_without_prompts_says_that_it_was_not_tried(make_data: MakeRunConfig) -> None:
+def test_reward_check_without_prompts_reports_that_it_was_not_run(make_data: MakeRunConfig) -> None:
     with pytest.raises(
         CheckFailed,
         match=r"exact loads, but was not tried: there is no prompt to try it on; see data",
@@ -215,7 +217,7 @@ def test_finding_of_a_failed_check_carries_its_text(make_data: MakeRunConfig) ->
     assert not findings["reward"].is_good
 
 
-def test_doctor_runs_nothing_that_a_replay_does_not_use(
+def test_doctor_runs_no_data_or_reward_code_for_a_replay(
     make_data: MakeRunConfig, tmp_path: Path
 ) -> None:
     """In its run file stands what the log of its source names, and no one was asked about it."""
@@ -239,7 +241,7 @@ def test_doctor_runs_nothing_that_a_replay_does_not_use(
     assert "exact gives 1 for the reference answer" in prompts.check_reward(config)
 
 
-def test_what_the_run_file_leaves_out_is_told_with_its_reason(tmp_path: Path, run_id: str) -> None:
+def test_derived_settings_are_reported_with_their_reasons(tmp_path: Path, run_id: str) -> None:
     (tmp_path / "model").mkdir()
     sizes = {
         "hidden_size": 64,
@@ -272,7 +274,7 @@ def test_what_the_run_file_leaves_out_is_told_with_its_reason(tmp_path: Path, ru
     assert "engine.threads" not in reported
 
 
-def test_model_that_can_not_be_read_is_the_only_finding(tmp_path: Path, run_id: str) -> None:
+def test_unreadable_model_is_the_only_finding(tmp_path: Path, run_id: str) -> None:
     (tmp_path / "config.json").write_text("{}")
     tree = {
         "run": {"id": run_id, "directory": str(tmp_path)},
@@ -284,7 +286,9 @@ def test_model_that_can_not_be_read_is_the_only_finding(tmp_path: Path, run_id: 
     assert "config.json does not describe the model" in finding.text
 
 
-def test_growth_of_the_log_is_told_where_all_of_it_is_kept(make_run_config: MakeRunConfig) -> None:
+def test_disk_check_reports_log_growth_when_all_versions_are_retained(
+    make_run_config: MakeRunConfig,
+) -> None:
     """64 groups x 16 samples x 8,192 tokens x 48 bytes are 0.403 GB a step, and 403 GB in a
     thousand."""
     run = {"prompts_per_step": 64, "samples_per_prompt": 16, "num_steps": 1000}
@@ -295,7 +299,7 @@ def test_growth_of_the_log_is_told_where_all_of_it_is_kept(make_run_config: Make
     assert "grows" not in check_disk(make_run_config(run=run | {"retain_versions": 9}))
 
 
-def test_disk_has_to_hold_checkpoints_and_versions(
+def test_disk_check_requires_room_for_checkpoints_and_versions(
     make_run_config: MakeRunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three checkpoints of 12 bytes a parameter and four versions of 2: 44 x 596,049,920 bytes, and

@@ -77,7 +77,7 @@ def gone(supervisor: Supervisor, worker: ElasticWorker) -> tuple[ExitReason, str
     return departure, reason
 
 
-def test_worker_is_started_once_with_a_port_of_its_own_and_drains_when_it_shall_go(
+def test_elastic_worker_starts_once_with_its_own_port_and_drains_on_removal(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     managed = started(supervisor, "drain", monkeypatch=monkeypatch)
@@ -104,12 +104,12 @@ def test_worker_that_does_not_drain_is_killed_at_its_deadline(
     assert time.monotonic() - began >= drain_micros / 1e6
 
 
-def test_worker_that_was_never_started_is_gone_at_once(supervisor: Supervisor) -> None:
+def test_never_started_worker_is_reported_departed_at_once(supervisor: Supervisor) -> None:
     assert supervisor.reconcile([replace(WANTED, desired_state=DesiredState.PENDING)]) == []
     assert supervisor.reconcile([LEAVING]) == [(LEAVING, ExitReason.ABSENT, "there was no process")]
 
 
-def test_worker_that_can_not_be_kept_going_is_given_up_and_the_run_goes_on(
+def test_elastic_worker_with_fatal_error_is_abandoned_and_the_run_continues(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started(supervisor, "end", "2", monkeypatch=monkeypatch)
@@ -119,7 +119,7 @@ def test_worker_that_can_not_be_kept_going_is_given_up_and_the_run_goes_on(
     assert reason.endswith("error: the reason")
 
 
-def test_worker_that_always_dies_is_given_up_though_the_run_gets_on(
+def test_elastic_worker_that_keeps_dying_is_abandoned_despite_run_progress(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started(supervisor, "end", "OutOfMemoryError", monkeypatch=monkeypatch)
@@ -131,7 +131,7 @@ def test_worker_that_always_dies_is_given_up_though_the_run_gets_on(
     )
 
 
-def test_worker_for_a_server_is_told_where_it_is(supervisor: Supervisor) -> None:
+def test_worker_of_an_attached_server_receives_its_url(supervisor: Supervisor) -> None:
     managed = supervisor._build_elastic(replace(WANTED, url="http://10.0.0.7:30000"))
     assert managed.requests["rollout-1"].arguments[-4:] == [
         "engine.name=sglang",
@@ -141,7 +141,7 @@ def test_worker_for_a_server_is_told_where_it_is(supervisor: Supervisor) -> None
     ]
 
 
-def test_ports_of_those_that_left_are_free_again(supervisor: Supervisor) -> None:
+def test_metrics_ports_of_departed_workers_are_reused(supervisor: Supervisor) -> None:
     supervisor._processes["rollout-1"] = supervisor._build_elastic(WANTED)
     second = supervisor._build_elastic(replace(WANTED, worker_id="rollout-2"))
     assert (supervisor._processes["rollout-1"].metrics_port, second.metrics_port) == (9107, 9108)
@@ -159,7 +159,7 @@ class Written:
         self.records.append(record)
 
 
-def test_run_says_on_the_log_who_is_gone_and_a_goodbye_that_the_worker_could_not_say(
+def test_run_records_departed_workers_and_their_missing_final_heartbeats(
     make_run_config: MakeRunConfig, supervisor: Supervisor
 ) -> None:
     session, written = RunSession(make_run_config()), Written()
@@ -204,7 +204,7 @@ def test_run_says_on_the_log_who_is_gone_and_a_goodbye_that_the_worker_could_not
 
 
 @pytest.mark.parametrize("is_alone", [True, False])
-def test_run_says_the_goodbye_of_its_workers_that_died_unless_another_one_works_in_their_names(
+def test_run_writes_final_heartbeat_of_dead_workers_only_if_it_is_alone(
     make_run_config: MakeRunConfig,
     supervisor: Supervisor,
     monkeypatch: pytest.MonkeyPatch,

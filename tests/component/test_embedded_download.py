@@ -90,7 +90,7 @@ def test_ensure_jars_fetches_all_in_class_path_order_when_cache_is_empty(
     )
 
 
-def test_ensure_jars_asks_nobody_when_cache_is_whole(
+def test_ensure_jars_sends_no_request_when_cache_is_complete(
     repository: Repository, tmp_path: Path
 ) -> None:
     ensure_jars(LOCK, tmp_path)
@@ -113,7 +113,7 @@ def test_ensure_jars_fetches_again_when_a_jar_was_damaged(
     assert paths[3].stat().st_mtime == time_before
 
 
-def test_ensure_jars_tries_again_when_the_repository_falters(
+def test_ensure_jars_retries_when_the_repository_fails_temporarily(
     repository: Repository, tmp_path: Path
 ) -> None:
     repository.failures = [503]
@@ -137,7 +137,7 @@ def test_ensure_jars_refuses_when_checksum_differs(repository: Repository, tmp_p
     assert not list(tmp_path.glob(".fetch-*"))
 
 
-def test_ensure_jars_refuses_when_more_comes_than_is_locked(
+def test_ensure_jars_refuses_when_a_download_exceeds_its_locked_size(
     repository: Repository, tmp_path: Path
 ) -> None:
     repository.contents[LOCK.jars[0].path] += b"!"

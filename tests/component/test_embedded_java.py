@@ -78,7 +78,7 @@ def test_find_java_prefers_java_home_when_set(
 
 
 @pytest.mark.parametrize("on_path", ["11.0.2", None])
-def test_find_java_takes_the_wheel_when_path_is_no_use(
+def test_find_java_uses_the_wheel_when_java_on_path_is_unusable(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, on_path: str | None
 ) -> None:
     make_java(tmp_path / "bin", on_path)
@@ -103,7 +103,9 @@ def test_find_java_names_the_version_seen_when_too_old(tmp_path: Path) -> None:
         find_java()
 
 
-def test_find_java_says_that_it_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_java_reports_a_java_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = make_java(tmp_path / "bin", "17.0.15")
     path.write_text("#!/bin/sh\nexec /bin/sleep 60\n")
     monkeypatch.setattr("relax_events.kafka.embedded.java._TIMEOUT_SECONDS", 0.2)

@@ -15,7 +15,7 @@ sys.stdin.read()
 """
 
 
-def test_nobody_holds_a_lease_when_the_broker_was_never_used(tmp_path: Path) -> None:
+def test_no_lease_is_held_when_the_broker_was_never_used(tmp_path: Path) -> None:
     assert list_users(tmp_path / "node") == []
 
 

@@ -70,7 +70,7 @@ def test_start_gives_the_last_log_lines_when_the_broker_dies(
     assert remembered(tmp_path / "node")["pid"] is None
 
 
-def test_start_says_disk_full_when_the_broker_dies_of_it(
+def test_start_reports_disk_full_when_it_caused_the_broker_to_die(
     java: Callable[[str], None], tmp_path: Path
 ) -> None:
     java("echo 'java.io.IOException: No space left on device'; exit 1")
@@ -88,7 +88,7 @@ def test_start_leaves_no_process_when_it_takes_too_long(
     assert broker.pid is None
 
 
-def test_every_way_to_start_waits_as_long_and_others_wait_longer() -> None:
+def test_all_start_methods_share_a_timeout_and_concurrent_starters_wait_longer() -> None:
     ways = (EmbeddedBroker.start, EmbeddedBroker.restart, EmbeddedBroker.in_use, start_command)
     assert {signature(way).parameters["timeout_seconds"].default for way in ways} == {180.0}
     assert signature(EmbeddedBroker.start).parameters["busy_seconds"].default > 180.0
@@ -132,7 +132,7 @@ def test_start_refuses_while_another_process_starts_or_stops_it(
             broker.stop(busy_seconds=0)
 
 
-def test_start_names_the_folder_when_it_cannot_be_made(
+def test_start_error_names_the_folder_that_cannot_be_created(
     java: Callable[[str], None], tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -179,7 +179,7 @@ def test_start_takes_another_port_when_the_last_one_is_taken(
             EmbeddedBroker(tmp_path / "node").restart()  # its users know it by that port
 
 
-def test_start_never_takes_a_recycled_pid_for_its_broker(
+def test_start_does_not_mistake_a_recycled_pid_for_its_broker(
     java: Callable[[str], None], tmp_path: Path
 ) -> None:
     (tmp_path / "node").mkdir()
@@ -198,7 +198,7 @@ def test_start_never_takes_a_recycled_pid_for_its_broker(
     assert own.is_running()
 
 
-def test_bootstrap_servers_say_what_to_do_when_nothing_was_started(tmp_path: Path) -> None:
+def test_bootstrap_servers_error_gives_remedy_when_no_broker_was_started(tmp_path: Path) -> None:
     broker = EmbeddedBroker(tmp_path / "node")
     with pytest.raises(
         BrokerUnavailable,
@@ -222,7 +222,7 @@ def test_broker_refuses_a_port_out_of_range(tmp_path: Path, port: int) -> None:
         EmbeddedBroker(tmp_path, port=port)
 
 
-def test_start_refuses_settings_that_it_decides_itself(
+def test_start_refuses_broker_settings_that_it_manages_itself(
     java: Callable[[str], None], tmp_path: Path
 ) -> None:
     java("exit 1")
@@ -232,7 +232,7 @@ def test_start_refuses_settings_that_it_decides_itself(
         ).start()
 
 
-def test_start_drops_the_unfinished_archive_of_a_broker_that_nobody_stopped(
+def test_start_deletes_incomplete_archive_of_a_broker_not_stopped_cleanly(
     java: Callable[[str], None], tmp_path: Path
 ) -> None:
     java("exit 1")

@@ -22,7 +22,7 @@ def sleeper(tmp_path: Path) -> Iterator[psutil.Process]:
         terminate(running, timeout_seconds=0)
 
 
-def test_spawn_gives_a_session_of_its_own(sleeper: psutil.Process) -> None:
+def test_spawn_starts_the_process_in_its_own_session(sleeper: psutil.Process) -> None:
     assert os.getsid(sleeper.pid) == sleeper.pid != os.getsid(0)
 
 
@@ -59,7 +59,9 @@ def test_find_returns_none_when_the_process_ended(sleeper: psutil.Process) -> No
     assert find_process(sleeper.pid, started) is None
 
 
-def test_ended_within_is_true_when_the_process_waits_for_another_parent(tmp_path: Path) -> None:
+def test_wait_for_end_is_true_when_the_process_is_a_zombie_of_another_parent(
+    tmp_path: Path,
+) -> None:
     parent_code = (
         "import os; pid = os.posix_spawn('/bin/true', ['true'], os.environ); print(pid, "
         "flush=True); input()"
@@ -77,11 +79,11 @@ def test_ended_within_is_true_when_the_process_waits_for_another_parent(tmp_path
         parent.communicate("\n", timeout=60)
 
 
-def test_ended_within_is_false_when_the_process_goes_on(sleeper: psutil.Process) -> None:
+def test_wait_for_end_is_false_when_the_process_keeps_running(sleeper: psutil.Process) -> None:
     assert not wait_for_end(sleeper, 0.01)
 
 
-def test_ended_within_falls_back_to_waiting_when_the_system_has_no_pidfd(
+def test_wait_for_end_falls_back_to_polling_when_the_system_has_no_pidfd(
     sleeper: psutil.Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
@@ -90,7 +92,7 @@ def test_ended_within_falls_back_to_waiting_when_the_system_has_no_pidfd(
     assert wait_for_end(sleeper, 60)
 
 
-def test_end_is_by_force_when_asking_is_not_heard(tmp_path: Path) -> None:
+def test_terminate_kills_a_process_that_ignores_sigterm(tmp_path: Path) -> None:
     log = tmp_path / "log"
     running = spawn(
         ["/bin/sh", "-c", "trap '' TERM; echo ready; while :; do sleep 0.05; done"], log=log
@@ -101,7 +103,7 @@ def test_end_is_by_force_when_asking_is_not_heard(tmp_path: Path) -> None:
     assert find_process(running.pid, running.create_time() if running.is_running() else 0.0) is None
 
 
-def test_end_returns_at_once_when_the_process_is_gone(sleeper: psutil.Process) -> None:
+def test_terminate_returns_at_once_when_the_process_has_ended(sleeper: psutil.Process) -> None:
     os.kill(sleeper.pid, signal.SIGKILL)
     assert wait_for_end(sleeper, 60)
     assert not terminate(sleeper, timeout_seconds=5)

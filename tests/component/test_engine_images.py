@@ -57,7 +57,7 @@ def check(
             )
 
 
-def test_logprobs_are_those_of_transformers_with_images_and_text_side_by_side(
+def test_logprobs_match_transformers_for_mixed_image_and_text_prompts(
     library: MediaLibrary,
 ) -> None:
     engine = image_engine()
@@ -67,7 +67,7 @@ def test_logprobs_are_those_of_transformers_with_images_and_text_side_by_side(
     check(engine, requests)
 
 
-def test_same_prompt_about_other_images_is_another_prompt(library: MediaLibrary) -> None:
+def test_engine_distinguishes_equal_prompts_with_different_images(library: MediaLibrary) -> None:
     engine = image_engine()
     one, other = (
         request_about(number, load_images(library, (32, 32), seed=10 * number)) for number in (0, 3)
@@ -92,7 +92,9 @@ def test_same_prompt_about_other_images_is_another_prompt(library: MediaLibrary)
         )
 
 
-def test_samples_that_join_others_have_the_logprobs_of_transformers(library: MediaLibrary) -> None:
+def test_logprobs_of_samples_joining_a_running_batch_match_transformers(
+    library: MediaLibrary,
+) -> None:
     engine = image_engine()
     for number in (4, 1, 0):
         engine.submit(request_for(number, library))
@@ -102,7 +104,7 @@ def test_samples_that_join_others_have_the_logprobs_of_transformers(library: Med
     check(engine, [request_for(number, library) for number in SIZES])
 
 
-def test_sample_continues_behind_its_images_after_an_abort(library: MediaLibrary) -> None:
+def test_aborted_sample_with_images_resumes_from_its_prefix(library: MediaLibrary) -> None:
     engine = image_engine()
     request = request_for(1, library)
     engine.submit(request)
@@ -152,7 +154,9 @@ def test_logprobs_follow_new_weights(library: MediaLibrary, on_running: str) -> 
     check(engine, requests, path=other)
 
 
-def test_engine_refuses_images_that_the_prompt_has_no_room_for(library: MediaLibrary) -> None:
+def test_engine_rejects_images_that_do_not_match_the_prompt_placeholders(
+    library: MediaLibrary,
+) -> None:
     engine, request = image_engine(), request_for(1, library)
     fewer = GenerationRequest(
         **{name: getattr(request, name) for name in request.__slots__ if name != "media"},
@@ -166,7 +170,7 @@ def test_engine_refuses_images_that_the_prompt_has_no_room_for(library: MediaLib
     assert engine.num_running == 0
 
 
-def test_engine_of_a_text_model_refuses_images(library: MediaLibrary) -> None:
+def test_engine_with_a_text_model_rejects_images(library: MediaLibrary) -> None:
     text = make_request(1)
     media = load_images(library, (32, 32))
     with pytest.raises(
@@ -181,7 +185,7 @@ def test_engine_of_a_text_model_refuses_images(library: MediaLibrary) -> None:
         )
 
 
-def test_placeholder_that_the_policy_writes_is_a_token_like_any_other(
+def test_placeholder_sampled_by_the_policy_is_an_ordinary_token(
     library: MediaLibrary,
 ) -> None:
     engine, request = image_engine(), request_for(0, library)

@@ -69,7 +69,7 @@ async def events(parts: Iterable[bytes], *, max_bytes: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize("size", [100, 4000])
-def test_work_for_an_event_in_pieces_grows_with_its_bytes_alone(
+def test_cost_of_reading_a_chunked_event_is_linear_in_its_bytes(
     size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """2 MB in pieces of 100 bytes were copied 10,000 times over."""
@@ -82,7 +82,7 @@ def test_work_for_an_event_in_pieces_grows_with_its_bytes_alone(
     assert len(stream) <= Counted.num_bytes < 4 * len(stream)
 
 
-def test_event_without_an_end_is_refused_at_the_bound() -> None:
+def test_unterminated_event_is_rejected_at_the_size_limit() -> None:
     taken = 0
 
     def endless() -> Iterable[bytes]:
@@ -101,7 +101,7 @@ def test_event_without_an_end_is_refused_at_the_bound() -> None:
 
 
 @pytest.mark.parametrize(("num_bytes", "fits"), [(10_000, True), (10_001, False)])
-def test_event_that_comes_at_once_is_bounded_too(num_bytes: int, fits: bool) -> None:
+def test_size_limit_applies_to_an_event_in_one_chunk(num_bytes: int, fits: bool) -> None:
     stream = b"data: " + b"x" * (num_bytes - 6) + b"\n\n"
     if fits:
         assert asyncio.run(events([stream * 2], max_bytes=10_000)) == [b"x" * (num_bytes - 6)] * 2
@@ -164,14 +164,16 @@ async def generated(status: int, piece: bytes, *, sent: list[int]) -> None:
     ("status", "what"),
     [(200, r"an event of the response has \d+ bytes or more"), (400, r"status 400: b'x{500}'")],
 )
-def test_answer_without_an_end_is_cut_off_and_the_server_named(status: int, what: str) -> None:
+def test_unterminated_response_is_cut_off_and_error_names_the_server(
+    status: int, what: str
+) -> None:
     sent = [0]
     with pytest.raises(ServerRejected, match=rf"POST http://127\.0\.0\.1:\d+/generate: {what}"):
         asyncio.run(asyncio.wait_for(generated(status, b"x" * PIECE, sent=sent), 60))
     assert sent[0] < 64 * 2**20  # what was read, and what the sockets hold
 
 
-def test_bound_lets_the_largest_answer_through() -> None:
+def test_size_limit_admits_the_largest_possible_response() -> None:
     """All tokens of a long sample at once, each with the longest text, and the experts of a mixture
     with 48 layers, 8 of 128 each."""
     model = folder(ExpertShape(48, 8, 128))

@@ -60,7 +60,7 @@ def samples_of(
     )
 
 
-def test_arrays_are_sent_once_for_all_samples_and_come_as_they_were(
+def test_media_arrays_are_sent_once_per_prompt_group_and_arrive_unchanged(
     request_of_both: GenerationRequest,
 ) -> None:
     samples, model, layout = samples_of(request_of_both)
@@ -88,7 +88,9 @@ def test_arrays_are_sent_once_for_all_samples_and_come_as_they_were(
     ]
 
 
-def test_runs_are_where_the_placeholders_stand(request_of_both: GenerationRequest) -> None:
+def test_placeholder_runs_match_the_positions_in_the_prompt(
+    request_of_both: GenerationRequest,
+) -> None:
     samples, model, layout = samples_of(request_of_both)
     (_, placing), *_ = parse_image_data(build_image_data(samples, model, weights="v1"))
     tokens = request_of_both.prompt_tokens.tolist()
@@ -108,7 +110,7 @@ def test_runs_are_where_the_placeholders_stand(request_of_both: GenerationReques
     assert placing.shift == placing.positions.max() + 1 - len(tokens)
 
 
-def test_audio_is_sent_as_a_spectrum_also_that_of_a_video_with_its_frames(
+def test_audio_and_video_soundtracks_are_sent_as_spectrograms(
     tmp_path: Path,
 ) -> None:
     library = MediaLibrary(media_run(tmp_path, omni_model(), use_audio_in_video=True))
@@ -145,7 +147,9 @@ def test_audio_is_sent_as_a_spectrum_also_that_of_a_video_with_its_frames(
     assert min(places[2]) < max(places[1]) < max(places[2])  # in the order of time
 
 
-def test_identity_distinguishes_shapes_and_versions(request_of_both: GenerationRequest) -> None:
+def test_media_identity_distinguishes_shapes_and_policy_versions(
+    request_of_both: GenerationRequest,
+) -> None:
     image = request_of_both.media[0]
     assert image.pixels is not None
     turned = replace(image, pixels=np.ascontiguousarray(np.zeros_like(image.pixels).swapaxes(0, 1)))
@@ -171,7 +175,7 @@ def test_identity_distinguishes_shapes_and_versions(request_of_both: GenerationR
     )
 
 
-def test_another_length_of_the_prompt_refuses_its_tokens(
+def test_tokens_are_rejected_when_server_reports_another_prompt_length(
     request_of_both: GenerationRequest,
 ) -> None:
     samples, _, _ = samples_of(request_of_both)
@@ -194,7 +198,7 @@ def test_another_length_of_the_prompt_refuses_its_tokens(
     )
 
 
-def test_media_for_a_model_that_servers_are_not_sent_media_for_are_refused(
+def test_media_are_rejected_for_a_model_that_sglang_serves_text_only(
     request_of_both: GenerationRequest,
 ) -> None:
     model = ModelFolder.read(hybrid_model(), media=BOUNDS)

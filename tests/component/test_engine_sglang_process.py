@@ -101,7 +101,7 @@ def test_killed_server_leaves_no_process_and_no_shared_memory(server: Server) ->
     server.until_gone(*server.shared)
 
 
-def test_stopped_server_is_killed_as_well(server: Server) -> None:
+def test_server_suspended_by_sigstop_is_killed_as_well(server: Server) -> None:
     os.killpg(server.process.pid, signal.SIGSTOP)
     launch.kill_processes(server.process.pid)
     server.until_gone(*server.shared)

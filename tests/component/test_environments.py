@@ -179,7 +179,7 @@ def render_by_hand(
     return renderer.apply_template([*task.messages, *turns], is_whole=True)
 
 
-def test_texts_go_back_and_forth_until_the_environment_is_silent(tmp_path: Path) -> None:
+def test_policy_and_environment_alternate_turns_until_environment_ends(tmp_path: Path) -> None:
     with talk(tmp_path, "echo_twice") as one:
         request = one.request()
         one.engine.submit(request)
@@ -201,7 +201,7 @@ def test_texts_go_back_and_forth_until_the_environment_is_silent(tmp_path: Path)
     assert any(len(sample.turns) == 5 for sample in ended.values())
 
 
-def test_tokens_of_a_reply_are_what_the_template_puts_between_two_answers(tmp_path: Path) -> None:
+def test_observation_tokens_match_the_chat_template_between_two_responses(tmp_path: Path) -> None:
     with talk(tmp_path, "echo_twice") as one:
         request = one.request()
         one.engine.submit(request)
@@ -220,7 +220,7 @@ def test_tokens_of_a_reply_are_what_the_template_puts_between_two_answers(tmp_pa
             assert tokens.tolist() == [*end[1:], *expected, *end, *start]
 
 
-def test_environment_changes_nothing_before_it_speaks_and_later_answers_have_draws_of_their_own(
+def test_environment_leaves_first_turn_unchanged_and_later_turns_get_own_seeds(
     tmp_path: Path,
 ) -> None:
     with talk(tmp_path, "echo_twice") as one:
@@ -241,7 +241,7 @@ def test_environment_changes_nothing_before_it_speaks_and_later_answers_have_dra
 
 
 @pytest.mark.parametrize("reads_audio", [False, True], ids=["images", "images, audio and videos"])
-def test_trainer_reads_token_by_token_what_the_engine_read(
+def test_trainer_forward_inputs_match_the_engine_in_multi_turn_samples(
     tmp_path: Path, reads_audio: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with talk(
@@ -390,7 +390,7 @@ def check_logprobs(
 
 
 @pytest.mark.parametrize("reads_audio", [False, True], ids=["", "experts"])
-def test_sample_that_was_cut_off_goes_on_from_its_prefix_to_the_same_end(
+def test_aborted_multi_turn_sample_resumes_from_its_prefix_to_the_same_result(
     tmp_path: Path, reads_audio: bool
 ) -> None:
     with talk(tmp_path, "show_images", reads_audio=reads_audio) as one:
@@ -475,7 +475,7 @@ TOLD = {
 }
 
 
-def test_what_goes_wrong_in_an_environment_costs_that_sample_alone(tmp_path: Path) -> None:
+def test_environment_failure_affects_only_its_own_sample(tmp_path: Path) -> None:
     with talk(tmp_path, "hostile", timeout_seconds=5.0) as one:
         for number, what in enumerate(TOLD):
             request = one.request(what, num_samples=1, seed=number)
@@ -499,7 +499,7 @@ def test_what_goes_wrong_in_an_environment_costs_that_sample_alone(tmp_path: Pat
         )
 
 
-def test_answers_and_tokens_are_bounded(tmp_path: Path) -> None:
+def test_environment_samples_respect_turn_and_token_limits(tmp_path: Path) -> None:
     with talk(tmp_path, "echo_always", max_turns=3) as one:
         one.engine.submit(one.request("g0", max_new_tokens=60))
         assert {
@@ -524,7 +524,7 @@ def test_answers_and_tokens_are_bounded(tmp_path: Path) -> None:
         ("with_option", {"places": 2, "rooms": 3}, "unexpected keyword argument 'rooms'"),
     ],
 )
-def test_environment_that_does_not_fit_is_refused_at_the_start(
+def test_invalid_environment_is_rejected_at_startup(
     tmp_path: Path, function: str, options: dict[str, Any], reported: str
 ) -> None:
     environment = {"function": f"{ENVIRONMENTS}:{function}", "options": options}
@@ -537,7 +537,7 @@ def test_environment_that_does_not_fit_is_refused_at_the_start(
     assert reported in str(caught.value)
 
 
-def test_zoom_shows_the_quarter_that_is_named(tmp_path: Path) -> None:
+def test_zoom_environment_crops_the_named_quarter(tmp_path: Path) -> None:
     image = image_file(64, 48, seed=2)
     whole = np.asarray(Image.open(write(tmp_path / "whole.png", image)))
     for name, (row, column) in {
@@ -558,7 +558,7 @@ def write(path: Path, data: bytes) -> Path:
     return path
 
 
-def test_reply_without_a_task_is_refused_by_name(tmp_path: Path) -> None:
+def test_prompt_group_without_environment_context_is_rejected(tmp_path: Path) -> None:
     with (
         talk(tmp_path, "echo_twice") as one,
         pytest.raises(PoisonSample, match="g0 has no context"),

@@ -45,7 +45,7 @@ def run_program(folder: Path, armed: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_armed_point_kills_at_the_given_pass_and_once_in_a_run(tmp_path: Path) -> None:
+def test_failpoint_kills_at_the_given_pass_only_once_per_run(tmp_path: Path) -> None:
     first, second, third = (
         run_program(tmp_path, armed)
         for armed in ("metrics.before_write:3=kill",) * 2 + ("metrics.before_write=kill",)
@@ -63,19 +63,19 @@ def test_armed_point_kills_at_the_given_pass_and_once_in_a_run(tmp_path: Path) -
     }
 
 
-def test_nothing_is_left_behind_when_nothing_is_armed(tmp_path: Path) -> None:
+def test_no_failpoint_files_are_written_when_none_is_armed(tmp_path: Path) -> None:
     assert run_program(tmp_path, "").returncode == 0
     assert list(tmp_path.iterdir()) == []
 
 
-def test_other_points_are_passed(tmp_path: Path) -> None:
+def test_failpoint_that_is_not_armed_has_no_effect(tmp_path: Path) -> None:
     failpoints = Failpoints()
     failpoints.arm("trainer.after_commit=kill", folder=tmp_path)
     failpoints.reach("trainer.after_weights")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_variable_names_points_passes_and_actions() -> None:
+def test_variable_is_parsed_into_failpoints_passes_and_actions() -> None:
     points = parse_failpoints("reward.before_commit:3=kill, trainer.in_transaction=stop,")
     assert [(point.mark_name, point.action) for point in points] == [
         ("reward.before_commit:3", "kill"),
@@ -108,13 +108,13 @@ def test_variable_names_points_passes_and_actions() -> None:
         ("reward.before_commit", "'reward.before_commit' is not of the form"),
     ],
 )
-def test_wrong_arming_is_refused_with_what_would_be_right(text: str, complaint: str) -> None:
+def test_invalid_failpoint_setting_is_rejected_with_a_correction(text: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match="RELAX_FAILPOINTS: ") as refused:
         parse_failpoints(text)
     assert complaint in str(refused.value)
 
 
-def test_how_to_names_what_exists() -> None:
+def test_fault_injection_guide_names_existing_failpoints_and_tests() -> None:
     page = (ROOT / "docs/how-to/fault-injection.md").read_text()
     examples = re.findall(r'RELAX_FAILPOINTS="([^"]+)"', page)
     assert [len(parse_failpoints(example)) for example in examples] == [2]
@@ -141,6 +141,6 @@ def passed_points() -> Iterator[str]:
                     yield from (f"{role}{argument.values[-1].value}" for role in PER_SAMPLE_ROLES)
 
 
-def test_every_declared_point_stands_in_the_code_once() -> None:
+def test_every_declared_failpoint_occurs_once_in_the_code() -> None:
     assert sorted(passed_points()) == sorted(POINTS)
     assert set(SAMPLE_LOOP_POINTS) < {name.partition(".")[2] for name in POINTS}

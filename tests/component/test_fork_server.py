@@ -59,7 +59,7 @@ def process_of(starter: ForkServer) -> psutil.Process:
     return psutil.Process(starter.pid)
 
 
-def test_worker_is_the_process_that_a_shell_would_have_started(
+def test_forked_worker_equals_a_process_started_by_a_shell(
     starter: ForkServer, tmp_path: Path
 ) -> None:
     order = ordered(
@@ -81,7 +81,7 @@ def test_worker_is_the_process_that_a_shell_would_have_started(
     }
 
 
-def test_worker_is_known_to_others_by_its_own_command_line_and_has_nothing_of_the_starters_open(
+def test_forked_worker_has_its_own_command_line_and_no_inherited_open_files(
     starter: ForkServer, tmp_path: Path
 ) -> None:
     words = ["reward", "runs/a-run-of-some-name/run.json", "--index", "0"]
@@ -101,7 +101,7 @@ def test_worker_is_known_to_others_by_its_own_command_line_and_has_nothing_of_th
     ("deed", "end", "code"),
     [("drain", ForkedWorker.terminate, 0), ("ignore", ForkedWorker.kill_group, -9)],
 )
-def test_end_of_a_worker_is_told_as_it_was(
+def test_fork_server_reports_the_exit_code_of_a_worker(
     starter: ForkServer, tmp_path: Path, deed: str, end: Callable[[ForkedWorker], None], code: int
 ) -> None:
     worker = started(starter, tmp_path / "worker.log", deed)
@@ -111,7 +111,7 @@ def test_end_of_a_worker_is_told_as_it_was(
     assert starter.spawn(ordered("end", "5"), log_path=tmp_path / "next.log").wait(SECONDS) == 5
 
 
-def test_module_that_can_not_be_imported_is_left_to_the_worker_that_needs_it(
+def test_fork_server_ignores_a_module_that_cannot_be_imported(
     starter: ForkServer, tmp_path: Path
 ) -> None:
     assert (
@@ -123,7 +123,7 @@ def test_module_that_can_not_be_imported_is_left_to_the_worker_that_needs_it(
     )
 
 
-def test_workers_outlive_the_starter_and_another_one_replaces_it(
+def test_workers_outlive_the_fork_server_and_a_new_one_replaces_it(
     starter: ForkServer, tmp_path: Path
 ) -> None:
     worker = started(starter, tmp_path / "worker.log", "drain")
@@ -138,7 +138,9 @@ def test_workers_outlive_the_starter_and_another_one_replaces_it(
     )
 
 
-def test_starter_ends_with_whoever_orders_and_leaves_the_workers_alone(tmp_path: Path) -> None:
+def test_fork_server_exits_when_its_channel_closes_and_leaves_workers_running(
+    tmp_path: Path,
+) -> None:
     starter = ForkServer(os.environ, tmp_path / "starter.log")
     worker = started(starter, tmp_path / "worker.log", "drain")
     assert starter._process is not None
@@ -151,7 +153,7 @@ def test_starter_ends_with_whoever_orders_and_leaves_the_workers_alone(tmp_path:
     assert (tmp_path / "starter.log").read_text() == ""
 
 
-def test_starter_that_can_not_begin_is_named_with_its_log(tmp_path: Path) -> None:
+def test_error_names_the_log_of_a_fork_server_that_cannot_start(tmp_path: Path) -> None:
     starter = ForkServer({"PYTHONHOME": str(tmp_path)}, tmp_path / "starter.log")
     with pytest.raises(
         RunFailed,
@@ -161,7 +163,7 @@ def test_starter_that_can_not_begin_is_named_with_its_log(tmp_path: Path) -> Non
     assert "PYTHONHOME" in (tmp_path / "starter.log").read_text()
 
 
-def test_starter_has_no_thread_and_nothing_open_after_imports(
+def test_fork_server_has_no_threads_or_open_files_after_imports(
     make_run_config: Callable[..., RunConfig], starter: ForkServer, tmp_path: Path
 ) -> None:
     starter._environment |= {"OMP_NUM_THREADS": "1"}
@@ -182,7 +184,7 @@ def test_starter_has_no_thread_and_nothing_open_after_imports(
     ] == []
 
 
-def test_roles_import_what_they_load_and_no_torch_where_gpus_are(
+def test_preloaded_modules_match_the_role_and_omit_torch_on_gpu_hosts(
     make_run_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     config = make_run_config(engine={"name": "transformers"})
@@ -204,7 +206,7 @@ def test_roles_import_what_they_load_and_no_torch_where_gpus_are(
     assert worker_modules(config, "rollout")[1:] == ["workers.rollout"]
 
 
-def test_nothing_that_is_imported_before_a_fork_loads_torch_where_a_gpu_is_meant(
+def test_modules_imported_before_a_fork_do_not_load_torch_for_gpu_runs(
     make_run_config: Callable[..., RunConfig],
 ) -> None:
     config = make_run_config(model={"device": "cuda:0"}, algorithm={"name": "ppo"})

@@ -55,7 +55,7 @@ def test_frozen_parts_stay_and_the_others_learn(tmp_path: Path, frozen: list[str
     assert set(before) == set(backend.weights())
 
 
-def test_state_holds_frozen_parts_and_goes_on_elsewhere(tmp_path: Path) -> None:
+def test_state_includes_frozen_parts_and_loads_into_another_backend(tmp_path: Path) -> None:
     backend, _ = trained(tmp_path, ["vision"])
     other = TorchBackend(image_run(tmp_path, model={"frozen": ["vision"]}), ranks=SingleRank())
     other.load_state(backend.state())
@@ -63,7 +63,7 @@ def test_state_holds_frozen_parts_and_goes_on_elsewhere(tmp_path: Path) -> None:
         assert torch.equal(other.weights()[name], tensor), name
 
 
-def test_part_that_a_model_lacks_is_refused() -> None:
+def test_freezing_a_part_that_the_model_lacks_is_rejected() -> None:
     config = run_config()
     config = config.model_copy(
         update={"model": config.model.model_copy(update={"frozen": ("vision",)})}
@@ -74,7 +74,7 @@ def test_part_that_a_model_lacks_is_refused() -> None:
         TorchBackend(config, ranks=SingleRank())
 
 
-def test_something_must_be_left_to_train(tmp_path: Path) -> None:
+def test_freezing_every_part_of_a_model_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="leaves nothing to train"):
         TorchBackend(image_run(tmp_path, model={"frozen": list(PARTS)}), ranks=SingleRank())
 
@@ -104,7 +104,7 @@ def test_something_must_be_left_to_train(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_parts_of_a_model_that_reads_audio_are_told_apart(
+def test_freezing_a_part_of_an_audio_model_freezes_only_its_parameters(
     part: str, frozen: set[str], free: set[str]
 ) -> None:
     family = read_family(omni_model(), MediaConfig())

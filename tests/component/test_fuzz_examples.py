@@ -28,7 +28,7 @@ FILES = sorted(EXAMPLES.rglob("*.bin"))
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}-{file.stem}")
-def test_input_that_once_broke_a_target_does_so_no_more(file: Path) -> None:
+def test_recorded_crash_input_passes_its_fuzz_target(file: Path) -> None:
     TARGETS[file.parent.name].check(file.read_bytes())
 
 
@@ -55,7 +55,7 @@ def unending(data: bytes) -> None:
     ("check", "what"),
     [(raising, "KeyError at "), (ending, "ended with -9"), (unending, "no end within ")],
 )
-def test_fuzzing_keeps_an_input_that_raises_ends_the_process_or_never_ends(
+def test_fuzzing_keeps_an_input_that_raises_crashes_or_hangs(
     check: object, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver, "EXAMPLES", tmp_path)

@@ -46,7 +46,7 @@ def endpoint() -> Iterator[WorkerEndpoint]:
     served.close()
 
 
-def test_worker_that_lives_and_takes_no_work_yet_is_healthy_and_not_ready(
+def test_live_worker_that_accepts_no_work_yet_is_healthy_but_not_ready(
     endpoint: WorkerEndpoint, capsys: pytest.CaptureFixture[str]
 ) -> None:
     health(port=endpoint.port)
@@ -58,7 +58,7 @@ def test_worker_that_lives_and_takes_no_work_yet_is_healthy_and_not_ready(
         health(port=endpoint.port, ready=True)
 
 
-def test_worker_inside_a_long_call_is_healthy_and_says_which(
+def test_worker_in_a_long_call_is_healthy_and_names_the_call(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     served = WorkerEndpoint(
@@ -84,7 +84,7 @@ def test_hung_worker_is_not_healthy(
         health(port=endpoint.port)
 
 
-def test_worker_that_is_not_there_is_named_with_its_address(endpoint: WorkerEndpoint) -> None:
+def test_health_check_error_names_the_address_of_a_missing_worker(endpoint: WorkerEndpoint) -> None:
     endpoint.close()
     with pytest.raises(
         CheckFailed, match=rf"127.0.0.1:{endpoint.port}/healthz does not answer: .*refused"
@@ -92,13 +92,13 @@ def test_worker_that_is_not_there_is_named_with_its_address(endpoint: WorkerEndp
         health(port=endpoint.port)
 
 
-def test_port_has_to_be_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_health_check_requires_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     with pytest.raises(ConfigError, match=f"give --port, or set {VARIABLE}"):
         health()
 
 
-def test_health_check_of_a_container_loads_nothing_heavy(endpoint: WorkerEndpoint) -> None:
+def test_container_health_check_imports_no_heavy_packages(endpoint: WorkerEndpoint) -> None:
     asked = subprocess.run(
         [sys.executable, "-c", ASKED],
         env={VARIABLE: str(endpoint.port)},
@@ -110,7 +110,7 @@ def test_health_check_of_a_container_loads_nothing_heavy(endpoint: WorkerEndpoin
     assert asked.stdout == "ok\n[]\n"
 
 
-def test_index_of_a_host_is_its_own_and_lasting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_index_from_hostname_is_unique_and_stable(monkeypatch: pytest.MonkeyPatch) -> None:
     def index(name: str) -> int:
         monkeypatch.setattr(replicas.socket, "gethostname", lambda: name)
         return worker_index_from_hostname()

@@ -19,7 +19,7 @@ def files_in(folder: Path) -> list[Path]:
     return [path for path in folder.glob("*/*") if path.parent.name != "locks"]
 
 
-def test_thing_is_made_once_for_all_that_share_the_folder(tmp_path: Path) -> None:
+def test_cached_value_is_computed_once_for_all_users_of_the_folder(tmp_path: Path) -> None:
     assert HostCache(tmp_path, max_bytes=1000).get("ab1", lambda: b"made") == b"made"
     other = HostCache(tmp_path, max_bytes=1000)
     assert other.contains("ab1")
@@ -27,7 +27,7 @@ def test_thing_is_made_once_for_all_that_share_the_folder(tmp_path: Path) -> Non
     assert not other.contains("ab2")
 
 
-def test_workers_that_want_the_same_wait_for_the_one_that_makes_it(tmp_path: Path) -> None:
+def test_concurrent_requests_for_a_key_wait_for_one_computation(tmp_path: Path) -> None:
     ready, made = Barrier(4), []
 
     def want(_: int) -> bytes:
@@ -39,7 +39,7 @@ def test_workers_that_want_the_same_wait_for_the_one_that_makes_it(tmp_path: Pat
     assert made == [1]
 
 
-def test_what_fails_to_be_made_is_not_kept(tmp_path: Path) -> None:
+def test_failed_computation_is_not_cached(tmp_path: Path) -> None:
     def fail() -> bytes:
         raise ValueError("no")
 
@@ -50,7 +50,7 @@ def test_what_fails_to_be_made_is_not_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [b"", b"short", bytes(36)])
-def test_torn_or_altered_file_is_made_again(tmp_path: Path, damage: bytes) -> None:
+def test_truncated_or_altered_cache_file_is_recomputed(tmp_path: Path, damage: bytes) -> None:
     cache = HostCache(tmp_path, max_bytes=1000)
     cache.get("ab1", lambda: b"made")
     files_in(tmp_path)[0].write_bytes(damage)
@@ -58,7 +58,7 @@ def test_torn_or_altered_file_is_made_again(tmp_path: Path, damage: bytes) -> No
     assert cache.get("ab1", never) == b"again"
 
 
-def test_cache_stays_within_its_bound_and_keeps_what_was_read_last(tmp_path: Path) -> None:
+def test_cache_stays_within_its_size_limit_and_keeps_most_recently_read(tmp_path: Path) -> None:
     cache = HostCache(tmp_path, max_bytes=10_000)
     for number in range(40):
         cache.get(f"{number:02}", lambda: bytes(968))  # 1000 with its digest
@@ -69,7 +69,7 @@ def test_cache_stays_within_its_bound_and_keeps_what_was_read_last(tmp_path: Pat
     assert not cache.contains("10")
 
 
-def test_lock_of_a_worker_that_died_is_free(tmp_path: Path) -> None:
+def test_lock_of_a_dead_worker_is_released(tmp_path: Path) -> None:
     cache = HostCache(tmp_path, max_bytes=1000)
     process = multiprocessing.get_context("fork").Process(
         target=cache.get, args=("ab1", lambda: os._exit(3))

@@ -89,7 +89,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
 
 
-def test_call_with_token_is_handed_on_whole(serve: Any) -> None:
+def test_authorized_call_is_forwarded_unchanged(serve: Any) -> None:
     assert serve().call(BEARER, body=b"x" * MAX_BYTES) == (200, str(MAX_BYTES))
 
 
@@ -110,13 +110,15 @@ def test_call_with_token_is_handed_on_whole(serve: Any) -> None:
         (BEARER | {"Sec-Fetch-Site": "same-site"}, 403),
     ],
 )
-def test_call_of_a_stranger_is_refused(serve: Any, headers: Headers, status: int) -> None:
+def test_cross_origin_or_unauthorized_call_is_rejected(
+    serve: Any, headers: Headers, status: int
+) -> None:
     served = serve()
     code, text = served.call(headers)
     assert (code, json.loads(text)[0], served.echo.num_calls) == (status, status, 0)
 
 
-def test_page_of_the_server_itself_may_call(serve: Any) -> None:
+def test_same_origin_page_may_call_the_server(serve: Any) -> None:
     served = serve()
     assert (
         served.call(
@@ -146,7 +148,7 @@ def test_body_that_is_too_large_is_refused(serve: Any, framing: str) -> None:
     assert not served.echo.num_calls
 
 
-def test_body_that_does_not_arrive_is_given_up(serve: Any) -> None:
+def test_request_body_that_does_not_arrive_times_out(serve: Any) -> None:
     served = serve()
     head = (
         f"POST / HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: "
@@ -155,10 +157,10 @@ def test_body_that_does_not_arrive_is_given_up(serve: Any) -> None:
     assert served.raw(head).startswith("HTTP/1.1 408 ")
 
 
-def test_connection_that_brings_no_request_is_hung_up_on(serve: Any) -> None:
+def test_connection_without_a_request_is_closed(serve: Any) -> None:
     assert serve().raw("POST / HTTP/1.1\r\nHost:") == ""
 
 
-def test_server_for_all_addresses_takes_any_name_where_a_token_is_asked_for(serve: Any) -> None:
+def test_server_on_all_addresses_accepts_any_host_name_if_token_is_required(serve: Any) -> None:
     assert serve(host="0.0.0.0").call(BEARER | {"Host": "node-7.cluster"})[0] == 200
     assert serve(host="0.0.0.0", token="").call({"Host": "node-7.cluster"})[0] == 421

@@ -49,7 +49,7 @@ def critic(folder: Path, *, dtype: torch.dtype = torch.float32) -> TorchCritic:
     return made
 
 
-def test_values_are_the_same_packed_padded_and_by_themselves(tmp_path: Path) -> None:
+def test_critic_values_are_equal_for_packed_padded_and_single_samples(tmp_path: Path) -> None:
     samples, mine = rolled_out(tmp_path), critic(tmp_path)
     scores = mine.score(samples)
     for sample, score in zip(samples, scores, strict=True):
@@ -70,7 +70,7 @@ def test_values_are_the_same_packed_padded_and_by_themselves(tmp_path: Path) -> 
             )
 
 
-def test_values_are_those_of_transformers_states_and_depend_on_the_images(tmp_path: Path) -> None:
+def test_critic_values_match_transformers_states_and_depend_on_images(tmp_path: Path) -> None:
     (sample, *_), mine = rolled_out(tmp_path), critic(tmp_path, dtype=torch.float64)
     files = [
         image_item(*size, seed=10 + index).source for index, size in enumerate(((64, 48), (32, 96)))
@@ -95,7 +95,7 @@ def test_values_are_those_of_transformers_states_and_depend_on_the_images(tmp_pa
     )
 
 
-def test_critic_learns_what_is_returned_with_images_and_without(tmp_path: Path) -> None:
+def test_critic_learns_returns_of_samples_with_and_without_images(tmp_path: Path) -> None:
     samples, mine = rolled_out(tmp_path), critic(tmp_path)
     losses = []
     for _ in range(15):

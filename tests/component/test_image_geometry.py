@@ -45,7 +45,7 @@ def reference(width: int, height: int) -> MediaRef:
 
 
 @given(st.integers(1, 2000), st.integers(1, 2000))
-def test_size_is_that_of_transformers(width: int, height: int) -> None:
+def test_target_image_size_matches_transformers(width: int, height: int) -> None:
     if max(width, height) > 200 * min(width, height):
         with pytest.raises(ValueError, match="one side must be at most 200 times the other"):
             GEOMETRY.target_size(width, height)
@@ -56,27 +56,25 @@ def test_size_is_that_of_transformers(width: int, height: int) -> None:
     assert (16 * rows, 16 * columns) == expected
 
 
-def test_factor_brings_sides_to_multiples_of_several_tokens() -> None:
+def test_resize_factor_rounds_sides_to_multiples_of_several_tokens() -> None:
     wide = ImageGeometry.from_settings(PREPROCESSOR, MediaConfig(image_resize_scale_factor=2))
     assert wide.target_size(100, 60) == (64, 96)
     assert wide.grid(100, 60) == (4, 6)
 
 
-def test_factor_of_zero_leaves_images_alone_and_refuses_those_that_do_not_fit() -> None:
+def test_resize_factor_of_zero_keeps_image_sizes_and_rejects_unaligned_ones() -> None:
     untouched = ImageGeometry.from_settings(PREPROCESSOR, MediaConfig(image_resize_scale_factor=0))
     assert untouched.target_size(16, 48) == (48, 16)
     with pytest.raises(ValueError, match="sides must be multiples of 16, got 17 x 48"):
         untouched.target_size(17, 48)
 
 
-def test_other_bounds_have_other_names_in_the_cache() -> None:
+def test_different_image_bounds_have_different_cache_digests() -> None:
     assert GEOMETRY.digest != ImageGeometry.from_settings(PREPROCESSOR, BOUNDS).digest
 
 
 @pytest.mark.parametrize("size", [(32, 32), (48, 32), (100, 70), (9, 40)])
-def test_pixels_and_patches_are_those_of_transformers(
-    tmp_path: Path, size: tuple[int, int]
-) -> None:
+def test_pixels_and_patches_match_transformers(tmp_path: Path, size: tuple[int, int]) -> None:
     (piece,) = load_images(MediaLibrary(image_run(tmp_path)), size)
     expected = plain_pixels([image_file(*size)])
     patches = cut_patches(torch.from_numpy(piece.pixels)[None], layout().images.geometry)
@@ -88,7 +86,7 @@ def test_pixels_and_patches_are_those_of_transformers(
 @pytest.mark.parametrize(
     "sizes", [[(32, 32)], [(64, 32), (32, 96)], [(48, 80), (16, 16), (64, 64)]]
 )
-def test_positions_are_those_of_transformers(tmp_path: Path, sizes: list[tuple[int, int]]) -> None:
+def test_rotary_positions_match_transformers(tmp_path: Path, sizes: list[tuple[int, int]]) -> None:
     media = load_images(MediaLibrary(image_run(tmp_path)), *sizes)
     tokens = np.append(prompt_of(media), np.arange(5, dtype=np.int32))
     ids = torch.from_numpy(tokens.astype(np.int64))[None]
@@ -109,7 +107,7 @@ def test_positions_are_those_of_transformers(tmp_path: Path, sizes: list[tuple[i
     )
 
 
-def test_positions_are_those_of_the_drawing() -> None:
+def test_rotary_positions_match_the_documented_example() -> None:
     pad = layout().placeholders[Modality.IMAGE]
     tokens = np.array([1, 2, *[pad] * 6, 3, 4], np.int32)
     media = [reference(48, 32)]
@@ -123,7 +121,7 @@ def test_positions_are_those_of_the_drawing() -> None:
     ]
 
 
-def test_placeholders_that_the_policy_wrote_stand_for_nothing() -> None:
+def test_placeholders_sampled_by_the_policy_are_not_media_tokens() -> None:
     pad = layout().placeholders[Modality.IMAGE]
     tokens = np.array([1, *[pad] * 4, 2, pad, pad], np.int32)
     given_tokens = np.arange(8) < 6
@@ -139,7 +137,7 @@ def test_placeholders_that_the_policy_wrote_stand_for_nothing() -> None:
         layout().find_media_tokens(tokens, np.ones(8, bool), [reference(32, 32)])
 
 
-def test_prompt_grows_by_the_tokens_of_its_images_and_refuses_a_placeholder_too_many() -> None:
+def test_prompt_expands_image_placeholders_and_rejects_an_extra_one() -> None:
     pad = layout().placeholders[Modality.IMAGE]
     media = [reference(32, 32), reference(16, 80)]
     assert layout().expand_placeholders(
@@ -155,7 +153,7 @@ def test_prompt_grows_by_the_tokens_of_its_images_and_refuses_a_placeholder_too_
         layout().expand_placeholders(np.array([7, pad, 8, pad], np.int32), media[:1])
 
 
-def test_reference_without_size_or_of_an_impossible_shape_is_named() -> None:
+def test_error_names_media_reference_without_size_or_of_impossible_shape() -> None:
     with pytest.raises(MediaError, match="file:///image has no width and height"):
         layout().images.grid(MediaRef("file:///image", bytes(32), "image/png", 10))
     with pytest.raises(
@@ -164,7 +162,7 @@ def test_reference_without_size_or_of_an_impossible_shape_is_named() -> None:
         layout().images.grid(reference(4000, 2))
 
 
-def test_model_of_text_has_no_layout_and_a_broken_folder_is_named(tmp_path: Path) -> None:
+def test_text_model_has_no_media_layout_and_error_names_a_broken_folder(tmp_path: Path) -> None:
     assert MediaLayout.from_folder(tmp_path, BOUNDS) is None
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     assert MediaLayout.from_folder(tmp_path, BOUNDS) is None

@@ -117,7 +117,9 @@ def settled(lease: list[Lease]) -> None:
     lease[0].done()
 
 
-def test_lane_joins_anew_when_its_client_met_a_fatal_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lane_rejoins_the_share_group_after_a_fatal_client_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     consumers = Consumers([Message(FATAL)], [Message()])
     taken: list[Lease] = []
     lane = lane_of(consumers, monkeypatch, taken)
@@ -128,7 +130,7 @@ def test_lane_joins_anew_when_its_client_met_a_fatal_error(monkeypatch: pytest.M
     assert taken[0].record.offset == 7
 
 
-def test_lane_tries_again_when_it_could_not_join_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lane_retries_when_rejoining_the_share_group_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     refused = KafkaException(KafkaError(KafkaError._CRIT_SYS_RESOURCE, "no thread left"))
     consumers = Consumers([Message(FATAL), Message()], refused, [Message()])
     taken: list[Lease] = []
@@ -141,7 +143,7 @@ def test_lane_tries_again_when_it_could_not_join_anew(monkeypatch: pytest.Monkey
     assert [one.acknowledged for one in consumers.made] == [0, 1]
 
 
-def test_queue_of_a_consumer_group_ends_its_worker_when_its_client_failed(
+def test_consumer_group_lease_queue_ends_its_worker_when_its_client_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Failing:
@@ -179,7 +181,7 @@ def test_queue_of_a_consumer_group_ends_its_worker_when_its_client_failed(
     source.close()
 
 
-def test_worker_ends_with_the_reason_when_the_share_group_stays_full(
+def test_worker_ends_with_an_error_when_the_share_group_stays_full(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     full = KafkaError(

@@ -34,7 +34,7 @@ LEAVING = {
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("more", [(), ("-n", "1")], ids=["alone", "under xdist"])
 @pytest.mark.parametrize("what", LEAVING)
-def test_session_that_leaves_something_fails_and_names_it(
+def test_pytest_session_that_leaves_resources_behind_fails_and_names_them(
     what: str, more: tuple[str, ...], tmp_path: Path
 ) -> None:
     deed, named = LEAVING[what]

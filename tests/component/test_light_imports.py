@@ -39,7 +39,7 @@ MODEL_LIBRARIES = ("torch", "transformers", "safetensors", "tokenizers", "opente
     ],
     ids=["run files", "advantage", "rollout", "roles of the light image"],
 )
-def test_nothing_heavy_is_loaded(code: str, absent: tuple[str, ...]) -> None:
+def test_light_modules_import_no_heavy_packages(code: str, absent: tuple[str, ...]) -> None:
     asked = f"{code}; import sys; print([name for name in {absent} if name in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", asked],
@@ -52,5 +52,5 @@ def test_nothing_heavy_is_loaded(code: str, absent: tuple[str, ...]) -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_light_image_has_the_roles_that_compute_without_a_model() -> None:
+def test_light_image_has_the_roles_that_need_no_model() -> None:
     assert sorted(LIGHT_ROLES) == ["advantage", "controller", "metrics", "prompter", "reward"]

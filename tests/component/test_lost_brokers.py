@@ -57,7 +57,7 @@ MAKERS: list[Callable[[Connection], object]] = [
 @pytest.mark.parametrize(
     "make", MAKERS, ids=["group_consumer", "log_reader", "producer", "share_lane"]
 )
-def test_client_that_lost_all_brokers_for_good_ends_its_worker_by_name(
+def test_client_that_lost_all_brokers_for_good_ends_its_worker(
     make: Callable[[Connection], object], connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module, name in (
@@ -80,7 +80,7 @@ def test_client_that_lost_all_brokers_for_good_ends_its_worker_by_name(
         connection.auth_failures.raise_fatal()
 
 
-def test_client_whose_brokers_are_merely_away_waits_for_them(
+def test_client_waits_for_temporarily_unreachable_brokers(
     connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("relax_events.kafka.connection.LOST_SECONDS", 1.0)
@@ -93,7 +93,7 @@ def test_client_whose_brokers_are_merely_away_waits_for_them(
     connection.auth_failures.raise_fatal()
 
 
-def test_flush_ends_where_a_client_of_the_worker_is_lost(connection: Connection) -> None:
+def test_flush_raises_when_a_client_of_the_worker_is_lost(connection: Connection) -> None:
     producer = RecordProducer(connection)
     producer.send(ProducerRecord("t", b"x"))
     connection.auth_failures.report_fatal(ClientFailed("lost"))

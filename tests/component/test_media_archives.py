@@ -52,7 +52,7 @@ def reason(root: Path, path: str = "0.tar", member: str = "a.png") -> str:
     return caught.value.reason
 
 
-def test_members_are_read_where_they_lie(tmp_path: Path) -> None:
+def test_archive_members_are_read_in_place_without_extraction(tmp_path: Path) -> None:
     files = {f"set/{number}.png": image_file(32, 32 + 16 * number) for number in range(3)}
     long = "very/" * 60 + "a.png"
     tar_of(tmp_path / "0.tar", *files.items(), (long, b"long"), ("set/0.png", b"newer"))
@@ -64,7 +64,7 @@ def test_members_are_read_where_they_lie(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0.tar"]
 
 
-def test_heads_are_read_once_until_the_archive_changes(tmp_path: Path) -> None:
+def test_archive_index_is_read_once_until_the_archive_changes(tmp_path: Path) -> None:
     tar_of(tmp_path / "0.tar", ("a.png", b"one"))
     before = archives._read_index.cache_info().misses
     assert [item(tmp_path).read(LIMITS) for _ in range(5)] == [b"one"] * 5
@@ -73,7 +73,7 @@ def test_heads_are_read_once_until_the_archive_changes(tmp_path: Path) -> None:
     assert item(tmp_path).read(LIMITS) == b"two"
 
 
-def test_member_becomes_an_image_in_the_store_once(tmp_path: Path) -> None:
+def test_archive_members_with_equal_content_are_stored_once(tmp_path: Path) -> None:
     tar_of(
         tmp_path / "0.tar",
         ("a.png", image_file(48, 32)),
@@ -98,7 +98,7 @@ def test_member_becomes_an_image_in_the_store_once(tmp_path: Path) -> None:
         (special(tarfile.FIFOTYPE), "no_file"),
     ],
 )
-def test_member_that_is_no_file_is_refused(
+def test_archive_member_that_is_not_a_regular_file_is_rejected(
     tmp_path: Path, member: tarfile.TarInfo, reported: str
 ) -> None:
     tar_of(tmp_path / "0.tar", ("a.png", member), ("b.png", b"good"))
@@ -107,9 +107,7 @@ def test_member_that_is_no_file_is_refused(
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../a.png", "in/../../a.png"])
-def test_name_that_leads_out_is_refused_though_the_archive_has_it(
-    tmp_path: Path, name: str
-) -> None:
+def test_archive_member_name_with_path_traversal_is_rejected(tmp_path: Path, name: str) -> None:
     tar_of(tmp_path / "0.tar", (name, b"x"))
     assert reason(tmp_path, member=name) == "unsafe_name"
 
@@ -155,7 +153,7 @@ def claiming(size: int) -> Callable[[bytes], bytes]:
         "no tar file",
     ],
 )
-def test_spoilt_archive_is_refused_by_name(
+def test_corrupt_archive_is_rejected_with_its_name(
     tmp_path: Path, spoil: Callable[[bytes], bytes], reported: str
 ) -> None:
     whole = tar_of(
@@ -165,14 +163,14 @@ def test_spoilt_archive_is_refused_by_name(
     assert reason(tmp_path) == reported
 
 
-def test_long_name_that_claims_gigabytes_is_not_read(tmp_path: Path) -> None:
+def test_tar_long_name_header_that_claims_gigabytes_is_not_read(tmp_path: Path) -> None:
     head = tarfile.TarInfo("././@LongLink")
     head.type, head.size = tarfile.GNUTYPE_LONGNAME, 8 * 1024**3
     (tmp_path / "0.tar").write_bytes(head.tobuf(tarfile.GNU_FORMAT) + bytes(2048))
     assert reason(tmp_path) == "truncated"
 
 
-def test_chain_of_heads_without_an_end_is_refused(tmp_path: Path) -> None:
+def test_endless_chain_of_tar_headers_is_rejected(tmp_path: Path) -> None:
     head = tarfile.TarInfo("././@LongLink")
     head.type, head.size = tarfile.GNUTYPE_LONGNAME, 1
     (tmp_path / "0.tar").write_bytes(

@@ -24,7 +24,7 @@ def process_of(decoder: Decoder) -> int:
     return decoder._child.pid
 
 
-def test_decoder_answers_for_all_kinds_of_media() -> None:
+def test_decoder_inspects_and_decodes_all_media_types() -> None:
     decoder, limits = Decoder(MediaConfig()), MediaConfig()
     video = video_file(48, 32)
     assert decoder.inspect(image_file(48, 32), Modality.IMAGE, location="a") == MediaFacts(
@@ -42,7 +42,7 @@ def test_decoder_answers_for_all_kinds_of_media() -> None:
     )
 
 
-def test_refusal_leaves_the_process_alone() -> None:
+def test_rejected_file_leaves_the_decoder_process_running() -> None:
     decoder = Decoder(MediaConfig())
     decoder.inspect(audio_file(), Modality.AUDIO, location="a")
     before = process_of(decoder)
@@ -52,7 +52,7 @@ def test_refusal_leaves_the_process_alone() -> None:
     assert process_of(decoder) == before
 
 
-def test_file_that_takes_too_long_costs_itself_alone() -> None:
+def test_decoding_timeout_affects_only_its_own_file() -> None:
     decoder = Decoder(MediaConfig())
     decoder.inspect(audio_file(), Modality.AUDIO, location="a")
     before = process_of(decoder)
@@ -68,7 +68,7 @@ def test_file_that_takes_too_long_costs_itself_alone() -> None:
     assert process_of(decoder) != before
 
 
-def test_file_that_crashes_the_decoder_costs_itself_alone() -> None:
+def test_decoder_crash_affects_only_the_file_that_caused_it() -> None:
     decoder = Decoder(MediaConfig())
     decoder.inspect(audio_file(), Modality.AUDIO, location="a")
     os.kill(process_of(decoder), signal.SIGSEGV)
@@ -80,7 +80,7 @@ def test_file_that_crashes_the_decoder_costs_itself_alone() -> None:
     assert decoder.inspect(audio_file(), Modality.AUDIO, location="c").num_frames == 6_400
 
 
-def test_error_that_nobody_foresaw_is_told_by_its_text() -> None:
+def test_unexpected_decoder_error_is_reported_with_its_message() -> None:
     decoder = Decoder(MediaConfig())
     with pytest.raises(
         MediaError,
@@ -91,7 +91,7 @@ def test_error_that_nobody_foresaw_is_told_by_its_text() -> None:
     assert decoder.inspect(audio_file(), Modality.AUDIO, location="b").num_frames == 6_400
 
 
-def test_file_that_needs_too_much_memory_is_named() -> None:
+def test_error_names_file_that_needs_too_much_memory_to_decode() -> None:
     decoder = Decoder(MediaConfig(decode_bytes=512 * 1024**2))
     video = written("mpeg4", "mp4", frames=frames_of(48, 32, 4))
     huge = DecodePlan((768, 1024, 1024, 3), "uint8", frames=(0, 1) * 384)
@@ -106,7 +106,7 @@ def test_file_that_needs_too_much_memory_is_named() -> None:
     )
 
 
-def test_process_ends_with_its_owner() -> None:
+def test_decoder_process_ends_with_its_owner() -> None:
     decoder = Decoder(MediaConfig())
     decoder.inspect(audio_file(), Modality.AUDIO, location="a")
     assert decoder._child is not None

@@ -83,7 +83,7 @@ def check_refused(one: WebFetcher, url: str, reason: str) -> str:
     return str(caught.value)
 
 
-def test_file_is_fetched_at_once_and_behind_redirects(port: int) -> None:
+def test_file_is_fetched_directly_and_through_redirects(port: int) -> None:
     assert fetcher().fetch(f"http://127.0.0.1:{port}/a.png?size=2", location="row 1") == CONTENT
     assert fetcher().fetch(f"http://127.0.0.1:{port}/to/to/b.png", location="row 1") == CONTENT
 
@@ -99,18 +99,18 @@ def test_file_is_fetched_at_once_and_behind_redirects(port: int) -> None:
         "http://127.0.0.1:port/a",
     ],
 )
-def test_other_addresses_are_refused(url: str) -> None:
+def test_forbidden_media_urls_are_rejected(url: str) -> None:
     check_refused(fetcher(), url, "forbidden_address")
 
 
-def test_host_that_is_not_allowed_is_never_asked(port: int) -> None:
+def test_host_outside_the_allowlist_is_never_contacted(port: int) -> None:
     text = check_refused(
         fetcher("images.example"), f"http://127.0.0.1:{port}/a", "forbidden_address"
     )
     assert text.endswith("is of host '127.0.0.1'; media_hosts allows images.example")
 
 
-def test_allowed_host_at_a_private_address_is_never_asked(port: int) -> None:
+def test_allowed_host_at_a_private_address_is_never_contacted(port: int) -> None:
     item = MediaItem(
         Modality.IMAGE, f"http://localhost:{port}/a", "row 1", MediaAccess(hosts=("localhost",))
     )
@@ -121,7 +121,7 @@ def test_allowed_host_at_a_private_address_is_never_asked(port: int) -> None:
         item.read(MediaConfig())
 
 
-def test_name_with_a_private_address_beside_a_public_one_is_never_asked(
+def test_host_with_both_private_and_public_addresses_is_never_contacted(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     both = [
@@ -149,26 +149,26 @@ def test_redirect_to_another_host_is_not_followed(port: int) -> None:
     )
 
 
-def test_redirects_end(port: int) -> None:
+def test_number_of_redirects_is_limited(port: int) -> None:
     assert "redirects again" in check_refused(
         fetcher(), f"http://127.0.0.1:{port}/to/to/to/to/a", "not_fetched"
     )
 
 
-def test_what_is_not_there_is_named_without_its_query(port: int) -> None:
+def test_not_found_error_names_the_url_without_its_query(port: int) -> None:
     text = check_refused(fetcher(), f"http://127.0.0.1:{port}/gone?key=secret", "not_fetched")
     assert text == f"row 1: 'http://127.0.0.1:{port}/gone' responds 404 Not Found"
 
 
-def test_large_file_is_given_up(port: int) -> None:
+def test_download_of_a_file_that_is_too_large_is_aborted(port: int) -> None:
     check_refused(fetcher(), f"http://127.0.0.1:{port}/flood", "too_large")
 
 
-def test_host_that_drips_is_given_up_at_the_deadline(port: int) -> None:
+def test_download_from_a_slow_host_is_aborted_at_the_deadline(port: int) -> None:
     check_refused(fetcher(seconds=0.3), f"http://127.0.0.1:{port}/drip", "not_fetched")
 
 
-def test_host_that_refuses_is_named() -> None:
+def test_error_names_host_that_refuses_the_connection() -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         check_refused(fetcher(), f"http://127.0.0.1:{closed.getsockname()[1]}/a", "not_fetched")
@@ -200,5 +200,5 @@ CARRYING_ANOTHER = [
 
 
 @pytest.mark.parametrize("address", [*PUBLIC, *OURS, *CARRYING_ANOTHER, *SPECIAL])
-def test_public_addresses_are_told_from_others(address: str) -> None:
+def test_public_addresses_are_distinguished_from_others(address: str) -> None:
     assert is_public(address) is (address in PUBLIC)

@@ -55,7 +55,7 @@ def test_same_image_is_stored_once_under_its_content(library: MediaLibrary, tmp_
     )
 
 
-def test_row_that_comes_again_is_not_read_again(library: MediaLibrary, tmp_path: Path) -> None:
+def test_media_of_a_repeated_row_are_not_read_again(library: MediaLibrary, tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     path.write_bytes(image_file(32, 32))
     first = library.add(of_path(path))
@@ -63,7 +63,7 @@ def test_row_that_comes_again_is_not_read_again(library: MediaLibrary, tmp_path:
     assert library.add(of_path(path)) == first
 
 
-def test_places_of_one_name_in_two_datasets_are_told_apart(
+def test_equal_media_locations_in_two_datasets_are_distinguished(
     library: MediaLibrary, tmp_path: Path
 ) -> None:
     for folder in ("one", "two"):
@@ -136,7 +136,7 @@ def test_sequence_must_hold_the_placeholders_of_its_media(library: MediaLibrary)
     library.require_fit(fit[:1], np.ones(1, bool), [])
 
 
-def test_image_that_vanished_is_named(library: MediaLibrary, tmp_path: Path) -> None:
+def test_error_names_missing_image(library: MediaLibrary, tmp_path: Path) -> None:
     reference = library.add(image_item(48, 32))
     for file in [*object_files(tmp_path), *cached_files(tmp_path)]:
         file.unlink()
@@ -146,16 +146,14 @@ def test_image_that_vanished_is_named(library: MediaLibrary, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("content", [image_file(48, 32, seed=9), b"", b"other"])
-def test_image_that_was_altered_is_named(
-    library: MediaLibrary, tmp_path: Path, content: bytes
-) -> None:
+def test_error_names_altered_image(library: MediaLibrary, tmp_path: Path, content: bytes) -> None:
     reference = library.add(image_item(48, 32))
     cached_files(tmp_path)[0].unlink()
     object_files(tmp_path)[0].write_bytes(content)
     assert "was altered" in check_fails(MediaLibrary(image_run(tmp_path)), reference, "altered")
 
 
-def test_reference_that_lies_about_its_size_is_refused(library: MediaLibrary) -> None:
+def test_media_reference_with_a_wrong_image_size_is_rejected(library: MediaLibrary) -> None:
     reference = library.add(image_item(48, 32))
     library.load(reference)
     text = check_fails(library, replace(reference, width=32, height=48), "wrong_size")
@@ -181,7 +179,9 @@ def test_reference_into_an_allowed_root_is_fetched_from_there(tmp_path: Path) ->
     assert MediaLibrary(allowed).load(reference).pixels.shape == (32, 48, 3)
 
 
-def test_store_that_fails_is_no_fault_of_the_image(library: MediaLibrary, tmp_path: Path) -> None:
+def test_store_failure_is_not_reported_as_an_invalid_image(
+    library: MediaLibrary, tmp_path: Path
+) -> None:
     reference = library.add(image_item(48, 32))
     cached_files(tmp_path)[0].unlink()
     file = object_files(tmp_path)[0]
@@ -213,7 +213,7 @@ def test_hostile_image_is_refused_before_it_is_stored(
     assert object_files(tmp_path) == []
 
 
-def test_text_model_gets_no_image(tmp_path: Path) -> None:
+def test_media_library_of_a_text_model_rejects_images(tmp_path: Path) -> None:
     config = image_run(
         tmp_path, model={"path": make_tiny(tmp_path / "text", corpus=["x"], hidden_size=32)}
     )

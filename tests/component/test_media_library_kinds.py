@@ -90,7 +90,7 @@ def test_video_is_stored_with_its_audio(tmp_path: Path) -> None:
     assert tone == pytest.approx(300, abs=1)
 
 
-def test_reference_that_lies_about_its_length_is_refused(tmp_path: Path) -> None:
+def test_media_reference_with_a_wrong_length_is_rejected(tmp_path: Path) -> None:
     library = opened(tmp_path)
     audio = library.add(item_of(*AUDIO))
     with pytest.raises(

@@ -39,7 +39,7 @@ def test_put_takes_a_view_when_its_items_are_wider_than_a_byte(store: ObjectStor
     assert store.get(reference) == b"12345678"
 
 
-def test_put_does_not_send_again_when_the_content_is_there(
+def test_put_skips_the_upload_when_the_content_is_present(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent = []
@@ -102,7 +102,7 @@ def test_names_are_refused_when_they_could_leave_the_root(store: ObjectStore, ke
         store.get(ObjectRef(store.uri("") + key, bytes(32), 1))
 
 
-def test_list_gives_sorted_names_of_a_folder_alone(store: ObjectStore) -> None:
+def test_list_returns_sorted_names_of_only_the_given_folder(store: ObjectStore) -> None:
     for key in ("weights/2/b", "weights/2/a", "weights/10/c", "weights-old/2/d"):
         store.put_at(key, b"data")
     assert store.list("weights/2") == store.list("weights/2/") == ["weights/2/a", "weights/2/b"]
@@ -111,7 +111,7 @@ def test_list_gives_sorted_names_of_a_folder_alone(store: ObjectStore) -> None:
     assert store.list("nowhere") == []
 
 
-def test_delete_passes_over_names_that_are_gone(store: ObjectStore) -> None:
+def test_delete_ignores_missing_objects(store: ObjectStore) -> None:
     store.put_at("a", b"1")
     store.delete(["gone", "a"])
     assert not store.exists("a")

@@ -54,7 +54,7 @@ def away() -> StoreUnavailable:
     return StoreUnavailable("can't read s3://bucket/a: 503")
 
 
-def test_call_is_repeated_with_growing_pauses_until_the_store_answers(clock: Clock) -> None:
+def test_store_call_is_retried_with_growing_pauses_until_it_succeeds(clock: Clock) -> None:
     clock.outages.start_waiting(deadline_seconds=3600, pause=clock.pause)
     assert clock.outages.call_until_available(ROOT, failing(12, away)) == "answer"
     assert len(clock.pauses) == 12
@@ -66,7 +66,7 @@ def test_call_is_repeated_with_growing_pauses_until_the_store_answers(clock: Clo
     assert clock.outages.seconds == 0
 
 
-def test_store_that_stays_away_is_given_up_after_the_deadline(clock: Clock) -> None:
+def test_unavailable_store_raises_after_the_deadline(clock: Clock) -> None:
     clock.outages.start_waiting(deadline_seconds=100, pause=clock.pause)
     with pytest.raises(
         StoreUnavailable, match=r"503; waited for \d+ s \(objects.outage_deadline_seconds = 100\)"
@@ -77,7 +77,9 @@ def test_store_that_stays_away_is_given_up_after_the_deadline(clock: Clock) -> N
 
 
 @pytest.mark.parametrize("is_disarmed", [False, True])
-def test_nobody_waits_who_did_not_ask_to(clock: Clock, *, is_disarmed: bool) -> None:
+def test_store_call_does_not_wait_unless_waiting_is_enabled(
+    clock: Clock, *, is_disarmed: bool
+) -> None:
     if is_disarmed:
         clock.outages.start_waiting(deadline_seconds=100, pause=clock.pause)
         clock.outages.stop_waiting()
@@ -86,7 +88,7 @@ def test_nobody_waits_who_did_not_ask_to(clock: Clock, *, is_disarmed: bool) -> 
     assert clock.pauses == []
 
 
-def test_missing_object_is_an_answer(clock: Clock) -> None:
+def test_missing_object_error_is_not_retried(clock: Clock) -> None:
     clock.outages.start_waiting(deadline_seconds=100, pause=clock.pause)
     with pytest.raises(ObjectError, match="no such object"):
         clock.outages.call_until_available(
@@ -96,7 +98,7 @@ def test_missing_object_is_an_answer(clock: Clock) -> None:
     assert clock.outages.seconds == 0
 
 
-def test_what_the_pause_raises_ends_the_wait(clock: Clock) -> None:
+def test_error_raised_during_the_pause_ends_the_wait(clock: Clock) -> None:
     def pause(_: float) -> None:
         raise StoreUnavailable("the worker was asked to end")
 
@@ -105,7 +107,7 @@ def test_what_the_pause_raises_ends_the_wait(clock: Clock) -> None:
         clock.outages.call_until_available(ROOT, failing(1, away))
 
 
-def test_directory_that_is_gone_is_an_outage_and_a_missing_file_is_not(
+def test_missing_store_directory_is_an_outage_and_a_missing_file_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
     store = ObjectStore.open((tmp_path / "objects").as_uri())
@@ -127,7 +129,7 @@ def test_directory_that_is_gone_is_an_outage_and_a_missing_file_is_not(
         store.get(reference)
 
 
-def test_unreadable_object_of_a_store_that_is_there_is_no_outage(
+def test_unreadable_object_in_an_available_store_is_not_an_outage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = ObjectStore.open(tmp_path.as_uri())

@@ -39,7 +39,7 @@ def modes_after(config: RunConfig, tmp_path: Path) -> dict[str, int]:
     }
 
 
-def test_folder_of_a_run_and_all_in_it_are_private(
+def test_run_folder_and_its_contents_are_private(
     make_run_config: MakeConfig, tmp_path: Path
 ) -> None:
     config = make_run_config(run={"id": "mine"})
@@ -53,7 +53,7 @@ def test_folder_of_a_run_and_all_in_it_are_private(
     }
 
 
-def test_store_in_a_folder_elsewhere_stays_as_its_owner_shares_it(
+def test_store_outside_the_run_folder_keeps_its_permissions(
     make_run_config: MakeConfig, tmp_path: Path
 ) -> None:
     config = make_run_config(run={"id": "mine"}, objects={"uri": (tmp_path / "shared").as_uri()})

@@ -32,7 +32,7 @@ def promtool(*words: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_every_case_of_the_rules_comes_out_as_it_says() -> None:
+def test_alert_rules_pass_their_promtool_unit_tests() -> None:
     promtool("test", "rules", "alerts_test.yml")
 
 

@@ -50,7 +50,7 @@ class ThreadRank(SingleRank):
 
 @pytest.mark.parametrize("num_first", [0, 2, 6])
 @pytest.mark.parametrize("max_kl", [0.0, 0.05])
-def test_two_ranks_train_like_one_however_the_prompt_groups_lie(num_first, max_kl):
+def test_two_ranks_train_like_one_for_any_split_of_prompt_groups(num_first, max_kl):
     algorithm = {
         "name": "reinforce_plus_plus_baseline",
         "old_logprobs": "trainer",

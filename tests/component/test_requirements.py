@@ -36,7 +36,7 @@ def whole_model(folder: Path) -> Path:
     return folder
 
 
-def test_roles_are_counted_when_all_are_installed(make_run_config: MakeRunConfig) -> None:
+def test_role_check_reports_the_number_of_workers_per_role(make_run_config: MakeRunConfig) -> None:
     assert require_roles(make_run_config()) == SEVEN_ROLES
     both = make_run_config(
         algorithm={"kl_coefficient": 0.1, "old_logprobs": "actor"},
@@ -46,7 +46,7 @@ def test_roles_are_counted_when_all_are_installed(make_run_config: MakeRunConfig
     assert "reference x 2, actor-forward x 1" in require_roles(both)
 
 
-def test_engine_or_backend_that_is_not_installed_is_named_with_its_key(
+def test_error_names_setting_of_an_engine_or_backend_that_is_not_installed(
     make_run_config: MakeRunConfig,
 ) -> None:
     with pytest.raises(
@@ -59,7 +59,7 @@ def test_engine_or_backend_that_is_not_installed_is_named_with_its_key(
         require_roles(make_run_config(trainer={"backend": "abacus"}))
 
 
-def test_servers_that_several_workers_would_attach_to_are_refused(
+def test_attaching_several_workers_to_the_same_servers_is_rejected(
     make_run_config: MakeRunConfig,
 ) -> None:
     attached = {"name": "sglang", "sglang": {"urls": ["http://host:30000"]}}
@@ -71,7 +71,9 @@ def test_servers_that_several_workers_would_attach_to_are_refused(
         require_roles(make_run_config(engine=attached, workers={"rollout": 2}))
 
 
-def test_model_is_complete_or_will_be_made(make_run_config: MakeRunConfig, tmp_path: Path) -> None:
+def test_model_check_accepts_complete_model_or_recipe(
+    make_run_config: MakeRunConfig, tmp_path: Path
+) -> None:
     assert (
         require_model(make_run_config(model={"tiny": {}}))
         == f"{tmp_path / 'model'} will be made by the run"
@@ -80,7 +82,7 @@ def test_model_is_complete_or_will_be_made(make_run_config: MakeRunConfig, tmp_p
     assert require_model(make_run_config()) == f"{tmp_path / 'model'} is complete"
 
 
-def test_model_that_is_missing_asks_for_a_folder_or_a_recipe(
+def test_missing_model_error_asks_for_a_checkpoint_folder_or_a_recipe(
     make_run_config: MakeRunConfig,
 ) -> None:
     with pytest.raises(
@@ -99,7 +101,7 @@ def test_model_folder_that_lacks_a_file_is_refused_with_its_name(
         require_model(make_run_config(model={"tiny": {}}))
 
 
-def test_replay_of_routing_needs_a_mixture_of_experts(
+def test_routing_replay_requires_a_mixture_of_experts(
     make_run_config: MakeRunConfig, tmp_path: Path
 ) -> None:
     with pytest.raises(
@@ -128,7 +130,7 @@ def test_replay_of_routing_needs_a_mixture_of_experts(
             require_model(make_run_config(**settings))
 
 
-def test_torn_settings_of_a_model_are_refused_with_their_path(
+def test_malformed_model_config_is_rejected_with_its_path(
     make_run_config: MakeRunConfig, tmp_path: Path
 ) -> None:
     (whole_model(tmp_path / "model") / "config.json").write_text('{"num_experts": 8, "num_exp')
@@ -145,7 +147,7 @@ def test_torn_settings_of_a_model_are_refused_with_their_path(
         require_model(make_run_config(model={"routing_replay": "rollout"}))
 
 
-def test_critic_of_its_own_is_looked_for_where_there_is_one(
+def test_critic_model_is_required_only_if_the_algorithm_has_a_critic(
     make_run_config: MakeRunConfig, tmp_path: Path
 ) -> None:
     whole_model(tmp_path / "model")
@@ -174,7 +176,7 @@ def write_vocabulary(folder: Path, *tokens: str, added: str = "<end>") -> Path:
     return folder
 
 
-def test_teacher_is_whole_and_has_the_policys_vocabulary(
+def test_teacher_must_be_complete_and_share_the_policy_vocabulary(
     make_run_config: MakeRunConfig, tmp_path: Path
 ) -> None:
     assert require_teacher(make_run_config()) == "none: algorithm.distill_coefficient is 0"
@@ -224,7 +226,7 @@ def test_vocabulary_may_be_a_list_of_tokens_with_their_scores(tmp_path: Path) ->
     assert read_vocabulary(tmp_path) == {0: "<unk>", 1: "a"}
 
 
-def test_package_that_is_missing_is_named(
+def test_error_names_missing_package(
     make_run_config: MakeRunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -252,7 +254,7 @@ def test_metrics_need_a_port_for_every_worker_and_rank(make_run_config: MakeRunC
         require_metrics_ports(make_run_config(telemetry={"metrics_port": first + 1}, **sections))
 
 
-def test_port_that_is_taken_is_named(make_run_config: MakeRunConfig) -> None:
+def test_error_names_metrics_port_already_in_use(make_run_config: MakeRunConfig) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -264,7 +266,7 @@ def test_port_that_is_taken_is_named(make_run_config: MakeRunConfig) -> None:
             require_metrics_ports(make_run_config(telemetry={"metrics_port": port - 3}))
 
 
-def test_address_of_another_machine_is_refused(make_run_config: MakeRunConfig) -> None:
+def test_metrics_address_of_another_machine_is_rejected(make_run_config: MakeRunConfig) -> None:
     with pytest.raises(
         EnvironmentProblem,
         match=r"can't serve metrics on 192.0.2.1:0: .*; set telemetry.metrics_host",

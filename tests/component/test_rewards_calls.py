@@ -84,7 +84,7 @@ def prompt_group(name: str, *completions: str) -> list[RewardItem]:
     ]
 
 
-def test_function_with_a_parameter_for_turns_is_given_them_and_may_reward_each(
+def test_reward_function_with_turns_parameter_may_reward_each_turn(
     pool_of: Callable[..., RewardPool],
 ) -> None:
     said = [("assistant", "abc"), ("user", "continue"), ("assistant", "de")]
@@ -139,7 +139,7 @@ def test_pool_gives_a_function_the_whole_prompt_group(pool_of: Callable[..., Rew
     ]
 
 
-def test_prompt_group_fails_alone_and_one_sample_of_it_can(
+def test_reward_failure_affects_only_its_prompt_group_or_sample(
     pool_of: Callable[..., RewardPool],
 ) -> None:
     batch = [
@@ -159,7 +159,7 @@ def test_prompt_group_fails_alone_and_one_sample_of_it_can(
     assert texts[4] == "failed: no opinion on sample d/0"
 
 
-def test_pool_has_several_calls_of_a_coroutine_under_way(
+def test_pool_runs_several_coroutine_calls_concurrently(
     pool_of: Callable[..., RewardPool],
 ) -> None:
     results = pool_of("meet", concurrency=4).score_batch(
@@ -177,7 +177,7 @@ def test_pool_has_several_calls_of_a_coroutine_under_way(
     ]
 
 
-def test_coroutine_that_waits_too_long_fails_alone(pool_of: Callable[..., RewardPool]) -> None:
+def test_coroutine_timeout_fails_only_its_own_sample(pool_of: Callable[..., RewardPool]) -> None:
     results = pool_of("meet", concurrency=3).score_batch(
         [
             RewardItem(text, text, "good")
@@ -189,7 +189,7 @@ def test_coroutine_that_waits_too_long_fails_alone(pool_of: Callable[..., Reward
 
 
 @pytest.mark.parametrize("culprit", ["block", "leave"])
-def test_pool_finds_out_which_of_several_calls_ended_the_child(
+def test_pool_identifies_which_concurrent_call_killed_the_child(
     pool_of: Callable[..., RewardPool], culprit: str
 ) -> None:
     batch = [RewardItem(f"{index}", "good", "good") for index in range(5)]
@@ -233,7 +233,9 @@ def test_pool_routes_samples_to_the_function_of_their_source(
         assert pool.digest != plain.digest
 
 
-def test_functions_of_one_run_must_be_called_alike(pool_of: Callable[..., RewardPool]) -> None:
+def test_reward_functions_of_a_run_must_share_one_calling_convention(
+    pool_of: Callable[..., RewardPool],
+) -> None:
     with pytest.raises(
         ConfigError,
         match=r"rank takes whole prompt groups, unlike exact_match; .* see reward.routes",

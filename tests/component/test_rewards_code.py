@@ -68,7 +68,7 @@ def test_code_passes_its_tests(program: str, metadata: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("metadata", [{"tests": ["assert f(1) == 2"]}, IN_AND_OUT])
-def test_code_is_judged_where_the_workers_files_are_its_users_alone(
+def test_code_is_scored_when_worker_files_are_private_to_its_user(
     metadata: dict[str, Any],
 ) -> None:
     """As root a program becomes another user, who must be able to read it."""
@@ -96,7 +96,7 @@ def test_code_is_judged_where_the_workers_files_are_its_users_alone(
         "",
     ],
 )
-def test_code_that_is_wrong_or_leaves_early_gets_nothing(program: str) -> None:
+def test_code_that_is_wrong_or_exits_early_gets_zero_reward(program: str) -> None:
     assert judge(program, {"tests": ["assert f(1) == 2"]}) == {
         "reward": 0.0,
         "passed": 0.0,
@@ -104,7 +104,7 @@ def test_code_that_is_wrong_or_leaves_early_gets_nothing(program: str) -> None:
     }
 
 
-def test_code_gives_the_share_of_tests_when_asked() -> None:
+def test_code_reward_is_the_share_of_passed_tests_if_partial_is_set() -> None:
     program = "print(abs(2 * int(input())))"
     assert judge(program, IN_AND_OUT, partial=True) == {
         "reward": pytest.approx(2 / 3),
@@ -125,13 +125,13 @@ def test_code_gives_the_share_of_tests_when_asked() -> None:
         "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass",
     ],
 )
-def test_code_that_runs_into_a_limit_is_a_counted_failure(program: str) -> None:
+def test_code_that_exceeds_a_sandbox_limit_is_a_reward_failure(program: str) -> None:
     with pytest.raises(RewardError, match=r"the program exceeded a limit of the sandbox: 0\.7 s"):
         judge(program, {"tests": ["pass"]}, test_seconds=0.7)
     assert not programs_left()
 
 
-def test_code_that_runs_into_a_limit_is_worth_what_the_options_say() -> None:
+def test_code_that_exceeds_a_sandbox_limit_gets_the_configured_limit_reward() -> None:
     assert (
         judge("while True: pass", {"tests": ["pass"]}, test_seconds=0.3, limit_reward=-1.0)[
             "reward"
@@ -140,7 +140,7 @@ def test_code_that_runs_into_a_limit_is_worth_what_the_options_say() -> None:
     )
 
 
-def test_code_finds_tests_in_the_reference_answer() -> None:
+def test_code_reward_reads_tests_from_the_reference_answer() -> None:
     assert judge("x = 1", {}, answer='["assert x == 1"]')["reward"] == 1.0
     assert judge(DOUBLE, {}, answer='{"inputs": ["2"], "outputs": ["5"]}')["reward"] == 0.0
 
@@ -148,12 +148,12 @@ def test_code_finds_tests_in_the_reference_answer() -> None:
 @pytest.mark.parametrize(
     "metadata", [{}, {"tests": []}, {"tests": [3]}, {"inputs": ["1"], "outputs": []}]
 )
-def test_code_without_tests_is_a_failure(metadata: dict[str, Any]) -> None:
+def test_code_reward_without_tests_is_a_failure(metadata: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"the sample has no tests; see metadata\.tests"):
         judge("x = 1", metadata)
 
 
-def test_code_without_a_block_gets_nothing() -> None:
+def test_completion_without_a_code_block_gets_zero_reward() -> None:
     assert code("x = 1", answer="", metadata={"tests": ["pass"]}, prompt="") == {
         "reward": 0.0,
         "passed": 0.0,
@@ -161,7 +161,7 @@ def test_code_without_a_block_gets_nothing() -> None:
     }
 
 
-def test_last_python_block_behind_the_reasoning_counts() -> None:
+def test_last_python_block_after_the_reasoning_is_used() -> None:
     text = (
         "<think>\n```python\na\n```\n</think>\n```py\nb\n```\n```python\nc\n```\n```bash\nd\n```\n"
     )
@@ -170,12 +170,12 @@ def test_last_python_block_behind_the_reasoning_counts() -> None:
     assert python_block("```rust\ne\n```") is None
 
 
-def test_calls_are_compared_as_json() -> None:
+def test_function_call_results_are_compared_as_json() -> None:
     (test,) = read_tests({"inputs": [3], "outputs": ["it's"], "fn_name": "f"})
     assert "assert json.loads(json.dumps(function(*json.loads('[3]')))) == json.loads" in test
 
 
-def test_sandbox_has_no_network_no_environment_and_ends_what_it_started(
+def test_sandbox_has_no_network_or_environment_and_ends_its_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SECRET_OF_THE_WORKER", "x")
@@ -209,7 +209,7 @@ def test_sandbox_that_can_not_be_set_up_is_a_failure() -> None:
         sandbox.run_with_input("")
 
 
-def test_programs_are_not_run_where_nothing_keeps_them_from_files(
+def test_programs_are_not_run_without_file_isolation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(isolation, "find_isolation", lambda: Isolation(filters=True))
@@ -221,7 +221,7 @@ def test_programs_are_not_run_where_nothing_keeps_them_from_files(
     assert require_isolation(allow_unprotected=True) == Isolation(filters=True)
 
 
-def test_programs_are_not_run_where_nothing_keeps_them_from_the_network(
+def test_programs_are_not_run_without_network_isolation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(isolation, "find_isolation", lambda: Isolation(landlock=7))
@@ -232,7 +232,7 @@ def test_programs_are_not_run_where_nothing_keeps_them_from_the_network(
 @pytest.mark.parametrize(
     ("user", "remedy"), [(0, "run it as another user than root"), (1000, "install bubblewrap")]
 )
-def test_machine_on_which_no_interpreter_runs_behind_walls_is_refused(
+def test_machine_where_no_interpreter_starts_in_isolation_is_rejected(
     user: int, remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(isolation, "_works", lambda _: False)
@@ -330,12 +330,12 @@ def test_tests_use_what_a_solution_defines(test: str) -> None:
         "assert same(",
     ],
 )
-def test_tests_that_do_not_hold_fail(test: str) -> None:
+def test_sandbox_reports_failed_tests(test: str) -> None:
     with Sandbox(DEFINITIONS, Limits(seconds=20)) as sandbox:
         assert sandbox.run_with_tests(test) is Verdict.FAILED
 
 
-def test_sandbox_bounds_what_a_program_writes() -> None:
+def test_sandbox_limits_the_output_of_a_program() -> None:
     with Sandbox("while True: print('x' * 10_000)", Limits(seconds=5)) as sandbox:
         verdict, printed = sandbox.run_with_input("")
     assert verdict is not Verdict.PASSED

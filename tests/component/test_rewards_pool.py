@@ -135,7 +135,7 @@ def test_pool_does_not_blame_a_sample_for_memory_that_another_leaked(function: s
         assert rewards(pool.score_batch(items(*["leak", "good"] * 3))) == [0.0, 1.0] * 3
 
 
-def test_function_can_not_read_the_requests(pool: RewardPool) -> None:
+def test_reward_function_cannot_read_the_request_pipe(pool: RewardPool) -> None:
     assert rewards(pool.score_batch(items("read", "good", "read", "good"))) == [0.0, 1.0, 0.0, 1.0]
 
 
@@ -147,7 +147,7 @@ def test_pool_goes_on_after_many_failures(pool: RewardPool) -> None:
     assert rewards(pool.score_batch(items("good"))) == [1.0]
 
 
-def test_pool_starts_a_child_again_that_was_killed_between_batches(pool: RewardPool) -> None:
+def test_pool_restarts_a_child_killed_between_batches(pool: RewardPool) -> None:
     pids = {
         int(result.reward)
         for result in pool.score_batch(items(*["pid"] * 64))
@@ -166,7 +166,7 @@ def test_pool_scores_completions_larger_than_a_pipe(pool: RewardPool) -> None:
     assert rewards(pool.score_batch(batch)) == [1.0] * 40
 
 
-def test_pool_says_when_answers_come_also_from_calls_that_hang(pool: RewardPool) -> None:
+def test_pool_reports_progress_for_calls_that_hang(pool: RewardPool) -> None:
     answers: list[int] = []
     results = pool.score_batch(items(*["hang"] * 6), on_answer=lambda: answers.append(1))
     assert rewards(results) == [None] * 6
@@ -175,7 +175,7 @@ def test_pool_says_when_answers_come_also_from_calls_that_hang(pool: RewardPool)
     )
 
 
-def test_pool_takes_a_process_for_each_core_unless_it_is_told_otherwise(
+def test_pool_uses_one_process_per_core_up_to_a_maximum_by_default(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("relax_events.config.reward.os.sched_getaffinity", lambda _: range(5))
@@ -197,7 +197,7 @@ def test_pool_refuses_a_function_that_changed_during_the_run(
         pool.score_batch(items("good"))
 
 
-def test_pool_goes_on_with_a_file_that_was_written_again_as_it_was(
+def test_pool_accepts_a_reward_file_rewritten_with_the_same_content(
     pool: RewardPool, function: str
 ) -> None:
     version = pool.digest
@@ -206,7 +206,7 @@ def test_pool_goes_on_with_a_file_that_was_written_again_as_it_was(
     assert pool.digest == version
 
 
-def test_pool_says_so_when_the_file_of_its_function_is_gone(
+def test_pool_reports_when_the_file_of_its_function_is_missing(
     pool: RewardPool, function: str
 ) -> None:
     Path(function.removesuffix(":score")).unlink()
@@ -282,7 +282,7 @@ def test_pool_loads_a_verifier_before_the_first_deadline_runs() -> None:
         ) == [1.0, 0.0]
 
 
-def test_reward_function_is_not_told_how_to_reach_the_broker(
+def test_reward_function_does_not_see_the_broker_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("BROKER_PASSWORD", "RELAX_BROKER__PASSWORD_FILE", "RELAX_BROKER__CREDENTIALS"):
@@ -300,7 +300,7 @@ def test_reward_function_is_not_told_how_to_reach_the_broker(
     assert score.reward == 1.0
 
 
-def test_pool_survives_the_mathematics_that_models_write_and_counts_it_against_its_sample() -> None:
+def test_pool_survives_hostile_math_expressions_and_fails_only_their_samples() -> None:
     nasty = [
         r"\boxed{9^{9^{9^{9}}}}",
         r"\boxed{" + "x" * 10_000_000 + "}",
@@ -320,7 +320,7 @@ def test_pool_survives_the_mathematics_that_models_write_and_counts_it_against_i
     ]
 
 
-def test_what_a_function_prints_is_bounded(
+def test_printed_output_of_a_reward_function_is_bounded(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "mine.py").write_text(

@@ -124,7 +124,7 @@ def test_token_is_not_sent_unencrypted_to_another_machine(monkeypatch: pytest.Mo
         asyncio.run(post_json("http://judge.example", {}, retries=0, token_variable="JUDGE_TOKEN"))
 
 
-def test_remote_tries_again_what_may_pass_and_nothing_else(service: Service) -> None:
+def test_remote_retries_only_transient_failures(service: Service) -> None:
     service.answer = lambda _: 1.0
     service.failures.extend([503, 500])
     assert rewards(score("remote", prompt_group("a"), url=service.url)) == [1.0]
@@ -135,7 +135,7 @@ def test_remote_tries_again_what_may_pass_and_nothing_else(service: Service) -> 
     assert len(service.requests) == 4
 
 
-def test_remote_fails_the_sample_when_the_service_stays_away(service: Service) -> None:
+def test_remote_fails_the_sample_when_the_service_stays_unavailable(service: Service) -> None:
     (result,) = score("remote", prompt_group("a"), url="http://127.0.0.1:9", retries=1)
     assert "http://127.0.0.1:9 failed 2 time(s), at last with ConnectError" in str(result)
     service.failures.extend([500] * 3)
@@ -168,7 +168,9 @@ def test_remote_does_not_wait_for_a_service_that_stalls(service: Service) -> Non
         (True, "must answer"),
     ],
 )
-def test_remote_counts_nonsense_as_a_failure(service: Service, content: Any, text: str) -> None:
+def test_remote_counts_a_malformed_response_as_a_failure(
+    service: Service, content: Any, text: str
+) -> None:
     service.answer = lambda _: content
     (result,) = score("remote", prompt_group("a"), url=service.url)
     assert isinstance(result, RewardError)
@@ -222,7 +224,7 @@ def test_genrm_asks_a_chat_endpoint_and_reads_the_score(service: Service) -> Non
     assert "Is it $kind?" in question_of(body)
 
 
-def test_genrm_shows_the_reference_or_a_template_of_ones_own(service: Service) -> None:
+def test_genrm_prompt_includes_the_reference_or_uses_a_custom_template(service: Service) -> None:
     def judged(body: dict[str, Any]) -> dict[str, Any]:
         question = question_of(body)
         return chat(
@@ -267,12 +269,12 @@ def test_genrm_pairwise_ranks_the_prompt_group_in_both_orders(service: Service) 
     ) == [0.0, 1.0]
 
 
-def test_genrm_pairwise_does_not_reward_the_position(service: Service) -> None:
+def test_genrm_pairwise_cancels_out_position_bias(service: Service) -> None:
     service.answer = lambda _: chat("Verdict: A")
     assert rewards(score("genrm_pairwise", prompt_group("a", "b"), url=service.url)) == [0.5, 0.5]
 
 
-def test_comparison_without_verdict_fails_the_two_that_it_was_about() -> None:
+def test_comparison_without_verdict_fails_only_the_two_compared_samples() -> None:
     error = RewardError("no verdict")
     assert win_shares(3, [(0, 1), (0, 2), (1, 2)], [error, 1.0, 0.5]) == [error, error, 0.25]
 
@@ -293,7 +295,7 @@ def test_score_line_is_read(text: str, value: float) -> None:
 @pytest.mark.parametrize(
     "text", ["", "7", "Score: high", "Score: 11", "Score: -1", "The Score: 7 is mine"]
 )
-def test_score_that_is_not_there_or_out_of_range_is_refused(text: str) -> None:
+def test_missing_or_out_of_range_score_is_rejected(text: str) -> None:
     with pytest.raises(RewardError, match="the judge's"):
         read_score(text, max_score=10)
 
@@ -307,12 +309,12 @@ def test_verdict_line_is_read(text: str, value: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "A", "Verdict: C", "Verdict: both"])
-def test_verdict_that_is_not_there_is_refused(text: str) -> None:
+def test_missing_verdict_is_rejected(text: str) -> None:
     with pytest.raises(RewardError, match="no line 'Verdict"):
         read_verdict(text)
 
 
-def test_template_must_be_known_or_hold_a_placeholder() -> None:
+def test_template_must_be_a_known_name_or_contain_a_placeholder() -> None:
     with pytest.raises(
         ConfigError, match=r"reward.options.template must be rubric, reference, pair or a text"
     ):

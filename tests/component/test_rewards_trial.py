@@ -115,7 +115,9 @@ def test_score_reads_a_completion_from_stdin(
         ({"jsonl": "{"}, "1 is not JSON"),
     ],
 )
-def test_score_names_what_it_can_not_read(given: dict[str, Any], text: str, tmp_path: Path) -> None:
+def test_score_command_error_names_unreadable_input(
+    given: dict[str, Any], text: str, tmp_path: Path
+) -> None:
     if "jsonl" in given:
         file = tmp_path / "none.jsonl"
         if not str(given["jsonl"]).startswith("none"):
@@ -125,7 +127,7 @@ def test_score_names_what_it_can_not_read(given: dict[str, Any], text: str, tmp_
         score("math", **given)
 
 
-def test_score_refuses_a_reward_of_prompt_groups() -> None:
+def test_score_command_rejects_a_reward_that_scores_prompt_groups() -> None:
     with pytest.raises(ConfigError, match="genrm_pairwise scores prompt groups"):
         score("genrm_pairwise", completion="a", option=["url=http://localhost:1"])
 
@@ -197,7 +199,7 @@ def compared_differ(file: Path, capsys: pytest.CaptureFixture[str], **given: Any
     return int(orjson.loads(capsys.readouterr().out)["counts"]["num_differ"])
 
 
-def test_compare_gives_options_to_either_side(
+def test_compare_passes_separate_options_to_each_reward(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write_lines(tmp_path, {"completion": "The answer is 5.", "answer": "5"})
@@ -214,6 +216,6 @@ def test_compare_gives_options_to_either_side(
         ({"jsonl": Path("b"), "version": "1"}, "--version selects samples of a run"),
     ],
 )
-def test_compare_names_what_does_not_go_together(given: dict[str, Any], text: str) -> None:
+def test_compare_rejects_incompatible_arguments(given: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         compare("math", "gsm8k", **given)

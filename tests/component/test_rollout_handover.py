@@ -103,7 +103,7 @@ def logprobs_of(samples: list[GeneratedSample]) -> list[float]:
     ]
 
 
-def test_next_worker_goes_on_where_one_left_with_the_same_tokens(
+def test_next_worker_resumes_handed_over_samples_with_the_same_tokens(
     config: RunConfig, store: ObjectStore
 ) -> None:
     undisturbed, leaving, taking = (Stage(config, store) for _ in range(3))

@@ -89,7 +89,7 @@ def await_gate(router: Router, sites: list[Site], gate: Gate) -> None:
 
 
 @given(NAMES, st.lists(st.text(max_size=12), min_size=1, max_size=40), st.data())
-def test_only_the_groups_of_an_engine_that_goes_move(
+def test_removing_an_engine_moves_only_its_own_prompt_groups(
     names: list[str], keys: list[str], data: st.DataObject
 ) -> None:
     gone = data.draw(st.sampled_from(names))
@@ -100,7 +100,7 @@ def test_only_the_groups_of_an_engine_that_goes_move(
         assert rank_engines(key, reversed(names)) == before
 
 
-def test_groups_are_spread_evenly() -> None:
+def test_prompt_groups_are_spread_evenly_over_engines() -> None:
     names = [f"http://10.0.0.{place}:30000" for place in range(8)]
     homes = Counter(rank_engines(f"group-{number}", names)[0] for number in range(8000))
     assert min(homes.values()) > 850
@@ -108,7 +108,7 @@ def test_groups_are_spread_evenly() -> None:
 
 
 @given(st.lists(st.integers(0, 500), min_size=1, max_size=9), st.integers(1, 64))
-def test_some_engine_has_room_and_none_gets_far_above_the_mean(
+def test_sample_limit_admits_a_new_group_and_stays_near_the_mean_load(
     counts: list[int], num_new: int
 ) -> None:
     most = max_samples_per_engine(sum(counts), num_new=num_new, num_engines=len(counts))
@@ -117,7 +117,7 @@ def test_some_engine_has_room_and_none_gets_far_above_the_mean(
     assert most <= max(num_new, 1.25 * mean + 1)
 
 
-def test_pauses_grow_until_a_sample_ends() -> None:
+def test_circuit_breaker_pauses_grow_until_a_sample_finishes() -> None:
     circuit_breaker = CircuitBreaker()
     assert [circuit_breaker.record_failure() for _ in range(5)] == [0.0, 1.0, 2.0, 4.0, 8.0]
     assert max(circuit_breaker.record_failure() for _ in range(2000)) == MAX_PAUSE_SECONDS
@@ -126,7 +126,7 @@ def test_pauses_grow_until_a_sample_ends() -> None:
     assert (circuit_breaker.is_half_open, circuit_breaker.record_failure()) == (False, 0.0)
 
 
-def test_seeds_draw_the_tokens_whichever_engine_has_them(open_router: OpenRouter) -> None:
+def test_sampled_tokens_depend_on_seeds_and_not_on_the_engine(open_router: OpenRouter) -> None:
     router, sites = open_router(3)
     requests = [make_request(number, num_samples=3, max_new_tokens=12) for number in range(12)]
     for request in requests:
@@ -140,7 +140,7 @@ def test_seeds_draw_the_tokens_whichever_engine_has_them(open_router: OpenRouter
     assert all(groups_in(site) for site in sites)
 
 
-def test_turns_of_a_prompt_group_go_where_its_first_went(open_router: OpenRouter) -> None:
+def test_later_turns_of_a_prompt_group_use_the_same_engine(open_router: OpenRouter) -> None:
     router, sites = open_router(3)
     for turn in range(4):
         for number in range(6):
@@ -150,7 +150,9 @@ def test_turns_of_a_prompt_group_go_where_its_first_went(open_router: OpenRouter
     assert sum(len(groups_in(site)) for site in sites) == 6
 
 
-def test_group_goes_to_the_next_engine_where_its_own_is_full(open_router: OpenRouter) -> None:
+def test_prompt_group_is_routed_to_the_next_engine_when_its_own_is_full(
+    open_router: OpenRouter,
+) -> None:
     router, sites = open_router(2)
     for site in sites:
         site.is_held = True
@@ -164,7 +166,9 @@ def test_group_goes_to_the_next_engine_where_its_own_is_full(open_router: OpenRo
     assert len(finish(router)) == 32
 
 
-def test_samples_of_a_lost_engine_go_on_in_another_one(open_router: OpenRouter, gate: Gate) -> None:
+def test_samples_of_a_lost_engine_continue_on_another_engine(
+    open_router: OpenRouter, gate: Gate
+) -> None:
     gate.shut(8)
     router, sites = open_router(2)
     requests = [make_request(number, max_new_tokens=60) for number in range(8)]
@@ -186,7 +190,7 @@ def test_samples_of_a_lost_engine_go_on_in_another_one(open_router: OpenRouter, 
     check_draws(samples, *requests)
 
 
-def test_experts_of_samples_that_go_on_in_another_engine_are_told_of_as_a_whole(
+def test_samples_migrated_to_another_engine_report_all_routed_experts(
     open_router: OpenRouter, gate: Gate
 ) -> None:
     gate.shut(8)
@@ -209,7 +213,7 @@ def test_experts_of_samples_that_go_on_in_another_engine_are_told_of_as_a_whole(
             )
 
 
-def test_engine_that_comes_back_has_the_newest_version_before_it_serves(
+def test_recovered_engine_loads_the_newest_version_before_serving(
     open_router: OpenRouter,
 ) -> None:
     router, sites = open_router(2)
@@ -231,7 +235,9 @@ def test_engine_that_comes_back_has_the_newest_version_before_it_serves(
     assert groups_in(sites[1]) == {f"g{numbers[1]}"}
 
 
-def test_version_that_is_not_in_memory_any_more_is_waited_for(open_router: OpenRouter) -> None:
+def test_reopened_engine_waits_for_next_version_if_weights_left_memory(
+    open_router: OpenRouter,
+) -> None:
     router, sites = open_router(2)
     (first, _), (second, _) = other_weights(1), other_weights(2, seed=5)
     router.load_weights(first)
@@ -246,7 +252,7 @@ def test_version_that_is_not_in_memory_any_more_is_waited_for(open_router: OpenR
     assert len(router._serving) == 2
 
 
-def test_engine_that_refuses_what_another_takes_is_opened_anew(
+def test_engine_that_rejects_weights_accepted_by_another_is_reopened(
     open_router: OpenRouter, gate: Gate
 ) -> None:
     gate.shut(8)
@@ -271,7 +277,7 @@ def test_engine_that_refuses_what_another_takes_is_opened_anew(
     assert [len(site.engines) for site in sites] == [2, 1]
 
 
-def test_engine_that_hangs_in_a_load_keeps_nobody_waiting(
+def test_engine_that_hangs_in_a_weight_load_does_not_block_the_router(
     open_router: OpenRouter, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate.shut(8)
@@ -297,7 +303,9 @@ def test_engine_that_hangs_in_a_load_keeps_nobody_waiting(
     assert [len(site.engines) for site in sites] == [1, 1]
 
 
-def test_weights_that_all_refuse_leave_the_old_version_serving(open_router: OpenRouter) -> None:
+def test_weights_rejected_by_all_engines_leave_the_old_version_serving(
+    open_router: OpenRouter,
+) -> None:
     router, sites = open_router(2)
     for site in sites:
         site.refuses_weights = True
@@ -336,7 +344,7 @@ def test_samples_wait_while_no_engine_is_there(open_router: OpenRouter) -> None:
     check_draws(samples, make_request(1), replace(second, samples=second.samples[:1]))
 
 
-def test_engines_that_are_lost_again_and_again_end_the_router(open_router: OpenRouter) -> None:
+def test_router_fails_when_engines_are_lost_repeatedly(open_router: OpenRouter) -> None:
     router, sites = open_router(1)
     sites[0].is_held = True
     router.submit(make_request(1))
@@ -359,7 +367,7 @@ def test_engines_that_are_lost_again_and_again_end_the_router(open_router: OpenR
         router.submit(make_request(2))
 
 
-def test_router_opens_with_those_that_come_up() -> None:
+def test_router_opens_with_the_engines_that_are_available() -> None:
     sites = make_sites(2)
     sites[1].is_away = True
     with closing(make_router(sites)) as router:
@@ -370,7 +378,7 @@ def test_router_opens_with_those_that_come_up() -> None:
         make_router(sites)
 
 
-def test_wrong_settings_of_one_engine_are_said_at_the_start() -> None:
+def test_router_reports_config_error_of_an_engine_at_startup() -> None:
     def wrong() -> None:
         raise ConfigError("no such model")
 
@@ -378,7 +386,7 @@ def test_wrong_settings_of_one_engine_are_said_at_the_start() -> None:
         Router({"right": make_engine, "wrong": wrong})  # type: ignore[dict-item]
 
 
-def test_what_nobody_foresaw_ends_the_router(open_router: OpenRouter) -> None:
+def test_unexpected_engine_error_ends_the_router(open_router: OpenRouter) -> None:
     router, sites = open_router(2)
 
     def broken(**_: float) -> None:
@@ -389,7 +397,7 @@ def test_what_nobody_foresaw_ends_the_router(open_router: OpenRouter) -> None:
         wait_for(router, lambda: False)
 
 
-def test_sample_that_runs_in_another_engine_is_refused(open_router: OpenRouter) -> None:
+def test_sample_already_running_in_another_engine_is_rejected(open_router: OpenRouter) -> None:
     router, sites = open_router(2)
     for site in sites:
         site.is_held = True
@@ -415,7 +423,7 @@ def test_sleeping_engines_wake_and_go_on(open_router: OpenRouter, gate: Gate) ->
     check_draws(finish(router), request)
 
 
-def test_losses_are_counted(open_router: OpenRouter) -> None:
+def test_router_metrics_count_lost_engines_and_migrated_samples(open_router: OpenRouter) -> None:
     registry = CollectorRegistry()
     router, sites = open_router(2)
     router.set_metrics(ReplicaMetrics("rollout", registry))

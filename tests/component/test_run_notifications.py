@@ -47,7 +47,7 @@ def titles(*events: Event) -> list[tuple[str, str]]:
     ]
 
 
-def test_run_is_told_of_from_its_begin_to_its_end() -> None:
+def test_notifications_cover_a_run_from_start_to_end() -> None:
     events: list[Event] = [
         described(1), described(2), train_step(0, at_seconds=1),
         act(RecoveryLevel.WORKER_RESTART, "rollout-0", 2 * SECOND),
@@ -67,7 +67,7 @@ def test_run_is_told_of_from_its_begin_to_its_end() -> None:
     assert titles(*events, *events) == titles(*events)[:6], "the same once more is no news"
 
 
-def test_ten_notices_in_ten_minutes_are_enough_but_the_end_is_told_and_what_was_held_back() -> None:
+def test_notifications_are_rate_limited_but_the_final_one_is_always_sent() -> None:
     notification_builder = NotificationBuilder("shown")
     reported = [
         notification_builder.apply(act(RecoveryLevel.WORKER_RESTART, "rollout-0", second * SECOND))
@@ -126,7 +126,7 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
     opened.server.server_close()
 
 
-def test_notices_arrive_once_although_service_and_worker_fail(
+def test_notifications_arrive_once_despite_service_and_worker_failures(
     service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, service.url)
@@ -156,7 +156,7 @@ def test_notices_arrive_once_although_service_and_worker_fail(
     assert errors == ["json 1", "json 1"]
 
 
-def test_url_is_a_secret_in_its_file_and_in_errors(tmp_path: Path, service: Service) -> None:
+def test_notification_urls_are_redacted_in_error_messages(tmp_path: Path, service: Service) -> None:
     config = run_config(tmp_path)
     (tmp_path / "urls").write_text(f"{service.url}\nnonsense://s3cret-token@nowhere\n")
     telemetry = config.telemetry.model_copy(update={"notification_urls_file": tmp_path / "urls"})

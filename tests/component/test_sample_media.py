@@ -33,7 +33,7 @@ def test_samples_are_trained_with_their_images(samples: list[SampleReady], tmp_p
     assert metrics.num_tokens == sum(len(sample.tokens) for sample in samples)
 
 
-def test_sample_whose_image_is_gone_is_named_and_adds_nothing(
+def test_error_names_sample_with_a_missing_image_and_it_adds_no_gradient(
     samples: list[SampleReady], tmp_path: Path
 ) -> None:
     backend = TorchBackend(image_run(tmp_path), ranks=SingleRank())
@@ -57,7 +57,7 @@ def test_sample_whose_image_is_gone_is_named_and_adds_nothing(
 
 
 @pytest.mark.parametrize("num_left", [1, 3])
-def test_sample_with_other_images_than_places_is_named(
+def test_error_names_sample_whose_images_do_not_match_its_placeholders(
     samples: list[SampleReady], tmp_path: Path, num_left: int
 ) -> None:
     wrong = replace(samples[0], media=[*samples[0].media, *samples[0].media][:num_left])
@@ -68,7 +68,7 @@ def test_sample_with_other_images_than_places_is_named(
         TorchBackend(image_run(tmp_path), ranks=SingleRank()).accumulate([wrong])
 
 
-def test_placeholder_that_the_policy_wrote_is_trained_as_a_token(
+def test_placeholder_sampled_by_the_policy_is_trained_as_a_token(
     samples: list[SampleReady], tmp_path: Path
 ) -> None:
     backend = TorchBackend(image_run(tmp_path), ranks=SingleRank())
@@ -82,7 +82,7 @@ def test_placeholder_that_the_policy_wrote_is_trained_as_a_token(
     assert np.isfinite(backend.step().loss)
 
 
-def test_model_of_text_names_the_sample_that_brings_images(samples: list[SampleReady]) -> None:
+def test_text_model_error_names_the_sample_with_images(samples: list[SampleReady]) -> None:
     backend = TorchBackend(run_config(), ranks=SingleRank())
     text = replace(make_samples(1)[0], media=samples[0].media)
     with pytest.raises(PoisonSample, match="sample s0: the model reads text only"):

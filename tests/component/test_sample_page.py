@@ -82,7 +82,7 @@ def page_of(config: RunConfig, *views: SampleView) -> Page:
     return Page(path.read_text())
 
 
-def test_page_shows_the_media_of_the_model_beside_response_and_reward(
+def test_sample_page_shows_media_next_to_response_and_reward(
     config: RunConfig, library: MediaLibrary
 ) -> None:
     files = {
@@ -106,7 +106,7 @@ def test_page_shows_the_media_of_the_model_beside_response_and_reward(
         assert word in page.text
 
 
-def test_hostile_texts_stay_texts(config: RunConfig, library: MediaLibrary) -> None:
+def test_sample_page_escapes_hostile_texts(config: RunConfig, library: MediaLibrary) -> None:
     media = replace(
         put(library, Modality.IMAGE, image_file(32, 32)),
         uri=f"file:///{HOSTILE}",
@@ -134,7 +134,7 @@ def test_hostile_texts_stay_texts(config: RunConfig, library: MediaLibrary) -> N
     assert policy == "default-src 'none'; style-src 'unsafe-inline'; img-src data:; media-src data:"
 
 
-def test_media_that_cannot_be_displayed_are_named_with_the_reason(
+def test_sample_page_names_media_that_cannot_be_displayed_and_the_reason(
     config: RunConfig, library: MediaLibrary
 ) -> None:
     gone = replace(
@@ -149,7 +149,7 @@ def test_media_that_cannot_be_displayed_are_named_with_the_reason(
     assert "is of type 'text/html'" in page.text
 
 
-def test_page_of_a_text_model_displays_no_media_and_says_so(
+def test_page_of_a_text_model_displays_a_note_in_place_of_media(
     config: RunConfig, library: MediaLibrary, tmp_path: Path
 ) -> None:
     media = put(library, Modality.IMAGE, image_file(32, 32))
@@ -159,7 +159,7 @@ def test_page_of_a_text_model_displays_no_media_and_says_so(
     assert "not shown, the model reads text only" in page_of(without, view(media)).text
 
 
-def test_long_videos_and_audio_and_large_images_are_displayed_in_part(
+def test_sample_page_truncates_long_media_and_downsizes_large_images(
     config: RunConfig, library: MediaLibrary
 ) -> None:
     gallery = MediaRenderer(config, max_bytes=10**8)
@@ -181,7 +181,9 @@ def test_long_videos_and_audio_and_large_images_are_displayed_in_part(
         assert begin.getnframes() == MAX_SECONDS * 16_000
 
 
-def test_page_that_is_full_names_the_rest(config: RunConfig, library: MediaLibrary) -> None:
+def test_full_sample_page_lists_the_media_not_shown(
+    config: RunConfig, library: MediaLibrary
+) -> None:
     first, second = (put(library, Modality.IMAGE, image_file(48, 48, seed=seed)) for seed in (1, 2))
     gallery = MediaRenderer(
         config, max_bytes=len(MediaRenderer(config, max_bytes=10**6).render(first))
@@ -191,7 +193,7 @@ def test_page_that_is_full_names_the_rest(config: RunConfig, library: MediaLibra
     assert gallery.num_rendered == 1
 
 
-def test_long_texts_are_cut(config: RunConfig) -> None:
+def test_sample_page_truncates_long_texts(config: RunConfig) -> None:
     page = page_of(config, view(completion="x" * (MAX_CHARACTERS + 1)))
     assert f"{'x' * MAX_CHARACTERS} ... (4,001 characters)" in page.text
 
@@ -209,7 +211,7 @@ def test_samples_of_a_prompt_group_share_one_card(config: RunConfig, library: Me
     assert "3 samples of 2 prompt groups" in page.text
 
 
-def test_page_of_too_many_samples_is_refused_and_leaves_nothing(
+def test_sample_page_with_too_many_samples_is_rejected_and_leaves_no_file(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pages, "MAX_SAMPLES", 2)
@@ -218,13 +220,13 @@ def test_page_of_too_many_samples_is_refused_and_leaves_nothing(
     assert list((config.run.directory).glob("out/*")) == []
 
 
-def test_page_takes_no_flags_of_files(config: RunConfig) -> None:
+def test_sample_page_rejects_the_media_and_tokens_flags(config: RunConfig) -> None:
     with pytest.raises(ConfigError, match="leave out --media and --tokens"):
         open_export(log_of(config), Path("page.html"), tokens=True)
     assert isinstance(open_export(log_of(config), Path("page.html")), SamplePage)
 
 
-def test_report_chooses_the_best_and_the_worst() -> None:
+def test_report_shows_the_samples_with_highest_and_lowest_rewards() -> None:
     views = [
         view(index=index, reward=reward)
         for index, reward in enumerate((0.1, 0.9, 0.5, 0.2, 1.0, 0.0))

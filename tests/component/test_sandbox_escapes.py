@@ -58,7 +58,7 @@ def run_program(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_way_out_leads_anywhere(kind: str, tmp_path: Path) -> None:
+def test_no_sandbox_escape_succeeds(kind: str, tmp_path: Path) -> None:
     said = run_program(kind, home=tmp_path)
     if said["walls"] is None:
         pytest.skip(f"this machine builds no walls of {kind}")
@@ -66,7 +66,7 @@ def test_no_way_out_leads_anywhere(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_way_out_leads_anywhere_for_an_ordinary_user(
+def test_no_sandbox_escape_succeeds_for_an_unprivileged_user(
     kind: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     home = tmp_path_factory.getbasetemp().parent / f"home-of-{ORDINARY_USER}"
@@ -78,7 +78,7 @@ def test_no_way_out_leads_anywhere_for_an_ordinary_user(
     assert said["escaped"] == []
 
 
-def test_ways_out_lead_somewhere_where_no_walls_stand(
+def test_many_sandbox_escapes_succeed_without_isolation(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     """The attempts are real: as an ordinary user without walls, many succeed."""
@@ -100,12 +100,12 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize("name", VERDICTS)
-def test_no_program_declares_itself_passed(name: str) -> None:
+def test_sandboxed_program_cannot_declare_itself_passed(name: str) -> None:
     with Sandbox(VERDICTS[name], Limits(seconds=20)) as sandbox:
         assert sandbox.run_with_tests(OTHER_TESTS.get(name, TESTS)) is not Verdict.PASSED
 
 
-def test_honest_program_passes_behind_all_walls(kind: str) -> None:
+def test_correct_program_passes_in_every_kind_of_isolation(kind: str) -> None:
     if (found := walls_of(kind)) is None:
         pytest.skip(f"this machine builds no walls of {kind}")
     with Sandbox(HONEST, Limits(seconds=20), walls=found) as sandbox:
@@ -154,7 +154,7 @@ print('done')
 
 
 @pytest.mark.parametrize("bound", BOUNDS)
-def test_bounds_hold_for_all_that_a_program_starts(kind: str, bound: str) -> None:
+def test_sandbox_limits_apply_to_all_processes_of_a_program(kind: str, bound: str) -> None:
     if (found := walls_of(kind)) is None:
         pytest.skip(f"this machine builds no walls of {kind}")
     with Sandbox(
@@ -164,7 +164,7 @@ def test_bounds_hold_for_all_that_a_program_starts(kind: str, bound: str) -> Non
     assert not programs_left()
 
 
-def test_nothing_is_left_of_what_a_program_started(kind: str) -> None:
+def test_no_process_of_a_sandboxed_program_is_left(kind: str) -> None:
     if (found := walls_of(kind)) is None:
         pytest.skip(f"this machine builds no walls of {kind}")
     with Sandbox(DAEMON, Limits(seconds=20), walls=found) as sandbox:
@@ -172,13 +172,13 @@ def test_nothing_is_left_of_what_a_program_started(kind: str) -> None:
     assert not programs_left()
 
 
-def test_doctor_tries_known_ways_out() -> None:
+def test_doctor_tries_known_sandbox_escapes() -> None:
     assert re.fullmatch(
         r"programs are isolated by .*; 11 known escapes tried, none succeeds", check_isolation()
     )
 
 
-def test_doctor_names_the_ways_out_that_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_names_the_sandbox_escapes_that_succeed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         isolation_check, "ESCAPES", {"add numbers": "1 + 1", "divide by zero": "1 / 0"}
     )
@@ -210,7 +210,9 @@ print("still works")
 """
 
 
-def test_process_that_decodes_is_kept_from_files_network_and_processes(tmp_path: Path) -> None:
+def test_confined_decoder_process_has_no_access_to_files_network_or_processes(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "secret").write_text("of the account")
     with socket.create_server(("127.0.0.1", 0)) as server:
         command = [

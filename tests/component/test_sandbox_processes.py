@@ -70,7 +70,7 @@ def elsewhere(tmp_path: Path) -> Iterator[None]:
     os.geteuid() != 0, reason="only root makes a process namespace with users of the machine in it"
 )
 @pytest.mark.usefixtures("elsewhere")
-def test_program_may_start_processes_while_its_user_has_many_in_other_containers(
+def test_process_limit_ignores_processes_of_the_user_in_other_containers(
     tmp_path: Path,
 ) -> None:
     command, python = as_ordinary_user(tmp_path)
@@ -119,7 +119,7 @@ def first_to_go() -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_program_goes_first_where_memory_runs_out(
+def test_sandboxed_program_is_the_first_to_be_killed_when_memory_runs_out(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if (found := walls_of(kind)) is None:

@@ -36,7 +36,7 @@ def tool(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path / "tool"
 
 
-def test_bill_names_every_pinned_package_once_and_every_jar(tool: Path, tmp_path: Path) -> None:
+def test_sbom_lists_every_pinned_package_once_and_every_jar(tool: Path, tmp_path: Path) -> None:
     write(tool, tmp_path / "sbom.json")
     made = json.loads((tmp_path / "sbom.json").read_text())
     named = [one["purl"] for one in made["components"]]
@@ -62,13 +62,13 @@ def test_bill_names_every_pinned_package_once_and_every_jar(tool: Path, tmp_path
     assert made["bomFormat"] == "CycloneDX"
 
 
-def test_jar_is_named_as_maven_does() -> None:
+def test_sbom_names_jars_by_maven_coordinates() -> None:
     jar = next(jar for jar in read_jar_lock().jars if jar.path.endswith("lz4-java-1.10.2.jar"))
     (component,) = bill({"components": []}, {}, [jar])["components"]
     assert component["purl"] == "pkg:maven/at.yawk.lz4/lz4-java@1.10.2"
 
 
-def test_package_that_the_tool_passed_over_is_named() -> None:
+def test_error_names_pinned_package_missing_from_the_sbom() -> None:
     read: dict[str, Any] = {"components": [{"name": "a", "version": "1", "purl": "pkg:pypi/a@1"}]}
     pins = {("a", "1"): ["light"], ("b", "2"): ["light", "cpu"]}
     with pytest.raises(

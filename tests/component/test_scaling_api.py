@@ -94,7 +94,7 @@ def served(tmp_path: Path) -> Iterator[Served]:
     thread.join(60)
 
 
-def test_absent_is_let_in_without_the_token(served: Served) -> None:
+def test_scaling_api_rejects_calls_without_the_token(served: Served) -> None:
     for authorization in (
         "",
         "Bearer",
@@ -114,7 +114,7 @@ def test_absent_is_let_in_without_the_token(served: Served) -> None:
         ScaleClient(served.client.url, "wrong").call("GET", "engines")
 
 
-def test_request_is_opened_looked_at_and_cancelled(served: Served) -> None:
+def test_scale_request_is_opened_read_and_cancelled(served: Served) -> None:
     call = served.client.call
     rehearsed = call("POST", "scale_out", {"num_replicas": 3, "dry_run": True})
     assert (rehearsed["status"], rehearsed["selected_engines"], served.commands) == (
@@ -153,7 +153,7 @@ def test_request_is_opened_looked_at_and_cancelled(served: Served) -> None:
     assert len(served.commands) == 2
 
 
-def test_engines_are_shown_with_those_of_the_start_first(served: Served) -> None:
+def test_engine_list_begins_with_the_initial_engines(served: Served) -> None:
     served.client.call("POST", "scale_out", {"num_replicas": 2})
     served.service.reconcile()
     engines = served.client.call("GET", "engines?model_name=default")
@@ -219,7 +219,7 @@ def test_engines_are_shown_with_those_of_the_start_first(served: Served) -> None
         ("scale_sideways", {}, 404, "Not Found"),
     ],
 )
-def test_bad_call_is_told_what_is_wrong(
+def test_invalid_scaling_call_is_answered_with_the_cause(
     served: Served, path: str, body: Any, code: int, text: str
 ) -> None:
     reported, answer = served.called("POST", f"/rollout/{path}", body)
@@ -227,7 +227,7 @@ def test_bad_call_is_told_what_is_wrong(
     assert text in answer["message"]
 
 
-def test_conflict_names_the_request_that_is_open_and_the_client_says_so(served: Served) -> None:
+def test_client_conflict_error_names_the_open_scale_request(served: Served) -> None:
     opened = served.client.call("POST", "scale_out", {"num_replicas": 2})
     code, answer = served.called("POST", "/rollout/scale_out", {"num_replicas": 3})
     assert (code, answer["status"]) == (409, "CONFLICT")
@@ -238,7 +238,7 @@ def test_conflict_names_the_request_that_is_open_and_the_client_says_so(served: 
         served.client.call("POST", "scale_in", {"num_replicas": 1})
 
 
-def test_call_is_answered_when_the_broker_is_away(
+def test_scaling_call_is_answered_when_the_broker_is_unreachable(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def away(_: object) -> None:
@@ -252,7 +252,7 @@ def test_call_is_answered_when_the_broker_is_away(
     assert "see that the broker runs" in answer["message"]
 
 
-def test_run_is_refused_when_the_port_is_taken(tmp_path: Path) -> None:
+def test_run_is_rejected_when_the_scaling_api_port_is_in_use(tmp_path: Path) -> None:
     with closing(socket.socket()) as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -266,7 +266,7 @@ def test_run_is_refused_when_the_port_is_taken(tmp_path: Path) -> None:
     assert require_roles(run_config(tmp_path))
 
 
-def test_run_that_has_ended_leaves_no_address_and_no_token(tmp_path: Path) -> None:
+def test_api_address_and_token_files_are_removed_when_the_run_ends(tmp_path: Path) -> None:
     place = ApiEndpointFile.from_config(run_config(tmp_path))
     place.address_file.parent.mkdir(parents=True, exist_ok=True)
     place.open_token()
@@ -279,7 +279,7 @@ def test_run_that_has_ended_leaves_no_address_and_no_token(tmp_path: Path) -> No
     assert not place.token_file.exists()
 
 
-def test_client_says_what_is_missing(tmp_path: Path) -> None:
+def test_scaling_client_error_names_missing_address_token_or_server(tmp_path: Path) -> None:
     place = ApiEndpointFile.from_config(run_config(tmp_path))
     with pytest.raises(
         CheckFailed,
@@ -297,7 +297,7 @@ def test_client_says_what_is_missing(tmp_path: Path) -> None:
         ScaleClient("http://127.0.0.1:9", "token").call("GET", "engines")
 
 
-def test_command_line_finds_api_and_token_in_the_folder_of_the_run(
+def test_scale_command_finds_api_and_token_in_the_run_folder(
     served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_file = tmp_path / "run.json"
@@ -327,7 +327,7 @@ def test_command_line_finds_api_and_token_in_the_folder_of_the_run(
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_no_call_of_any_form_makes_it_fail(served: Served) -> None:
+def test_scaling_api_conforms_to_openapi_for_generated_calls(served: Served) -> None:
     """Walk the OpenAPI page with what it allows and with what it does not; every answer is one that
     the page lists, and none is 5xx."""
     import schemathesis  # takes seconds to load, which only this test waits for

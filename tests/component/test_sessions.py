@@ -17,7 +17,7 @@ HOLD = (
 HOLD += "held = RunSessions(Path(sys.argv[1])); held.__enter__(); print('in', flush=True); input()"
 
 
-def test_session_that_was_killed_counts_up_to_its_last_step() -> None:
+def test_killed_session_is_timed_up_to_its_last_step() -> None:
     sessions = [
         Session(1, "here", 10 * SECOND, 40 * SECOND),
         Session(2, "here", 100 * SECOND),
@@ -28,12 +28,12 @@ def test_session_that_was_killed_counts_up_to_its_last_step() -> None:
     assert session_seconds([], commits, until=5 * SECOND) == []
 
 
-def test_line_that_was_cut_is_left_out() -> None:
+def test_truncated_session_line_is_ignored() -> None:
     content = b'{"pid":1,"host":"here","started_at":5,"ended_at":null}\n{"pid":1,"host":"here","started_at":5,"ended_at":9}\n{"pid":2,"ho'
     assert parse_sessions(content) == [Session(1, "here", 5, 9)]
 
 
-def test_another_session_is_known_while_its_process_lives_and_no_longer(tmp_path: Path) -> None:
+def test_other_session_is_listed_only_while_its_process_lives(tmp_path: Path) -> None:
     other = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
@@ -54,7 +54,7 @@ def test_another_session_is_known_while_its_process_lives_and_no_longer(tmp_path
         assert last.total_seconds(5.0, [last.earlier[0].started_at + 7 * SECOND]) >= 5.0
 
 
-def test_closing_line_reports_the_whole_run_and_what_was_done_since_it_was_resumed() -> None:
+def test_closing_line_reports_the_whole_run_and_the_resumed_session() -> None:
     report = {
         "reward_first": 0.1,
         "curves": {"reward_mean": [0.1, 0.3, 0.5], "loss": [2.0, 1.5, 1.0]},

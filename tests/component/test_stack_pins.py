@@ -49,18 +49,18 @@ def log_in(folder: Path, registry: str) -> None:
         ("localhost:5000/kafka:4", "http://localhost:5000/v2/kafka/manifests/4"),
     ],
 )
-def test_name_of_an_image_is_read_as_docker_reads_it(name: str, url: str) -> None:
+def test_image_name_is_parsed_as_docker_parses_it(name: str, url: str) -> None:
     assert ImageName.of(name).url == url
 
 
 @pytest.mark.parametrize("kind", [LIST, "application/vnd.oci.image.index.v1+json"])
-def test_digest_is_that_of_the_list_of_all_platforms(kind: str) -> None:
+def test_multi_platform_image_is_pinned_by_the_digest_of_its_index(kind: str) -> None:
     with serve_images() as registry:
         digest = registry.put_image("apache/kafka", "4.3.1", kind=kind)
         assert fetch_digest(f"{registry.host}/apache/kafka:4.3.1") == digest
 
 
-def test_digest_is_that_of_the_manifest_where_there_is_no_list() -> None:
+def test_single_platform_image_is_pinned_by_the_digest_of_its_manifest() -> None:
     with serve_images() as registry:
         digest = registry.put("made/here", "1", MANIFEST, {"schemaVersion": 2})
         assert fetch_digest(f"{registry.host}/made/here:1") == digest
@@ -75,7 +75,7 @@ def test_token_is_fetched_where_the_registry_asks_for_one(key: str) -> None:
         assert registry.requests == [(path, ""), ("/token", ""), (path, f"Bearer {TOKEN}")]
 
 
-def test_login_of_docker_opens_tokens_and_registries(docker_folder: Path) -> None:
+def test_docker_login_authenticates_at_token_server_and_registry(docker_folder: Path) -> None:
     for asks in ("token", "password"):
         with serve_images(asks=asks, login=LOGIN) as registry:
             digest = registry.put_image("own/image", "1")
@@ -85,7 +85,7 @@ def test_login_of_docker_opens_tokens_and_registries(docker_folder: Path) -> Non
             assert fetch_digest(f"{registry.host}/own/image:1") == digest
 
 
-def test_login_is_for_its_registry_and_for_no_host_that_it_leads_to(docker_folder: Path) -> None:
+def test_login_is_not_sent_to_a_host_the_registry_redirects_to(docker_folder: Path) -> None:
     with (
         serve_images() as elsewhere,
         serve_images(asks="password", login=LOGIN, redirect=f"http://{elsewhere.host}") as registry,
@@ -96,7 +96,7 @@ def test_login_is_for_its_registry_and_for_no_host_that_it_leads_to(docker_folde
         assert elsewhere.requests == [("/v2/own/image/manifests/1", "")]
 
 
-def test_token_is_asked_of_no_server_without_https(docker_folder: Path) -> None:
+def test_login_is_not_sent_to_a_token_server_without_https(docker_folder: Path) -> None:
     with serve_images(asks="token", realm="http://tokens.example/token") as registry:
         registry.put_image("own/image", "1")
         log_in(docker_folder, registry.host)
@@ -107,7 +107,7 @@ def test_token_is_asked_of_no_server_without_https(docker_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("given", ["<html>", "[]", "{}"])
-def test_server_of_tokens_that_gives_none_is_named(
+def test_error_names_token_server_that_returns_no_token(
     given: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ImageRegistry, "token_answer", given.encode())
@@ -117,7 +117,7 @@ def test_server_of_tokens_that_gives_none_is_named(
             fetch_digest(f"{registry.host}/own/image:1")
 
 
-def test_digest_that_the_bytes_do_not_have_is_refused() -> None:
+def test_digest_that_does_not_match_the_manifest_bytes_is_rejected() -> None:
     other = "sha256:" + "ab" * 32
     with serve_images(named_digest=other) as registry:
         digest = registry.put_image("apache/kafka", "4.3.1")
@@ -129,7 +129,7 @@ def test_digest_that_the_bytes_do_not_have_is_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", [SIGNED, "text/html"])
-def test_what_is_no_manifest_of_today_is_refused(kind: str) -> None:
+def test_unsupported_manifest_type_is_rejected(kind: str) -> None:
     with serve_images() as registry:
         registry.put("old/image", "1", kind, {"schemaVersion": 1})
         with pytest.raises(
@@ -138,14 +138,14 @@ def test_what_is_no_manifest_of_today_is_refused(kind: str) -> None:
             fetch_digest(f"{registry.host}/old/image:1")
 
 
-def test_answer_without_an_end_is_refused() -> None:
+def test_manifest_above_the_size_limit_is_rejected() -> None:
     with serve_images() as registry:
         registry.put("large/image", "1", MANIFEST, {"layers": "x" * (5 << 20)})
         with pytest.raises(StackError, match="a manifest has at most 4194304 bytes"):
             fetch_digest(f"{registry.host}/large/image:1")
 
 
-def test_tag_and_registry_that_are_not_there_are_named() -> None:
+def test_error_names_missing_image_tag_or_registry() -> None:
     with (
         serve_images() as registry,
         pytest.raises(StackError, match=r"/v2/apache/kafka/manifests/9: HTTP Error 404"),
@@ -157,7 +157,7 @@ def test_tag_and_registry_that_are_not_there_are_named() -> None:
         fetch_digest(f"127.0.0.1:{port}/a:1")
 
 
-def test_pins_are_of_the_images_that_were_chosen_and_written_only_when_all_are_found(
+def test_pins_match_the_chosen_images_and_are_written_only_if_all_exist(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "images.env"

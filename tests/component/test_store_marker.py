@@ -34,7 +34,7 @@ def test_store_is_claimed_once_and_known_again(tmp_path: Path) -> None:
     assert len(mark.value) == 32
 
 
-def test_second_run_is_refused_by_name(tmp_path: Path) -> None:
+def test_store_claimed_by_one_run_is_refused_to_another(tmp_path: Path) -> None:
     claim_store(ObjectStore.open(tmp_path.as_uri()), run_id="mine")
     with pytest.raises(
         ConfigError,
@@ -43,7 +43,7 @@ def test_second_run_is_refused_by_name(tmp_path: Path) -> None:
         claim_store(ObjectStore.open(tmp_path.as_uri()), run_id="theirs")
 
 
-def test_store_of_a_namesake_is_refused_by_the_value_on_the_log(tmp_path: Path) -> None:
+def test_store_of_another_run_of_the_same_name_is_detected_by_logged_marker(tmp_path: Path) -> None:
     store = ObjectStore.open(tmp_path.as_uri())
     mark = claim_store(store, run_id="mine")
     require_marker(mark, logged_marker=mark.value, store_uri=store.uri(""))
@@ -55,7 +55,7 @@ def test_store_of_a_namesake_is_refused_by_the_value_on_the_log(tmp_path: Path) 
         require_marker(mark, logged_marker="0" * 32, store_uri=store.uri(""))
 
 
-def test_namesake_on_another_cluster_is_refused_by_name_before_it_writes(tmp_path: Path) -> None:
+def test_run_of_the_same_name_on_another_cluster_cannot_claim_the_store(tmp_path: Path) -> None:
     store = ObjectStore.open(tmp_path.as_uri())
     mark = claim_store(store, run_id="mine", cluster_id="first")
     text = r"belongs to run mine of Kafka cluster first, and this is a run of that name on cluster second; give this run another run\.id"
@@ -80,20 +80,20 @@ def test_marker_of_an_older_release_names_no_cluster(tmp_path: Path) -> None:
     )
 
 
-def test_marker_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_malformed_store_marker_is_rejected(tmp_path: Path) -> None:
     (tmp_path / MARKER).write_text("[]")
     with pytest.raises(ConfigError, match="must be a marker with run_id and value"):
         claim_store(ObjectStore.open(tmp_path.as_uri()), run_id="mine")
 
 
-def test_objects_of_runs_with_one_uri_lie_apart(tmp_path: Path) -> None:
+def test_runs_with_the_same_store_uri_use_separate_folders(tmp_path: Path) -> None:
     uri = (tmp_path / "shared").as_uri()
     mine, theirs = (run_of(tmp_path, name, uri) for name in ("mine", "theirs"))
     assert mine.objects_uri == f"{uri}/mine"
     assert not stores_overlap(mine.objects_uri, theirs.objects_uri)
 
 
-def test_store_of_one_process_is_refused(tmp_path: Path) -> None:
+def test_in_memory_store_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError,
         match=r"'memory://' lives in one process, and every worker is a process of its own; set objects\.uri",
@@ -101,7 +101,7 @@ def test_store_of_one_process_is_refused(tmp_path: Path) -> None:
         run_of(tmp_path, "mine", "memory://")
 
 
-def test_store_on_this_machine_is_claimed_before_workers_that_only_read_it_start(
+def test_local_store_is_claimed_before_read_only_workers_start(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "model").mkdir()
@@ -131,13 +131,13 @@ def test_store_on_this_machine_is_claimed_before_workers_that_only_read_it_start
         ("s3://bucket/x", "gs://bucket/x", False),
     ],
 )
-def test_stores_overlap_whichever_way_their_uris_are_written(
+def test_store_overlap_is_detected_for_every_form_of_uri(
     one: str, other: str, *, expected: bool
 ) -> None:
     assert stores_overlap(one, other) is stores_overlap(other, one) is expected
 
 
-def test_link_to_a_store_is_that_store(tmp_path: Path) -> None:
+def test_symlink_to_a_store_counts_as_that_store(tmp_path: Path) -> None:
     (tmp_path / "objects").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "objects")
     assert stores_overlap((tmp_path / "objects").as_uri(), (tmp_path / "link").as_uri())

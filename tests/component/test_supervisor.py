@@ -60,7 +60,7 @@ def ended(tmp_path: Path) -> Iterator[MakeEnded]:
         supervisor.stop(timeout_seconds=0)
 
 
-def test_every_worker_has_a_port_of_its_own_and_the_trainer_is_last(
+def test_every_worker_has_its_own_metrics_port_and_the_trainer_is_last(
     make_run_config: MakeRunConfig, tmp_path: Path
 ) -> None:
     config = make_run_config(
@@ -74,7 +74,9 @@ def test_every_worker_has_a_port_of_its_own_and_the_trainer_is_last(
     assert ports["trainer-0"] == 9107  # its second rank takes 9108
 
 
-def test_ports_are_free_ones_by_default(make_run_config: MakeRunConfig, tmp_path: Path) -> None:
+def test_free_metrics_ports_are_chosen_by_default(
+    make_run_config: MakeRunConfig, tmp_path: Path
+) -> None:
     supervisor = Supervisor(make_run_config(), tmp_path / "run.json")
     assert {managed.metrics_port for managed in supervisor._processes.values()} == {0}
 
@@ -107,7 +109,7 @@ def test_each_rank_of_a_trainer_gets_its_rank_as_argument(
 @pytest.mark.parametrize(
     ("code", "error"), [(2, ConfigError), (5, SchemaError), (1, RunFailed), (4, BrokerRefused)]
 )
-def test_run_ends_as_its_worker_did_where_a_restart_would_not_help(
+def test_run_ends_with_the_worker_error_that_a_restart_cannot_fix(
     make_run_config: MakeRunConfig, ended: MakeEnded, code: int, error: type[RelaxError]
 ) -> None:
     supervisor = ended(make_run_config(workers=NO_RESTART), code)
@@ -118,7 +120,7 @@ def test_run_ends_as_its_worker_did_where_a_restart_would_not_help(
         supervisor.poll(Progress())
 
 
-def test_worker_that_died_is_named_with_its_error_and_its_log_and_started_again(
+def test_dead_worker_is_restarted_and_reported_with_its_error_and_log(
     make_run_config: MakeRunConfig, ended: MakeEnded
 ) -> None:
     supervisor = ended(make_run_config(), "OutOfMemoryError")
@@ -132,7 +134,7 @@ def test_worker_that_died_is_named_with_its_error_and_its_log_and_started_again(
     assert supervisor.fenced == {}
 
 
-def test_all_examine_records_once_a_workers_client_has_misread_the_log(
+def test_all_workers_verify_records_after_a_client_misread_the_log(
     make_run_config: MakeRunConfig, ended: MakeEnded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(EXAMINE, "")
@@ -170,7 +172,7 @@ def test_run_ends_with_the_error_of_a_worker_that_always_dies(
         died_again(supervisor, Progress(num_steps=7))
 
 
-def test_run_goes_on_while_steps_are_committed_and_while_broker_or_store_is_away(
+def test_run_continues_while_steps_are_committed_or_broker_or_store_is_down(
     make_run_config: MakeRunConfig, ended: MakeEnded
 ) -> None:
     for error, has_steps in (
@@ -186,7 +188,7 @@ def test_run_goes_on_while_steps_are_committed_and_while_broker_or_store_is_away
             assert len(died_again(supervisor, Progress(num_steps=num_steps * has_steps))) == 1
 
 
-def test_workers_that_the_health_manager_ends_are_its_own_to_count(
+def test_supervisor_does_not_count_workers_killed_by_the_health_manager(
     make_run_config: MakeRunConfig, ended: MakeEnded
 ) -> None:
     supervisor = ended(make_run_config(workers=NO_RESTART), RESTART_CODE)
@@ -195,7 +197,7 @@ def test_workers_that_the_health_manager_ends_are_its_own_to_count(
     )
 
 
-def test_reason_is_told_although_the_folder_of_the_run_was_deleted(
+def test_worker_error_is_reported_even_if_the_run_folder_was_deleted(
     make_run_config: MakeRunConfig, ended: MakeEnded
 ) -> None:
     supervisor = ended(make_run_config(workers={"max_restarts": 1}), 2)
@@ -213,7 +215,7 @@ def test_reason_is_told_although_the_folder_of_the_run_was_deleted(
         supervisor.poll(Progress())
 
 
-def test_worker_that_drained_is_started_again_a_moment_later_and_without_alarm(
+def test_drained_worker_is_restarted_after_a_delay_without_a_warning(
     make_run_config: MakeRunConfig, ended: MakeEnded
 ) -> None:
     supervisor = ended(make_run_config(), 0)
@@ -250,7 +252,7 @@ def test_fenced_worker_stays_down_until_it_is_revived(
         (Fenced.exit_code, False),
     ],
 )
-def test_goodbye_is_owed_for_workers_that_ended_without_one(
+def test_worker_that_died_without_a_final_heartbeat_is_detected(
     make_run_config: MakeRunConfig, ended: MakeEnded, how: int | str, is_owed: bool
 ) -> None:
     supervisor = ended(make_run_config(), how)
@@ -270,7 +272,7 @@ def test_goodbye_is_owed_for_workers_that_ended_without_one(
         assert not supervisor.lacks_final_heartbeat(replace(newest, **different))
 
 
-def test_goodbye_is_owed_for_any_of_the_processes_that_died_since_the_last_goodbye(
+def test_missing_final_heartbeat_is_detected_for_an_earlier_dead_process(
     make_run_config: MakeRunConfig, ended: MakeEnded
 ) -> None:
     supervisor = ended(make_run_config(), 1)
@@ -320,7 +322,7 @@ def make_heartbeat(
         (make_heartbeat(OURS, sent_at=FENCED_AT, state=WorkerState.STOPPED), 60),
     ],
 )
-def test_fencing_is_over_when_the_other_has_been_silent_for_long_or_said_goodbye(
+def test_fencing_ends_when_the_other_worker_is_silent_or_has_stopped(
     newest: WorkerHeartbeat | None, over_after_seconds: int
 ) -> None:
     fencing = Fencing(OURS, FENCED_AT)

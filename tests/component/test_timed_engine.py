@@ -112,7 +112,9 @@ def finish(engine: Engine) -> dict[str, GeneratedSample]:
     return {sample.sample_id: sample for sample in finished}
 
 
-def test_timed_engine_gives_every_sample_once_with_the_length_of_its_seed(tmp_path: Path) -> None:
+def test_timed_engine_returns_each_sample_once_with_a_length_set_by_its_seed(
+    tmp_path: Path,
+) -> None:
     engine = make_engine(tmp_path, max_running_samples=3)
     engine.submit(request(0, [1, 2, 3, 4]))
     engine.submit(request(1, [5, 6]))
@@ -159,7 +161,7 @@ def test_timed_engine_slows_down_when_samples_share_it(tmp_path: Path, clock: Cl
     assert ends == pytest.approx({"g0": 0.3, "g1": 0.5})
 
 
-def test_timed_engine_works_on_while_nobody_polls(tmp_path: Path) -> None:
+def test_timed_engine_keeps_generating_between_polls(tmp_path: Path) -> None:
     lengths = Lengths(median_tokens=8, sigma=0.0, cap_tokens=8, record_divisor=1)
     engine = make_engine(tmp_path, replace(TIMING, lengths=lengths))
     engine.submit(request(0, [1, 2]))
@@ -176,7 +178,7 @@ def test_timed_engine_returns_from_a_poll_when_interrupted(tmp_path: Path) -> No
     assert time.monotonic() - started < 20.0
 
 
-def test_timed_engine_goes_on_with_what_was_aborted(tmp_path: Path, clock: Clock) -> None:
+def test_timed_engine_resumes_aborted_samples(tmp_path: Path, clock: Clock) -> None:
     engine = timed_by(clock, make_engine(tmp_path, replace(SLOW, time_scale=1e-3)))
     engine.submit(request(0, [1, 2]))
     assert engine.poll(timeout_seconds=0.02) == []
@@ -193,7 +195,7 @@ def test_timed_engine_goes_on_with_what_was_aborted(tmp_path: Path, clock: Clock
         assert [segment.policy_version for segment in sample.segments] == [0, 1]
 
 
-def test_timed_engine_marks_the_tokens_of_each_version_when_weights_are_swapped(
+def test_timed_engine_records_version_segments_when_weights_are_swapped(
     tmp_path: Path, clock: Clock
 ) -> None:
     engine = timed_by(clock, make_engine(tmp_path, replace(SLOW, time_scale=1e-3)))
@@ -210,7 +212,7 @@ def test_timed_engine_marks_the_tokens_of_each_version_when_weights_are_swapped(
     assert engine.policy_version == 3
 
 
-def test_timed_engine_stands_still_while_it_sleeps(tmp_path: Path) -> None:
+def test_timed_engine_generates_no_tokens_while_asleep(tmp_path: Path) -> None:
     engine = make_engine(
         tmp_path, replace(TIMING, time_scale=20_000 * TIMING.time_scale)
     )  # or it may have finished before it was put to sleep
@@ -221,7 +223,7 @@ def test_timed_engine_stands_still_while_it_sleeps(tmp_path: Path) -> None:
     assert len(finish(engine)) == 1
 
 
-def test_timed_engine_refuses_a_prompt_without_room(tmp_path: Path) -> None:
+def test_timed_engine_rejects_a_prompt_that_exceeds_its_context(tmp_path: Path) -> None:
     engine = make_engine(tmp_path, max_context_tokens=8)
     with pytest.raises(PoisonSample, match="the prompt has 8 tokens"):
         engine.submit(request(0, [1]))

@@ -140,7 +140,7 @@ def test_every_role_continues_the_trace_that_the_prompter_began(
     }
 
 
-def test_prompt_group_that_is_issued_twice_has_one_trace_and_the_next_attempt_leads_back_to_it(
+def test_reissued_prompt_group_keeps_its_trace_and_next_attempt_links_to_it(
     open_role: Callable[..., Traces], collector: Collector
 ) -> None:
     one, other = open_role("prompter"), open_role("prompter")
@@ -154,7 +154,7 @@ def test_prompt_group_that_is_issued_twice_has_one_trace_and_the_next_attempt_le
     assert second.place[0] != first.place[0]
 
 
-def test_prompter_alone_chooses_what_is_traced(
+def test_only_the_prompter_decides_which_prompt_groups_are_traced(
     open_role: Callable[..., Traces], collector: Collector
 ) -> None:
     names = [f"{step:06d}-{group_index:04d}-0" for step in range(100) for group_index in range(20)]
@@ -193,7 +193,7 @@ def test_record_without_a_sampled_context_is_not_traced(
     assert rollout.get_headers(GROUP) == {}
 
 
-def test_trace_of_a_guest_is_continued(
+def test_trace_of_an_external_prompt_group_is_continued(
     open_role: Callable[..., Traces], collector: Collector
 ) -> None:
     rollout = open_role("rollout")
@@ -205,7 +205,7 @@ def test_trace_of_a_guest_is_continued(
     assert (span.place[0].hex(), span.parent.hex()) == (FOREIGN[3:35], FOREIGN[36:52])
 
 
-def test_trace_of_what_is_not_trained_ends_with_the_reason(
+def test_trace_of_an_untrained_prompt_group_ends_with_the_reason(
     open_role: Callable[..., Traces], collector: Collector
 ) -> None:
     trainer = open_role("trainer")
@@ -224,7 +224,7 @@ def test_trace_of_what_is_not_trained_ends_with_the_reason(
     assert (expired.error, failed.error) == ("", "reward: no number")
 
 
-def test_work_that_is_given_up_ends_as_failed(
+def test_span_of_aborted_work_ends_with_an_error(
     open_role: Callable[..., Traces], collector: Collector
 ) -> None:
     reward = open_role("reward")
@@ -239,7 +239,7 @@ def test_work_that_is_given_up_ends_as_failed(
     assert (span.facts["relax.num_samples"], span.error) == (2, "the operation was aborted")
 
 
-def test_step_links_more_prompt_groups_than_the_sdk_would_by_itself(
+def test_train_step_span_exceeds_the_default_sdk_limit_on_links(
     open_role: Callable[..., Traces], collector: Collector
 ) -> None:
     trainer = open_role("trainer")
@@ -253,7 +253,7 @@ def test_step_links_more_prompt_groups_than_the_sdk_would_by_itself(
     assert span.facts["relax.metric.149"] == 1.0
 
 
-def test_nothing_is_written_without_a_collector(make_run_config: MakeRunConfig) -> None:
+def test_no_trace_headers_are_written_without_a_collector(make_run_config: MakeRunConfig) -> None:
     config = make_run_config()
     traces = open_traces(
         config,
@@ -291,7 +291,7 @@ class Noticed(SpanMetrics):
         self.event.set()
 
 
-def test_collector_that_is_away_costs_spans_alone(
+def test_unreachable_collector_loses_only_spans(
     make_run_config: MakeRunConfig, registry: CollectorRegistry
 ) -> None:
     with socket.socket() as taken:
@@ -329,7 +329,7 @@ def held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     go.set()
 
 
-def test_queue_is_bounded_and_what_it_drops_is_counted(
+def test_span_queue_is_bounded_and_counts_dropped_spans(
     make_run_config: MakeRunConfig, registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sending, "QUEUED_SPANS", 16)
@@ -364,12 +364,12 @@ def test_queue_is_bounded_and_what_it_drops_is_counted(
         ),
     ],
 )
-def test_endpoint_that_is_none_is_refused(endpoint: str, complaint: str) -> None:
+def test_invalid_trace_endpoint_is_rejected(endpoint: str, complaint: str) -> None:
     with pytest.raises(ValidationError, match=complaint):
         TracesConfig(endpoint=endpoint)
 
 
-def test_package_that_is_missing_is_named_with_its_extra(
+def test_error_names_missing_package_with_its_extra(
     make_run_config: MakeRunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_run_config(

@@ -75,7 +75,7 @@ def feed_of(
     return make
 
 
-def test_figures_come_in_order_although_the_tracker_is_down_for_a_while(
+def test_metrics_arrive_in_order_after_a_tracker_outage(
     feed_of: Callable[..., tuple[DeliveryQueue[StepMetrics], list[str]]],
 ) -> None:
     tracker = Kept(refusals=4)
@@ -90,7 +90,7 @@ def test_figures_come_in_order_although_the_tracker_is_down_for_a_while(
     assert (errors, tracker.is_closed) == (["kept"] * 4, True)
 
 
-def test_tracker_that_hangs_holds_up_neither_the_worker_nor_its_end(
+def test_hanging_tracker_delays_neither_the_worker_nor_its_shutdown(
     feed_of: Callable[..., tuple[DeliveryQueue[StepMetrics], list[str]]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -105,7 +105,7 @@ def test_tracker_that_hangs_holds_up_neither_the_worker_nor_its_end(
     tracker.released.set()
 
 
-def test_tracker_that_is_down_at_the_end_is_tried_once_more_and_left(
+def test_tracker_that_is_down_at_close_is_retried_once_and_abandoned(
     feed_of: Callable[..., tuple[DeliveryQueue[StepMetrics], list[str]]],
 ) -> None:
     feed, errors = feed_of(Kept(refusals=10**9))
@@ -122,7 +122,7 @@ def test_tracker_that_is_down_at_the_end_is_tried_once_more_and_left(
         (False, [("train", step) for step in range(4)]),
     ],
 )
-def test_worker_that_starts_again_doubles_nothing(
+def test_restarted_worker_sends_no_duplicate_metrics_to_trackers(
     feed_of: Callable[..., tuple[DeliveryQueue[StepMetrics], list[str]]],
     remembers: bool,
     again: list[tuple[str, int]],
@@ -138,7 +138,7 @@ def test_worker_that_starts_again_doubles_nothing(
     assert second.taken == expected
 
 
-def test_unknown_tracker_and_missing_package_are_named(
+def test_error_names_unknown_tracker_or_missing_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(
@@ -152,7 +152,7 @@ def test_unknown_tracker_and_missing_package_are_named(
         open_tracker_queues(with_trackers(tmp_path, f"{own}:Mine"), failed=lambda _: None)
 
 
-def test_tracker_whose_package_is_missing_is_named_before_it_is_loaded(tmp_path: Path) -> None:
+def test_missing_tracker_package_is_reported_before_the_tracker_loads(tmp_path: Path) -> None:
     own = tmp_path / "mine.py"
     (tmp_path / "sibling.py").write_text("")
     own.write_text("import json\nimport sibling\nimport no_such_library.part\n\nclass Mine: ...\n")
@@ -203,7 +203,7 @@ def test_tensorboard_is_the_default_and_shows_each_step_once_after_a_restart(
 
 
 @pytest.mark.long
-def test_mlflow_takes_the_run_up_and_holds_each_step_once(
+def test_mlflow_resumes_the_run_and_records_each_step_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mlflow = pytest.importorskip("mlflow")
@@ -222,7 +222,7 @@ def test_mlflow_takes_the_run_up_and_holds_each_step_once(
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
-def test_wandb_and_clearml_keep_offline_sessions_that_can_be_sent_later(
+def test_wandb_and_clearml_keep_offline_sessions_for_later_upload(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")

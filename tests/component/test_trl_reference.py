@@ -26,7 +26,7 @@ def keys(tree: Any) -> Any:
 
 
 @pytest.mark.long
-def test_reference_file_is_what_trl_computes(tmp_path: Path) -> None:
+def test_reference_file_matches_the_results_of_trl(tmp_path: Path) -> None:
     if not MADE.exists():
         pytest.skip("TRL is not installed; run `make trl`")
     in_environment(tmp_path / "trl.json")

@@ -49,7 +49,7 @@ def begins_at(offset_of_version: Mapping[int, int]) -> dict[tuple[str, int], int
     }
 
 
-def test_version_has_records_until_its_slot_begins_with_the_next_owner() -> None:
+def test_version_has_records_until_its_slot_starts_at_the_next_version() -> None:
     events = [starts_of(version, 10 * version) for version in range(6)]
     assert oldest_with_records(PLAN, events, begins_at({0: 0, 1: 0, 2: 0})) == 0
     assert oldest_with_records(PLAN, events, begins_at({3: 30, 1: 10, 2: 20})) == 1
@@ -83,7 +83,7 @@ def num_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def test_store_of_a_long_run_stays_bounded(store: ObjectStore, tmp_path: Path) -> None:
+def test_store_size_stays_bounded_in_a_long_run(store: ObjectStore, tmp_path: Path) -> None:
     """A step's records refer to arrays and to an image of the data set that comes again every few
     steps."""
     size, largest, samples = 500, 0, {}
@@ -101,7 +101,7 @@ def test_store_of_a_long_run_stays_bounded(store: ObjectStore, tmp_path: Path) -
     assert {store.get(image)[:1] for image in images} == {b"\0", b"\1", b"\2"}
 
 
-def test_equal_arrays_of_one_version_are_stored_once_and_of_two_versions_apart(
+def test_equal_arrays_are_stored_once_per_policy_version(
     store: ObjectStore,
 ) -> None:
     sample = rolled_out(tokens=np.arange(4, dtype=np.int32) + 1)
@@ -118,7 +118,7 @@ def test_equal_arrays_of_one_version_are_stored_once_and_of_two_versions_apart(
     assert np.asarray(check_out(later, store).tokens).tolist() == [1, 2, 3, 4]
 
 
-def test_interrupted_deletion_is_finished_by_the_next(store: ObjectStore) -> None:
+def test_next_deletion_completes_an_interrupted_one(store: ObjectStore) -> None:
     for version in (1, 2, 3):
         store.put(b"first", folder=build_version_folder(version))
         store.put(b"second", folder=build_version_folder(version))

@@ -19,7 +19,9 @@ def looked_for_anew() -> Iterator[None]:
     isolation.find_isolation.cache_clear()
 
 
-def test_walls_that_a_container_refuses_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_isolation_unavailable_in_a_container_is_skipped_for_a_weaker_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As in a container whose engine refuses new namespaces: the command that leads there ends with
     an error."""
     weaker = next(
@@ -48,7 +50,9 @@ def test_kernel_or_container_without_landlock_is_refused_by_name(
         require_isolation()
 
 
-def test_root_that_can_not_become_another_user_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_tells_root_that_it_cannot_switch_to_another_user(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(
         isolation, "_candidates", lambda: [Isolation(("false",), landlock=1, filters=True)]
     )

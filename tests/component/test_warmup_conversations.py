@@ -49,7 +49,7 @@ def rows_of(config: RunConfig, count: int) -> Sequence[PromptRow]:
     return [source.row(number) for number in range(count)]
 
 
-def test_answers_stand_where_the_template_puts_them_and_the_quarter_between(tmp_path: Path) -> None:
+def test_warmup_responses_and_zoomed_image_are_placed_by_the_chat_template(tmp_path: Path) -> None:
     with played(tmp_path) as (demonstrations, config):
         renderer = PromptRenderer.from_folder(
             build_image_model(), config.data, media=config.model.media
@@ -89,7 +89,7 @@ def runs(tokens: np.ndarray, chosen: np.ndarray) -> list[np.ndarray]:
     return np.split(tokens, np.flatnonzero(np.diff(chosen)) + 1)[::2]
 
 
-def test_reference_answer_is_the_only_one_without_a_key(tmp_path: Path) -> None:
+def test_reference_answer_is_the_only_turn_without_assistant_turns_key(tmp_path: Path) -> None:
     with played(tmp_path, assistant_turns_key="") as (demonstrations, config):
         (row,) = rows_of(config, 1)
         example = demonstrations.build_example(row)
@@ -116,7 +116,7 @@ def test_reference_answer_is_the_only_one_without_a_key(tmp_path: Path) -> None:
         ("zoom", "none", "metadata has none = 'None'; it must be a list of answers"),
     ],
 )
-def test_row_that_can_not_be_played_is_refused(
+def test_warmup_row_that_cannot_be_demonstrated_is_rejected(
     tmp_path: Path, function: str, assistant_turns_key: str, text: str
 ) -> None:
     with (
@@ -129,7 +129,7 @@ def test_row_that_can_not_be_played_is_refused(
         demonstrations.build_example(rows_of(config, 1)[0])
 
 
-def test_only_what_the_policy_says_is_learnt(tmp_path: Path) -> None:
+def test_warmup_trains_only_tokens_of_the_policy(tmp_path: Path) -> None:
     with played(tmp_path) as (demonstrations, config):
         examples = [demonstrations.build_example(row) for row in rows_of(config, 3)]
         family = read_family(build_image_model(), config.model.media)
@@ -138,7 +138,7 @@ def test_only_what_the_policy_says_is_learnt(tmp_path: Path) -> None:
         assert row[row != IGNORED].tolist() == example.answer_tokens[example.loss_mask].tolist()
 
 
-def test_example_is_answered_when_every_token_to_learn_is_the_likeliest() -> None:
+def test_warmup_example_is_correct_if_each_trained_token_is_the_likeliest() -> None:
     model: Any = AutoModelForImageTextToText.from_pretrained(
         build_image_model(), dtype=torch.float32
     )

@@ -39,7 +39,7 @@ def with_model(config: RunConfig, path: Path) -> RunConfig:
     return config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
 
 
-def test_model_that_the_run_began_with_fits(
+def test_model_that_the_run_started_with_is_accepted(
     published: tuple[RunConfig, PolicyVersionPublished],
 ) -> None:
     config, newest = published
@@ -53,7 +53,7 @@ def test_model_that_the_run_began_with_fits(
         ({"hidden_size": 32, "num_layers": 3}, r"model\.layers has 3 layers there and 2"),
     ],
 )
-def test_other_model_is_refused_by_what_differs(
+def test_different_model_is_rejected_with_the_difference(
     published: tuple[RunConfig, PolicyVersionPublished],
     tmp_path: Path,
     made: dict[str, int],
@@ -66,7 +66,7 @@ def test_other_model_is_refused_by_what_differs(
         require_fitting_model(with_model(config, other), newest)
 
 
-def test_nothing_is_compared_where_there_is_nothing(
+def test_model_check_is_skipped_without_version_model_or_manifest(
     published: tuple[RunConfig, PolicyVersionPublished], tmp_path: Path
 ) -> None:
     config, newest = published
@@ -79,7 +79,7 @@ def test_nothing_is_compared_where_there_is_nothing(
     assert require_fitting_model(config, newest).startswith("not compared with policy version 7: ")
 
 
-def test_tensors_that_only_one_of_them_names_say_nothing() -> None:
+def test_model_comparison_ignores_tensors_present_on_one_side_only() -> None:
     assert find_difference({"a": (1,), "experts.0.w": (2,)}, {"a": (1,), "experts.w": (4, 2)}) == ""
 
 
@@ -87,7 +87,7 @@ def test_tensors_that_only_one_of_them_names_say_nothing() -> None:
     "content",
     [b"", b"\xff" * 8, (100).to_bytes(8, "little") + b"{", (2).to_bytes(8, "little") + b"[]"],
 )
-def test_file_that_is_cut_is_named(tmp_path: Path, content: bytes) -> None:
+def test_error_names_truncated_safetensors_file(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(
         ConfigError, match=r"model\.safetensors is not a whole safetensors file .*; fetch it again"
@@ -95,7 +95,7 @@ def test_file_that_is_cut_is_named(tmp_path: Path, content: bytes) -> None:
         read_shapes(tmp_path)
 
 
-def test_shapes_are_those_of_the_tensors(
+def test_read_shapes_returns_the_shapes_of_the_tensors(
     published: tuple[RunConfig, PolicyVersionPublished],
 ) -> None:
     path = published[0].model.path

@@ -53,7 +53,7 @@ def folder(tmp_path: Path) -> Path:
     return logs
 
 
-def test_line_is_readable_and_what_is_no_event_keeps_the_time_of_the_line_before() -> None:
+def test_log_line_that_is_no_event_takes_the_time_of_the_previous_line() -> None:
     parser = LogParser("reward-0")
     lines = [
         parser.parse_line(raw)
@@ -75,7 +75,7 @@ def test_line_is_readable_and_what_is_no_event_keeps_the_time_of_the_line_before
     assert len(lines[4].text) == 10_000
 
 
-def test_logs_are_in_order_of_time_and_those_of_a_role_or_worker_can_be_had(folder: Path) -> None:
+def test_logs_are_sorted_by_time_and_can_be_filtered_by_role_or_worker(folder: Path) -> None:
     assert [line.text.split()[0] for line in read_lines(log_files(folder))] == [
         "worker.started",
         "Traceback",
@@ -99,7 +99,7 @@ def test_logs_are_in_order_of_time_and_those_of_a_role_or_worker_can_be_had(fold
         log_files(folder / "nowhere")
 
 
-def test_tail_gives_whole_lines_as_they_are_written_in_logs_that_are_there_and_in_new_ones(
+def test_tail_yields_complete_lines_of_existing_and_new_logs(
     folder: Path,
 ) -> None:
     with (folder / "trainer-1.log").open("ab") as file:

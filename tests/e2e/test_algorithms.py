@@ -108,7 +108,7 @@ def source(
     return FinishedRun(run_file, load_run_config(run_file, environment={}))
 
 
-def test_live_run_reports_what_there_was_to_correct(source: FinishedRun) -> None:
+def test_live_run_reports_importance_correction_metrics(source: FinishedRun) -> None:
     curves = curves_of(source.run_file.parent, source.config.run.id)
     assert len(curves["loss"]) == 3
     # The first step's weights are the engine's own.

@@ -85,7 +85,7 @@ def fails(completion, *, answer, metadata, prompt):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_run_fails_before_anything_starts(
+def test_run_with_invalid_settings_fails_before_anything_starts(
     relax: Relax, run_file: Path, tmp_path: Path, override: str, texts: list[str]
 ) -> None:
     ended = relax("run", run_file, override)
@@ -99,7 +99,7 @@ def test_run_fails_before_anything_starts(
 @pytest.mark.parametrize(
     "command", [["run"], ["topics", "plan"], ["ledger", "check"]], ids=" ".join
 )
-def test_command_says_within_seconds_that_no_broker_answers(
+def test_command_reports_unreachable_broker_within_seconds(
     relax: Relax, run_file: Path, command: list[str]
 ) -> None:
     started = time.monotonic()
@@ -138,7 +138,7 @@ def test_resumed_run_rejects_another_model_before_a_worker_starts(
     }, "no worker has written one"
 
 
-def test_row_without_prompt_is_named_by_file_and_line(
+def test_error_names_file_and_line_of_a_row_without_prompt(
     relax: Relax, run_file: Path, tmp_path: Path
 ) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "one", "answer": "1"}, {"answer": "2"}])
@@ -151,7 +151,7 @@ def test_row_without_prompt_is_named_by_file_and_line(
         )
 
 
-def test_doctor_knows_what_the_run_will_refuse(
+def test_doctor_reports_settings_that_the_run_would_reject(
     relax: Relax, run_file: Path, tmp_path: Path
 ) -> None:
     own = tmp_path / "tracker.py"
@@ -171,7 +171,9 @@ def test_doctor_knows_what_the_run_will_refuse(
         assert text in ended.out
 
 
-def test_rows_in_place_of_a_run_file_are_named_as_such(relax: Relax, prepared: Path) -> None:
+def test_error_explains_that_a_data_file_was_given_as_run_file(
+    relax: Relax, prepared: Path
+) -> None:
     ended = relax("doctor", prepared / "prompts.jsonl")
     assert ended.code == 2
     assert (
@@ -188,7 +190,7 @@ def test_worker_of_unknown_role_is_rejected_with_the_known_ones(
     assert "role 'dancer' is not installed; installed are actor-forward, advantage" in ended.err
 
 
-def test_worker_without_its_embedded_broker_says_how_to_start_it(
+def test_worker_without_its_embedded_broker_explains_how_to_start_it(
     relax: Relax, run_file: Path
 ) -> None:
     ended = relax("worker", "prompter", run_file)
@@ -196,7 +198,7 @@ def test_worker_without_its_embedded_broker_says_how_to_start_it(
     assert "does not run; start it with: relax broker start --directory .relax/broker" in ended.err
 
 
-def test_worker_waits_for_its_broker_as_long_as_a_request_may_take(
+def test_worker_waits_for_its_broker_up_to_the_request_timeout(
     relax: Relax, run_file: Path
 ) -> None:
     ended = relax("worker", "prompter", run_file, NOBODY, "broker.request_timeout_seconds=2")
@@ -207,7 +209,7 @@ def test_worker_waits_for_its_broker_as_long_as_a_request_may_take(
     ) in ended.err
 
 
-def test_taken_metrics_port_is_named(relax: Relax, run_file: Path) -> None:
+def test_error_names_metrics_port_in_use(relax: Relax, run_file: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -221,7 +223,7 @@ def test_taken_metrics_port_is_named(relax: Relax, run_file: Path) -> None:
             ) in ended.out + ended.err
 
 
-def test_doctor_finds_everything_at_once_and_starts_nothing(
+def test_doctor_reports_all_problems_at_once_and_starts_no_process(
     relax: Relax, run_file: Path, tmp_path: Path
 ) -> None:
     bad = [

@@ -12,7 +12,7 @@ RUN_SECONDS = 200.0
 
 
 @pytest.mark.long
-def test_changed_run_file_is_taken_only_where_the_run_can_go_on_with_it(
+def test_changed_run_file_is_accepted_only_if_the_run_can_continue_with_it(
     relax: Relax, run_file: Path, bootstrap_servers: str, run_id: str, tmp_path: Path
 ) -> None:
     broker = f"broker.bootstrap_servers={bootstrap_servers}"

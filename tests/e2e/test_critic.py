@@ -54,7 +54,7 @@ def events(run: FinishedRun, entity: str) -> list[Event]:
     return found
 
 
-def test_critic_has_learned_as_long_as_the_policy_that_it_scores(ppo_run: FinishedRun) -> None:
+def test_critic_version_equals_the_policy_version_that_it_scores(ppo_run: FinishedRun) -> None:
     folder, run_id = ppo_run.run_file.parent, ppo_run.config.run.id
     report = report_of(folder, run_id)
     assert report["succeeded"]
@@ -85,7 +85,7 @@ def test_critic_has_learned_as_long_as_the_policy_that_it_scores(ppo_run: Finish
     assert {line["policy_version"] for line in lines if "value_loss" in line} >= {1, 2}
 
 
-def test_advantages_are_those_of_the_recorded_values(ppo_run: FinishedRun) -> None:
+def test_advantages_are_computed_from_the_recorded_critic_values(ppo_run: FinishedRun) -> None:
     values = {
         event.sample_id: event.values
         for event in events(ppo_run, "critic.values")
@@ -108,7 +108,7 @@ def test_advantages_are_those_of_the_recorded_values(ppo_run: FinishedRun) -> No
         np.testing.assert_allclose(np.asarray(sample.advantages)[mask], given[0], rtol=1e-6)
 
 
-def test_policy_waits_while_only_the_critic_learns(ppo_run: FinishedRun) -> None:
+def test_policy_is_not_trained_during_critic_warmup(ppo_run: FinishedRun) -> None:
     report = report_of(ppo_run.run_file.parent, ppo_run.config.run.id)
     rates, digests = report["curves"]["learning_rate"], report["weights_digests"]
     assert rates == [0.0, 1e-3, 1e-3]

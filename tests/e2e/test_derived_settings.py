@@ -25,7 +25,7 @@ EXPECTED = {
 """Of a tiny model of 4096 positions that is there already, on any machine of 8 GB or more."""
 
 
-def test_run_keeps_in_its_second_session_what_was_derived_in_the_first(
+def test_second_session_keeps_the_settings_derived_in_the_first(
     prepared: Path, run_id: str, relax: Relax, tmp_path: Path
 ) -> None:
     run_file = tmp_path / "run.toml"

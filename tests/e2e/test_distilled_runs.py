@@ -38,7 +38,7 @@ def curves_of(run_file: Path, run_id: str) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_policy_comes_nearer_to_its_teacher(
+def test_distillation_loss_of_policy_to_teacher_falls(
     relax: Relax, run_file: Path, bootstrap_servers: str, run_id: str, teacher: Path
 ) -> None:
     sets = (
@@ -56,7 +56,7 @@ def test_policy_comes_nearer_to_its_teacher(
 
 
 @pytest.mark.long
-def test_sampled_tokens_are_distilled_again_with_another_coefficient(
+def test_replay_distills_sampled_tokens_with_another_coefficient(
     relax: Relax, run_file: Path, bootstrap_servers: str, run_id: str, teacher: Path, tmp_path: Path
 ) -> None:
     sync = (

@@ -58,7 +58,7 @@ def test_documentation_has_code_to_check() -> None:
 
 
 @pytest.mark.parametrize("block", list(blocks("toml")))
-def test_toml_block_is_part_of_a_run_file(block: str) -> None:
+def test_toml_block_is_valid_in_a_run_file(block: str) -> None:
     tree = tomllib.loads(block)
     whole = {name: REQUIRED.get(name, {}) | tree.get(name, {}) for name in REQUIRED | tree}
     if "datasets" in whole["data"]:  # which stand in place of the one source
@@ -67,7 +67,7 @@ def test_toml_block_is_part_of_a_run_file(block: str) -> None:
 
 
 @pytest.mark.parametrize("words", list(commands()))
-def test_command_exists_with_these_arguments(
+def test_documented_command_exists_with_its_arguments(
     words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -96,7 +96,7 @@ def test_links_lead_to_files(page: Path) -> None:
     ] == []
 
 
-def test_reference_is_as_the_code_says() -> None:
+def test_reference_pages_match_the_code() -> None:
     checked = subprocess.run(
         [sys.executable, ROOT / "docs/generate.py", "--check"],
         capture_output=True,

@@ -64,7 +64,7 @@ def until_workers_use_it(broker: EmbeddedBroker, process: subprocess.Popen[bytes
 
 
 @pytest.mark.long
-def test_commands_read_a_run_whose_broker_ended_with_it(
+def test_commands_start_the_stopped_broker_of_a_finished_run(
     relax: Relax, run_file: Path, broker: EmbeddedBroker, run_id: str
 ) -> None:
     ran = relax("run", run_file, timeout_seconds=RUN_SECONDS)
@@ -94,7 +94,7 @@ def test_run_that_was_killed_leaves_no_broker(
 
 
 @pytest.mark.long
-def test_two_runs_in_one_folder_never_stop_the_broker_under_each_other(
+def test_two_runs_in_one_folder_never_stop_the_broker_used_by_the_other(
     run_file: Path, broker: EmbeddedBroker, run_id: str
 ) -> None:
     with (

@@ -73,7 +73,7 @@ def judgements(count: int) -> list[dict[str, Any]]:
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_quickstart_learns_from_a_judge(
+def test_quickstart_learns_with_rewards_of_a_judge_model(
     relax: Relax, bootstrap_servers: str, run_id: str, tmp_path: Path
 ) -> None:
     write_rows(tmp_path / "judgements.jsonl", judgements(40_000))

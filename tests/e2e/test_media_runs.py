@@ -162,7 +162,7 @@ def issue_prompt_about_a_deleted_image(
 
 
 @pytest.mark.timeout(300)
-def test_run_trains_on_all_media_and_hostile_ones_end_their_own_rows_alone(
+def test_run_trains_on_all_media_and_hostile_files_fail_only_their_own_rows(
     relax: Relax, media_run: Path, bootstrap_servers: str, run_id: str
 ) -> None:
     assert relax("topics", "apply", media_run, "--yes").code == 0
@@ -291,7 +291,7 @@ def show(completion, *, messages, answer, metadata, files):
 
 
 @pytest.mark.timeout(300)
-def test_run_talks_with_an_environment_that_shows_images_and_a_bad_one_ends_its_prompt_group_alone(
+def test_run_with_image_environment_loses_only_prompt_group_of_a_bad_image(
     relax: Relax, tmp_path: Path, bootstrap_servers: str, run_id: str
 ) -> None:
     for number in range(2):

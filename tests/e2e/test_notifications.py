@@ -22,7 +22,7 @@ def test_run_is_in_tensorboard_by_default(finished_run: FinishedRun) -> None:
     assert [point.step for point in shown.Scalars("train/reward_mean")] == [0, 1, 2]
 
 
-def test_everything_that_a_run_leaves_is_its_users_alone(finished_run: FinishedRun) -> None:
+def test_all_files_of_a_run_are_accessible_only_to_its_user(finished_run: FinishedRun) -> None:
     """The commands that made it began with a file mode mask of 022."""
     folder = finished_run.config.run_directory
     modes = {

@@ -129,7 +129,7 @@ def test_external_java_producer_gets_samples_of_its_own_prompts(
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_run_with_a_schema_registry_is_read_by_an_external_reader_that_does_not_know_it(
+def test_external_reader_without_schema_registry_reads_a_run_that_uses_one(
     ask: Callable[..., Asked], relax: Relax, run_file: Path, bootstrap_servers: str, tmp_path: Path
 ) -> None:
     """All roles write Confluent's framing, the external producer the other one; the ids of the

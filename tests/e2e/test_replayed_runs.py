@@ -45,7 +45,7 @@ def report_of(folder: Path, run_id: str) -> dict[str, Any]:
     return report
 
 
-def test_replay_is_its_source_bit_for_bit(
+def test_replay_matches_its_source_bit_for_bit(
     relax: Relax, finished_run: FinishedRun, run_id: str, tmp_path: Path
 ) -> None:
     source = finished_run.config.run.id
@@ -76,7 +76,7 @@ def test_replay_is_its_source_bit_for_bit(
 
 
 @pytest.mark.long
-def test_replay_of_several_optimizer_steps_each_is_its_source_bit_for_bit(
+def test_replay_with_several_optimizer_steps_matches_its_source_bit_for_bit(
     relax: Relax, run_file: Path, run_id: str, bootstrap_servers: str, tmp_path: Path
 ) -> None:
     where = f"broker.bootstrap_servers={bootstrap_servers}"
@@ -106,7 +106,7 @@ def test_replay_of_several_optimizer_steps_each_is_its_source_bit_for_bit(
     assert not set(first) & set(other), "the passes are no others than one"
 
 
-def test_replay_with_gspo_differs_from_version_one_on(
+def test_replay_from_version_one_with_gspo_differs_from_its_source(
     relax: Relax, finished_run: FinishedRun, run_id: str, tmp_path: Path
 ) -> None:
     source = finished_run.config.run.id
@@ -181,7 +181,7 @@ def test_replay_learns_from_the_scores_of_a_rescoring(
     assert not set(report["weights_digests"]) & set(recorded["weights_digests"])
 
 
-def test_source_that_no_run_file_here_vouches_for_is_rejected_with_the_list(
+def test_untrusted_source_run_is_rejected_with_a_list_of_its_code_and_paths(
     relax: Relax, finished_run: FinishedRun, run_id: str, tmp_path: Path
 ) -> None:
     source = finished_run.config.run.id
@@ -205,7 +205,7 @@ def test_source_that_no_run_file_here_vouches_for_is_rejected_with_the_list(
     assert not (tmp_path / ".relax/runs").exists()
 
 
-def test_second_learner_follows_a_fork_while_it_continues(
+def test_second_learner_replays_a_fork_while_the_fork_is_running(
     relax: Relax, finished_run: FinishedRun, run_id: str, tmp_path: Path
 ) -> None:
     where = (*place(finished_run, tmp_path), TRUST)

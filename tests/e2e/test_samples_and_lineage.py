@@ -70,7 +70,7 @@ def test_samples_are_shown_and_exported(
     )
 
 
-def test_following_ends_cleanly_when_interrupted(finished_run: FinishedRun) -> None:
+def test_samples_tail_exits_cleanly_when_interrupted(finished_run: FinishedRun) -> None:
     command = [
         sys.executable,
         "-m",
@@ -98,7 +98,9 @@ def test_following_ends_cleanly_when_interrupted(finished_run: FinishedRun) -> N
     assert first[0]["rolled_out_at"] <= first[1]["rolled_out_at"]
 
 
-def test_weights_lead_to_data_and_data_to_weights(relax: Relax, finished_run: FinishedRun) -> None:
+def test_lineage_links_policy_versions_to_data_rows_and_back(
+    relax: Relax, finished_run: FinishedRun
+) -> None:
     version = relax("lineage", "version", "2", finished_run.run_file, "--output", "json")
     assert version.code == 0, version.err
     made = orjson.loads(version.out)
@@ -120,6 +122,8 @@ def test_weights_lead_to_data_and_data_to_weights(relax: Relax, finished_run: Fi
     assert {use["prompt"] for use in uses.values()} == {PROMPTS[sample["data_row"]]}
 
 
-def test_run_without_dead_letters_says_so(relax: Relax, finished_run: FinishedRun) -> None:
+def test_dead_letter_command_reports_a_run_without_dead_letters(
+    relax: Relax, finished_run: FinishedRun
+) -> None:
     listed = relax("deadletter", "list", finished_run.run_file)
     assert (listed.code, listed.out.splitlines()[-1]) == (0, "no dead letters")

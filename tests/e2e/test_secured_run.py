@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(300)
 RUN_SECONDS = 200.0
 
 
-def test_secured_run_reaches_its_goal_and_leaves_no_password_behind(
+def test_secured_run_completes_and_leaves_no_password_behind(
     relax: Relax, run_file: Path, tmp_path: Path, run_id: str
 ) -> None:
     made = relax("broker", "secure", run_file, "--out", "security")
@@ -37,7 +37,7 @@ def test_secured_run_reaches_its_goal_and_leaves_no_password_behind(
 
 
 @pytest.mark.long
-def test_secured_run_is_replayed_by_principals_of_the_replay(
+def test_replay_of_a_secured_run_uses_its_own_principals(
     relax: Relax, run_file: Path, tmp_path: Path, run_id: str
 ) -> None:
     again = f"{run_id}-again"

@@ -176,7 +176,7 @@ def assert_every_seat_was_trained(run: FinishedRun, *, size: int) -> None:
     assert report["staleness_max"] <= run.config.run.max_staleness
 
 
-def test_answers_are_learned_and_a_killed_rollout_worker_loses_none(
+def test_sft_learns_answers_and_a_killed_rollout_worker_loses_no_sample(
     answers_run: FinishedRun,
 ) -> None:
     assert_every_seat_was_trained(answers_run, size=1)
@@ -186,7 +186,7 @@ def test_answers_are_learned_and_a_killed_rollout_worker_loses_none(
     assert losses[-1] < 0.7 * losses[0]
 
 
-def test_conversation_is_on_the_log_with_its_mask_and_each_row_comes_once_in_an_epoch(
+def test_sft_logs_conversations_with_loss_masks_and_each_row_once_per_epoch(
     answers_run: FinishedRun,
 ) -> None:
     samples = samples_of(answers_run)
@@ -203,7 +203,7 @@ def test_conversation_is_on_the_log_with_its_mask_and_each_row_comes_once_in_an_
     assert not any(first.rollout_logprobs)
 
 
-def test_run_without_rewards_says_so_and_is_evaluated_by_generation(
+def test_sft_run_reports_no_rewards_and_is_evaluated_by_generation(
     answers_run: FinishedRun,
 ) -> None:
     folder, report = answers_run.run_file.parent, report_on(answers_run)
@@ -236,7 +236,7 @@ def test_run_without_rewards_says_so_and_is_evaluated_by_generation(
     assert orjson.loads(shown.out)["config"]["reward"] == "none"
 
 
-def test_pairs_move_apart(pairs_run: FinishedRun) -> None:
+def test_dpo_increases_the_reward_margin_of_pairs(pairs_run: FinishedRun) -> None:
     assert_every_seat_was_trained(pairs_run, size=2)
     curves = report_on(pairs_run)["curves"]
     assert curves["loss"][0] == pytest.approx(
@@ -250,14 +250,14 @@ def test_pairs_move_apart(pairs_run: FinishedRun) -> None:
     )
 
 
-def test_sample_of_a_pair_is_chosen_or_rejected_by_its_index(pairs_run: FinishedRun) -> None:
+def test_sample_index_marks_the_chosen_or_rejected_sample_of_a_pair(pairs_run: FinishedRun) -> None:
     for sample in samples_of(pairs_run):
         word = sample.messages[0].text.split()[1]
         assert sample.completion == (word, 3 * word[0])[sample.key.sample_index]
 
 
 @pytest.mark.long
-def test_sft_run_file_learns_what_its_evaluation_rewards(
+def test_sft_run_file_improves_its_evaluation_reward(
     bootstrap_servers: str, tmp_path: Path, run_id: str
 ) -> None:
     run_file = Path(__file__).parents[2] / "configs/sft.toml"

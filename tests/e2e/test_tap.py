@@ -127,7 +127,7 @@ def listed(value: Any) -> Any:
 
 
 @pytest.mark.timeout(240)
-def test_tapped_records_are_what_our_codec_reads(
+def test_records_decoded_by_hand_match_the_project_codec(
     relax: Relax, run_file: Path, run_id: str, bootstrap_servers: str
 ) -> None:
     ran = relax(

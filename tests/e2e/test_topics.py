@@ -22,7 +22,7 @@ def topics(run: FinishedRun, verb: str, *arguments: str | Path) -> Finished:
     )
 
 
-def test_operator_looks_at_a_finished_run(finished_run: FinishedRun) -> None:
+def test_topics_commands_describe_a_finished_run(finished_run: FinishedRun) -> None:
     run_file, prefix = finished_run.run_file, f"relax.{finished_run.config.run.id}."
     planned = topics(finished_run, "plan", run_file)
     assert planned.code == 0, planned.err
@@ -86,7 +86,7 @@ def test_tail_shows_records_with_headers(finished_run: FinishedRun) -> None:
     ],
     ids=["tail", "lag"],
 )
-def test_what_continues_for_ever_ends_well_at_control_c(
+def test_following_command_exits_with_0_at_control_c(
     finished_run: FinishedRun, arguments: list[str], first: bytes
 ) -> None:
     words = [str(finished_run.run_file) if word == "RUN_FILE" else word for word in arguments]
@@ -130,7 +130,7 @@ def move(finished_run: FinishedRun, tmp_path: Path, run_id: str) -> None:
     assert "every partition is as exported" in imported.err
 
 
-def test_run_is_moved_with_its_objects_and_keeps_its_ledger(
+def test_run_moved_with_its_objects_keeps_its_ledger(
     finished_run: FinishedRun, tmp_path: Path, run_id: str
 ) -> None:
     move(finished_run, tmp_path, run_id)
@@ -145,7 +145,7 @@ def test_run_is_moved_with_its_objects_and_keeps_its_ledger(
 
 
 @pytest.mark.long
-def test_moved_run_is_trained_again_bit_for_bit(
+def test_replay_of_an_imported_run_reproduces_its_training_bit_for_bit(
     finished_run: FinishedRun, tmp_path: Path, run_id: str
 ) -> None:
     move(finished_run, tmp_path, run_id)

@@ -169,7 +169,7 @@ def test_uniform_prompt_groups_are_filtered_and_replaced(
 
 
 @pytest.mark.long
-def test_word_problems_go_through_the_same_pipe(
+def test_run_trains_on_word_problems(
     relax: Relax,
     run_file: Path,
     bootstrap_servers: str,
@@ -216,7 +216,7 @@ def test_word_problems_go_through_the_same_pipe(
 
 
 @pytest.mark.long
-def test_experts_of_the_engine_are_those_of_the_trainer(
+def test_trainer_replays_the_experts_that_the_engine_chose(
     relax: Relax, run_file: Path, bootstrap_servers: str, run_id: str, tmp_path: Path
 ) -> None:
     own = (

@@ -64,7 +64,7 @@ class Client(unittest.TestCase):
         self.endpoint = RuntimeEndpoint(URL)
         sgl.set_default_backend(self.endpoint)
 
-    def test_gen_select_batch_and_stream(self) -> None:
+    def test_sglang_frontend_generates_selects_batches_and_streams(self) -> None:
         @sgl.function
         def say(s: object, word: str) -> None:
             s += (
@@ -87,7 +87,7 @@ class Client(unittest.TestCase):
         pieces = list(streamed.text_iter("first"))
         assert "".join(pieces) == single["first"]
 
-    def test_chosen_is_what_the_model_finds_most_probable(self) -> None:
+    def test_select_returns_the_most_probable_choice(self) -> None:
         @sgl.function
         def choose(s: object) -> None:
             s += "12=" + sgl.select("answer", choices=["21", "zz"])

@@ -95,14 +95,14 @@ NO_EXPERTS = (
     ],
     ids=["router", "without the plugin", "without experts"],
 )
-def test_what_can_not_be_used_is_refused_at_once(
+def test_attaching_an_unusable_server_raises_config_error(
     handler: type[RouterLike], family: str, routing_replay: Literal["none", "rollout"], text: str
 ) -> None:
     with answering(handler) as url, pytest.raises(ConfigError, match=text):
         attach(url, family=family, routing_replay=routing_replay)
 
 
-def test_model_without_experts_is_refused_before_any_server_is_asked() -> None:
+def test_routing_replay_of_a_dense_model_is_rejected_before_any_request() -> None:
     with pytest.raises(
         ConfigError,
         match=r"replays the experts of a mixture that engine 'sglang' supports, and the model in .* has none; set model",

@@ -119,7 +119,7 @@ def test_logprobs_are_tempered_and_not_renormalised(make: MakeEngine) -> None:
         )
 
 
-def test_draws_follow_the_probabilities(make: MakeEngine) -> None:
+def test_sampled_tokens_follow_the_probabilities(make: MakeEngine) -> None:
     engine = make()
     request = make_request(1, num_samples=400, max_new_tokens=1, temperature=0.5)
     engine.submit(request)
@@ -150,7 +150,7 @@ def test_sample_ends_after_its_stop_token_and_keeps_it(make: MakeEngine) -> None
     assert whole.finish_reason is FinishReason.LENGTH
 
 
-def test_nothing_but_its_own_stop_tokens_ends_a_sample(make: MakeEngine) -> None:
+def test_only_stop_tokens_of_the_request_end_a_sample(make: MakeEngine) -> None:
     engine = make()
     request = make_request(1, num_samples=8, max_new_tokens=LONG, temperature=3.0)
     engine.submit(request)
@@ -170,7 +170,7 @@ def test_sample_ends_where_the_context_is_full(make: MakeEngine) -> None:
     assert {sample.finish_reason for sample in samples.values()} == {FinishReason.LENGTH}
 
 
-def test_samples_beyond_the_bound_wait_their_turn(make: MakeEngine) -> None:
+def test_samples_beyond_the_concurrency_limit_are_queued(make: MakeEngine) -> None:
     engine = make()
     for number in range(10):
         engine.submit(make_request(number, num_samples=5))
@@ -203,7 +203,7 @@ def test_usage_counts_sampled_tokens_and_prompt_tokens(make: MakeEngine) -> None
     assert num_prefilled >= sum(len(request.prompt_tokens) for request in requests)
 
 
-def test_usage_counts_tokens_of_samples_that_go_on(make: MakeEngine, gate: Gate) -> None:
+def test_usage_counts_recomputed_tokens_of_continued_samples(make: MakeEngine, gate: Gate) -> None:
     engine = make()
     request = make_request(1, max_new_tokens=LONG)
     begin(engine, request, gate)
@@ -229,7 +229,7 @@ def assert_at_least(engine: Engine, counts: list[int], expected: list[int]) -> N
         assert counts == expected
 
 
-def test_poll_gives_nothing_at_once_when_nothing_runs(make: MakeEngine) -> None:
+def test_poll_of_an_idle_engine_returns_an_empty_list_immediately(make: MakeEngine) -> None:
     assert make().poll(timeout_seconds=3600.0) == []
 
 
@@ -251,7 +251,7 @@ def test_segments_carry_the_version_of_every_token(make: MakeEngine) -> None:
         )
 
 
-def test_restart_computes_running_samples_again_under_the_new_weights(
+def test_restart_recomputes_running_samples_with_the_new_weights(
     make: MakeEngine, gate: Gate
 ) -> None:
     engine = make()
@@ -274,7 +274,7 @@ def test_restart_computes_running_samples_again_under_the_new_weights(
         np.testing.assert_allclose(sample.logprobs[second], new[second], atol=1e-5)
 
 
-def test_swap_keeps_the_cache_and_says_so(make: MakeEngine, gate: Gate) -> None:
+def test_swap_keeps_the_kv_cache_and_marks_the_segments(make: MakeEngine, gate: Gate) -> None:
     engine = make()
     request = make_request(1, max_new_tokens=LONG, num_samples=4)
     weights, path = other_weights(1)
@@ -306,7 +306,7 @@ def test_swap_keeps_the_cache_and_says_so(make: MakeEngine, gate: Gate) -> None:
         )
 
 
-def test_refused_weights_leave_the_old_ones_serving(make: MakeEngine) -> None:
+def test_engine_serves_the_old_weights_after_rejecting_new_ones(make: MakeEngine) -> None:
     engine = make()
     check_misfits_are_refused(engine)
     assert engine.policy_version == 0
@@ -343,7 +343,7 @@ def test_weights_that_are_not_finite_end_samples_with_an_error(
     assert {sample.finish_reason for sample in finish(engine).values()} == {FinishReason.LENGTH}
 
 
-def test_aborted_samples_go_on_where_they_were(make: MakeEngine, gate: Gate) -> None:
+def test_aborted_samples_continue_from_their_last_token(make: MakeEngine, gate: Gate) -> None:
     engine = make()
     request = make_request(1, num_samples=3, max_new_tokens=LONG)
     begin(engine, request, gate)
@@ -365,7 +365,7 @@ def test_aborted_samples_go_on_where_they_were(make: MakeEngine, gate: Gate) -> 
         )
 
 
-def test_abort_takes_out_the_named_samples_alone(make: MakeEngine, gate: Gate) -> None:
+def test_abort_removes_only_the_named_samples(make: MakeEngine, gate: Gate) -> None:
     engine = make()
     begin(engine, make_request(1, num_samples=3, max_new_tokens=LONG), gate)
     aborted = engine.abort(["g1/1", "unknown"])
@@ -374,7 +374,7 @@ def test_abort_takes_out_the_named_samples_alone(make: MakeEngine, gate: Gate) -
     assert finish(engine).keys() == {"g1/0", "g1/2"}
 
 
-def test_most_probable_tokens_come_with_those_that_were_sampled(make: MakeEngine) -> None:
+def test_engine_returns_the_top_tokens_with_the_sampled_tokens(make: MakeEngine) -> None:
     engine = make()
     request = make_request(2, num_top=3, temperature=0.7, top_k=2, max_new_tokens=20)
     engine.submit(request)
@@ -389,7 +389,7 @@ def test_most_probable_tokens_come_with_those_that_were_sampled(make: MakeEngine
         assert sample.top_tokens.tolist() == np.argsort(-logits.numpy(), axis=-1)[:, :3].tolist()
 
 
-def test_continued_sample_with_nothing_left_comes_back_as_it_is(make: MakeEngine) -> None:
+def test_continued_sample_at_its_token_limit_is_returned_unchanged(make: MakeEngine) -> None:
     engine = make()
     request = make_request(1, num_samples=1)
     engine.submit(request)
@@ -402,7 +402,9 @@ def test_continued_sample_with_nothing_left_comes_back_as_it_is(make: MakeEngine
     )
 
 
-def test_sleeping_engine_holds_what_runs_until_it_wakes(make: MakeEngine, gate: Gate) -> None:
+def test_sleeping_engine_suspends_running_samples_until_it_wakes(
+    make: MakeEngine, gate: Gate
+) -> None:
     engine = make()
     request = make_request(1, max_new_tokens=LONG)
     begin(engine, request, gate)
@@ -447,16 +449,14 @@ def test_poll_returns_when_it_is_interrupted(make: MakeEngine, gate: Gate) -> No
         ([1] * 512, "the prompt has 512 tokens and must leave room for one more"),
     ],
 )
-def test_prompt_that_can_not_be_generated_is_refused(
-    make: MakeEngine, prompt: list[int], text: str
-) -> None:
+def test_invalid_prompt_is_rejected(make: MakeEngine, prompt: list[int], text: str) -> None:
     engine = make()
     with pytest.raises(PoisonSample, match=text):
         engine.submit(make_request(1, prompt=np.array(prompt, np.int32)))
     assert engine.num_running == 0
 
 
-def test_sample_that_can_not_be_generated_is_refused_with_its_group(make: MakeEngine) -> None:
+def test_invalid_sample_is_rejected_with_its_prompt_group(make: MakeEngine) -> None:
     engine = make()
 
     def request(

@@ -93,7 +93,7 @@ def begin(engine: SGLangEngine, request: GenerationRequest, gate: Gate) -> list[
     return partial
 
 
-def test_experts_are_those_of_transformers_for_all_tokens_in_all_layers(
+def test_routed_experts_equal_those_of_transformers_in_all_layers(
     engine: SGLangEngine,
 ) -> None:
     request = make_request(1, prompt=make_prompt(1, 40), max_new_tokens=60)
@@ -106,7 +106,7 @@ def test_experts_are_those_of_transformers_for_all_tokens_in_all_layers(
 
 
 @pytest.mark.parametrize("num_reported", [None, 0, 5])
-def test_sample_that_goes_on_is_told_of_as_a_whole(
+def test_continued_sample_reports_the_routing_of_all_its_tokens(
     engine: SGLangEngine, gate: Gate, num_reported: int | None
 ) -> None:
     request = make_request(2, max_new_tokens=LONG, temperature=1.3)
@@ -132,7 +132,7 @@ def test_sample_that_goes_on_is_told_of_as_a_whole(
         )
 
 
-def test_each_segment_carries_the_routing_of_the_weights_that_drew_it(
+def test_each_segment_records_the_routing_of_the_weights_that_sampled_it(
     engine: SGLangEngine, gate: Gate
 ) -> None:
     request, (weights, path) = make_request(3, max_new_tokens=LONG), other_weights(1, family=FAMILY)
@@ -158,9 +158,7 @@ def test_each_segment_carries_the_routing_of_the_weights_that_drew_it(
         check_whole(request, sample, path)
 
 
-def test_kept_cache_keeps_the_routing_that_it_was_made_with(
-    engine: SGLangEngine, gate: Gate
-) -> None:
+def test_kept_kv_cache_keeps_its_original_routing(engine: SGLangEngine, gate: Gate) -> None:
     request, (weights, _) = (
         make_request(4, max_new_tokens=440),
         other_weights(2, seed=5, family=FAMILY),

@@ -137,7 +137,7 @@ def check_whole(engine: SGLangEngine, begun: Mapping[str, list[int]]) -> None:
 
 
 @pytest.mark.parametrize("name", ["serve.py", "sglang::scheduler"])
-def test_samples_go_on_after_a_process_of_the_server_is_killed(
+def test_samples_continue_after_a_server_process_is_killed(
     engine: SGLangEngine, directory: Path, name: str
 ) -> None:
     begun = begin(engine)
@@ -149,14 +149,14 @@ def test_samples_go_on_after_a_process_of_the_server_is_killed(
     }
 
 
-def test_samples_go_on_after_the_server_hangs(engine: SGLangEngine, directory: Path) -> None:
+def test_samples_continue_after_the_server_hangs(engine: SGLangEngine, directory: Path) -> None:
     begun = begin(engine)
     for process in server_processes(directory):
         process.suspend()
     check_whole(engine, begun)
 
 
-def test_torn_weights_leave_the_old_version_serving(
+def test_engine_serves_the_old_version_after_truncated_weight_files(
     engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = ModelFolder.write_version
@@ -178,7 +178,7 @@ def test_torn_weights_leave_the_old_version_serving(
     check_whole(engine, begun)
 
 
-def test_other_weights_than_those_that_were_meant_are_noticed(
+def test_engine_detects_that_the_server_loaded_wrong_weights(
     engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = ModelFolder.write_version
@@ -200,7 +200,7 @@ def test_other_weights_than_those_that_were_meant_are_noticed(
     check_whole(engine, begun)
 
 
-def test_server_that_keeps_dying_ends_the_engine(engine: SGLangEngine, directory: Path) -> None:
+def test_engine_fails_after_repeated_server_crashes(engine: SGLangEngine, directory: Path) -> None:
     begin(engine)
 
     def kill_while_it_runs() -> None:
@@ -222,7 +222,7 @@ def await_servers(engine: SGLangEngine, count: int) -> None:
         pause.wait(0.2)
 
 
-def test_samples_of_a_killed_server_go_on_in_the_other_one(
+def test_samples_of_a_killed_server_continue_on_the_other_server(
     sglang_python: str, tmp_path: Path
 ) -> None:
     engine = open_engine(sglang_python, tmp_path, num_servers=2)
@@ -280,7 +280,9 @@ def begun_in(member: Replica) -> dict[str, list[int]]:
     }
 
 
-def test_server_ends_with_a_worker_that_is_killed(sglang_python: str, tmp_path: Path) -> None:
+def test_server_exits_when_the_worker_that_started_it_is_killed(
+    sglang_python: str, tmp_path: Path
+) -> None:
     command = [
         sys.executable,
         "-c",
@@ -304,7 +306,7 @@ def test_server_ends_with_a_worker_that_is_killed(sglang_python: str, tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_server_that_can_not_start_says_why(sglang_python: str, tmp_path: Path) -> None:
+def test_server_that_fails_to_start_reports_the_reason(sglang_python: str, tmp_path: Path) -> None:
     with pytest.raises(EnvironmentProblem, match=r"(?s)ended with code \d.*--no-such-flag"):
         open_engine(sglang_python, tmp_path, arguments=("--no-such-flag",))
     assert list(tmp_path.iterdir()) == []

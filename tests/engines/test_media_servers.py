@@ -291,7 +291,7 @@ def test_logprobs_agree_with_one_whole_forward_under_each_version(
     assert {sample.segments for sample in samples.values()} == {(VersionSegment(1, 8),)}
 
 
-def test_restart_looks_at_media_again_under_the_new_weights(
+def test_restart_encodes_media_again_with_the_new_weights(
     make: MakeEngine, gate: Gate, model: Model, library: MediaLibrary
 ) -> None:
     engine, other = make(), model(seed=4)
@@ -313,7 +313,7 @@ def test_restart_looks_at_media_again_under_the_new_weights(
 
 
 @pytest.mark.parametrize("model", AUDIO_MODELS, indirect=True)
-def test_audio_of_a_video_is_read_between_its_frames(
+def test_audio_of_a_video_is_interleaved_with_its_frames(
     url: str, model: Model, tmp_path: Path
 ) -> None:
     bounds = MediaConfig(**SMALL, use_audio_in_video=True)
@@ -330,7 +330,7 @@ def test_audio_of_a_video_is_read_between_its_frames(
 
 
 @pytest.mark.parametrize("model", MIXED, indirect=True)
-def test_experts_are_those_of_the_trainer_for_all_tokens_media_among_them(
+def test_routed_experts_equal_the_trainers_for_text_and_media_tokens(
     url: str, model: Model, library: MediaLibrary
 ) -> None:
     with engines_at(url, path=model(), media=BOUNDS, routing_replay="rollout") as make:
@@ -345,7 +345,7 @@ def test_experts_are_those_of_the_trainer_for_all_tokens_media_among_them(
             )
 
 
-def test_swap_lets_what_has_begun_go_on_and_all_else_begin_anew(
+def test_swap_keeps_cache_of_running_samples_and_recomputes_all_others(
     make: MakeEngine, gate: Gate, model: Model, library: MediaLibrary
 ) -> None:
     """Some that wait, or are read in part, have the images of samples that run: nothing of them
@@ -381,7 +381,7 @@ def test_swap_lets_what_has_begun_go_on_and_all_else_begin_anew(
     check(engine, [asked(model(), 0, pieces[0])], path=other)
 
 
-def test_aborted_samples_go_on_behind_their_media(
+def test_aborted_samples_with_media_continue_from_their_last_token(
     make: MakeEngine, gate: Gate, model: Model, library: MediaLibrary
 ) -> None:
     engine, request = make(), asked(model(), 1, pieces_of(library, [VIDEO]), max_new_tokens=LONG)
@@ -407,7 +407,7 @@ def test_images_of_the_same_patches_and_another_shape_share_no_cache(
         check(engine, [request], path=model())
 
 
-def test_responses_to_images_that_come_in_between_are_those_of_the_trainer(
+def test_logprobs_after_images_of_the_environment_equal_the_trainers(
     make: MakeEngine, model: Model, library: MediaLibrary, tmp_path: Path
 ) -> None:
     sections = {
@@ -460,7 +460,7 @@ def test_responses_to_images_that_come_in_between_are_those_of_the_trainer(
     )  # a turn reads nothing again that the server has in its cache
 
 
-def test_placeholder_that_the_policy_wrote_stands_for_nothing(
+def test_sampled_placeholder_tokens_refer_to_no_media(
     make: MakeEngine, model: Model, library: MediaLibrary, layout: MediaLayout
 ) -> None:
     """As in an answer before the next turn, which brings another image."""
@@ -482,7 +482,7 @@ def test_placeholder_that_the_policy_wrote_stands_for_nothing(
         engine.submit(replace(request, is_sampled=None))
 
 
-def test_placeholders_among_the_sampled_tokens_do_no_harm(
+def test_samples_containing_placeholder_tokens_are_scored_correctly(
     make: MakeEngine, model: Model, library: MediaLibrary, layout: MediaLayout
 ) -> None:
     engine, request = (
@@ -519,7 +519,7 @@ def test_placeholders_among_the_sampled_tokens_do_no_harm(
         )
 
 
-def test_prompt_that_the_server_reads_otherwise_fails_by_name(
+def test_token_count_mismatch_with_the_server_fails_the_samples(
     make: MakeEngine, model: Model, library: MediaLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, request = make(), asked(model(), 1, pieces_of(library, []))
@@ -547,7 +547,7 @@ def test_prompt_that_the_server_reads_otherwise_fails_by_name(
 
 
 @pytest.mark.parametrize("said", ["{}", "[1", '{"arrays": [{"modality": "smell"}], "runs": []}'])
-def test_media_that_can_not_be_read_fail_by_name_and_alone(
+def test_unreadable_media_fail_only_their_own_samples(
     make: MakeEngine,
     model: Model,
     library: MediaLibrary,
@@ -564,7 +564,7 @@ def test_media_that_can_not_be_read_fail_by_name_and_alone(
     check(engine, [request], path=model())
 
 
-def test_places_that_the_features_do_not_fit_into_are_refused_by_the_server(
+def test_server_rejects_features_that_do_not_fit_their_placeholders(
     make: MakeEngine, model: Model, library: MediaLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, request = make(), asked(model(), 1, pieces_of(library, [IMAGE]))

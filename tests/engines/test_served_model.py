@@ -89,7 +89,7 @@ def events(url: str, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(300)
-def test_kits_and_client_of_sglang_pass(url: str, sglang_python: str) -> None:
+def test_sglang_test_kits_and_client_pass(url: str, sglang_python: str) -> None:
     ran = subprocess.run(
         [sglang_python, str(KITS), url], capture_output=True, text=True, timeout=280
     )
@@ -115,7 +115,7 @@ def test_logprobs_of_prompt_and_completion_are_those_of_the_model(url: str) -> N
     )
 
 
-def test_a_seed_and_greedy_sampling_repeat_themselves(url: str) -> None:
+def test_seeded_and_greedy_sampling_are_reproducible(url: str) -> None:
     sampled = [generate(url, sampling={"sampling_seed": 5})["output_ids"] for _ in range(2)]
     assert sampled[0] == sampled[1] != generate(url, sampling={"sampling_seed": 6})["output_ids"]
     assert (
@@ -124,7 +124,7 @@ def test_a_seed_and_greedy_sampling_repeat_themselves(url: str) -> None:
     )
 
 
-def test_several_prompts_come_back_in_order_with_settings_of_their_own(url: str) -> None:
+def test_batched_prompts_keep_their_order_and_sampling_parameters(url: str) -> None:
     body = {
         "text": ["12=", "a"],
         "rid": ["one", "two"],
@@ -139,7 +139,7 @@ def test_several_prompts_come_back_in_order_with_settings_of_their_own(url: str)
     assert [reply["meta_info"]["id"] for reply in again] == ["many/0", "many/1", "many/2"]
 
 
-def test_text_that_stops_ends_the_answer_before_it(url: str) -> None:
+def test_stop_string_ends_the_response_before_itself(url: str) -> None:
     whole = generate(url, num_tokens=60, sampling={"temperature": 0, "top_k": 1})["text"]
     stop = next(
         text
@@ -155,7 +155,7 @@ def test_text_that_stops_ends_the_answer_before_it(url: str) -> None:
         assert reply["meta_info"]["completion_tokens"] == len(reply["output_ids"]) < 60
 
 
-def test_stream_grows_to_what_is_answered_at_once(url: str) -> None:
+def test_streamed_response_equals_the_unstreamed_one(url: str) -> None:
     sampling = {"max_new_tokens": 300, "ignore_eos": True, "sampling_seed": 9}
     *growing, last = events(
         url, "/generate", {"input_ids": PROMPT, "sampling_params": sampling, "stream": True}
@@ -169,7 +169,7 @@ def test_stream_grows_to_what_is_answered_at_once(url: str) -> None:
     assert {event["meta_info"]["finish_reason"] is None for event in growing} == {True}
 
 
-def test_chat_is_answered_at_once_and_in_pieces(url: str) -> None:
+def test_chat_completion_works_with_and_without_streaming(url: str) -> None:
     body = {
         "model": "tiny",
         "messages": [{"role": "user", "content": [{"type": "text", "text": "12="}]}],
@@ -244,14 +244,14 @@ def test_chat_is_answered_at_once_and_in_pieces(url: str) -> None:
         ),
     ],
 )
-def test_what_is_asked_amiss_is_refused_by_name(
+def test_invalid_request_gets_status_400_and_a_specific_message(
     url: str, path: str, body: dict[str, Any], text: str
 ) -> None:
     assert text in json.dumps(ask(url, path, body, code=400))
     assert len(generate(url)["output_ids"]) == 8
 
 
-def test_other_weights_take_over_between_two_tokens(tmp_path: Path, gate: Gate) -> None:
+def test_new_weights_take_effect_between_two_tokens(tmp_path: Path, gate: Gate) -> None:
     weights, other = other_weights(1)
     folder = ModelFolder.read(tiny_model())
     version = folder.write_version(folder.match_tensors(weights.tensors), tmp_path / "version")
@@ -296,7 +296,7 @@ def reported(reply: dict[str, Any], *, num_layers: int = 2, top_k: int = 2) -> n
     )
 
 
-def test_experts_are_told_of_as_by_sglang_at_the_end_alone() -> None:
+def test_routed_experts_are_reported_only_at_the_end_as_in_sglang() -> None:
     path = tiny_model("qwen3_moe")
     with served(path, records_experts=True) as url:
         assert (
@@ -344,14 +344,14 @@ def test_experts_are_told_of_as_by_sglang_at_the_end_alone() -> None:
             assert text in refused["message"]
 
 
-def test_experts_that_a_model_does_not_have_are_not_told_of() -> None:
+def test_returning_routed_experts_of_a_dense_model_is_rejected() -> None:
     with pytest.raises(
         ConfigError, match="is no mixture of experts; leave --enable-return-routed-experts out"
     ):
         serve(tiny_model(), enable_return_routed_experts=True)
 
 
-def test_checksums_of_experts_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+def test_checksums_of_expert_weights_equal_the_checkpoints(tmp_path: Path) -> None:
     path = make_tiny(
         tmp_path / "experts", corpus=["12=21"], family="qwen3_moe", hidden_size=32, seed=1
     )
@@ -364,7 +364,7 @@ def test_checksums_of_experts_are_those_of_the_checkpoint(tmp_path: Path) -> Non
     )
 
 
-def test_who_hangs_up_is_not_generated_for(url: str, gate: Gate) -> None:
+def test_generation_stops_when_the_client_disconnects(url: str, gate: Gate) -> None:
     gate.shut()  # what no one took out would run until the test ends
     asked = {"input_ids": PROMPT, "sampling_params": LONGEST}
     with closing(http.client.HTTPConnection(urlsplit(url).netloc, timeout=SECONDS)) as caller:
@@ -394,7 +394,7 @@ def await_none(gate: Gate) -> None:
         pause.wait(0.01)
 
 
-def test_only_who_has_the_token_is_answered() -> None:
+def test_server_answers_only_requests_with_the_token() -> None:
     with served(token="secret") as url:
         assert httpx2.get(f"{url}/health", trust_env=False).status_code == 401
         assert (
@@ -405,7 +405,7 @@ def test_only_who_has_the_token_is_answered() -> None:
         )
 
 
-def test_command_serves_until_it_is_told_to_end() -> None:
+def test_serve_command_runs_until_it_is_terminated() -> None:
     command = [sys.executable, "-m", "relax_events.cli", "serve"]
     refused = subprocess.run(
         [*command, str(tiny_model()), "--host", "0.0.0.0"],
@@ -442,7 +442,7 @@ def test_command_serves_until_it_is_told_to_end() -> None:
     assert "Address already in use; give another --port, 0 for a free one" in taken.stderr
 
 
-def test_weights_are_loaded_from_below_the_root_alone(tmp_path: Path) -> None:
+def test_weights_are_loaded_only_from_within_the_weights_root(tmp_path: Path) -> None:
     outside = {"model_path": str(tmp_path / "root" / ".." / "missing"), "weight_version": "1"}
     with served(weights_root=tmp_path / "root") as address:
         assert (

@@ -22,7 +22,7 @@ class NoRoom(TorchBackend):
 
 
 @pytest.mark.long
-def test_run_ends_with_the_error_of_a_worker_that_dies_at_every_try(
+def test_run_ends_with_the_error_of_a_worker_that_crashes_at_every_start(
     start_run: Callable[..., FaultRun], tmp_path: Path
 ) -> None:
     (tmp_path / "no_room.py").write_text(ALWAYS_DIES)

@@ -37,7 +37,7 @@ def asked(run: FaultRun, kind: Kind) -> list[ScaleRequest]:
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
-def test_workers_come_while_prompts_wait_and_go_while_nothing_does(
+def test_autoscaler_adds_workers_for_queued_prompts_and_removes_idle_ones(
     start_run: Callable[..., FaultRun],
 ) -> None:
     run = start_run(

@@ -19,7 +19,7 @@ def broker(directory: Path, run_id: str) -> Iterator[Cluster]:
 
 
 @pytest.mark.long
-def test_run_continues_when_a_leading_broker_dies_and_when_one_is_lost_for_good(
+def test_run_continues_when_the_leader_crashes_and_a_broker_is_lost_for_good(
     start_run: Callable[..., FaultRun], broker: Cluster
 ) -> None:
     run = start_run(
@@ -55,7 +55,7 @@ def test_run_continues_when_a_leading_broker_dies_and_when_one_is_lost_for_good(
 
 
 @pytest.mark.long
-def test_run_continues_when_the_leading_broker_is_cut_off_from_the_others(
+def test_run_continues_when_the_leader_is_partitioned_from_other_brokers(
     start_run: Callable[..., FaultRun], broker: Cluster
 ) -> None:
     """Every client still reaches it, and it still believes that it leads: what it takes must not

@@ -116,7 +116,7 @@ def test_altered_samples_are_never_trained_and_their_prompt_groups_fail(
 
 
 @pytest.mark.long
-def test_run_with_an_altered_decision_is_not_resumed(
+def test_run_with_a_corrupt_train_step_record_is_not_resumed(
     start_run: Callable[..., FaultRun], broker: Node
 ) -> None:
     run = start_run(run={"num_steps": 60}, broker={"bootstrap_servers": broker.bootstrap_servers})

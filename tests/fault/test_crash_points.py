@@ -70,7 +70,7 @@ LONG = [
 ]
 
 
-def test_every_point_has_its_turn() -> None:
+def test_every_failpoint_is_covered_by_a_test() -> None:
     assert sorted(
         failpoint_marker(f"{point}=kill").rpartition(":")[0]
         for points in BY_DEFAULT + LONG
@@ -83,7 +83,7 @@ def test_every_point_has_its_turn() -> None:
     [*BY_DEFAULT, *(pytest.param(points, marks=pytest.mark.long) for points in LONG)],
     ids=lambda points: points[0].partition(":")[0],
 )
-def test_run_ends_by_itself_when_workers_kill_themselves_at(
+def test_run_finishes_when_workers_are_killed_at_failpoints(
     points: tuple[str, ...], start_run: Callable[..., FaultRun], directory: Path
 ) -> None:
     # Two advantage workers, so that one hands partitions over to the other; a reward function that

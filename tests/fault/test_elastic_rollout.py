@@ -18,7 +18,7 @@ from relax_events.projections.scale_requests import Status
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
-def test_rollout_goes_from_one_worker_to_three_and_back_under_load_and_loses_nothing(
+def test_rollout_scales_to_three_workers_and_back_without_losing_samples(
     start_run: Callable[..., FaultRun],
 ) -> None:
     run = start_run(run={"num_steps": 40}, **API)
@@ -87,7 +87,7 @@ def test_rollout_goes_from_one_worker_to_three_and_back_under_load_and_loses_not
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
-def test_judges_go_from_one_to_two_and_back_under_load_and_lose_nothing(
+def test_judge_scales_to_two_workers_and_back_without_losing_samples(
     start_run: Callable[..., FaultRun], directory: Path
 ) -> None:
     run = start_run(run={"num_steps": 40}, **judge_config(directory), **API)

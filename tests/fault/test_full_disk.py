@@ -69,7 +69,7 @@ def disk(tmp_path: Path) -> Iterator[SmallDisk]:
 
 
 @pytest.mark.long
-def test_trainer_says_that_the_disk_is_full_and_continues_when_there_is_room(
+def test_trainer_reports_a_full_disk_and_continues_once_space_is_free(
     start_run: Callable[..., FaultRun], disk: SmallDisk
 ) -> None:
     run = start_run(run={"num_steps": 16}, objects={"uri": disk.folder.as_uri()})

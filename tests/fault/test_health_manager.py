@@ -38,7 +38,7 @@ def commanded(run: FaultRun) -> list[tuple[str | None, str | None, str | None]]:
     ]
 
 
-def test_stuck_worker_is_started_again_and_the_count_outlives_the_controller(
+def test_stuck_worker_is_restarted_and_the_count_survives_the_controller(
     start_run: Callable[..., FaultRun], directory: Path
 ) -> None:
     engine = {"name": f"{directory / 'engine.py'}:StuckOnce"}
@@ -103,7 +103,7 @@ def test_hung_worker_is_started_again(start_run: Callable[..., FaultRun]) -> Non
 
 
 @pytest.mark.long
-def test_trainer_whose_calls_take_longer_than_silence_may_last_is_left_alone(
+def test_calls_longer_than_the_heartbeat_timeout_do_not_restart_the_trainer(
     start_run: Callable[..., FaultRun], directory: Path
 ) -> None:
     workers = {"heartbeat_seconds": 0.2, "heartbeat_timeout_seconds": SLOW_SECONDS / 2}
@@ -134,7 +134,7 @@ def test_trainer_whose_calls_take_longer_than_silence_may_last_is_left_alone(
 
 
 @pytest.mark.long
-def test_trainer_that_hangs_inside_a_call_is_started_again_at_its_deadline_and_then_given_up_by_name(
+def test_trainer_hung_in_a_call_is_restarted_at_its_deadline_then_run_aborts(
     start_run: Callable[..., FaultRun], directory: Path
 ) -> None:
     health = HEALTH | {"max_restarts": 1, "max_pipeline_restarts": 0}
@@ -152,7 +152,7 @@ def test_trainer_that_hangs_inside_a_call_is_started_again_at_its_deadline_and_t
 
 
 @pytest.mark.long
-def test_run_is_restored_and_then_given_up_when_nothing_helps(
+def test_pipeline_is_restarted_and_then_the_run_aborted_if_still_stuck(
     start_run: Callable[..., FaultRun], directory: Path
 ) -> None:
     engine = {
@@ -187,7 +187,7 @@ def test_run_is_restored_and_then_given_up_when_nothing_helps(
 
 
 @pytest.mark.long
-def test_controller_that_hangs_ends_itself_when_it_can_again(
+def test_suspended_controller_exits_when_it_resumes(
     start_run: Callable[..., FaultRun],
 ) -> None:
     run = start_run(run={"num_steps": 240}, workers=WORKERS | {"heartbeat_timeout_seconds": 25.0})
@@ -203,7 +203,7 @@ def test_controller_that_hangs_ends_itself_when_it_can_again(
 
 
 @pytest.mark.long
-def test_worker_is_well_and_not_ready_while_the_broker_is_away(
+def test_worker_is_healthy_but_not_ready_while_the_broker_is_unreachable(
     start_run: Callable[..., FaultRun],
 ) -> None:
     run = start_run(run={"num_steps": 60})

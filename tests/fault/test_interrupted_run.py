@@ -32,7 +32,7 @@ def interrupted(run: FaultRun, number: int, *, after_steps: int, num_answers: in
 
 
 @pytest.mark.long
-def test_interrupted_run_answers_at_once_and_its_resumed_session_reports_the_whole(
+def test_interrupted_run_responds_at_once_and_resumed_session_reports_it_all(
     start_run: Callable[..., FaultRun],
 ) -> None:
     run = start_run(run={"num_steps": 14})
@@ -58,7 +58,7 @@ def test_interrupted_run_answers_at_once_and_its_resumed_session_reports_the_who
 
 
 @pytest.mark.long
-def test_second_relax_run_says_who_works_on_the_run_already(
+def test_second_relax_run_names_the_process_that_owns_the_run(
     start_run: Callable[..., FaultRun],
 ) -> None:
     run = start_run(run={"num_steps": 100_000})

@@ -17,7 +17,7 @@ from relax_events.kafka.protocol.group_membership import evict_predecessors
 from relax_events.topics import TopicSpec
 
 
-def test_run_ends_by_itself_when_broker_and_workers_are_killed(
+def test_run_finishes_when_broker_and_workers_are_killed(
     start_run: Callable[..., FaultRun],
 ) -> None:
     run = start_run(run={"num_steps": 30})
@@ -38,7 +38,7 @@ def test_run_ends_by_itself_when_broker_and_workers_are_killed(
     assert_ledger_balances(run)
 
 
-def test_a_killed_workers_index_is_free_although_the_broker_was_killed_too(
+def test_index_of_a_killed_worker_is_free_although_the_broker_died_too(
     directory: Path, run_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(

@@ -18,7 +18,7 @@ POINTS = (
 
 
 @pytest.mark.long
-def test_replay_comes_out_as_its_source_when_its_trainer_is_killed(
+def test_replay_reproduces_its_source_when_its_trainer_is_killed(
     start_run: Callable[..., FaultRun],
 ) -> None:
     source = start_run(run={"num_steps": STEPS})

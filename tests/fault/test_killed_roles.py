@@ -22,7 +22,7 @@ NEEDED = (
 MISSED_LATER = ("metrics-0", "controller-0")
 
 
-def test_run_ends_by_itself_when_every_role_is_killed_once_and_the_fork_server_before_them(
+def test_run_finishes_when_the_fork_server_and_then_every_role_are_killed(
     start_run: Callable[..., FaultRun],
 ) -> None:
     run = start_run(run={"num_steps": 44})

@@ -48,7 +48,7 @@ def call(run: FaultRun, *words: str) -> str:
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("points", POINTS.values(), ids=POINTS)
-def test_controller_that_dies_in_a_state_of_scaling_leaves_nothing_half_done(
+def test_scaling_completes_when_the_controller_is_killed_in_any_state(
     points: list[str], start_run: Callable[..., FaultRun]
 ) -> None:
     run = start_run(run={"num_steps": 12}, workers={"max_restarts": len(points) + 1}, **API)

@@ -46,7 +46,7 @@ def num_waiting(run: FaultRun) -> int:
     return len(issued - rolled_out(run).keys())
 
 
-def test_lost_and_altered_objects_cost_their_prompt_groups_alone(
+def test_lost_and_corrupt_objects_fail_only_their_prompt_groups(
     start_run: Callable[..., FaultRun],
 ) -> None:
     run = start_run(

@@ -46,7 +46,7 @@ def visit(run: FaultRun, role: str) -> int:
 
 @pytest.mark.long
 @pytest.mark.parametrize("prompt_queue", ["share_group", "consumer_group"])
-def test_run_continues_while_members_come_and_go(
+def test_run_continues_while_group_members_join_and_leave(
     start_run: Callable[..., FaultRun], prompt_queue: str
 ) -> None:
     run = start_run(run={"num_steps": 64}, broker={"prompt_queue": prompt_queue})

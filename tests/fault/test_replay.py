@@ -20,7 +20,7 @@ repeats the same ones."""
 
 
 @pytest.mark.long
-def test_sync_run_repeats_bit_for_bit_when_the_trainer_is_killed(
+def test_sync_run_is_bitwise_reproducible_when_the_trainer_is_killed(
     start_run: Callable[..., FaultRun],
 ) -> None:
     first, second = (undisturbed(start_run(**SYNC)) for _ in range(2))

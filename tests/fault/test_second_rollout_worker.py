@@ -14,7 +14,7 @@ STEPS = 32
 
 
 @pytest.mark.long
-def test_second_rollout_worker_takes_work_within_five_seconds_and_leaves_none(
+def test_second_rollout_worker_starts_work_in_five_seconds_and_finishes_it(
     start_run: Callable[..., FaultRun],
 ) -> None:
     run = start_run(run={"num_steps": STEPS})

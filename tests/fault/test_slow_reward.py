@@ -19,7 +19,7 @@ TIMEOUT_SECONDS = 4.0
 
 
 @pytest.mark.long
-def test_hanging_reward_costs_one_prompt_group(
+def test_hanging_reward_function_fails_only_one_prompt_group(
     start_run: Callable[..., FaultRun], directory: Path
 ) -> None:
     run = start_run(
@@ -49,7 +49,7 @@ def test_hanging_reward_costs_one_prompt_group(
 
 
 @pytest.mark.long
-def test_prompt_whose_samples_all_hang_the_verifier_fails_and_never_ends_the_run(
+def test_prompt_whose_samples_hang_the_verifier_fails_without_ending_the_run(
     start_run: Callable[..., FaultRun], directory: Path
 ) -> None:
     """Its verdicts together take longer than a worker may be silent; each alone does not."""

@@ -75,7 +75,7 @@ def soaked(folder: Path, *words: str, kinds: tuple[str, ...]) -> dict[str, Any]:
     return summary
 
 
-def test_every_kind_comes_once_before_any_comes_again_over_all_runs(tmp_path: Path) -> None:
+def test_soak_injects_every_fault_kind_once_before_repeating_any(tmp_path: Path) -> None:
     one, random = soak.Soak(tmp_path, seed=1, minutes=1.0), Random(1)
     anywhere = [kind for kind, fault in FAULTS.items() if not fault.ends_run]
     near = [kind for kind in anywhere if not FAULTS[kind].needs_link]
@@ -90,7 +90,7 @@ def test_every_kind_comes_once_before_any_comes_again_over_all_runs(tmp_path: Pa
 
 @pytest.mark.long
 @pytest.mark.timeout(SOAK_SECONDS + 60)
-def test_short_soak_breaks_no_promise(tmp_path: Path) -> None:
+def test_short_soak_violates_no_guarantee(tmp_path: Path) -> None:
     assert (
         len(soaked(tmp_path, "--minutes", "0.25", "--seed", "5", *PATIENCE, kinds=QUICK)["runs"])
         == 1
@@ -100,7 +100,7 @@ def test_short_soak_breaks_no_promise(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(SOAK_SECONDS + 60)
 @pytest.mark.parametrize("kinds", [LONG_CALLS, NEIGHBOURS], ids=lambda kinds: kinds[0])
-def test_soak_of_chosen_kinds_meets_each(tmp_path: Path, kinds: tuple[str, ...]) -> None:
+def test_soak_of_chosen_fault_kinds_injects_each(tmp_path: Path, kinds: tuple[str, ...]) -> None:
     words = ("--minutes", "0.1", "--each", "--seed", "3", "--slow-seconds", "30", *PATIENCE)
     summary = soaked(tmp_path, *words, kinds=kinds)
     assert {kind for kind, metrics in summary["faults"].items() if metrics["injected"]} == set(
@@ -114,7 +114,7 @@ def test_slow_seconds_below_a_pause_are_rejected(capsys: pytest.CaptureFixture[s
     assert "--slow-seconds must be >= 30, got 12" in capsys.readouterr().err
 
 
-def test_each_kind_is_injected_though_the_time_is_over(
+def test_soak_injects_each_fault_kind_even_after_its_time_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     injected: list[str] = []
@@ -149,7 +149,7 @@ def test_worker_dies_as_often_as_configured(
             soak_plugins.die_if_commanded("trainer-0")
 
 
-def test_violation_gives_exit_code_6_and_keeps_everything(
+def test_soak_violation_exits_with_6_and_keeps_all_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run(self: soak.Soak) -> None:
@@ -175,7 +175,7 @@ def test_violation_gives_exit_code_6_and_keeps_everything(
     assert f"are kept in {tmp_path}" in printed
 
 
-def test_every_setting_that_a_soak_draws_is_one_that_a_run_takes(tmp_path: Path) -> None:
+def test_settings_sampled_by_a_soak_are_valid_run_settings(tmp_path: Path) -> None:
     random = Random(1)
     sampled = [
         soak.Soak(tmp_path, seed=1, minutes=1.0)._settings(number, random, None)

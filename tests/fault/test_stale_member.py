@@ -19,7 +19,7 @@ POINT = "reward.before_commit:3=stop"
 
 
 @pytest.mark.long
-def test_stale_commit_is_rejected_and_its_work_is_done_again(
+def test_commit_of_a_stale_member_is_rejected_and_its_work_redone(
     start_run: Callable[..., FaultRun],
 ) -> None:
     run = start_run(run={"num_steps": 36}, workers={"reward": 2}, telemetry={"log_level": "debug"})

@@ -95,7 +95,7 @@ def assert_shows_the_whole_path(trace: list[ReceivedSpan]) -> None:
     assert generated.facts["messaging.kafka.offset"] >= 0
 
 
-def test_trained_prompt_groups_are_traced_and_a_collector_that_is_away_is_missed_by_no_one(
+def test_trained_prompt_groups_are_traced_and_a_lost_collector_is_tolerated(
     start_run: Callable[..., FaultRun],
 ) -> None:
     with collecting() as collector:

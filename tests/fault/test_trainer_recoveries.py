@@ -103,7 +103,7 @@ def test_trainer_takes_an_older_checkpoint_where_the_newest_is_unreadable(
 
 
 @pytest.mark.long
-def test_sample_that_the_trainer_can_not_compute_costs_its_prompt_group_alone(
+def test_sample_that_the_trainer_can_not_compute_fails_its_prompt_group_only(
     start_run: Callable[..., FaultRun], tmp_path: Path
 ) -> None:
     run = start_run(run={"num_steps": 4}, trainer=own_backend(tmp_path, REFUSES, "Refusing"))
@@ -122,7 +122,7 @@ def test_sample_that_the_trainer_can_not_compute_costs_its_prompt_group_alone(
 
 
 @pytest.mark.long
-def test_master_weights_outlive_a_trainer_whose_kernels_do_not_repeat_themselves(
+def test_master_weights_survive_a_trainer_with_nondeterministic_kernels(
     start_run: Callable[..., FaultRun], tmp_path: Path
 ) -> None:
     backend = own_backend(tmp_path, NEVER_REPEATS, "NeverRepeating")

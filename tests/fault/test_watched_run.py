@@ -71,7 +71,7 @@ def called(run: FaultRun, *words: str | Path) -> tuple[int, str]:
     return ended.returncode, ended.stdout or ended.stderr
 
 
-def test_run_is_looked_at_and_stopped_from_another_shell_and_resumed(
+def test_run_is_inspected_and_stopped_from_another_shell_and_resumed(
     start_run: Callable[..., FaultRun],
 ) -> None:
     run = start_run(run={"num_steps": 100_000})

@@ -35,7 +35,7 @@ def test_ping_names_address_and_remedy_when_no_broker_answers() -> None:
         Admin(Connection(address)).ping(timeout_seconds=0.3)
 
 
-def test_applied_topics_are_those_of_the_plan(
+def test_apply_creates_the_planned_topics(
     admin: Admin, apply_run: Callable[..., RunConfig]
 ) -> None:
     broker = {
@@ -92,7 +92,9 @@ def test_create_leaves_a_topic_as_it_is_when_it_exists(admin: Admin, make_topic:
     assert admin.topics(topic)[topic].num_partitions == 3
 
 
-def test_settings_and_topics_change_and_go(admin: Admin, make_topic: MakeTopic) -> None:
+def test_admin_alters_topic_settings_and_deletes_topics(
+    admin: Admin, make_topic: MakeTopic
+) -> None:
     topic = make_topic("a")
     admin.alter_topic(topic, {"retention.ms": "1234567"})
     turn_until(lambda: admin.topics(topic)[topic].settings["retention.ms"] == "1234567")
@@ -100,7 +102,7 @@ def test_settings_and_topics_change_and_go(admin: Admin, make_topic: MakeTopic) 
     turn_until(lambda: admin.topics(topic) == {})
 
 
-def test_offsets_are_those_of_the_log(
+def test_admin_reads_end_offsets_and_committed_offsets(
     admin: Admin, producer: RecordProducer, make_topic: MakeTopic, run_id: str
 ) -> None:
     topic = make_topic("a", 2)

@@ -38,7 +38,7 @@ def client(config: BrokerConfig) -> Iterator[SchemaRegistryClient]:
         yield opened
 
 
-def test_every_event_has_one_id_and_comes_back(
+def test_every_event_has_one_schema_id_and_round_trips(
     config: BrokerConfig, client: SchemaRegistryClient
 ) -> None:
     first, second = open_codec(config), open_codec(config)
@@ -49,7 +49,7 @@ def test_every_event_has_one_id_and_comes_back(
     assert json.loads(client.get_schema(schema_id).schema_str or "") == SCHEMAS[NAME]
 
 
-def test_confluents_serializer_and_ours_read_each_other(
+def test_confluent_serializer_and_codec_read_each_others_records(
     config: BrokerConfig, client: SchemaRegistryClient
 ) -> None:
     codec = open_codec(config)
@@ -62,7 +62,7 @@ def test_confluents_serializer_and_ours_read_each_other(
     assert codec.decode(serialize(read, CONTEXT)) == ended()
 
 
-def test_compatible_schema_gets_a_new_id_and_both_are_read(
+def test_compatible_schema_gets_a_new_id_and_both_versions_are_readable(
     config: BrokerConfig, client: SchemaRegistryClient
 ) -> None:
     open_codec(config)
@@ -91,7 +91,9 @@ def test_incompatible_schema_is_a_schema_error(
     assert caught.value.exit_code == 5
 
 
-def test_unknown_id_and_another_address_are_told_apart(config: BrokerConfig) -> None:
+def test_unknown_schema_id_and_wrong_registry_address_raise_distinct_errors(
+    config: BrokerConfig,
+) -> None:
     with pytest.raises(
         UnknownFingerprint, match=r"schema id 99999 .* is neither on control\.schemas nor"
     ):

@@ -64,7 +64,7 @@ def measured(
     )
 
 
-def test_our_side_brings_every_sample_to_every_reader_however_it_is_put(side: Side) -> None:
+def test_kafka_side_delivers_every_sample_to_every_reader_in_each_write_mode(side: Side) -> None:
     cells = [
         Cell("streamed", 512, is_streaming=True),
         Cell("to two", 4096, batch=64, num_readers=2),
@@ -80,7 +80,7 @@ def test_our_side_brings_every_sample_to_every_reader_however_it_is_put(side: Si
 
 
 @pytest.mark.long
-def test_our_side_loses_nothing_when_a_consumer_is_killed(side: Side) -> None:
+def test_kafka_side_loses_no_sample_when_a_consumer_is_killed(side: Side) -> None:
     assert losses.kill_consumer(side) == 0
 
 
@@ -99,13 +99,13 @@ def test_our_side_loses_nothing_when_a_consumer_is_killed(side: Side) -> None:
         ),  # 6 s of them whatever the time given, so that a p99 rests on enough
     ],
 )
-def test_counts_are_whole_batches_that_fill_the_time(
+def test_sample_count_is_whole_batches_that_fill_the_time(
     cell: Cell, per_second: float, expected: int
 ) -> None:
     assert bus.num_samples(cell, per_second=per_second, seconds=0.8) == expected
 
 
-def test_ratio_is_taken_within_a_round(tmp_path: Path) -> None:
+def test_rate_ratio_is_computed_within_each_round(tmp_path: Path) -> None:
     found = bus.tables(
         measured([result(100), result(300), result(900)], [result(10), result(10), result(100)])
     )
@@ -140,13 +140,13 @@ def test_ratio_is_taken_within_a_round(tmp_path: Path) -> None:
         (measured([result(210)], [result(10)], lost=1), ["reached", "missed"]),
     ],
 )
-def test_aims_are_judged_by_rate_latency_and_losses(
+def test_targets_are_checked_against_rate_latency_and_losses(
     given: bus.Measured, expected: list[str]
 ) -> None:
     assert [line.rsplit(" ", 1)[1] for line in bus.aims(given)] == expected
 
 
-def test_page_and_data_are_written_when_measured(
+def test_publish_writes_benchmark_page_and_data(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bus.publish(measured([result(210)], [result(10)]), bus.QUICK, folder=tmp_path)

@@ -250,7 +250,7 @@ def failures(metrics: WorkerMetrics) -> dict[str, float]:
     }
 
 
-def test_engine_takes_its_first_version_from_the_store_and_the_next_from_the_trainer(
+def test_engine_gets_first_version_from_the_store_and_later_ones_by_broadcast(
     trainer: Trainer, make_engine: Callable[[str], Engine], transport: str
 ) -> None:
     engine = make_engine("rollout-0")
@@ -268,7 +268,7 @@ def test_engine_takes_its_first_version_from_the_store_and_the_next_from_the_tra
     assert (failures(trainer.metrics), failures(engine.metrics)) == ({}, {})
 
 
-def test_lists_are_written_when_engines_join_and_leave_and_at_no_other_time(
+def test_membership_is_published_only_when_engines_join_or_leave(
     trainer: Trainer, make_engine: Callable[[str], Engine], transport: str
 ) -> None:
     first = trainer.publish(0)
@@ -290,7 +290,7 @@ def test_lists_are_written_when_engines_join_and_leave_and_at_no_other_time(
     ]
 
 
-def test_version_that_arrived_is_not_served_when_another_one_was_published(
+def test_engine_discards_a_received_version_that_was_not_the_published_one(
     trainer: Trainer, store: ObjectStore, make_engine: Any, transport: str
 ) -> None:
     engine = make_engine("rollout-0")
@@ -331,7 +331,7 @@ def test_altered_bucket_is_noticed_on_both_sides(
     assert engine.fetch(published) == transport
 
 
-def test_version_with_other_tensors_is_left_to_the_store_and_becomes_the_rule(
+def test_version_with_a_new_layout_comes_from_the_store_then_by_broadcast(
     trainer: Trainer, make_engine: Any, transport: str
 ) -> None:
     engine = make_engine("rollout-0")
@@ -385,7 +385,7 @@ def test_engine_is_refused_without_the_join_token(trainer: Trainer, join_token: 
     assert trainer.broadcaster.engines == []
 
 
-def test_engine_joins_the_trainer_that_comes_after(
+def test_engine_joins_the_successor_of_a_hung_trainer(
     trainer: Trainer, store: ObjectStore, make_engine: Any, transport: str
 ) -> None:
     engine = make_engine("rollout-0")
@@ -403,7 +403,7 @@ def test_engine_joins_the_trainer_that_comes_after(
     trainer.until_joined()
 
 
-def test_version_that_the_store_did_not_get_is_nobodys(
+def test_version_whose_upload_failed_is_not_served_by_any_engine(
     trainer: Trainer, store: ObjectStore, make_engine: Any, monkeypatch: Any, transport: str
 ) -> None:
     engine = make_engine("rollout-0")
@@ -427,7 +427,7 @@ def test_version_that_the_store_did_not_get_is_nobodys(
 
 
 @pytest.mark.parametrize("action", ["kill", "stop"])
-def test_engine_that_dies_or_hangs_on_the_way_holds_up_nobody(
+def test_engine_that_dies_or_hangs_in_a_broadcast_does_not_block_others(
     trainer: Trainer,
     store: ObjectStore,
     make_engine: Any,
@@ -463,7 +463,7 @@ def test_engine_that_dies_or_hangs_on_the_way_holds_up_nobody(
 
 
 @pytest.mark.parametrize("transport", ["nccl", "store"])
-def test_trainer_says_what_a_transport_needs_when_it_is_not_here(
+def test_trainer_names_the_missing_requirement_of_a_transport(
     transport: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -475,7 +475,7 @@ def test_trainer_says_what_a_transport_needs_when_it_is_not_here(
         )
 
 
-def test_trainer_names_an_address_that_is_not_its_own() -> None:
+def test_trainer_rejects_a_weights_host_that_is_not_its_own_address() -> None:
     with pytest.raises(
         EnvironmentProblem,
         match=r"weights\.host = '192\.0\.2\.1' must be an address of the trainer's machine",

@@ -65,7 +65,7 @@ def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
     return pipe
 
 
-def test_users_who_come_together_share_a_broker_that_the_last_one_stops(
+def test_concurrent_users_share_a_broker_that_the_last_one_stops(
     broker: EmbeddedBroker,
 ) -> None:
     with user(broker) as first, user(broker) as second:  # the later one waits for the start
@@ -92,7 +92,7 @@ def test_next_user_stops_the_broker_of_one_who_was_killed(broker: EmbeddedBroker
     assert not broker.is_running
 
 
-def test_broker_that_was_killed_and_restarted_under_its_users_is_stopped_by_the_last_one(
+def test_last_user_stops_a_broker_that_was_killed_and_restarted(
     broker: EmbeddedBroker,
 ) -> None:
     with broker:
@@ -122,7 +122,7 @@ def test_broker_start_keeps_the_broker_when_its_users_leave(
     assert not broker.is_running
 
 
-def test_command_brings_the_broker_up_for_itself(
+def test_command_starts_a_stopped_broker_for_its_own_duration(
     make_run_config: Callable[..., RunConfig], capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = make_run_config()

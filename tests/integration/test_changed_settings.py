@@ -18,7 +18,7 @@ from relax_events.topics import TopicPlan
 
 
 @pytest.mark.parametrize("role", ["prompter", "advantage"])
-def test_worker_refuses_a_run_file_that_the_run_can_not_go_on_with(
+def test_worker_rejects_a_run_file_that_is_incompatible_with_the_run(
     apply_run: Callable[..., RunConfig], producer: RecordProducer, role: str
 ) -> None:
     config = apply_run()

@@ -135,7 +135,7 @@ def committed(admin: Admin, plan: TopicPlan) -> int:
 
 
 @pytest.mark.usefixtures("written")
-def test_answers_overtake_one_another_and_the_offset_waits_for_the_oldest(
+def test_results_complete_out_of_order_and_the_offset_waits_for_the_oldest(
     role: Callable[[Holding], AbstractContextManager[None]],
     plan: TopicPlan,
     connection: Connection,
@@ -154,7 +154,7 @@ def test_answers_overtake_one_another_and_the_offset_waits_for_the_oldest(
 
 
 @pytest.mark.usefixtures("written")
-def test_what_is_undone_when_the_drain_is_over_is_done_by_the_next(
+def test_drain_leaves_unfinished_samples_to_the_next_worker(
     role: Callable[[Holding], AbstractContextManager[None]],
     plan: TopicPlan,
     connection: Connection,

@@ -65,7 +65,7 @@ def test_member_reads_all_records_in_order_when_it_is_alone(
     consumer.close()
 
 
-def test_member_that_is_paused_takes_nothing_gives_partitions_back_and_goes_on(
+def test_paused_member_fetches_nothing_gives_up_partitions_and_resumes(
     connection: Connection, producer: RecordProducer, make_topic: MakeTopic, make_group: MakeGroup
 ) -> None:
     topic, group = make_topic("work", 2), make_group("reward")
@@ -104,7 +104,7 @@ def test_member_that_is_paused_takes_nothing_gives_partitions_back_and_goes_on(
     paused.close()
 
 
-def test_lag_of_a_member_is_what_it_has_not_fetched(
+def test_member_lag_counts_records_that_it_has_not_fetched(
     connection: Connection, producer: RecordProducer, make_topic: MakeTopic, make_group: MakeGroup
 ) -> None:
     topic = make_topic("work", 2)
@@ -126,7 +126,7 @@ def test_lag_of_a_member_is_what_it_has_not_fetched(
     consumer.close()
 
 
-def test_heartbeats_show_in_the_clients_statistics_however_idle_the_member(
+def test_client_statistics_show_heartbeats_of_an_idle_member(
     connection: Connection,
     make_topic: MakeTopic,
     make_group: MakeGroup,
@@ -150,7 +150,7 @@ def test_heartbeats_show_in_the_clients_statistics_however_idle_the_member(
     assert all(silent == 0.0 for _, silent in noted)
 
 
-def test_member_whose_heartbeats_have_stopped_ends_its_worker(
+def test_member_whose_heartbeats_stopped_fails_its_worker(
     connection: Connection,
     make_topic: MakeTopic,
     make_group: MakeGroup,
@@ -164,7 +164,7 @@ def test_member_whose_heartbeats_have_stopped_ends_its_worker(
     consumer.close()
 
 
-def test_members_hold_the_same_partitions_of_all_topics_when_there_are_two(
+def test_two_members_each_hold_the_same_partitions_of_all_topics(
     connection: Connection, make_topic: MakeTopic, make_group: MakeGroup
 ) -> None:
     topics = [make_topic("rollout.samples", 4), make_topic("reward.scores", 4)]
@@ -194,7 +194,7 @@ def test_members_hold_the_same_partitions_of_all_topics_when_there_are_two(
         member.close()
 
 
-def test_revoked_member_commits_first_when_a_second_one_joins(
+def test_member_commits_before_its_partitions_are_revoked(
     connection: Connection, producer: RecordProducer, make_topic: MakeTopic, make_group: MakeGroup
 ) -> None:
     topic, group = make_topic("work", 2), make_group("reward")
@@ -242,7 +242,7 @@ def test_next_member_starts_at_the_commit_when_one_is_killed(
     consumer.close()
 
 
-def test_commit_outlives_the_member_when_nobody_waited_for_it(
+def test_asynchronous_commit_survives_the_closing_of_its_member(
     connection: Connection,
     producer: RecordProducer,
     admin: Admin,
@@ -300,7 +300,7 @@ class BusyCoordinator:
         return [TopicPartition(partition.topic, partition.partition, 7) for partition in partitions]
 
 
-def test_member_asks_again_when_the_coordinator_was_too_busy_to_report_where_to_begin(
+def test_member_retries_reading_committed_offsets_from_a_busy_coordinator(
     connection: Connection, make_topic: MakeTopic, make_group: MakeGroup
 ) -> None:
     topic = make_topic("work")
@@ -310,7 +310,7 @@ def test_member_asks_again_when_the_coordinator_was_too_busy_to_report_where_to_
     consumer.close()
 
 
-def test_client_that_does_not_fetch_one_of_its_partitions_any_more_is_given_up(
+def test_client_that_stops_fetching_one_of_its_partitions_fails(
     connection: Connection,
     producer: RecordProducer,
     make_topic: MakeTopic,
@@ -334,7 +334,7 @@ def test_client_that_does_not_fetch_one_of_its_partitions_any_more_is_given_up(
     consumer.close()
 
 
-def test_marks_of_a_transaction_that_nobody_is_given_are_no_reason_to_give_a_client_up(
+def test_transaction_markers_do_not_count_as_a_stalled_fetch(
     connection: Connection,
     make_topic: MakeTopic,
     make_group: MakeGroup,
@@ -359,7 +359,7 @@ def test_marks_of_a_transaction_that_nobody_is_given_are_no_reason_to_give_a_cli
     consumer.close()
 
 
-def test_client_that_is_paused_is_not_given_up(
+def test_paused_client_does_not_count_as_stalled(
     connection: Connection,
     producer: RecordProducer,
     make_topic: MakeTopic,

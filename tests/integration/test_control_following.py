@@ -90,7 +90,7 @@ def next_of(inbox: queue.SimpleQueue[Event], count: int) -> list[Event]:
     return [inbox.get(timeout=TIMEOUT_SECONDS) for _ in range(count)]
 
 
-def test_follower_that_stopped_reads_what_was_committed_before(
+def test_stopped_follower_reads_the_events_committed_before_its_end(
     connection: Connection, plan: TopicPlan, publish: Callable[[str, Event], None]
 ) -> None:
     follower = ControlFollower(
@@ -111,7 +111,7 @@ def test_follower_that_stopped_reads_what_was_committed_before(
         follower.close()
 
 
-def test_follower_reports_history_then_live_in_log_order(
+def test_follower_reports_past_then_new_events_in_log_order(
     connection: Connection, plan: TopicPlan, publish: Callable[[str, Event], None]
 ) -> None:
     for version in (0, 1):
@@ -143,7 +143,7 @@ def test_follower_ignores_a_version_that_is_not_newer(
     follower.close()
 
 
-def test_follower_wakes_who_waits_for_a_version(
+def test_follower_wakes_a_caller_waiting_for_a_version(
     connection: Connection, plan: TopicPlan, publish: Callable[[str, Event], None]
 ) -> None:
     follower = ControlFollower(connection, plan, EventCodec())
@@ -179,7 +179,7 @@ def test_sample_of_a_version_that_was_never_published_is_refused_without_waiting
     assert worker.control.policy_version == 1
 
 
-def test_follower_that_lost_its_brokers_for_good_reads_on_with_a_new_client(
+def test_follower_whose_client_lost_all_brokers_continues_with_a_new_client(
     connection: Connection,
     plan: TopicPlan,
     publish: Callable[[str, Event], None],
@@ -200,7 +200,7 @@ def test_follower_that_lost_its_brokers_for_good_reads_on_with_a_new_client(
     follower.close()
 
 
-def test_sample_is_no_poison_where_the_clients_of_a_worker_hear_nothing(
+def test_worker_cut_off_from_the_brokers_fails_without_rejecting_the_sample(
     worker: Worker, publish: Callable[[str, Event], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A client may lose all brokers and never find them again: the worker must end, and the next
@@ -227,7 +227,7 @@ def test_sample_is_no_poison_where_the_clients_of_a_worker_hear_nothing(
         worker.control.wait_until_published(1)
 
 
-def test_version_that_the_follower_has_not_read_is_found_on_the_log(
+def test_published_version_unknown_to_the_follower_is_found_on_the_log(
     connection: Connection, plan: TopicPlan, publish: Callable[[str, Event], None]
 ) -> None:
     publish("control.policy-versions", published(0))
@@ -240,7 +240,7 @@ def test_version_that_the_follower_has_not_read_is_found_on_the_log(
     follower.close()
 
 
-def test_follower_goes_on_when_a_control_record_is_corrupt(
+def test_follower_continues_after_a_corrupt_control_record(
     connection: Connection,
     producer: RecordProducer,
     plan: TopicPlan,
@@ -254,7 +254,7 @@ def test_follower_goes_on_when_a_control_record_is_corrupt(
     follower.close()
 
 
-def test_follower_takes_nothing_that_its_writer_may_not_say(
+def test_follower_ignores_events_that_their_writer_is_not_allowed_to_send(
     connection: Connection,
     plan: TopicPlan,
     producer: RecordProducer,
@@ -300,7 +300,7 @@ def test_follower_takes_nothing_that_its_writer_may_not_say(
     follower.close()
 
 
-def test_honest_schema_can_be_neither_blanked_nor_overwritten(
+def test_published_schema_can_not_be_deleted_or_overwritten(
     connection: Connection, plan: TopicPlan, producer: RecordProducer, worker: Worker
 ) -> None:
     topic, published_form = plan.topic("control.schemas"), worker.records.codec.published_form()
@@ -331,7 +331,7 @@ def test_worker_that_starts_again_publishes_no_schema_twice(
         )
 
 
-def test_worker_pauses_and_resumes_when_it_is_meant(
+def test_worker_obeys_only_pause_and_resume_commands_addressed_to_it(
     worker: Worker, publish: Callable[[str, Event], None]
 ) -> None:
     worker.control.follow()
@@ -377,7 +377,7 @@ def test_worker_publishes_its_schemas_and_heartbeats(
     )
 
 
-def test_worker_drains_or_ends_when_it_is_meant(
+def test_worker_obeys_only_drain_and_restart_commands_addressed_to_it(
     worker: Worker, publish: Callable[[str, Event], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exits: list[int] = []
@@ -430,7 +430,7 @@ def test_worker_whose_follower_fails_ends_with_the_reason(
         turn_until(lambda: False, lambda: worker.lifecycle.tick(working=True))
 
 
-def test_worker_whose_follower_has_a_broken_client_ends_with_the_reason(
+def test_worker_with_a_broken_follower_client_ends_with_the_reason(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fetch(*_: object, **__: object) -> list[Record]:
@@ -518,7 +518,7 @@ def test_worker_learns_a_schema_that_was_published_after_its_start(
     assert worker.records.decode(record) == ended("000001-0002-0")
 
 
-def test_sample_records_take_the_partition_of_their_version_and_carry_it_in_a_header(
+def test_sample_record_has_the_partition_and_header_of_its_policy_version(
     worker: Worker, plan: TopicPlan
 ) -> None:
     record = worker.records.build_for_sample(
@@ -551,7 +551,7 @@ def test_large_arrays_travel_by_reference(worker: Worker) -> None:
     np.testing.assert_array_equal(fetched.tokens, tokens)
 
 
-def test_tombstone_goes_into_the_newest_versions_slot(
+def test_end_request_is_written_to_the_newest_versions_slot(
     worker: Worker, plan: TopicPlan, publish: Callable[[str, Event], None]
 ) -> None:
     worker.control.follow()
@@ -578,7 +578,7 @@ def test_tombstone_goes_into_the_newest_versions_slot(
     assert not worker.control.is_expired(None)
 
 
-def test_worker_of_a_namesake_on_another_cluster_is_refused_before_it_writes(
+def test_worker_rejects_an_object_store_of_the_same_run_id_on_another_cluster(
     config: RunConfig, connection: Connection, plan: TopicPlan
 ) -> None:
     follower = ControlFollower(connection, plan, EventCodec())

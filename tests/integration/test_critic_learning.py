@@ -82,7 +82,7 @@ def train_steps(run: WrittenRun, first: int, last: int, **changes: Any) -> list[
     return steps
 
 
-def test_critic_skips_the_update_of_a_step_that_is_not_finite_and_ends_after_several_in_a_row(
+def test_critic_skips_non_finite_updates_and_ends_after_several_in_a_row(
     run: WrittenRun, tmp_path: Path
 ) -> None:
     far = np.array([0, 0, 3e38, 3e38], np.float32)
@@ -122,7 +122,7 @@ def tensors(critic: TorchCritic) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in critic.state().tensors.items()}
 
 
-def test_critic_that_was_killed_has_the_bits_of_one_that_was_not(
+def test_restarted_critic_is_bitwise_equal_to_an_uninterrupted_one(
     run: WrittenRun, tmp_path: Path
 ) -> None:
     train_steps(run, 0, 3)
@@ -170,7 +170,7 @@ def test_critic_learns_returns_of_its_own_lambda(
         assert returns.tolist() == pytest.approx([3.0, 3.0], rel=1e-6)
 
 
-def test_what_the_critic_has_not_read_stays_on_the_log(run: WrittenRun, tmp_path: Path) -> None:
+def test_purge_keeps_records_that_the_critic_has_not_read(run: WrittenRun, tmp_path: Path) -> None:
     store, books = ObjectStore.open(tmp_path.as_uri()), RetentionState()
     for step in train_steps(run, 0, 5):
         books.apply(step)
@@ -191,7 +191,7 @@ def test_what_the_critic_has_not_read_stays_on_the_log(run: WrittenRun, tmp_path
     purger.close()
 
 
-def test_records_that_are_gone_are_named_with_the_remedy(
+def test_critic_error_for_purged_records_names_the_remedy(
     run: WrittenRun, tmp_path: Path, admin: Admin
 ) -> None:
     train_steps(run, 0, 2)
@@ -207,7 +207,9 @@ def test_records_that_are_gone_are_named_with_the_remedy(
         pass
 
 
-def test_step_without_values_can_not_be_learned_from(run: WrittenRun, tmp_path: Path) -> None:
+def test_critic_rejects_a_train_step_whose_samples_have_no_values(
+    run: WrittenRun, tmp_path: Path
+) -> None:
     train_steps(run, 0, 1, values=None)
     with (
         pytest.raises(

@@ -80,7 +80,7 @@ def dead_letter(written: WrittenRun, open_worker: Callable[[str], Worker]) -> Ca
 
 
 @pytest.mark.parametrize("is_read_again", [False, True])
-def test_letters_of_the_trainer_are_safe_before_the_offsets_that_pass_their_records(
+def test_trainer_flushes_dead_letters_before_committing_past_their_records(
     written: WrittenRun, tmp_path: Path, is_read_again: bool
 ) -> None:
     places: list[tuple[int, int]] = []
@@ -135,7 +135,7 @@ def requeue_all(written: WrittenRun, selection: Selection | None = None) -> int:
         )
 
 
-def test_letters_are_listed_with_reason_and_origin(
+def test_dead_letters_are_listed_with_reason_and_origin(
     written: WrittenRun, dead_letter: Callable[..., None]
 ) -> None:
     written.write_bytes("rollout.samples", b"garbage", group_id=GROUP, version=0)
@@ -163,7 +163,7 @@ def test_letters_are_listed_with_reason_and_origin(
             read_dead_letters(log, roles=["dancer"])
 
 
-def test_record_goes_back_untouched_and_only_once(
+def test_requeue_writes_the_record_back_unchanged_and_only_once(
     written: WrittenRun, dead_letter: Callable[..., None]
 ) -> None:
     written.write_sample("rollout.samples", rolled_out(GROUP, version=1))
@@ -181,7 +181,7 @@ def test_record_goes_back_untouched_and_only_once(
     assert len(records_of(written, "rollout.samples")) == 3
 
 
-def test_dropped_letter_keeps_its_reason(
+def test_dropped_dead_letter_keeps_its_reason(
     written: WrittenRun, dead_letter: Callable[..., None]
 ) -> None:
     written.write_sample("rollout.samples", rolled_out(GROUP))
@@ -194,7 +194,7 @@ def test_dropped_letter_keeps_its_reason(
     assert len(records_of(written, "rollout.samples")) == 1
 
 
-def test_forged_letter_writes_nothing(
+def test_requeue_rejects_a_dead_letter_with_a_forged_origin_topic(
     written: WrittenRun, dead_letter: Callable[..., None]
 ) -> None:
     written.write_sample("rollout.samples", rolled_out(GROUP))
@@ -236,7 +236,7 @@ def test_forged_letter_writes_nothing(
         ),
     ],
 )
-def test_operator_writes_nothing_that_a_role_has_forged(
+def test_requeue_rejects_a_dead_letter_whose_contents_were_forged(
     written: WrittenRun, dead_letter: Callable[..., None], entity: str, offset: int, text: str
 ) -> None:
     """The operator may write every topic, and reward only its own: a letter must not carry its

@@ -14,7 +14,7 @@ from relax_events.launcher.doctor import check_broker
 from relax_events.topics import TopicPlan
 
 
-def test_new_run_has_all_its_topics_to_create(
+def test_doctor_plans_all_topics_of_a_new_run(
     make_run_config: Callable[..., RunConfig], bootstrap_servers: str, admin: Admin
 ) -> None:
     config = make_run_config(broker={"bootstrap_servers": bootstrap_servers})
@@ -25,11 +25,13 @@ def test_new_run_has_all_its_topics_to_create(
     assert admin.topics(plan.topic("")) == {}
 
 
-def test_run_with_its_topics_has_nothing_to_change(apply_run: Callable[..., RunConfig]) -> None:
+def test_doctor_plans_no_change_for_existing_topics(apply_run: Callable[..., RunConfig]) -> None:
     assert " answers; 0 topic change(s) to apply; room for " in check_broker(apply_run())
 
 
-def test_other_staleness_contradicts_the_topics(apply_run: Callable[..., RunConfig]) -> None:
+def test_doctor_rejects_a_max_staleness_that_contradicts_the_topics(
+    apply_run: Callable[..., RunConfig],
+) -> None:
     config = apply_run()
     other = config.model_copy(
         update={
@@ -42,7 +44,7 @@ def test_other_staleness_contradicts_the_topics(apply_run: Callable[..., RunConf
         check_broker(other)
 
 
-def test_broker_that_does_not_answer_is_found_by_the_request_timeout(
+def test_unresponsive_broker_is_reported_within_the_request_timeout(
     make_run_config: Callable[..., RunConfig],
 ) -> None:
     config = make_run_config(

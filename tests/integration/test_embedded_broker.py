@@ -100,7 +100,7 @@ def consume(
 
 
 @pytest.mark.parametrize("codec", ["none", "gzip", "snappy", "lz4", "zstd"])
-def test_records_come_back_whole_when_compressed(
+def test_compressed_records_are_read_back_unchanged(
     broker: EmbeddedBroker, admin: AdminClient, codec: str
 ) -> None:
     topic = make_topic(admin, f"codec-{codec}")
@@ -123,7 +123,7 @@ def test_a_record_of_sixty_mebibytes_passes(broker: EmbeddedBroker, admin: Admin
     assert consume(broker, topic, 1)[0].value() == value
 
 
-def test_topics_are_never_made_by_accident(broker: EmbeddedBroker) -> None:
+def test_broker_does_not_create_topics_automatically(broker: EmbeddedBroker) -> None:
     producer = Producer(
         {
             "bootstrap.servers": broker.bootstrap_servers,
@@ -139,7 +139,7 @@ def test_topics_are_never_made_by_accident(broker: EmbeddedBroker) -> None:
     assert [error.code() for error in reports if error] == [KafkaError.UNKNOWN_TOPIC_OR_PART]
 
 
-def test_transactions_hide_what_was_aborted_and_commit_offsets(
+def test_transactions_hide_aborted_records_and_commit_offsets(
     broker: EmbeddedBroker, admin: AdminClient
 ) -> None:
     source, sink = make_topic(admin, "tx-source"), make_topic(admin, "tx-sink")
@@ -175,7 +175,7 @@ def test_transactions_hide_what_was_aborted_and_commit_offsets(
     assert [partition.offset for partition in answer.topic_partitions] == [3]
 
 
-def test_share_groups_hand_out_each_record_and_take_long_locks(
+def test_share_group_delivers_each_record_and_accepts_a_long_lock_duration(
     broker: EmbeddedBroker, admin: AdminClient
 ) -> None:
     topic = make_topic(admin, "work")
@@ -199,7 +199,9 @@ def test_share_groups_hand_out_each_record_and_take_long_locks(
         consumer.close()
 
 
-def test_consumer_groups_take_quick_sessions(broker: EmbeddedBroker, admin: AdminClient) -> None:
+def test_broker_accepts_short_consumer_session_timeouts(
+    broker: EmbeddedBroker, admin: AdminClient
+) -> None:
     configure_group(
         admin, "quick", consumer_session_timeout_ms="3000", consumer_heartbeat_interval_ms="100"
     )
@@ -277,7 +279,7 @@ def test_a_start_does_not_fail_when_the_class_archive_is_damaged(
         assert damaged.is_running
 
 
-def test_command_line_starts_shows_and_stops_a_broker_that_outlives_it(tmp_path: Path) -> None:
+def test_commands_start_show_and_stop_a_broker_that_outlives_them(tmp_path: Path) -> None:
     def relax(*words: str) -> subprocess.CompletedProcess[str]:
         code = "import sys; from relax_events.cli.broker import app; app(sys.argv[1:])"
         command = [sys.executable, "-c", code, *words, "--directory", str(tmp_path / "node")]

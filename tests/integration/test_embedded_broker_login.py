@@ -45,13 +45,15 @@ def ping(broker: EmbeddedBroker, password_file: Path | None) -> None:
     Admin(connection(broker, password_file)).ping(timeout_seconds=SECONDS)
 
 
-def test_whoever_reads_the_folder_gets_in(broker: EmbeddedBroker) -> None:
+def test_client_with_the_password_file_can_log_in(broker: EmbeddedBroker) -> None:
     ping(broker, broker.password_file)
     asked = connection(broker, broker.password_file)  # requests that are sent by hand log in too
     assert read_quotas(asked, [QuotaEntity("client-id", "absent")]) == {}
 
 
-def test_others_are_refused_with_the_remedy(broker: EmbeddedBroker, tmp_path: Path) -> None:
+def test_login_error_without_valid_password_names_the_remedy(
+    broker: EmbeddedBroker, tmp_path: Path
+) -> None:
     with pytest.raises(
         AccessDenied,
         match=r"requires authentication, and this client has no credentials; for an embedded broker name the password file",
@@ -62,7 +64,7 @@ def test_others_are_refused_with_the_remedy(broker: EmbeddedBroker, tmp_path: Pa
         ping(broker, tmp_path / "guessed")
 
 
-def test_neither_listener_answers_before_a_login(broker: EmbeddedBroker) -> None:
+def test_both_listeners_require_a_login(broker: EmbeddedBroker) -> None:
     state = broker.state
     assert state is not None
     for port in (state.port, state.controller_port):
@@ -71,7 +73,9 @@ def test_neither_listener_answers_before_a_login(broker: EmbeddedBroker) -> None
             assert other.recv(1) == b""
 
 
-def test_password_is_for_its_owner_alone_and_nowhere_else(broker: EmbeddedBroker) -> None:
+def test_password_is_readable_only_by_its_owner_and_stored_nowhere_else(
+    broker: EmbeddedBroker,
+) -> None:
     assert broker.password_file is not None
     settings = broker.directory / "server.properties"
     password = broker.password_file.read_text()
@@ -100,7 +104,7 @@ def test_password_is_for_its_owner_alone_and_nowhere_else(broker: EmbeddedBroker
     assert not [file for file in written if password.encode() in file.read_bytes()]
 
 
-def test_tools_get_in_by_the_settings_they_get(broker: EmbeddedBroker) -> None:
+def test_client_properties_let_kafka_tools_log_in(broker: EmbeddedBroker) -> None:
     settings: dict[str, str | int | float | bool] = dict(
         line.split("=", 1)
         for line in build_client_properties(broker, form="librdkafka").splitlines()
@@ -108,7 +112,7 @@ def test_tools_get_in_by_the_settings_they_get(broker: EmbeddedBroker) -> None:
     assert AdminClient(settings).list_topics(timeout=SECONDS).brokers
 
 
-def test_folder_of_an_open_broker_is_taken_over_with_its_records(tmp_path: Path) -> None:
+def test_broker_folder_without_password_is_secured_and_keeps_its_records(tmp_path: Path) -> None:
     folder = tmp_path / "node"
     with EmbeddedBroker(folder, has_password=False) as broker:
         assert broker.password_file is None
@@ -129,7 +133,7 @@ def test_folder_of_an_open_broker_is_taken_over_with_its_records(tmp_path: Path)
             ping(broker, None)
 
 
-def test_password_that_was_deleted_is_made_anew_and_the_old_one_ends(tmp_path: Path) -> None:
+def test_deleted_password_is_regenerated_and_the_old_one_is_invalid(tmp_path: Path) -> None:
     with EmbeddedBroker(tmp_path / "node") as broker:
         assert broker.password_file is not None
         old = tmp_path / "old"

@@ -208,7 +208,7 @@ def evaluations(connection: Connection, plan: TopicPlan, *, count: int) -> list[
     return found
 
 
-def test_evaluator_finishes_a_version_through_publications_and_a_restart(
+def test_evaluator_finishes_a_version_despite_newer_versions_and_a_restart(
     evaluated_run: RunConfig, producer: RecordProducer, connection: Connection
 ) -> None:
     plan = TopicPlan.from_config(evaluated_run)
@@ -239,7 +239,7 @@ def test_evaluator_finishes_a_version_through_publications_and_a_restart(
     )
 
 
-def test_evaluator_gives_the_figures_of_its_samples(
+def test_evaluator_reports_metrics_of_its_samples(
     evaluated_run: RunConfig, producer: RecordProducer, connection: Connection
 ) -> None:
     plan = TopicPlan.from_config(evaluated_run)

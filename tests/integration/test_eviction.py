@@ -16,7 +16,7 @@ from relax_events.kafka.protocol.group_membership import evict_predecessors
 LONG_SESSION = {"consumer.session.timeout.ms": "45000", "consumer.heartbeat.interval.ms": "500"}
 
 
-def test_partitions_of_a_killed_worker_are_free_when_it_starts_again(
+def test_restart_of_a_killed_worker_releases_its_old_partitions(
     admin: Admin,
     connection: Connection,
     bootstrap_servers: str,
@@ -44,5 +44,7 @@ def test_partitions_of_a_killed_worker_are_free_when_it_starts_again(
         consumer.close()
 
 
-def test_nobody_is_evicted_where_there_is_no_group(connection: Connection, run_id: str) -> None:
+def test_evicting_from_a_missing_group_evicts_no_member(
+    connection: Connection, run_id: str
+) -> None:
     assert evict_predecessors(connection, f"{run_id}.reward") == 0

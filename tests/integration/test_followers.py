@@ -102,7 +102,7 @@ def train(
     replay.commit_steps()
 
 
-def test_purge_leaves_what_a_replay_has_no_checkpoint_behind(
+def test_purge_keeps_records_not_covered_by_a_replays_checkpoint(
     source: SmallRun, replay: FollowerPosition
 ) -> None:
     assert trained_records_that_go(source.config) == ALL
@@ -123,7 +123,7 @@ def test_purge_leaves_what_a_replay_has_no_checkpoint_behind(
     assert f"run {source.config.run.id}-again, which trains these samples" in held_by
 
 
-def test_replay_that_starts_again_does_not_ask_for_what_its_checkpoint_covers(
+def test_restarted_replay_releases_records_covered_by_its_checkpoint(
     source: SmallRun, replay: FollowerPosition
 ) -> None:
     replay.retain_all()
@@ -133,7 +133,7 @@ def test_replay_that_starts_again_does_not_ask_for_what_its_checkpoint_covers(
     assert trained_records_that_go(source.config) == {0: 2, 1: 0, 2: 0}
 
 
-def test_replay_at_its_goal_holds_nothing_and_is_shown_no_more(
+def test_finished_replay_retains_no_records_and_is_not_listed(
     source: SmallRun, replay: FollowerPosition
 ) -> None:
     replay.retain_all()
@@ -150,14 +150,14 @@ def test_replay_at_its_goal_holds_nothing_and_is_shown_no_more(
 @pytest.mark.parametrize(
     ("num_versions", "gone"), [(0, ALL), (1, ALL), (3, {0: 2, 1: 0, 2: 0}), (4, NONE)]
 )
-def test_replay_that_is_gone_holds_no_more_versions_than_the_source_allows(
+def test_abandoned_replay_retains_no_more_versions_than_the_source_allows(
     source: SmallRun, replay: FollowerPosition, num_versions: int, gone: dict[int, int]
 ) -> None:
     replay.retain_all()
     assert trained_records_that_go(keeping(source, num_versions)) == gone
 
 
-def test_lag_and_doctor_show_how_far_a_replay_is(
+def test_lag_and_doctor_show_the_progress_of_a_replay(
     source: SmallRun, replay: FollowerPosition
 ) -> None:
     replay.retain_all()

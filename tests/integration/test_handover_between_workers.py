@@ -61,7 +61,7 @@ def work(config: RunConfig, engine: object, until: Callable[[], bool]) -> None:
         assert not thread.is_alive()
 
 
-def test_worker_that_leaves_in_the_middle_keeps_its_tokens_and_the_next_one_goes_on(
+def test_leaving_worker_hands_over_partial_samples_to_the_next_worker(
     apply_run: Callable[..., RunConfig],
     connection: Connection,
     producer: RecordProducer,

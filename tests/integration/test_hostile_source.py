@@ -93,7 +93,7 @@ def hostile(
 
 
 @pytest.mark.parametrize("verb", [runs.fork, runs.replay])
-def test_hostile_log_is_refused_with_a_list_and_nothing_is_used(
+def test_untrusted_settings_of_a_hostile_log_are_listed_and_not_used(
     verb: Callable[..., int],
     hostile: Hostile,
     listener: socket.socket,
@@ -132,7 +132,7 @@ def test_hostile_log_is_refused_with_a_list_and_nothing_is_used(
     assert not (tmp_path / "mine").exists()
 
 
-def test_comparing_rewards_uses_nothing_that_the_log_names(
+def test_comparing_rewards_uses_no_untrusted_settings_from_the_log(
     hostile: Hostile,
     listener: socket.socket,
     bootstrap_servers: str,
@@ -159,7 +159,7 @@ def test_comparing_rewards_uses_nothing_that_the_log_names(
     assert "the log of run" in capsys.readouterr().err
 
 
-def test_store_of_the_source_is_the_one_that_was_agreed_to(
+def test_fork_uses_the_object_store_that_the_user_accepted(
     hostile: Hostile, connection: Connection, bootstrap_servers: str, tmp_path: Path
 ) -> None:
     """The log may say something else by the time at which the workers start."""

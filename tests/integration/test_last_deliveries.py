@@ -126,7 +126,7 @@ def generating(
             yield first, other
 
 
-def test_prompt_group_that_another_worker_generates_is_left_to_it_at_its_last_delivery(
+def test_last_delivery_leaves_the_prompt_group_to_the_worker_generating_it(
     config: RunConfig, producer: RecordProducer, log: Log
 ) -> None:
     settled: list[bool] = []
@@ -140,7 +140,7 @@ def test_prompt_group_that_another_worker_generates_is_left_to_it_at_its_last_de
     assert log.of(PromptGroupEnded) == []
 
 
-def test_prompt_group_that_nobody_has_fails_at_its_last_delivery(
+def test_prompt_group_held_by_no_worker_fails_at_its_last_delivery(
     config: RunConfig, log: Log
 ) -> None:
     settled: list[bool] = []
@@ -162,7 +162,7 @@ def test_prompt_group_that_nobody_has_fails_at_its_last_delivery(
     assert end.reason == "failed at delivery 8: the workers that leased it crashed or were stopped"
 
 
-def test_worker_that_leaves_releases_what_it_holds_at_its_last_delivery(
+def test_leaving_worker_releases_its_leases_at_their_last_delivery(
     config: RunConfig, producer: RecordProducer, log: Log
 ) -> None:
     settled: list[bool] = []

@@ -140,9 +140,7 @@ def test_each_record_is_leased_once_when_two_workers_share_the_queue(
     assert seen == Counter(names)
 
 
-def test_no_more_records_are_leased_than_there_are_lanes(
-    work: Queue, single: RecordProducer
-) -> None:
+def test_worker_leases_at_most_one_record_per_lane(work: Queue, single: RecordProducer) -> None:
     enqueue(single, work, [f"p{index}" for index in range(6)])
     with work.holder(lanes=2) as (_, inbox):
         held = take(inbox, 2)
@@ -154,7 +152,7 @@ def test_no_more_records_are_leased_than_there_are_lanes(
             inbox.get(timeout=0.5)
 
 
-def test_backlog_of_a_share_group_is_what_is_not_done_held_or_not(
+def test_share_group_backlog_counts_unfinished_records_leased_or_not(
     share_queue: Queue, single: RecordProducer
 ) -> None:
     def backlog() -> int:
@@ -185,7 +183,7 @@ def test_held_records_go_to_another_worker_when_the_holder_closes(
             inbox.get(timeout=0.5)
 
 
-def test_stopped_source_leases_nothing_new_and_keeps_what_it_holds(
+def test_stopped_lease_source_keeps_its_leases_and_takes_no_new_ones(
     work: Queue, single: RecordProducer
 ) -> None:
     enqueue(single, work, ["a", "b"])
@@ -201,7 +199,7 @@ def test_stopped_source_leases_nothing_new_and_keeps_what_it_holds(
         assert values(take(inbox, 2)) == ["c", "d"]
 
 
-def test_records_come_again_when_their_holder_was_killed(
+def test_records_are_redelivered_when_their_holder_is_killed(
     work: Queue, single: RecordProducer, bootstrap_servers: str
 ) -> None:
     enqueue(single, work, ["a", "b"])
@@ -211,7 +209,7 @@ def test_records_come_again_when_their_holder_was_killed(
         assert values(take(inbox, 2)) == ["a", "b"]
 
 
-def test_killed_holder_costs_a_record_few_deliveries(
+def test_killed_holder_uses_up_at_most_a_few_deliveries_of_a_record(
     share_queue: Queue, single: RecordProducer, bootstrap_servers: str
 ) -> None:
     """The broker notices the death of a worker lane by lane, and hands its records to those that it
@@ -229,7 +227,7 @@ def test_killed_holder_costs_a_record_few_deliveries(
     assert max(counts) <= 3
 
 
-def test_released_record_is_leased_again_when_it_lies_in_a_share_group(
+def test_share_group_redelivers_a_released_record(
     share_queue: Queue, single: RecordProducer
 ) -> None:
     enqueue(single, share_queue, ["a"])
@@ -242,7 +240,7 @@ def test_released_record_is_leased_again_when_it_lies_in_a_share_group(
         second.done()
 
 
-def test_stopping_costs_a_record_at_most_one_delivery(
+def test_stopping_a_holder_uses_up_at_most_one_delivery_of_a_record(
     share_queue: Queue, single: RecordProducer
 ) -> None:
     """Idle lanes are in their last poll when the others release: resumed by one after the other, a
@@ -264,7 +262,9 @@ def test_stopping_costs_a_record_at_most_one_delivery(
     assert counts == [2, 2, 2, 2]
 
 
-def test_lease_may_be_settled_twice(share_queue: Queue, single: RecordProducer) -> None:
+def test_second_settlement_of_a_lease_has_no_effect(
+    share_queue: Queue, single: RecordProducer
+) -> None:
     """The second settlement must not count for the record that the lane holds next."""
     enqueue(single, share_queue, ["a", "b", "c"])
     with share_queue.holder(lanes=1) as (_, inbox):
@@ -305,7 +305,7 @@ def test_group_offset_follows_the_oldest_open_lease(
         )
 
 
-def test_records_of_partitions_that_come_while_all_lanes_are_taken_are_not_lost(
+def test_records_of_partitions_assigned_to_a_full_holder_are_not_lost(
     group_queue: Queue, single: RecordProducer
 ) -> None:
     """A full holder keeps its membership without taking records; partitions assigned to it
@@ -325,7 +325,7 @@ def test_records_of_partitions_that_come_while_all_lanes_are_taken_are_not_lost(
         assert other.record.key in seen
 
 
-def test_delivery_limit_is_the_groups_own_or_else_the_brokers(
+def test_delivery_limit_comes_from_the_group_or_else_from_the_broker(
     connection: Connection, admin: Admin, make_share_group: Callable[[str], str]
 ) -> None:
     own, other = make_share_group("own"), make_share_group("other")
@@ -333,7 +333,7 @@ def test_delivery_limit_is_the_groups_own_or_else_the_brokers(
     assert (read_delivery_limit(connection, own), read_delivery_limit(connection, other)) == (7, 5)
 
 
-def test_delivery_limit_is_the_usual_one_where_the_broker_does_not_say(
+def test_delivery_limit_is_the_default_when_the_group_can_not_be_described(
     connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def denied(self: Admin, name: str) -> dict[str, str]:
@@ -343,7 +343,7 @@ def test_delivery_limit_is_the_usual_one_where_the_broker_does_not_say(
     assert read_delivery_limit(connection, "rollout") == 5
 
 
-def test_released_neighbours_are_in_work_together(
+def test_adjacent_released_records_are_processed_in_parallel(
     share_queue: Queue, single: RecordProducer
 ) -> None:
     """The broker hands them to one lane, which must not keep the others waiting; nor are more taken

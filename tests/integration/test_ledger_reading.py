@@ -74,7 +74,7 @@ def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> l
     return held
 
 
-def test_sound_log_is_read_whole_and_in_the_window_s_memory(
+def test_ledger_reads_a_valid_log_with_memory_bounded_by_the_window(
     config: RunConfig, write: Callable[[ValidRun], None], blocks: list[int]
 ) -> None:
     run = ValidRun(30, run_id=config.run.id)
@@ -86,7 +86,7 @@ def test_sound_log_is_read_whole_and_in_the_window_s_memory(
 
 
 @pytest.mark.parametrize("rule", TAMPERINGS)
-def test_broken_promise_is_found_alone_on_a_written_log(
+def test_ledger_reports_exactly_the_violated_rule(
     rule: str, config: RunConfig, write: Callable[[ValidRun], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reading, "BLOCK_RECORDS", 1)
@@ -96,7 +96,7 @@ def test_broken_promise_is_found_alone_on_a_written_log(
     assert [finding.rule for finding in read_ledger(config).findings()] == [rule]
 
 
-def test_purged_records_leave_claims_without_proof(
+def test_ledger_lists_claims_unverifiable_because_records_were_purged(
     config: RunConfig, write: Callable[[ValidRun], None], admin: Admin
 ) -> None:
     run = ValidRun(12, run_id=config.run.id)
@@ -118,7 +118,7 @@ def test_purged_records_leave_claims_without_proof(
     ) in books.unverified()
 
 
-def test_strangers_records_are_counted_and_do_no_harm(
+def test_ledger_counts_foreign_and_unreadable_records(
     config: RunConfig, write: Callable[[ValidRun], None], producer: RecordProducer
 ) -> None:
     run = ValidRun(6, run_id=config.run.id)
@@ -132,7 +132,7 @@ def test_strangers_records_are_counted_and_do_no_harm(
     assert (totals["records_unreadable"], totals["samples_foreign"]) == (6, 1)
 
 
-def test_manifests_that_are_left_must_be_those_that_were_published(
+def test_ledger_reports_weight_manifests_that_differ_from_the_published_ones(
     config: RunConfig, write: Callable[[ValidRun], None]
 ) -> None:
     run, store = ValidRun(3, run_id=config.run.id), ObjectStore.open(config.objects_uri)
@@ -156,7 +156,7 @@ def test_manifests_that_are_left_must_be_those_that_were_published(
     assert "was altered" in finding.examples[0]
 
 
-def test_command_names_rule_places_and_remedy(
+def test_ledger_check_prints_rule_record_locations_and_remedy(
     config: RunConfig,
     write: Callable[[ValidRun], None],
     tmp_path: Path,
@@ -180,7 +180,7 @@ def test_command_names_rule_places_and_remedy(
     assert (problem["count"], len(problem["examples"])) == (2, 2)
 
 
-def test_run_that_the_broker_does_not_know_is_named(config: RunConfig) -> None:
+def test_ledger_check_names_a_run_unknown_to_the_broker(config: RunConfig) -> None:
     other = config.model_copy(update={"run": config.run.model_copy(update={"id": "nobodys"})})
     with pytest.raises(ConfigError, match="the broker has no topics of a run 'nobodys'"):
         read_ledger(other)

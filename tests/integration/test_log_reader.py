@@ -39,7 +39,7 @@ def purge(connection: Connection, topic: str, *, below: int) -> None:
         future.result(10)
 
 
-def test_read_to_end_returns_everything_in_order_when_there_are_several_partitions(
+def test_read_to_end_returns_all_partitions_each_in_order(
     reader: LogReader, producer: RecordProducer, make_topic: MakeTopic
 ) -> None:
     topic, empty = make_topic("a", 2), make_topic("b")
@@ -52,7 +52,7 @@ def test_read_to_end_returns_everything_in_order_when_there_are_several_partitio
     reader.close()
 
 
-def test_lag_counts_from_where_the_reader_was_assigned_or_from_what_is_left(
+def test_lag_counts_from_the_assigned_offset_or_the_oldest_remaining_record(
     connection: Connection, reader: LogReader, producer: RecordProducer, make_topic: MakeTopic
 ) -> None:
     topic, purged = make_topic("a"), make_topic("b")
@@ -73,7 +73,7 @@ def test_lag_counts_from_where_the_reader_was_assigned_or_from_what_is_left(
     reader.close()
 
 
-def test_reader_seeks_while_the_client_changes_over_to_other_partitions(
+def test_reader_can_seek_while_the_client_changes_its_assignment(
     reader: LogReader, producer: RecordProducer, make_topic: MakeTopic
 ) -> None:
     topic, other = make_topic("a"), make_topic("b")
@@ -101,7 +101,7 @@ def test_read_to_end_starts_at_the_given_offset(
     reader.close()
 
 
-def test_read_to_end_sees_committed_records_only_when_there_were_transactions(
+def test_read_to_end_returns_only_committed_records_of_transactions(
     reader: LogReader,
     connection: Connection,
     producer: RecordProducer,
@@ -170,7 +170,7 @@ def test_read_exactly_returns_the_wanted_records(
     reader.close()
 
 
-def test_read_exactly_says_so_at_once_when_a_record_was_purged(
+def test_read_exactly_fails_immediately_when_a_record_was_purged(
     reader: LogReader, connection: Connection, producer: RecordProducer, make_topic: MakeTopic
 ) -> None:
     topic = make_topic("a")
@@ -183,7 +183,7 @@ def test_read_exactly_says_so_at_once_when_a_record_was_purged(
     reader.close()
 
 
-def test_read_exactly_says_so_at_once_when_a_record_was_never_written(
+def test_read_exactly_fails_immediately_when_a_record_was_never_written(
     reader: LogReader, producer: RecordProducer, make_topic: MakeTopic
 ) -> None:
     topic = make_topic("a")
@@ -195,7 +195,7 @@ def test_read_exactly_says_so_at_once_when_a_record_was_never_written(
     reader.close()
 
 
-def test_reading_goes_on_at_the_oldest_record_when_the_log_was_cut_off(
+def test_reader_continues_at_the_oldest_record_when_earlier_ones_were_purged(
     connection: Connection, producer: RecordProducer, make_topic: MakeTopic
 ) -> None:
     topic = make_topic("a")
@@ -213,7 +213,7 @@ def test_reading_goes_on_at_the_oldest_record_when_the_log_was_cut_off(
     reader.close()
 
 
-def test_group_member_goes_on_at_the_oldest_record_when_its_commit_was_cut_off(
+def test_group_member_continues_at_oldest_record_when_its_offset_was_purged(
     connection: Connection,
     producer: RecordProducer,
     make_topic: MakeTopic,

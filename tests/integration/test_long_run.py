@@ -67,7 +67,7 @@ def long_run(
     )
 
 
-def test_start_reads_and_holds_as_much_after_many_steps_as_after_few(
+def test_startup_reads_and_memory_do_not_grow_with_the_number_of_steps(
     apply_run: Callable[..., RunConfig], run_id: str, tmp_path: Path
 ) -> None:
     """Both runs stand behind a checkpoint alike; the longer one has more than twice as many steps,

@@ -159,7 +159,7 @@ def test_engine_continues_while_an_image_is_being_fetched(
         assert all(isinstance(event, SampleRolledOut) for event in events)
 
 
-def test_image_that_is_gone_costs_its_prompt_group_alone(
+def test_missing_image_fails_only_its_prompt_group(
     session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

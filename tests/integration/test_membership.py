@@ -31,7 +31,7 @@ def joined(connection: Connection, name: str, group: str, topic: str) -> Subscri
     )
 
 
-def test_members_are_those_that_joined_with_what_they_hold(
+def test_list_members_returns_joined_members_with_their_partitions(
     connection: Connection, make_topic: Callable[..., str], make_group: Callable[[str], str]
 ) -> None:
     topic, group = make_topic("samples", 2), make_group("reward")
@@ -56,14 +56,14 @@ def test_members_are_those_that_joined_with_what_they_hold(
         consumer.close()
 
 
-def test_there_are_no_members_where_there_is_no_group(connection: Connection, run_id: str) -> None:
+def test_missing_group_has_no_members(connection: Connection, run_id: str) -> None:
     assert list_members(connection, f"{run_id}.reward") == []
 
 
 @pytest.mark.parametrize(
     "known", [False, True], ids=["unknown to the broker", "given what it does not hold"]
 )
-def test_client_that_the_broker_sees_otherwise_fails(
+def test_client_whose_assignment_differs_from_the_brokers_view_fails(
     connection: Connection,
     make_topic: Callable[..., str],
     make_group: Callable[[str], str],

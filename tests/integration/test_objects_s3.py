@@ -174,7 +174,9 @@ def test_put_does_not_upload_again_when_the_content_is_there(server: S3Server) -
     assert sum(request.startswith("PUT") for request in server.requests) == 1
 
 
-def test_large_objects_travel_in_parts(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_objects_are_transferred_in_multiple_parts(
+    server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(store_module, "PART_BYTES", 1000)
     store = ObjectStore.open("s3://bucket")
     data = bytes(range(256)) * 10
@@ -203,7 +205,7 @@ def test_calls_fail_by_the_deadline_when_the_server_hangs(server: S3Server) -> N
     assert {request.split()[0] for request in server.requests} == {"PUT", "HEAD"}
 
 
-def test_worker_waits_for_a_bucket_that_is_away_and_goes_on_with_the_same_object(
+def test_worker_waits_for_an_unavailable_bucket_and_retries_the_same_object(
     server: S3Server,
 ) -> None:
     store = ObjectStore.open("s3://bucket", deadlines=IMPATIENT)

@@ -49,7 +49,7 @@ def external_group(prompt_group_id: str, *, group_index: int) -> PromptGroupIssu
     )
 
 
-def test_guests_take_no_seats_and_no_rows(
+def test_external_prompt_groups_use_no_batch_slots_and_no_rows(
     apply_run: Callable[..., RunConfig],
     producer: RecordProducer,
     connection: Connection,
@@ -179,7 +179,7 @@ def test_rows_of_purged_records_are_not_issued_again(
     ) == [("000002-0000-0", 4), ("000002-0001-0", 5)]
 
 
-def test_prompts_that_earned_too_much_do_not_come_round_again(
+def test_prompts_with_too_high_a_pass_rate_are_not_issued_again(
     apply_run: Callable[..., RunConfig],
     producer: RecordProducer,
     connection: Connection,
@@ -238,7 +238,7 @@ def test_prompts_that_earned_too_much_do_not_come_round_again(
     assert second == [(f"000001-000{index}-0", 4 + 3 * index, drops[index]) for index in range(3)]
 
 
-def test_row_whose_image_is_lost_is_not_issued_again_and_a_broken_one_is_passed_over(
+def test_prompter_skips_rows_with_missing_or_broken_images(
     apply_run: Callable[..., RunConfig],
     producer: RecordProducer,
     connection: Connection,

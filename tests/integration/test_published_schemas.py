@@ -35,7 +35,7 @@ def publish(config: RunConfig, producer: RecordProducer) -> Callable[[str, bytes
     return lambda key, value: producer.write([ProducerRecord(topic, value, key=key)])
 
 
-def test_schemas_of_our_own_workers_pass(
+def test_published_schemas_of_current_workers_pass_the_check(
     config: RunConfig, publish: Callable[[str, bytes | None], None]
 ) -> None:
     for fingerprint, schema in EventCodec().published_form().items():
@@ -77,7 +77,7 @@ def test_writer_of_an_incompatible_schema_is_named(
 
 
 @pytest.mark.parametrize("value", [b"{", b"[]", b"\xff", b'{"type": "record"}'])
-def test_published_schema_that_no_reader_learns_is_passed_over(
+def test_unlearnable_published_schema_is_skipped(
     config: RunConfig, publish: Callable[[str, bytes | None], None], value: bytes
 ) -> None:
     publish("key", value)
@@ -108,7 +108,7 @@ def test_doctor_asks_the_registry(config: RunConfig, with_registry: RunConfig) -
     )
 
 
-def test_doctor_reports_when_the_registry_is_away(with_registry: RunConfig) -> None:
+def test_doctor_reports_an_unavailable_registry(with_registry: RunConfig) -> None:
     away = with_registry.broker.model_copy(update={"schema_registry": "http://127.0.0.1:1"})
     with pytest.raises(
         BrokerUnavailable,

@@ -59,7 +59,9 @@ def alone(folder):
 
 @pytest.mark.parametrize("algorithm", ["", "_whole"])
 @pytest.mark.parametrize("split", SPLITS)
-def test_two_ranks_train_like_one_however_the_samples_lie(folder, results, alone, split, algorithm):
+def test_two_ranks_train_like_one_for_any_split_of_samples(
+    folder, results, alone, split, algorithm
+):
     expected_metrics, expected_weights = alone[algorithm]
     split += algorithm
     assert not algorithm or 0 < expected_metrics[0]["masked_fraction"] < 1
@@ -71,7 +73,7 @@ def test_two_ranks_train_like_one_however_the_samples_lie(folder, results, alone
         torch.testing.assert_close(value, expected_weights[name], rtol=0, atol=1e-5)
 
 
-def test_ranks_hear_each_other(results):
+def test_ranks_exchange_values_and_bytes(results):
     heard = {
         "gathered": [[[0, 10]], [[1, 10]]],
         "floats": [[0.5], [1.5]],
@@ -83,7 +85,7 @@ def test_ranks_hear_each_other(results):
     assert results["talk"] == [heard, heard]
 
 
-def test_divergence_on_one_rank_stops_both_with_the_same_text(results):
+def test_non_finite_loss_on_one_rank_stops_both_with_the_same_error(results):
     (first, second), num_samples = results["diverge"]
     assert first == second
     assert "train step 0: loss and gradients must be finite; rank 1: loss" in first

@@ -82,7 +82,7 @@ def joined(config: RunConfig) -> dict[str, int]:
     return pids
 
 
-def test_fenced_rank_is_seen_as_fenced_whatever_the_others_died_of(started: MakeSupervisor) -> None:
+def test_trainer_counts_as_fenced_when_one_of_its_ranks_was_fenced(started: MakeSupervisor) -> None:
     supervisor = started(failing=0, deed="fenced")
     until_ended(supervisor)
     assert set(supervisor.fenced) == {"trainer-0"}
@@ -104,7 +104,7 @@ def test_fenced_rank_is_seen_as_fenced_whatever_the_others_died_of(started: Make
         ),
     ],
 )
-def test_error_of_the_rank_that_failed_is_the_trainers(
+def test_trainer_raises_the_error_of_the_rank_that_failed(
     started: MakeSupervisor, deed: str, kind: type[Exception], text: str
 ) -> None:
     supervisor = started(failing=1, deed=deed)
@@ -125,9 +125,7 @@ def test_rank_that_hangs_is_killed_when_another_one_has_failed(
     assert supervisor.pids == {}
 
 
-def test_command_to_kill_one_rank_ends_them_all(
-    started: MakeSupervisor, two_ranks: RunConfig
-) -> None:
+def test_killing_one_rank_ends_all_ranks(started: MakeSupervisor, two_ranks: RunConfig) -> None:
     supervisor = started(failing=-1, deed="hang")
     assert joined(two_ranks) == supervisor.pids
     supervisor.kill("trainer-1")
@@ -135,9 +133,7 @@ def test_command_to_kill_one_rank_ends_them_all(
     assert supervisor.pids == {}
 
 
-def test_no_rank_is_left_when_the_supervisor_is_killed(
-    two_ranks: RunConfig, tmp_path: Path
-) -> None:
+def test_all_ranks_exit_when_the_supervisor_is_killed(two_ranks: RunConfig, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(two_ranks.model_dump_json())
     words = [sys.executable, "-m", "tests.integration.rank_supervisor", str(path)]

@@ -53,7 +53,7 @@ def record(offset: int) -> LoggedRecord:
     )  # so old that a topic with a retention would lose it
 
 
-def test_every_record_gets_its_offset_back(
+def test_rebuild_restores_the_offset_of_every_record(
     connection: Connection, admin: Admin, make_topic: MakeTopic, writer: PartitionWriter
 ) -> None:
     topic = make_topic("copy", len(LAYOUTS), message_timestamp_type="CreateTime", retention_ms="-1")
@@ -68,7 +68,7 @@ def test_every_record_gets_its_offset_back(
     reader.close()
 
 
-def test_appended_records_lie_behind_each_other(
+def test_appended_records_have_consecutive_offsets(
     connection: Connection, make_topic: MakeTopic, writer: PartitionWriter
 ) -> None:
     topic = make_topic("copy", message_timestamp_type="CreateTime", retention_ms="-1")

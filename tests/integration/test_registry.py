@@ -65,13 +65,13 @@ def test_every_event_is_registered_once_under_its_record_name(registry: Registry
     assert [len(ids) for ids in registry.subjects.values()] == [1] * len(SCHEMAS)
 
 
-def test_record_carries_a_zero_and_the_schemas_id(registry: Registry) -> None:
+def test_record_starts_with_a_zero_byte_and_the_schema_id(registry: Registry) -> None:
     framed, single = open_codec(config_of(registry)).encode(ended()), EventCodec().encode(ended())
     assert framed[:5] == b"\0" + registry.subjects[NAME][0].to_bytes(4, "big")
     assert framed[5:] == single[10:]
 
 
-def test_confluents_deserializer_reads_what_we_write(registry: Registry) -> None:
+def test_confluent_deserializer_reads_records_of_the_codec(registry: Registry) -> None:
     with SchemaRegistryClient({"url": registry.url}) as client:
         read = AvroDeserializer(client)(open_codec(config_of(registry)).encode(ended()), CONTEXT)
     ended_at = read.pop("ended_at")
@@ -79,7 +79,7 @@ def test_confluents_deserializer_reads_what_we_write(registry: Registry) -> None
     assert read == {name: value for name, value in as_plain(ended()).items() if name != "ended_at"}
 
 
-def test_we_read_what_confluents_serializer_writes(registry: Registry) -> None:
+def test_codec_reads_records_of_the_confluent_serializer(registry: Registry) -> None:
     """An unknown producer's schema: fewer fields, one of its own, registered by the serializer and
     published nowhere else."""
     schema = json.loads(json.dumps(SCHEMAS[NAME]))
@@ -98,7 +98,7 @@ def test_we_read_what_confluents_serializer_writes(registry: Registry) -> None:
     assert codec.event_name(data) == "PromptGroupEnded"
 
 
-def test_both_framings_are_read_with_a_registry_and_without_one(registry: Registry) -> None:
+def test_both_record_framings_are_readable_with_and_without_registry(registry: Registry) -> None:
     """The ids stand on control.schemas, so no one needs the registry to read a log."""
     framed, plain = open_codec(config_of(registry)), EventCodec()
     for schema in framed.published_form().values():
@@ -115,7 +115,7 @@ def test_both_framings_are_read_with_a_registry_and_without_one(registry: Regist
     assert registry.calls.total() == before
 
 
-def test_registry_says_whose_an_id_is_that_a_forged_schema_has_claimed_first(
+def test_registry_resolves_a_schema_id_that_a_forged_schema_claimed_first(
     registry: Registry,
 ) -> None:
     honest, forged = dict(SCHEMAS[NAME]), dict(SCHEMAS["relax.events.sample.SampleScored"])
@@ -153,7 +153,7 @@ def test_schema_with_two_ids_is_published_with_both() -> None:
         )
 
 
-def test_unknown_id_says_where_it_was_looked_for(registry: Registry) -> None:
+def test_unknown_schema_id_error_names_the_places_searched(registry: Registry) -> None:
     with pytest.raises(
         UnknownFingerprint,
         match=r"record of 9 bytes names schema id 999 .*; set broker\.schema_registry to look there",
@@ -215,7 +215,7 @@ def test_registry_that_does_not_answer_is_unavailable() -> None:
         )
 
 
-def test_registry_in_trouble_is_unavailable(registry: Registry) -> None:
+def test_registry_with_internal_error_is_unavailable(registry: Registry) -> None:
     registry.broken = True
     with pytest.raises(
         BrokerUnavailable, match="HTTP 500, store failure; the registry failed internally"
@@ -223,7 +223,7 @@ def test_registry_in_trouble_is_unavailable(registry: Registry) -> None:
         open_codec(config_of(registry))
 
 
-def test_address_of_something_else_is_refused(registry: Registry) -> None:
+def test_address_without_the_confluent_api_is_rejected(registry: Registry) -> None:
     with pytest.raises(
         BrokerRefused,
         match=r"HTTP 404.*is broker\.schema_registry the address of Confluent's interface",
@@ -259,7 +259,7 @@ def test_login_comes_from_a_file_or_the_environment(
         assert RegistryClient.from_config(config_of(guarded)).count_subjects() == 0
 
 
-def test_unusable_login_is_named_without_being_shown(tmp_path: Path) -> None:
+def test_error_for_an_unusable_registry_login_does_not_reveal_it(tmp_path: Path) -> None:
     login = tmp_path / "login"
     login.write_text("s3cret")
     with pytest.raises(
@@ -284,7 +284,7 @@ def test_password_of_a_login_is_in_no_log_event(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "url", ["registry:8081", "ftp://registry", "http://user:s3cret@registry", "http://a b"]
 )
-def test_address_with_a_login_or_of_another_kind_is_refused(url: str) -> None:
+def test_registry_address_with_login_or_unknown_scheme_is_rejected(url: str) -> None:
     with pytest.raises(
         ValueError, match=r"must be http\(s\)://host:port/path without a login"
     ) as caught:

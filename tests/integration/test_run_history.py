@@ -116,7 +116,7 @@ def groups_of(log: RunLog, wanted: SampleFilter) -> list[str]:
     ],
     ids=str,
 )
-def test_samples_are_found_and_only_where_they_can_lie(
+def test_sample_filter_reads_only_the_relevant_log_ranges(
     log: RunLog, wanted: SampleFilter, groups: list[str], num_unreadable: int
 ) -> None:
     """The garbage among versions 2 and 3 shows which parts were read."""
@@ -133,7 +133,7 @@ def test_record_that_can_not_be_read_is_named(log: RunLog) -> None:
     assert text.startswith("record of 7 bytes doesn't begin with")
 
 
-def test_sample_comes_with_score_and_end(log: RunLog) -> None:
+def test_sample_view_includes_reward_and_outcome(log: RunLog) -> None:
     views = {view.sample.sample_id: view for view in read_samples(log, SampleFilter())}
     assert len(views) == 14
     trained, failed, unscored = views[f"{C}/0"], views[f"{E}/0"], views[f"{F}/1"]
@@ -168,7 +168,7 @@ def test_last_samples_are_the_newest(log: RunLog) -> None:
     assert read_last_lines(log, SampleFilter(), count=0) == []
 
 
-def test_samples_are_followed_as_they_come(apply_run: Callable[..., RunConfig]) -> None:
+def test_follow_samples_yields_new_matching_samples(apply_run: Callable[..., RunConfig]) -> None:
     run = WrittenRun(apply_run(run={"max_staleness": 1}))
     run.publish(0)
     run.issue(A, row=0)
@@ -188,7 +188,7 @@ def test_samples_are_followed_as_they_come(apply_run: Callable[..., RunConfig]) 
     )
 
 
-def test_detail_holds_what_the_trainer_got(log: RunLog) -> None:
+def test_sample_detail_includes_the_record_that_the_trainer_received(log: RunLog) -> None:
     detail = read_detail(log, f"{D}/1")
     assert detail.ready is not None
     assert (detail.view.sample.completion, detail.ready.event.reward, detail.num_generations) == (
@@ -204,7 +204,7 @@ def test_detail_holds_what_the_trainer_got(log: RunLog) -> None:
             read_detail(log, name)
 
 
-def test_sample_leads_from_its_row_to_its_version(log: RunLog) -> None:
+def test_sample_lineage_spans_from_data_row_to_policy_version(log: RunLog) -> None:
     lineage = sample_lineage(log, f"{C}/1")
     stages = {stage.what: stage for stage in lineage.stages}
     assert list(stages) == [
@@ -230,7 +230,7 @@ def test_sample_leads_from_its_row_to_its_version(log: RunLog) -> None:
     assert (lineage.first_version, lineage.num_generations) == (2, 1)
 
 
-def test_untrained_sample_leads_to_its_end(log: RunLog) -> None:
+def test_lineage_of_an_untrained_sample_stops_at_its_last_stage(log: RunLog) -> None:
     assert [stage.what for stage in sample_lineage(log, f"{F}/0").stages] == [
         "issued",
         "rolled_out",
@@ -246,7 +246,7 @@ def test_untrained_sample_leads_to_its_end(log: RunLog) -> None:
     assert (lineage.stages[-1].facts["outcome"], lineage.first_version) == ("failed", None)
 
 
-def test_version_leads_back_to_its_samples_rewards_and_rows(log: RunLog) -> None:
+def test_version_lineage_lists_its_samples_rewards_and_rows(log: RunLog) -> None:
     lineage = version_lineage(log, 2)
     assert (lineage.train_step, lineage.prompt_group_ids, lineage.staleness_counts) == (
         1,
@@ -273,7 +273,7 @@ def test_version_leads_back_to_its_samples_rewards_and_rows(log: RunLog) -> None
         version_lineage(log, 4)
 
 
-def test_row_leads_to_every_step_that_trained_it(log: RunLog) -> None:
+def test_prompt_lineage_lists_every_train_step_that_used_a_row(log: RunLog) -> None:
     uses = prompt_lineage(log, "0")  # four rows in their own order: positions 0 and 4
     assert [(use.prompt_group_id, use.outcome, use.train_step) for use in uses] == [
         (A, "trained", 0),
@@ -318,7 +318,7 @@ def run_rescore(written: WrittenRun) -> Callable[..., tuple[Comparison, Rescorin
     return run
 
 
-def test_rescoring_goes_on_where_it_stopped(
+def test_rescoring_continues_where_it_stopped(
     written: WrittenRun, run_rescore: Callable[..., tuple[Comparison, RescoringProgress]]
 ) -> None:
     _, first = run_rescore("opposite", name="other", versions=(0, 0))
@@ -378,7 +378,7 @@ def test_failures_are_kept_with_their_reason(
     assert "raised ValueError: not that one" in (scores["picky"].error or "")
 
 
-def test_scores_of_two_functions_are_not_mixed(
+def test_rescoring_rejects_a_name_that_holds_scores_of_another_function(
     run_rescore: Callable[..., tuple[Comparison, RescoringProgress]],
 ) -> None:
     run_rescore("opposite", name="one", versions=(3, 3))
@@ -422,7 +422,7 @@ def run_file(written: WrittenRun) -> str:
     return str(path)
 
 
-def test_command_compares_and_fails_below_a_correlation(
+def test_compare_command_fails_below_a_minimum_correlation(
     written: WrittenRun, run_file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     reward = f"{written.config.run.directory / 'rewards.py'}:opposite"
@@ -492,7 +492,7 @@ def test_rewards_are_compared_on_the_samples_of_a_run(
     assert "raised ValueError: not that one" in found["examples"][2]["second"]["error"]
 
 
-def test_last_samples_are_shown_and_bad_flags_refused(
+def test_samples_command_shows_last_samples_and_rejects_invalid_flags(
     run_file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     app(["samples", "tail", run_file, "--last", "2", "--no-follow", "--version", "..1"])

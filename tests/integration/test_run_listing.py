@@ -61,7 +61,7 @@ def make_heartbeat(state: WorkerState, *, seconds_ago: float = 0.0) -> WorkerHea
     )
 
 
-def test_run_is_read_back_from_its_log(
+def test_run_status_and_settings_are_read_from_its_log(
     apply_run: ApplyRun, connection: Connection, producer: RecordProducer
 ) -> None:
     config = apply_run(trainer={"learning_rate": 0.25})
@@ -97,7 +97,7 @@ def test_run_is_read_back_from_its_log(
     assert len(read_details(connection, read_run(connection, run_id)).steps) == 100
 
 
-def test_worker_that_is_silent_for_too_long_does_not_count_as_alive(
+def test_worker_without_recent_heartbeat_does_not_count_as_alive(
     apply_run: ApplyRun, connection: Connection, producer: RecordProducer
 ) -> None:
     config = apply_run(workers={"heartbeat_timeout_seconds": 5.0})
@@ -163,7 +163,7 @@ def groups_of(connection: Connection, run_id: str) -> list[str]:
     return Inventory(connection).groups(f"relax.{run_id}.")
 
 
-def test_deletion_leaves_a_neighbour_whose_id_begins_alike(
+def test_deletion_keeps_a_run_whose_id_has_the_same_prefix(
     neighbours: tuple[RunConfig, RunConfig], connection: Connection, admin: Admin
 ) -> None:
     mine, theirs = neighbours
@@ -194,7 +194,7 @@ def test_deletion_leaves_a_neighbour_whose_id_begins_alike(
     assert len(ObjectStore.open(theirs.objects_uri).list("")) == 4
 
 
-def test_deletion_goes_on_where_it_was_interrupted(
+def test_deletion_continues_where_it_was_interrupted(
     neighbours: tuple[RunConfig, RunConfig], connection: Connection
 ) -> None:
     mine, _ = neighbours
@@ -234,7 +234,7 @@ def test_deletion_keeps_objects_in_a_store_that_another_run_uses(
 
 
 @pytest.mark.parametrize("detour", ["objects", "./objects", "%6fbjects", "link", "objects/weights"])
-def test_deletion_keeps_objects_of_a_victim_that_a_log_names_as_its_own(
+def test_deletion_keeps_another_runs_objects_that_the_log_claims_as_its_own(
     apply_run: ApplyRun,
     run_id: str,
     connection: Connection,
@@ -259,7 +259,7 @@ def test_deletion_keeps_objects_of_a_victim_that_a_log_names_as_its_own(
     assert "and the log says run" in deletion.note or detour == "objects/weights"
 
 
-def test_run_that_lives_or_is_replayed_is_not_deleted(
+def test_run_that_is_active_or_being_replayed_is_not_deleted(
     apply_run: ApplyRun, run_id: str, connection: Connection, producer: RecordProducer
 ) -> None:
     config = apply_run(run={"id": run_id})

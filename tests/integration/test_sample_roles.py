@@ -144,7 +144,7 @@ def announce(
     )
 
 
-def test_every_sample_is_answered_in_its_partition_and_committed(
+def test_role_answers_every_sample_in_its_partition_and_commits(
     role: Callable[[], AbstractContextManager[Worker]],
     plan: TopicPlan,
     producer: RecordProducer,
@@ -169,7 +169,7 @@ def test_every_sample_is_answered_in_its_partition_and_committed(
     assert {record.partition for record in read(connection, plan, "reference.logprobs")} == {0, 1}
 
 
-def test_store_that_is_away_is_waited_for_and_costs_no_sample(
+def test_role_waits_for_an_unavailable_object_store_and_loses_no_sample(
     config: RunConfig,
     plan: TopicPlan,
     producer: RecordProducer,
@@ -223,7 +223,7 @@ def test_store_that_is_away_is_waited_for_and_costs_no_sample(
     assert read(connection, plan, "prompt.end-requests") == []
 
 
-def test_poison_goes_to_the_dead_letters_and_the_rest_goes_on(
+def test_role_dead_letters_poison_samples_and_continues(
     role: Callable[[], AbstractContextManager[Worker]],
     plan: TopicPlan,
     producer: RecordProducer,
@@ -274,7 +274,7 @@ def test_expired_samples_are_passed_over_without_being_decoded(
     assert read(connection, plan, "reference.dead-letters") == []
 
 
-def test_published_version_moves_the_consumer_past_what_is_stale_in_its_slot(
+def test_published_version_seeks_the_consumer_past_stale_records_of_its_slot(
     role: Callable[[], AbstractContextManager[Worker]],
     plan: TopicPlan,
     producer: RecordProducer,

@@ -141,7 +141,7 @@ def run(
 
 
 @pytest.mark.timeout(300)
-def test_requests_go_on_with_the_next_controller(run: Run) -> None:
+def test_next_controller_continues_open_scaling_requests(run: Run) -> None:
     asked = run.call("POST", "scale_out", {"num_replicas": 3})
     request_id, workers = str(asked["request_id"]), ("rollout-1", "rollout-2")
     run.until(request_id, Status.CREATING)

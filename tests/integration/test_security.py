@@ -301,7 +301,7 @@ def readable(run: SecuredRun, role: str) -> set[str]:
     return found
 
 
-def test_roles_may_write_what_diagram_and_page_say_and_nothing_else(mine: SecuredRun) -> None:
+def test_roles_may_write_exactly_the_documented_topics(mine: SecuredRun) -> None:
     """Each cell of role and topic, tried on the broker."""
     found = {role: writable(mine, role) for role in ROLES}
     assert found == writes_by_page(
@@ -313,7 +313,7 @@ def test_roles_may_write_what_diagram_and_page_say_and_nothing_else(mine: Secure
     }
 
 
-def test_roles_may_read_what_the_diagram_says_and_nothing_else(mine: SecuredRun) -> None:
+def test_roles_may_read_exactly_the_documented_topics(mine: SecuredRun) -> None:
     RecordProducer(mine.as_("operator")).write(
         ProducerRecord(spec.name, b"x", key="k") for spec in mine.plan.specs()
     )
@@ -322,7 +322,7 @@ def test_roles_may_read_what_the_diagram_says_and_nothing_else(mine: SecuredRun)
     }
 
 
-def test_forged_announcement_is_refused_and_leaves_nothing_on_the_log(mine: SecuredRun) -> None:
+def test_forged_policy_version_is_rejected_and_not_written_to_the_log(mine: SecuredRun) -> None:
     topic = mine.plan.topic("control.policy-versions")
     before = Admin(mine.as_("operator")).end_offsets([(topic, 0)])
     with pytest.raises(
@@ -358,7 +358,7 @@ def test_forged_announcement_is_refused_and_leaves_nothing_on_the_log(mine: Secu
     ],
     ids=lambda value: value if isinstance(value, str) else type(value[0]).__name__,
 )
-def test_reward_worker_that_was_taken_over_speaks_for_nobody_else(
+def test_compromised_reward_worker_can_not_write_events_of_other_roles(
     mine: SecuredRun, entity: str, events: list[Event]
 ) -> None:
     """It runs programs that a model wrote, so it is the likeliest one. Nothing of it reaches the
@@ -375,7 +375,7 @@ def test_reward_worker_that_was_taken_over_speaks_for_nobody_else(
     assert Admin(mine.as_("operator")).end_offsets([(topic, 0)]) == before
 
 
-def test_stolen_transactional_id_is_refused_and_the_owner_goes_on(mine: SecuredRun) -> None:
+def test_stolen_transactional_id_is_rejected_and_its_owner_continues(mine: SecuredRun) -> None:
     owner = TransactionalWriter(
         mine.as_("trainer"), transactional_id=mine.plan.transactional_id("trainer")
     )
@@ -388,7 +388,7 @@ def test_stolen_transactional_id_is_refused_and_the_owner_goes_on(mine: SecuredR
 
 
 @pytest.mark.parametrize("leases", [ShareGroupLeases, ConsumerGroupLeases])
-def test_worker_that_may_not_lease_is_told_so(
+def test_worker_not_authorized_to_lease_gets_access_denied(
     mine: SecuredRun, leases: Callable[..., ShareGroupLeases | ConsumerGroupLeases]
 ) -> None:
     connection = mine.as_("reward")
@@ -404,7 +404,7 @@ def test_worker_that_may_not_lease_is_told_so(
     source.close()
 
 
-def test_backlog_of_the_queue_is_told_to_the_controller_and_not_to_a_role_that_has_nothing_to_do_with_it(
+def test_only_authorized_roles_can_read_the_backlog_of_the_queue(
     mine: SecuredRun,
 ) -> None:
     queue = mine.plan.consumer_group("rollout")
@@ -419,7 +419,7 @@ def test_backlog_of_the_queue_is_told_to_the_controller_and_not_to_a_role_that_h
         read_queue_lag(mine.as_("reward"), queue)
 
 
-def test_member_of_anothers_group_is_refused(mine: SecuredRun) -> None:
+def test_role_can_not_join_the_consumer_group_of_another_role(mine: SecuredRun) -> None:
     topics = [mine.plan.topic("control.metrics.reward")]
     consumer = SubscribedConsumer(
         mine.as_("metrics"), consumer_group=mine.plan.consumer_group("reward"), topics=topics
@@ -429,7 +429,7 @@ def test_member_of_anothers_group_is_refused(mine: SecuredRun) -> None:
     consumer.close()
 
 
-def test_reader_looks_and_changes_nothing(mine: SecuredRun) -> None:
+def test_reader_can_inspect_but_not_change_the_run(mine: SecuredRun) -> None:
     looking, topic = Admin(mine.as_("reader")), mine.plan.topic("rollout.samples")
     assert len(looking.topics(mine.plan.topic(""))) == len(mine.plan.specs())
     assert looking.committed_offsets(mine.plan.consumer_group("trainer"), [(topic, 0)]) == {}
@@ -448,7 +448,7 @@ def test_reader_looks_and_changes_nothing(mine: SecuredRun) -> None:
     assert len(looking.topics(mine.plan.topic(""))) == len(mine.plan.specs())
 
 
-def test_principal_of_one_run_does_not_see_nor_touch_another(
+def test_principal_of_one_run_can_neither_see_nor_change_another_run(
     mine: SecuredRun, neighbour: SecuredRun
 ) -> None:
     for principal in ("operator", "reader", "trainer"):
@@ -515,7 +515,7 @@ INTRUDERS = {
 @pytest.mark.parametrize(
     ("disguise", "text"), INTRUDERS.items(), ids=lambda value: getattr(value, "__name__", "")
 )
-def test_intruder_is_told_why_within_the_request_timeout(
+def test_unauthorized_client_gets_the_reason_within_the_request_timeout(
     mine: SecuredRun, tmp_path: Path, disguise: Callable[[SecuredRun, Path], SecuredRun], text: str
 ) -> None:
     connection = disguise(mine.changed(request_timeout_seconds=IMPATIENT_SECONDS), tmp_path).as_(
@@ -534,7 +534,7 @@ def test_intruder_is_told_why_within_the_request_timeout(
         assert time.monotonic() - started < FEW_SECONDS
 
 
-def test_writer_and_reader_with_a_wrong_password_end_instead_of_waiting_for_ever(
+def test_writer_and_reader_with_a_wrong_password_fail_without_hanging(
     mine: SecuredRun, tmp_path: Path
 ) -> None:
     intruder, topic = (
@@ -551,9 +551,7 @@ def test_writer_and_reader_with_a_wrong_password_end_instead_of_waiting_for_ever
     assert time.monotonic() - started < FEW_SECONDS
 
 
-def test_command_line_ends_with_the_exit_code_of_a_refusal(
-    mine: SecuredRun, tmp_path: Path
-) -> None:
+def test_command_exits_with_the_code_for_denied_access(mine: SecuredRun, tmp_path: Path) -> None:
     run_file, intruder = tmp_path / "run.json", wrong_password(mine, tmp_path)
     run_file.write_text(intruder.config.model_dump_json())
     command = [sys.executable, "-m", "relax_events.cli", "topics", "plan", str(run_file)]
@@ -567,7 +565,7 @@ def test_command_line_ends_with_the_exit_code_of_a_refusal(
     assert "Traceback" not in ended.stderr
 
 
-def test_commands_show_what_they_would_do_and_ask_before_they_do_it(
+def test_secure_and_quota_commands_show_changes_and_ask_for_confirmation(
     neighbour: SecuredRun,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -615,7 +613,9 @@ def test_commands_show_what_they_would_do_and_ask_before_they_do_it(
         quota(run_file, bytes_per_second=-1)
 
 
-def test_cluster_has_what_the_folder_says_and_changes_only_what_differs(mine: SecuredRun) -> None:
+def test_secure_grants_what_the_credentials_need_and_changes_only_differences(
+    mine: SecuredRun,
+) -> None:
     admin = admin_connection(mine.config)
     changes = plan_security(mine.config, admin)
     assert (changes.missing, changes.surplus, changes.unexpected_users) == ([], [], [])
@@ -630,7 +630,7 @@ def test_cluster_has_what_the_folder_says_and_changes_only_what_differs(mine: Se
     assert plan_security(mine.config, admin).missing == []
 
 
-def test_renewed_password_holds_and_the_old_one_does_not(
+def test_renewed_password_works_and_the_old_one_is_rejected(
     neighbour: SecuredRun, tmp_path: Path
 ) -> None:
     folder = SecurityFolder(credentials(neighbour))
@@ -649,7 +649,7 @@ def test_renewed_password_holds_and_the_old_one_does_not(
         Admin(late.as_("reader")).ping(timeout_seconds=IMPATIENT_SECONDS)
 
 
-def test_withdrawn_run_is_let_in_no_more_and_the_others_stay(
+def test_withdrawn_run_loses_access_and_other_runs_keep_theirs(
     broker: EmbeddedBroker,
     folder: Path,
     mine: SecuredRun,
@@ -676,9 +676,7 @@ def test_withdrawn_run_is_let_in_no_more_and_the_others_stay(
     assert Admin(mine.as_("reader")).ping(timeout_seconds=PATIENCE_SECONDS) == 1
 
 
-def test_withdrawing_is_refused_together_with_what_it_undoes(
-    mine: SecuredRun, tmp_path: Path
-) -> None:
+def test_withdraw_together_with_apply_is_rejected(mine: SecuredRun, tmp_path: Path) -> None:
     run_file = tmp_path / "run.json"
     run_file.write_text(mine.config.model_dump_json())
     with pytest.raises(
@@ -691,7 +689,7 @@ def password_in(run: SecuredRun) -> Callable[[str], str]:
     return lambda user: SecurityFolder(credentials(run)).password_file(user).read_text()
 
 
-def test_throttled_run_leaves_the_other_its_pace(mine: SecuredRun, neighbour: SecuredRun) -> None:
+def test_throttling_one_run_does_not_slow_another(mine: SecuredRun, neighbour: SecuredRun) -> None:
     assert [entity.kind for entity in quota_entities(mine.config)] == ["user"] * (
         len(WRITES) + 2
     )  # the roles, operator and reader
@@ -739,7 +737,7 @@ def test_quota_may_be_set_by_the_super_user_only(mine: SecuredRun, tmp_path: Pat
         read_quotas(unknown_user(mine, tmp_path).as_("x"), [])
 
 
-def test_broker_made_without_security_is_not_closed_by_surprise(
+def test_credentials_are_rejected_for_a_broker_created_without_them(
     tmp_path: Path, folder: Path, broker: EmbeddedBroker
 ) -> None:
     data = tmp_path / "node/data"

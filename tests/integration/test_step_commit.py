@@ -149,7 +149,7 @@ def test_committed_step_is_readable_without_the_object_store(
     assert found.offsets.tolist() == step.offsets.tolist()
 
 
-def test_unreadable_step_stops_the_trainer_rather_than_being_passed_over(
+def test_unreadable_train_step_stops_the_trainer(
     worker: Worker, open_committer: Callable[[], StepCommitter]
 ) -> None:
     committer = open_committer()
@@ -210,7 +210,7 @@ def test_committed_step_is_on_the_log_whole(
     )
 
 
-def test_published_version_carries_where_its_records_begin(
+def test_published_version_carries_the_start_offsets_of_its_records(
     worker: Worker, open_committer: Callable[[], StepCommitter], producer: RecordProducer
 ) -> None:
     placed = write_groups(worker, ["000000-0000-0"])
@@ -270,7 +270,7 @@ def ids_of(*placed: LocatedSample) -> list[str]:
     return [item.sample.sample_id for item in placed]
 
 
-def test_replay_reports_when_the_weights_came_out_differently(
+def test_replay_reports_weights_that_differ_from_the_recorded_ones(
     worker: Worker, open_committer: Callable[[], StepCommitter]
 ) -> None:
     placed = write_groups(worker, ["000000-0000-0"])
@@ -316,7 +316,7 @@ def test_replay_refuses_a_record_that_is_not_the_one_that_was_trained(
         Replay(worker, backend, SingleRank()).run(history_of(worker, num_steps=1).steps)
 
 
-def test_replay_takes_its_shards_when_the_number_of_ranks_changed(
+def test_replay_redistributes_shards_when_the_number_of_ranks_changed(
     worker: Worker, open_committer: Callable[[], StepCommitter]
 ) -> None:
     """Two ranks replay what one trained: together everything, each its own shards, micro-batches
@@ -358,7 +358,7 @@ def fail_once(
     committer._writer._try = attempt  # type: ignore[method-assign]
 
 
-def test_step_is_committed_once_when_the_error_hid_a_success(
+def test_step_is_committed_once_when_a_successful_commit_reported_an_error(
     worker: Worker, open_committer: Callable[[], StepCommitter]
 ) -> None:
     placed = write_groups(worker, ["000000-0000-0"])
@@ -368,7 +368,7 @@ def test_step_is_committed_once_when_the_error_hid_a_success(
     assert len(history_of(worker, num_steps=1).published) == 1
 
 
-def test_step_is_committed_when_the_first_try_left_nothing(
+def test_step_is_committed_on_retry_when_the_first_try_failed(
     worker: Worker, open_committer: Callable[[], StepCommitter]
 ) -> None:
     placed = write_groups(worker, ["000000-0000-0"])
@@ -396,7 +396,7 @@ def test_trainer_ends_when_another_committed_its_step_meanwhile(
 
 
 @pytest.mark.parametrize("num_known", [1, 2])
-def test_ends_are_committed_once_or_not_by_us(
+def test_outcomes_are_committed_once_or_fenced_by_another_trainer(
     worker: Worker, open_committer: Callable[[], StepCommitter], num_known: int
 ) -> None:
     ends = [ended("000000-0000-0"), ended("000000-0001-0", Outcome.EXPIRED)]

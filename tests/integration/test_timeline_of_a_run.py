@@ -19,7 +19,7 @@ from relax_events.kafka.records import ProducerRecord
 from relax_events.topics import TopicPlan
 
 
-def test_command_writes_what_the_log_says(
+def test_timeline_command_writes_the_events_of_the_log(
     apply_run: Callable[..., RunConfig], producer: RecordProducer, tmp_path: Path
 ) -> None:
     config, codec = apply_run(), EventCodec()

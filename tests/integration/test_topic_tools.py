@@ -202,7 +202,7 @@ def test_lag_names_the_version_of_each_slot_and_its_stale_records(run: SmallRun)
     assert [row.age_seconds is None for row in rows] == [False, True, False]
 
 
-def test_lag_by_member_names_who_holds_what(run: SmallRun) -> None:
+def test_lag_by_member_lists_the_partitions_of_each_member(run: SmallRun) -> None:
     group = run.plan.consumer_group("reward")
     member = SubscribedConsumer(
         run.connection, consumer_group=group, topics=[run.plan.topic("rollout.samples")]
@@ -311,7 +311,7 @@ def test_purge_waits_for_groups_and_keeps_what_recovery_needs(run: SmallRun) -> 
     reader.close()
 
 
-def test_purge_goes_by_the_newest_checkpoint_that_is_whole(
+def test_purge_is_bounded_by_the_newest_complete_checkpoint(
     unwritten: SmallRun, producer: RecordProducer
 ) -> None:
     run, store = unwritten, ObjectStore.open(unwritten.config.objects_uri)
@@ -355,7 +355,7 @@ def test_purge_refuses_without_a_version(run: SmallRun) -> None:
         pass
 
 
-def test_tail_begins_at_a_version_and_reads_strangers(
+def test_tail_starts_at_a_version_and_shows_unreadable_records(
     run: SmallRun, producer: RecordProducer
 ) -> None:
     producer.write([ProducerRecord(run.plan.topic("rollout.samples"), b"no event", partition=1)])
@@ -388,7 +388,9 @@ def test_tail_begins_at_a_version_and_reads_strangers(
         find_partitions(run.config, run.admin, "nothing", partition=None)
 
 
-def test_check_names_what_is_amiss(run: SmallRun, producer: RecordProducer, run_id: str) -> None:
+def test_topics_check_reports_every_deviation(
+    run: SmallRun, producer: RecordProducer, run_id: str
+) -> None:
     producer.write(
         [
             ProducerRecord(
@@ -421,7 +423,7 @@ def test_check_names_what_is_amiss(run: SmallRun, producer: RecordProducer, run_
     ) in [(item.what, item.text) for item in findings]
 
 
-def test_apply_refuses_dangers_without_their_word(run: SmallRun) -> None:
+def test_apply_rejects_dangerous_changes_that_are_not_allowed_by_name(run: SmallRun) -> None:
     topic = run.plan.topic("control.metrics.trainer")
     run.admin.create([TopicSpec(run.plan.topic("strange"), 1, 1, "of a test")])
     run.admin.alter_topic(topic, {"max.message.bytes": str(64 * 1024 * 1024)})
@@ -466,7 +468,7 @@ def copy(
     return config, manifest
 
 
-def test_imported_run_is_the_exported_one_to_the_byte(run: SmallRun, tmp_path: Path) -> None:
+def test_imported_run_is_byte_identical_to_the_exported_one(run: SmallRun, tmp_path: Path) -> None:
     run.commit_all()
     config, manifest = copy(run, tmp_path / "exported")
     verify_import(config, manifest)
@@ -490,7 +492,7 @@ def test_imported_run_is_the_exported_one_to_the_byte(run: SmallRun, tmp_path: P
         )
 
 
-def test_import_refuses_a_run_that_has_other_records_and_makes_an_unfinished_one_anew(
+def test_import_rejects_a_run_with_other_records_and_redoes_an_unfinished_one(
     run: SmallRun, producer: RecordProducer, tmp_path: Path
 ) -> None:
     folder = tmp_path / "exported"
@@ -545,7 +547,7 @@ def test_export_of_versions_holds_their_samples_at_their_offsets(
     reader.close()
 
 
-def test_cut_short_export_goes_on_and_altered_files_are_refused(
+def test_interrupted_export_resumes_and_altered_files_are_rejected(
     run: SmallRun, tmp_path: Path
 ) -> None:
     folder, wanted = tmp_path / "exported", ExportFilter(("reward.scores",))

@@ -48,7 +48,7 @@ def values(connection: Connection, topic: str) -> list[bytes]:
         reader.close()
 
 
-def test_commit_makes_records_of_several_topics_and_offsets_real_together(
+def test_commit_writes_records_of_several_topics_and_offsets_atomically(
     writer: TransactionalWriter,
     connection: Connection,
     admin: Admin,
@@ -122,7 +122,7 @@ class Unsure:
             raise BrokerUnavailable("committing a transaction: _TIMED_OUT")
 
 
-def test_commit_does_not_write_twice_when_the_error_hid_a_success(
+def test_commit_does_not_write_twice_when_a_success_reported_an_error(
     writer: TransactionalWriter,
     connection: Connection,
     make_topic: MakeTopic,
@@ -138,7 +138,7 @@ def test_commit_does_not_write_twice_when_the_error_hid_a_success(
     assert (unsure.calls, values(connection, topic)) == (1, [b"step 0"])
 
 
-def test_commit_tries_again_when_nothing_became_real(
+def test_commit_is_retried_when_nothing_was_committed(
     writer: TransactionalWriter, connection: Connection, make_topic: MakeTopic
 ) -> None:
     """The second try runs on the new producer that took over the transactional id."""
@@ -157,7 +157,7 @@ def test_commit_tries_again_when_nothing_became_real(
     assert writer._producer is not first
 
 
-def test_zombie_does_not_fence_its_successor_when_the_broker_only_says_that_time_is_out(
+def test_zombie_writer_does_not_fence_its_successor_after_a_timeout(
     writer: TransactionalWriter,
     connection: Connection,
     transactional_id: str,
@@ -181,7 +181,7 @@ def test_zombie_does_not_fence_its_successor_when_the_broker_only_says_that_time
     successor.close()
 
 
-def test_commit_gives_up_when_the_broker_stays_away(
+def test_commit_fails_when_the_broker_stays_unavailable(
     writer: TransactionalWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unsure = Unsure(writer, failures=transactions.ATTEMPTS, really_commits=False)
@@ -209,7 +209,7 @@ class Clock:
 
 
 @pytest.mark.parametrize(("seconds", "is_asked_again"), [(5.1, False), (30.0, True)])
-def test_answer_is_awaited_again_when_this_process_was_held_up(
+def test_waiting_for_a_result_is_extended_once_after_a_process_suspension(
     seconds: float, is_asked_again: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock: Any = Clock(seconds, 0.1)
@@ -221,7 +221,7 @@ def test_answer_is_awaited_again_when_this_process_was_held_up(
             transactions.await_result(clock)
 
 
-def test_nobody_waits_for_ever_when_a_process_is_held_up_again_and_again(
+def test_waiting_for_a_result_ends_despite_repeated_process_suspensions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock: Any = Clock(30.0, 30.0, 30.0)

@@ -61,7 +61,7 @@ def test_buckets_cover_the_row_once_within_their_bound(
 
 
 @given(tensor_sets(), tensor_sets())
-def test_layouts_have_one_digest_when_names_dtypes_and_shapes_agree(
+def test_layouts_with_equal_names_dtypes_and_shapes_have_equal_digests(
     tensors: dict[str, Tensor], others: dict[str, Tensor]
 ) -> None:
     def described(tensors: dict[str, Tensor]) -> list[tuple[str, torch.dtype, torch.Size]]:
@@ -78,7 +78,7 @@ def test_layouts_have_one_digest_when_names_dtypes_and_shapes_agree(
     )
 
 
-def test_large_tensors_are_sent_from_where_they_lie_and_small_ones_together() -> None:
+def test_large_tensors_are_sent_without_a_copy_and_small_ones_together() -> None:
     sizes = {"a": 8, "b": 2000, "c": 8, "d": 8, "e": 496}
     tensors = {name: torch.arange(size, dtype=torch.float32) for name, size in sizes.items()}
     layout, staging = Layout.from_tensors(tensors), torch.empty(4096, dtype=torch.uint8)

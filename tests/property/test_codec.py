@@ -112,7 +112,7 @@ def schema_of(name: str) -> Schema:
 @pytest.mark.parametrize("cls", EVENTS)
 @given(data=st.data())
 @settings(max_examples=40)
-def test_event_comes_back_as_it_was(cls: type, data: st.DataObject) -> None:
+def test_event_round_trips_unchanged(cls: type, data: st.DataObject) -> None:
     event = data.draw(instances_of(cls))
     encoded = CODEC.encode(event)
     assert encoded[:2] == MAGIC
@@ -276,7 +276,7 @@ def test_bytes_without_the_marker_are_corrupt(data: bytes | None) -> None:
         CODEC.decode(data)
 
 
-def test_unknown_fingerprint_says_where_schemas_are_published() -> None:
+def test_unknown_fingerprint_error_names_the_schemas_topic() -> None:
     with pytest.raises(
         UnknownFingerprint,
         match=r"schema 0102030405060708 is unknown; its writer has not published it on control\.schemas",
@@ -360,14 +360,14 @@ def test_record_that_lacks_a_field_without_default_is_corrupt() -> None:
         codec.decode(foreign(schema, VALUES, codec))
 
 
-def test_what_one_codec_publishes_another_learns() -> None:
+def test_codec_learns_schemas_published_by_another_codec() -> None:
     codec = EventCodec()
     published = CODEC.published_form()
     assert {codec.learn(schema) for schema in published.values()} == published.keys()
     assert len(published) == len(EVENTS)
 
 
-def test_schema_of_no_event_of_ours_is_learnt_and_unused() -> None:
+def test_schema_of_an_unknown_event_is_learned_but_not_decoded() -> None:
     codec = EventCodec()
     fingerprint = codec.learn(
         '{"type": "record", "name": "Other", "namespace": "of.others", "fields": []}'
@@ -393,7 +393,7 @@ def test_schema_of_no_event_of_ours_is_learnt_and_unused() -> None:
     ).map(json.dumps)
 )
 @settings(max_examples=300)
-def test_published_schema_that_is_none_is_refused(schema: bytes | str) -> None:
+def test_learning_an_arbitrary_schema_raises_only_schema_error(schema: bytes | str) -> None:
     with suppress(SchemaError):
         assert len(EMPTY.learn(schema)) == 8
 
@@ -402,12 +402,12 @@ EMPTY = EventCodec()
 
 
 @pytest.mark.parametrize("schema", [b"{", "[]", '"string"', '{"type": "record"}', b"\xff"])
-def test_refused_schema_is_named_as_such(schema: bytes | str) -> None:
+def test_non_record_schema_error_says_it_is_no_avro_record_schema(schema: bytes | str) -> None:
     with pytest.raises(SchemaError, match=r"^published schema is not an Avro record schema: "):
         CODEC.learn(schema)
 
 
-def test_content_parts_and_not_a_number_pass() -> None:
+def test_content_parts_and_infinite_values_round_trip() -> None:
     event = rolled_out(temperature=math.inf)
     decoded = CODEC.decode(CODEC.encode(event))
     assert isinstance(decoded, SampleRolledOut)
@@ -468,7 +468,7 @@ for _ in range(200):
         (with_field(DEEP), "nested 2.. deep"),
     ],
 )
-def test_published_schema_whose_records_cost_more_than_their_bytes_is_refused(
+def test_schema_with_records_that_decode_to_unbounded_size_is_rejected(
     published: bytes, text: str
 ) -> None:
     with pytest.raises(SchemaError, match=text):
@@ -476,11 +476,11 @@ def test_published_schema_whose_records_cost_more_than_their_bytes_is_refused(
 
 
 @pytest.mark.parametrize("schema", CODEC.schemas.values(), ids=lambda schema: str(schema["name"]))
-def test_our_own_schemas_are_bounded(schema: Schema) -> None:
+def test_schemas_of_the_project_have_bounded_decoding_cost(schema: Schema) -> None:
     require_bounded(schema)
 
 
-def test_brackets_in_texts_are_no_depth() -> None:
+def test_brackets_in_strings_do_not_count_as_nesting_depth() -> None:
     published = json.dumps({**schema_of("WorkerHeartbeat"), "doc": '[{\\"[' * 500}).encode()
     assert EventCodec().learn(published)
 
@@ -524,7 +524,7 @@ KINDS = st.recursive(
     ),
 )
 @settings(max_examples=300)
-def test_any_record_of_any_published_schema_costs_its_bytes_alone(kind: Any, body: bytes) -> None:
+def test_decoding_cost_of_any_accepted_schema_is_bounded(kind: Any, body: bytes) -> None:
     codec = EventCodec()
     try:
         fingerprint = codec.learn(with_field(kind))

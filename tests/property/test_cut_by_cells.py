@@ -29,7 +29,9 @@ def sample(number: int, length: int) -> Any:
     budget=st.integers(1, 200),
     whole=st.booleans(),
 )
-def test_parts_keep_to_the_budget(lengths: list[int], budget: int, whole: bool) -> None:
+def test_cut_parts_stay_within_the_cell_budget(
+    lengths: list[int], budget: int, whole: bool
+) -> None:
     samples = [sample(number, length) for number, length in enumerate(lengths)]
     parts = cut_by_cells(samples, max_cells=budget, whole_prompt_groups=whole)
     assert sorted(int(item.sample_id) for part in parts for item in part) == list(
@@ -54,7 +56,7 @@ def test_long_sample_among_short_ones_does_not_pad_them() -> None:
     assert sum(len(part) * max(len(item.tokens) for item in part) for part in parts) == 10_000
 
 
-def test_forward_of_a_model_whose_samples_need_rows_of_their_own_keeps_to_the_budget(
+def test_forward_with_one_row_per_sample_stays_within_the_token_budget(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     samples = make_samples(8)

@@ -78,7 +78,7 @@ def dead_letters(run: SimulatedRun) -> Counter[str]:
     return Counter(dict(entry.carried)["error-class"].decode() for entry in entries)
 
 
-def test_forged_samples_and_ends_that_come_first_change_nothing(run: SimulatedRun) -> None:
+def test_forged_samples_and_end_events_written_first_have_no_effect(run: SimulatedRun) -> None:
     while not due(run):
         everyone_works(run)
     victims = [issued.prompt_group_id for issued in due(run).values()]
@@ -114,7 +114,7 @@ def test_forged_samples_and_ends_that_come_first_change_nothing(run: SimulatedRu
     )
 
 
-def test_role_may_have_prompt_groups_ended_as_failed_and_no_more(run: SimulatedRun) -> None:
+def test_forged_end_request_can_only_fail_its_prompt_group(run: SimulatedRun) -> None:
     while not due(run):
         everyone_works(run)
     victim = next(iter(due(run).values())).prompt_group_id

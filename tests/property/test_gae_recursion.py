@@ -34,7 +34,7 @@ def by_recursion(
 
 
 @given(LENGTHS, FACTOR, FACTOR, st.integers(0, 2**32 - 1))
-def test_advantages_are_those_of_the_recursion(
+def test_advantages_equal_those_of_the_gae_recursion(
     lengths: list[int], gamma: float, gae_lambda: float, seed: int
 ) -> None:
     group = sampled(lengths, seed)
@@ -51,7 +51,7 @@ def test_advantages_are_those_of_the_recursion(
 
 
 @given(LENGTHS, FACTOR, st.integers(0, 2**32 - 1), st.integers(1, 70))
-def test_company_changes_no_bit(
+def test_discounted_sums_of_a_row_do_not_depend_on_other_rows(
     lengths: list[int], factor: float, seed: int, num_zeros: int
 ) -> None:
     rows = sampled(lengths, seed).rewards
@@ -61,7 +61,7 @@ def test_company_changes_no_bit(
         assert alone.tobytes() == together[row, :length].tobytes()
 
 
-def test_sums_stay_finite_over_a_long_row() -> None:
+def test_discounted_sums_stay_finite_over_a_long_row() -> None:
     # Dividing by a cumulative product of 0.5 would overflow after a thousand tokens.
     sums = discounted_sums(np.ones((1, 100_000)), factor=0.5)
     np.testing.assert_allclose(sums[0, :-60], 2.0)

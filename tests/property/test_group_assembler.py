@@ -158,7 +158,7 @@ def test_restart_decides_every_group_once(
 
 
 @given(st.data())
-def test_group_that_came_twice_is_taken_whole_from_one_generation(data: st.DataObject) -> None:
+def test_group_with_two_generations_is_taken_entirely_from_one(data: st.DataObject) -> None:
     events = [ready(index=index, generation_digest=digest) for digest in "ab" for index in range(2)]
     lost = data.draw(st.sampled_from([None, *range(4)]))
     assembler = open_assembler()
@@ -242,7 +242,7 @@ def test_records_are_held_until_their_group_is_decided() -> None:
     assert consumed(assembler) == {0: 9}
 
 
-def test_tombstone_is_too_late_when_the_group_is_being_trained() -> None:
+def test_end_request_has_no_effect_once_the_group_is_being_trained() -> None:
     assembler = open_assembler()
     add_group(assembler, "000000-0000-0", version=0, offset=0, trainer_version=0)
     assembler.take(assembler.ready()[0])
@@ -251,7 +251,7 @@ def test_tombstone_is_too_late_when_the_group_is_being_trained() -> None:
     assert assembler.pending_outcomes() == []
 
 
-def test_tombstone_ends_a_group_that_waits() -> None:
+def test_end_request_ends_a_waiting_group() -> None:
     assembler = open_assembler()
     add_group(assembler, "000000-0000-0", version=0, offset=0, trainer_version=0)
     assembler.add(record(2), ended(outcome=Outcome.FILTERED), trainer_version=0)
@@ -261,7 +261,7 @@ def test_tombstone_ends_a_group_that_waits() -> None:
     assert consumed(assembler) == {0: 3}
 
 
-def test_request_holds_back_the_position_of_its_own_topic() -> None:
+def test_end_request_holds_back_only_the_offset_of_its_own_topic() -> None:
     assembler = open_assembler()
     add_group(assembler, "000000-0000-0", version=0, offset=4, trainer_version=0)
     assembler.add(replace(record(0), topic=REQUESTS), ended(version=0), trainer_version=0)
@@ -300,7 +300,7 @@ def test_group_that_was_generated_twice_is_ready_once() -> None:
     assert assembler.ready() == []
 
 
-def test_expired_generation_gives_way_to_one_that_is_in_the_window() -> None:
+def test_newer_generation_in_the_window_replaces_an_expired_one() -> None:
     assembler = open_assembler()
     add_group(assembler, "000000-0000-0", version=0, offset=0, trainer_version=1)
     add_group(assembler, "000000-0000-0", version=1, offset=2, trainer_version=1)
@@ -318,7 +318,7 @@ def test_stale_sample_ends_its_group_when_it_arrives_late() -> None:
     assert ends_of(assembler) == [("000000-0000-0", Outcome.EXPIRED)]
 
 
-def test_sample_from_the_future_fails_its_group() -> None:
+def test_sample_of_a_future_version_fails_its_group() -> None:
     assembler = open_assembler()
     assembler.add(record(0), ready(version=5), trainer_version=2)
     (end,) = assembler.pending_outcomes()
@@ -355,7 +355,7 @@ def test_failed_group_ends_with_its_reason() -> None:
     assert ends_of(assembler) == [("000000-0000-0", Outcome.FAILED)]
 
 
-def test_id_window_stays_bounded_and_counts_what_it_forgot_as_decided(
+def test_dedup_window_is_bounded_and_counts_forgotten_ids_as_decided(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(assembly, "DEDUP_WINDOW_SIZE", 10)

@@ -73,7 +73,7 @@ def generated_twice(digest: str, *, num_samples: int = 2) -> list[tuple[str, Sam
 
 
 @given(st.data())
-def test_group_that_was_generated_twice_is_joined_whole_from_one_generation(
+def test_group_with_two_generations_is_joined_from_one_of_them(
     data: st.DataObject,
 ) -> None:
     """The first worker may have died after one of its samples; either way nothing of one generation
@@ -185,7 +185,7 @@ def test_crash_at_any_point_loses_no_group(
 
 
 @given(arrivals())
-def test_dropped_partition_is_forgotten_and_others_stay(
+def test_join_drops_one_partition_and_keeps_the_others(
     sequence: list[tuple[Record, Sample]],
 ) -> None:
     join = PromptGroupJoin(logprob_roles=LOGPROB_ROLES)
@@ -215,7 +215,7 @@ def record_of(
     )
 
 
-def test_poisoned_group_is_over_and_late_records_of_it_are_ignored() -> None:
+def test_late_records_of_a_poisoned_group_are_ignored() -> None:
     join = PromptGroupJoin(logprob_roles=frozenset())
     assert join.add(record_of(0, "000000-0000-0"), rolled_out()) is None
     group = join.fail(record_of(1, "000000-0000-0"), "tokens must be finite")
@@ -256,7 +256,7 @@ def test_evaluations_of_other_samples_do_not_complete_a_group() -> None:
     assert join.add(record_of(2, "g", topic="reference.logprobs"), evaluated(index=1)) is not None
 
 
-def test_record_that_is_passed_over_moves_the_watermark() -> None:
+def test_skipped_record_advances_the_watermark() -> None:
     join = PromptGroupJoin(logprob_roles=frozenset())
     join.skip(record_of(4, "g"))
     assert marks_of(join) == {("rollout.samples", 0): 5}

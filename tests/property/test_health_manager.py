@@ -154,7 +154,7 @@ def tally(world: World, tier: str, worker_id: str | None = None) -> int:
     turns=st.lists(st.sampled_from(["turn", "turn", "turn", "outage", "kill"]), max_size=80),
     outage=st.integers(1, 40),
 )
-def test_nobody_who_is_well_is_touched_whatever_befalls_broker_and_controller(
+def test_healthy_workers_are_never_restarted_during_broker_or_controller_faults(
     turns: list[str], outage: int
 ) -> None:
     world = World(workers())
@@ -172,7 +172,7 @@ def test_nobody_who_is_well_is_touched_whatever_befalls_broker_and_controller(
     kind=st.sampled_from(["silent", "stuck", "overdue"]),
     kills=st.frozensets(st.integers(0, 900), max_size=12),
 )
-def test_help_that_is_in_vain_ends_after_so_many_tries_although_controllers_die(
+def test_restart_limit_holds_although_controllers_are_killed(
     role: str, kind: str, kills: frozenset[int]
 ) -> None:
     patient = Patient(f"{role}-0", kind, num_starts_needed=WELL)
@@ -193,7 +193,7 @@ def test_help_that_is_in_vain_ends_after_so_many_tries_although_controllers_die(
     num_starts=st.integers(1, LIMITS.max_restarts + LIMITS.max_pipeline_restarts),
     kills=st.frozensets(st.integers(0, 900), max_size=6),
 )
-def test_run_goes_on_once_a_restart_or_a_restore_has_helped(
+def test_run_continues_once_a_restart_or_a_restore_succeeded(
     num_starts: int, kills: frozenset[int]
 ) -> None:
     world = World(workers(trainer=Patient("trainer-0", "stuck", num_starts_needed=num_starts)))
@@ -206,7 +206,9 @@ def test_run_goes_on_once_a_restart_or_a_restore_has_helped(
 
 @settings(max_examples=25)
 @given(kind=st.sampled_from(["silent", "stuck"]), commits=st.booleans())
-def test_worker_whose_peer_is_well_is_never_the_reason_to_restore(kind: str, commits: bool) -> None:
+def test_unhealthy_worker_with_a_healthy_peer_never_restores_the_pipeline(
+    kind: str, commits: bool
+) -> None:
     sick = Patient("rollout-1", kind, num_starts_needed=WELL, incubation=2)
     world = World([*workers(), sick], commits=commits)
     world.run(3000)
@@ -219,9 +221,7 @@ def test_worker_whose_peer_is_well_is_never_the_reason_to_restore(kind: str, com
     assert min(waits) >= HUNG * 10**6
 
 
-def test_worker_inside_a_long_call_is_left_alone_until_the_deadline_of_the_call_which_is_then_named() -> (
-    None
-):
+def test_worker_in_a_long_call_is_restarted_only_after_the_calls_deadline() -> None:
     world = World(workers(trainer=Patient("trainer-0", "overdue", num_starts_needed=WELL)))
     world.run(3 + CALL // TURN)
     assert world.commands == [], "longer than hung and stuck allow"
@@ -234,7 +234,7 @@ def test_worker_inside_a_long_call_is_left_alone_until_the_deadline_of_the_call_
     )
 
 
-def test_worker_that_falls_silent_inside_a_long_call_is_missed_and_the_call_named() -> None:
+def test_restart_reason_names_the_call_of_a_worker_without_heartbeats() -> None:
     world = World(
         workers(trainer=Patient("trainer-0", num_starts_needed=WELL, incubation=0, age=-1))
     )
@@ -252,7 +252,7 @@ def test_worker_that_falls_silent_inside_a_long_call_is_missed_and_the_call_name
     ]
 
 
-def test_worker_that_starts_may_take_longer_than_any_call_and_beats_meanwhile() -> None:
+def test_starting_worker_may_take_longer_than_any_call_while_it_heartbeats() -> None:
     world = World(workers())
     starting = [
         replace(
@@ -278,7 +278,7 @@ def test_worker_that_starts_may_take_longer_than_any_call_and_beats_meanwhile() 
     assert world.state.num_starts["trainer"] == 1, "one process, however many heartbeats it sends"
 
 
-def test_waits_grow_between_tries_that_are_in_vain() -> None:
+def test_wait_grows_between_failed_restarts() -> None:
     world = World(workers(advantage=Patient("advantage-0", num_starts_needed=WELL)))
     world.run(4000)
     times = sorted({command.commanded_at // 10**6 for command in world.commands})
@@ -288,7 +288,7 @@ def test_waits_grow_between_tries_that_are_in_vain() -> None:
     assert len(times) == 7
 
 
-def test_worker_that_is_gone_is_asked_once_while_its_peer_does_the_work() -> None:
+def test_absent_worker_is_restarted_only_once_while_its_peer_works() -> None:
     gone = Patient("rollout-1", num_starts_needed=WELL, incubation=0)
     world = World([*workers(), Patient("rollout-1")])
     world.turn()
@@ -307,7 +307,7 @@ def waiting(world: World) -> None:
         )  # fmt: skip
 
 
-def test_run_in_which_all_wait_for_each_other_is_restored_and_in_the_end_given_up() -> None:
+def test_deadlocked_run_is_restored_and_finally_aborted() -> None:
     world = World(workers(), commits=False)
     waiting(world)
     world.run(STUCK // TURN)
@@ -324,7 +324,7 @@ def test_run_in_which_all_wait_for_each_other_is_restored_and_in_the_end_given_u
     )
 
 
-def test_run_does_not_stand_still_so_soon_after_a_step_that_took_long() -> None:
+def test_standstill_timeout_starts_anew_after_a_long_train_step() -> None:
     world = World(workers(), commits=False)
     waiting(world)
     world.run(STUCK // TURN)
@@ -335,7 +335,7 @@ def test_run_does_not_stand_still_so_soon_after_a_step_that_took_long() -> None:
     assert tally(world, "restore") == 1
 
 
-def test_run_that_is_paused_may_stand_still_and_one_that_is_taken_up_again_counts_anew() -> None:
+def test_paused_run_is_no_standstill_and_a_resumed_run_resets_the_counts() -> None:
     world = World(workers(), commits=False)
     world.hear(RunCommanded(command=Command.PAUSE, reason="maintenance"))
     waiting(world)

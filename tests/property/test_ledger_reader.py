@@ -15,7 +15,7 @@ from relax_events.kafka.log_reader import LogReader
 
 
 @pytest.mark.parametrize("size", [1, 7, 100_000])
-def test_blocks_of_any_size_come_to_the_same(
+def test_ledger_is_the_same_for_any_block_size(
     size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("BLOCK_RECORDS", "CHUNK_RECORDS", "LARGE_CHUNK_RECORDS"):

@@ -231,7 +231,9 @@ def some_samples(seed: int, *, at_most: int = 10) -> list[LinearSample]:
     change=CHANGES,
     aggregation=st.sampled_from(AGGREGATIONS),
 )
-def test_loss_and_gradient_are_the_same_in_any_order_and_cut(data, seed, name, change, aggregation):
+def test_loss_and_gradient_do_not_depend_on_order_and_micro_batches(
+    data, seed, name, change, aggregation
+):
     samples, algorithm = some_samples(seed), config_of(name, change, aggregation=aggregation)
     loss, gradient = step([samples], algorithm)
     cut_loss, cut_gradient = step(cut(data, samples), algorithm)
@@ -241,7 +243,7 @@ def test_loss_and_gradient_are_the_same_in_any_order_and_cut(data, seed, name, c
 
 @pytest.mark.parametrize("change", CORRECTIONS)
 @pytest.mark.parametrize("name", NAMES)
-def test_loss_and_gradient_in_float32_are_within_1e_4_of_those_in_float64_in_any_cut(name, change):
+def test_float32_loss_and_gradient_are_within_1e_4_of_float64(name, change):
     # Fixed samples: among many draws there is one with a token within float32's rounding of a clip
     # bound, where the gradient jumps.
     samples, algorithm = linear_samples(10, 3), config_of(name, change)
@@ -254,7 +256,7 @@ def test_loss_and_gradient_in_float32_are_within_1e_4_of_those_in_float64_in_any
 
 @pytest.mark.parametrize("name", ["grpo", "gspo"])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_loss_is_the_mean_that_the_aggregation_names(name, aggregation):
+def test_loss_is_the_weighted_mean_of_its_aggregation_mode(name, aggregation):
     samples = [sample for sample in linear_samples(6, 4) if len(sample.tokens)]
     per_sample = [
         step([[sample]], config_of(name, "plain", aggregation="token_mean"))[0]
@@ -301,7 +303,7 @@ def whole_step(name: str, change: str):
     change=CHANGES,
     share_rows=st.booleans(),
 )
-def test_backend_gives_the_same_figures_and_gradients_in_any_order_and_packing(
+def test_backend_metrics_and_gradients_do_not_depend_on_order_and_packing(
     order, max_tokens, name, change, share_rows
 ):
     metrics, gradients = whole_step(name, change)

@@ -47,6 +47,6 @@ def test_integers_are_compared_without_their_commas(number: int) -> None:
     ),
     st.text("ab{ ", max_size=5),
 )
-def test_last_box_gives_back_what_was_boxed(content: str, before: str) -> None:
+def test_last_box_returns_the_boxed_content(content: str, before: str) -> None:
     balanced = content.replace("\\", "")
     assert last_box(rf"{before} \boxed{{{balanced}}} so") == balanced.strip()

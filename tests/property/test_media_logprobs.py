@@ -192,7 +192,7 @@ def test_rollout_and_trainer_agree_packed_padded_and_shared(
 @pytest.mark.parametrize("name", ["vision", "vision by linear attention", "omni"])
 @settings(max_examples=4)
 @given(groups=CHOICES, seed=st.integers(0, 10**6))
-def test_what_is_scored_beside_a_sample_changes_its_score_by_rounding_at_most(
+def test_score_of_a_sample_does_not_depend_on_other_samples_in_the_batch(
     name: str, groups: Any, seed: int
 ) -> None:
     setup = setup_of(name)
@@ -264,7 +264,7 @@ tower's convolutions read the padding."""
     COMPARED,
     ids=[f"{name}: {', '.join(kind for kind, _ in pieces)}" for name, pieces in COMPARED],
 )
-def test_tokens_are_as_likely_as_by_transformers_alone(name: str, pieces: list[Piece]) -> None:
+def test_token_logprobs_equal_those_of_transformers(name: str, pieces: list[Piece]) -> None:
     setup, audio_in_video = setup_of(name), name == "audio in video"
     media = setup.load_media(pieces)
     tokens = np.append(

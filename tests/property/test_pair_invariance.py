@@ -67,7 +67,7 @@ def whole_step(loss: str):
     loss=st.sampled_from(list(LOSSES)),
     share_rows=st.booleans(),
 )
-def test_pairs_give_the_same_figures_and_gradients_in_any_order_and_packing(
+def test_pair_metrics_and_gradients_do_not_depend_on_order_and_packing(
     order, max_tokens, loss, share_rows
 ):
     metrics, gradients = whole_step(loss)

@@ -71,7 +71,7 @@ def test_stream_keeps_the_order_of_the_source_without_shuffling(rows: int, row_n
     )
 
 
-def test_stream_has_nothing_before_its_start() -> None:
+def test_stream_rejects_a_negative_row_number() -> None:
     with pytest.raises(IndexError, match="row_number must be >= 0, got -1"):
         PromptStream(Numbers(3), seed=0, shuffle=True).order.dataset_row(-1)
 
@@ -88,7 +88,7 @@ WEIGHTS = st.lists(
     start=st.integers(min_value=0, max_value=10**6),
     shuffle=st.booleans(),
 )
-def test_mixture_gives_every_dataset_its_share_wherever_one_looks(
+def test_mixture_gives_every_dataset_its_share_in_any_interval(
     weights: list[float], seed: int, start: int, shuffle: bool
 ) -> None:
     order = PromptOrder([7] * len(weights), seed=seed, shuffle=shuffle, weights=weights)
@@ -157,16 +157,18 @@ def test_mixture_orders_datasets_of_one_size_differently() -> None:
         ([2.5, 1], [5, 2]),
     ],
 )
-def test_shares_are_the_smallest_whole_numbers(weights: list[float], expected: list[int]) -> None:
+def test_dataset_turns_are_the_smallest_whole_numbers(
+    weights: list[float], expected: list[int]
+) -> None:
     assert count_turns(weights) == expected
 
 
-def test_shares_of_weights_that_no_short_cycle_can_show_are_rounded() -> None:
+def test_dataset_turns_are_rounded_when_weights_need_too_long_a_cycle() -> None:
     assert count_turns([1.23456789, 1]) == [5525, 4475]  # 10,000 * 1.23456789 / 2.23456789 = 5524.8
     assert count_turns([1e-9, 1.0]) == [1, MAX_CYCLE]
 
 
-def test_place_names_dataset_and_row() -> None:
+def test_stream_position_maps_to_dataset_and_row() -> None:
     assert PromptOrder([3], seed=0, shuffle=False).dataset_row(4) == DatasetRow(0, 1)
 
 

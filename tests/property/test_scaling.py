@@ -165,7 +165,7 @@ KILLS = st.frozensets(st.integers(0, 60), max_size=20)
 
 @settings(max_examples=30)
 @given(kills=KILLS, crashes=st.frozensets(st.integers(0, 60), max_size=3), target=st.integers(2, 6))
-def test_workers_come_and_go_whatever_dies_in_whatever_state(
+def test_scaling_completes_although_controllers_and_workers_are_killed(
     kills: frozenset[int], crashes: frozenset[int], target: int
 ) -> None:
     world = World()
@@ -189,7 +189,7 @@ def test_workers_come_and_go_whatever_dies_in_whatever_state(
     assert (world.living, world.fold().workers) == ({}, {})
 
 
-def test_controller_may_die_in_every_status_of_either_way() -> None:
+def test_scaling_survives_controller_crashes_in_every_status() -> None:
     """Each status is killed in once, one step at a time; nothing is skipped, and nothing is done
     twice."""
     world = World()
@@ -226,7 +226,7 @@ def test_controller_may_die_in_every_status_of_either_way() -> None:
     keeps=st.booleans(),
     kills=KILLS,
 )
-def test_request_whose_workers_do_not_come_up_ends_and_leaves_none_of_them(
+def test_scaling_request_whose_workers_fail_to_start_ends_and_removes_them(
     behaviour: list[str], keeps: bool, kills: frozenset[int]
 ) -> None:
     world = World(replace(in_time(20), keeps_partial=keeps), list(behaviour))
@@ -244,7 +244,7 @@ def test_request_whose_workers_do_not_come_up_ends_and_leaves_none_of_them(
 
 @settings(max_examples=30)
 @given(at=st.integers(0, 12), kills=KILLS)
-def test_request_that_is_cancelled_leaves_nothing_whenever_that_is(
+def test_scaling_request_cancelled_at_any_time_leaves_no_workers(
     at: int, kills: frozenset[int]
 ) -> None:
     world = World(behaviour=["hangs"])
@@ -268,7 +268,7 @@ def test_worker_with_old_weights_does_not_count_as_serving() -> None:
     assert world.status(request) is Status.WEIGHT_SYNCING
 
 
-def test_end_of_a_worker_that_is_not_reported_does_not_hold_the_next_request_up() -> None:
+def test_unreported_worker_exit_does_not_block_the_next_scaling_request() -> None:
     world = World()
     request = world.ask(kind=Kind.OUT, target=2)
     world.run(20)
@@ -288,7 +288,7 @@ def test_end_of_a_worker_that_is_not_reported_does_not_hold_the_next_request_up(
         max_size=12,
     )
 )
-def test_every_reader_of_the_log_knows_the_same_and_one_request_is_open_at_a_time(
+def test_all_readers_agree_and_at_most_one_scaling_request_is_open(
     calls: list[tuple[Kind, int, int, bool]],
 ) -> None:
     world = World(behaviour=["well", "breaks", "hangs"], bounds=in_time(15))

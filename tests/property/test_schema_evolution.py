@@ -167,7 +167,7 @@ def check_reading(data: st.DataObject, writer: Schema, reader: Schema) -> None:
 @pytest.mark.parametrize(("release", "name"), PAIRS)
 @given(data=st.data())
 @settings(max_examples=12)
-def test_releases_and_current_records_are_read_both_ways(
+def test_released_and_current_schemas_read_each_others_records(
     release: Release, name: str, data: st.DataObject
 ) -> None:
     check_reading(data, release.schemas[name], CURRENT.schemas[name])
@@ -177,7 +177,7 @@ def test_releases_and_current_records_are_read_both_ways(
 @pytest.mark.parametrize(("release", "name"), PAIRS)
 @given(data=st.data())
 @settings(max_examples=6)
-def test_released_record_becomes_our_event(
+def test_record_of_a_past_release_decodes_to_the_current_event(
     release: Release, name: str, data: st.DataObject
 ) -> None:
     """The same through the codec, which is what workers read by: the event holds what the current

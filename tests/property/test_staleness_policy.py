@@ -60,7 +60,7 @@ def test_partition_lies_in_the_slot_of_its_version(
 
 
 @given(slots=st.integers(2, 7), shards=st.integers(1, 8))
-def test_slots_divide_the_partitions(slots: int, shards: int) -> None:
+def test_slots_split_the_partitions_without_overlap(slots: int, shards: int) -> None:
     assert [
         partition
         for slot in range(slots)
@@ -69,7 +69,7 @@ def test_slots_divide_the_partitions(slots: int, shards: int) -> None:
 
 
 @given(sample=VERSIONS, trainer=VERSIONS, max_staleness=STALENESS)
-def test_what_is_expired_is_what_lies_before_the_window(
+def test_versions_before_the_window_are_expired(
     sample: int, trainer: int, max_staleness: int
 ) -> None:
     expired = is_expired(sample, trainer_version=trainer, max_staleness=max_staleness)
@@ -83,7 +83,7 @@ def test_what_is_expired_is_what_lies_before_the_window(
     positions=st.dictionaries(st.integers(0, 7), st.integers(0, 99)),
     starts=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 99)), unique_by=lambda s: s[0]),
 )
-def test_skip_never_goes_back_nor_to_a_partition_of_others(
+def test_skip_targets_only_move_forward_and_only_in_assigned_partitions(
     positions: dict[int, int], starts: list[tuple[int, int]]
 ) -> None:
     targets = find_skip_targets(positions, starts)
@@ -97,13 +97,13 @@ def test_skip_never_goes_back_nor_to_a_partition_of_others(
 
 
 @given(step=st.integers(0, 10**7), index=st.integers(0, 10**5), attempt=st.integers(0, 10**4))
-def test_prompt_group_ids_read_back(step: int, index: int, attempt: int) -> None:
+def test_prompt_group_id_parses_back_to_its_fields(step: int, index: int, attempt: int) -> None:
     group = IssuedGroup(BatchSlot(step, index), attempt, -1)
     assert IssuedGroup.parse(group.prompt_group_id) == group
 
 
 @given(published=st.integers(-1, 20), max_staleness=STALENESS, num_steps=st.integers(1, 20))
-def test_admitted_steps_are_those_whose_first_version_is_out(
+def test_admitted_steps_are_those_whose_oldest_allowed_version_is_published(
     published: int, max_staleness: int, num_steps: int
 ) -> None:
     admitted = admitted_steps(published, max_staleness=max_staleness, num_steps=num_steps)
@@ -114,7 +114,7 @@ def test_admitted_steps_are_those_whose_first_version_is_out(
 
 
 @given(taken=st.sets(st.tuples(st.integers(0, 3), st.integers(0, 3))))
-def test_due_places_are_the_empty_seats_in_order(taken: set[tuple[int, int]]) -> None:
+def test_unissued_batch_slots_are_listed_in_order(taken: set[tuple[int, int]]) -> None:
     places = find_unissued_slots(
         [BatchSlot(*slot) for slot in taken], steps=range(1, 3), prompts_per_step=3
     )
@@ -124,7 +124,7 @@ def test_due_places_are_the_empty_seats_in_order(taken: set[tuple[int, int]]) ->
 
 
 @given(outcome=st.sampled_from(Outcome), attempt=st.integers(0, 5), row=st.integers(0, 99))
-def test_reissue_keeps_the_seat_and_gives_expired_prompts_another_chance(
+def test_reissue_keeps_the_batch_slot_and_retries_expired_prompts(
     outcome: Outcome, attempt: int, row: int
 ) -> None:
     successor = build_reissue(

@@ -467,14 +467,16 @@ def explore(
 
 
 @pytest.mark.parametrize("machine", [WorkerMachine, OverlapMachine])
-def test_promises_hold_under_every_interleaving_and_crash(machine: type[WorkerMachine]) -> None:
+def test_guarantees_hold_under_random_interleavings_and_crashes(
+    machine: type[WorkerMachine],
+) -> None:
     explore(max_examples=25, machine=machine)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("machine", [WorkerMachine, OverlapMachine])
-def test_promises_hold_under_many_more(machine: type[WorkerMachine]) -> None:
+def test_guarantees_hold_under_many_more_random_examples(machine: type[WorkerMachine]) -> None:
     explore(max_examples=500, is_fixed=False, machine=machine)
 
 
@@ -547,7 +549,9 @@ RARELY_FOUND = {"the window is not looked at"}
         for name in MUTATIONS
     ],
 )
-def test_machine_finds_a_broken_mechanism(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_machine_detects_every_broken_mechanism(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(*MUTATIONS[name])
     if (
         name == "the window is not looked at"

@@ -55,7 +55,7 @@ def estimate(
     ]
 
 
-def test_leave_one_out_is_divided_by_the_deviation_of_the_whole_group() -> None:
+def test_leave_one_out_is_divided_by_the_groups_standard_deviation() -> None:
     # Others' means 2.5, 2, 1.5: -1.5, 0, 1.5; deviation of 1, 2, 3 with n - 1: 1.
     assert rloo_advantages(group([1, 2, 3])).tolist() == pytest.approx([-1.5, 0, 1.5])
     assert rloo_advantages(group([1, 2, 3]), normalise_std=True).tolist() == pytest.approx(
@@ -99,7 +99,7 @@ def test_deviation_is_divided_by_n_where_the_correction_is_0() -> None:
     assert apart.tolist() == pytest.approx([1.5, -1.5], rel=1e-5)
 
 
-def test_deviation_of_a_step_is_divided_by_n_or_one_less() -> None:
+def test_standard_deviation_over_a_step_divides_by_n_or_n_minus_1() -> None:
     advantages, lengths = np.array([1.0, 1.0, 1.0, 5.0], np.float32), np.array([3, 1])
     of_tokens = [
         compute_whitening(
@@ -121,7 +121,7 @@ def test_deviation_of_a_step_is_divided_by_n_or_one_less() -> None:
     assert alone.apply(np.array([1.0])).tolist() == [0.0]
 
 
-def test_leave_one_out_is_the_mean_of_the_others_written_out() -> None:
+def test_leave_one_out_subtracts_the_mean_of_the_other_rewards() -> None:
     rewards = np.random.default_rng(3).normal(size=9)
     apart = [rewards[i] - math.fsum(np.delete(rewards, i)) / 8 for i in range(9)]
     deviation = math.sqrt(math.fsum((rewards - math.fsum(rewards) / 9) ** 2) / 8)
@@ -145,9 +145,7 @@ def test_length_weighted_baseline_worked_out_by_hand() -> None:
     ]
 
 
-def test_length_weighted_baseline_leaves_the_sum_over_all_tokens_zero_and_is_the_mean_for_equal_lengths() -> (
-    None
-):
+def test_length_weighted_baseline_is_the_mean_reward_per_token() -> None:
     generator = np.random.default_rng(4)
     rewards, lengths = (
         generator.normal(size=8),
@@ -177,7 +175,7 @@ def test_length_weighted_baseline_of_equal_rewards_lone_or_empty_samples_is_exac
         opo_advantages(group([1.0, 2.0]))
 
 
-def test_advantages_over_the_mean_worked_out_by_hand() -> None:
+def test_maxrl_advantages_match_hand_computed_values() -> None:
     # One of four right: (1 - 1/4) / (1/4) = 3 and -1; three of four: 1/3 and -1.
     assert maxrl_advantages(group([1, 0, 0, 0])).tolist() == [3, -1, -1, -1]
     assert maxrl_advantages(group([1, 1, 1, 0])).tolist() == pytest.approx(
@@ -196,7 +194,7 @@ def test_advantages_over_the_mean_worked_out_by_hand() -> None:
         maxrl_advantages(group([1, -1]))
 
 
-def test_advantages_over_the_mean_estimate_the_gradient_of_truncated_maximum_likelihood() -> None:
+def test_maxrl_advantages_estimate_the_truncated_maximum_likelihood_gradient() -> None:
     """With n samples the mean estimate is the gradient of -sum over k <= n - 1 of (1 - p)^k / k,
     which is p' times (1 - (1 - p)^(n - 1)) / p.
 
@@ -218,7 +216,7 @@ def test_advantages_over_the_mean_estimate_the_gradient_of_truncated_maximum_lik
     assert found == pytest.approx(expected, rel=1e-12)
 
 
-def test_deviation_of_a_steps_rewards_scales_and_centres_nothing() -> None:
+def test_standard_deviation_over_the_step_scales_without_centring() -> None:
     # Rewards 1, 2, 3 over two micro-batches: deviation with n - 1 is 1; with 6, 0: mean 2.4,
     # squares 1.96 + 0.16 + 0.36 + 12.96 + 5.76 = 21.2.
     scaling = compute_reward_scaling([np.array([3.0, 1.0]), np.array([2.0])], ranks=SingleRank())
@@ -233,7 +231,7 @@ def test_deviation_of_a_steps_rewards_scales_and_centres_nothing() -> None:
 
 
 @pytest.mark.parametrize("rewards", [[], [5.0], [0.1] * 7])
-def test_deviation_of_a_step_of_equal_rewards_leaves_advantages_as_they_are(
+def test_step_of_equal_rewards_leaves_advantages_unscaled(
     rewards: list[float],
 ) -> None:
     scaling = compute_reward_scaling([np.array(rewards)], ranks=SingleRank())
@@ -248,7 +246,7 @@ MASKS = [[0, 1], [1, 1], [1], [1]]
     ("truncated", "expected"),
     [("train", [[0, 2], [-1, -1], [0], [-1]]), ("mask", [[0, 2], [-1, -1], [0], [-1]])],
 )
-def test_samples_cut_off_by_their_length_count_in_the_groups_statistics(
+def test_truncated_samples_count_in_the_group_statistics(
     truncated: str, expected: list[list[float]]
 ) -> None:
     # Mean of 4, 1, 2, 1 is 2. Whether they have a loss is the trainer's concern.
@@ -258,7 +256,7 @@ def test_samples_cut_off_by_their_length_count_in_the_groups_statistics(
     )
 
 
-def test_samples_cut_off_by_their_length_are_left_out_of_the_groups_statistics() -> None:
+def test_truncated_samples_are_excluded_from_the_group_statistics() -> None:
     settings = {"truncated_samples": "drop"}
     assert estimate([4, 1, 3, 2], MASKS, cut_off=(0,), name="dr_grpo", **settings) == [
         [0, 0],

@@ -180,11 +180,11 @@ def estimate(algorithm: AlgorithmConfig, *, is_whole: bool = False) -> list[floa
     return found
 
 
-def test_reference_is_of_the_release_that_is_pinned() -> None:
+def test_trl_reference_is_from_the_pinned_release() -> None:
     assert TRL["trl"] == environment.pinned("trl", "trl"), "run python -m tests.trl_reference"
 
 
-def test_nothing_of_the_reference_is_left_out() -> None:
+def test_every_trl_reference_case_is_compared() -> None:
     assert TRL["losses"].keys() == LOSSES.keys() == OURS.keys()
     assert TRL["preferences"].keys() == PREFERENCES.keys() == OF_PAIRS.keys()
     assert TRL["advantages"].keys() == ADVANTAGES.keys()
@@ -192,7 +192,7 @@ def test_nothing_of_the_reference_is_left_out() -> None:
 
 
 @pytest.mark.parametrize(("name", "settings"), CASES)
-def test_loss_and_gradients_are_those_of_trls_group_trainer(
+def test_loss_and_gradients_equal_those_of_trl_grpo_trainer(
     name: str, settings: dict[str, Any]
 ) -> None:
     algorithm, theirs = AlgorithmConfig(**settings), TRL["losses"][name]
@@ -215,7 +215,7 @@ def test_loss_and_gradients_are_those_of_trls_group_trainer(
     )
 
 
-def test_cases_reach_both_sides_of_what_they_hold() -> None:
+def test_reference_cases_cover_both_sides_of_clips_and_masks() -> None:
     """A case whose clips and masks never took hold would show nothing."""
     plain = flat(TRL["losses"]["token mean"]["gradients"])
     loss_tokens = np.concatenate([np.array(mask, bool) for mask in GIVEN["masks"]])
@@ -239,7 +239,7 @@ def test_cases_reach_both_sides_of_what_they_hold() -> None:
 
 
 @pytest.mark.parametrize(("name", "settings"), OF_PAIRS.items(), ids=OF_PAIRS.keys())
-def test_loss_and_gradients_are_those_of_trls_preference_trainer(
+def test_loss_and_gradients_equal_those_of_trl_dpo_trainer(
     name: str, settings: dict[str, Any]
 ) -> None:
     names = {
@@ -257,26 +257,26 @@ def test_loss_and_gradients_are_those_of_trls_preference_trainer(
 
 
 @pytest.mark.parametrize(("name", "normalise_std"), [("group", True), ("none", False)])
-def test_advantages_are_those_of_trls_group_trainer(name: str, normalise_std: bool) -> None:
+def test_advantages_equal_those_of_trl_grpo_trainer(name: str, normalise_std: bool) -> None:
     assert estimate(AlgorithmConfig(normalise_std=normalise_std)) == pytest.approx(
         TRL["advantages"][name], rel=ROUNDED, abs=ROUNDED
     )
 
 
-def test_advantages_are_those_of_trls_group_trainer_with_what_it_adds_to_a_deviation() -> None:
+def test_advantages_equal_those_of_trl_grpo_trainer_with_its_epsilon() -> None:
     rewards = np.array(GIVEN["rewards"]).sum(axis=1).reshape(-1, SAMPLES_PER_PROMPT)
     assert normalise_prompt_groups(rewards, eps=1e-4).ravel() == pytest.approx(
         TRL["advantages"]["group"], rel=1e-7
     )
 
 
-def test_advantages_of_one_large_group_are_those_of_trls_asynchronous_trainer() -> None:
+def test_advantages_of_one_large_group_equal_those_of_trl_async_grpo_trainer() -> None:
     rewards = np.array(GIVEN["rewards"]).sum(axis=1)[None]
     ours = normalise_prompt_groups(rewards, std_correction=0)[0]
     assert ours == pytest.approx(TRL["advantages of the asynchronous trainer"], rel=ROUNDED)
 
 
-def test_advantages_of_components_apart_are_those_of_trls_group_trainer() -> None:
+def test_advantages_per_reward_component_equal_those_of_trl_grpo_trainer() -> None:
     algorithm = AlgorithmConfig(
         name="gdpo", reward_weights={"first": 1.0, "second": 0.5}, std_correction=1
     )
@@ -289,7 +289,7 @@ def test_advantages_of_components_apart_are_those_of_trls_group_trainer() -> Non
     )  # 1e-4 is added
 
 
-def test_normalised_advantages_are_those_of_trls_leave_one_out_trainer() -> None:
+def test_normalised_advantages_equal_those_of_trl_rloo_trainer() -> None:
     values = np.array(estimate(AlgorithmConfig(name="rloo"), is_whole=True), np.float32)
     whitening = compute_whitening(
         [(values, np.ones(len(values), np.int64))], over="samples", correction=1, ranks=SingleRank()
@@ -299,16 +299,14 @@ def test_normalised_advantages_are_those_of_trls_leave_one_out_trainer() -> None
     )
 
 
-def test_advantages_over_the_deviation_of_the_batch_are_those_of_trls_group_trainer() -> None:
+def test_batch_normalised_advantages_equal_those_of_trl_grpo_trainer() -> None:
     centred = np.array(estimate(AlgorithmConfig(normalise_std=False, whiten_advantages="rewards")))
     scaling = compute_reward_scaling([np.array(GIVEN["rewards"]).sum(axis=1)], ranks=SingleRank())
     assert scaling.apply(centred) == pytest.approx(TRL["advantages"]["batch"], rel=ROUNDED)
 
 
 @pytest.mark.parametrize(("name", "kl_coefficient"), [("plain", 0.0), ("KL in the reward", 40.0)])
-def test_advantages_are_those_of_trls_leave_one_out_trainer(
-    name: str, kl_coefficient: float
-) -> None:
+def test_advantages_equal_those_of_trl_rloo_trainer(name: str, kl_coefficient: float) -> None:
     algorithm = AlgorithmConfig(name="rloo", kl_coefficient=kl_coefficient)
     assert estimate(algorithm, is_whole=True) == pytest.approx(
         TRL["leave one out"][name]["advantages"], rel=ROUNDED
@@ -316,7 +314,7 @@ def test_advantages_are_those_of_trls_leave_one_out_trainer(
 
 
 @pytest.mark.parametrize("name", LEAVE_ONE_OUT)
-def test_gradients_are_those_of_trls_leave_one_out_trainer_where_its_ratio_is_1(name: str) -> None:
+def test_gradients_equal_those_of_trl_rloo_trainer_at_ratio_1(name: str) -> None:
     names = {"current": "current", "old": "current", "ref": "ref", "rollout": "current"}
     masks, theirs = (
         [np.ones(len(row), bool) for row in GIVEN["rollout"]],
@@ -332,7 +330,7 @@ def test_gradients_are_those_of_trls_leave_one_out_trainer_where_its_ratio_is_1(
 
 
 @pytest.mark.parametrize("mixture", MIXTURES)
-def test_divergence_from_the_teacher_is_that_of_trls_distillation_trainer(mixture: float) -> None:
+def test_divergence_from_the_teacher_equals_that_of_trl_gkd_trainer(mixture: float) -> None:
     student = torch.tensor(GIVEN["student_logits"], dtype=torch.float64).requires_grad_()
     teacher = torch.tensor(GIVEN["teacher_logits"], dtype=torch.float64)
     tokens = TokenSet(student.log_softmax(-1), teacher.log_softmax(-1))

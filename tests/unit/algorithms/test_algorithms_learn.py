@@ -60,7 +60,7 @@ def estimate(draws: np.ndarray, logprobs: np.ndarray, judge: AdvantageEstimator)
 @pytest.mark.parametrize(
     "name", [spec.name for spec in installed_algorithms() if spec.learns_from == "rewards"]
 )
-def test_policy_comes_to_choose_what_is_rewarded(name: str, settings: dict[str, Any]) -> None:
+def test_policy_learns_to_choose_rewarded_tokens(name: str, settings: dict[str, Any]) -> None:
     algorithm = AlgorithmConfig.model_validate({"name": name} | settings)
     judge, objective = (
         AdvantageEstimator(algorithm, max_new_tokens=8),
@@ -132,7 +132,7 @@ WAYS: list[dict[str, Any]] = [
 @pytest.mark.parametrize(
     "settings", WAYS, ids=lambda settings: ",".join(map(str, settings.values())) or "advantage"
 )
-def test_policy_comes_to_choose_as_its_teacher_does(settings: dict[str, Any]) -> None:
+def test_policy_learns_the_distribution_of_its_teacher(settings: dict[str, Any]) -> None:
     algorithm = AlgorithmConfig.model_validate({"name": "opd"} | settings)
     judge, objective = (
         AdvantageEstimator(algorithm, max_new_tokens=8),

@@ -42,7 +42,7 @@ def weigh(kind: str, level: str = "token", low: float | None = 0.5, high: float 
         ("mask", 0.6, 1.9, [0.0, 1.0, 0.0, 0.0, 0.0, 1.0]),
     ],
 )
-def test_weights_of_tokens(kind, low, high, expected):
+def test_importance_weights_of_tokens(kind, low, high, expected):
     weights = weigh(kind, low=low, high=high)
     assert weights.values.tolist() == pytest.approx(expected)
     assert not weights.values.requires_grad
@@ -52,7 +52,7 @@ def test_weights_of_tokens(kind, low, high, expected):
     )  # there the ends themselves are within rounding
 
 
-def test_weights_of_sequences_are_products_or_geometric_means():
+def test_importance_weights_of_sequences_are_products_or_geometric_means():
     product = [1.0] * 3 + [1.0] * 2 + [1.5]
     assert weigh("decoupled", "sequence", None, None).values.tolist() == pytest.approx(product)
     mean = [1.0] * 3 + [1.0] * 2 + [1.5]
@@ -152,7 +152,7 @@ def test_one_token_out_of_bounds_vetoes_its_sample():
     assert far.by_veto.tolist() == [True, False]
 
 
-def test_rejection_of_an_overflowing_ratio_is_finite_and_a_step_without_tokens_rejects_nothing():
+def test_rejection_handles_overflowing_ratios_and_steps_without_tokens():
     far = reject_samples(
         torch.tensor([500.0, 0.1]),
         num_loss_tokens=torch.tensor([1, 1]),
@@ -176,7 +176,7 @@ def test_rejection_of_an_overflowing_ratio_is_finite_and_a_step_without_tokens_r
         assert not (none.by_veto | none.by_divergence).any()
 
 
-def test_sequences_left_behind_are_marked_where_their_advantage_is_negative():
+def test_off_policy_sequences_with_negative_advantage_are_masked():
     logprobs = torch.tensor([-1.0, -3.0, -2.0, -1.0, -2.0], requires_grad=True)
     rollout = torch.tensor([-0.5, -2.0, -1.9, 0.0, -1.0])
     marked = mask_off_policy_sequences(
@@ -190,7 +190,7 @@ def test_sequences_left_behind_are_marked_where_their_advantage_is_negative():
     assert marked.tolist() == [True, True, False, False, True]
 
 
-def test_second_moment_cutoff_drops_the_largest_until_the_mean_holds():
+def test_second_moment_cutoff_drops_largest_values_until_the_mean_fits():
     squares = np.array([0.5, 0.01, 0.03, 0.04, 0.0])
     # Means of the smallest: 0, 0.005, 0.0133, 0.02, 0.116.
     assert second_moment_cutoff(squares, threshold=0.02) == pytest.approx((0.04 + 0.5) / 2)
@@ -239,7 +239,7 @@ def test_whitening_is_over_all_ranks_and_counts_tokens_or_samples():
     assert Whitening(0.5, 0.0).apply(np.array([0.5])).tolist() == [0.0]
 
 
-def test_cutoff_is_over_all_ranks():
+def test_second_moment_cutoff_is_computed_over_all_ranks():
     other = np.array([0.9, 0.1])
     assert compute_second_moment_cutoff(
         [np.array([0.0, 0.5])], threshold=0.21, ranks=TwoRanks(other)

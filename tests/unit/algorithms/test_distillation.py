@@ -34,7 +34,9 @@ def whole(student: Tensor, teacher: Tensor, kind: str, mixture: float) -> Tensor
 
 @pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize(("kind", "mixture"), KINDS)
-def test_divergence_of_the_whole_vocabulary_is_torchs(kind: Any, mixture: float, tail: Any) -> None:
+def test_divergence_over_the_whole_vocabulary_equals_that_of_torch(
+    kind: Any, mixture: float, tail: Any
+) -> None:
     student = STUDENT.clone().requires_grad_()
     expected = whole(student, TEACHER, kind, mixture)
     (gradient,) = torch.autograd.grad(expected.sum(), student)
@@ -60,7 +62,7 @@ def by_hand(p: np.ndarray, q: np.ndarray, kind: str) -> float:
 
 
 @pytest.mark.parametrize("kind", ["reverse_kl", "forward_kl", "jsd"])
-def test_tokens_outside_the_set_are_one_bin_scaled_away_or_left_out(kind: Any) -> None:
+def test_tokens_outside_the_set_form_a_bin_or_are_renormalised_or_truncated(kind: Any) -> None:
     p, q = np.array([0.5, 0.2]), np.array([0.3, 0.3])
     tokens = TokenSet(torch.from_numpy(p).log()[None], torch.from_numpy(q).log()[None])
     found = {tail: float(divergence(tokens, kind=kind, mixture=0.5, tail=tail)) for tail in TAILS}  # type: ignore[arg-type]
@@ -103,7 +105,7 @@ def test_divergence_over_a_set_has_the_gradient_of_finite_differences(
     )
 
 
-def test_tail_below_rounding_counts_as_a_bound_and_has_no_gradient() -> None:
+def test_tail_below_rounding_is_clamped_and_has_no_gradient() -> None:
     logprobs = torch.tensor([[0.0, -30.0]], requires_grad=True)
     value = divergence(
         TokenSet(logprobs, torch.tensor([[0.5, 0.3]]).log()),
@@ -120,7 +122,7 @@ def test_tail_below_rounding_counts_as_a_bound_and_has_no_gradient() -> None:
 
 
 @pytest.mark.parametrize(("kind", "mixture"), KINDS)
-def test_estimate_from_the_sampled_token_is_unbiased_with_its_gradient_whichever_policy_sampled_it(
+def test_sampled_token_divergence_and_gradient_are_unbiased_for_any_sampler(
     kind: Any, mixture: float
 ) -> None:
     """The mean over all tokens that another policy may draw is the whole divergence, and the mean
@@ -145,9 +147,7 @@ def test_estimate_from_the_sampled_token_is_unbiased_with_its_gradient_whichever
     assert (estimates >= 0).all()
 
 
-def test_gradient_of_the_reverse_estimate_is_that_of_the_policy_gradient_with_the_teachers_log_ratio() -> (
-    None
-):
+def test_reverse_kl_gradient_is_the_policy_gradient_of_the_teacher_log_ratio() -> None:
     logprobs, teacher, sampled = (
         torch.tensor(values, dtype=torch.float64)
         for values in ([-1.0, -2.0], [-1.5, -0.5], [-1.2, -1.9])
@@ -164,7 +164,7 @@ def test_gradient_of_the_reverse_estimate_is_that_of_the_policy_gradient_with_th
     assert logprobs.grad.tolist() == pytest.approx([np.exp(0.2) * 0.5, np.exp(-0.1) * -1.5])
 
 
-def test_estimate_stays_finite_when_the_teacher_is_far_off() -> None:
+def test_divergence_estimate_is_finite_when_the_teacher_is_far_away() -> None:
     far = sampled_divergence(
         torch.tensor([-500.0, -0.1]),
         teacher_logprobs=torch.tensor([0.0, -900.0]),

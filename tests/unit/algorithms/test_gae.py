@@ -45,7 +45,7 @@ def test_advantages_of_three_tokens_worked_out_by_hand() -> None:
     )
 
 
-def test_lambda_goes_from_one_step_errors_to_what_came_less_the_value() -> None:
+def test_lambda_interpolates_between_td_errors_and_return_minus_value() -> None:
     group = GroupValues(np.array([[0.0, 0.0, 1.0]]), np.array([[0.5, 0.4, 0.2]]))
     assert gae_advantages(group, gamma=1.0, gae_lambda=0.0)[0].tolist() == pytest.approx(
         [-0.1, -0.2, 0.8]
@@ -55,7 +55,7 @@ def test_lambda_goes_from_one_step_errors_to_what_came_less_the_value() -> None:
     )
 
 
-def test_turns_are_one_row_of_loss_tokens() -> None:
+def test_gae_treats_the_loss_tokens_of_all_turns_as_one_sequence() -> None:
     # What other parties wrote between two turns is passed over, whatever stands in its values.
     apart = estimate(
         [sample("a", 1.0, [0, 1, 0, 0, 1], [9.0, 0.5, 9.0, 9.0, 0.25])], gamma=0.5, gae_lambda=0.5
@@ -64,7 +64,7 @@ def test_turns_are_one_row_of_loss_tokens() -> None:
     assert apart == [[0.0, -0.1875, 0.0, 0.0, 0.75]]
 
 
-def test_samples_of_a_group_do_not_look_at_each_other() -> None:
+def test_gae_of_a_sample_does_not_depend_on_others_of_its_group() -> None:
     samples = [
         sample("a", 1.0, [0, 1, 1], [0.0, 0.1, 0.2]),
         sample("b", -3.0, [0, 1], [0.0, 0.3]),
@@ -75,7 +75,7 @@ def test_samples_of_a_group_do_not_look_at_each_other() -> None:
     assert alone[2] == [0.0, 0.0]
 
 
-def test_kl_in_the_reward_stands_at_its_token() -> None:
+def test_kl_in_the_reward_is_applied_at_its_token() -> None:
     # k1 is the difference: 0.5 and -1 nats; with gamma = lambda = 1 and values 0 each token answers
     # for its own KL and what follows.
     logprobs = {
@@ -104,7 +104,9 @@ def test_sample_without_values_is_named() -> None:
         estimate([sample("a", 1.0, [0, 1], [0.0, float("nan")])])
 
 
-def test_advantage_of_ones_own_must_judge_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_custom_advantage_function_must_return_a_value_for_every_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     spec = AlgorithmSpec(
         name="mine",
         summary="",
@@ -124,7 +126,7 @@ def test_advantage_of_ones_own_must_judge_every_token(monkeypatch: pytest.Monkey
         )
 
 
-def test_sample_cut_off_is_bootstrapped_with_the_value_at_its_last_token() -> None:
+def test_truncated_sample_is_bootstrapped_with_the_value_at_its_last_token() -> None:
     # Errors 0.5 * 0.25 - 0.5 = -0.375 and 1 + 0.5 * 0.25 - 0.25 = 0.875; lambda 0.5: A0 = -0.375 +
     # 0.25 * 0.875.
     given = [
@@ -168,7 +170,7 @@ def test_lambda_adapts_to_the_length_of_each_sample() -> None:
         assert adapted[row] == pytest.approx(expected, rel=1e-6)
 
 
-def test_critic_learns_from_its_own_lambda_computed_from_the_recorded_samples() -> None:
+def test_critic_returns_are_recomputed_with_its_own_lambda() -> None:
     """With lambda 1 and gamma 1 its returns are what came: the reward, at every loss token,
     whatever the values are."""
     values = np.array([0.0, 0.5, 0.25], np.float32)
@@ -184,7 +186,7 @@ def test_critic_learns_from_its_own_lambda_computed_from_the_recorded_samples() 
     assert (learned.sample.advantages + values).tolist() == [0.0, 2.0, 2.0]
 
 
-def test_critic_has_the_policys_advantages_where_nothing_distinguishes_them() -> None:
+def test_critic_reuses_policy_advantages_when_their_settings_are_equal() -> None:
     assert AlgorithmConfig(name="ppo").of_critic is None
     assert AlgorithmConfig().of_critic is None
     assert AlgorithmConfig(name="ppo", critic_gae_lambda=0.95).of_critic is None
@@ -196,9 +198,7 @@ def test_critic_has_the_policys_advantages_where_nothing_distinguishes_them() ->
 @pytest.mark.parametrize(
     ("gamma", "expected"), [(1.0, [4.0, 0.0, 4.0, 4.0]), (0.5, [1.0, 0.0, 2.0, 4.0])]
 )
-def test_returns_are_discounted_for_each_loss_token_that_they_lie_ahead(
-    gamma: float, expected: list[float]
-) -> None:
+def test_returns_are_discounted_once_per_loss_token(gamma: float, expected: list[float]) -> None:
     # The masked token between two turns is no step.
     one = RewardedSample(
         sample_id="a", reward=4.0, loss_mask=np.array([1, 0, 1, 1], np.uint8), components={}
@@ -232,7 +232,7 @@ def test_discounted_returns_with_kl_are_those_of_the_recursion() -> None:
     )
 
 
-def test_teacher_is_taken_off_discounted_returns() -> None:
+def test_teacher_log_ratio_is_subtracted_from_discounted_returns() -> None:
     said = {
         "policy_logprobs": np.array([-1.0, -1.0], np.float32),
         "teacher_logprobs": np.array([-2.0, -0.5], np.float32),

@@ -63,7 +63,7 @@ def estimate(
     ]
 
 
-def test_leave_one_out_takes_the_others_mean() -> None:
+def test_rloo_advantage_subtracts_the_mean_of_the_other_samples() -> None:
     assert rloo_advantages(GroupRewards(np.array([1.0, 2.0, 6.0]))).tolist() == pytest.approx(
         [-3.0, -1.5, 4.5]
     )
@@ -72,11 +72,11 @@ def test_leave_one_out_takes_the_others_mean() -> None:
         rloo_advantages(GroupRewards(np.array([1.0])))
 
 
-def test_centred_and_raw_rewards() -> None:
+def test_centred_advantages_subtract_the_group_mean() -> None:
     assert centred_advantages(GroupRewards(np.array([1.0, 2.0, 6.0]))).tolist() == [-2.0, -1.0, 3.0]
 
 
-def test_components_are_normalised_apart_and_summed_by_weight() -> None:
+def test_gdpo_normalises_components_separately_and_sums_them_by_weight() -> None:
     components = {
         "right": np.array([1.0, 0.0, 1.0, 0.0]),
         "form": np.array([10.0, 10.0, 30.0, 30.0]),
@@ -100,7 +100,7 @@ def test_components_are_normalised_apart_and_summed_by_weight() -> None:
     ]
 
 
-def test_components_that_are_not_there_are_named() -> None:
+def test_missing_reward_components_are_named() -> None:
     with pytest.raises(RewardError, match="there are no reward components"):
         gdpo_advantages(GroupRewards(np.zeros(2)), normalise_std=True, reward_weights={})
     with pytest.raises(
@@ -126,7 +126,7 @@ def test_reward_that_is_not_finite_is_named() -> None:
         estimate(samples([1, 2], [{"a": 1.0, "b": float("inf")}, {"a": 1.0, "b": 2.0}]))
 
 
-def test_overlong_penalty_falls_linearly_over_the_last_of_the_length() -> None:
+def test_overlong_penalty_grows_linearly_over_the_last_part_of_the_length() -> None:
     lengths = np.array([0, 16_384, 18_432, 20_480, 21_000], np.float64)
     assert overlong_penalties(
         lengths, max_new_tokens=20_480, ratio=0.2, penalty=1.0
@@ -137,7 +137,7 @@ def test_overlong_penalty_falls_linearly_over_the_last_of_the_length() -> None:
     )
 
 
-def test_advantages_lie_on_the_loss_tokens() -> None:
+def test_advantages_are_placed_only_on_loss_tokens() -> None:
     assert estimate(samples([1, 2, 6]), normalise_std=False) == [
         [0, -2, -2, 0, -2],
         [0, 0, -1],
@@ -174,7 +174,7 @@ def test_kl_in_the_reward_of_a_sample_is_the_sum_over_its_tokens() -> None:
         ("low_variance", [np.exp(-0.5) - 0.5, np.e - 2, np.exp(-2) + 1]),
     ],
 )
-def test_kl_token_by_token_is_answered_for_by_what_led_to_it(
+def test_token_level_kl_is_credited_to_the_token_and_those_before_it(
     estimator: str, terms: list[float]
 ) -> None:
     judged = estimate(
@@ -193,7 +193,7 @@ def test_kl_token_by_token_is_answered_for_by_what_led_to_it(
         estimate(samples([1, 1, 1]), name="reinforce_plus_plus", kl_coefficient=0.1)
 
 
-def test_teacher_lowers_and_raises_each_token_by_itself() -> None:
+def test_teacher_log_ratio_adjusts_the_advantage_of_each_token() -> None:
     # policy - teacher at the loss tokens: 0.5, -1, 2 | -1 | 0.5, -1, on top of the centred rewards
     # -2, -1, 3, or of nothing.
     given = samples([1, 2, 6], with_logprobs=True)
@@ -209,12 +209,12 @@ def test_teacher_lowers_and_raises_each_token_by_itself() -> None:
         estimate(samples([1, 2, 6]), name="opd")
 
 
-def test_divergence_in_the_loss_leaves_the_advantages_alone() -> None:
+def test_divergence_in_the_loss_does_not_change_advantages() -> None:
     given = samples([1, 2, 6], with_logprobs=True)
     assert estimate(given, distill_coefficient=0.5) == estimate(given)
 
 
-def test_kl_in_the_loss_leaves_the_advantages_alone() -> None:
+def test_kl_in_the_loss_does_not_change_advantages() -> None:
     given = samples([1, 2, 6], with_logprobs=True)
     assert estimate(given, kl_coefficient=0.5) == estimate(given)
 
@@ -222,7 +222,7 @@ def test_kl_in_the_loss_leaves_the_advantages_alone() -> None:
 @pytest.mark.parametrize(
     ("result", "got"), [("rewards.total[:1]", r"\[1.0\]"), ("rewards.total / 0 * 0", "nan")]
 )
-def test_advantage_of_ones_own_that_is_no_number_for_each_sample_is_refused(
+def test_custom_advantage_function_must_return_a_number_for_every_sample(
     result: str, got: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "odd.py"

@@ -116,7 +116,7 @@ def test_kl_estimate_is_unbiased_over_a_whole_distribution(estimator):
     assert float((policy * estimates).sum()) == pytest.approx(exact, rel=1e-5)
 
 
-def test_kl_estimate_stays_finite_when_the_base_is_far_off():
+def test_kl_estimate_stays_finite_when_base_logprobs_differ_greatly():
     assert float(
         kl_estimate(torch.tensor([-500.0]), base_logprobs=torch.tensor([0.0]), estimator="k3")
     ) == pytest.approx(math.exp(20) - 501, rel=1e-5)
@@ -187,7 +187,7 @@ def test_sequence_surrogate_has_the_gradient_of_the_paper():
     )
 
 
-def test_sequence_surrogate_is_the_token_surrogate_for_samples_of_one_token():
+def test_sequence_surrogate_equals_token_surrogate_for_one_token_samples():
     ratios, advantages = [1.1, 1.5, 1.5, 0.5, 0.5], [2.0, 2.0, -2.0, 2.0, -2.0]
     _, by_token = surrogate(ratios, advantages)
     logprobs = torch.tensor(ratios, dtype=torch.float64).log()
@@ -198,7 +198,7 @@ def test_sequence_surrogate_is_the_token_surrogate_for_samples_of_one_token():
     assert by_sequence.clipped_low.tolist() == by_token.clipped_low.tolist()
 
 
-def test_sequence_surrogate_by_token_has_the_samples_ratio_and_the_tokens_gradient():
+def test_gspo_token_loss_has_the_sample_ratio_and_the_token_gradient():
     log_ratios, advantages = [[3e-4, -1e-4, 1e-4], [1e-3], [0.0, 2e-3]], [1.5, 2.0, -1.0]
     _, whole, _ = sequence_surrogate(log_ratios, advantages)
     logprobs, result, _ = sequence_surrogate(log_ratios, advantages, function=gspo_token_loss)
@@ -224,7 +224,7 @@ def test_dual_clip_bounds_the_loss_where_the_advantage_is_negative():
     assert gradient_of(logprobs, result.losses) == pytest.approx([0.0, 4.0, 0.0, 0.0])
 
 
-def test_soft_gate_matches_hand_computation():
+def test_sapo_loss_matches_hand_computation():
     logprobs = torch.tensor([1.0, 1.5, 1.5, 4.0, 0.2], dtype=torch.float64).log().requires_grad_()
     result = sapo_loss(
         loss_tokens(logprobs, advantages=[2.0, 2.0, -2.0, 1.0, -1.0]),
@@ -257,7 +257,7 @@ def test_soft_gate_matches_hand_computation():
     assert result.clipped_low.tolist() == [False, False, False, False, True]
 
 
-def test_clipped_weight_keeps_every_gradient_and_bounds_its_weight_for_either_sign():
+def test_cispo_clips_the_ratio_weight_and_keeps_every_token_gradient():
     logprobs = torch.tensor([1.1, 7.0, 7.0, 0.5, 0.5], dtype=torch.float64).log().requires_grad_()
     result = cispo_loss(
         loss_tokens(logprobs, advantages=[2.0, 2.0, -2.0, 1.0, -1.0]), clip_low=0.3, clip_high=4.0
@@ -277,7 +277,7 @@ def test_clipped_weight_keeps_every_gradient_and_bounds_its_weight_for_either_si
     assert result.clipped_low.tolist() == [False, False, False, True, True]
 
 
-def test_plain_gradient_is_reinforce():
+def test_reinforce_loss_matches_hand_computation():
     logprobs = torch.tensor([-0.5, -2.0], dtype=torch.float64, requires_grad=True)
     result = reinforce_loss(loss_tokens(logprobs, advantages=[2.0, -3.0]))
     assert result.losses.tolist() == pytest.approx([1.0, -6.0])
@@ -285,7 +285,7 @@ def test_plain_gradient_is_reinforce():
     assert result.ratio.tolist() == pytest.approx([math.exp(-0.5), math.exp(-2.0)])
 
 
-def test_low_variance_estimate_is_bounded_after_the_ratio():
+def test_low_variance_kl_is_clamped_after_multiplying_by_the_ratio():
     logprobs, base, sampled = (
         torch.tensor([-9.0, -1.0, -1.0]),
         torch.tensor([-1.0, -1.5, -1.5]),
@@ -301,7 +301,7 @@ def test_low_variance_estimate_is_bounded_after_the_ratio():
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_unbiased_estimate_has_the_value_and_gradient_of_the_divergence_whoever_drew_the_tokens(
+def test_off_policy_kl_estimate_is_unbiased_in_value_and_gradient(
     estimator,
 ):
     logits = torch.tensor([0.3, -0.4, 0.9], dtype=torch.float64, requires_grad=True)
@@ -322,7 +322,7 @@ def test_unbiased_estimate_has_the_value_and_gradient_of_the_divergence_whoever_
     )
 
 
-def test_constant_length_divides_every_token_alike_and_counts_samples():
+def test_constant_length_gives_all_tokens_equal_weight_and_counts_samples():
     lengths = torch.tensor([2, 0, 3])
     assert (
         token_weights(lengths, aggregation="constant_length", length_normaliser=8).tolist()
@@ -331,7 +331,7 @@ def test_constant_length_divides_every_token_alike_and_counts_samples():
     assert num_units(lengths, aggregation="constant_length") == 2
 
 
-def test_geometric_mean_matches_hand_computation_with_the_gradient_of_the_paper():
+def test_gmpo_loss_matches_hand_computation_and_the_papers_gradient():
     # Ratios 1.2, 4 (to 2), 0.25 (kept, the gain is positive); with a loss 0.1 (to 0.5), 4 (kept); a
     # sample without tokens; one of one token.
     ratios, lengths, clip = [1.2, 4.0, 0.25, 0.1, 4.0, 1.1], [3, 2, 0, 1], math.log(2)
@@ -350,7 +350,7 @@ def test_geometric_mean_matches_hand_computation_with_the_gradient_of_the_paper(
     assert gradient_of(logprobs, weights * result.losses) == pytest.approx(expected, rel=1e-12)
 
 
-def test_geometric_mean_is_the_policy_gradient_on_policy_and_finite_far_off_it():
+def test_gmpo_loss_is_policy_gradient_on_policy_and_finite_far_off_policy():
     logprobs = torch.zeros(3, dtype=torch.float64, requires_grad=True)
     result = gmpo_loss(
         loss_tokens(logprobs, advantages=[0.5, -3.0], lengths=[1, 2]), clip_low=0.4, clip_high=0.4
@@ -369,7 +369,7 @@ ratio is 100; no gain."""
 
 
 @pytest.mark.parametrize("function", [dppo_tv_loss, dppo_kl_loss])
-def test_trust_region_leaves_out_what_drives_the_policy_out_of_it(function):
+def test_dppo_masks_tokens_whose_update_leaves_the_trust_region(function):
     # KL of the second: 0.6 log(0.6 / 0.9) + 0.4 log(0.4 / 0.1) = 0.3112; of the first 0.0258; of
     # the rare token 9.4e-4.
     logprobs = torch.tensor(P, dtype=torch.float64).log().requires_grad_()
@@ -390,7 +390,7 @@ def test_trust_region_leaves_out_what_drives_the_policy_out_of_it(function):
     ("p", "q", "tv", "kl"),
     [(0.3, 0.2, 0.1, 0.0258), (0.9, 0.6, 0.3, 0.3112), (1e-3, 1e-5, 9.9e-4, 9.4447e-4)],
 )
-def test_trust_region_begins_at_its_radius(p, q, tv, kl):
+def test_dppo_masks_tokens_only_beyond_the_trust_radius(p, q, tv, kl):
     tokens = loss_tokens(
         torch.tensor([p], dtype=torch.float64).log(),
         advantages=[1.0],
@@ -403,7 +403,7 @@ def test_trust_region_begins_at_its_radius(p, q, tv, kl):
         assert function(tokens, trust_radius=divergence * 0.99, ratio_cap=20.0).clipped_high.item()
 
 
-def test_trust_region_of_certain_tokens_is_finite():
+def test_dppo_gradient_is_finite_for_tokens_of_probability_one():
     # At probability 1 in float32 nothing is left for the other tokens.
     logprobs = torch.tensor([0.0, -1e-9, -30.0, 0.0], requires_grad=True)
     tokens = loss_tokens(

@@ -263,7 +263,7 @@ def inputs(algorithm: AlgorithmConfig, **changes: Any) -> ObjectiveInputs:
     "settings", SETTINGS, ids=lambda settings: ",".join(map(str, settings.values())) or "alone"
 )
 @pytest.mark.parametrize("name", NAMES)
-def test_loss_is_what_the_formulas_say(name: str, settings: dict[str, Any]) -> None:
+def test_objective_loss_matches_the_reference_formulas(name: str, settings: dict[str, Any]) -> None:
     algorithm = AlgorithmConfig.model_validate({"name": name} | settings)
     objective = Objective(algorithm, max_new_tokens=16)
     tokens = objective(inputs(algorithm))
@@ -314,7 +314,7 @@ def test_rejected_samples_have_no_policy_gradient_and_the_others_keep_their_weig
     )  # the mean is still over all
 
 
-def test_loss_of_ones_own_may_give_the_losses_alone(tmp_path: Path) -> None:
+def test_custom_policy_loss_may_return_a_plain_loss_tensor(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("""
 from relax_events.config.algorithm_spec import AlgorithmSpec

@@ -63,7 +63,7 @@ def leaf() -> Tensor:
     return torch.tensor(LOGPROBS, dtype=torch.float64, requires_grad=True)
 
 
-def test_dpo_is_the_hand_computed_loss_with_its_gradient_and_metrics() -> None:
+def test_dpo_loss_gradient_and_metrics_match_hand_computation() -> None:
     logprobs = leaf()
     loss, step_metrics = step_of("dpo", logprobs)
     loss.backward()
@@ -84,7 +84,7 @@ def test_dpo_is_the_hand_computed_loss_with_its_gradient_and_metrics() -> None:
     )
 
 
-def test_dpo_with_label_smoothing_mixes_in_the_loss_of_the_pair_turned_round() -> None:
+def test_dpo_label_smoothing_mixes_in_the_loss_of_the_swapped_pair() -> None:
     loss, _ = step_of("dpo", leaf(), label_smoothing=0.1, dpo_beta=0.2)
     expected = [
         0.9 * math.log(1 + math.exp(-2 * margin)) + 0.1 * math.log(1 + math.exp(2 * margin))
@@ -93,7 +93,7 @@ def test_dpo_with_label_smoothing_mixes_in_the_loss_of_the_pair_turned_round() -
     assert loss.item() == pytest.approx(sum(expected) / 2, rel=1e-12)
 
 
-def test_length_normalised_dpo_takes_means_over_the_answers_tokens() -> None:
+def test_length_normalised_dpo_averages_over_each_answers_tokens() -> None:
     # Per token: pair 1 is 0.5 above the reference and 1 below it, pair 2 is 0 and 1 above it.
     logprobs, margins = leaf(), [0.15, -0.1]
     loss, step_metrics = step_of("dpo", logprobs, length_normalised=True)
@@ -116,7 +116,7 @@ def test_length_normalised_dpo_takes_means_over_the_answers_tokens() -> None:
     )
 
 
-def test_dpo_with_a_likelihood_term_adds_the_chosen_answers_mean_negative_log_likelihood() -> None:
+def test_dpo_nll_coefficient_adds_the_mean_nll_of_the_chosen_answers() -> None:
     plain, mixed = leaf(), leaf()
     loss, _ = step_of("dpo", plain)
     with_term, _ = step_of("dpo", mixed, nll_coefficient=0.3)
@@ -133,7 +133,7 @@ def test_dpo_with_a_likelihood_term_adds_the_chosen_answers_mean_negative_log_li
 @pytest.mark.parametrize(
     ("length_normalised", "margins"), [(True, [1.5, -1.0]), (False, [2.0, -3.0])]
 )
-def test_ipo_is_the_hand_computed_loss_with_its_gradient(
+def test_ipo_loss_and_gradient_match_hand_computation(
     length_normalised: bool, margins: list[float]
 ) -> None:
     logprobs = leaf()
@@ -156,7 +156,7 @@ def test_ipo_is_the_hand_computed_loss_with_its_gradient(
     assert step_metrics["preference_accuracy"] == 0.5
 
 
-def test_ipo_has_no_gradient_at_its_margin() -> None:
+def test_ipo_gradient_is_zero_at_its_target_margin() -> None:
     # (h - 1 / (2 beta)) of a pair is 0 where h, 1.5 a token in the first, is what beta asks for.
     logprobs = leaf()
     loss, _ = step_of("ipo", logprobs, dpo_beta=1 / 3)
@@ -166,7 +166,7 @@ def test_ipo_has_no_gradient_at_its_margin() -> None:
     assert logprobs.grad[3:].abs().min() > 0
 
 
-def test_sft_is_the_mean_negative_log_likelihood_of_a_token() -> None:
+def test_sft_loss_is_the_mean_negative_log_likelihood_per_token() -> None:
     logprobs = leaf()
     loss, step_metrics = step_of("sft", logprobs)
     loss.backward()
@@ -176,7 +176,7 @@ def test_sft_is_the_mean_negative_log_likelihood_of_a_token() -> None:
 
 
 @pytest.mark.parametrize("ref", [None, torch.zeros(3)], ids=["no reference", "three samples"])
-def test_dpo_refuses_what_is_no_pair(ref: Tensor | None) -> None:
+def test_dpo_rejects_unpaired_samples_and_missing_reference_logprobs(ref: Tensor | None) -> None:
     values = torch.zeros(3)
     tokens = LossTokens(
         logprobs=values,
@@ -311,7 +311,7 @@ STEPS: list[tuple[str, dict[str, float | bool], Callable[[torch.nn.Module], Tens
 @pytest.mark.parametrize(
     ("name", "settings", "loss_of"), STEPS, ids=["sft", "dpo", "dpo by token", "ipo"]
 )
-def test_steps_equal_a_plain_implementation(
+def test_backend_steps_match_a_plain_pytorch_implementation(
     name: str, settings: dict[str, float | bool], loss_of: Callable[[torch.nn.Module], Tensor]
 ) -> None:
     mine = backend(name, **settings)
@@ -325,7 +325,7 @@ def test_steps_equal_a_plain_implementation(
         torch.testing.assert_close(value, model.get_parameter(key).detach(), rtol=0, atol=3e-5)
 
 
-def test_step_reports_what_says_something_without_an_engine() -> None:
+def test_dpo_step_reports_preference_metrics_and_neutral_rollout_metrics() -> None:
     mine = backend("dpo")
     mine.accumulate(SAMPLES)
     step_metrics = mine.step()
@@ -346,7 +346,7 @@ def test_step_reports_what_says_something_without_an_engine() -> None:
     )
 
 
-def test_backend_refuses_half_a_pair_and_keeps_the_rest_of_the_step() -> None:
+def test_backend_rejects_half_a_pair_and_keeps_the_steps_other_samples() -> None:
     mine = backend("dpo")
     mine.accumulate(SAMPLES[:4])
     with pytest.raises(PoisonSample, match="prompt group g2 has adjacent samples"):

@@ -57,11 +57,11 @@ def estimate(one: RewardedSample, **settings: Any) -> list[float]:
         (np.array([1, 0, 1]), [1, 1]),
     ],
 )
-def test_turns_are_the_runs_of_loss_tokens(mask: np.ndarray, lengths: list[int]) -> None:
+def test_turns_are_contiguous_runs_of_loss_tokens(mask: np.ndarray, lengths: list[int]) -> None:
     assert turn_lengths(mask).tolist() == lengths
 
 
-def test_turn_is_rewarded_at_its_last_token_and_a_token_at_its_own() -> None:
+def test_turn_rewards_go_to_the_last_token_and_token_rewards_to_their_own() -> None:
     by_token = np.array([0.0, 8.0, 0.0, 0.0, 16.0, 0.0])
     given = rewards_by_loss_token(
         MASK, turn_rewards=np.array([1.0, 2.0, 4.0]), token_rewards=by_token, sample_id="a"
@@ -73,7 +73,7 @@ def test_turn_is_rewarded_at_its_last_token_and_a_token_at_its_own() -> None:
     )
 
 
-def test_rewards_that_do_not_fit_the_sample_are_refused_by_name() -> None:
+def test_turn_and_token_rewards_of_wrong_length_or_not_finite_are_rejected() -> None:
     with pytest.raises(
         RewardError,
         match="sample a: turn_rewards must be one for each turn, and there are 3, got 2",
@@ -102,7 +102,7 @@ def test_rewards_that_do_not_fit_the_sample_are_refused_by_name() -> None:
         (0.5, [0.5 + 0.5 + 7 / 32, 1.0 + 1.0 + 7 / 16, 2.0 + 7 / 8, 7 / 4, 7 / 2, 7.0]),
     ],
 )
-def test_returns_count_what_each_turn_earned_from_its_last_token_on(
+def test_returns_add_each_turn_reward_at_the_last_token_of_its_turn(
     gamma: float, expected: list[float]
 ) -> None:
     given = estimate(
@@ -111,7 +111,7 @@ def test_returns_count_what_each_turn_earned_from_its_last_token_on(
     assert np.array(given)[MASK.astype(bool)].tolist() == pytest.approx(expected, rel=1e-7)
 
 
-def test_generalised_advantages_of_two_turns_worked_out_by_hand() -> None:
+def test_gae_of_two_turns_matches_hand_computation() -> None:
     # Loss tokens: rewards 0, 1 (turn), 0.5 (token), 2 - 1 - 0.5 (end); values 0.5, 0.25, 0.5,
     # 0.125; gamma 0.5, lambda 0.5. d = (0.125 - 0.5, 1 + 0.25 - 0.25, 0.5 + 0.0625 - 0.5, 0.5 -
     # 0.125) = (-0.375, 1, 0.0625, 0.375) A3 = 0.375, A2 = 0.0625 + 0.375 / 4, A1 = 1 + A2 / 4, A0 =
@@ -135,7 +135,7 @@ def test_generalised_advantages_of_two_turns_worked_out_by_hand() -> None:
     ]
 
 
-def test_advantages_of_two_turns_by_turn_worked_out_by_hand() -> None:
+def test_turn_level_gae_of_two_turns_matches_hand_computation() -> None:
     # As above; with turn_gamma 0.5 the turns' last tokens have d = (1 + 0.5 * 0.125 - 0.25, 0.5 -
     # 0.125) = (0.8125, 0.375), so A1 = 0.8125 + 0.375 / 4 and A3 = 0.375; the others continue from
     # there: A0 = -0.375 + A1 / 4, A2 = 0.0625 + A3 / 4.
@@ -179,7 +179,7 @@ def by_turn(
     return advantages
 
 
-def test_advantages_by_turn_are_those_of_the_recursion_whoever_else_is_in_the_group() -> None:
+def test_turn_level_gae_matches_the_recursion_and_ignores_other_samples() -> None:
     generator = np.random.default_rng(8)
     masks = [
         MASK,
@@ -235,7 +235,7 @@ def test_advantages_by_turn_are_those_of_the_recursion_whoever_else_is_in_the_gr
         assert not given[~mask].any()
 
 
-def test_sample_of_one_turn_has_the_same_advantages_by_turn() -> None:
+def test_turn_level_gae_equals_token_level_gae_for_one_turn() -> None:
     one = sample(2.0, np.ones(5, np.uint8), values=np.linspace(-1, 1, 5))
     plain = estimate(one, name="ppo", gamma=0.9, gae_lambda=0.8)
     assert estimate(one, name="ppo", gamma=0.9, gae_lambda=0.8, turn_gamma=0.3) == pytest.approx(
@@ -243,7 +243,7 @@ def test_sample_of_one_turn_has_the_same_advantages_by_turn() -> None:
     )
 
 
-def test_advantages_by_turn_need_the_turns() -> None:
+def test_turn_level_gae_requires_turn_lengths() -> None:
     group = GroupValues(np.zeros((1, 2)), np.zeros((1, 2)))
     with pytest.raises(
         RewardError, match="turn_gamma needs the number of loss tokens of each turn, got none"
@@ -251,7 +251,7 @@ def test_advantages_by_turn_need_the_turns() -> None:
         gae_advantages(group, gamma=1.0, gae_lambda=1.0, turn_gamma=1.0)
 
 
-def test_critic_learns_what_came_by_turn() -> None:
+def test_critic_returns_use_turn_gamma_and_the_critics_own_lambda() -> None:
     """Returns are advantages by turn with the critic's own lambda, plus the recorded values."""
     algorithm = AlgorithmConfig.model_validate(
         {"name": "ppo", "turn_gamma": 0.5, "critic_gae_lambda": 1.0}
@@ -260,7 +260,7 @@ def test_critic_learns_what_came_by_turn() -> None:
     assert (algorithm.of_critic.turn_gamma, algorithm.of_critic.gae_lambda) == (0.5, 1.0)
 
 
-def test_total_alone_counts_where_a_sample_has_one_advantage() -> None:
+def test_grpo_uses_only_the_total_of_turn_rewards() -> None:
     judge = AdvantageEstimator(AlgorithmConfig(name="grpo"), max_new_tokens=16)
     by_turn = judge(
         [sample(3.0, turn_rewards=[1.0, 1.0, 1.0]), sample(1.0, turn_rewards=[0.0, 0.0, 1.0])]
@@ -281,19 +281,19 @@ def test_total_alone_counts_where_a_sample_has_one_advantage() -> None:
         ({"form": 0.5, "turn_rewards": []}, Score(0.5, {"form": 0.5})),
     ],
 )
-def test_rewards_by_turn_and_token_come_on_top_of_the_total(
+def test_parse_score_adds_turn_and_token_rewards_to_the_total(
     value: dict[str, Any], score: Score
 ) -> None:
     assert parse_score(value) == score
 
 
-def test_weights_leave_rewards_by_turn_as_they_are() -> None:
+def test_component_weights_do_not_scale_turn_rewards() -> None:
     assert parse_score({"form": 1.0, "turn_rewards": [3.0]}, weights={"form": 0.5}) == Score(
         3.5, {"form": 1.0}, turn_rewards=(3.0,)
     )
 
 
-def test_lists_that_are_no_rewards_are_refused_by_name() -> None:
+def test_parse_score_rejects_invalid_reward_lists_by_name() -> None:
     with pytest.raises(
         TypeError, match=r"returned 'turn_rewards': 1 \(int\); it must be a list of numbers"
     ):
@@ -312,7 +312,7 @@ def test_lists_that_are_no_rewards_are_refused_by_name() -> None:
         parse_score({"turn_rewards": [1e308, 1e308]})
 
 
-def test_score_that_does_not_fit_its_sample_is_a_failure() -> None:
+def test_score_with_wrong_number_of_turn_rewards_is_a_failure() -> None:
     one = rolled_out()
     failed = build_sample_scored(
         one, Score(2.0, {}, turn_rewards=(1.0, 1.0)), reward_name="mine", reward_digest="d"
@@ -337,7 +337,7 @@ def test_score_that_does_not_fit_its_sample_is_a_failure() -> None:
     assert np.asarray(build_reward_item(one).token_ids).tolist() == [7, 8]
 
 
-def test_records_without_rewards_by_turn_are_read_and_those_with_them_by_older_readers(
+def test_turn_rewards_are_schema_compatible_with_older_releases(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scored = build_sample_scored(
@@ -372,7 +372,7 @@ def test_records_without_rewards_by_turn_are_read_and_those_with_them_by_older_r
     assert (read.reward, read.turn_rewards, read.token_rewards) == (1.5, None, None)
 
 
-def test_recorded_rewards_by_turn_are_recomputed_and_a_rescoring_replaces_them() -> None:
+def test_relabelling_uses_recorded_turn_rewards_or_those_of_a_rescoring() -> None:
     mask, none = np.array([0, 1, 0, 1], np.uint8), np.zeros(4, np.float32)
     placed = LocatedSample(
         ready(

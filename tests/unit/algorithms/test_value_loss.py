@@ -20,7 +20,7 @@ VALUES = [0.1, 0.5, 1.5, 0.5]
         (0.2, [0.405, 0.32, 0.32, 1.125], [-0.9, 0.0, 0.0, 1.5]),
     ],
 )
-def test_losses_and_gradients_are_those_worked_out_by_hand(
+def test_value_losses_and_gradients_match_hand_computation(
     value_clip: float, losses: list[float], gradients: list[float]
 ) -> None:
     values = torch.tensor(VALUES, requires_grad=True)

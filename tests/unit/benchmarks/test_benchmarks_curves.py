@@ -34,7 +34,7 @@ def report_of(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_algorithm_runs_the_quickstart_with_its_settings(name: str) -> None:
+def test_algorithm_settings_are_valid_for_the_quickstart(name: str) -> None:
     config = load_run_config(
         quickstart.CONFIG,
         [curves.START, f"algorithm.name={name}", *curves.SETTINGS.get(name, ())],
@@ -46,7 +46,7 @@ def test_algorithm_runs_the_quickstart_with_its_settings(name: str) -> None:
     )  # which gives one number
 
 
-def test_curve_is_of_the_evaluations_and_else_of_the_steps() -> None:
+def test_curve_uses_evaluation_rewards_or_else_step_rewards() -> None:
     steps = curves.learnt_of(report_of([0.2, None, 0.9]), "grpo", 0)
     assert (list(steps.curve.steps), steps.first, steps.num_steps_to_aim) == ([0, 1, 2], 0.2, 2)
     assert steps.last == pytest.approx((0.2 + 0.9) / 2)
@@ -60,7 +60,7 @@ def test_curve_is_of_the_evaluations_and_else_of_the_steps() -> None:
         curves.learnt_of(report_of([None]), "grpo", 3)
 
 
-def test_run_that_is_there_is_kept_until_its_settings_change(
+def test_finished_run_is_reused_until_its_settings_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[list[str]] = []
@@ -103,13 +103,15 @@ def test_image_has_a_panel_for_each_algorithm_on_the_same_axes() -> None:
     assert cells[1].findall(f"{SVG}path")[0].get("d") == "M58.0,12.0"
 
 
-def test_strong_line_is_the_moving_mean_of_all_runs() -> None:
+def test_mean_curve_is_the_moving_mean_of_all_runs() -> None:
     mean = mean_curve([Curve([0, 1], [0.0, 1.0]), Curve([0, 1, 2], [0.4, None, 0.2])])
     assert list(mean.steps) == [0, 1, 2]
     assert list(mean.rewards) == pytest.approx([(0.2 + 1.0 + 0.2) / 3] * 3)
 
 
-def test_page_says_who_learned_the_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_page_reports_which_algorithms_learned_the_task(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     learned = [
         curves.learnt_of(report_of(rewards), name, 0)
         for name, rewards in {"grpo": [0.2, 0.9], "dapo": [0.2, 0.7]}.items()
@@ -124,7 +126,7 @@ def test_page_says_who_learned_the_task(tmp_path: Path, capsys: pytest.CaptureFi
     assert json.loads((tmp_path / "curves.json").read_text())["data"][0]["rewards"] == [0.2, 0.9]
 
 
-def test_reward_in_parts_separates_right_answers_from_long_enough_ones() -> None:
+def test_reward_components_score_correctness_and_length_separately() -> None:
     config = load_run_config(quickstart.CONFIG, environment={})
     row = GeneratedSource("string_insertion", config.data, seed=0).row(0)
     wrong = "".join("Z" if letter != "Z" else "A" for letter in row.answer)
@@ -143,7 +145,7 @@ def test_reward_in_parts_separates_right_answers_from_long_enough_ones() -> None
     assert given[1]["right"] < 1
 
 
-def test_materials_are_made_once_and_only_where_they_are_named(
+def test_benchmark_materials_are_created_once_and_only_when_referenced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[str] = []
@@ -169,7 +171,7 @@ def test_materials_are_made_once_and_only_where_they_are_named(
     assert made == ["model", "teacher"]
 
 
-def test_pairs_hold_the_right_answer_and_a_wrong_one_that_was_sampled(
+def test_preference_pairs_hold_the_right_answer_and_a_sampled_wrong_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = load_run_config(

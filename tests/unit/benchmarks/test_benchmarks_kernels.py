@@ -18,7 +18,7 @@ def folder(tmp_path: Path) -> Path:
     return head_memory.make_model(tmp_path, vocab_size=96)
 
 
-def test_all_logits_give_what_ours_gives(folder: Path) -> None:
+def test_own_head_logprobs_match_those_of_the_full_logits(folder: Path) -> None:
     model = head_memory.opened(folder, "ours")
     tokens = head_memory.token_rows(40, vocab_size=96)
     with torch.no_grad():
@@ -27,7 +27,7 @@ def test_all_logits_give_what_ours_gives(folder: Path) -> None:
     torch.testing.assert_close(ours, full, rtol=1e-5, atol=1e-5)
 
 
-def test_rows_hold_the_trained_tokens_and_one_before_them() -> None:
+def test_token_rows_hold_one_token_more_than_the_trained_tokens() -> None:
     assert head_memory.token_rows(4096).shape == (8, 513)
     assert head_memory.token_rows(100).shape == (1, 101)
 
@@ -73,7 +73,7 @@ KERNELS = {
 }
 
 
-def test_page_and_data_are_written_when_measured(
+def test_publish_writes_benchmark_page_and_data(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kernels.publish(KERNELS, HEADS, tmp_path)

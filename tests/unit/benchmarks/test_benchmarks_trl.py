@@ -39,7 +39,7 @@ def outcomes(
 
 @pytest.mark.parametrize("side", trl.SIDES, ids=lambda side: side.slug)
 @pytest.mark.parametrize("task", trl.TASKS, ids=lambda task: task.slug)
-def test_settings_of_a_side_make_the_run_file_of_the_task(task: trl.Task, side: trl.Side) -> None:
+def test_overrides_of_each_side_give_a_valid_run_config(task: trl.Task, side: trl.Side) -> None:
     run_id = f"run.id={task.slug}-{side.slug}-0"
     config = load_run_config(
         task.run_file, [run_id, *trl.overrides_of(task, side, seed=1)], environment={}
@@ -56,7 +56,7 @@ def test_throughput_leaves_the_first_steps_out() -> None:
     assert outcome(0.5).completions_per_second == pytest.approx(512)
 
 
-def test_time_to_a_reward_is_that_of_the_steps_until_its_mean_is_reached() -> None:
+def test_seconds_to_reward_sum_the_steps_until_the_mean_reward_is_reached() -> None:
     rewards = [
         0.1,
         0.2,
@@ -79,7 +79,7 @@ def test_time_to_a_reward_is_that_of_the_steps_until_its_mean_is_reached() -> No
         (0.8, 0.6, ["reached", "reached", "missed", "reached"]),
     ],
 )
-def test_conclusion_judges_throughput_against_the_better_trl(
+def test_conclusion_compares_throughput_with_the_faster_trl_setup(
     on_policy: float, asynchronous: float, expected: list[str]
 ) -> None:
     said = trl.conclusion_of(trl.TASKS[0], outcomes([on_policy], [asynchronous], [1.0]))
@@ -89,7 +89,7 @@ def test_conclusion_judges_throughput_against_the_better_trl(
     assert "the throughput of TRL, 2 threads" in said
 
 
-def test_conclusion_says_so_when_the_reward_is_lower() -> None:
+def test_conclusion_reports_a_lower_final_reward() -> None:
     measured = outcomes([0.8], [0.5], [1.0])
     measured["ours, async K=1"] = [outcome(0.5, rewards=[0.9] * 8)]
     assert trl.conclusion_of(trl.TASKS[0], measured).endswith(
@@ -97,14 +97,14 @@ def test_conclusion_says_so_when_the_reward_is_lower() -> None:
     )
 
 
-def test_ratios_are_of_one_round() -> None:
+def test_throughput_ratios_compare_runs_of_the_same_round() -> None:
     measured = outcomes([0.5, 1.0, 2.0], [1.0] * 3, [1.0, 1.0, 1.0])
     assert trl.ratios(measured, "ours, on-policy, colocated", "TRL, 2 threads") == pytest.approx(
         [2, 1, 0.5]
     )
 
 
-def test_page_and_data_are_written_when_measured(
+def test_publish_writes_benchmark_page_and_data(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trl.publish({"quickstart": outcomes([0.8], [0.5], [1.0])}, tmp_path)
@@ -127,6 +127,6 @@ def test_page_and_data_are_written_when_measured(
     assert data["data"]["quickstart"]["ours, async K=1"][0]["samples_per_step"] == 256
 
 
-def test_package_that_is_not_pinned_is_named() -> None:
+def test_error_names_a_package_that_is_not_pinned() -> None:
     with pytest.raises(ValueError, match=r"requirements/trl\.txt does not pin vllm"):
         environment.pinned("trl", "vllm")

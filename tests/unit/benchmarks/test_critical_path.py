@@ -100,7 +100,7 @@ def test_critical_path_passes_prompt_groups_through_the_forward_roles() -> None:
         ("drain", [0.0, 2.5, 10.5, 13.5]),
     ],
 )
-def test_critical_path_follows_what_an_engine_does_with_a_new_version(
+def test_critical_path_models_each_weight_update_mode(
     weight_update_mode: str, published: list[float]
 ) -> None:
     timing = {"train_token_seconds": 0.0}

@@ -38,7 +38,7 @@ def test_show_prints_formula_source_and_settings(capsys: pytest.CaptureFixture[s
     assert "gate_positive" not in reported["settings"]
 
 
-def test_show_says_which_algorithms_there_are_when_the_name_is_unknown() -> None:
+def test_show_lists_installed_algorithms_when_the_name_is_unknown() -> None:
     with pytest.raises(
         ConfigError, match=r"algorithm.name = 'gpro' is not installed; installed are cispo, dapo"
     ):

@@ -50,7 +50,7 @@ def names(entries: list[DeadLetter]) -> list[str]:
     return [entry.id for entry in entries]
 
 
-def test_dead_letter_is_read_off_its_headers() -> None:
+def test_dead_letter_is_parsed_from_its_headers() -> None:
     assert (LETTER.id, LETTER.origin, LETTER.num_bytes) == (
         "reward@12",
         "relax.run.rollout.samples[5]@77",
@@ -64,7 +64,7 @@ def test_dead_letter_is_read_off_its_headers() -> None:
     )
 
 
-def test_dead_letter_of_an_unknown_producer_without_headers_is_listed_all_the_same() -> None:
+def test_dead_letter_with_missing_or_invalid_headers_is_still_listed() -> None:
     strange = parse_dead_letter(
         "reward", replace(RECORD, headers={"origin-partition": "x", "origin-offset": "-1"})
     )
@@ -84,7 +84,7 @@ def test_dead_letter_of_an_unknown_producer_without_headers_is_listed_all_the_sa
     ],
     ids=str,
 )
-def test_dead_letters_are_chosen_by_name_role_and_reason(
+def test_dead_letters_are_selected_by_id_role_and_reason(
     selection: Selection, chosen: list[str]
 ) -> None:
     assert names(selection.choose(LETTERS)) == chosen
@@ -109,13 +109,13 @@ def test_dead_letters_are_chosen_by_name_role_and_reason(
     ],
     ids=str,
 )
-def test_choice_that_can_not_be_is_rejected(selection: Selection, text: str) -> None:
+def test_invalid_dead_letter_selection_is_rejected(selection: Selection, text: str) -> None:
     with pytest.raises(ConfigError) as refused:
         selection.choose(LETTERS)
     assert text in str(refused.value)
 
 
-def test_record_goes_back_as_it_was() -> None:
+def test_raw_copy_restores_the_original_record() -> None:
     out = raw_copy(RECORD)
     assert (out.topic, out.partition, out.key, out.value) == (
         "relax.run.rollout.samples",
@@ -126,7 +126,7 @@ def test_record_goes_back_as_it_was() -> None:
     assert out.headers == {"policy-version": "3", "traced": "yes"}
 
 
-def test_mark_names_the_letter_and_holds_nothing() -> None:
+def test_resolution_record_names_the_dead_letter_and_has_no_value() -> None:
     out = resolution_record(PLAN, LETTER, "dropped", "written by a test")
     assert (out.topic, out.partition, out.value) == ("relax.run.reward.dead-letters", 0, None)
     assert out.headers == {
@@ -149,7 +149,7 @@ def test_mark_names_the_letter_and_holds_nothing() -> None:
         ("", 0),
     ],
 )
-def test_forged_origin_is_rejected(topic: str, partition: int) -> None:
+def test_dead_letter_with_forged_origin_is_rejected(topic: str, partition: int) -> None:
     with pytest.raises(ConfigError, match=r"dead letter reward@12 names its origin as .*; drop it"):
         require_origin(replace(LETTER, origin_topic=topic, origin_partition=partition), PLAN)
 
@@ -163,7 +163,7 @@ def test_forged_origin_is_rejected(topic: str, partition: int) -> None:
         ("trainer", "relax.run.prompt.end-requests", 0),
     ],
 )
-def test_origin_that_the_role_processes_is_taken(role: str, topic: str, partition: int) -> None:
+def test_origin_that_the_role_consumes_is_accepted(role: str, topic: str, partition: int) -> None:
     require_origin(replace(LETTER, role=role, origin_topic=topic, origin_partition=partition), PLAN)
 
 

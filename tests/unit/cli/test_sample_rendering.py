@@ -37,7 +37,7 @@ def detail(shown: SampleView, **changes: Any) -> SampleDetail:
     return SampleDetail(shown, 4, 1, None, **changes)
 
 
-def test_line_shows_what_became_of_a_sample_under_its_head() -> None:
+def test_line_shows_the_outcome_of_a_sample_aligned_with_the_header() -> None:
     trained = view(
         scored(version=1, reward=0.8125),
         ended(outcome=Outcome.TRAINED, version=1),
@@ -57,18 +57,18 @@ def test_line_shows_what_became_of_a_sample_under_its_head() -> None:
     assert line.index("two") == HEAD.index("completion")
 
 
-def test_line_of_an_open_unscored_sample_says_how_far_it_is_behind_now() -> None:
+def test_line_of_an_open_unscored_sample_shows_its_current_staleness() -> None:
     assert line_text(view().line(4), width=100).split()[2:5] == ["open", "+3", "-"]
 
 
-def test_line_of_an_ended_sample_names_its_end() -> None:
+def test_line_of_an_ended_sample_shows_its_outcome() -> None:
     assert (
         line_text(view(end=ended(outcome=Outcome.EXPIRED)).line(4), width=100).split()[2]
         == "expired"
     )
 
 
-def test_line_cuts_the_completion_to_the_terminal() -> None:
+def test_line_truncates_the_completion_to_the_terminal_width() -> None:
     line = line_text(view(completion="x" * 500).line(4), width=110)
     assert len(line) == 110
     assert line.endswith("xxx...")
@@ -84,11 +84,11 @@ def test_line_cuts_the_completion_to_the_terminal() -> None:
         ("汉字", "汉字"),
     ],
 )
-def test_excerpt_stays_on_one_line_and_obeys_no_control_signs(text: str, shown: str) -> None:
+def test_excerpt_is_one_line_and_escapes_control_characters(text: str, shown: str) -> None:
     assert excerpt(text, 10) == shown
 
 
-def test_sample_is_a_conversation_with_reward_and_outcome() -> None:
+def test_sample_text_shows_conversation_reward_and_outcome() -> None:
     score = SampleScored(
         key=sample_key(version=1),
         reward=0.75,
@@ -144,7 +144,7 @@ def test_failed_score_and_failed_prompt_group_show_their_reasons() -> None:
     assert "outcome     failed: reward: took longer" in text
 
 
-def test_other_scores_stand_below_the_original() -> None:
+def test_other_scores_are_shown_below_the_original() -> None:
     lines = list(
         sample_text(detail(view(scored(reward=1.0)), other_scores={"strict": scored(reward=0.5)}))
     )
@@ -152,7 +152,7 @@ def test_other_scores_stand_below_the_original() -> None:
     assert lines[place + 1].split()[:2] == ["strict", "0.5"]
 
 
-def test_token_shows_metrics_where_it_was_trained() -> None:
+def test_token_row_shows_logprobs_only_for_loss_tokens() -> None:
     row = TokenRow(65, "A", True, -0.5, None, -0.25, 1.5, teacher_logprob=-0.125)
     assert token_cells(3, row) == [
         3,
@@ -178,7 +178,7 @@ def test_token_shows_metrics_where_it_was_trained() -> None:
     ]
 
 
-def test_document_holds_the_same_for_programs() -> None:
+def test_json_document_holds_messages_score_outcome_and_tokens() -> None:
     shown = view(scored(version=1, reward=0.5), ended(outcome=Outcome.TRAINED, version=1))
     document = sample_document(
         detail(shown, tokens=[TokenRow(65, "A", True, -0.5, None, None, 1.5)])

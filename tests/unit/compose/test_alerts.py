@@ -26,7 +26,7 @@ RULES: list[dict[str, Any]] = yaml.safe_load((FOLDER / "alerts.yml").read_text()
 ALERTS = [rule for rule in RULES if "alert" in rule]
 
 
-def test_every_alert_has_a_case_in_which_it_fires_and_one_in_which_it_must_not() -> None:
+def test_every_alert_has_a_firing_and_a_non_firing_test_case() -> None:
     cases: Counter[tuple[str, bool]] = Counter()
     for test in yaml.safe_load((FOLDER / "alerts_test.yml").read_text())["tests"]:
         for case in test["alert_rule_test"]:
@@ -35,7 +35,7 @@ def test_every_alert_has_a_case_in_which_it_fires_and_one_in_which_it_must_not()
 
 
 @pytest.mark.parametrize("rule", ALERTS, ids=lambda rule: rule["alert"])
-def test_alert_leads_to_a_page_of_its_name(rule: dict[str, Any]) -> None:
+def test_alert_links_to_a_runbook_page_of_its_name(rule: dict[str, Any]) -> None:
     assert re.fullmatch("(Relax)([A-Z][a-z]+)+", rule["alert"])
     assert rule["labels"]["severity"] in ("info", "warning", "critical")
     page = (ROOT / rule["annotations"]["runbook"]).read_text()
@@ -46,7 +46,7 @@ def test_alert_leads_to_a_page_of_its_name(rule: dict[str, Any]) -> None:
     )
 
 
-def test_alerts_ask_for_metrics_that_are_served(make_run_config: Callable[..., RunConfig]) -> None:
+def test_alerts_query_only_exported_metrics(make_run_config: Callable[..., RunConfig]) -> None:
     config = make_run_config()
     families = [
         *WorkerMetrics("trainer").registry.collect(),

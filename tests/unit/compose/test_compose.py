@@ -35,18 +35,18 @@ def settled(text: str) -> str:
     return DEFAULT.sub(r"\1", text)
 
 
-def test_there_is_a_service_for_every_role_and_no_other() -> None:
+def test_worker_services_match_the_installed_roles() -> None:
     assert set(WORKERS) == INSTALLED
     assert all(service["command"][1] == role for role, service in WORKERS.items())
 
 
-def test_services_without_profile_are_those_that_the_quickstart_needs() -> None:
+def test_services_without_profile_match_the_quickstart_roles() -> None:
     needed = load_run_config(ROOT / "configs" / "quickstart.toml", environment={}).roles()
     assert {role for role, service in WORKERS.items() if "profiles" not in service} == set(needed)
 
 
 @pytest.mark.parametrize("name", [name for name, service in OURS.items() if "command" in service])
-def test_command_is_one_of_ours_on_a_run_file_that_is_there(
+def test_service_command_is_valid_and_names_an_existing_run_file(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -56,7 +56,7 @@ def test_command_is_one_of_ours_on_a_run_file_that_is_there(
     assert bound.arguments["config"].is_file()
 
 
-def test_pages_without_a_login_are_for_this_machine_and_can_not_be_told_to_change_or_end() -> None:
+def test_unauthenticated_pages_bind_to_localhost_without_admin_api() -> None:
     for name in ("prometheus", "alertmanager"):
         service = SERVICES[name]
         assert len(service["ports"]) == 1
@@ -68,7 +68,7 @@ def test_pages_without_a_login_are_for_this_machine_and_can_not_be_told_to_chang
         ]
 
 
-def test_uv_comes_by_version_and_hash_into_the_image_and_into_the_environment() -> None:
+def test_uv_is_installed_with_pinned_version_and_hash() -> None:
     for text in ((COMPOSE / "Dockerfile").read_text(), (ROOT / "Makefile").read_text()):
         (install,) = re.findall(r"pip install (.*requirements/tools.txt)", text)
         assert "--require-hashes" in install
@@ -77,7 +77,7 @@ def test_uv_comes_by_version_and_hash_into_the_image_and_into_the_environment() 
     assert pins("tools.txt") == {(ROOT / "requirements" / "tools.in").read_text().strip()}
 
 
-def test_image_is_given_the_requirements_that_it_copies() -> None:
+def test_dockerignore_admits_exactly_the_requirements_the_image_copies() -> None:
     copied = set(
         re.findall(r"^COPY (requirements/\S+)", (COMPOSE / "Dockerfile").read_text(), re.MULTILINE)
     )
@@ -92,7 +92,7 @@ def test_image_is_given_the_requirements_that_it_copies() -> None:
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_containers_of_ours_can_change_nothing_but_their_volume(name: str) -> None:
+def test_own_containers_can_write_only_to_their_volume(name: str) -> None:
     service = OURS[name]
     assert (service["read_only"], service["cap_drop"], service["security_opt"]) == (
         True,
@@ -105,7 +105,7 @@ def test_containers_of_ours_can_change_nothing_but_their_volume(name: str) -> No
 
 
 @pytest.mark.parametrize("name", WORKERS)
-def test_worker_starts_after_topics_and_model_and_again_when_it_dies(name: str) -> None:
+def test_worker_starts_after_topics_and_model_and_restarts_on_failure(name: str) -> None:
     service = WORKERS[name]
     done = {"condition": "service_completed_successfully"}
     assert service["depends_on"] == {"topics": done, "model": done}
@@ -117,7 +117,7 @@ def test_worker_starts_after_topics_and_model_and_again_when_it_dies(name: str) 
     )
 
 
-def test_image_checks_the_worker_runs_as_an_ordinary_user_and_hands_signals_on() -> None:
+def test_image_has_healthcheck_unprivileged_user_and_exec_entrypoint() -> None:
     text = (COMPOSE / "Dockerfile").read_text()
     stages = re.findall(r"^FROM \S+ AS (\S+)$", text, re.MULTILINE)
     assert (
@@ -130,9 +130,7 @@ def test_image_checks_the_worker_runs_as_an_ordinary_user_and_hands_signals_on()
     assert text.count("--require-hashes") == 4
 
 
-def test_reward_worker_which_may_run_programs_shares_a_network_with_the_broker_and_with_who_scrapes_it() -> (
-    None
-):
+def test_reward_worker_shares_a_network_only_with_broker_and_prometheus() -> None:
     networks = {
         name: list(service.get("networks", ["default"])) for name, service in SERVICES.items()
     }
@@ -148,7 +146,7 @@ def test_reward_worker_which_may_run_programs_shares_a_network_with_the_broker_a
     }
 
 
-def test_prometheus_asks_the_reward_workers_and_does_not_listen_to_them() -> None:
+def test_prometheus_does_not_listen_on_the_network_of_the_reward_workers() -> None:
     (option,) = [
         word
         for word in SERVICES["prometheus"]["command"]
@@ -160,7 +158,7 @@ def test_prometheus_asks_the_reward_workers_and_does_not_listen_to_them() -> Non
 
 
 @pytest.mark.parametrize("overlay", ["outside", "s3", "existing-cluster"])
-def test_reward_worker_that_needs_the_outside_gets_a_network_of_its_own_for_that(
+def test_overlay_gives_only_the_reward_worker_an_outside_network(
     overlay: str,
 ) -> None:
     laid = yaml.safe_load((COMPOSE / f"{overlay}.yml").read_text())
@@ -182,12 +180,12 @@ def pins(file: str) -> set[str]:
 
 
 @pytest.mark.parametrize("name", ["light", "cpu"])
-def test_image_has_the_pins_of_the_lock_file(name: str) -> None:
+def test_image_requirements_match_the_lock_file(name: str) -> None:
     assert pins(f"{name}.txt") - pins("lock.txt") == set()
     assert any(pin.startswith("torch==") for pin in pins(f"{name}.txt")) == (name == "cpu")
 
 
-def test_image_for_gpus_has_the_lock_files_pins_and_what_only_cuda_opens() -> None:
+def test_cuda_requirements_add_only_cuda_packages_to_the_lock_file() -> None:
     assert {pin.partition("==")[0] for pin in pins("cuda.txt") - pins("lock.txt")} == {
         "nvidia-cusolver",
         "nvidia-nvtx",
@@ -207,7 +205,7 @@ def test_gpus_are_reserved_for_the_services_that_run_the_model() -> None:
         ]
 
 
-def test_bucket_is_known_to_all_that_open_the_object_store() -> None:
+def test_s3_overlay_configures_the_object_store_for_every_worker() -> None:
     overlay = yaml.safe_load((COMPOSE / "s3.yml").read_text())["services"]
     assert overlay.keys() == {*WORKERS, "relax"}
     for service in overlay.values():
@@ -215,7 +213,7 @@ def test_bucket_is_known_to_all_that_open_the_object_store() -> None:
         assert service["env_file"] == ["${OBJECTS_ENV_FILE:-./secrets/objects.env}"]
 
 
-def test_all_workers_send_their_traces_to_the_collector_that_comes_with_them() -> None:
+def test_tracing_overlay_sends_traces_of_all_workers_to_its_collector() -> None:
     overlay = yaml.safe_load((COMPOSE / "tracing.yml").read_text())["services"]
     del overlay["jaeger"]
     assert overlay.keys() == {*WORKERS, "relax"}
@@ -232,7 +230,7 @@ def test_all_workers_send_their_traces_to_the_collector_that_comes_with_them() -
     )
 
 
-def test_alerts_are_gathered_alike_whether_they_are_sent_or_not() -> None:
+def test_alert_grouping_is_the_same_with_and_without_notifications() -> None:
     silent, sending = (
         yaml.safe_load((COMPOSE / "alertmanager" / f"{name}.yml").read_text())
         for name in ("alertmanager", "notifications")
@@ -248,7 +246,7 @@ def test_alerts_are_gathered_alike_whether_they_are_sent_or_not() -> None:
     )
 
 
-def test_trackers_are_packages_of_one_image_and_secrets_of_one_service() -> None:
+def test_trackers_overlay_changes_only_the_metrics_service_and_its_image() -> None:
     overlay = yaml.safe_load((COMPOSE / "trackers.yml").read_text())["services"]
     assert overlay.keys() == {"metrics"}
     service = overlay["metrics"]
@@ -263,7 +261,7 @@ def test_trackers_are_packages_of_one_image_and_secrets_of_one_service() -> None
     assert f"FROM runtime AS {service['build']['target']}\n" in (COMPOSE / "Dockerfile").read_text()
 
 
-def test_cluster_of_three_keeps_every_record_three_times() -> None:
+def test_three_broker_cluster_has_replication_factor_three() -> None:
     overlay = yaml.safe_load((COMPOSE / "cluster.yml").read_text())["services"]
     brokers = {
         name: {**SERVICES["kafka"]["environment"], **overlay[name]["environment"]}
@@ -291,14 +289,14 @@ def test_cluster_of_three_keeps_every_record_three_times() -> None:
     assert overlay.keys() - brokers.keys() == {*WORKERS, "topics", "relax"}
 
 
-def test_broker_grants_leases_as_long_as_a_run_may_ask_for() -> None:
+def test_broker_maximum_lock_duration_covers_the_lease_of_a_run() -> None:
     longest_ms = int(
         SERVICES["kafka"]["environment"]["KAFKA_GROUP_SHARE_MAX_RECORD_LOCK_DURATION_MS"]
     )
     assert longest_ms >= BrokerConfig().lease_seconds * 1000
 
 
-def test_every_worker_is_scraped_where_it_serves_its_metrics() -> None:
+def test_prometheus_scrapes_every_worker_at_its_metrics_port() -> None:
     jobs = yaml.safe_load((COMPOSE / "prometheus" / "prometheus.yml").read_text())["scrape_configs"]
     assert [set(found["names"]) for job in jobs for found in job["dns_sd_configs"]] == [
         set(WORKERS)
@@ -308,7 +306,7 @@ def test_every_worker_is_scraped_where_it_serves_its_metrics() -> None:
     }
 
 
-def test_users_of_an_existing_cluster_have_their_secrets_in_files() -> None:
+def test_existing_cluster_overlay_reads_secrets_from_files() -> None:
     overlay = yaml.safe_load((COMPOSE / "existing-cluster.yml").read_text())
     assert set(overlay["services"]) == {*WORKERS, "topics", "relax"}
     mounted = {f"/run/secrets/{name}" for name in overlay["secrets"]}

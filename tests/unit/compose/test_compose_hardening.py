@@ -99,7 +99,7 @@ def is_harmless(mount: str) -> bool:
     return bool(is_volume) or (source in FOLDERS_OF_THE_MACHINE and rest[-1] == "ro")
 
 
-def test_every_file_of_the_folder_is_read() -> None:
+def test_hardening_tests_cover_every_compose_file() -> None:
     of_kubernetes = {name for name, tree in LOADED.items() if "apiVersion" in tree}
     assert of_kubernetes == {"keda.yml", "keda-consumer-group.yml"}
     assert set(LOADED) - of_kubernetes == set(FILES)
@@ -107,7 +107,7 @@ def test_every_file_of_the_folder_is_read() -> None:
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_service_has_few_rights_and_is_bounded(service: dict[str, Any]) -> None:
+def test_service_has_minimal_privileges_and_resource_limits(service: dict[str, Any]) -> None:
     assert lacking(service) == []
     assert re.fullmatch(r"\$\{[A-Z]+_IMAGE:-[^}]+:[^}]+\}", service["image"])
 
@@ -136,15 +136,15 @@ def test_service_has_few_rights_and_is_bounded(service: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_service_that_an_overlay_gives_more_is_found(change: dict[str, Any], found: str) -> None:
+def test_check_detects_privileges_added_by_an_overlay(change: dict[str, Any], found: str) -> None:
     assert lacking(laid_over({"advantage": change})["advantage"]) == [found]
 
 
-def test_service_that_forgets_a_bound_is_found() -> None:
+def test_check_detects_a_service_without_required_limits() -> None:
     assert lacking(laid_over({"new": {"image": "x"}})["new"]) == list(REQUIRED)
 
 
-def test_overlay_that_secures_the_stack_has_as_few_rights(
+def test_security_overlay_keeps_minimal_privileges(
     tmp_path: Path, make_run_config: Callable[..., RunConfig]
 ) -> None:
     config = make_run_config()
@@ -162,7 +162,7 @@ def test_overlay_that_secures_the_stack_has_as_few_rights(
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_no_secret_stands_in_a_file(service: dict[str, Any]) -> None:
+def test_compose_files_contain_no_secrets(service: dict[str, Any]) -> None:
     environment = service.get("environment", {})
     secret = {
         key: value
@@ -174,7 +174,7 @@ def test_no_secret_stands_in_a_file(service: dict[str, Any]) -> None:
     )
 
 
-def test_dashboards_ask_for_a_password_and_send_nothing_elsewhere() -> None:
+def test_grafana_requires_a_password_and_sends_no_telemetry() -> None:
     tree = LOADED["dashboards.yml"]
     environment = tree["services"]["grafana"]["environment"]
     assert environment["GF_SECURITY_ADMIN_PASSWORD__FILE"] == "/run/secrets/grafana_password"
@@ -198,7 +198,7 @@ def test_dashboards_ask_for_a_password_and_send_nothing_elsewhere() -> None:
     assert environment["GF_SECURITY_COOKIE_SAMESITE"] == "strict"
 
 
-def test_console_asks_for_a_password_and_may_only_look_unless_it_is_told_otherwise() -> None:
+def test_console_requires_a_password_and_is_read_only_by_default() -> None:
     tree = LOADED["console.yml"]
     service = tree["services"]["console"]
     environment = service["environment"]

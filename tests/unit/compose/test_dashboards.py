@@ -13,21 +13,21 @@ from compose.grafana.generate import DASHBOARDS, FOLDER, catalogue, files
 PANELS = [panel for panels in DASHBOARDS.values() for panel in panels]
 
 
-def test_files_are_up_to_date() -> None:
+def test_generated_dashboard_files_are_up_to_date() -> None:
     assert {path.name: path.read_text() for path in FOLDER.glob("*.json")} == files(), (
         "run: python -m compose.grafana.generate"
     )
 
 
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel.title)
-def test_panel_asks_for_metrics_that_are_served_of_the_chosen_run_alone(panel) -> None:
+def test_panel_queries_only_exported_metrics_of_the_chosen_run(panel) -> None:
     assert panel.metrics
     assert set(panel.metrics) - catalogue().keys() == set()
     assert panel.query.count('run="$run"') == panel.query.count("relax_")
 
 
 @pytest.mark.parametrize("name", files())
-def test_dashboard_places_each_panel_on_its_own(name: str) -> None:
+def test_dashboard_panels_have_distinct_positions(name: str) -> None:
     tree = json.loads(files()[name])
     places = Counter((panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in tree["panels"])
     assert set(places.values()) == {1}

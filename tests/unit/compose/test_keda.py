@@ -30,7 +30,7 @@ def trigger_of(name: str, kind: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("found", OBJECTS.values(), ids=OBJECTS)
-def test_object_scales_the_rollout_workers_within_bounds(found: dict[str, Any]) -> None:
+def test_scaled_object_scales_rollout_workers_within_bounds(found: dict[str, Any]) -> None:
     assert (found["apiVersion"], found["kind"]) == ("keda.sh/v1alpha1", "ScaledObject")
     spec = found["spec"]
     assert spec["scaleTargetRef"] == {"kind": "Deployment", "name": "relax-rollout"}
@@ -42,7 +42,7 @@ def test_object_scales_the_rollout_workers_within_bounds(found: dict[str, Any]) 
     ), "KEDA takes text alone"
 
 
-def test_query_asks_for_metrics_that_are_served() -> None:
+def test_scaling_query_uses_exported_metrics() -> None:
     trigger = trigger_of("keda.yml", "prometheus")
     asked = set(re.findall(r"\brelax_\w+", trigger["query"]))
     assert asked == {"relax_prompt_groups_queued", "relax_run_inactive"}
@@ -50,7 +50,7 @@ def test_query_asks_for_metrics_that_are_served() -> None:
     assert int(trigger["threshold"]) == CONFIG.num_lanes
 
 
-def test_lag_is_that_of_the_group_and_topic_that_rollout_reads() -> None:
+def test_lag_trigger_names_the_group_and_topic_of_rollout_workers() -> None:
     trigger = trigger_of("keda-consumer-group.yml", "apache-kafka")
     assert trigger["consumerGroup"] == PLAN.consumer_group("rollout").replace(".run.", ".RUN.")
     assert trigger["topic"] == PLAN.topic("prompt.groups").replace(".run.", ".RUN.")

@@ -27,11 +27,13 @@ DIGEST = "sha256:" + "ab" * 32
         ("605.2MB", 605_200_000),
     ],
 )
-def test_sizes_are_read_as_docker_writes_them(text: str, count: int) -> None:
+def test_docker_size_strings_are_parsed(text: str, count: int) -> None:
     assert bytes_of(text) == count
 
 
-def test_image_is_the_compose_files_unless_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_image_defaults_to_the_compose_file_and_can_be_overridden(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("KAFKA_IMAGE", raising=False)
     assert (
         default_of("${KAFKA_IMAGE:-apache/kafka:4.3.1}")
@@ -43,7 +45,7 @@ def test_image_is_the_compose_files_unless_it_is_chosen(monkeypatch: pytest.Monk
     assert set(image_names()) == {"light", "model", "kafka", "prometheus", "alertmanager"}
 
 
-def test_every_image_of_others_can_be_pinned_and_is_named_by_a_version() -> None:
+def test_third_party_images_are_pinnable_and_have_version_tags() -> None:
     images = read_third_party_images()
     assert {
         "KAFKA_IMAGE",
@@ -58,7 +60,7 @@ def test_every_image_of_others_can_be_pinned_and_is_named_by_a_version() -> None
 
 
 @pytest.mark.parametrize("file", sorted(COMPOSE.rglob("Dockerfile*")), ids=str)
-def test_images_of_ours_are_built_on_the_base_that_is_pinned_and_copy_from_no_other(
+def test_own_images_use_only_the_pinned_base_image(
     file: Path,
 ) -> None:
     text = file.read_text()
@@ -68,14 +70,14 @@ def test_images_of_ours_are_built_on_the_base_that_is_pinned_and_copy_from_no_ot
     assert len(bases) == text.count("\nFROM ")
 
 
-def test_pins_are_read_as_they_were_written(tmp_path: Path) -> None:
+def test_written_image_pins_are_read_back_unchanged(tmp_path: Path) -> None:
     pins = {"KAFKA_IMAGE": f"apache/kafka@{DIGEST}", "BASE_IMAGE": f"debian@{DIGEST}"}
     (tmp_path / "images.env").write_text(render_pins(pins))
     assert read_pins(tmp_path / "images.env") == pins
     assert read_pins(tmp_path / "none.env") == {}
 
 
-def test_pinned_image_that_cannot_be_pulled_is_not_replaced_by_one_made_here(
+def test_unavailable_pinned_image_is_not_replaced_by_a_local_build(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Cut(ContainerEngine):

@@ -47,7 +47,7 @@ def mine(tmp_path: Path) -> str:
     return f"{file}:MINE"
 
 
-def test_defaults_of_the_section_are_those_of_grpo() -> None:
+def test_algorithm_section_defaults_equal_those_of_grpo() -> None:
     stated = {
         name: field.get_default(call_default_factory=True)
         for name, field in AlgorithmConfig.model_fields.items()
@@ -151,12 +151,12 @@ def test_defaults_of_the_section_are_those_of_grpo() -> None:
         ),
     ],
 )
-def test_name_alone_brings_the_papers_settings(name: str, settings: dict[str, Any]) -> None:
+def test_algorithm_name_sets_the_defaults_of_its_paper(name: str, settings: dict[str, Any]) -> None:
     algorithm = AlgorithmConfig(name=name)
     assert {key: getattr(algorithm, key) for key in settings} == settings
 
 
-def test_every_installed_algorithm_is_whole() -> None:
+def test_every_installed_algorithm_has_a_complete_spec() -> None:
     for spec in installed_algorithms():
         algorithm = AlgorithmConfig(name=spec.name)
         used = {key for key in NOT_SHARED if getattr(algorithm, key) is not None}
@@ -370,7 +370,7 @@ def test_every_installed_algorithm_is_whole() -> None:
         ({"name": 7}, "should be a valid string"),
     ],
 )
-def test_settings_that_do_not_hold_are_refused(settings: dict[str, Any], text: str) -> None:
+def test_invalid_algorithm_settings_are_rejected(settings: dict[str, Any], text: str) -> None:
     with pytest.raises(ValidationError) as refused:
         AlgorithmConfig.model_validate(settings)
     assert text in str(refused.value)
@@ -385,7 +385,7 @@ def test_settings_that_do_not_hold_are_refused(settings: dict[str, Any], text: s
         ("decoupled", (None, None)),
     ],
 )
-def test_correction_has_its_own_range(
+def test_correction_kind_sets_its_default_range(
     kind: str, expected: tuple[float | None, float | None]
 ) -> None:
     algorithm = AlgorithmConfig.model_validate({"correction": kind, "old_logprobs": "trainer"})
@@ -399,7 +399,7 @@ def test_correction_has_its_own_range(
         )
 
 
-def test_run_file_names_the_key_that_is_refused(tmp_path: Path) -> None:
+def test_run_file_error_names_the_unused_algorithm_key(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(
         '[run]\nid = "a"\n[model]\npath = "m"\n[data]\nsource = "jsonl:x"\n[algorithm]\nname '
@@ -412,7 +412,7 @@ def test_run_file_names_the_key_that_is_refused(tmp_path: Path) -> None:
         load_run_config(path, ["algorithm.clip_high=0.3"], environment={})
 
 
-def test_algorithm_of_a_file_comes_with_its_defaults_and_options(mine: str) -> None:
+def test_algorithm_from_a_file_has_its_defaults_and_options(mine: str) -> None:
     algorithm = AlgorithmConfig(name=mine)
     assert (algorithm.clip_high, algorithm.clip_low, algorithm.options) == (
         0.5,
@@ -432,7 +432,7 @@ def test_algorithm_of_a_file_comes_with_its_defaults_and_options(mine: str) -> N
         find_algorithm(mine.replace(":MINE", ":OTHER"))
 
 
-def test_spec_that_names_no_setting_is_refused(mine: str) -> None:
+def test_spec_that_names_an_unknown_setting_is_rejected(mine: str) -> None:
     file = Path(mine.removesuffix(":MINE"))
     file.write_text(MINE.replace('loss_settings=("clip_high",)', 'loss_settings=("clip_hihg",)'))
     with pytest.raises(
@@ -442,7 +442,7 @@ def test_spec_that_names_no_setting_is_refused(mine: str) -> None:
         AlgorithmConfig(name=mine)
 
 
-def test_algorithm_of_a_file_is_read_anew_when_the_file_changes(mine: str) -> None:
+def test_algorithm_file_is_reloaded_when_it_changes(mine: str) -> None:
     assert find_algorithm(mine).options == {"bonus": 2.0}
     file = Path(mine.removesuffix(":MINE"))
     file.unlink()
@@ -450,7 +450,7 @@ def test_algorithm_of_a_file_is_read_anew_when_the_file_changes(mine: str) -> No
     assert find_algorithm(mine).options == {"bonus": 5.0}
 
 
-def test_description_of_a_run_can_be_read_where_its_algorithms_file_is_not(
+def test_run_description_can_be_read_without_its_algorithm_file(
     mine: str, make_run_config: Any
 ) -> None:
     config: RunConfig = make_run_config(algorithm={"name": mine})
@@ -462,7 +462,7 @@ def test_description_of_a_run_can_be_read_where_its_algorithms_file_is_not(
     )
 
 
-def test_description_of_the_first_release_still_means_the_same(make_run_config: Any) -> None:
+def test_run_description_of_the_first_release_keeps_its_meaning(make_run_config: Any) -> None:
     recorded = {
         "name": "gspo",
         "clip_low": 0.1,
@@ -481,7 +481,9 @@ def test_description_of_the_first_release_still_means_the_same(make_run_config: 
     assert (read.correction, read.kl_placement, read.whiten_advantages) == ("none", "loss", "none")
 
 
-def test_reference_is_needed_for_either_place_of_the_kl(make_run_config: Any) -> None:
+def test_run_has_reference_and_critic_roles_when_the_algorithm_needs_them(
+    make_run_config: Any,
+) -> None:
     in_reward = make_run_config(algorithm={"name": "rloo", "kl_coefficient": 0.1})
     assert "reference" in in_reward.roles()
     assert (in_reward.algorithm.has_reward_kl, in_reward.algorithm.has_loss_kl) == (True, False)
@@ -490,7 +492,7 @@ def test_reference_is_needed_for_either_place_of_the_kl(make_run_config: Any) ->
     assert make_run_config(algorithm={"name": "ppo"}).roles()["critic"] == 1
 
 
-def test_teacher_is_needed_where_the_policy_distils(make_run_config: Any) -> None:
+def test_run_has_a_teacher_role_when_the_policy_distils(make_run_config: Any) -> None:
     assert "teacher" not in make_run_config(teacher={"model_path": "elsewhere"}).roles()
     config = make_run_config(
         algorithm={"name": "opd"}, teacher={"model_path": "elsewhere"}, workers={"teacher": 2}
@@ -510,7 +512,7 @@ def test_teacher_is_needed_where_the_policy_distils(make_run_config: Any) -> Non
 
 
 @pytest.mark.parametrize(("tokens", "num_wanted"), [("student_topk", 5), ("teacher_topk", 0)])
-def test_engine_is_asked_for_its_most_probable_tokens_only_where_they_are_compared(
+def test_rollout_top_tokens_are_requested_only_when_distillation_uses_them(
     tokens: str, num_wanted: int
 ) -> None:
     settings = {"distill_tokens": tokens, "distill_top_k": 5}
@@ -523,7 +525,7 @@ def test_engine_is_asked_for_its_most_probable_tokens_only_where_they_are_compar
     assert AlgorithmConfig.model_validate(settings).num_rollout_top_tokens == 0
 
 
-def test_recorded_advantages_are_kept_unless_what_they_depend_on_differs() -> None:
+def test_recorded_advantages_are_reused_unless_their_settings_differ() -> None:
     def judged(**settings: Any) -> AlgorithmConfig:
         return AlgorithmConfig.model_validate(settings)
 
@@ -554,7 +556,7 @@ def test_recorded_advantages_are_kept_unless_what_they_depend_on_differs() -> No
     assert needs_new_advantages(judged(name="gdpo"), judged(name="gdpo", reward_weights={"a": 2.0}))
 
 
-def test_sample_needs_reference_logprobs_only_where_the_loss_has_them() -> None:
+def test_sample_needs_reference_logprobs_only_if_the_loss_uses_them() -> None:
     from event_samples import ready
 
     sample = ready()
@@ -594,7 +596,7 @@ def test_sample_needs_reference_logprobs_only_where_the_loss_has_them() -> None:
         ),
     ],
 )
-def test_sample_whose_token_sets_the_loss_cant_use_is_refused_when_it_is_read(
+def test_sample_with_invalid_distillation_token_sets_is_rejected(
     changes: dict[str, Any], text: str
 ) -> None:
     from event_samples import ready
@@ -633,7 +635,7 @@ def test_sample_whose_token_sets_the_loss_cant_use_is_refused_when_it_is_read(
         ),
     ],
 )
-def test_sample_without_what_the_teacher_said_is_not_trained(
+def test_sample_without_required_teacher_logprobs_is_rejected(
     settings: dict[str, Any], changes: dict[str, Any], missing: str
 ) -> None:
     from event_samples import ready

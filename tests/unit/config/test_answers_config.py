@@ -30,7 +30,7 @@ HELD_OUT = {"name": "held-out", "source": "jsonl:rows"}
     [(SFT, 1, []), (DPO, 2, ["reference"]), (SFT | {"data": {"source": "jsonl:rows"}}, 1, [])],
     ids=["sft", "dpo", "answers"],
 )
-def test_run_has_the_roles_and_the_size_that_the_algorithm_leaves(
+def test_offline_algorithm_sets_roles_and_samples_per_prompt(
     tree: dict[str, Any], size: int, others: list[str]
 ) -> None:
     config = RunConfig.model_validate(tree)
@@ -48,7 +48,7 @@ def test_run_has_the_roles_and_the_size_that_the_algorithm_leaves(
     assert RunConfig.model_validate_json(config.model_dump_json()) == config
 
 
-def test_rows_that_bring_what_is_learnt_need_no_reference_answer() -> None:
+def test_rows_with_a_completion_need_no_reference_answer() -> None:
     assert DataConfig(source="jsonl:x", completion_key="text").answer_key == ""
     assert (
         DataConfig(source="jsonl:x", completion_key="text", answer_key="solution").answer_key
@@ -65,7 +65,7 @@ def test_evaluation_generates_with_the_engine_of_the_run_file() -> None:
     assert isinstance(config.evaluation, EvaluationConfig)
 
 
-def test_replay_by_answers_takes_prompt_groups_of_any_size() -> None:
+def test_sft_replay_accepts_prompt_groups_of_any_size() -> None:
     replay = {"parent": {"run": "other"}, "run": {"id": "test", "samples_per_prompt": 8}}
     assert (
         RunConfig.model_validate(
@@ -92,7 +92,7 @@ def test_replay_by_answers_takes_prompt_groups_of_any_size() -> None:
         (GRPO, DPO, True),
     ],
 )
-def test_replay_learns_from_what_was_recorded(
+def test_replay_rejects_an_algorithm_that_needs_unrecorded_data(
     recorded: dict[str, Any], wanted: dict[str, Any], is_refused: bool
 ) -> None:
     source, config = RunConfig.model_validate(recorded), RunConfig.model_validate(wanted)
@@ -209,6 +209,8 @@ def test_replay_learns_from_what_was_recorded(
         ),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(tree: dict[str, Any], text: str) -> None:
+def test_inconsistent_settings_for_offline_learning_are_rejected(
+    tree: dict[str, Any], text: str
+) -> None:
     with pytest.raises(ValidationError, match=text):
         RunConfig.model_validate(tree)

@@ -33,7 +33,7 @@ def test_every_key_has_a_rule_and_every_rule_a_key() -> None:
         assert rule_of(key)[1]
 
 
-def test_nothing_has_changed_in_the_same_run_file(make_run_config: MakeRunConfig) -> None:
+def test_identical_run_files_have_no_changes(make_run_config: MakeRunConfig) -> None:
     assert (
         rules(
             make_run_config(reward={"options": {"a": 1}}),
@@ -43,7 +43,9 @@ def test_nothing_has_changed_in_the_same_run_file(make_run_config: MakeRunConfig
     )
 
 
-def test_later_goal_is_free_and_a_lower_one_asks(make_run_config: MakeRunConfig) -> None:
+def test_raising_num_steps_is_free_and_lowering_it_needs_acceptance(
+    make_run_config: MakeRunConfig,
+) -> None:
     short, long = make_run_config(run={"num_steps": 10}), make_run_config(run={"num_steps": 20})
     assert rules(short, long) == {"run.num_steps": Rule.FREE}
     assert rules(long, short) == {"run.num_steps": Rule.ACCEPTED}
@@ -64,7 +66,7 @@ def test_later_goal_is_free_and_a_lower_one_asks(make_run_config: MakeRunConfig)
         ("trainer", "checkpoint_every", 3, Rule.FREE),
     ],
 )
-def test_key_goes_by_its_rule(
+def test_changed_key_is_classified_by_its_rule(
     make_run_config: MakeRunConfig, section: str, key: str, value: object, rule: Rule
 ) -> None:
     (found,) = rules(make_run_config(), make_run_config(**{section: {key: value}})).items()
@@ -72,7 +74,7 @@ def test_key_goes_by_its_rule(
     assert found[1] is rule
 
 
-def test_role_that_comes_in_is_refused(make_run_config: MakeRunConfig) -> None:
+def test_change_that_adds_a_role_is_rejected(make_run_config: MakeRunConfig) -> None:
     without, with_reference = (
         make_run_config(algorithm={"kl_coefficient": value}) for value in (0.0, 0.1)
     )
@@ -83,7 +85,7 @@ def test_role_that_comes_in_is_refused(make_run_config: MakeRunConfig) -> None:
     }
 
 
-def test_refusal_names_keys_values_and_the_way_out(make_run_config: MakeRunConfig) -> None:
+def test_rejection_names_keys_values_and_the_remedy(make_run_config: MakeRunConfig) -> None:
     old, new = (
         make_run_config(),
         make_run_config(run={"prompts_per_step": 8}, trainer={"learning_rate": 0.5}),
@@ -97,7 +99,7 @@ def test_refusal_names_keys_values_and_the_way_out(make_run_config: MakeRunConfi
     assert not isinstance(refused.value, ChangesNotAccepted)
 
 
-def test_change_of_the_training_is_refused_until_it_is_accepted(
+def test_training_change_is_rejected_unless_accepted(
     make_run_config: MakeRunConfig,
 ) -> None:
     changes = find_changes(
@@ -111,7 +113,7 @@ def test_change_of_the_training_is_refused_until_it_is_accepted(
     refuse_changes("mine", changes, is_accepted=True)
 
 
-def test_history_says_from_which_version_a_setting_holds(make_run_config: MakeRunConfig) -> None:
+def test_settings_history_names_the_version_of_each_change(make_run_config: MakeRunConfig) -> None:
     first = make_run_config(trainer={"learning_rate": 0.25})
     second = make_run_config(trainer={"learning_rate": 0.5})
     reported = [

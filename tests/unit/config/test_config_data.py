@@ -52,7 +52,7 @@ def test_data_is_one_source_or_several_datasets() -> None:
         ({"datasets": [{"source": "jsonl:b", "weight": float("inf")}]}, "finite"),
     ],
 )
-def test_data_refuses_what_contradicts_itself(keys: dict[str, Any], complaint: str) -> None:
+def test_data_section_rejects_contradictory_keys(keys: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValidationError, match=complaint):
         DataConfig.model_validate(keys)
 
@@ -68,14 +68,14 @@ def test_data_refuses_what_contradicts_itself(keys: dict[str, Any], complaint: s
         ([HELD_OUT | {"name": "a/b"}], "pattern"),
     ],
 )
-def test_evaluation_refuses_what_contradicts_itself(
+def test_evaluation_section_rejects_contradictory_datasets(
     datasets: list[dict[str, Any]], complaint: str
 ) -> None:
     with pytest.raises(ValidationError, match=complaint):
         EvaluationConfig.model_validate({"datasets": datasets})
 
 
-def test_evaluation_is_due_at_the_first_the_last_and_every_so_many_versions() -> None:
+def test_evaluation_is_due_at_first_last_and_every_nth_version() -> None:
     evaluation = EvaluationConfig.model_validate({"every": 4, "datasets": [HELD_OUT]})
     assert [
         version for version in range(3, 15) if evaluation.is_due(version, first=3, last=14)
@@ -83,7 +83,7 @@ def test_evaluation_is_due_at_the_first_the_last_and_every_so_many_versions() ->
     assert not EvaluationConfig(every=1).is_due(0, first=0, last=9)
 
 
-def test_evaluator_is_a_role_of_runs_that_are_evaluated() -> None:
+def test_run_with_evaluation_datasets_has_an_evaluator_role() -> None:
     tree: dict[str, Any] = {
         "run": {"id": "r"},
         "model": {"path": "m"},

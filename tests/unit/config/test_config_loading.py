@@ -67,7 +67,7 @@ def test_shipped_run_files_load(path: Path) -> None:
     assert config.run.num_steps >= 1
 
 
-def test_later_layers_win(run_file: Path) -> None:
+def test_later_config_layers_override_earlier_ones(run_file: Path) -> None:
     run_file.write_text(
         MINIMAL.replace('id = "mine"', 'id = "mine"\nseed = 1\nnum_steps = 1\nmax_staleness = 3')
     )
@@ -82,7 +82,7 @@ def test_the_process_environment_is_the_default_layer(
     assert load_run_config(run_file).run.seed == 77
 
 
-def test_relative_paths_are_of_the_working_directory_wherever_the_run_file_lies(
+def test_relative_paths_are_resolved_against_the_working_directory(
     run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -92,7 +92,7 @@ def test_relative_paths_are_of_the_working_directory_wherever_the_run_file_lies(
     assert load_run_config(moved).run_directory.absolute() == tmp_path / ".relax" / "runs" / "mine"
 
 
-def test_environment_without_a_section_is_not_ours(run_file: Path) -> None:
+def test_environment_variables_without_a_section_are_ignored(run_file: Path) -> None:
     assert load(run_file, RELAX_TOKEN="x", OTHER__KEY="y").run.id == "mine"
 
 
@@ -134,9 +134,7 @@ def test_roles_follow_from_the_algorithm(run_file: Path) -> None:
     }
 
 
-def test_object_store_lies_in_the_run_directory_when_not_set(
-    run_file: Path, tmp_path: Path
-) -> None:
+def test_object_store_defaults_to_the_run_directory(run_file: Path, tmp_path: Path) -> None:
     assert (
         load(run_file, f"run.directory={tmp_path}").objects_uri
         == (tmp_path / "runs/mine/objects").as_uri()
@@ -222,14 +220,16 @@ def test_object_store_lies_in_the_run_directory_when_not_set(
         ),
     ],
 )
-def test_mistake_names_key_value_rule_and_remedy(run_file: Path, override: str, text: str) -> None:
+def test_config_error_names_key_value_rule_and_remedy(
+    run_file: Path, override: str, text: str
+) -> None:
     if override == "run.seed.x=1":
         run_file.write_text(MINIMAL.replace('id = "mine"', 'id = "mine"\nseed = 1'))
     found = error_of(run_file, override)
     assert found == text or (text.endswith(" ") and found.startswith(text))
 
 
-def test_sync_mode_refuses_staleness(run_file: Path) -> None:
+def test_sync_mode_rejects_nonzero_staleness(run_file: Path) -> None:
     text = (
         "run: mode = 'sync' is on-policy, got max_staleness = 2; set run.max_staleness = 0 or "
         "run.mode = 'async'"
@@ -239,12 +239,12 @@ def test_sync_mode_refuses_staleness(run_file: Path) -> None:
 
 
 @pytest.mark.parametrize("key", sorted(GUARDED_CLIENT_KEYS))
-def test_keys_that_carry_a_promise_are_refused(run_file: Path, key: str) -> None:
+def test_client_keys_that_affect_delivery_guarantees_are_rejected(run_file: Path, key: str) -> None:
     run_file.write_text(MINIMAL + f'[broker.client]\n"{key}" = "x"\n')
     assert f"{key} carries a delivery promise" in error_of(run_file)
 
 
-def test_all_mistakes_are_told_at_once(run_file: Path) -> None:
+def test_all_config_errors_are_reported_at_once(run_file: Path) -> None:
     assert (
         len(error_of(run_file, "run.num_steps=0", "run.sed=1", "data.num_problems=0").splitlines())
         == 3
@@ -259,13 +259,13 @@ def test_required_keys_are_named_when_missing(run_file: Path) -> None:
     ]
 
 
-def test_mistake_in_the_environment_names_the_variable(run_file: Path) -> None:
+def test_environment_error_names_the_variable(run_file: Path) -> None:
     assert (
         error_of(run_file, RELAX_RUN__ID__X="1") == "RELAX_RUN__ID__X: id is a value, not a section"
     )
 
 
-def test_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_error_names_the_missing_run_file(tmp_path: Path) -> None:
     text = (
         f"run file {tmp_path / 'no.toml'} does not exist; give the path of a TOML file, for "
         "example configs/quickstart.toml"
@@ -277,13 +277,15 @@ def test_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "text"), [(b"[run\n", "is not TOML: "), (b"\xff\xfe", "can't be read: ")]
 )
-def test_file_that_is_not_toml_is_named(run_file: Path, content: bytes, text: str) -> None:
+def test_error_names_the_run_file_that_is_not_toml(
+    run_file: Path, content: bytes, text: str
+) -> None:
     run_file.write_bytes(content)
     with pytest.raises(ConfigError, match=f"run file {re.escape(str(run_file))} {text}"):
         load(run_file)
 
 
-def test_directory_in_place_of_a_file_is_named(tmp_path: Path) -> None:
+def test_directory_given_as_run_file_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="can't be read: "):
         load(tmp_path)
 
@@ -296,7 +298,7 @@ def test_directory_in_place_of_a_file_is_named(tmp_path: Path) -> None:
         "reward.options=" + "[" * 80 + "]" * 80,
     ],
 )
-def test_settings_that_are_nested_without_end_are_refused(run_file: Path, deep: str) -> None:
+def test_too_deeply_nested_settings_are_rejected(run_file: Path, deep: str) -> None:
     with pytest.raises(ConfigError, match="has sections and lists more than 64 deep"):
         load_run_config(run_file, [deep])
     key, _, value = deep.partition("=")
@@ -305,7 +307,7 @@ def test_settings_that_are_nested_without_end_are_refused(run_file: Path, deep: 
         load_run_config(run_file)
 
 
-def test_many_problems_are_told_of_in_part(run_file: Path) -> None:
+def test_long_list_of_config_errors_is_truncated(run_file: Path) -> None:
     lines = error_of(run_file, *(f"run.key{number}=1" for number in range(1000))).splitlines()
     assert len(lines) == 21
     assert lines[0].startswith("unknown key run.key0;")
@@ -334,7 +336,7 @@ def test_every_key_is_documented() -> None:
     assert undocumented(RunConfig) == []
 
 
-def test_rollout_workers_are_no_more_than_partitions_of_a_queue_that_a_consumer_group_shares(
+def test_rollout_workers_must_not_exceed_consumer_group_partitions(
     run_file: Path,
 ) -> None:
     queue = ("broker.prompt_queue=consumer_group", "workers.rollout=3")

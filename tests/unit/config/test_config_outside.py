@@ -34,7 +34,7 @@ def keys_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{name}", field
 
 
-def test_every_key_that_can_name_something_says_what() -> None:
+def test_every_key_that_can_name_external_resources_is_marked() -> None:
     """A key of texts, paths or tables without a mark in its type would be taken over from a log
     unseen."""
     able = {
@@ -52,7 +52,7 @@ def test_every_key_that_can_name_something_says_what() -> None:
     assert [key for key, field in able.items() if not is_marked(field)] == []
 
 
-def test_key_without_a_mark_counts_as_one_that_names_anything() -> None:
+def test_unmarked_key_is_treated_as_naming_anything() -> None:
     class Table(BaseModel):
         forgotten: str = ""
 
@@ -108,7 +108,7 @@ def test_key_without_a_mark_counts_as_one_that_names_anything() -> None:
         ("algorithm.options.table", "../x", Names.OPTIONS),
     ],
 )
-def test_what_a_description_names_is_listed(key: str, value: Any, what: Names) -> None:
+def test_external_names_in_a_run_description_are_listed(key: str, value: Any, what: Names) -> None:
     tree: Any = value
     for name in reversed(key.split(".")):
         tree = [tree] if name == "0" else {name: tree}
@@ -117,7 +117,7 @@ def test_what_a_description_names_is_listed(key: str, value: Any, what: Names) -
     assert (found.key, found.value, found.what) == (key, shown, what)
 
 
-def test_run_file_without_anything_of_its_own_names_its_model_and_its_data() -> None:
+def test_plain_run_file_names_only_its_model_path() -> None:
     tree = RunConfig.model_validate(
         {
             "run": {"id": "a"},

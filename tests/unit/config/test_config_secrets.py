@@ -36,7 +36,7 @@ def refusal(
     ],
     ids=["quoted", "dotted", "inline-argument", "dotted-argument", "environment"],
 )
-def test_password_among_client_settings_is_refused(
+def test_password_in_client_settings_is_rejected(
     tmp_path: Path, text: str, overrides: tuple[str, ...], environment: dict[str, str]
 ) -> None:
     said = refusal(tmp_path, text, *overrides, environment=environment)
@@ -52,7 +52,7 @@ def test_password_among_client_settings_is_refused(
     "key",
     ["ssl.key.password", "ssl.key.pem", "ssl.keystore.password", "sasl.oauthbearer.client.secret"],
 )
-def test_other_secrets_are_sent_to_files(tmp_path: Path, key: str) -> None:
+def test_error_about_other_secrets_points_to_secret_files(tmp_path: Path, key: str) -> None:
     said = refusal(tmp_path, f'[broker.client]\n"{key}" = "{SECRET}"')
     assert f"{key} is a secret" in said
     assert "name that in broker.secret_files" in said
@@ -68,11 +68,11 @@ def test_other_secrets_are_sent_to_files(tmp_path: Path, key: str) -> None:
         f"run.id.password={SECRET}",
     ],
 )
-def test_misplaced_secret_is_not_shown(tmp_path: Path, override: str) -> None:
+def test_error_about_a_misplaced_secret_hides_its_value(tmp_path: Path, override: str) -> None:
     assert SECRET not in refusal(tmp_path, "", override)
 
 
-def test_secret_files_are_for_secrets(tmp_path: Path) -> None:
+def test_secret_files_accept_only_secret_settings(tmp_path: Path) -> None:
     said = refusal(tmp_path, '[broker.secret_files]\n"linger.ms" = "/run/secrets/linger"')
     assert "linger.ms is no secret setting of librdkafka" in said
 
@@ -149,7 +149,7 @@ def test_secret_files_are_for_secrets(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_address_with_a_login_is_refused(
+def test_address_with_credentials_is_rejected(
     tmp_path: Path, override: str, key: str, remedy: str
 ) -> None:
     said = refusal(tmp_path, "", override)
@@ -159,7 +159,7 @@ def test_address_with_a_login_is_refused(
     assert "AKIAKEY" not in said
 
 
-def test_login_is_not_shown_by_an_argument_that_is_misplaced(tmp_path: Path) -> None:
+def test_error_about_a_misplaced_argument_hides_credentials(tmp_path: Path) -> None:
     assert SECRET not in refusal(tmp_path, "", f"http://user:{SECRET}@svc")
 
 
@@ -173,7 +173,7 @@ def test_login_is_not_shown_by_an_argument_that_is_misplaced(tmp_path: Path) -> 
         'broker.bootstrap_servers="a:9092,[::1]:9092"',
     ],
 )
-def test_address_without_a_login_is_taken(tmp_path: Path, override: str) -> None:
+def test_address_without_credentials_is_accepted(tmp_path: Path, override: str) -> None:
     path = tmp_path / "run.toml"
     path.write_text(HEAD)
     load_run_config(path, [override], environment={})
@@ -207,7 +207,7 @@ def test_address_without_a_login_is_taken(tmp_path: Path, override: str) -> None
 @pytest.mark.parametrize(
     "place", ["reward.options={{{}}}", "reward.routes={{math={{options={{{}}}}}}}"]
 )
-def test_variable_that_would_be_sent_is_refused(
+def test_unsafe_token_variable_in_reward_options_is_rejected(
     tmp_path: Path, options: str, rule: str, place: str
 ) -> None:
     assert rule in refusal(tmp_path, "", place.format(options))
@@ -225,7 +225,7 @@ def test_variable_that_would_be_sent_is_refused(
         ),
     ],
 )
-def test_variable_of_a_token_is_taken(tmp_path: Path, override: str) -> None:
+def test_token_variable_in_reward_options_is_accepted(tmp_path: Path, override: str) -> None:
     path = tmp_path / "run.toml"
     path.write_text(HEAD)
     load_run_config(path, re.split(r" (?=reward\.)", override), environment={})

@@ -53,7 +53,7 @@ def values(
     }
 
 
-def test_every_key_that_is_left_out_gets_a_value() -> None:
+def test_every_missing_key_gets_a_derived_value() -> None:
     config = run_of()
     found = values(config, SMALL)
     assert set(found) == set(missing_keys(config))
@@ -61,7 +61,7 @@ def test_every_key_that_is_left_out_gets_a_value() -> None:
     assert {*OF_RUN, *OF_MACHINE} <= set(_known_keys(RunConfig))
 
 
-def test_judge_and_teacher_get_theirs_where_the_run_has_them() -> None:
+def test_judge_and_teacher_keys_are_derived_when_the_run_has_them() -> None:
     config = run_of(
         judge={"model_path": "judge"},
         reward={"function": "genrm"},
@@ -75,7 +75,7 @@ def test_judge_and_teacher_get_theirs_where_the_run_has_them() -> None:
     assert missing_keys(with_values(config, found)) == []
 
 
-def test_values_of_the_run_file_stay() -> None:
+def test_values_set_in_the_run_file_are_not_derived() -> None:
     given = {
         "trainer": {"learning_rate": 0.5, "threads": 0},
         "engine": {"sampling": {"max_new_tokens": 7}},
@@ -87,13 +87,13 @@ def test_values_of_the_run_file_stay() -> None:
 
 
 @pytest.mark.parametrize(("tiny", "rate"), [(None, 1e-6), ({"hidden_size": 32}, 1e-3)])
-def test_learning_rate_goes_by_whether_the_model_is_made_here(
+def test_learning_rate_depends_on_whether_the_run_creates_the_model(
     tiny: dict[str, Any] | None, rate: float
 ) -> None:
     assert values(run_of(model={"tiny": tiny}), SMALL)["trainer.learning_rate"] == rate
 
 
-def test_type_of_the_weights_is_the_checkpoints() -> None:
+def test_model_dtype_is_derived_from_the_checkpoint() -> None:
     assert values(run_of(), SMALL)["model.dtype"] == "bfloat16"
 
 
@@ -134,7 +134,7 @@ def test_type_of_the_weights_is_the_checkpoints() -> None:
         ),
     ],
 )
-def test_lengths_follow_from_the_model_and_what_is_said_of_prompts(
+def test_token_limits_are_derived_from_model_and_prompt_settings(
     given: Any, positions: int, context: int | None, new: int | None
 ) -> None:
     facts = CheckpointFacts("bfloat16", 596_049_920, 151_936, 1024, 28, 16, 8, 128, 3072, positions)
@@ -145,7 +145,7 @@ def test_lengths_follow_from_the_model_and_what_is_said_of_prompts(
     ) == (context, new)
 
 
-def test_evaluation_draws_answers_as_long_as_training_where_it_says_nothing() -> None:
+def test_evaluation_max_new_tokens_defaults_to_that_of_training() -> None:
     datasets = [
         {"name": "a", "source": "jsonl:rows", "sampling": {"top_k": 1}},
         {"name": "b", "source": "jsonl:rows", "sampling": {"max_new_tokens": 5}},
@@ -163,7 +163,7 @@ def test_evaluation_draws_answers_as_long_as_training_where_it_says_nothing() ->
 @pytest.mark.parametrize(
     ("new", "seconds"), [(8, 20.0), (400, 20.0), (6144, 307.2), (100_000, 900.0)]
 )
-def test_drain_lasts_as_long_as_an_answer(new: int, seconds: float) -> None:
+def test_drain_seconds_are_derived_from_max_new_tokens(new: int, seconds: float) -> None:
     config = run_of(engine={"sampling": {"max_new_tokens": new}})
     assert values(config, SMALL)["workers.drain_seconds"] == seconds
 
@@ -176,7 +176,7 @@ def test_drain_lasts_as_long_as_an_answer(new: int, seconds: float) -> None:
         ({"trainer": 64}, 1),
     ],
 )
-def test_processors_are_divided_among_those_that_compute(
+def test_cpu_threads_are_divided_among_the_computing_roles(
     roles: dict[str, int], threads: int
 ) -> None:
     found = values(run_of(), SMALL, machine(roles=roles))
@@ -197,7 +197,7 @@ def test_processors_are_divided_among_those_that_compute(
         (LARGE, 5_898_240, 549_578_207_232, 98_304),
     ],
 )
-def test_bytes_of_real_models(
+def test_memory_sizes_of_real_models_are_computed(
     facts: CheckpointFacts, cell_bytes: int, training_bytes: int, cache_bytes: int
 ) -> None:
     assert facts.cell_bytes("bfloat16") == cell_bytes
@@ -205,11 +205,11 @@ def test_bytes_of_real_models(
     assert facts.cache_bytes("bfloat16") == cache_bytes
 
 
-def test_micro_batch_of_a_model_that_fits_easily_has_the_most_cells() -> None:
+def test_micro_batch_of_a_small_model_has_the_maximum_size() -> None:
     assert values(run_of(), SMALL, machine(gpus=(80 * GIB,)))[MICRO_BATCH] == 16_384
 
 
-def test_micro_batch_is_what_is_left_beside_a_model_that_fills_the_gpu() -> None:
+def test_micro_batch_uses_the_memory_left_by_a_large_model() -> None:
     # 78 GiB - 72,404,425,728 - 2e9 - 4 x 151,936 x 2560 = 7,792,031,744; 0.9 of it holds 1159
     # tokens of 6,045,696 bytes
     (found,) = [
@@ -222,7 +222,7 @@ def test_micro_batch_is_what_is_left_beside_a_model_that_fills_the_gpu() -> None
     assert "engine.max_context_tokens = 8192 may not fit" in found.reason
 
 
-def test_other_models_on_the_gpu_leave_less() -> None:
+def test_other_models_on_the_gpu_reduce_the_micro_batch() -> None:
     # 80 GiB; engine: 256 samples x 1536 tokens x 114,688 bytes, bounded by a third, 28,633,115,306;
     # weights of three roles 3 x 1,192,099,840 85,899,345,920 - 32,209,414,826 - 10,728,898,560 -
     # 2e9 - 622,329,856 = 40,338,702,678; 0.9 of it holds 17,586 tokens
@@ -239,7 +239,7 @@ def test_other_models_on_the_gpu_leave_less() -> None:
     )
 
 
-def test_model_that_does_not_fit_is_said_to() -> None:
+def test_model_that_does_not_fit_the_gpu_gives_a_warning() -> None:
     (found,) = [
         one
         for one in derive(run_of(), {"model": LARGE}, machine(gpus=(80 * GIB,)))
@@ -257,7 +257,7 @@ def test_ranks_share_the_memory_of_a_machine_without_gpus() -> None:
     assert values(config, SMALL, machine(roles={"trainer": 2}))[MICRO_BATCH] == 5120
 
 
-def test_what_nothing_is_known_of_stays_out() -> None:
+def test_keys_that_need_unknown_facts_are_not_derived() -> None:
     found = {derived.key for derived in derive(run_of(), {}, machine())}
     assert found == {
         "trainer.learning_rate",
@@ -268,7 +268,7 @@ def test_what_nothing_is_known_of_stays_out() -> None:
     }
 
 
-def test_dumped_run_file_keeps_what_is_yet_to_be_derived(
+def test_dumped_run_file_leaves_keys_to_be_derived_unset(
     make_run_config: Callable[..., RunConfig],
 ) -> None:
     config = run_of()
@@ -277,7 +277,7 @@ def test_dumped_run_file_keeps_what_is_yet_to_be_derived(
     assert missing_keys(make_run_config()) == []
 
 
-def test_tiny_model_has_its_usual_micro_batch_in_a_container_of_three_gigabytes() -> None:
+def test_tiny_model_keeps_its_usual_micro_batch_in_three_gigabytes() -> None:
     facts = CheckpointFacts("float32", 100_000, 300, 64, 2, 4, 2, 16, 128, 4096)
     (found,) = [
         one

@@ -91,13 +91,13 @@ def verdict(
         (over(300)[-1:], None),
     ],
 )
-def test_verdict_follows_from_what_was_seen(
+def test_autoscaler_verdict_follows_from_the_observations(
     looks: list[Observation], expected: tuple[str, int] | None
 ) -> None:
     assert verdict(looks, last_in_at=-1000, last_out_at=-1000) == expected
 
 
-def test_fewer_only_where_the_others_would_not_be_full_and_work_is_steady() -> None:
+def test_autoscaler_scales_in_only_with_spare_capacity_and_steady_load() -> None:
     assert verdict(over(120, IDLE, usage=0.28), num_wanted=2, last_in_at=-1000) is None, (
         "0.28 of two is 0.56 of one"
     )
@@ -109,7 +109,7 @@ def test_fewer_only_where_the_others_would_not_be_full_and_work_is_steady() -> N
     assert verdict(uneven) is None
 
 
-def test_bounds_are_kept() -> None:
+def test_autoscaler_respects_worker_bounds() -> None:
     assert verdict(over(30, BUSY), num_wanted=30, last_out_at=-1000) == ("out", 32)
     assert verdict(over(30, BUSY), num_wanted=32, last_out_at=-1000) is None
     assert verdict(over(120, IDLE), num_wanted=1, last_in_at=-1000) is None
@@ -126,7 +126,7 @@ def test_bounds_are_kept() -> None:
         (IDLE, 0, 0, ("in", 2)),
     ],
 )
-def test_rest_is_kept_after_a_change(
+def test_autoscaler_waits_for_a_cooldown_after_a_change(
     look: Observation, last_out_at: int, last_in_at: int, expected: tuple[str, int] | None
 ) -> None:
     assert verdict(over(120, look), last_out_at=last_out_at, last_in_at=last_in_at) == expected
@@ -159,7 +159,7 @@ def hear(run: RunState, service: ScalingService) -> None:
     run.apply(train_step(0, at_seconds=1, staleness_mean=1.0))
 
 
-def test_autoscaler_asks_as_any_caller_does_and_the_one_after_it_knows_when(
+def test_autoscaler_logs_requests_and_its_successor_keeps_the_cooldown(
     make_run_config: Callable[..., RunConfig],
 ) -> None:
     config = make_run_config(

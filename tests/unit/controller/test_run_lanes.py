@@ -37,7 +37,7 @@ class Brokers:
 @pytest.mark.parametrize(
     ("running", "samples", "lanes"), [(256, 8, 32), (256, 16, 16), (20, 8, 3), (4, 8, 1)]
 )
-def test_worker_has_as_many_lanes_as_fill_its_engine(
+def test_rollout_worker_has_enough_lanes_to_fill_its_engine(
     make_run_config: MakeRunConfig, running: int, samples: int, lanes: int
 ) -> None:
     config = make_run_config(
@@ -50,7 +50,7 @@ def test_worker_has_as_many_lanes_as_fill_its_engine(
     )
 
 
-def test_run_that_asks_for_more_lanes_than_the_share_group_holds_is_refused_with_the_numbers(
+def test_run_with_more_lanes_than_the_share_group_allows_is_rejected(
     make_run_config: MakeRunConfig,
 ) -> None:
     config = make_run_config(workers={"rollout": 7}, engine={"max_prompt_groups": 32})
@@ -76,13 +76,13 @@ def test_run_that_asks_for_more_lanes_than_the_share_group_holds_is_refused_with
     )
 
 
-def test_size_is_what_the_brokers_tell(make_run_config: MakeRunConfig) -> None:
+def test_share_group_size_is_read_from_the_brokers(make_run_config: MakeRunConfig) -> None:
     config = make_run_config()
     assert read_share_group_size(config, Brokers({"group.share.max.size": "200"})) == 200  # type: ignore[arg-type]
     assert read_share_group_size(config, Brokers(None)) is None  # type: ignore[arg-type]
 
 
-def test_request_beyond_the_share_group_is_refused_with_the_numbers(
+def test_scaling_request_beyond_the_share_group_size_is_rejected(
     make_run_config: MakeRunConfig,
 ) -> None:
     config = make_run_config(engine={"max_prompt_groups": 32})

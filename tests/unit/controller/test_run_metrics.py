@@ -53,7 +53,9 @@ def make_heartbeat(
     )
 
 
-def test_newest_step_is_served_with_its_figures_and_phases(make_run_config: MakeRunConfig) -> None:
+def test_newest_train_step_is_exported_with_metrics_and_phases(
+    make_run_config: MakeRunConfig,
+) -> None:
     config = make_run_config(run={"num_steps": 7, "max_staleness": 3})
     older = committed(0, metrics={"reward_mean": 0.1, "grad_norm": 9.0})
     newest = committed(
@@ -79,7 +81,7 @@ def test_newest_step_is_served_with_its_figures_and_phases(make_run_config: Make
     assert found["relax_published_policy_version"] == {(): 2}
 
 
-def test_what_is_not_known_yet_has_no_sample(make_run_config: MakeRunConfig) -> None:
+def test_unknown_metrics_have_no_exported_value(make_run_config: MakeRunConfig) -> None:
     found = served(make_run_config())
     assert "relax_train_step_timestamp_seconds" not in found
     assert "relax_staleness_max_versions" not in found
@@ -90,7 +92,7 @@ def test_what_is_not_known_yet_has_no_sample(make_run_config: MakeRunConfig) -> 
     )
 
 
-def test_figure_that_is_no_number_is_served_as_it_is(make_run_config: MakeRunConfig) -> None:
+def test_nan_and_infinite_metrics_are_exported_unchanged(make_run_config: MakeRunConfig) -> None:
     found = served(
         make_run_config(), committed(0, metrics={"loss": math.nan, "grad_norm": math.inf})
     )
@@ -100,7 +102,7 @@ def test_figure_that_is_no_number_is_served_as_it_is(make_run_config: MakeRunCon
 
 
 @pytest.mark.parametrize(("checkpoints", "behind"), [([], 4), ([0], 3), ([0, 2], 1), ([3], 0)])
-def test_checkpoint_is_as_many_steps_behind_as_recovery_would_replay(
+def test_checkpoint_lag_metric_counts_the_steps_recovery_would_replay(
     make_run_config: MakeRunConfig, checkpoints: list[int], behind: int
 ) -> None:
     reference = CheckpointRef(policy_version=1, uri="file:///c", digest=b"d")
@@ -110,7 +112,9 @@ def test_checkpoint_is_as_many_steps_behind_as_recovery_would_replay(
     assert served(make_run_config(), *steps)["relax_checkpoint_behind_steps"] == {(): behind}
 
 
-def test_workers_are_counted_by_what_they_said_last(make_run_config: MakeRunConfig) -> None:
+def test_workers_are_counted_by_the_state_in_their_last_heartbeat(
+    make_run_config: MakeRunConfig,
+) -> None:
     config = make_run_config(workers={"heartbeat_timeout_seconds": 5.0, "rollout": 2})
     found = served(
         config,
@@ -141,7 +145,9 @@ def test_workers_are_counted_by_what_they_said_last(make_run_config: MakeRunConf
     )  # a role without workers has zeros, so that an alert can see it
 
 
-def test_nobody_is_silent_while_nobody_can_be_heard(make_run_config: MakeRunConfig) -> None:
+def test_no_worker_counts_as_silent_while_all_heartbeats_are_old(
+    make_run_config: MakeRunConfig,
+) -> None:
     """The broker was away: all that is known is old, the newest of it too."""
     config = make_run_config(workers={"heartbeat_timeout_seconds": 5.0})
     heartbeats = [
@@ -164,7 +170,7 @@ def test_nobody_is_silent_while_nobody_can_be_heard(make_run_config: MakeRunConf
     } == {"rollout", "trainer"}
 
 
-def test_slowest_live_engine_shows_how_far_behind_the_weights_are(
+def test_engine_version_lag_metric_follows_the_slowest_live_engine(
     make_run_config: MakeRunConfig,
 ) -> None:
     events = [
@@ -180,7 +186,7 @@ def test_slowest_live_engine_shows_how_far_behind_the_weights_are(
     assert "relax_engine_behind_versions" not in served(make_run_config(), published(7))
 
 
-def test_failures_and_the_end_are_served(make_run_config: MakeRunConfig) -> None:
+def test_failures_and_run_end_are_exported(make_run_config: MakeRunConfig) -> None:
     config = make_run_config(run={"max_failed_prompt_groups": 9})
     failures = [ended(f"000000-{index:04d}-0", Outcome.FAILED, reason="r") for index in range(3)]
     going = served(config, *failures)
@@ -194,7 +200,7 @@ def test_failures_and_the_end_are_served(make_run_config: MakeRunConfig) -> None
     ] == {(): 1}
 
 
-def test_newest_evaluation_of_each_dataset_is_served(make_run_config: MakeRunConfig) -> None:
+def test_newest_evaluation_of_each_dataset_is_exported(make_run_config: MakeRunConfig) -> None:
     def evaluated(version: int, dataset: str, reward: float | None) -> PolicyEvaluated:
         return PolicyEvaluated(
             policy_version=version,
@@ -215,7 +221,7 @@ def test_newest_evaluation_of_each_dataset_is_served(make_run_config: MakeRunCon
     assert found["relax_evaluation_reward_mean"] == {(("dataset", "a"),): 0.5}
 
 
-def test_queue_is_told_once_it_is_known_and_the_disk_where_the_run_has_its_directory(
+def test_queue_length_and_free_disk_are_exported_only_when_known(
     make_run_config: MakeRunConfig, tmp_path: Path
 ) -> None:
     metrics, registry = RunMetrics(make_run_config(), RunState()), CollectorRegistry()
@@ -235,7 +241,7 @@ def test_queue_is_told_once_it_is_known_and_the_disk_where_the_run_has_its_direc
     ] == [[]]
 
 
-def test_number_of_series_does_not_grow_with_the_run(make_run_config: MakeRunConfig) -> None:
+def test_number_of_metric_series_does_not_grow_with_the_run(make_run_config: MakeRunConfig) -> None:
     config = make_run_config(run={"max_staleness": 1})
 
     def series(num_steps: int) -> set[tuple[str, Labels]]:

@@ -57,7 +57,7 @@ def scaled(**asked: Any) -> ScaleState:
     return ended(state, opened(state, kind=Kind.OUT, **asked), Status.CREATING, Status.ACTIVE)
 
 
-def test_target_is_absolute_and_counts_the_workers_of_the_start() -> None:
+def test_scaling_target_is_absolute_and_includes_initial_workers() -> None:
     state = ScaleState()
     assert opened(state, kind=Kind.OUT, target=3).workers == ("rollout-1", "rollout-2")
     assert (
@@ -71,7 +71,7 @@ def test_target_is_absolute_and_counts_the_workers_of_the_start() -> None:
     assert opened(scaled(target=3), kind=Kind.OUT, target=4).workers == ("rollout-3",)
 
 
-def test_newest_go_first_and_names_are_never_used_again() -> None:
+def test_scale_in_removes_newest_workers_and_names_are_never_reused() -> None:
     state = scaled(target=4)
     gone = opened(state, kind=Kind.IN, target=2)
     assert gone.workers == ("rollout-3", "rollout-2")
@@ -80,7 +80,7 @@ def test_newest_go_first_and_names_are_never_used_again() -> None:
     assert opened(state, kind=Kind.OUT, target=3).workers == ("rollout-4",)
 
 
-def test_servers_are_attached_once_and_let_go_by_their_address() -> None:
+def test_external_servers_are_attached_once_and_detached_by_url() -> None:
     state = scaled(urls=(A, A + "/"))
     assert [worker.url for worker in state.workers.values()] == [A]
     assert opened(state, kind=Kind.OUT, urls=(A, B)).urls == (B,)
@@ -88,7 +88,7 @@ def test_servers_are_attached_once_and_let_go_by_their_address() -> None:
     assert opened(state, kind=Kind.IN, urls=(A,)).workers == ("rollout-1",)
 
 
-def test_servers_of_the_run_file_are_not_shared() -> None:
+def test_servers_of_the_run_file_are_not_shared_with_added_workers() -> None:
     config = run_config()
     engine = config.engine.model_copy(
         update={"name": "sglang", "sglang": SGLangConfig(urls=(A + "/",))}
@@ -110,7 +110,7 @@ def test_servers_of_the_run_file_are_not_shared() -> None:
     assert found.urls == (B,)
 
 
-def test_call_that_is_repeated_with_its_key_makes_no_second_request() -> None:
+def test_repeated_call_with_the_same_key_creates_no_second_request() -> None:
     state = ScaleState()
     first = opened(state, kind=Kind.OUT, target=3, key="k")
     again = admit(state, BOUNDS, ScaleCommand(kind=Kind.OUT, target=3, key="k"), now=99)
@@ -165,7 +165,7 @@ def test_call_that_is_repeated_with_its_key_makes_no_second_request() -> None:
         ),
     ],
 )
-def test_call_that_can_not_be_done_says_why(
+def test_impossible_scaling_call_is_rejected_with_the_reason(
     asked: dict[str, Any], error: type[RejectedError], text: str
 ) -> None:
     with pytest.raises(error) as refusal:
@@ -173,7 +173,7 @@ def test_call_that_can_not_be_done_says_why(
     assert text in str(refusal.value)
 
 
-def test_workers_of_the_start_stay() -> None:
+def test_initial_workers_cannot_be_scaled_in() -> None:
     bounds = ScalingBounds.from_config(
         run_config().model_copy(
             update={"workers": run_config().workers.model_copy(update={"rollout": 2})}
@@ -190,7 +190,7 @@ def test_workers_of_the_start_stay() -> None:
         admit(ScaleState(), bounds, ScaleCommand(kind=Kind.IN, target=1), now=0)
 
 
-def test_run_whose_workers_others_start_says_where_to_scale_it() -> None:
+def test_unsupervised_run_rejects_scaling_and_says_where_to_scale() -> None:
     with pytest.raises(
         RejectedError,
         match=r"were not started by `relax run`.*scale the service rollout where it was started",
@@ -203,7 +203,7 @@ def test_run_whose_workers_others_start_says_where_to_scale_it() -> None:
         )
 
 
-def test_one_request_at_a_time_for_each_model() -> None:
+def test_only_one_scaling_request_is_open_per_model() -> None:
     state = ScaleState()
     first = opened(state, kind=Kind.OUT, target=2)
     with pytest.raises(
@@ -214,7 +214,7 @@ def test_one_request_at_a_time_for_each_model() -> None:
     assert opened(state, kind=Kind.OUT, target=2, model="reward").workers == ("reward-1",)
 
 
-def test_second_of_two_controllers_that_did_not_know_of_each_other_comes_to_nothing() -> None:
+def test_second_of_two_concurrent_scaling_requests_fails() -> None:
     state = ScaleState()
     first, second = (
         opened(ScaleState(), kind=Kind.OUT, target=2),
@@ -230,7 +230,7 @@ def test_second_of_two_controllers_that_did_not_know_of_each_other_comes_to_noth
     assert list(state.workers) == ["rollout-1"]
 
 
-def test_only_what_brings_workers_and_is_not_over_can_be_cancelled() -> None:
+def test_only_open_scale_out_requests_can_be_cancelled() -> None:
     state = ScaleState()
     request = opened(state, kind=Kind.OUT, target=2)
     assert (
@@ -244,7 +244,7 @@ def test_only_what_brings_workers_and_is_not_over_can_be_cancelled() -> None:
         require_cancellable(opened(state, kind=Kind.IN, target=1))
 
 
-def test_records_that_nobody_of_ours_wrote_change_nothing() -> None:
+def test_malformed_scaling_records_are_ignored() -> None:
     state = scaled(target=2)
     before = dict(state.requests)
     (request_id,) = before
@@ -275,7 +275,7 @@ def test_records_that_nobody_of_ours_wrote_change_nothing() -> None:
     assert (state.requests, list(state.workers)) == (before, ["rollout-1"])
 
 
-def test_requests_that_are_over_are_known_for_days_and_the_newest_of_them_for_ever() -> None:
+def test_ended_requests_are_kept_for_days_and_the_newest_forever() -> None:
     state, numbers = ScaleState(), range(MAX_ENDED_KEPT + 105)
     for number in numbers:
         ended(
@@ -296,7 +296,7 @@ def test_requests_that_are_over_are_known_for_days_and_the_newest_of_them_for_ev
     assert opened(state, kind=Kind.OUT, target=2).workers == (f"rollout-{len(numbers) + 2}",)
 
 
-def test_worker_has_as_long_as_its_server_may_take_to_start_and_load() -> None:
+def test_scale_out_timeout_covers_server_start_and_model_load() -> None:
     config = run_config()
     assert BOUNDS.pools["default"].timeout == config.health.start_seconds * SECOND
     engine = config.engine.model_copy(
@@ -333,7 +333,7 @@ def test_worker_has_as_long_as_its_server_may_take_to_start_and_load() -> None:
         )
 
 
-def test_run_that_is_taken_up_still_knows_its_workers() -> None:
+def test_resumed_run_still_knows_its_added_workers() -> None:
     state = ScaleState()
     request = opened(state, kind=Kind.OUT, target=2)
     log = [
@@ -348,7 +348,7 @@ def test_run_that_is_taken_up_still_knows_its_workers() -> None:
     assert (list(heard.workers), heard.is_over) == (["rollout-1"], False)
 
 
-def test_metrics_count_requests_and_of_workers() -> None:
+def test_metrics_count_scaling_requests_and_desired_workers() -> None:
     state = scaled(target=3)
     opened(state, kind=Kind.IN, target=2)
     values = {

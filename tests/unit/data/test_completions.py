@@ -35,7 +35,7 @@ def read_texts(row: PromptRow) -> tuple[list[str], list[list[str]], str]:
 
 
 @pytest.mark.parametrize("completion", ["yo", [BOT]], ids=["text", "messages"])
-def test_single_message_to_learn_is_the_answer(tmp_path: Path, completion: Any) -> None:
+def test_single_completion_message_becomes_the_answer(tmp_path: Path, completion: Any) -> None:
     row = row_of(
         tmp_path,
         {"prompt": "hi", "completion": completion, "level": 1},
@@ -45,7 +45,7 @@ def test_single_message_to_learn_is_the_answer(tmp_path: Path, completion: Any) 
     assert row.metadata == '{"level":1}'
 
 
-def test_completion_stands_next_to_a_reference_answer_of_its_own(tmp_path: Path) -> None:
+def test_completion_and_reference_answer_are_kept_separately(tmp_path: Path) -> None:
     row = row_of(
         tmp_path,
         {"prompt": "hi", "completion": "so: yo", "answer": "yo"},
@@ -82,14 +82,14 @@ def test_conversation_is_cut_before_the_completion(
     ],
     ids=["texts", "messages", "messages with the prompt", "prompt in both"],
 )
-def test_pair_brings_chosen_first_and_the_prompt_once(
+def test_preference_pair_has_one_prompt_and_the_chosen_answer_first(
     tmp_path: Path, columns: dict[str, Any], keys: dict[str, Any]
 ) -> None:
     row = row_of(tmp_path, columns, chosen_key="chosen", rejected_key="rejected", **keys)
     assert read_texts(row) == (["hi"], [["yo"], ["no"]], "")
 
 
-def test_prompt_of_a_pair_reaches_to_where_the_answers_part(tmp_path: Path) -> None:
+def test_preference_pair_prompt_is_the_common_prefix_of_its_conversations(tmp_path: Path) -> None:
     columns = {"c": [USER, BOT, MORE, END], "r": [USER, BOT, MORE, OTHER]}
     row = row_of(tmp_path, columns, prompt_key="", chosen_key="c", rejected_key="r")
     assert read_texts(row) == (["hi", "yo", "and?"], [["bye"], ["no"]], "")

@@ -68,7 +68,7 @@ def test_verifier_rejects_metadata_from_elsewhere() -> None:
         "zebra_puzzles",
     ],
 )
-def test_verifier_gives_full_marks_to_the_reference_answer_after_the_wire(task: str) -> None:
+def test_verifier_gives_full_reward_to_reference_answer_and_json_metadata(task: str) -> None:
     source = open_source(DataConfig(source=f"reasoning_gym:{task}", num_problems=3), seed=5)
     for index in range(source.num_rows):
         row = source.row(index)

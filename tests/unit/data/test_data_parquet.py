@@ -83,7 +83,7 @@ def test_parquet_takes_a_slice_across_row_groups(
     assert answers(source_of(f"{path}{span}")) == expected
 
 
-def test_parquet_leaves_invalid_rows_out_up_to_the_limit(tmp_path: Path) -> None:
+def test_parquet_skips_invalid_rows_up_to_the_limit(tmp_path: Path) -> None:
     rows = numbered(0, 9)
     rows[0]["prompt"] = rows[4]["prompt"] = rows[8]["prompt"] = ""
     path = write_table(tmp_path / "rows.parquet", rows)
@@ -104,7 +104,7 @@ def test_parquet_leaves_invalid_rows_out_up_to_the_limit(tmp_path: Path) -> None
         source_of(path)
 
 
-def test_parquet_holds_no_more_row_groups_than_its_budget(
+def test_parquet_caches_no_more_row_groups_than_its_memory_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [{"prompt": f"{number:04d}" + "x" * 1000, "answer": ""} for number in range(40)]
@@ -130,7 +130,7 @@ def test_parquet_reads_only_the_columns_that_a_row_needs(tmp_path: Path) -> None
         source_of(path)
 
 
-def test_parquet_rejects_what_is_none(tmp_path: Path) -> None:
+def test_parquet_rejects_invalid_missing_and_empty_files(tmp_path: Path) -> None:
     (tmp_path / "text.parquet").write_text("no parquet")
     write_table(tmp_path / "empty.parquet", numbered(0, 1))
     with pytest.raises(
@@ -160,7 +160,7 @@ def test_parquet_names_the_file_whose_pages_are_damaged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("index", [-1, 2])
-def test_parquet_has_no_rows_beyond_its_ends(tmp_path: Path, index: int) -> None:
+def test_parquet_row_index_out_of_range_is_an_error(tmp_path: Path, index: int) -> None:
     source = source_of(write_table(tmp_path / "rows.parquet", numbered(0, 2)))
     with pytest.raises(IndexError, match=r"it has 2 rows"):
         source.row(index)

@@ -36,7 +36,7 @@ def test_renderer_uses_the_chat_template(folder: Path) -> None:
     assert tokens[0] == tokens[12] == tokens[18]
 
 
-def test_renderer_takes_raw_text_as_it_stands(folder: Path) -> None:
+def test_renderer_keeps_raw_text_unchanged(folder: Path) -> None:
     renderer = PromptRenderer.from_folder(folder, RAW)
     assert renderer.completion_text(renderer.prompt_tokens(TALK)) == "be brief\nhi"
 
@@ -58,7 +58,7 @@ def test_renderer_ends_an_answer_with_the_first_stop_token(folder: Path) -> None
     assert renderer.completion_text(tokens) == "42"
 
 
-def test_renderer_decodes_broken_bytes_without_failing(folder: Path) -> None:
+def test_renderer_decodes_invalid_utf8_with_a_replacement_character(folder: Path) -> None:
     renderer = PromptRenderer.from_folder(folder, RAW)
     cut = renderer.prompt_tokens([ChatMessage.of_text("user", "\u00e9")])[:1]
     assert renderer.completion_text(cut) == "\N{REPLACEMENT CHARACTER}"
@@ -74,7 +74,7 @@ def test_renderer_rejects_a_folder_that_is_missing_or_empty(tmp_path: Path) -> N
         PromptRenderer.from_folder(tmp_path, CHAT)
 
 
-def test_renderer_rejects_a_chat_template_that_is_not_there() -> None:
+def test_renderer_rejects_a_tokenizer_without_a_chat_template() -> None:
     tokenizer = train_tokenizer(["abc"])
     tokenizer.chat_template = None
     with pytest.raises(
@@ -126,7 +126,7 @@ def test_renderer_reads_a_folder_as_transformers_does(
         ("tokenizer.json", None),
     ],
 )
-def test_renderer_leaves_a_richer_folder_to_transformers(
+def test_renderer_leaves_unsupported_tokenizer_folders_to_transformers(
     folder: Path, tmp_path: Path, file: str, change: object
 ) -> None:
     copy = Path(shutil.copytree(folder, tmp_path / "model"))
@@ -161,7 +161,7 @@ def test_renderer_takes_a_template_file_with_options_and_tools(
     )
 
 
-def test_renderer_gives_options_and_tools_to_a_tokenizer_of_transformers_alike(
+def test_renderer_passes_options_and_tools_to_transformers_tokenizers(
     folder: Path, tmp_path: Path
 ) -> None:
     copy = Path(shutil.copytree(folder, tmp_path / "model"))
@@ -186,7 +186,7 @@ def test_renderer_gives_options_and_tools_to_a_tokenizer_of_transformers_alike(
     )
 
 
-def test_renderer_names_the_conversation_that_the_template_rejects(
+def test_renderer_reports_why_the_template_rejects_a_conversation(
     folder: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "strict.jinja").write_text("{{ raise_exception('no system role') }}")
@@ -199,7 +199,7 @@ def test_renderer_names_the_conversation_that_the_template_rejects(
         renderer.prompt_tokens(TALK)
 
 
-def test_renderer_rejects_a_template_file_that_is_none(folder: Path, tmp_path: Path) -> None:
+def test_renderer_rejects_an_invalid_or_missing_template_file(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "broken.jinja").write_text("{% if %}")
     with pytest.raises(
         ConfigError, match=r"is not a Jinja template: .*; set data.chat_template_file"

@@ -69,7 +69,7 @@ def test_jsonl_reads_chat_messages_and_puts_the_system_prompt_first(tmp_path: Pa
     assert [message.text for message in source.row(1).messages] == ["mine", "a"]
 
 
-def test_jsonl_skips_blank_lines_and_a_missing_last_newline(tmp_path: Path) -> None:
+def test_jsonl_skips_blank_lines_and_accepts_a_missing_last_newline(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('\n{"prompt": "a", "answer": ""}\n   \n{"prompt": "b", "answer": ""}')
     source = open_source(jsonl(path), seed=0)
@@ -131,7 +131,7 @@ def test_jsonl_rejects_files_without_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("index", [-1, 1])
-def test_jsonl_has_no_rows_beyond_its_ends(tmp_path: Path, index: int) -> None:
+def test_jsonl_row_index_out_of_range_is_an_error(tmp_path: Path, index: int) -> None:
     source = open_source(
         jsonl(write_lines(tmp_path / "rows.jsonl", {"prompt": "a", "answer": "b"})), seed=0
     )
@@ -151,7 +151,7 @@ def test_open_source_rejects_unknown_values(source: str) -> None:
 @pytest.mark.parametrize(
     ("span", "expected"), [("[1:3]", ["1", "2"]), ("[3:]", ["3", "4"]), ("[:2]", ["0", "1"])]
 )
-def test_jsonl_takes_a_slice_and_looks_at_nothing_else(
+def test_jsonl_slice_reads_only_its_own_rows(
     tmp_path: Path, span: str, expected: list[str]
 ) -> None:
     lines: list[object] = [{"prompt": "p", "answer": str(number)} for number in range(5)]
@@ -161,7 +161,7 @@ def test_jsonl_takes_a_slice_and_looks_at_nothing_else(
     assert [source.row(index).answer for index in range(source.num_rows)] == expected
 
 
-def test_jsonl_has_no_rows_in_a_slice_behind_its_end(tmp_path: Path) -> None:
+def test_jsonl_rejects_a_slice_beyond_its_end(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "rows.jsonl", {"prompt": "p", "answer": ""})
     with pytest.raises(ConfigError, match=r"rows.jsonl has no rows between 4 and 9; "):
         open_source(DataConfig(source=f"jsonl:{path}[4:9]"), seed=0)
@@ -199,7 +199,7 @@ def test_jsonl_reads_compressed_files(tmp_path: Path, suffix: str) -> None:
         ),
     ],
 )
-def test_jsonl_rejects_a_file_of_which_a_few_bytes_would_fill_the_disk(
+def test_jsonl_rejects_a_decompression_bomb(
     tmp_path: Path,
     suffix: str,
     settings: dict[str, int],
@@ -218,7 +218,7 @@ def test_jsonl_rejects_a_file_of_which_a_few_bytes_would_fill_the_disk(
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz"])
-def test_jsonl_rejects_what_is_no_regular_file(tmp_path: Path, name: str) -> None:
+def test_jsonl_rejects_files_that_are_not_regular(tmp_path: Path, name: str) -> None:
     """Reading a pipe that no one writes to would never end."""
     os.mkfifo(tmp_path / name)
     with pytest.raises(ConfigError, match=f"{name} can't be read: it is no regular file"):
@@ -227,13 +227,13 @@ def test_jsonl_rejects_what_is_no_regular_file(tmp_path: Path, name: str) -> Non
         open_source(jsonl(Path("/dev/zero")), seed=0)
 
 
-def test_parquet_rejects_what_is_no_regular_file(tmp_path: Path) -> None:
+def test_parquet_rejects_files_that_are_not_regular(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "train-00000.parquet")
     with pytest.raises(ConfigError, match=r"train-00000.parquet is not a regular file"):
         open_source(DataConfig(source=f"parquet:{tmp_path}"), seed=0)
 
 
-def test_jsonl_leaves_invalid_rows_out_up_to_the_limit(tmp_path: Path) -> None:
+def test_jsonl_skips_invalid_rows_up_to_the_limit(tmp_path: Path) -> None:
     rows: list[object] = [{"prompt": "p", "answer": str(number)} for number in range(4)]
     path = write_lines(tmp_path / "rows.jsonl", rows[0], "{", rows[1], {"prompt": "p"}, *rows[2:])
     source = open_source(jsonl(path, max_invalid_rows=2), seed=0)
@@ -249,7 +249,7 @@ def test_jsonl_leaves_invalid_rows_out_up_to_the_limit(tmp_path: Path) -> None:
         open_source(jsonl(path, max_invalid_rows=1), seed=0)
 
 
-def test_rows_take_their_columns_from_within_objects(tmp_path: Path) -> None:
+def test_rows_read_columns_from_nested_objects(tmp_path: Path) -> None:
     columns = {
         "data": {"q": "why?", "truth": "so"},
         "id": 7,
@@ -287,7 +287,7 @@ def test_rows_give_their_tools_as_json(tmp_path: Path, tools: object, expected: 
 
 
 @pytest.mark.parametrize("tools", ["no json", '{"name": "f"}', ["f"], 3])
-def test_rows_refuse_tools_that_are_none(tmp_path: Path, tools: object) -> None:
+def test_rows_reject_invalid_tools(tmp_path: Path, tools: object) -> None:
     path = write_lines(tmp_path / "rows.jsonl", {"prompt": "p", "answer": "", "t": tools})
     with pytest.raises(
         ConfigError, match=r"rows.jsonl:1: t is .*; tools are a list of objects, or its JSON text"

@@ -105,7 +105,7 @@ def test_pass_rate_filter_reads_the_newest_mean_reward(
     )
 
 
-def test_function_ranks_or_skips_a_row(hook_file: Path) -> None:
+def test_filter_function_ranks_or_skips_a_row(hook_file: Path) -> None:
     prompt_filter = FunctionFilter(f"{hook_file}:level")
     assert prompt_filter(row_of("p", '{"level": 2}'), mean_rewards=(), train_step=0) == 2.0
     assert prompt_filter(row_of("p"), mean_rewards=(), train_step=0) == "prompt_filter"
@@ -116,7 +116,7 @@ def test_function_ranks_or_skips_a_row(hook_file: Path) -> None:
     ] == [0.0, 0.0, "prompt_filter"]
 
 
-def test_function_gets_answer_metadata_rewards_and_step(hook_file: Path) -> None:
+def test_filter_function_gets_answer_metadata_rewards_and_step(hook_file: Path) -> None:
     assert (
         FunctionFilter(f"{hook_file}:facts")(
             row_of("abc"), mean_rewards=(0.5, 1.0, 0.0, 0.0), train_step=7
@@ -125,7 +125,7 @@ def test_function_gets_answer_metadata_rewards_and_step(hook_file: Path) -> None
     )
 
 
-def test_function_that_fails_is_named_with_the_prompt(hook_file: Path) -> None:
+def test_error_names_the_failing_filter_function_and_the_prompt(hook_file: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"hooks.py:broken failed with KeyError: 'no level' on prompt 'why\?'"
     ):
@@ -139,14 +139,14 @@ def test_function_that_fails_is_named_with_the_prompt(hook_file: Path) -> None:
         FunctionFilter("nowhere.py:level")
 
 
-def test_history_keeps_mean_rewards_in_order() -> None:
+def test_reward_history_keeps_mean_rewards_in_order() -> None:
     history = RewardHistory()
     for reward in (0.25, 0.5):
         history.add(DatasetRow(0, 3), reward)
     assert (list(history[DatasetRow(0, 3)]), list(history[DatasetRow(1, 3)])) == ([0.25, 0.5], [])
 
 
-def test_filters_are_those_of_the_run_file(hook_file: Path) -> None:
+def test_prompt_filters_are_built_from_the_run_file(hook_file: Path) -> None:
     renderer = PromptRenderer(
         train_tokenizer(["x"]), DataConfig(source="jsonl:x", chat_template=False)
     )

@@ -18,7 +18,7 @@ def test_run_file_is_valid_and_named_after_its_run(path: Path) -> None:
     assert load_reward(config.reward.function).name == config.reward.function
 
 
-def test_quickstart_needs_every_role_and_nothing_of_the_users() -> None:
+def test_quickstart_uses_optional_roles_and_needs_no_user_files() -> None:
     config = load_run_config(CONFIGS / "quickstart.toml", environment={})
     assert {"reference", "actor-forward"} <= config.roles().keys()
     assert config.model.tiny is not None

@@ -61,7 +61,7 @@ def pieces(answer: TokenizedTarget, renderer: PromptRenderer) -> list[tuple[str,
     return list(zip(texts, answer.loss_mask.tolist(), strict=True))
 
 
-def test_mask_of_a_conversation_marks_each_token_that_the_assistant_chose(folder: Path) -> None:
+def test_loss_mask_of_a_conversation_marks_only_assistant_tokens(folder: Path) -> None:
     renderer = renderer_of(folder)
     answer = tokenize_completion(PROMPT, TALK, renderer=renderer)
     assert pieces(answer, renderer) == [
@@ -96,7 +96,7 @@ def test_answer_that_the_template_does_not_end_is_given_a_stop_token(folder: Pat
     ]
 
 
-def test_row_fails_where_the_template_forgets_what_it_rendered(folder: Path) -> None:
+def test_row_fails_when_the_template_changes_earlier_messages(folder: Path) -> None:
     renderer = renderer_of(folder, FORGETFUL)
     assert len(tokenize_completion(PROMPT[1:], TALK[:1], renderer=renderer).tokens) == 3
     with pytest.raises(

@@ -46,14 +46,14 @@ def pixels_of(row: PromptRow) -> np.ndarray:
     return np.asarray(Image.open(BytesIO(item.read(BOUNDS)))).astype(int)
 
 
-def test_image_is_the_same_for_a_seed_and_another_for_another() -> None:
+def test_image_is_determined_by_seed_and_row_index() -> None:
     one, again, other = (synthetic_images("colour", seed=seed).row(5) for seed in (1, 1, 2))
     assert one == again
     assert not np.array_equal(pixels_of(one), pixels_of(other))
     assert not np.array_equal(pixels_of(one), pixels_of(synthetic_images("colour", seed=1).row(6)))
 
 
-def test_colour_is_that_of_the_bright_square() -> None:
+def test_colour_task_answer_is_the_colour_of_the_bright_square() -> None:
     answers = set()
     for row in map(synthetic_images("colour").row, range(60)):
         square = pixels_of(row)[(pixels_of(row) > BRIGHT).any(axis=2)]
@@ -62,7 +62,7 @@ def test_colour_is_that_of_the_bright_square() -> None:
     assert answers == set(NAMED)
 
 
-def test_count_is_the_number_of_bright_squares() -> None:
+def test_count_task_answer_is_the_number_of_bright_squares() -> None:
     for row in map(synthetic_images("count").row, range(30)):
         centres = pixels_of(row)[4::8, 4::8]
         assert ("one", "two", "three", "four")[
@@ -70,13 +70,13 @@ def test_count_is_the_number_of_bright_squares() -> None:
         ] == row.answer
 
 
-def test_corner_is_where_it_is_bright() -> None:
+def test_where_task_answer_is_the_corner_of_the_bright_square() -> None:
     for row in map(synthetic_images("where").row, range(30)):
         y, x = np.argwhere((pixels_of(row) > BRIGHT).any(axis=2)).mean(axis=0)
         assert f"{'top' if y < 16 else 'bottom'} {'left' if x < 16 else 'right'}" == row.answer
 
 
-def test_images_have_the_size_that_is_asked_for() -> None:
+def test_images_have_the_configured_size() -> None:
     assert pixels_of(synthetic_images("where", options={"pixels": 48}).row(0)).shape == (48, 48, 3)
 
 
@@ -96,7 +96,7 @@ def test_images_have_the_size_that_is_asked_for() -> None:
         ("colour", {"size": 8}, "Extra inputs are not permitted"),
     ],
 )
-def test_synthetic_images_refuse_what_they_do_not_know(
+def test_synthetic_images_reject_unknown_tasks_and_options(
     task: str, options: dict[str, Any], text: str
 ) -> None:
     with pytest.raises(ConfigError, match=text):
@@ -108,7 +108,7 @@ def run_of(folder: Path, family: str, **algorithm: Any) -> RunConfig:
     return image_run(folder, model=tiny, algorithm=algorithm)
 
 
-def test_run_needs_a_model_that_reads_images(tmp_path: Path) -> None:
+def test_run_with_images_needs_a_model_that_reads_images(tmp_path: Path) -> None:
     assert require_model(run_of(tmp_path, "qwen3_vl")).endswith("will be made by the run")
     with pytest.raises(
         ConfigError,
@@ -158,7 +158,7 @@ def test_run_with_images_needs_a_critic_that_reads_images(tmp_path: Path) -> Non
         require_model(blind)
 
 
-def test_small_image_of_a_zoom_shows_where_and_the_quarter_which_colour() -> None:
+def test_zoom_task_shows_position_in_the_small_image_and_colour_in_the_zoom() -> None:
     for row in map(synthetic_images("zoom").row, range(12)):
         metadata = json.loads(row.metadata)
         small = pixels_of(row)
@@ -179,7 +179,7 @@ def test_small_image_of_a_zoom_shows_where_and_the_quarter_which_colour() -> Non
         assert zoom(place, messages=[], answer="", metadata={}, files=[]) is None
 
 
-def test_bounds_of_tokens_must_leave_something(tmp_path: Path) -> None:
+def test_image_max_token_num_must_not_be_below_the_minimum(tmp_path: Path) -> None:
     with pytest.raises(
         ValidationError, match="image_max_token_num must be at least image_min_token_num = 9, got 8"
     ):

@@ -50,12 +50,12 @@ def samples_of(row: PromptRow) -> np.ndarray:
         "synthetic_audio:order",
     ],
 )
-def test_row_is_the_same_for_a_seed_and_an_index(source: str) -> None:
+def test_row_is_determined_by_seed_and_index(source: str) -> None:
     assert made(source).row(7) == made(source).row(7)
     assert made(source).row(7).media[0].source != made(source).row(8).media[0].source
 
 
-def test_square_moves_where_the_answer_says() -> None:
+def test_direction_task_square_moves_in_the_direction_of_the_answer() -> None:
     answers = set()
     for row in map(made("synthetic_videos:direction").row, range(30)):
         places = [
@@ -70,7 +70,7 @@ def test_square_moves_where_the_answer_says() -> None:
     assert answers == {"left", "right", "up", "down"}
 
 
-def test_last_colour_is_that_of_the_last_square() -> None:
+def test_order_task_answer_is_the_colour_of_the_last_square() -> None:
     named = {
         "red": "100",
         "green": "010",
@@ -91,7 +91,7 @@ def test_last_colour_is_that_of_the_last_square() -> None:
 @pytest.mark.parametrize(
     ("source", "seconds"), [("synthetic_audio:pitch", 0.4), ("synthetic_audio:order", 0.8)]
 )
-def test_note_is_the_loudest_at_the_end(source: str, seconds: float) -> None:
+def test_audio_task_answer_is_the_loudest_note_at_the_end(source: str, seconds: float) -> None:
     hertz = {"do": 262, "re": 392, "mi": 587, "fa": 880, "sol": 1319, "la": 1976}
     for row in map(made(source).row, range(20)):
         samples = samples_of(row)
@@ -100,7 +100,7 @@ def test_note_is_the_loudest_at_the_end(source: str, seconds: float) -> None:
         assert min(hertz, key=lambda name: abs(np.log(hertz[name] / loudest))) == row.answer
 
 
-def test_options_choose_size_and_length() -> None:
+def test_options_set_video_size_and_audio_length() -> None:
     assert frames_of(made("synthetic_videos:direction", pixels=48, frames=8).row(0)).shape == (
         8,
         48,

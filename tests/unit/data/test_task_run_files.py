@@ -147,7 +147,7 @@ def test_avqa_puts_image_and_audio_before_question_and_options(tmp_path: Path) -
         ({"problem": "is <image> there?"}, r"the prompt has 2 <image> and the row has 1"),
     ],
 )
-def test_row_that_the_template_cannot_take_is_invalid(
+def test_row_that_the_prompt_template_rejects_is_invalid(
     tmp_path: Path, changes: dict[str, Any], error: str
 ) -> None:
     (tmp_path / "train.jsonl").write_bytes(orjson.dumps(AVQA | changes) + b"\n")

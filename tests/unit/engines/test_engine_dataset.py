@@ -45,7 +45,7 @@ def request(*lengths: int, group: str = "g", version: int = 0) -> GenerationRequ
     )
 
 
-def test_engine_hands_out_each_answer_once_as_it_came() -> None:
+def test_dataset_engine_returns_each_answer_once_and_unchanged() -> None:
     used: Engine = engine()
     used.submit(request(4, 1))
     used.submit(request(2, group="h"))
@@ -75,14 +75,16 @@ def test_engine_hands_out_each_answer_once_as_it_came() -> None:
         ((1, 0), "sample g/1: engine 'dataset' needs a prompt and a completion"),
     ],
 )
-def test_engine_refuses_a_prompt_group_whole(lengths: tuple[int, ...], text: str) -> None:
+def test_dataset_engine_rejects_an_invalid_prompt_group_entirely(
+    lengths: tuple[int, ...], text: str
+) -> None:
     used = engine()
     with pytest.raises(PoisonSample, match=text):
         used.submit(request(*lengths))
     assert used.num_running == 0
 
 
-def test_engine_gives_back_what_is_taken_out() -> None:
+def test_dataset_engine_abort_returns_the_removed_samples() -> None:
     used = engine()
     used.submit(request(1, 2, 3))
     assert [sample.finish_reason for sample in used.abort(["g/1", "x"])] == [FinishReason.ABORT]
@@ -90,7 +92,7 @@ def test_engine_gives_back_what_is_taken_out() -> None:
     assert used.num_running == 0
 
 
-def test_engine_serves_the_version_that_was_announced_without_its_tensors() -> None:
+def test_dataset_engine_adopts_a_published_version_without_its_tensors() -> None:
     used, artifact = engine(), ObjectRef("file:///nowhere", b"d", 1)
     published = PolicyVersionPublished(
         policy_version=7, artifact=artifact, transports=[], start_offsets=[]

@@ -51,7 +51,7 @@ def in_random_company(engine: TransformersEngine, seed: int) -> dict[str, Genera
     return samples
 
 
-def test_seeds_draw_the_samples_in_random_company(family: str) -> None:
+def test_samples_depend_only_on_their_seed_in_random_batches(family: str) -> None:
     for seed, max_running_samples in enumerate((3, 16, 40)):
         engine = make_engine(tiny_model(family), max_running_samples=max_running_samples)
         check_draws(
@@ -64,7 +64,7 @@ def test_seeds_draw_the_samples_in_random_company(family: str) -> None:
     [PaddingRule(True, 16, True), PaddingRule(True, 64, False)],
     ids=["at least 16 rows", "most rows, prompts alone"],
 )
-def test_seeds_draw_the_samples_by_a_stricter_rule(
+def test_samples_depend_only_on_their_seed_under_a_stricter_padding_rule(
     family: str, rule: PaddingRule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -74,7 +74,7 @@ def test_seeds_draw_the_samples_by_a_stricter_rule(
     check_draws(samples, *map(asked, range(NUM_GROUPS)), path=tiny_model(family))
 
 
-def test_one_sample_at_a_time_is_the_same_bits_in_any_order(family: str) -> None:
+def test_one_sample_at_a_time_gives_identical_bits_in_any_order(family: str) -> None:
     """It is computed alone then, at shapes that follow from itself: one computation, repeated."""
     sampled = []
     for order in (range(NUM_GROUPS), reversed(range(NUM_GROUPS))):
@@ -89,7 +89,7 @@ def test_one_sample_at_a_time_is_the_same_bits_in_any_order(family: str) -> None
     ("family", "dtype", "num_rows"),
     [("qwen3_moe", "float32", 8), ("qwen3_5_moe", "float32", 32), ("qwen3_5_moe", "bfloat16", 64)],
 )
-def test_rows_of_a_step_fill_vectors_where_a_gate_gives_one_number(
+def test_row_block_makes_layer_outputs_fill_whole_vectors(
     family: str, dtype: Any, num_rows: int
 ) -> None:
     path = tiny_model(family)
@@ -114,14 +114,16 @@ def test_rows_of_a_step_fill_vectors_where_a_gate_gives_one_number(
     ],
     ids=["by the number of rows", "by few rows", "by place"],
 )
-def test_measurement_sees_how_rows_round(
+def test_invariance_measurement_finds_how_rounding_depends_on_rows(
     error_of: Any, expected: PaddingRule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = rounding(monkeypatch, of_step=error_of)
     assert measure_invariance(model, max_rows=64) == expected
 
 
-def test_measurement_sees_prompts_that_round_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invariance_measurement_detects_rounding_of_joint_prefills(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rule = measure_invariance(rounding(monkeypatch, of_prompts=len), max_rows=64)
     assert rule.agrees
     assert not rule.prefills_together
@@ -152,7 +154,7 @@ def rounding(
     return model
 
 
-def test_same_seeds_give_the_same_bits_and_others_do_not() -> None:
+def test_same_seeds_give_identical_samples_and_other_seeds_do_not() -> None:
     first, second = make_engine(), make_engine()
     for engine in (first, second):
         engine.submit(make_request(1, num_samples=2, max_new_tokens=20))

@@ -14,7 +14,7 @@ from relax_events.events.parts import FinishReason, VersionSegment
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (4, 2), (6, 1)])
-def test_attention_of_grouped_queries_is_softmax_over_shared_keys(
+def test_grouped_query_attention_matches_softmax_over_shared_keys(
     num_heads: int, num_kv_heads: int
 ) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -38,7 +38,7 @@ def test_attention_of_grouped_queries_is_softmax_over_shared_keys(
             )
 
 
-def test_padded_experts_compute_what_the_model_computes() -> None:
+def test_padded_experts_match_the_experts_of_the_model() -> None:
     layer = plain_model(tiny_model("qwen3_moe")).model.layers[0].mlp.experts  # type: ignore[union-attr]
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(11, 32, generator=generator, dtype=torch.float64)
@@ -87,7 +87,7 @@ def record(table: RowTable, tokens: list[int]) -> list[int]:
     ).tolist()
 
 
-def test_rows_end_by_stop_token_by_length_and_by_odd_numbers() -> None:
+def test_rows_end_on_stop_token_length_or_non_finite_logprob() -> None:
     table = table_of(
         sample("a", stops=(9,)), sample("b", stops=(8, 10)), sample("c", limit=2), sample("d")
     )
@@ -97,7 +97,7 @@ def test_rows_end_by_stop_token_by_length_and_by_odd_numbers() -> None:
     assert table.record(slice(0, 4), np.array([1, 10, 1, 1]), nothing).tolist() == [1, 2, 3]
 
 
-def test_rows_close_up_when_samples_leave() -> None:
+def test_row_table_is_compacted_when_samples_are_removed() -> None:
     table = table_of(*(sample(name) for name in "abcde"))
     record(table, [1, 2, 3, 4, 5])
     left, sources, targets = table.remove([0, 2, 4])
@@ -115,14 +115,14 @@ def test_rows_close_up_when_samples_leave() -> None:
     assert (sources, targets, table.num_rows) == ([], [], 0)
 
 
-def test_rows_count_positions_from_the_prompt() -> None:
+def test_row_positions_include_prompt_and_prefix() -> None:
     table = table_of(sample("a"), sample("b", prefix=(1, 2)))
     record(table, [3, 3])
     # The newest token stands behind prompt and prefix.
     assert table.positions[:2].tolist() == [3, 5]
 
 
-def test_segments_join_neighbours_of_one_kind() -> None:
+def test_version_segments_merge_adjacent_tokens_of_the_same_kind() -> None:
     table = table_of(sample("a", prefix=(1, 2)))
     record(table, [3])
     table.mark_version(2)

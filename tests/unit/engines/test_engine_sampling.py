@@ -68,7 +68,7 @@ def test_uniforms_are_uniform_along_seeds_and_along_positions() -> None:
         assert abs(np.corrcoef(numbers[1:], numbers[:-1])[0, 1]) < 0.03
 
 
-def test_draws_follow_the_distribution() -> None:
+def test_sampled_tokens_follow_the_distribution() -> None:
     expected = np.array([0.5, 0.25, 0.15, 0.1])
     observed = frequencies(expected.tolist())
     assert (
@@ -93,7 +93,7 @@ def test_draws_follow_the_distribution() -> None:
         ),  # squares
     ],
 )
-def test_restricted_draws_follow_what_is_kept(
+def test_restricted_sampling_follows_the_remaining_distribution(
     settings: dict[str, float], expected: list[float]
 ) -> None:
     probabilities = [0.1, 0.3, 0.15, 0.2, *([0.025] * 10)]
@@ -104,11 +104,11 @@ def test_restricted_draws_follow_what_is_kept(
     assert observed[4:].sum() == 0
 
 
-def test_equal_probabilities_keep_the_lower_tokens_first() -> None:
+def test_top_k_keeps_lower_token_ids_among_equal_probabilities() -> None:
     assert (frequencies([0.25] * 4, top_k=2) > 0).tolist() == [True, True, False, False]
 
 
-def test_logprobs_are_those_before_the_restriction() -> None:
+def test_logprobs_are_computed_before_the_top_k_restriction() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
     tokens, logprobs = sample_tokens(
         logits, np.array([0.99]), sampling=rows(1, temperature=2.0, top_k=2)
@@ -125,14 +125,14 @@ def test_token_without_probability_is_never_sampled() -> None:
         assert tokens.tolist() == [1]
 
 
-def test_row_that_is_not_finite_gets_nan_and_leaves_the_others_alone() -> None:
+def test_row_with_non_finite_logits_gets_nan_without_affecting_other_rows() -> None:
     logits = torch.tensor([[0.0, 1.0], [torch.nan, 0.0], [torch.inf, 0.0]])
     tokens, logprobs = sample_tokens(logits, np.full(3, 0.5), sampling=rows(3))
     assert np.isfinite(logprobs).tolist() == [True, False, False]
     assert ((tokens >= 0) & (tokens < 2)).all()
 
 
-def test_draws_in_parts_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampling_in_chunks_gives_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(33, 273, generator=torch.Generator().manual_seed(1))
     numbers = uniforms(np.arange(33, dtype=np.uint64), np.arange(33))
     whole = sample_tokens(logits, numbers, sampling=rows(33, top_p=0.9))

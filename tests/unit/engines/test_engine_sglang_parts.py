@@ -50,7 +50,7 @@ def check_fits(path: Path, loader: Any) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_weights_of_the_trainer_get_the_names_of_the_folder(family: str) -> None:
+def test_trainer_weights_are_mapped_to_the_tensor_names_of_the_folder(family: str) -> None:
     check_fits(tiny_model(family), AutoModelForCausalLM)
 
 
@@ -80,7 +80,7 @@ def test_fused_experts_are_read_as_transformers_reads_them(tmp_path: Path, is_tu
     assert all(loaded[name] is tensors[name] for name in tensors if ".experts." not in name)
 
 
-def test_thinker_of_a_whole_model_has_the_names_of_one_alone() -> None:
+def test_thinker_in_a_full_omni_model_has_the_same_tensor_names() -> None:
     alone, whole = (
         ModelFolder.read(path, records_experts=True) for path in (omni_model(), whole_omni_model())
     )
@@ -98,7 +98,7 @@ def test_thinker_of_a_whole_model_has_the_names_of_one_alone() -> None:
     )
 
 
-def test_weights_of_another_model_are_refused_by_name() -> None:
+def test_weights_of_another_model_are_rejected_by_tensor_name() -> None:
     model = ModelFolder.read(tiny_model())
     tensors = parameters(model.path)
     name = "model.layers.0.mlp.up_proj.weight"
@@ -115,7 +115,7 @@ def test_weights_of_another_model_are_refused_by_name() -> None:
         model.match_tensors(tensors | {name: tensors[name].T})
 
 
-def test_experts_are_told_of_with_a_place_for_layers_that_have_none() -> None:
+def test_encoded_experts_have_zeros_for_layers_without_experts() -> None:
     model = replace(
         ModelFolder.read(tiny_model("qwen3_moe"), records_experts=True),
         num_layers=4,
@@ -127,7 +127,7 @@ def test_experts_are_told_of_with_a_place_for_layers_that_have_none() -> None:
     assert model.decode_experts(model.encode_experts(chosen)).tolist() == chosen.tolist()
 
 
-def test_folder_that_holds_no_model_is_refused(tmp_path: Path) -> None:
+def test_folder_without_a_model_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
         match=r"config.json can't be read: .* use the model folder as published",
@@ -138,7 +138,7 @@ def test_folder_that_holds_no_model_is_refused(tmp_path: Path) -> None:
         ModelFolder.read(tmp_path)
 
 
-def test_audio_model_that_names_no_audio_tokens_is_refused(tmp_path: Path) -> None:
+def test_audio_model_without_audio_tokens_is_rejected(tmp_path: Path) -> None:
     path = copytree(omni_model(), tmp_path / "model")
     settings = json.loads((path / "tokenizer_config.json").read_text())
     assert ModelFolder.read(path).extractor is not None
@@ -155,7 +155,7 @@ def test_audio_model_that_names_no_audio_tokens_is_refused(tmp_path: Path) -> No
         ModelFolder.read(path)
 
 
-def test_folder_of_a_version_is_a_whole_model(tmp_path: Path) -> None:
+def test_written_version_folder_is_a_complete_model(tmp_path: Path) -> None:
     model = ModelFolder.read(tiny_model())
     weights, path = other_weights(1)
     folder = model.write_version(model.match_tensors(weights.tensors), tmp_path / "1")
@@ -167,7 +167,7 @@ def test_folder_of_a_version_is_a_whole_model(tmp_path: Path) -> None:
         model.write_version({}, tmp_path / "1")
 
 
-def test_value_that_is_not_finite_is_named() -> None:
+def test_tensor_with_a_non_finite_value_is_named() -> None:
     tensors = {"a": torch.zeros(3), "b": torch.tensor([1.0, torch.inf]), "n": torch.arange(3)}
     assert find_non_finite(tensors) == "b"
     assert find_non_finite({"a": tensors["a"], "n": tensors["n"]}) is None
@@ -218,7 +218,7 @@ def server_tensors(family: str, own: dict[str, torch.Tensor]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_checksums_of_every_tensor_are_known_beforehand(family: str) -> None:
+def test_server_checksums_of_every_tensor_can_be_predicted(family: str) -> None:
     own, other = (
         ModelFolder.read(tiny_model(family)).tensors(),
         ModelFolder.read(tiny_model(family, seed=9)).tensors(),
@@ -230,7 +230,7 @@ def test_checksums_of_every_tensor_are_known_beforehand(family: str) -> None:
     assert checksums.compute(other) == server_tensors(family, other)
 
 
-def test_what_no_recipe_explains_stays_unproven() -> None:
+def test_tensors_without_a_matching_checksum_stay_unverified() -> None:
     own = ModelFolder.read(tiny_model()).tensors()
     sums = server_tensors("qwen3", own)
     sums["model.norm.weight"] = "0" * 16
@@ -275,7 +275,7 @@ def event(
     return {"output_ids": tokens, "meta_info": meta}
 
 
-def test_request_that_ended_brings_its_tokens_with_their_versions() -> None:
+def test_finished_request_yields_tokens_with_their_policy_versions() -> None:
     sample = admitted(num_top=2)
     request = InflightRequest(sample, "rid", 0)
     request.add_event(event([1, 2]))
@@ -310,7 +310,7 @@ def test_request_that_ended_brings_its_tokens_with_their_versions() -> None:
     )
 
 
-def test_request_that_broke_off_brings_what_is_certain() -> None:
+def test_interrupted_request_keeps_only_tokens_of_a_known_version() -> None:
     sample = admitted()
     request = InflightRequest(sample, "rid", 4)
     request.add_event(event([1, 2]))
@@ -324,7 +324,7 @@ def test_request_that_broke_off_brings_what_is_certain() -> None:
     assert (sample.tokens.tolist(), sample.segments) == ([1, 2, 3], (VersionSegment(4, 3),))
 
 
-def test_tokens_of_weights_that_nobody_loaded_are_refused() -> None:
+def test_tokens_of_never_loaded_weights_are_rejected() -> None:
     sample = admitted()
     request = InflightRequest(sample, "rid", 0)
     request.add_event(
@@ -338,7 +338,7 @@ def test_tokens_of_weights_that_nobody_loaded_are_refused() -> None:
     assert len(sample.tokens) == 0
 
 
-def test_request_that_the_server_refuses_says_why() -> None:
+def test_rejected_request_reports_the_servers_reason() -> None:
     request = InflightRequest(admitted(), "rid", 0)
     request.add_event(
         event(
@@ -354,7 +354,7 @@ def test_request_that_the_server_refuses_says_why() -> None:
     ("has_gpu", "environment", "expected"),
     [(False, "", plugin.PLATFORM), (True, "", None), (False, "1", None)],
 )
-def test_plugin_leaves_machines_alone_that_have_their_own_platform(
+def test_plugin_chooses_its_platform_only_on_plain_cpu_machines(
     monkeypatch: pytest.MonkeyPatch, has_gpu: bool, environment: str, expected: str | None
 ) -> None:
     monkeypatch.setattr(torch, "accelerator", SimpleNamespace(is_available=lambda: has_gpu))
@@ -364,7 +364,7 @@ def test_plugin_leaves_machines_alone_that_have_their_own_platform(
         plugin.replace_cuda_calls()  # imports nothing of SGLang, which is not there
 
 
-def test_logprob_that_is_no_number_is_kept_as_such() -> None:
+def test_missing_logprob_is_kept_as_nan() -> None:
     request = InflightRequest(admitted(), "rid", 0)
     broken = event([1])
     broken["meta_info"]["output_token_logprobs"] = [[None, 1, None]]
@@ -372,7 +372,7 @@ def test_logprob_that_is_no_number_is_kept_as_such() -> None:
     assert np.isnan(request.logprobs).all()
 
 
-def test_each_server_has_a_section_of_its_own() -> None:
+def test_each_sglang_server_has_its_own_config_section() -> None:
     own = SGLangConfig(
         num_servers=2,
         arguments=("--tp-size", "2"),
@@ -389,7 +389,7 @@ def test_each_server_has_a_section_of_its_own() -> None:
     assert list(servers(SGLangConfig())) == ["server-0"]
 
 
-def test_servers_that_do_not_add_up_are_refused() -> None:
+def test_inconsistent_sglang_server_settings_are_rejected() -> None:
     with pytest.raises(
         ValueError,
         match=r"num_servers = 1 needs as many server_arguments, got 2; set engine.sglang.num_servers",

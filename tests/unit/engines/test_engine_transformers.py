@@ -32,7 +32,7 @@ from relax_events.weights import Weights
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_logprobs_agree_with_one_whole_forward(family: str, attention: str) -> None:
+def test_logprobs_agree_with_a_single_full_forward_pass(family: str, attention: str) -> None:
     path = tiny_model(family)
     engine = make_engine(path, model={"attention": attention})
     requests = [make_request(number, max_new_tokens=20) for number in range(6)]
@@ -60,7 +60,7 @@ def test_top_k_of_one_takes_the_likeliest_token() -> None:
     assert sample.tokens.tolist() == [likeliest]
 
 
-def test_restart_computes_running_samples_again_under_the_new_weights() -> None:
+def test_restart_recomputes_running_samples_with_the_new_weights() -> None:
     engine = make_engine()
     request = make_request(1, max_new_tokens=12)
     engine.submit(request)
@@ -74,7 +74,7 @@ def test_restart_computes_running_samples_again_under_the_new_weights() -> None:
         np.testing.assert_allclose(sample.logprobs, np.concatenate([old[:5], new[5:]]), atol=2e-5)
 
 
-def test_swap_keeps_the_cache_and_says_so() -> None:
+def test_swap_keeps_the_kv_cache_and_marks_the_segments() -> None:
     engine = make_engine()
     request = make_request(1, max_new_tokens=12)
     engine.submit(request)
@@ -98,7 +98,7 @@ def test_waiting_samples_start_under_the_newest_weights() -> None:
     assert samples["g2/0"].segments == (VersionSegment(1, 6),)
 
 
-def test_refused_weights_leave_the_old_ones_serving() -> None:
+def test_engine_serves_the_old_weights_after_rejecting_new_ones() -> None:
     engine, untouched = make_engine(), make_engine()
     check_misfits_are_refused(engine)
     assert engine.policy_version == 0
@@ -109,7 +109,7 @@ def test_refused_weights_leave_the_old_ones_serving() -> None:
     }
 
 
-def test_aborted_samples_go_on_where_they_were() -> None:
+def test_aborted_samples_continue_from_their_last_token() -> None:
     engine = make_engine()
     request = make_request(1, num_samples=3, max_new_tokens=12)
     engine.submit(request)
@@ -138,7 +138,7 @@ def most_probable(prompt: np.ndarray, completion: np.ndarray, num_tokens: int) -
     return order
 
 
-def test_most_probable_tokens_come_with_the_sampled_ones_on_request() -> None:
+def test_top_tokens_are_returned_with_sampled_tokens_on_request() -> None:
     engine = make_engine()
     requests = [
         make_request(1),
@@ -164,7 +164,7 @@ def test_most_probable_tokens_come_with_the_sampled_ones_on_request() -> None:
     check_draws(samples, requests[0], requests[2])
 
 
-def test_most_probable_tokens_of_an_aborted_sample_go_on_where_they_were() -> None:
+def test_top_tokens_of_an_aborted_sample_continue_from_its_last_token() -> None:
     engine = make_engine()
     request = make_request(1, num_samples=3, num_top=4, max_new_tokens=12)
     engine.submit(request)
@@ -200,7 +200,7 @@ def plain_weights() -> dict[str, torch.Tensor]:
     return dict(AutoModelForCausalLM.from_pretrained(tiny_model()).named_parameters())
 
 
-def test_abort_takes_out_the_named_samples_alone() -> None:
+def test_abort_removes_only_the_named_samples() -> None:
     engine = make_engine(max_running_samples=2)
     engine.submit(make_request(1))
     engine.submit(make_request(2))
@@ -210,7 +210,7 @@ def test_abort_takes_out_the_named_samples_alone() -> None:
     assert finish(engine).keys() == {"g1/0", "g2/1"}
 
 
-def test_abort_of_others_leaves_the_draws_alone() -> None:
+def test_abort_of_other_samples_does_not_change_sampling() -> None:
     engine, request = make_engine(), make_request(1, num_samples=6, max_new_tokens=20)
     engine.submit(request)
     step(engine, 3)
@@ -221,7 +221,7 @@ def test_abort_of_others_leaves_the_draws_alone() -> None:
     )
 
 
-def test_sleep_frees_the_cache_and_wake_goes_on() -> None:
+def test_sleep_frees_the_cache_and_wake_resumes_generation() -> None:
     engine = make_engine()
     request = make_request(1, max_new_tokens=12)
     engine.submit(request)
@@ -249,7 +249,7 @@ def test_cache_follows_the_longest_running_sample() -> None:
     assert long >= 8 * 400 * 16 * 4 * 2 * 2
 
 
-def test_weights_that_are_not_finite_end_samples_with_an_error() -> None:
+def test_non_finite_weights_end_samples_with_an_error() -> None:
     engine = make_engine()
     weights, _ = other_weights(1)
     engine.submit(make_request(1))
@@ -269,7 +269,7 @@ def test_weights_that_are_not_finite_end_samples_with_an_error() -> None:
         assert "policy version 1 gave no finite log-probability at token" in sample.error
 
 
-def test_row_that_held_odd_numbers_serves_the_next_sample_cleanly() -> None:
+def test_row_that_held_nan_values_serves_the_next_sample_correctly() -> None:
     engine, poison = make_engine(max_running_samples=2), 260
     weights, path = other_weights(1)
     weights.tensors["model.embed_tokens.weight"][poison] = torch.nan
@@ -293,7 +293,7 @@ def test_missing_model_is_a_config_error(tmp_path: Path) -> None:
         make_engine(tmp_path)
 
 
-def test_model_that_the_engine_would_compute_wrongly_is_a_config_error(tmp_path: Path) -> None:
+def test_unsupported_model_architecture_is_a_config_error(tmp_path: Path) -> None:
     size = {
         "hidden_size": 32,
         "intermediate_size": 32,

@@ -78,7 +78,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
     return Watched(monkeypatch)
 
 
-def test_metrics_follow_the_engine_with_every_heartbeat(watched: Watched) -> None:
+def test_engine_metrics_are_updated_with_every_heartbeat(watched: Watched) -> None:
     watched.engine.usage = EngineUsage(
         num_decoding=12,
         num_waiting=3,
@@ -109,7 +109,7 @@ def test_metrics_follow_the_engine_with_every_heartbeat(watched: Watched) -> Non
     assert watched.reported("relax_engine_capacity_samples") == {"": 64}
 
 
-def test_time_is_counted_by_what_the_engine_did_even_where_it_failed(watched: Watched) -> None:
+def test_engine_time_is_counted_by_activity_even_on_failure(watched: Watched) -> None:
     watched.does("generating", seconds=2.0)
     with pytest.raises(WeightsError, match="torn"):
         watched.does("loading", seconds=0.5, error=WeightsError("torn"))
@@ -117,7 +117,7 @@ def test_time_is_counted_by_what_the_engine_did_even_where_it_failed(watched: Wa
     assert watched.reported("relax_engine_seconds_total") == {"generating": 3.0, "loading": 0.5}
 
 
-def test_report_lists_what_happened_since_the_one_before(watched: Watched) -> None:
+def test_engine_report_covers_the_time_since_the_previous_report(watched: Watched) -> None:
     watched.does("generating", seconds=2.5)
     watched.does("loading", seconds=0.5)
     watched.engine.usage = EngineUsage(

@@ -37,7 +37,7 @@ def sequence_of(request: GenerationRequest, sample: GeneratedSample) -> np.ndarr
     return np.concatenate([request.prompt_tokens, sample.tokens])
 
 
-def test_experts_are_those_of_every_token_but_the_last() -> None:
+def test_experts_are_reported_for_every_token_but_the_last() -> None:
     engine = recording_engine()
     requests = [make_request(number, num_samples=3, max_new_tokens=12) for number in range(4)]
     for request in requests:
@@ -61,7 +61,7 @@ def test_engine_reports_no_experts_unless_requested() -> None:
     assert {sample.routed_experts for sample in finish(engine).values()} == {None}
 
 
-def test_recording_changes_no_bit_of_a_sample() -> None:
+def test_recording_experts_does_not_change_samples() -> None:
     request, sampled = make_request(3, num_samples=4, max_new_tokens=20), []
     for engine in (make_engine(tiny_model(FAMILY)), recording_engine()):
         engine.submit(request)
@@ -75,7 +75,7 @@ def test_recording_changes_no_bit_of_a_sample() -> None:
 
 
 @pytest.mark.parametrize("how", ["restart", "swap", "abort"])
-def test_each_segment_carries_the_routing_of_the_weights_that_drew_it(how: str) -> None:
+def test_each_segment_records_the_routing_of_the_weights_that_sampled_it(how: str) -> None:
     engine, request = recording_engine(), make_request(2, max_new_tokens=24)
     weights, path = other_weights(1, family=FAMILY)
     engine.submit(request)
@@ -101,7 +101,7 @@ def test_each_segment_carries_the_routing_of_the_weights_that_drew_it(how: str) 
             assert sample.routed_experts[split:].tolist() == new[split:].tolist()
 
 
-def test_sample_of_which_an_engine_told_only_in_part_is_told_of_by_the_next() -> None:
+def test_next_engine_completes_partially_reported_experts() -> None:
     engine, request = recording_engine(), make_request(2, num_samples=1, max_new_tokens=24)
     engine.submit(request)
     step(engine, 8)
@@ -117,7 +117,7 @@ def test_sample_of_which_an_engine_told_only_in_part_is_told_of_by_the_next() ->
     )
 
 
-def test_prefix_whose_experts_can_not_be_the_models_is_refused() -> None:
+def test_prefix_with_routed_experts_of_wrong_shape_is_rejected() -> None:
     engine, request = recording_engine(), make_request(2, num_samples=1)
     num_read = len(request.prompt_tokens) - 1
     for shape in ((2, 3, 2), (num_read + 1, 2, 2)):
@@ -132,7 +132,7 @@ def test_prefix_whose_experts_can_not_be_the_models_is_refused() -> None:
             engine.submit(odd)
 
 
-def test_model_without_experts_is_refused_by_name() -> None:
+def test_routing_replay_rejects_a_model_without_experts() -> None:
     with pytest.raises(
         ConfigError,
         match=r"model.routing_replay replays the choice of a mixture of experts, and the model in .* has none",
@@ -140,7 +140,7 @@ def test_model_without_experts_is_refused_by_name() -> None:
         make_engine(model={"routing_replay": "rollout"})
 
 
-def test_experts_are_recorded_only_where_they_are_replayed(make_run_config: Any) -> None:
+def test_experts_are_recorded_only_when_routing_replay_is_enabled(make_run_config: Any) -> None:
     asking, experts = (
         make_run_config(model={"routing_replay": "rollout"}),
         np.zeros((4, 2, 2), np.uint8),
@@ -155,7 +155,7 @@ def test_experts_are_recorded_only_where_they_are_replayed(make_run_config: Any)
 @pytest.mark.parametrize(
     ("experts", "got"), [(None, "none"), (np.zeros((3, 2, 2), np.uint8), "those of 3")]
 )
-def test_engine_that_does_not_report_experts_is_refused_with_what_to_do(
+def test_engine_that_does_not_report_experts_is_rejected_with_a_remedy(
     experts: np.ndarray | None, got: str, make_run_config: Any
 ) -> None:
     need = rf"needs the routed experts of 4 tokens of sample 000000-0000-0/0; .* gave {got}; take another engine, or routing_replay = 'none'"
@@ -167,7 +167,7 @@ def test_engine_that_does_not_report_experts_is_refused_with_what_to_do(
         )
 
 
-def test_reference_by_hand_is_the_model() -> None:
+def test_hand_written_routed_forward_matches_the_model() -> None:
     tokens = np.arange(3, 40, dtype=np.int32)
     by_hand, _ = routed_logprobs(plain_model(tiny_model(FAMILY)), tokens)
     np.testing.assert_allclose(

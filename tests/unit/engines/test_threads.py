@@ -32,13 +32,13 @@ def three_processors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @THREADS
-def test_trainer_and_scorers_take_as_many_threads(threads: int, expected: int) -> None:
+def test_trainer_and_scorers_use_the_configured_threads(threads: int, expected: int) -> None:
     make_deterministic(torch.device("cpu"), threads=threads)
     assert torch.get_num_threads() == expected
 
 
 @THREADS
-def test_engine_transformers_takes_as_many_threads(threads: int, expected: int) -> None:
+def test_transformers_engine_uses_the_configured_threads(threads: int, expected: int) -> None:
     with pytest.raises(ConfigError):
         TransformersEngine(
             NOWHERE,
@@ -49,7 +49,7 @@ def test_engine_transformers_takes_as_many_threads(threads: int, expected: int) 
 
 
 @THREADS
-def test_server_of_engine_sglang_is_told_as_many_threads(
+def test_sglang_server_gets_the_configured_threads(
     threads: int, expected: int, tmp_path: Path
 ) -> None:
     model = ModelConfig(dtype="float32", path=tmp_path)

@@ -37,7 +37,7 @@ def test_forbidden_change_is_named_with_its_remedy(change: str) -> None:
 
 
 @pytest.mark.parametrize("change", ONE_WAY)
-def test_change_that_only_new_readers_cope_with_blames_the_old_ones(change: str) -> None:
+def test_change_that_old_readers_cannot_read_names_the_old_release(change: str) -> None:
     problems = incompatibilities(NOW, changed(ONE_WAY[change]))
     assert problems
     assert all(
@@ -45,7 +45,7 @@ def test_change_that_only_new_readers_cope_with_blames_the_old_ones(change: str)
     )
 
 
-def test_symbol_without_a_default_is_refused_where_the_reader_has_none() -> None:
+def test_unknown_enum_symbol_is_rejected_if_the_reader_has_no_default() -> None:
     old, new = changed(without_enum_default, "0.1.0"), changed(without_enum_default)
     symbols = field(new.schemas[NAME], "outcome")["type"]["symbols"]
     symbols[symbols.index("postponed")] = "adjourned"
@@ -57,7 +57,7 @@ def test_symbol_without_a_default_is_refused_where_the_reader_has_none() -> None
     ]
 
 
-def test_new_event_is_no_problem_for_old_releases() -> None:
+def test_new_event_is_compatible_with_old_releases() -> None:
     older = {name: schema for name, schema in NOW.schemas.items() if name != NAME}
     assert incompatibilities(Release("0.1.0", older), NOW) == []
 

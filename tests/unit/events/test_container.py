@@ -44,7 +44,7 @@ RECORD = LoggedRecord(3, 1_700_000_000_000, b"k", b"v", (("h", b"1"), ("h", None
 
 
 @given(records=RECORDS)
-def test_container_gives_back_what_was_written(
+def test_container_returns_the_records_that_were_written(
     records: list[LoggedRecord], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "given.avro"
@@ -73,7 +73,7 @@ def test_container_is_read_by_any_avro_reader(tmp_path: Path) -> None:
     [lambda data: data[:-9], lambda data: data[:40], lambda data: b"no avro"],
     ids=["torn", "head", "foreign"],
 )
-def test_damaged_file_is_named(tmp_path: Path, damage: object) -> None:
+def test_error_names_the_damaged_container_file(tmp_path: Path, damage: object) -> None:
     path = tmp_path / "a.avro"
     with ContainerWriter(path) as writer:
         for offset in range(100):
@@ -123,7 +123,7 @@ BOMBS: dict[str, tuple[Callable[[], tuple[int, bytes]], str]] = {
 
 
 @pytest.mark.parametrize("bomb", BOMBS)
-def test_block_that_unpacks_to_gigabytes_is_named_before_it_fills_the_memory(
+def test_decompression_bomb_is_rejected_before_it_fills_the_memory(
     bomb: str, tmp_path: Path
 ) -> None:
     make, what = BOMBS[bomb]
@@ -172,7 +172,7 @@ def test_block_of_the_smallest_records_is_read(tmp_path: Path) -> None:
     ],
     ids=["negative", "fewer", "more", "cut"],
 )
-def test_block_that_is_not_what_it_says_is_named(
+def test_error_names_the_block_whose_data_contradict_its_header(
     num_records: int, data: bytes, what: str, tmp_path: Path
 ) -> None:
     path = with_block(tmp_path / "a.avro", num_records, data)
@@ -180,7 +180,7 @@ def test_block_that_is_not_what_it_says_is_named(
         list(read_container(path))
 
 
-def test_block_that_is_longer_than_the_file_or_packed_otherwise_is_refused(tmp_path: Path) -> None:
+def test_block_beyond_the_file_end_or_of_unknown_codec_is_rejected(tmp_path: Path) -> None:
     path = with_block(tmp_path / "a.avro", 1, b"")
     path.write_bytes(path.read_bytes()[: -16 - 1] + number(2**60) + bytes(16))
     with pytest.raises(
@@ -243,14 +243,14 @@ def test_digest_changes_with_every_field(change: dict[str, object]) -> None:
     assert digest(dataclasses.replace(RECORD, **change)) != digest(RECORD)  # type: ignore[arg-type]
 
 
-def test_digest_shows_where_a_field_ends_and_minds_order() -> None:
+def test_digest_depends_on_field_boundaries_and_record_order() -> None:
     moved = dataclasses.replace(RECORD, key=b"kv", value=b"")
     assert digest(moved) != digest(RECORD)
     other = dataclasses.replace(RECORD, offset=4)
     assert digest(RECORD, other) != digest(other, RECORD)
 
 
-def test_digest_without_offsets_is_that_of_the_content() -> None:
+def test_digest_without_offsets_depends_only_on_the_content() -> None:
     assert digest(RECORD, with_offsets=False) == digest(
         dataclasses.replace(RECORD, offset=9), with_offsets=False
     )

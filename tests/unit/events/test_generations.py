@@ -44,11 +44,11 @@ def digest_of(samples: list[SampleRolledOut]) -> str:
     ],
     ids=["tokens", "loss_mask", "rollout_logprobs", "version_segments", "media"],
 )
-def test_another_trajectory_is_another_generation(changes: dict[str, Any]) -> None:
+def test_different_trajectory_has_a_different_generation_digest(changes: dict[str, Any]) -> None:
     assert digest_of(generation(**changes)) != digest_of(generation())
 
 
-def test_the_same_work_done_twice_is_one_generation() -> None:
+def test_identical_trajectories_share_one_generation_digest() -> None:
     again = generation(worker_id="rollout-1", rolled_out_at=2)
     assert digest_of(again) == digest_of(generation()[::-1]) == digest_of(generation())
     assert len(digest_of(again)) == 32

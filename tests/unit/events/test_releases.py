@@ -45,7 +45,7 @@ def edit(path: Path, change: str) -> None:
     path.write_text(json.dumps(schema))
 
 
-def test_release_comes_back_as_it_was_written(folder: Path) -> None:
+def test_release_is_read_back_as_written(folder: Path) -> None:
     releases = read_releases(folder)
     assert [release.version for release in releases] == ["0.9.0", "0.10.0"]
     assert (
@@ -87,7 +87,7 @@ def test_altered_release_is_refused(folder: Path, spoil: object, text: str) -> N
         read_releases(folder)
 
 
-def test_unknown_release_and_event_are_named_beside_the_known(folder: Path) -> None:
+def test_error_for_unknown_release_or_event_lists_the_known_ones(folder: Path) -> None:
     with pytest.raises(
         ConfigError,
         match=r"there is no release '1\.0\.0'; released are 0\.9\.0, 0\.10\.0, and 'current' names",
@@ -136,7 +136,7 @@ def test_changes_are_listed_by_field() -> None:
     ]
 
 
-def test_order_of_fields_is_a_change() -> None:
+def test_reordered_fields_are_reported_as_a_change() -> None:
     before = current_release(schema_directory()).schemas
     assert changes(before, changed(ALLOWED["order of the fields changed"]).schemas) == [
         Change(NAME, "", "fields in another order")
@@ -165,7 +165,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
     return code or 0, capsys.readouterr().out
 
 
-def test_check_passes_and_says_what_is_unreleased(
+def test_check_passes_and_lists_unreleased_schemas(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(capsys, "schemas", "check", "--directory", str(folder)) == (
@@ -184,7 +184,7 @@ def test_check_passes_and_says_what_is_unreleased(
     assert (code, out.splitlines()[-1]) == (0, f"not in any release as they stand: {NAME}")
 
 
-def test_check_ends_with_6_and_names_every_release_that_breaks(
+def test_check_exits_with_6_and_names_every_broken_release(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     edit(folder / ENDED_FILE, "type narrowed")
@@ -217,7 +217,7 @@ def test_check_of_an_unreadable_schema_is_a_schema_error(folder: Path, text: str
     assert caught.value.exit_code == 5
 
 
-def test_release_is_added_after_a_dry_run_and_only_upwards(
+def test_release_dry_run_writes_nothing_and_versions_must_increase(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     at = ("--directory", str(folder))

@@ -130,14 +130,14 @@ def plain_type(node: Any) -> Any:
     return "integer" if node in ("int", "long") else short
 
 
-def test_there_is_a_schema_for_every_event() -> None:
+def test_every_event_has_a_schema() -> None:
     assert {cls.__name__ for cls in typing.get_args(Event)} <= {
         schema["name"] for schema in SCHEMAS.values()
     }
 
 
 @pytest.mark.parametrize("schema", files(), ids=lambda schema: schema["name"])
-def test_everything_is_documented(schema: Schema) -> None:
+def test_every_schema_and_field_is_documented(schema: Schema) -> None:
     for definition in named(schema):
         assert definition["doc"].strip().endswith("."), definition["name"]
         for field in definition.get("fields", ()):
@@ -149,7 +149,7 @@ def test_everything_is_documented(schema: Schema) -> None:
     [schema for schema in SCHEMAS.values() if schema["type"] == "record"],
     ids=lambda schema: schema["name"],
 )
-def test_dataclass_has_the_schemas_fields_one_for_one(schema: Schema) -> None:
+def test_dataclass_fields_match_the_schema(schema: Schema) -> None:
     if schema["name"] == "PackedTensor":
         return  # an array in Python; `pack` makes its fields
     cls = CLASSES[schema["name"]]
@@ -166,7 +166,7 @@ def test_dataclass_has_the_schemas_fields_one_for_one(schema: Schema) -> None:
     [found for schema in SCHEMAS.values() for found in named(schema) if found["type"] == "enum"],
     ids=lambda schema: schema["name"],
 )
-def test_enumeration_has_the_schemas_symbols_and_a_default(schema: Schema) -> None:
+def test_enum_members_match_the_schema_and_include_its_default(schema: Schema) -> None:
     cls = CLASSES[schema["name"]]
     assert issubclass(cls, StrEnum)
     assert [member.value for member in cls] == schema["symbols"]
@@ -174,13 +174,13 @@ def test_enumeration_has_the_schemas_symbols_and_a_default(schema: Schema) -> No
 
 
 @pytest.mark.parametrize("schema", SCHEMAS.values(), ids=lambda schema: schema["name"])
-def test_schema_stands_alone_in_another_library(schema: Schema) -> None:
+def test_schema_is_self_contained_for_another_avro_library(schema: Schema) -> None:
     parsed = avro.schema.parse(json.dumps(schema))
     assert parsed.fullname == name_of(schema)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("schema", SCHEMAS.values(), ids=lambda schema: schema["name"])
-def test_fingerprint_is_that_of_the_specification(schema: Schema) -> None:
+def test_fingerprint_follows_the_avro_specification(schema: Schema) -> None:
     assert schema_fingerprint(schema) == crc64_avro(canonical(schema).encode())
 
 
@@ -199,7 +199,7 @@ def test_fingerprint_agrees_with_a_known_value() -> None:
     [schema for schema in SCHEMAS.values() if schema["type"] == "record"],
     ids=lambda schema: schema["name"],
 )
-def test_dataclass_defaults_are_the_schemas(schema: Schema) -> None:
+def test_dataclass_defaults_match_the_schema(schema: Schema) -> None:
     if schema["name"] not in CLASSES:
         return
     by_name = {field.name: field for field in dataclasses.fields(CLASSES[schema["name"]])}

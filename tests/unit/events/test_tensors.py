@@ -11,12 +11,12 @@ from relax_events.events.tensors import dense
 STORED = StoredArray("<i4", (5, 2), ObjectRef("memory:///x", bytes(32), 40))
 
 
-def test_dense_gives_the_same_array_when_it_is_there() -> None:
+def test_dense_returns_an_available_array_unchanged() -> None:
     array = np.arange(3)
     assert dense(array, what="tokens") is array
 
 
-def test_dense_names_the_field_when_it_was_not_fetched() -> None:
+def test_dense_error_names_the_field_that_was_not_fetched() -> None:
     with pytest.raises(
         TypeError,
         match=r"^sample a/0: tokens is still in the object store; fetch it with check_out first$",

@@ -50,7 +50,7 @@ def run_config(
     )
 
 
-def test_prepare_makes_a_tiny_model_where_there_is_none(tmp_path: Path) -> None:
+def test_prepare_creates_a_missing_tiny_model(tmp_path: Path) -> None:
     lines: list[str] = []
     path = prepare_model(run_config(tmp_path), report=lines.append)
     assert path == tmp_path / "model"
@@ -60,7 +60,7 @@ def test_prepare_makes_a_tiny_model_where_there_is_none(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir() if "draft" in entry.name] == []
 
 
-def test_prepare_leaves_a_model_that_is_there(tmp_path: Path) -> None:
+def test_prepare_keeps_an_existing_model(tmp_path: Path) -> None:
     prepare_model(run_config(tmp_path), report=lambda _: None)
     before = (tmp_path / "model" / "model.safetensors").stat().st_mtime_ns
     lines: list[str] = []
@@ -69,7 +69,7 @@ def test_prepare_leaves_a_model_that_is_there(tmp_path: Path) -> None:
     assert (tmp_path / "model" / "model.safetensors").stat().st_mtime_ns == before
 
 
-def test_prepare_says_so_when_the_model_was_made_from_other_settings(tmp_path: Path) -> None:
+def test_prepare_reports_a_model_made_from_other_settings(tmp_path: Path) -> None:
     prepare_model(run_config(tmp_path), report=lambda _: None)
     lines: list[str] = []
     prepare_model(run_config(tmp_path, seed=1), report=lines.append)
@@ -90,7 +90,7 @@ def test_prepare_rejects_a_missing_model_without_a_recipe(tmp_path: Path) -> Non
     assert not (tmp_path / "model").exists()
 
 
-def test_prepare_names_a_folder_that_can_not_be_written_before_it_begins(tmp_path: Path) -> None:
+def test_prepare_rejects_an_unwritable_folder_before_it_starts(tmp_path: Path) -> None:
     config = run_config(tmp_path)
     (tmp_path / "file").write_text("no folder")
     model = config.model.model_copy(update={"path": tmp_path / "file" / "model"})
@@ -131,7 +131,7 @@ def test_sft_warmup_gives_the_same_weights_for_a_seed(tmp_path: Path) -> None:
     assert (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
 
 
-def test_sft_warmup_continues_from_the_model_that_is_there(tmp_path: Path) -> None:
+def test_sft_warmup_continues_from_an_existing_model(tmp_path: Path) -> None:
     random = warm_up_model(run_config(tmp_path), report=lambda _: None)
     weights = (random / "model.safetensors").read_bytes()
     copy = warm_up_model(run_config(tmp_path), output=tmp_path / "copy", report=lambda _: None)
@@ -149,7 +149,7 @@ def test_make_tiny_for_keeps_the_system_prompt_in_one_token(tmp_path: Path) -> N
     assert AutoTokenizer.from_pretrained(path).tokenize("Be brief.") == ["Be brief."]
 
 
-def test_make_tiny_for_keeps_what_the_prompts_of_each_dataset_have_in_common_in_one_token(
+def test_make_tiny_for_encodes_common_prompt_phrases_as_single_tokens(
     tmp_path: Path,
 ) -> None:
     for name, prompt in (("sum", "Add 1 and {}."), ("copy", "Copy {} once.")):

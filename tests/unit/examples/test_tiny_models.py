@@ -33,7 +33,7 @@ def test_make_tiny_scales_initial_weights_by_the_width(tmp_path: Path) -> None:
     assert model.get_input_embeddings().weight.std().item() == pytest.approx(0.125, rel=0.05)
 
 
-def test_make_tiny_is_the_same_byte_for_byte_for_a_seed(tmp_path: Path) -> None:
+def test_make_tiny_is_byte_identical_for_the_same_seed(tmp_path: Path) -> None:
     first, second, other = (
         make_tiny(tmp_path / name, corpus=PROMPTS, seed=seed)
         for name, seed in (("a", 3), ("b", 3), ("c", 4))
@@ -43,7 +43,7 @@ def test_make_tiny_is_the_same_byte_for_byte_for_a_seed(tmp_path: Path) -> None:
     assert (first / "model.safetensors").read_bytes() != (other / "model.safetensors").read_bytes()
 
 
-def test_make_tiny_leaves_the_random_state_of_its_caller_alone(tmp_path: Path) -> None:
+def test_make_tiny_does_not_change_the_callers_random_state(tmp_path: Path) -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
@@ -67,7 +67,7 @@ def test_make_tiny_makes_mixtures_of_experts_when_asked(tmp_path: Path) -> None:
     assert torch.isfinite(logits).all()
 
 
-def test_tokenizer_of_a_model_that_reads_audio_names_the_placeholders_for_its_processor(
+def test_tokenizer_of_an_audio_model_names_the_media_placeholder_tokens(
     tmp_path: Path,
 ) -> None:
     path = make_tiny(
@@ -89,7 +89,7 @@ def test_tokenizer_of_a_model_that_reads_audio_names_the_placeholders_for_its_pr
         ({"vocab_size": 255}, "vocab_size must be >= 256"),
     ],
 )
-def test_make_tiny_rejects_what_does_not_fit(
+def test_make_tiny_rejects_invalid_settings(
     tmp_path: Path, settings: dict[str, object], text: str
 ) -> None:
     with pytest.raises(ConfigError, match=text):
@@ -109,7 +109,7 @@ def test_tokenizer_learns_merges_when_the_vocabulary_has_room() -> None:
     assert len(tokenizer.encode("banana")) == 1
 
 
-def test_tokenizer_keeps_phrases_and_chat_marks_whole() -> None:
+def test_tokenizer_keeps_phrases_and_chat_markers_as_single_tokens() -> None:
     tokenizer = train_tokenizer(PROMPTS, phrases=["Spell backward: "])
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": "Spell backward: sun"}],

@@ -56,7 +56,9 @@ def left(
     return {named.key: named.value for one in refused for named in one.named}
 
 
-def test_fork_lists_everything_that_no_run_file_here_says(make_run_config: MakeConfig) -> None:
+def test_fork_lists_all_inherited_settings_absent_from_local_run_files(
+    make_run_config: MakeConfig,
+) -> None:
     source = make_run_config(**HOSTILE)
     assert left(source) == {
         "model.path": str(source.model.path),
@@ -71,7 +73,7 @@ def test_fork_lists_everything_that_no_run_file_here_says(make_run_config: MakeC
     }
 
 
-def test_replay_lists_only_what_it_would_use(make_run_config: MakeConfig) -> None:
+def test_replay_lists_only_inherited_settings_that_it_uses(make_run_config: MakeConfig) -> None:
     source = make_run_config(**HOSTILE)
     used = {"model.path", "objects.uri", "telemetry.traces.endpoint"}
     assert left(source, is_replay=True).keys() == used
@@ -86,14 +88,16 @@ def test_replay_lists_only_what_it_would_use(make_run_config: MakeConfig) -> Non
     )
 
 
-def test_replay_that_would_make_its_model_lists_the_data(make_run_config: MakeConfig) -> None:
+def test_replay_that_creates_its_model_lists_the_data_source(make_run_config: MakeConfig) -> None:
     source = make_run_config(model={"tiny": {}})
     assert left(source, is_replay=True)["data.source"] == "jsonl:unused"
     source.model.path.mkdir()
     assert "data.source" not in left(source, is_replay=True)
 
 
-def test_run_file_that_says_the_same_needs_no_answer(make_run_config: MakeConfig) -> None:
+def test_settings_equal_to_a_local_run_file_need_no_confirmation(
+    make_run_config: MakeConfig,
+) -> None:
     source = make_run_config(**HOSTILE)
     assert left(source, own=[source]) == {}
     other = make_run_config(**HOSTILE | {"objects": {"uri": "s3://mine/prefix"}})
@@ -104,7 +108,7 @@ def test_run_file_that_says_the_same_needs_no_answer(make_run_config: MakeConfig
     assert left(source, own=[longer]) == {"engine.sglang.arguments": ["--x"]}
 
 
-def test_run_file_of_a_replay_vouches_for_nothing_that_the_replay_did_not_use(
+def test_replay_run_file_approves_only_the_settings_the_replay_used(
     make_run_config: MakeConfig,
 ) -> None:
     source = make_run_config(**HOSTILE)
@@ -113,7 +117,7 @@ def test_run_file_of_a_replay_vouches_for_nothing_that_the_replay_did_not_use(
     assert {"reward.function", "engine.sglang.python"} <= left(source, own=[replay]).keys()
 
 
-def test_key_that_an_argument_says_is_not_the_logs(
+def test_key_set_by_an_argument_is_not_listed_as_inherited(
     make_run_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = make_run_config(**HOSTILE)
@@ -129,7 +133,7 @@ def test_key_that_an_argument_says_is_not_the_logs(
     assert found.keys() == {"reward.function", "reward.options.token_variable"}
 
 
-def test_source_without_a_store_of_its_own_is_read_from_its_directory(
+def test_source_without_object_store_lists_its_run_directory(
     make_run_config: MakeConfig, tmp_path: Path
 ) -> None:
     source = make_run_config()
@@ -137,7 +141,9 @@ def test_source_without_a_store_of_its_own_is_read_from_its_directory(
     assert "run.directory" not in left(source, directory=tmp_path)
 
 
-def test_run_files_of_this_directory_vouch(make_run_config: MakeConfig, tmp_path: Path) -> None:
+def test_run_files_of_this_directory_approve_inherited_settings(
+    make_run_config: MakeConfig, tmp_path: Path
+) -> None:
     source = make_run_config(**HOSTILE)
     folder = tmp_path / "runs" / source.run.id
     folder.mkdir(parents=True)
@@ -159,7 +165,7 @@ def evil(tmp_path: Path) -> tuple[str, Path]:
 
 
 @pytest.mark.parametrize("dropped", [(), ("samples_per_prompt",)])
-def test_description_runs_no_code(
+def test_reading_a_run_description_executes_no_code(
     make_run_config: MakeConfig, evil: tuple[str, Path], dropped: tuple[str, ...]
 ) -> None:
     name, trace = evil
@@ -182,7 +188,7 @@ def test_description_runs_no_code(
     assert not trace.exists()
 
 
-def test_person_who_is_asked_sees_the_list_and_decides(
+def test_user_is_shown_untrusted_settings_and_accepts_or_rejects_them(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Terminal(io.StringIO):

@@ -24,7 +24,7 @@ def rules(books: Ledger) -> set[str]:
     return {finding.rule.value for finding in books.findings()}
 
 
-def test_books_balance_when_all_went_well() -> None:
+def test_ledger_of_a_valid_run_has_no_findings() -> None:
     books = ValidRun(6).ledger()
     totals = books.totals()
     assert books.problems() == []
@@ -50,7 +50,7 @@ def test_books_balance_when_all_went_well() -> None:
     )
 
 
-def test_samples_of_a_step_that_skipped_its_update_are_accounted_for_once() -> None:
+def test_samples_of_a_skipped_update_are_counted_once() -> None:
     run = ValidRun(6)
     for step in (2, 3):
         partition, offset = run.find("control.train-steps", train_step=step)
@@ -71,7 +71,7 @@ def test_samples_of_a_step_that_skipped_its_update_are_accounted_for_once() -> N
 
 
 @pytest.mark.parametrize("rule", TAMPERINGS)
-def test_broken_promise_is_found_alone(rule: str) -> None:
+def test_ledger_reports_only_the_violated_rule(rule: str) -> None:
     run = ValidRun(6)
     TAMPERINGS[rule](run)
     books = run.ledger()
@@ -82,7 +82,7 @@ def test_broken_promise_is_found_alone(rule: str) -> None:
 
 
 @pytest.mark.parametrize("name", SEVERAL)
-def test_other_broken_promises_are_found(name: str) -> None:
+def test_ledger_reports_every_rule_that_a_change_violates(name: str) -> None:
     tamper, expected = SEVERAL[name]
     run = ValidRun(6)
     tamper(run)
@@ -97,7 +97,7 @@ def test_every_rule_has_a_remedy_and_a_test() -> None:
 @pytest.mark.parametrize(
     "tamper", [lambda _: None, *TAMPERINGS.values()], ids=["nothing", *TAMPERINGS]
 )
-def test_settling_on_the_way_changes_no_judgement(tamper: Tampering) -> None:
+def test_incremental_finalization_does_not_change_ledger_findings(tamper: Tampering) -> None:
     """Fed version by version and settled behind each, as a long log is read."""
     run = ValidRun(30)
     tamper(run)
@@ -124,7 +124,7 @@ def in_step(run: ValidRun) -> list[tuple[int, Any]]:
     return [(max(step_of(event) - 4, 0), (at, event)) for at, event in order]
 
 
-def test_memory_does_not_grow_with_the_run() -> None:
+def test_ledger_memory_does_not_grow_with_the_run() -> None:
     held = {}
     for num_steps in (40, 160):
         books, most = Ledger(1), 0
@@ -137,7 +137,7 @@ def test_memory_does_not_grow_with_the_run() -> None:
     assert held[160] == held[40] < 40 * 2
 
 
-def test_strangers_samples_are_counted_apart_when_they_were_refused() -> None:
+def test_rejected_foreign_samples_are_counted_separately() -> None:
     run = ValidRun(6)
     for _ in range(2):
         run.at("rollout.samples", 0).append(rolled_out(STRANGE, 0))
@@ -152,7 +152,7 @@ def test_strangers_samples_are_counted_apart_when_they_were_refused() -> None:
     assert totals["outcomes"]["failed"] == 1
 
 
-def test_copies_of_a_sample_are_no_harm_and_are_counted() -> None:
+def test_regenerated_samples_are_counted_and_break_no_rule() -> None:
     run = ValidRun(6)
     run.generate("000003-0000-0", version=3)
     books = run.ledger()
@@ -160,7 +160,7 @@ def test_copies_of_a_sample_are_no_harm_and_are_counted() -> None:
 
 
 @pytest.mark.parametrize("entity", ["advantage.samples", "prompt.end-requests"])
-def test_request_to_end_a_prompt_group_is_no_end(entity: str) -> None:
+def test_request_to_end_a_prompt_group_is_not_an_outcome(entity: str) -> None:
     run = ValidRun(6)
     run.issue("000007-0000-0")
     run.at(entity, 0).append(ended("000007-0000-0", Outcome.FILTERED))
@@ -168,7 +168,7 @@ def test_request_to_end_a_prompt_group_is_no_end(entity: str) -> None:
     assert (books.problems(), books.totals()["outcomes"]["in_flight"]) == ([], 1)
 
 
-def test_straggler_may_be_overtaken_until_the_goal_where_batches_are_not_in_order() -> None:
+def test_open_prompt_group_is_allowed_until_the_end_for_unordered_batches() -> None:
     run = ValidRun(6)
     TAMPERINGS["prompt group of a trained step without an outcome"](run)
     assert rules(run.ledger(in_order=False, last_version=7)) == set()
@@ -177,7 +177,7 @@ def test_straggler_may_be_overtaken_until_the_goal_where_batches_are_not_in_orde
     }
 
 
-def test_damaged_record_leaves_its_prompt_group_without_proof() -> None:
+def test_damaged_record_leaves_its_prompt_group_unverified() -> None:
     run = ValidRun(6)
     partition, offset = run.find("advantage.samples", sample_id="000003-0000-0/0")
     books = Ledger(1)
@@ -207,7 +207,7 @@ class GrowingLog:
         return 0, self._answers.pop(0)
 
 
-def test_spans_end_before_or_after_a_step_that_is_committed_meanwhile() -> None:
+def test_stable_ranges_are_consistent_when_a_step_is_committed_meanwhile() -> None:
     """The step's record came after the first answer, its outcomes before the second: taken together
     they would be a lie."""
     reader: Any = GrowingLog(4, 40, 5, 40, 5, 40)

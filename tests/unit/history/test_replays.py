@@ -40,7 +40,9 @@ MakeConfig = Callable[..., RunConfig]
 GROUP = "000004-0000-0"
 
 
-def test_replay_has_a_trainer_and_no_samples_of_its_own(make_run_config: MakeConfig) -> None:
+def test_replay_has_a_trainer_and_reads_the_samples_of_its_source(
+    make_run_config: MakeConfig,
+) -> None:
     config = make_run_config(
         run={"id": "new"}, parent={"run": "old", "from_version": 4, "until_version": 9}
     )
@@ -64,7 +66,7 @@ def test_replay_has_a_trainer_and_no_samples_of_its_own(make_run_config: MakeCon
     )
 
 
-def test_fork_has_every_role_and_topics_of_its_own(make_run_config: MakeConfig) -> None:
+def test_fork_has_every_role_and_its_own_topics(make_run_config: MakeConfig) -> None:
     config = make_run_config(
         run={"id": "new", "num_steps": 30},
         parent={"run": "old", "mode": "fork", "from_version": 12},
@@ -99,14 +101,14 @@ def test_fork_has_every_role_and_topics_of_its_own(make_run_config: MakeConfig) 
         ({"parent": {"run": "Old One"}}, "should match pattern"),
     ],
 )
-def test_source_that_leads_nowhere_is_refused(
+def test_invalid_parent_settings_are_rejected(
     sections: dict[str, Any], text: str, make_run_config: MakeConfig
 ) -> None:
     with pytest.raises(ValidationError, match=text):
         make_run_config(**sections)
 
 
-def test_description_gives_the_run_file_back_without_what_is_secret(
+def test_run_description_restores_the_config_without_secrets(
     make_run_config: MakeConfig,
 ) -> None:
     broker = {
@@ -131,7 +133,7 @@ def test_description_gives_the_run_file_back_without_what_is_secret(
     assert not is_recorded(described, [])
 
 
-def test_description_of_an_imported_run_leads_to_its_own_topics_and_objects(
+def test_description_of_an_imported_run_uses_its_own_topics_and_objects(
     make_run_config: MakeConfig,
 ) -> None:
     config = make_run_config(run={"id": "first"})
@@ -141,7 +143,7 @@ def test_description_of_an_imported_run_leads_to_its_own_topics_and_objects(
     assert moved.objects.uri_aliases == (config.objects_uri,)
 
 
-def test_description_of_another_release_names_the_key_that_is_not_known(
+def test_description_of_another_release_reports_the_unknown_key(
     make_run_config: MakeConfig,
 ) -> None:
     described = build_run_description(make_run_config())
@@ -163,7 +165,7 @@ def placed(rewards: list[float], **changes: Any) -> list[LocatedSample]:
     ]
 
 
-def test_rejudging_normalises_recorded_rewards_in_its_own_way() -> None:
+def test_relabelling_normalises_recorded_rewards_by_its_own_settings() -> None:
     samples = placed([0.0, 1.0, 0.5, 0.5])
     plain = AdvantageRelabeller(AlgorithmConfig(normalise_std=False), max_new_tokens=8)(
         samples[::-1]
@@ -180,7 +182,7 @@ def test_rejudging_normalises_recorded_rewards_in_its_own_way() -> None:
     assert scaled[1].sample.advantages[-1] == pytest.approx(0.5 / deviation, rel=1e-5)
 
 
-def test_rejudging_takes_the_rewards_of_a_rescoring() -> None:
+def test_relabelling_uses_the_rewards_of_a_rescoring() -> None:
     rewards = {
         (f"{GROUP}/0", 0, ""): RelabelledReward(3.0),
         (f"{GROUP}/1", 0, ""): RelabelledReward(1.0),
@@ -202,7 +204,7 @@ def test_rejudging_takes_the_rewards_of_a_rescoring() -> None:
         )(placed([0.0, 1.0]))
 
 
-def test_rejudging_distils_with_another_coefficient() -> None:
+def test_relabelling_applies_another_distillation_coefficient() -> None:
     taught = {
         "teacher_logprobs": np.array([0, 0, -1.5, -0.75], np.float32)
     }  # the engine said -0.5 and -0.25
@@ -217,7 +219,7 @@ def test_rejudging_distils_with_another_coefficient() -> None:
         AdvantageRelabeller(AlgorithmConfig(name="opd"), max_new_tokens=8)(placed([0.0, 1.0]))
 
 
-def test_replay_is_refused_where_the_log_has_not_what_it_would_distil_from() -> None:
+def test_replay_without_recorded_teacher_data_is_rejected() -> None:
     def distilling(**settings: Any) -> AlgorithmConfig:
         return AlgorithmConfig.model_validate({"distill_coefficient": 0.5} | settings)
 
@@ -244,7 +246,7 @@ def test_replay_is_refused_where_the_log_has_not_what_it_would_distil_from() -> 
             require_recorded_teacher(recorded, distilling(**top), run_id="old")
 
 
-def test_advantages_are_needed_when_another_algorithm_would_compute_others() -> None:
+def test_new_advantages_are_needed_when_the_algorithm_changes_them() -> None:
     grpo = AlgorithmConfig()
     assert not needs_new_advantages(grpo, AlgorithmConfig(clip_high=0.4, kl_coefficient=0.1))
     assert needs_new_advantages(grpo, AlgorithmConfig(normalise_std=False))
@@ -265,7 +267,7 @@ def test_advantages_are_needed_when_another_algorithm_would_compute_others() -> 
         (["algorithm.name=gspo", "algorithm.name=grpo"], set()),
     ],
 )
-def test_settings_of_the_source_hold_unless_another_algorithm_or_correction_brings_its_own(
+def test_source_settings_are_inherited_unless_algorithm_or_correction_changes(
     overrides: list[str], dropped: set[str]
 ) -> None:
     settings = {
@@ -280,7 +282,7 @@ def test_settings_of_the_source_hold_unless_another_algorithm_or_correction_brin
     }
 
 
-def test_first_difference_is_told_and_times_do_not_count() -> None:
+def test_first_difference_of_two_steps_is_reported_ignoring_times() -> None:
     step = committed(
         3,
         sample_ids=["a", "b"],
@@ -322,7 +324,7 @@ def test_first_difference_is_told_and_times_do_not_count() -> None:
     ).startswith("weights digest was 0000")
 
 
-def test_first_record_that_is_gone_is_named() -> None:
+def test_first_missing_record_of_a_step_is_found() -> None:
     step = committed(
         0, sample_ids=["a", "b", "c"], partitions=np.array([0, 1, 1]), offsets=np.array([9, 4, 3])
     )
@@ -347,7 +349,7 @@ def replayed() -> tuple[ValidRun, Ledger]:
     return source, ledger
 
 
-def test_books_of_a_replay_balance_over_what_its_sources_steps_name(
+def test_replay_ledger_counts_the_samples_named_by_its_sources_steps(
     replayed: tuple[ValidRun, Ledger],
 ) -> None:
     _, ledger = replayed
@@ -370,7 +372,7 @@ def test_books_of_a_replay_balance_over_what_its_sources_steps_name(
 
 
 @pytest.mark.parametrize("changes", [{"offsets": np.arange(4)}, {"staleness_counts": [4]}])
-def test_replayed_step_that_trains_other_samples_than_its_source_is_found(
+def test_ledger_reports_a_replayed_step_with_other_samples_than_its_source(
     replayed: tuple[ValidRun, Ledger], changes: dict[str, Any]
 ) -> None:
     source, ledger = replayed

@@ -68,13 +68,13 @@ def rescore(
     return pool.asked, written
 
 
-def test_prompt_groups_are_scored_whole_and_one_that_was_cut_short_at_the_end() -> None:
+def test_complete_prompt_groups_are_rescored_first_and_incomplete_ones_last() -> None:
     samples = [rolled_out(A, 0), rolled_out(B, 0), rolled_out(A, 0), rolled_out(A, 1)]
     asked, written = rescore(samples, [])
     assert asked == written == [f"{A}/0", f"{A}/1", f"{B}/0"]
 
 
-def test_prompt_group_with_half_its_scores_is_asked_whole_and_written_in_part() -> None:
+def test_partly_rescored_prompt_group_writes_only_its_missing_scores() -> None:
     known = SampleScored(
         key=sample_key(A),
         reward=0.5,

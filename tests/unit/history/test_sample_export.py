@@ -64,7 +64,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return [orjson.loads(line) for line in path.read_bytes().splitlines()]
 
 
-def test_row_holds_sample_reward_and_outcome(log: RunLog, tmp_path: Path) -> None:
+def test_exported_row_holds_sample_reward_and_outcome(log: RunLog, tmp_path: Path) -> None:
     path = tmp_path / "out" / "samples.jsonl"
     with Export(log, path) as exported:
         exported.add(view())
@@ -90,7 +90,7 @@ def test_row_holds_sample_reward_and_outcome(log: RunLog, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_tokens_come_along_when_asked_for_also_from_the_store(
+def test_tokens_are_exported_on_request_including_from_the_object_store(
     log: RunLog, store: ObjectStore, tmp_path: Path, suffix: str
 ) -> None:
     path = tmp_path / f"samples.{suffix}"
@@ -106,7 +106,7 @@ def test_tokens_come_along_when_asked_for_also_from_the_store(
     )
 
 
-def test_parquet_holds_the_rows_of_json_lines(
+def test_parquet_export_holds_the_same_rows_as_json_lines(
     log: RunLog, store: ObjectStore, tmp_path: Path
 ) -> None:
     views = [with_image(store, 0), replace(view(1), score=None, outcome_event=None)]
@@ -138,7 +138,7 @@ def test_media_are_saved_once_by_content_with_relative_paths(
     assert exported.num_media == 1
 
 
-def test_sample_whose_media_were_altered_is_left_out_and_named(
+def test_sample_with_altered_media_is_skipped_and_reported(
     log: RunLog, store: ObjectStore, tmp_path: Path
 ) -> None:
     good, bad = view(1), with_image(store, 0)
@@ -155,7 +155,7 @@ def test_sample_whose_media_were_altered_is_left_out_and_named(
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_export_that_fails_leaves_no_file(log: RunLog, tmp_path: Path, suffix: str) -> None:
+def test_failed_export_leaves_no_file(log: RunLog, tmp_path: Path, suffix: str) -> None:
     def fail_in_the_middle() -> None:
         with Export(log, tmp_path / f"samples.{suffix}") as exported:
             exported.add(view())
@@ -166,7 +166,7 @@ def test_export_that_fails_leaves_no_file(log: RunLog, tmp_path: Path, suffix: s
     assert [path.name for path in tmp_path.iterdir() if path.name != "objects"] == []
 
 
-def test_json_lines_go_to_stdout_when_there_is_no_file(
+def test_json_lines_go_to_stdout_without_an_output_file(
     log: RunLog, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     with Export(log, None) as exported:
@@ -174,7 +174,7 @@ def test_json_lines_go_to_stdout_when_there_is_no_file(
     assert orjson.loads(capfdbinary.readouterr().out)["sample_id"] == "000000-0000-0/0"
 
 
-def test_other_ending_is_refused(log: RunLog, tmp_path: Path) -> None:
+def test_unknown_output_file_extension_is_rejected(log: RunLog, tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
         match=r"--output-file must end in \.jsonl, \.parquet or \.html, got .*samples\.csv",

@@ -48,12 +48,12 @@ def view(
         ("-1..-0.5", (-1, -0.5)),
     ],
 )
-def test_bounds_are_read(text: str, bounds: tuple[float, float]) -> None:
+def test_numeric_bounds_are_parsed(text: str, bounds: tuple[float, float]) -> None:
     assert parse_bounds(text, flag="--reward") == bounds
 
 
 @pytest.mark.parametrize("text", ["..", "7..3", "high", "1..x", "nan", "1..2..3"])
-def test_bounds_that_are_none_are_refused_with_the_forms(text: str) -> None:
+def test_invalid_bounds_are_rejected_with_examples(text: str) -> None:
     with pytest.raises(
         ConfigError,
         match=r"--version must be a number or a span such as 3\.\.7, \.\.0\.2 or 0\.9\.\., got",
@@ -67,38 +67,38 @@ def extent(
     return wanted.version_range(PLAN, ends or {}, newest_version=9)
 
 
-def test_everything_lies_in_all_versions() -> None:
+def test_empty_filter_covers_all_versions() -> None:
     assert extent(SampleFilter()) == VersionRange(range(10))
 
 
-def test_span_of_versions_is_cut_to_those_published() -> None:
+def test_version_range_is_limited_to_published_versions() -> None:
     assert extent(SampleFilter(versions=(3, 7))) == VersionRange(range(3, 8))
     assert extent(SampleFilter(versions=(8, math.inf))) == VersionRange(range(8, 10))
     assert extent(SampleFilter(versions=(11, 12))) == VersionRange(range(0))
 
 
-def test_train_step_takes_only_versions_of_its_window() -> None:
+def test_train_step_filter_covers_only_versions_of_its_window() -> None:
     assert extent(SampleFilter(train_step=5)) == VersionRange(range(4, 6))
     assert extent(SampleFilter(train_step=0)) == VersionRange(range(1))
 
 
-def test_open_prompt_group_lies_in_its_shard_from_the_version_that_its_step_allows() -> None:
+def test_open_prompt_group_is_searched_from_the_first_version_of_its_window() -> None:
     assert extent(SampleFilter(sample_id=f"{GROUP}/3")) == VersionRange(range(3, 10), shard=1)
     assert extent(SampleFilter(prompt_group_id=GROUP)) == VersionRange(range(3, 10), shard=1)
 
 
-def test_trained_prompt_group_lies_on_the_version_that_its_end_names() -> None:
+def test_trained_prompt_group_is_searched_in_the_version_of_its_outcome() -> None:
     ends = {GROUP: DecodedRecord(ended(GROUP, Outcome.TRAINED, version=4), "outcomes[0]@0", 1)}
     assert extent(SampleFilter(prompt_group_id=GROUP), ends) == VersionRange(range(4, 5), shard=1)
 
 
-def test_failed_prompt_group_may_lie_on_any_later_version() -> None:
+def test_failed_prompt_group_is_searched_in_all_later_versions() -> None:
     ends = {GROUP: DecodedRecord(ended(GROUP, Outcome.FAILED, version=4), "outcomes[0]@0", 1)}
     assert extent(SampleFilter(prompt_group_id=GROUP), ends) == VersionRange(range(3, 10), shard=1)
 
 
 @pytest.mark.parametrize("name", ["tea", "000004-0001", "4-1-0", "000004-0001-0/x/y"])
-def test_id_that_is_none_is_refused_with_an_example(name: str) -> None:
+def test_invalid_sample_id_is_rejected_with_an_example(name: str) -> None:
     with pytest.raises(
         ConfigError,
         match="is no prompt group id; they look like 000012-0003-0; sample ids like 000012-0003-0/5",
@@ -128,7 +128,7 @@ def test_id_that_is_none_is_refused_with_an_example(name: str) -> None:
     ],
     ids=str,
 )
-def test_sample_matches_when_all_holds(wanted: SampleFilter, matches: bool) -> None:
+def test_sample_matches_when_all_conditions_hold(wanted: SampleFilter, matches: bool) -> None:
     end = ended(outcome=Outcome.TRAINED, version=2)
     messages = [ChatMessage.of_text("user", "spell it")]
     assert (
@@ -139,7 +139,7 @@ def test_sample_matches_when_all_holds(wanted: SampleFilter, matches: bool) -> N
     )
 
 
-def test_sample_without_reward_matches_no_span_of_rewards() -> None:
+def test_sample_without_reward_matches_no_reward_range() -> None:
     assert SampleFilter().matches(view(reward=None))
     assert not SampleFilter(rewards=(-5, 5)).matches(view(reward=None))
 
@@ -155,6 +155,6 @@ def test_trained_sample_has_step_and_staleness() -> None:
     )
 
 
-def test_generation_beside_the_trained_one_is_superseded() -> None:
+def test_untrained_generation_of_a_trained_sample_is_superseded() -> None:
     other = view(end=ended(outcome=Outcome.TRAINED, version=2), version=3)
     assert (other.outcome, other.train_step) == ("superseded", None)

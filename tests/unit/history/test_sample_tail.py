@@ -37,7 +37,7 @@ def take(
     return live.add(DecodedRecord(event, "topic[0]@0", 1))
 
 
-def test_sample_is_given_with_its_score_whichever_comes_first(live: LiveSamples) -> None:
+def test_sample_is_emitted_with_its_score_in_either_order(live: LiveSamples) -> None:
     assert take(live, rolled_out(index=0)) is None
     first = take(live, scored(index=0, reward=0.25))
     assert take(live, scored(index=1, reward=0.75)) is None
@@ -51,7 +51,7 @@ def test_sample_is_given_with_its_score_whichever_comes_first(live: LiveSamples)
     assert list(live.pop_overdue()) == []
 
 
-def test_generations_of_a_sample_are_told_apart(live: LiveSamples) -> None:
+def test_generations_of_a_sample_are_matched_separately(live: LiveSamples) -> None:
     take(live, rolled_out(version=0))
     assert take(live, scored(version=1)) is None
     line = take(live, scored(version=0))
@@ -59,7 +59,9 @@ def test_generations_of_a_sample_are_told_apart(live: LiveSamples) -> None:
     assert line.policy_version == 0
 
 
-def test_sample_whose_score_does_not_come_is_given_without(live: LiveSamples, clock: Clock) -> None:
+def test_sample_is_emitted_without_its_score_after_a_timeout(
+    live: LiveSamples, clock: Clock
+) -> None:
     take(live, rolled_out())
     clock.now += SCORE_SECONDS - 1
     assert list(live.pop_overdue()) == []
@@ -68,7 +70,7 @@ def test_sample_whose_score_does_not_come_is_given_without(live: LiveSamples, cl
     assert take(live, scored()) is None, "it was given already"
 
 
-def test_oldest_sample_goes_when_too_many_wait(
+def test_oldest_sample_is_emitted_when_too_many_wait(
     live: LiveSamples, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sample_tail, "MAX_WAITING", 2)
@@ -77,7 +79,7 @@ def test_oldest_sample_goes_when_too_many_wait(
     assert [line.sample_id for line in live.pop_overdue()] == ["000000-0000-0/0"]
 
 
-def test_scores_of_samples_before_our_time_are_forgotten(
+def test_oldest_scores_without_a_sample_are_dropped(
     live: LiveSamples, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sample_tail, "MAX_WAITING", 2)
@@ -87,7 +89,7 @@ def test_scores_of_samples_before_our_time_are_forgotten(
     assert take(live, rolled_out(index=2, of=3)) is not None
 
 
-def test_sample_that_does_not_match_is_not_given(clock: Clock) -> None:
+def test_sample_that_does_not_match_the_filter_is_not_emitted(clock: Clock) -> None:
     live = LiveSamples(SampleFilter(rewards=(0.5, 1)), newest_version=0, clock=clock)
     take(live, rolled_out(index=0))
     assert take(live, scored(index=0, reward=0.25)) is None

@@ -31,7 +31,7 @@ def compare(*groups: list[tuple[float | None, float | None]], threshold: float =
     return comparison.result()
 
 
-def test_metrics_of_a_worked_example() -> None:
+def test_score_comparison_metrics_match_hand_computation() -> None:
     result = compare([(0.0, 0.5), (1.0, 1.0)], [(0.0, 0.0), (1.0, 0.5)])
     assert (result.num_samples, result.num_compared) == (4, 4)
     assert (result.original_mean, result.new_mean) == (0.5, 0.5)
@@ -45,14 +45,14 @@ def test_metrics_of_a_worked_example() -> None:
     assert (result.num_prompt_groups, result.num_reranked) == (2, 0)
 
 
-def test_failures_are_shares_of_all_samples_and_take_no_part_in_the_rest() -> None:
+def test_failures_are_ratios_of_all_samples_and_excluded_from_other_metrics() -> None:
     result = compare([(0.0, None), (1.0, 1.0)], [(None, 1.0), (None, None)])
     assert (result.original_failed_ratio, result.new_failed_ratio) == (0.5, 0.5)
     assert (result.num_samples, result.num_compared, result.num_prompt_groups) == (4, 1, 0)
     assert (result.original_mean, result.pearson) == (1.0, None)
 
 
-def test_prompt_groups_that_change_are_counted() -> None:
+def test_reranked_and_newly_informative_prompt_groups_are_counted() -> None:
     result = compare(
         [(0.0, 0.2), (1.0, 0.4)],  # the same order
         [(0.0, 0.4), (1.0, 0.2)],  # turned round
@@ -80,7 +80,7 @@ def test_equal_scores_have_no_extremes() -> None:
     )
 
 
-def test_nothing_gives_no_metrics() -> None:
+def test_comparison_without_samples_has_no_metrics() -> None:
     result = compare()
     assert (
         result.num_samples,
@@ -92,14 +92,14 @@ def test_nothing_gives_no_metrics() -> None:
 
 
 @pytest.mark.parametrize("values", [[], [1.0], [2.0, 2.0, 2.0]])
-def test_correlation_with_a_constant_does_not_exist(values: list[float]) -> None:
+def test_correlation_with_a_constant_is_undefined(values: list[float]) -> None:
     other = np.arange(len(values), dtype=np.float64)
     assert correlation(np.array(values), other) is None
     assert correlation(other, np.array(values)) is None
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=30))
-def test_rank_is_the_mean_place_among_equals(values: list[int]) -> None:
+def test_equal_values_share_their_mean_rank(values: list[int]) -> None:
     ordered = sorted(values)
     expected = [
         statistics.mean(place for place, other in enumerate(ordered, 1) if other == value)

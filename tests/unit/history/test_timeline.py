@@ -40,7 +40,7 @@ def trace(events: list[Event]) -> list[dict[str, Any]]:
     return found
 
 
-def test_trace_keeps_the_rules_of_the_format() -> None:
+def test_trace_follows_the_trace_event_format() -> None:
     entries = trace(EVENTS)
     for entry in entries:
         assert {"ph", "name", "pid", "tid"} | NEEDED[entry["ph"]] <= set(entry)
@@ -62,7 +62,7 @@ def test_trace_keeps_the_rules_of_the_format() -> None:
         open_ends.append(begin - negative)
 
 
-def test_things_lie_where_they_happened() -> None:
+def test_trace_entries_have_the_times_of_their_events() -> None:
     entries = {entry["name"]: entry for entry in trace(EVENTS) if entry["ph"] != "M"}
     step, wait, update = entries["step 1"], entries["wait"], entries["update"]
     assert (step["ts"], step["dur"]) == (10.5 * SECOND, 0.5 * SECOND)
@@ -87,5 +87,5 @@ def test_things_lie_where_they_happened() -> None:
     assert entries["reward-0"]["args"] == {"busy_ratio": 0.25}
 
 
-def test_empty_trace_is_one_too() -> None:
+def test_empty_trace_is_valid() -> None:
     assert json.loads("".join(format_trace([])))["traceEvents"] == []

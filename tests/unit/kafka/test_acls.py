@@ -33,11 +33,11 @@ def allowed(operation: str) -> dict[str, set[str]]:
     return found
 
 
-def test_every_installed_role_has_rights_and_no_other() -> None:
+def test_acl_permissions_exist_exactly_for_the_installed_roles() -> None:
     assert {entry.name for entry in entry_points(group=ROLES)} == set(ROLE_PERMISSIONS)
 
 
-def test_every_topic_has_a_writer_and_rights_name_only_topics_of_the_plan() -> None:
+def test_every_topic_has_a_writer_and_acls_name_only_planned_topics() -> None:
     assert set(allowed("write")) == TOPICS
     assert set(allowed("read")) | set(allowed("describe")) <= TOPICS
 
@@ -60,11 +60,13 @@ def test_every_topic_but_the_dead_letters_has_a_reader() -> None:
         ("reward.scores", {"reward", "judge"}),  # each for samples of its own
     ],
 )
-def test_decisions_are_written_by_those_who_take_them(entity: str, writers: set[str]) -> None:
+def test_each_topic_is_writable_only_by_its_responsible_roles(
+    entity: str, writers: set[str]
+) -> None:
     assert allowed("write")[PLAN.topic(entity)] == writers
 
 
-def test_roles_neither_make_nor_alter_nor_delete() -> None:
+def test_roles_may_not_create_alter_or_delete() -> None:
     roles = {build_username("demo", role) for role in ROLE_PERMISSIONS}
     assert {acl.operation for acl in ACLS if acl.username in roles} == {
         "read",
@@ -80,7 +82,7 @@ def test_roles_neither_make_nor_alter_nor_delete() -> None:
     assert looked_at == [("relax.demo.rollout", "group", "relax.demo.rollout")]
 
 
-def test_only_the_trainer_has_a_transactional_id_and_it_is_the_planned_one() -> None:
+def test_only_the_trainer_may_use_the_planned_transactional_id() -> None:
     owners = [
         acl
         for acl in ACLS
@@ -98,7 +100,7 @@ def test_reader_can_change_nothing() -> None:
     }
 
 
-def test_nothing_is_allowed_outside_of_the_run() -> None:
+def test_acls_allow_nothing_outside_the_run() -> None:
     assert all(
         acl.name.startswith("relax.demo.") and acl.username.startswith("relax.demo.")
         for acl in ACLS
@@ -112,12 +114,12 @@ def test_nothing_is_allowed_outside_of_the_run() -> None:
 
 
 @pytest.mark.parametrize("other", ["demo-2", "dem", "demo2", "a-demo"])
-def test_prefix_of_a_run_is_never_anothers(other: str) -> None:
+def test_run_prefix_never_matches_another_run(other: str) -> None:
     assert not build_run_prefix(other).startswith(build_run_prefix("demo"))
     assert not build_run_prefix("demo").startswith(build_run_prefix(other))
 
 
-def test_right_is_written_out_for_other_tools() -> None:
+def test_acl_is_exported_as_a_dict_for_other_tools() -> None:
     written = Acl("relax.demo.reader", "topic", "relax.demo.", "prefixed", "read").to_dict()
     assert written == {
         "username": "relax.demo.reader",
@@ -130,7 +132,7 @@ def test_right_is_written_out_for_other_tools() -> None:
     }
 
 
-def test_replay_may_read_its_source_and_nothing_else_of_it() -> None:
+def test_replay_may_only_read_its_source_run() -> None:
     more = set(build_acls("demo", source_run_id="first")) - set(ACLS)
     assert set(ACLS) < set(build_acls("demo", source_run_id="first"))
     topics = {acl for acl in more if acl.resource == "topic"}

@@ -9,13 +9,13 @@ from relax_events.kafka.security.acls import build_acls, list_writable_topics
 from relax_events.topics.plan import DEAD_LETTER_ROLES, ROLES
 
 
-def test_page_names_what_each_role_may_write() -> None:
+def test_docs_page_lists_the_writable_topics_of_each_role() -> None:
     assert writes_by_page(ROLES, with_letters=DEAD_LETTER_ROLES) == {
         role: set(list_writable_topics(role)) for role in ROLES
     }
 
 
-def test_rights_to_write_are_literal_and_no_others() -> None:
+def test_write_acls_are_literal_and_match_the_writable_topics() -> None:
     granted: dict[str, set[str]] = {role: set() for role in ROLES}
     for acl in build_acls("r"):
         role = acl.username.removeprefix("relax.r.")

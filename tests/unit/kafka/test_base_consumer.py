@@ -33,7 +33,7 @@ def fetched(error: KafkaError) -> list[object]:
         KafkaError._TIMED_OUT,
     ],
 )
-def test_broker_that_is_away_is_waited_for_even_when_its_name_has_gone_with_it(code: int) -> None:
+def test_consumer_waits_for_a_broker_that_is_down_or_unresolvable(code: int) -> None:
     assert (
         fetched(KafkaError(code, "FindCoordinator response error: Local: Host resolution failure"))
         == []
@@ -44,12 +44,12 @@ def test_broker_that_is_away_is_waited_for_even_when_its_name_has_gone_with_it(c
     ("code", "expected"),
     [(KafkaError.GROUP_AUTHORIZATION_FAILED, AccessDenied), (KafkaError._INVALID_ARG, BrokerError)],
 )
-def test_what_does_not_mend_itself_ends_the_worker(code: int, expected: type[BrokerError]) -> None:
+def test_permanent_broker_error_ends_the_worker(code: int, expected: type[BrokerError]) -> None:
     with pytest.raises(expected, match="reading the log"):
         fetched(KafkaError(code, "no"))
 
 
-def test_member_may_work_on_one_part_for_longer_than_clients_may_go_without_polling(
+def test_max_poll_interval_is_one_day_whatever_the_run_file_sets(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whatever the run file says of it: who hangs is found by the heartbeats of the worker."""

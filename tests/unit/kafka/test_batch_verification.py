@@ -28,13 +28,13 @@ def spans(data: bytes) -> list[tuple[int, int]]:
     return [(batch.first, batch.stop) for batch in split_batches(data)]
 
 
-def test_batches_lie_one_behind_the_other() -> None:
+def test_fetched_data_is_split_into_consecutive_batches() -> None:
     assert (spans(DATA), standings(DATA)) == (OFFSETS, [True] * 3)
     assert list(split_batches(b"")) == list(split_batches(DATA[:60])) == []
 
 
 @pytest.mark.parametrize("at", [-1, -2, -20])
-def test_one_altered_bit_is_seen_and_the_others_are_sound(at: int) -> None:
+def test_one_altered_bit_invalidates_only_its_own_batch(at: int) -> None:
     first_bytes = len(DATA) - sum(
         21 - 4 + len(batch.checked) for batch in list(split_batches(DATA))[1:]
     )
@@ -44,9 +44,7 @@ def test_one_altered_bit_is_seen_and_the_others_are_sound(at: int) -> None:
     assert standings(bytes(middle)) == [True, False, True]
 
 
-def test_batch_that_is_cut_off_or_claims_another_length_or_format_is_not_sound_and_ends_the_answer() -> (
-    None
-):
+def test_truncated_or_malformed_batch_is_invalid_and_ends_the_response() -> None:
     assert (spans(DATA[:-1]), standings(DATA[:-1])) == (OFFSETS, [True, True, False])
     for place, byte in ((8, 0x7F), (8, 0x80), (16, 1)):  # the length's first byte, the format
         data = bytearray(DATA)
@@ -68,7 +66,7 @@ class Answers:
     def close(self) -> None: ...
 
 
-def test_records_of_an_altered_batch_are_told_from_those_of_sound_ones(
+def test_verifier_finds_the_offsets_of_an_altered_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sound = {batch.first: batch for batch in split_batches(DATA)}
@@ -85,7 +83,7 @@ def test_records_of_an_altered_batch_are_told_from_those_of_sound_ones(
     examiner.close()
 
 
-def test_partition_without_a_leader_is_asked_about_until_the_timeout() -> None:
+def test_leader_lookup_is_retried_until_the_timeout() -> None:
     asked: list[str] = []
 
     def leader(topic: str, partition: int) -> Connection:
@@ -98,7 +96,7 @@ def test_partition_without_a_leader_is_asked_about_until_the_timeout() -> None:
 
 
 @pytest.mark.parametrize(("asked_for", "checks"), [("", True), ("0", True), ("1", False)])
-def test_client_leaves_checksums_to_the_examiner_where_it_is_asked_for(
+def test_client_leaves_checksums_to_the_verifier_when_configured(
     asked_for: str, checks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, asked_for)

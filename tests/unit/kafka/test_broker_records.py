@@ -74,12 +74,12 @@ def test_policy_version_is_read_off_the_header_or_is_none(text: str, version: in
         "9" * 5000 + "-0000-0",
     ],
 )
-def test_text_that_is_no_prompt_group_id_is_corrupt(text: str) -> None:
+def test_invalid_prompt_group_id_is_a_corrupt_record(text: str) -> None:
     with pytest.raises(CorruptRecord, match="is no prompt group id; they look like 000012-0003-0"):
         IssuedGroup.parse(text)
 
 
-def test_next_offsets_lie_behind_the_last_record_of_each_partition() -> None:
+def test_next_offsets_follow_the_last_record_of_each_partition() -> None:
     offsets = next_offsets([record(4), record(9, partition=1), record(5), record(2, topic="u")])
     assert {(offset.topic, offset.partition, offset.offset) for offset in offsets} == {
         ("t", 0, 6),

@@ -42,13 +42,15 @@ from relax_events.kafka.connection import (
         (KafkaError.INVALID_TIMESTAMP, BrokerError),
     ],
 )
-def test_errors_of_the_client_become_ours(code: int, kind: type[BrokerError]) -> None:
+def test_kafka_client_errors_are_translated_to_own_errors(
+    code: int, kind: type[BrokerError]
+) -> None:
     error = translate(KafkaError(code), "writing to t")
     assert type(error) is kind
     assert str(error).startswith(f"writing to t: {KafkaError(code).name()} ")
 
 
-def test_fatal_error_that_tripped_a_callback_is_the_one_that_is_reported() -> None:
+def test_fatal_error_behind_a_callback_failure_is_reported() -> None:
     with (
         pytest.raises(AccessDenied, match="delivering records: CLUSTER_AUTHORIZATION_FAILED"),
         translate_fatal_errors("delivering records"),
@@ -58,7 +60,7 @@ def test_fatal_error_that_tripped_a_callback_is_the_one_that_is_reported() -> No
         )
 
 
-def test_fatal_error_whose_exception_was_lost_makes_the_worker_start_again() -> None:
+def test_fatal_error_with_a_lost_exception_raises_client_failed() -> None:
     with (
         pytest.raises(
             ClientFailed, match="delivering records: the client met an unnamed fatal error"
@@ -71,7 +73,7 @@ def test_fatal_error_whose_exception_was_lost_makes_the_worker_start_again() -> 
         )
 
 
-def test_other_errors_of_the_interpreter_are_not_taken_for_the_clients() -> None:
+def test_other_system_errors_are_not_translated_to_client_errors() -> None:
     with (
         pytest.raises(SystemError, match="bad argument"),
         translate_fatal_errors("delivering records"),
@@ -79,7 +81,7 @@ def test_other_errors_of_the_interpreter_are_not_taken_for_the_clients() -> None
         raise SystemError("bad argument to internal function")
 
 
-def test_settings_keep_promises_above_the_users_and_the_users_above_ours() -> None:
+def test_required_settings_override_user_settings_which_override_defaults() -> None:
     connection = Connection(
         "a:1", client={"socket.keepalive.enable": False, "sasl.username": "me"}, client_id="c"
     )
@@ -129,12 +131,12 @@ def lost_by(reports: list[str]) -> bool:
     return False
 
 
-def test_client_is_lost_that_knows_no_address_for_a_minute() -> None:
+def test_client_is_lost_after_a_minute_without_a_broker_address() -> None:
     assert lost_by([reported(at, "internal") for at in (0, 20, 40, 60)])
     assert not lost_by([reported(at, "internal") for at in (0, 20, 40)])
 
 
-def test_client_is_not_lost_that_knows_an_address_stood_still_or_was_not_heard() -> None:
+def test_client_is_not_lost_with_a_known_address_or_gaps_in_its_statistics() -> None:
     assert not lost_by([reported(at, "learned") for at in range(0, 200, 20)])
     assert not lost_by(
         [

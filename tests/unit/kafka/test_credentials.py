@@ -42,7 +42,9 @@ def password_of(config: RunConfig, username: str) -> str:
 
 
 @pytest.mark.parametrize("principal", ["trainer", "operator"])
-def test_process_takes_its_principal_from_the_folder(secured: RunConfig, principal: str) -> None:
+def test_process_reads_its_principal_from_the_security_folder(
+    secured: RunConfig, principal: str
+) -> None:
     settings = Connection.from_config(
         apply_principal(secured, principal).broker, client_id="c"
     ).settings()
@@ -66,7 +68,7 @@ def test_run_file_may_name_another_principal(secured: RunConfig) -> None:
     assert apply_principal(config, "operator").broker.username == "relax.demo.reader"
 
 
-def test_workers_of_a_run_are_told_their_own_principal_and_not_where_the_others_are(
+def test_workers_get_only_the_credentials_of_their_own_principal(
     secured: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RELAX_BROKER__CREDENTIALS", str(tmp_path / "security"))
@@ -97,7 +99,7 @@ def test_workers_of_a_run_are_told_their_own_principal_and_not_where_the_others_
     assert "security" not in (tmp_path / "run.json").read_text()
 
 
-def test_open_run_stays_as_it_is(make_run_config: Callable[..., RunConfig]) -> None:
+def test_run_without_credentials_stays_unchanged(make_run_config: Callable[..., RunConfig]) -> None:
     config = make_run_config()
     assert apply_principal(config, "trainer") is config
     assert remove_credentials(config) is config
@@ -119,13 +121,13 @@ def test_user_without_password_is_refused_with_the_remedy(monkeypatch: pytest.Mo
         read_client_settings(BrokerConfig(username="me"))
 
 
-def test_other_secrets_come_from_files_of_their_own(tmp_path: Path) -> None:
+def test_other_secrets_are_read_from_their_own_files(tmp_path: Path) -> None:
     (tmp_path / "key").write_text(SECRET)
     config = BrokerConfig.model_validate({"secret_files": {"ssl.key.password": tmp_path / "key"}})
     assert read_client_settings(config) == {"ssl.key.password": SECRET}
 
 
-def test_secret_is_hidden_once_it_was_read_and_in_what_a_connection_shows(tmp_path: Path) -> None:
+def test_secret_is_redacted_in_text_and_in_the_connection_repr(tmp_path: Path) -> None:
     (tmp_path / "password").write_text(SECRET)
     connection = Connection.from_config(
         BrokerConfig(username="me", password_file=tmp_path / "password"), client_id="c"
@@ -134,13 +136,13 @@ def test_secret_is_hidden_once_it_was_read_and_in_what_a_connection_shows(tmp_pa
     assert redacted(f"login of me with {SECRET} failed") == "login of me with (hidden) failed"
 
 
-def test_authority_may_be_a_bundle_of_any_size_with_comments_in_any_script(tmp_path: Path) -> None:
+def test_ca_file_may_be_a_large_bundle_with_non_ascii_comments(tmp_path: Path) -> None:
     bundle = tmp_path / "bundle.pem"
     bundle.write_text("# " + "ő" * 100_000 + "\n-----BEGIN CERTIFICATE-----\n")
     assert read_client_settings(BrokerConfig(ca_file=bundle)) == {"ssl.ca.location": str(bundle)}
 
 
-def test_authority_that_is_no_certificate_is_refused_by_name(tmp_path: Path) -> None:
+def test_ca_file_without_a_certificate_is_rejected_by_name(tmp_path: Path) -> None:
     file = tmp_path / "ca.pem"
     file.write_text("not one")
     with pytest.raises(

@@ -121,7 +121,7 @@ def test_bootstrap_checkpoint_names_every_feature_level() -> None:
     assert read["transaction.version"] == 2
 
 
-def test_bootstrap_checkpoint_carries_checksums_of_what_they_cover() -> None:
+def test_bootstrap_checkpoint_batches_have_valid_checksums() -> None:
     for batch in read_batches(build_bootstrap_checkpoint()):
         assert bitwise_crc32c(batch.covered) == batch.crc
 
@@ -138,7 +138,7 @@ def bitwise_crc32c(data: bytes) -> int:
     return int(f"{register:032b}"[::-1], 2) ^ 0xFFFFFFFF
 
 
-def test_bootstrap_checkpoint_holds_the_users_that_may_log_in_first() -> None:
+def test_bootstrap_checkpoint_contains_the_initial_scram_users() -> None:
     user = ScramCredential("relax.admin", b"salt" * 6, b"s" * 64, b"k" * 64, 8192)
     _, records, footer = read_batches(
         build_bootstrap_checkpoint({"metadata.version": 30}, users=[user])
@@ -158,7 +158,7 @@ def test_bootstrap_checkpoint_holds_the_users_that_may_log_in_first() -> None:
     assert struct.unpack(">ib", stream.read()) == (8192, 0)
 
 
-def test_scram_credential_proves_a_password_and_no_other() -> None:
+def test_scram_credential_verifies_only_the_right_password() -> None:
     """The server's check of RFC 5802, section 3: it recovers the client's key from its proof and
     compares what it hashes to."""
     kept = ScramCredential.derive("me", "right", salt=b"0123456789abcdef")

@@ -52,7 +52,7 @@ def test_explain_death_ignores_the_log_of_earlier_brokers(tmp_path: Path) -> Non
     assert "ended by itself" in str(explain(tmp_path, past + "killed\n", start_byte=len(past)))
 
 
-def test_explain_death_says_so_when_nothing_was_printed(tmp_path: Path) -> None:
+def test_explain_death_reports_an_empty_log(tmp_path: Path) -> None:
     assert "(it printed nothing)" in str(explain(tmp_path, ""))
 
 

@@ -21,11 +21,11 @@ GIB = 1 << 30
     ("memory", "heap"),
     [(4 * GIB, 512), (16 * GIB, 1024), (24 * GIB, 1536), (512 * GIB, 4096), (float("inf"), 4096)],
 )
-def test_heap_is_a_part_of_the_memory_within_bounds(memory: float, heap: int) -> None:
+def test_broker_heap_is_a_bounded_fraction_of_memory(memory: float, heap: int) -> None:
     assert compute_heap_mib(memory) == heap
 
 
-def test_broker_is_started_with_the_heap_and_holds_a_quarter_of_it_in_requests(
+def test_broker_gets_the_heap_size_and_queues_requests_up_to_a_quarter_of_it(
     tmp_path: Path,
 ) -> None:
     command = build_broker_command(

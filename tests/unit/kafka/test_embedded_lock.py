@@ -5,7 +5,7 @@ import re
 from relax_events.kafka.embedded.jars import read_jar_lock
 
 
-def test_lock_names_the_node_itself_when_read() -> None:
+def test_jar_lock_contains_broker_client_and_logging_jars() -> None:
     lock = read_jar_lock()
     names = {jar.name for jar in lock.jars}
     assert f"kafka_2.13-{lock.kafka_version}.jar" in names
@@ -14,7 +14,7 @@ def test_lock_names_the_node_itself_when_read() -> None:
     assert any(name.startswith("slf4j-simple-") for name in names)
 
 
-def test_lock_holds_checkable_rows_when_read() -> None:
+def test_jar_lock_has_unique_names_valid_digests_and_sizes() -> None:
     lock = read_jar_lock()
     assert len({jar.name for jar in lock.jars}) == len(lock.jars)
     assert all(re.fullmatch(r"[0-9a-f]{64}", jar.sha256) for jar in lock.jars)
@@ -25,7 +25,7 @@ def test_lock_holds_checkable_rows_when_read() -> None:
     assert 30_000_000 < lock.size_bytes < 50_000_000
 
 
-def test_lock_keeps_one_kafka_version_when_read() -> None:
+def test_jar_lock_pins_a_single_kafka_version() -> None:
     lock = read_jar_lock()
     versions = {
         jar.path.split("/")[-2] for jar in lock.jars if jar.path.startswith("org/apache/kafka/")

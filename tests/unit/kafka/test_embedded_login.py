@@ -19,7 +19,7 @@ from relax_events.kafka.embedded.settings import build_server_properties
 from relax_events.kafka.embedded.tool_login import build_client_properties
 
 
-def test_password_is_random_for_its_owner_alone_and_stays(tmp_path: Path) -> None:
+def test_password_is_random_readable_by_owner_only_and_persistent(tmp_path: Path) -> None:
     first, second, other = (
         NodeLogin.from_directory(tmp_path / "a"),
         NodeLogin.from_directory(tmp_path / "a"),
@@ -32,7 +32,7 @@ def test_password_is_random_for_its_owner_alone_and_stays(tmp_path: Path) -> Non
     assert first.node_secret not in (second.node_secret, first.password)
 
 
-def test_no_listener_lets_in_whom_it_does_not_know_and_the_password_is_not_in_the_settings(
+def test_all_listeners_require_login_and_settings_omit_the_password(
     tmp_path: Path,
 ) -> None:
     login = NodeLogin.from_directory(tmp_path)
@@ -57,7 +57,7 @@ def broker_of(folder: Path, state: BrokerState) -> EmbeddedBroker:
     return EmbeddedBroker(folder)
 
 
-def test_tools_are_told_how_to_log_in(tmp_path: Path) -> None:
+def test_client_properties_contain_the_login_settings(tmp_path: Path) -> None:
     broker = broker_of(tmp_path, BrokerState(20001, 20002, "4.3.1", login="password"))
     password = (tmp_path / "password").read_text()
     java = dict(
@@ -76,7 +76,7 @@ def test_tools_are_told_how_to_log_in(tmp_path: Path) -> None:
     assert others == {"bootstrap.servers": "127.0.0.1:20001"} | read_client_settings(table)
 
 
-def test_tools_of_an_open_broker_need_its_address_alone_and_of_a_secured_one_a_principal(
+def test_client_properties_need_a_principal_only_for_a_secured_broker(
     tmp_path: Path,
 ) -> None:
     opened = broker_of(tmp_path, BrokerState(20001, 20002, "4.3.1", login="open"))
@@ -90,7 +90,7 @@ def test_tools_of_an_open_broker_need_its_address_alone_and_of_a_secured_one_a_p
         build_client_properties(secured, form="java")
 
 
-def test_password_of_an_embedded_broker_is_not_for_clusters(tmp_path: Path) -> None:
+def test_embedded_broker_password_is_rejected_for_clusters(tmp_path: Path) -> None:
     BrokerConfig(bootstrap_servers="127.0.0.1:1,localhost:2", embedded_password_file=tmp_path)
     with pytest.raises(
         ValidationError,

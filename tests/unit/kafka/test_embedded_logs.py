@@ -10,28 +10,30 @@ from relax_events.kafka.embedded.broker_log import follow_lines, read_last_lines
 @pytest.mark.parametrize(
     ("num_lines", "expected"), [(0, []), (2, ["c", "d"]), (9, ["a", "b", "c", "d"])]
 )
-def test_last_lines_returns_so_many(tmp_path: Path, num_lines: int, expected: list[str]) -> None:
+def test_read_last_lines_returns_the_requested_number_of_lines(
+    tmp_path: Path, num_lines: int, expected: list[str]
+) -> None:
     (tmp_path / "log").write_text("a\nb\nc\nd\n")
     assert read_last_lines(tmp_path / "log", num_lines=num_lines) == expected
 
 
-def test_last_lines_stays_within_its_part(tmp_path: Path) -> None:
+def test_read_last_lines_stays_within_the_byte_range(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("a\nb\nc\nd\n")
     assert read_last_lines(tmp_path / "log", num_lines=9, start_byte=2, end_byte=6) == ["b", "c"]
 
 
-def test_last_lines_is_empty_when_there_is_no_file(tmp_path: Path) -> None:
+def test_read_last_lines_returns_nothing_when_the_file_is_missing(tmp_path: Path) -> None:
     assert read_last_lines(tmp_path / "log", num_lines=5) == []
 
 
-def test_last_lines_reads_the_end_only_when_the_log_is_long(tmp_path: Path) -> None:
+def test_read_last_lines_reads_only_the_end_of_a_long_log(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("x" * 99 + "\n" + ("y" * 99 + "\n") * 10_000)
     lines = read_last_lines(tmp_path / "log", num_lines=1_000_000)
     assert len(lines) < 3000
     assert lines[-1] == "y" * 99
 
 
-def test_follow_lines_yields_what_is_added_until_the_writer_ends(tmp_path: Path) -> None:
+def test_follow_lines_yields_appended_lines_until_the_writer_exits(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("old\n")
     additions = iter(["first\nsec", "ond\n", "", "third\nunfinished"])

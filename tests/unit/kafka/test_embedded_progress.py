@@ -26,7 +26,7 @@ def test_transfer_progress_prints_a_line_per_quarter_when_no_terminal(
     assert len(lines) == 5
 
 
-def test_transfer_progress_says_nothing_twice_when_a_part_starts_again(
+def test_transfer_progress_prints_no_duplicates_when_a_part_restarts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with show_progress("things", 100) as advance:
@@ -38,7 +38,7 @@ def test_transfer_progress_says_nothing_twice_when_a_part_starts_again(
     ]
 
 
-def test_transfer_progress_draws_a_bar_when_a_person_watches(
+def test_transfer_progress_draws_a_bar_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     terminal = Terminal()

@@ -40,7 +40,7 @@ def test_report_aligns_fields_when_shown_as_text() -> None:
     ]
 
 
-def test_report_keeps_figures_exact_when_shown_as_json() -> None:
+def test_report_keeps_exact_numbers_when_shown_as_json() -> None:
     assert json.loads(REPORT.to_json())["uptime_seconds"] == 61.7
     assert json.loads(REPORT.to_json())["disk_bytes"] == 5_242_880
 
@@ -53,7 +53,7 @@ def test_broker_report_is_down_and_empty_when_nothing_was_started(tmp_path: Path
     assert report.to_text().startswith("state               down\nbootstrap servers   -\n")
 
 
-def test_broker_report_counts_what_sparse_files_really_take(tmp_path: Path) -> None:
+def test_broker_report_counts_allocated_blocks_of_sparse_files(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     with (tmp_path / "data" / "sparse.index").open("wb") as file:
         file.truncate(10 << 20)
@@ -85,7 +85,7 @@ def test_logs_print_the_end_of_the_log_when_the_broker_is_down(
     assert capsys.readouterr().out == "two\nthree\n"
 
 
-def test_stop_says_nothing_when_the_broker_is_down(
+def test_stop_command_prints_nothing_when_the_broker_is_down(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     app(["stop", "--directory", str(tmp_path)], result_action="return_value")

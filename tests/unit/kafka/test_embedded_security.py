@@ -32,7 +32,7 @@ def settings_of(security: NodeSecurity, **overrides: str) -> dict[str, str]:
     return dict(line.split("=", 1) for line in text.splitlines())
 
 
-def test_secured_node_has_no_listener_without_proof(security: NodeSecurity) -> None:
+def test_secured_node_requires_authentication_on_every_listener(security: NodeSecurity) -> None:
     written = settings_of(security)
     assert (
         written["listeners"]
@@ -49,7 +49,7 @@ def test_secured_node_has_no_listener_without_proof(security: NodeSecurity) -> N
     } == {"required"}
 
 
-def test_secured_node_denies_what_is_not_allowed(security: NodeSecurity) -> None:
+def test_secured_node_denies_access_without_an_acl(security: NodeSecurity) -> None:
     written = settings_of(security)
     assert (
         written["authorizer.class.name"]
@@ -79,7 +79,7 @@ def test_super_users_can_not_be_overridden(security: NodeSecurity) -> None:
 
 
 @pytest.mark.parametrize("missing", ["ca.pem", "brokers/local.pem", "secrets/relax.admin"])
-def test_incomplete_folder_is_refused_with_the_missing_file(
+def test_incomplete_security_folder_is_rejected_naming_the_missing_file(
     security: NodeSecurity, missing: str
 ) -> None:
     (security.folder.path / missing).unlink()
@@ -90,13 +90,13 @@ def test_incomplete_folder_is_refused_with_the_missing_file(
         NodeSecurity.from_folder(security.folder.path, internal_port=1)
 
 
-def test_node_stays_secured_when_a_start_names_no_folder(tmp_path: Path) -> None:
+def test_node_stays_secured_when_restarted_without_a_credentials_folder(tmp_path: Path) -> None:
     assert choose_credentials(None, "/etc/relax", data=tmp_path) == Path("/etc/relax")
     assert choose_credentials(Path("/etc/moved"), "/etc/relax", data=tmp_path) == Path("/etc/moved")
     assert choose_credentials(None, None, data=tmp_path) is None
 
 
-def test_open_node_with_records_can_not_be_secured_afterwards(tmp_path: Path) -> None:
+def test_unsecured_node_with_records_cannot_be_secured_later(tmp_path: Path) -> None:
     assert choose_credentials(Path("/etc/relax"), None, data=tmp_path / "new") == Path("/etc/relax")
     (tmp_path / "meta.properties").touch()
     with pytest.raises(

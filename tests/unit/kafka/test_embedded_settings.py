@@ -20,14 +20,14 @@ def settings(data: str = "/node/data", **overrides: str) -> dict[str, str]:
     )
 
 
-def test_server_properties_stay_on_loopback() -> None:
+def test_server_properties_listen_only_on_loopback() -> None:
     written = settings()
     assert written["listeners"] == "PLAINTEXT://127.0.0.1:20001,CONTROLLER://127.0.0.1:20002"
     assert written["advertised.listeners"] == "PLAINTEXT://127.0.0.1:20001"
     assert written["controller.quorum.voters"] == "1@127.0.0.1:20002"
 
 
-def test_server_properties_hold_what_the_pipeline_relies_on() -> None:
+def test_server_properties_contain_settings_the_pipeline_requires() -> None:
     written = settings()
     expected = {
         "auto.create.topics.enable": "false",
@@ -85,5 +85,5 @@ def test_server_properties_refuse_a_folder_when_it_holds_a_comma() -> None:
         ("two\nlines", "two\\u000alines"),
     ],
 )
-def test_escape_writes_what_java_reads_back(text: str, written: str) -> None:
+def test_escape_property_round_trips_through_java(text: str, written: str) -> None:
     assert escape_property(text) == written

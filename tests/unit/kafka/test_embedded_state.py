@@ -37,7 +37,9 @@ def test_read_state_returns_none_when_nothing_was_written(tmp_path: Path) -> Non
         '{"port": 1, "controller_port": 2, "kafka_version": "4", "surprise": 1}',
     ],
 )
-def test_read_state_names_file_and_remedy_when_it_is_not_ours(tmp_path: Path, text: str) -> None:
+def test_read_state_names_file_and_remedy_when_content_is_invalid(
+    tmp_path: Path, text: str
+) -> None:
     path = tmp_path / "broker.json"
     path.write_text(text)
     with pytest.raises(

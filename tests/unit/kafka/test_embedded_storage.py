@@ -34,7 +34,7 @@ def test_ensure_formatted_keeps_a_folder_when_it_is_formatted(tmp_path: Path) ->
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_ensure_formatted_formats_again_when_a_crash_left_half(tmp_path: Path) -> None:
+def test_ensure_formatted_reformats_a_folder_left_half_formatted_by_a_crash(tmp_path: Path) -> None:
     (tmp_path / "bootstrap.checkpoint").write_bytes(b"half")
     (tmp_path / "meta.properties.tmp").write_text("version=1\n")
     ensure_formatted(tmp_path)
@@ -58,7 +58,7 @@ def test_require_free_space_passes_when_there_is_room(
     require_free_space(tmp_path)
 
 
-def test_require_free_space_names_folder_and_figures_when_there_is_none(
+def test_require_free_space_reports_folder_and_sizes_when_space_is_low(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1 << 40, 0, 100 << 20))

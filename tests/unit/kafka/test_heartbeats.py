@@ -52,7 +52,7 @@ def silent_after(
 
 
 @pytest.mark.parametrize("by_name", [False, True])
-def test_client_is_silent_when_only_its_other_requests_go_on(by_name: bool) -> None:
+def test_client_sending_only_other_requests_is_reported_silent(by_name: bool) -> None:
     watch = HeartbeatMonitor()
     watch.update(statistics(0.0, sent=5, by_name=by_name))
     for number in range(1, 7):  # twelve seconds of metadata requests, exactly what is allowed
@@ -64,13 +64,13 @@ def test_client_is_silent_when_only_its_other_requests_go_on(by_name: bool) -> N
     assert not watch.is_silent
 
 
-def test_client_without_a_coordinator_is_silent_too() -> None:
+def test_client_without_a_coordinator_is_reported_silent() -> None:
     watch = HeartbeatMonitor()
     watch.update(statistics(0.0, sent=9))
     assert silent_after(watch, 20, sent=9, coordinator="DOWN") == SILENT_SECONDS
 
 
-def test_client_is_not_silent_before_it_has_joined_nor_while_no_broker_is_there() -> None:
+def test_client_is_not_silent_before_joining_or_while_the_broker_is_down() -> None:
     watch = HeartbeatMonitor()
     assert silent_after(watch, 50, sent=4) is None
     watch.update(statistics(200.0, sent=9))
@@ -80,7 +80,7 @@ def test_client_is_not_silent_before_it_has_joined_nor_while_no_broker_is_there(
     )  # the broker is back for eight seconds
 
 
-def test_time_in_which_the_process_stood_still_does_not_count() -> None:
+def test_time_while_the_process_was_suspended_is_not_counted_as_silence() -> None:
     watch = HeartbeatMonitor()
     watch.update(statistics(0.0, sent=9))
     watch.update(statistics(300.0, sent=9))
@@ -101,7 +101,7 @@ def test_time_in_which_the_process_stood_still_does_not_count() -> None:
         (KafkaError(KafkaError.UNKNOWN, "what"), BrokerError),
     ],
 )
-def test_error_says_whether_the_client_can_go_on(
+def test_kafka_error_is_translated_to_the_matching_broker_error(
     error: KafkaError, expected: type[BrokerError]
 ) -> None:
     assert type(translate(error, "reading")) is expected

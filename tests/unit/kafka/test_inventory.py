@@ -82,20 +82,22 @@ def listed(
 
 @pytest.mark.parametrize("num_errors", [1, 2])
 @pytest.mark.parametrize("kind", ["inventory", "admin"])
-def test_groups_are_asked_for_again_while_they_are_loaded(
+def test_group_listing_is_retried_while_the_coordinator_loads(
     monkeypatch: pytest.MonkeyPatch, kind: str, num_errors: int
 ) -> None:
     assert listed(monkeypatch, Loading(num_errors), kind) == ["relax.t.reward"]
 
 
 @pytest.mark.parametrize("kind", ["inventory", "admin"])
-def test_groups_are_unavailable_at_the_deadline(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_group_listing_fails_at_the_deadline(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     with pytest.raises(BrokerUnavailable, match=r"listing .*groups: COORDINATOR_LOAD_IN_PROGRESS"):
         listed(monkeypatch, Loading(1_000_000_000), kind, seconds=0.01)
 
 
 @pytest.mark.parametrize("kind", ["inventory", "admin"])
-def test_refusal_is_told_at_once(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_denied_group_listing_fails_without_retry(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     client = Loading(1, DENIED)
     with pytest.raises(BrokerRefused, match=r"listing .*groups"):
         listed(monkeypatch, client, kind)
@@ -131,7 +133,7 @@ def deleting(
 
 
 @pytest.mark.parametrize("num_named", [0, 3])
-def test_topics_are_gone_when_they_are_named_no_more(
+def test_delete_waits_until_topics_are_no_longer_listed(
     monkeypatch: pytest.MonkeyPatch, num_named: int
 ) -> None:
     client = Late(num_named)
@@ -139,7 +141,7 @@ def test_topics_are_gone_when_they_are_named_no_more(
     assert client.num_asked == num_named + 1
 
 
-def test_topic_that_stays_named_is_an_error_that_says_which(
+def test_delete_fails_naming_the_topic_that_is_still_listed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with pytest.raises(
@@ -148,7 +150,7 @@ def test_topic_that_stays_named_is_an_error_that_says_which(
         deleting(monkeypatch, Late(1_000_000_000), "relax.t.one", seconds=0.01)
 
 
-def test_nobody_is_asked_where_there_is_nothing_to_delete(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_delete_of_no_topics_sends_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     client = Late(1)
     deleting(monkeypatch, client)
     assert client.num_asked == 0

@@ -13,12 +13,12 @@ def looks(*unread: dict[tuple[str, int], int]) -> list[bool]:
     return [watch.check_unread(found) for found in unread]
 
 
-def test_unread_partition_is_suspicious_after_a_while_and_again_at_doubling_waits() -> None:
+def test_unread_partition_is_reported_after_a_delay_and_then_at_doubling_intervals() -> None:
     suspicious = looks(*[{PLACE: 7}] * 18)
     assert [index for index, found in enumerate(suspicious) if found] == [2, 4, 8, 16]
 
 
-def test_client_that_gets_on_is_not_suspicious() -> None:
+def test_client_making_progress_is_not_reported() -> None:
     assert not any(looks(*({PLACE: offset} for offset in range(12))))
     assert not any(looks(*[{}] * 12))
     assert looks({PLACE: 7}, {PLACE: 7}, {}, {PLACE: 7}, {PLACE: 7}, {PLACE: 7}) == [

@@ -10,7 +10,7 @@ def partition(leader: int, replicas: tuple[int, ...], in_sync: tuple[int, ...]) 
     return PartitionState("t", 0, leader, replicas, in_sync)
 
 
-def test_partitions_are_counted_by_what_is_wrong_with_them() -> None:
+def test_unhealthy_partitions_are_counted_by_kind() -> None:
     whole, alone = partition(1, (1, 2, 3), (3, 1, 2)), partition(1, (1,), (1,))
     behind, gone = partition(2, (1, 2, 3), (2, 3)), partition(-1, (1, 2), (1,))
     assert count_unhealthy_partitions([whole, behind, behind, alone, gone]) == {

@@ -44,7 +44,7 @@ def authority() -> KeyPair:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "kafka-1.example", "::1"])
-def test_client_trusts_a_broker_under_its_own_names(
+def test_client_trusts_a_broker_under_the_hosts_of_its_certificate(
     authority: KeyPair, tmp_path: Path, host: str
 ) -> None:
     broker = make_broker_certificate(
@@ -61,7 +61,7 @@ def test_client_trusts_a_broker_under_its_own_names(
         ("kafka-1.example", -DAY, "certificate has expired"),
     ],
 )
-def test_client_refuses_another_name_and_an_expired_certificate(
+def test_client_rejects_a_wrong_host_name_and_an_expired_certificate(
     authority: KeyPair, tmp_path: Path, host: str, lifetime: timedelta, text: str
 ) -> None:
     broker = make_broker_certificate(authority, ["127.0.0.1", "kafka-1.example"], lifetime=lifetime)

@@ -50,7 +50,7 @@ def test_folder_has_a_password_of_its_own_for_every_principal(folder: SecurityFo
     assert {len(password) for password in passwords.values()} == {43}  # 32 random bytes in base64
 
 
-def test_nobody_but_the_owner_reads_it(folder: SecurityFolder) -> None:
+def test_security_folder_is_readable_only_by_its_owner(folder: SecurityFolder) -> None:
     modes = {
         file.name: file.stat().st_mode & 0o077 for file in folder.path.rglob("*") if file.is_file()
     }
@@ -58,7 +58,7 @@ def test_nobody_but_the_owner_reads_it(folder: SecurityFolder) -> None:
     assert folder.path.stat().st_mode & 0o077 == 0
 
 
-def test_passwords_lie_in_secrets_and_nowhere_else(folder: SecurityFolder) -> None:
+def test_passwords_are_stored_only_in_the_secrets_folder(folder: SecurityFolder) -> None:
     secrets = set(passwords_of(folder).values())
     elsewhere = {
         name: content
@@ -79,7 +79,7 @@ def test_environment_of_a_role_names_its_own_files(folder: SecurityFolder) -> No
     }
 
 
-def test_rights_are_listed_for_other_tools(folder: SecurityFolder) -> None:
+def test_acls_are_exported_as_json_for_other_tools(folder: SecurityFolder) -> None:
     listed = orjson.loads(folder.acl_file("demo").read_bytes())
     assert [(row["username"], row["name"], row["operation"]) for row in listed] == [
         (a.username, a.name, a.operation) for a in build_acls("demo")
@@ -87,13 +87,15 @@ def test_rights_are_listed_for_other_tools(folder: SecurityFolder) -> None:
     assert {(row["host"], row["permission"]) for row in listed} == {("*", "allow")}
 
 
-def test_second_making_changes_nothing(folder: SecurityFolder, config: RunConfig) -> None:
+def test_creating_the_security_folder_again_changes_nothing(
+    folder: SecurityFolder, config: RunConfig
+) -> None:
     before = files_of(folder)
     assert create_folder(config, folder.path, lifetime=YEAR) == []
     assert files_of(folder) == before
 
 
-def test_second_run_and_host_are_added_beside_what_is_there(
+def test_second_run_and_host_are_added_without_changing_existing_files(
     folder: SecurityFolder, make_run_config: Callable[..., RunConfig]
 ) -> None:
     before = files_of(folder)
@@ -108,7 +110,7 @@ def test_second_run_and_host_are_added_beside_what_is_there(
     assert "brokers/kafka-1.example.pem" in after
 
 
-def test_renewal_replaces_what_was_named_and_keeps_the_rest(
+def test_renewal_replaces_only_the_selected_credentials(
     folder: SecurityFolder, config: RunConfig
 ) -> None:
     before = (
@@ -125,7 +127,7 @@ def test_renewal_replaces_what_was_named_and_keeps_the_rest(
     assert folder.ca_file.read_bytes() == before[2]
 
 
-def test_certificate_can_not_be_made_where_the_authoritys_key_is_not(
+def test_certificate_creation_fails_without_the_ca_key(
     folder: SecurityFolder, config: RunConfig
 ) -> None:
     folder.ca_key_file.unlink()
@@ -135,7 +137,7 @@ def test_certificate_can_not_be_made_where_the_authoritys_key_is_not(
         create_folder(config, folder.path, hosts=["kafka-9"], lifetime=YEAR)
 
 
-def test_unknown_principal_is_refused_with_those_that_exist(folder: SecurityFolder) -> None:
+def test_unknown_principal_is_rejected_listing_the_existing_ones(folder: SecurityFolder) -> None:
     with pytest.raises(
         ConfigError,
         match=r"no principal 'relax.demo.king'; principals are prompter, .*; create it with: relax broker secure",
@@ -150,7 +152,7 @@ def test_unknown_principal_is_refused_with_those_that_exist(folder: SecurityFold
 @pytest.mark.parametrize(
     "content", [b"hunter2-hunter2\n", b"hunter2-hunter2", b"hunter2-hunter2\r\n"]
 )
-def test_secret_is_read_without_its_line_end(tmp_path: Path, content: bytes) -> None:
+def test_secret_is_read_without_its_trailing_newline(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "password").write_bytes(content)
     assert read_secret(tmp_path / "password", key="broker.password_file") == "hunter2-hunter2"
 
@@ -163,7 +165,7 @@ def test_secret_is_read_without_its_line_end(tmp_path: Path, content: bytes) -> 
         (b"\xff\xfe", "is not UTF-8 text"),
     ],
 )
-def test_unusable_secret_is_named_by_key_and_file(
+def test_error_names_key_and_file_of_an_unusable_secret(
     tmp_path: Path, content: bytes | None, text: str
 ) -> None:
     if content is not None:

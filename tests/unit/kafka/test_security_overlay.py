@@ -49,11 +49,11 @@ def overlay(make_run_config: Callable[..., RunConfig]) -> Overlay:
         ("a_b", "KAFKA_A__B"),
     ],
 )
-def test_property_is_spelt_as_kafkas_image_reads_it(key: str, name: str) -> None:
+def test_property_maps_to_the_environment_variable_of_the_kafka_image(key: str, name: str) -> None:
     assert environment_variable(key) == name
 
 
-def test_every_service_of_ours_that_reaches_the_broker_is_a_principal_of_its_own(
+def test_each_project_service_uses_its_own_broker_principal(
     tmp_path: Path, overlay: Overlay
 ) -> None:
     made = overlay(tmp_path, "kafka")
@@ -74,7 +74,7 @@ def test_every_service_of_ours_that_reaches_the_broker_is_a_principal_of_its_own
         )
 
 
-def test_no_password_stands_in_the_overlay_and_few_services_see_them_all(
+def test_overlay_contains_no_password_and_few_services_mount_all_secrets(
     tmp_path: Path, overlay: Overlay
 ) -> None:
     made = overlay(tmp_path, "kafka")
@@ -88,7 +88,7 @@ def test_no_password_stands_in_the_overlay_and_few_services_see_them_all(
     assert seeing == {"access", "format-kafka"}
 
 
-def test_listeners_of_one_broker_and_of_three_are_those_of_the_stack(
+def test_overlay_configures_the_stack_listeners_for_one_and_three_brokers(
     tmp_path: Path, overlay: Overlay
 ) -> None:
     alone = overlay(tmp_path / "one", "kafka")["services"]["kafka"]["environment"]

@@ -23,12 +23,12 @@ TOPICS = {"t": TopicState("t", 1, 3, {"min.insync.replicas": "2"})}
         (1, (1, 3), "t[0] is under-replicated: not in sync are the brokers [2]"),
     ],
 )
-def test_partition_in_need_is_found(leader: int, in_sync: tuple[int, ...], text: str) -> None:
+def test_unhealthy_partition_is_reported(leader: int, in_sync: tuple[int, ...], text: str) -> None:
     (finding,) = partition_findings([PartitionState("t", 0, leader, (1, 2, 3), in_sync)], TOPICS)
     assert (finding.text, finding.is_good) == (text, False)
 
 
-def test_partition_that_is_well_is_counted() -> None:
+def test_healthy_partition_is_counted() -> None:
     (finding,) = partition_findings([PartitionState("t", 0, 1, (1, 2, 3), (1, 2, 3))], TOPICS)
     assert (finding.text, finding.is_good) == (
         "all 1 partitions have their leader and all replicas in sync",
@@ -36,7 +36,7 @@ def test_partition_that_is_well_is_counted() -> None:
     )
 
 
-def test_role_without_members_is_found_only_while_the_run_goes_on(
+def test_role_without_members_is_reported_only_during_the_run(
     make_run_config: Callable[..., RunConfig],
 ) -> None:
     config = make_run_config(run={"id": "r"}, broker={"prompt_queue": "consumer_group"})

@@ -38,18 +38,18 @@ def counted(worker_id: str, *seen: Progress) -> list[tuple[int, int]]:
     return counts
 
 
-def test_deaths_count_however_long_each_life_took() -> None:
+def test_deaths_are_counted_regardless_of_process_lifetime() -> None:
     assert counted("reward-0", *[Progress()] * 12) == [(count, count) for count in range(1, 13)]
 
 
-def test_trainer_gets_on_by_committed_steps_alone() -> None:
+def test_only_committed_steps_count_as_trainer_progress() -> None:
     trained = of("trainer-0", num_processed=640)
     assert counted(
         "trainer-0", trained, trained, replace(trained, num_steps=1), replace(trained, num_steps=1)
     ) == [(1, 1), (2, 2), (1, 1), (2, 2)]
 
 
-def test_worker_gets_on_by_the_records_that_its_own_process_finished() -> None:
+def test_only_records_finished_by_its_own_process_count_as_worker_progress() -> None:
     finished, others = of("reward-0", num_processed=1), of("reward-0", num_processed=1, pid=PID + 1)
     assert counted("reward-0", Progress(), finished, others, finished) == [
         (1, 1),
@@ -59,7 +59,7 @@ def test_worker_gets_on_by_the_records_that_its_own_process_finished() -> None:
     ]
 
 
-def test_steps_of_the_run_keep_it_going_but_do_not_speed_up_a_worker_that_does_nothing() -> None:
+def test_run_steps_reset_the_run_death_count_but_not_an_idle_workers_backoff() -> None:
     assert counted("reward-0", *(Progress(num_steps) for num_steps in (1, 2, 3))) == [
         (1, 1),
         (2, 1),
@@ -70,7 +70,7 @@ def test_steps_of_the_run_keep_it_going_but_do_not_speed_up_a_worker_that_does_n
 @pytest.mark.parametrize(
     ("is_elastic", "expected"), [(False, [False, False, False]), (True, [False, False, True])]
 )
-def test_elastic_worker_is_given_up_although_others_get_the_run_on(
+def test_elastic_worker_exceeds_its_death_limit_while_the_run_progresses(
     is_elastic: bool, expected: list[bool]
 ) -> None:
     deaths, found = DeathCount(), []
@@ -82,7 +82,7 @@ def test_elastic_worker_is_given_up_although_others_get_the_run_on(
     assert found == expected
 
 
-def test_each_start_in_a_row_waits_longer_up_to_half_a_minute() -> None:
+def test_restart_backoff_grows_up_to_thirty_seconds() -> None:
     assert [DeathCount(num_idle=count).backoff_seconds for count in range(6)] == [
         0.0,
         0.0,
@@ -93,7 +93,7 @@ def test_each_start_in_a_row_waits_longer_up_to_half_a_minute() -> None:
     ]
 
 
-def test_abort_of_the_broker_client_is_told_from_others_by_what_it_left_in_the_log(
+def test_broker_client_abort_is_recognized_by_its_log_output(
     tmp_path: Path,
 ) -> None:
     log = tmp_path / "reward-0.log"

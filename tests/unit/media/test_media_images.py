@@ -52,13 +52,13 @@ def png_that_claims(width: int, height: int) -> bytes:
     ("kind", "media_type"),
     [("PNG", "image/png"), ("JPEG", "image/jpeg"), ("WEBP", "image/webp"), ("GIF", "image/gif")],
 )
-def test_head_gives_type_and_size(kind: str, media_type: str) -> None:
+def test_image_header_gives_media_type_and_size(kind: str, media_type: str) -> None:
     assert inspect_image(
         image_file(48, 32, kind=kind), limits=LIMITS, location="rows:1"
     ) == MediaFacts(media_type, 48, 32)
 
 
-def test_pixels_are_those_of_the_file() -> None:
+def test_decoded_pixels_match_the_image_file() -> None:
     pixels = np.random.default_rng(0).integers(0, 255, (16, 24, 3)).astype(np.uint8)
     file = BytesIO()
     Image.fromarray(pixels).save(file, "PNG")
@@ -67,7 +67,7 @@ def test_pixels_are_those_of_the_file() -> None:
     )
 
 
-def test_image_is_turned_as_its_camera_says() -> None:
+def test_image_is_rotated_by_its_exif_orientation() -> None:
     pixels = np.zeros((16, 32, 3), np.uint8)
     pixels[:, :16] = 255
     image, file, exif = Image.fromarray(pixels), BytesIO(), Image.Exif()
@@ -81,7 +81,7 @@ def test_image_is_turned_as_its_camera_says() -> None:
     assert upright[18:].max() < 50
 
 
-def test_image_without_three_colours_gets_them() -> None:
+def test_image_of_any_mode_is_converted_to_rgb() -> None:
     for mode in ("RGBA", "L", "P", "LA", "1"):
         file = BytesIO()
         Image.new(mode, (16, 16)).save(file, "PNG")
@@ -91,7 +91,7 @@ def test_image_without_three_colours_gets_them() -> None:
 
 
 @pytest.mark.parametrize("side", [200, 10_000, 60_000])
-def test_bomb_is_refused_by_what_its_head_claims(side: int) -> None:
+def test_decompression_bomb_is_rejected_by_its_header_size(side: int) -> None:
     text = check_refused(png_that_claims(side, side), "too_many_pixels")
     assert text.startswith("rows:1")
 
@@ -108,19 +108,19 @@ STRANGERS = [
 
 
 @pytest.mark.parametrize("data", STRANGERS)
-def test_other_files_are_refused(data: bytes) -> None:
+def test_non_image_files_are_rejected(data: bytes) -> None:
     assert "is no image of the formats PNG" in check_refused(data, "wrong_type")
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG"])
-def test_file_that_was_cut_off_is_named(kind: str) -> None:
+def test_error_names_a_truncated_image_file(kind: str) -> None:
     whole = image_file(96, 96, kind=kind)
     assert check_refused(whole[: len(whole) * 2 // 3], "truncated", decode=True).startswith(
         "rows:1 is truncated or damaged"
     )
 
 
-def test_png_whose_pixels_are_missing_is_named() -> None:
+def test_error_names_a_png_without_pixel_data() -> None:
     check_refused(png_that_claims(90, 90), "truncated", decode=True)
 
 

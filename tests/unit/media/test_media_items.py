@@ -34,7 +34,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "images"
 
 
-def test_item_reads_bytes_data_uris_and_files_below_the_root(root: Path) -> None:
+def test_media_item_reads_bytes_data_uris_and_files_below_the_root(root: Path) -> None:
     assert item(CONTENT).read(LIMITS) == CONTENT
     assert (
         item("data:image/png;base64," + base64.b64encode(CONTENT).decode()).read(LIMITS) == CONTENT
@@ -45,41 +45,41 @@ def test_item_reads_bytes_data_uris_and_files_below_the_root(root: Path) -> None
 
 
 @pytest.mark.parametrize("path", ["../secret", "inner/../../secret", "/etc/passwd"])
-def test_item_reads_nothing_outside_of_the_root(root: Path, path: str) -> None:
+def test_media_item_rejects_paths_outside_the_root(root: Path, path: str) -> None:
     text = check_refused(item(path, root), "outside_root")
     assert (
         text == f"rows.jsonl:3: images[0] names {path!r}, which is outside of media_root = {root}"
     )
 
 
-def test_item_follows_no_link_out_of_the_root(root: Path) -> None:
+def test_media_item_rejects_symlinks_out_of_the_root(root: Path) -> None:
     (root / "link.png").symlink_to(root.parent / "secret")
     check_refused(item("link.png", root), "outside_root")
 
 
 @pytest.mark.parametrize("member", ["", "a.png"])
-def test_item_that_is_no_regular_file_is_refused(root: Path, member: str) -> None:
+def test_media_item_rejects_non_regular_files(root: Path, member: str) -> None:
     """Reading a pipe that no one writes to would never end."""
     os.mkfifo(root / "pipe")
     one = MediaItem(Modality.IMAGE, "pipe", "row 1", MediaAccess(root), member)
     assert "can't be read: it is no regular file" in check_refused(one, "missing")
 
 
-def test_item_names_no_file_without_a_root() -> None:
+def test_media_item_rejects_file_paths_without_a_root() -> None:
     assert "set media_root next to multimodal_keys" in check_refused(item("a.png"), "no_root")
 
 
 @pytest.mark.parametrize("path", ["gone.png", "inner", "a\0b"])
-def test_item_says_what_can_not_be_read(root: Path, path: str) -> None:
+def test_media_item_error_names_the_unreadable_file(root: Path, path: str) -> None:
     assert "which can't be read" in check_refused(item(path, root), "missing")
 
 
 @pytest.mark.parametrize("source", ["data:image/png;base64", "data:image/png;base64,***"])
-def test_item_refuses_what_is_no_data_uri(source: str) -> None:
+def test_media_item_rejects_invalid_data_uris(source: str) -> None:
     check_refused(item(source), "bad_data_uri")
 
 
-def test_item_is_refused_when_it_is_larger_than_allowed(root: Path) -> None:
+def test_media_item_rejects_content_above_the_size_limit(root: Path) -> None:
     (root / "large.png").write_bytes(bytes(11))
     data_uri = "data:;base64," + base64.b64encode(bytes(11)).decode()
     for one in (
@@ -93,7 +93,7 @@ def test_item_is_refused_when_it_is_larger_than_allowed(root: Path) -> None:
         )
 
 
-def test_column_gives_one_item_or_a_list_in_any_of_the_forms_of_datasets() -> None:
+def test_media_column_accepts_one_item_or_a_list_in_each_dataset_form() -> None:
     def sources(value: object) -> list[str | bytes]:
         return [
             one.source

@@ -42,7 +42,7 @@ def video_plan(*frames: int, width: int = 48, height: int = 32) -> DecodePlan:
         ("libx264", "matroska", "video/x-matroska"),
     ],
 )
-def test_frames_of_a_video_are_counted_and_the_wanted_ones_decoded(
+def test_video_frames_are_counted_and_selected_frames_decoded(
     codec: str, container: str, media_type: str
 ) -> None:
     sampled = frames_of(48, 32, ALL)
@@ -59,14 +59,14 @@ def test_frames_of_a_video_are_counted_and_the_wanted_ones_decoded(
     assert np.array_equal(some, every[[2, 2, 7, 11]])
 
 
-def test_video_with_many_key_frames_gives_the_same_frames_by_seeking() -> None:
+def test_video_with_many_key_frames_decodes_the_right_frame_by_seeking() -> None:
     sampled = frames_of(48, 32, 40, seed=2)
     data = written("libx264", "mp4", frames=sampled, key_every=5)
     (last,) = decode_video(data, plan=video_plan(38), limits=LIMITS, location="rows:1")
     assert np.abs(last.astype(int) - sampled[38]).mean() < 6
 
 
-def test_video_is_turned_as_its_camera_says() -> None:
+def test_video_is_rotated_by_its_orientation_metadata() -> None:
     frame = np.zeros((32, 48, 3), np.uint8)
     frame[:, :24] = 255
     data = written("mpeg4", "mp4", frames=[frame] * 4)
@@ -97,7 +97,7 @@ def test_video_is_turned_as_its_camera_says() -> None:
         ("aac", "mp4", "audio/mp4", 22_050),
     ],
 )
-def test_audio_keeps_its_pitch_and_length_at_the_rate_of_the_model(
+def test_audio_resampling_keeps_pitch_and_duration(
     codec: str, container: str, media_type: str, hertz: int
 ) -> None:
     data = written(codec, container, audio=tone(1000.0, 1.5, rate=hertz), hertz=hertz)
@@ -127,7 +127,7 @@ def test_audio_of_the_right_rate_is_left_as_it_is() -> None:
     assert np.array_equal(samples, (sampled * 20_000).astype(np.int16).astype(np.float32) / 2**15)
 
 
-def test_channels_are_mixed_into_one() -> None:
+def test_audio_channels_are_mixed_to_mono() -> None:
     mono = audio_file(0.5)
     body = np.frombuffer(mono[44:], "<i2")
     stereo = (
@@ -191,13 +191,13 @@ def test_hostile_audio_is_refused(data: bytes, reason: str) -> None:
     assert refused(data, reason, video=False).startswith("rows:1")
 
 
-def test_head_that_claims_an_odd_rate_is_refused() -> None:
+def test_audio_header_with_an_invalid_sample_rate_is_rejected() -> None:
     slow = bytearray(audio_file(0.1))
     struct.pack_into("<I", slow, 24, 400)
     assert "a rate of 1000 to 768000 Hz" in refused(bytes(slow), "bad_shape", video=False)
 
 
-def test_title_in_an_odd_encoding_does_no_harm() -> None:
+def test_audio_title_in_an_invalid_encoding_is_ignored() -> None:
     titled = (
         audio_file(0.4)
         + b"LIST"
@@ -210,7 +210,7 @@ def test_title_in_an_odd_encoding_does_no_harm() -> None:
     assert inspect_audio(whole, limits=LIMITS, location="rows:1").num_frames == 6_400
 
 
-def test_files_are_told_apart_by_their_first_bytes() -> None:
+def test_media_format_is_detected_from_the_first_bytes() -> None:
     kinds = {
         "mov": VIDEO,
         "flac": AUDIO,
@@ -224,7 +224,7 @@ def test_files_are_told_apart_by_their_first_bytes() -> None:
     assert detect_format(b"%PDF-1.7") is None
 
 
-def test_reference_says_how_long_it_is() -> None:
+def test_media_reference_describes_its_size_and_duration() -> None:
     assert (
         MediaRef(
             "x", bytes(32), "video/mp4", 1, width=48, height=32, num_frames=12, rate_hertz=4.0

@@ -56,7 +56,7 @@ def audio_ref(num_samples: int, rate: float = 16_000.0) -> MediaRef:
 
 
 @given(st.integers(2, 3000), st.sampled_from([1.0, 2.0, 12.5, 24.0, 29.97, 60.0]))
-def test_frames_are_those_of_transformers_padded_to_whole_temporal_patches(
+def test_sampled_frames_match_transformers_padded_to_whole_temporal_patches(
     num_frames: int, rate: float
 ) -> None:
     frames = layout().videos.plan(video_ref(num_frames, rate)).frames
@@ -72,11 +72,11 @@ def test_frames_are_those_of_transformers_padded_to_whole_temporal_patches(
     assert layout().videos.timestamps(video_ref(num_frames, rate)) == pytest.approx(expected)
 
 
-def test_video_of_one_frame_gives_it_twice() -> None:
+def test_single_frame_video_repeats_its_frame() -> None:
     assert layout().videos.plan(video_ref(1, 25.0)).frames == (0, 0)
 
 
-def test_video_is_written_by_temporal_patches_with_the_time_before_each() -> None:
+def test_video_prompt_has_a_timestamp_before_each_temporal_patch() -> None:
     text = "<|im_start|>user\n<|vision_start|><|video_pad|><|vision_end|>What?"
     patch = "<{} seconds><|vision_start|><|video_pad|><|vision_end|>"
     assert (
@@ -94,17 +94,17 @@ def test_video_is_written_by_temporal_patches_with_the_time_before_each() -> Non
 
 
 @given(st.integers(400, 10**6))
-def test_audio_has_as_many_tokens_as_by_transformers(num_samples: int) -> None:
+def test_audio_token_count_matches_transformers(num_samples: int) -> None:
     expected = int(_get_feat_extract_output_lengths(np.int64(num_samples // 160)))
     assert audio_preprocessor().grid(audio_ref(num_samples)) == (expected, 1, 1)
 
 
-def test_number_of_audio_samples_follows_from_the_reference() -> None:
+def test_number_of_audio_samples_is_computed_from_the_media_reference() -> None:
     assert audio_preprocessor().plan(audio_ref(44_100, 44_100.0)).shape == (16_000,)
     assert audio_preprocessor().plan(audio_ref(44_101, 44_100.0)).shape == (16_001,)
 
 
-def test_line_of_audio_and_block_of_a_video_are_laid_out_in_time() -> None:
+def test_audio_and_video_position_ids_follow_time() -> None:
     omni = layout(reads_audio=True)
     (audio_block,) = omni.blocks(audio_ref(16_000))
     assert audio_block.offsets.tolist() == [list(range(13))] * 3
@@ -117,7 +117,7 @@ def test_line_of_audio_and_block_of_a_video_are_laid_out_in_time() -> None:
     assert video_block.extent == 14
 
 
-def test_video_with_its_audio_is_in_order_of_time() -> None:
+def test_video_and_its_audio_tokens_are_interleaved_in_time_order() -> None:
     omni = layout(MediaConfig(**SMALL, use_audio_in_video=True), reads_audio=True)
     (block,) = omni.blocks(video_ref(8, 4.0))
     video, audio = (omni.placeholders[modality] for modality in (Modality.VIDEO, Modality.AUDIO))
@@ -142,7 +142,9 @@ def test_video_with_its_audio_is_in_order_of_time() -> None:
         ),
     ],
 )
-def test_reference_that_the_model_cannot_read_is_named(media: MediaRef, text: str) -> None:
+def test_error_names_a_media_reference_the_model_does_not_support(
+    media: MediaRef, text: str
+) -> None:
     with pytest.raises(MediaError, match=text):
         layout(reads_audio=True).blocks(media)
 
@@ -155,7 +157,7 @@ def test_audio_is_refused_for_a_vision_model() -> None:
     assert caught.value.reason == "not_for_this_model"
 
 
-def test_placeholders_of_other_kinds_than_the_media_are_refused() -> None:
+def test_placeholders_of_a_different_modality_than_the_media_are_rejected() -> None:
     omni = layout(reads_audio=True)
     image, audio = (omni.placeholders[modality] for modality in (Modality.IMAGE, Modality.AUDIO))
     with pytest.raises(PoisonSample, match="placeholders are of other modalities than its media"):
@@ -200,14 +202,14 @@ def test_placeholders_of_other_kinds_than_the_media_are_refused() -> None:
         ),
     ],
 )
-def test_settings_that_do_not_fit_the_model_are_refused(
+def test_media_settings_unsupported_by_the_model_are_rejected(
     settings: dict[str, Any], reads_audio: bool, text: str
 ) -> None:
     with pytest.raises(ConfigError, match=text):
         layout(MediaConfig(**settings), reads_audio=reads_audio)
 
 
-def test_bounds_of_frames_are_those_of_videos() -> None:
+def test_video_frames_use_the_video_token_bounds() -> None:
     videos = layout(MediaConfig(video_min_token_num=16, video_max_token_num=16)).videos
     assert isinstance(videos, VideoPreprocessor)
     assert videos.plan(video_ref(4, 2.0, width=640, height=640)).shape == (4, 64, 64, 3)

@@ -53,26 +53,26 @@ def folder_of(
     return path
 
 
-def test_dense_model_is_read(tmp_path: Path) -> None:
+def test_facts_of_a_dense_model_are_read(tmp_path: Path) -> None:
     facts = read_facts(
         folder_of(tmp_path, QWEN3_4B, {"a": ("BF16", [100, 10]), "b": ("BF16", [24])})
     )
     assert facts == CheckpointFacts("bfloat16", 1024, 151_936, 2560, 36, 32, 8, 128, 9728, 40_960)
 
 
-def test_token_goes_through_the_chosen_experts_alone(tmp_path: Path) -> None:
+def test_moe_mlp_size_counts_only_the_active_experts(tmp_path: Path) -> None:
     facts = read_facts(folder_of(tmp_path, QWEN3_30B))
     assert facts.mlp_size == 6144
     assert facts.num_parameters == pytest.approx(30_532_122_624, rel=0.001)
 
 
-def test_parameters_are_estimated_where_there_are_no_files(tmp_path: Path) -> None:
+def test_parameter_count_is_estimated_without_weight_files(tmp_path: Path) -> None:
     assert read_facts(folder_of(tmp_path, QWEN3_4B)).num_parameters == pytest.approx(
         4_022_468_096, rel=0.001
     )
 
 
-def test_language_model_and_thinker_are_found_inside(tmp_path: Path) -> None:
+def test_facts_use_the_nested_thinker_language_model(tmp_path: Path) -> None:
     config = {
         "thinker_config": {"text_config": QWEN3_30B | {"torch_dtype": None}, "dtype": "float32"}
     }
@@ -86,7 +86,7 @@ def test_language_model_and_thinker_are_found_inside(tmp_path: Path) -> None:
     ("named", "kind", "dtype"),
     [("float32", "F32", "float32"), (None, "BF16", "bfloat16"), ("float16", "F16", "bfloat16")],
 )
-def test_type_is_the_one_that_is_named_or_else_the_files(
+def test_dtype_comes_from_the_config_or_else_from_the_weight_files(
     tmp_path: Path, named: str | None, kind: str, dtype: str
 ) -> None:
     assert (
@@ -95,7 +95,7 @@ def test_type_is_the_one_that_is_named_or_else_the_files(
     )
 
 
-def test_folder_that_says_nothing_is_refused(tmp_path: Path) -> None:
+def test_incomplete_model_config_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"config.json does not describe the model: 'hidden_size'"
     ):
@@ -110,7 +110,7 @@ def test_file_that_is_no_safetensors_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_tiny_model_is_known_before_it_is_made(family: str) -> None:
+def test_tiny_model_facts_are_known_before_creation(family: str) -> None:
     facts = tiny_facts(
         TinyModelConfig.model_validate(
             {"family": family, "hidden_size": 64, "num_layers": 2, "vocab_size": 256}
@@ -124,7 +124,7 @@ def test_tiny_model_is_known_before_it_is_made(family: str) -> None:
     )
 
 
-def test_gpus_are_those_that_the_process_may_use() -> None:
+def test_gpu_memory_lists_only_gpus_visible_to_the_process() -> None:
     answer = "0, GPU-aa, 81559\n1, GPU-bb, 40960\n"
     assert parse_gpu_memory(answer, visible=None) == (81559 * 2**20, 40960 * 2**20)
     assert parse_gpu_memory(answer, visible="1") == (40960 * 2**20,)

@@ -69,7 +69,7 @@ def test_check_out_gives_equal_arrays_back(store: ObjectStore, array: NDArray[np
     assert not back.flags.writeable
 
 
-def test_check_in_sends_equal_arrays_once(store: ObjectStore) -> None:
+def test_check_in_stores_equal_arrays_once(store: ObjectStore) -> None:
     values = np.arange(100, dtype=np.float32)
     for index in (0, 1):
         event = LogprobsComputed(
@@ -104,7 +104,7 @@ def test_check_out_names_dtype_and_shape_when_the_bytes_do_not_fit(
         check_out(TwoArrays("x", np.arange(2), StoredArray(dtype, shape, reference)), store)
 
 
-def test_check_out_leaves_what_a_role_only_passes_on(store: ObjectStore) -> None:
+def test_check_out_leaves_pass_through_arrays_in_the_store(store: ObjectStore) -> None:
     stored = check_in(two_arrays(np.arange(100)), store, claim_check_threshold_bytes=1)
     event = check_out(stored, store, leave=("large",))
     assert event.large is stored.large

@@ -81,7 +81,7 @@ def test_media_in_the_store_or_an_allowed_root_pass(uri: str) -> None:
         roots.check(event)
 
 
-def test_worker_refuses_a_record_before_anything_is_fetched(tmp_path: Path) -> None:
+def test_worker_rejects_media_outside_the_roots_before_fetching(tmp_path: Path) -> None:
     store = ObjectStore.open((tmp_path / "objects").as_uri())
     claim_check = StoreClaimCheck(store, claim_check_threshold_bytes=1)
     inside = ready(media=[image(store.put(b"an image", suffix=".png").uri)])

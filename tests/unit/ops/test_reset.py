@@ -31,7 +31,7 @@ ROLLED = PLAN.topic("rollout.samples")
 PLACES = [(ROLLED, partition) for partition in range(3)]
 
 
-def test_version_begins_where_its_slot_and_those_of_later_versions_begin() -> None:
+def test_version_offsets_are_the_starts_of_its_slot_and_of_later_versions() -> None:
     events = [
         published(version, start_offsets=[TopicOffset(ROLLED, version % 3, 10 * (version // 3))])
         for version in range(8)
@@ -55,14 +55,14 @@ def test_version_that_was_not_published_is_refused() -> None:
         find_version_offsets(PLAN, [published(0), published(1)], PLACES, version=3, ends={})
 
 
-def test_prompt_queue_has_no_versions() -> None:
+def test_prompt_queue_cannot_be_reset_to_a_version() -> None:
     with pytest.raises(ConfigError, match="prompt groups are not ordered by version"):
         find_version_offsets(
             PLAN, [published(0)], [(PLAN.topic("prompt.groups"), 0)], version=0, ends={}
         )
 
 
-def test_named_places_may_carry_the_full_topic() -> None:
+def test_reset_offsets_accept_short_and_full_topic_names() -> None:
     texts = ["rollout.samples[2]@17", f"{ROLLED}[0]@3"]
     assert parse_offsets(PLAN, PLACES, texts) == {(ROLLED, 2): 17, (ROLLED, 0): 3}
 
@@ -77,7 +77,7 @@ def test_named_places_may_carry_the_full_topic() -> None:
         "relax.other.rollout.samples[0]@1",
     ],
 )
-def test_place_that_is_not_read_is_refused(text: str) -> None:
+def test_reset_offset_of_an_unread_partition_is_rejected(text: str) -> None:
     with pytest.raises(ConfigError, match="--to-offset"):
         parse_offsets(PLAN, PLACES, [text])
 
@@ -95,7 +95,7 @@ def test_time_is_iso_8601_and_utc_without_zone(text: str, milliseconds: int) -> 
     assert parse_time_ms(text) == milliseconds
 
 
-def test_text_that_is_no_time_is_refused() -> None:
+def test_invalid_reset_time_is_rejected() -> None:
     with pytest.raises(
         ConfigError, match="'yesterday' is no time; write it like 2026-01-31T12:00:00Z"
     ):
@@ -105,12 +105,12 @@ def test_text_that_is_no_time_is_refused() -> None:
 @pytest.mark.parametrize(
     "given", [{}, {"version": 1, "to_end": True}, {"offsets": ["a[0]@1"], "time_ms": 3}]
 )
-def test_target_is_exactly_one(given: dict[str, Any]) -> None:
+def test_reset_requires_exactly_one_target(given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="a reset needs one of --to-version"):
         ResetTarget(**given)
 
 
-def test_dangers_are_the_trainer_and_unread_records() -> None:
+def test_reset_plan_flags_trainer_resets_and_skipped_records_as_risks() -> None:
     back, ahead = OffsetMove(PLACES[0], 9, 2, -7), OffsetMove(PLACES[1], 2, 9, 7)
     assert ResetPlan("reward", "g", [back]).dangers == []
     assert ResetPlan("reward", "g", [back, ahead]).dangers == ["skip"]

@@ -75,7 +75,7 @@ def test_records_are_purged_once_for_each_checkpoint(
     assert purger.num_purges == 2
 
 
-def test_nothing_is_purged_where_all_is_retained_or_belongs_to_a_source(
+def test_nothing_is_purged_from_a_source_run_or_when_all_is_retained(
     make_keeper: Callable[..., RetentionManager], purger: FakePurger
 ) -> None:
     keeper = make_keeper(retain_versions=0)
@@ -84,7 +84,7 @@ def test_nothing_is_purged_where_all_is_retained_or_belongs_to_a_source(
     assert purger.num_purges == 0
 
 
-def test_broker_that_is_away_costs_one_purge_and_no_more(
+def test_unavailable_broker_fails_one_purge_only(
     make_keeper: Callable[..., RetentionManager], purger: FakePurger
 ) -> None:
     keeper = make_keeper(retain_versions=3)
@@ -98,7 +98,7 @@ def test_broker_that_is_away_costs_one_purge_and_no_more(
     assert keeper.purge_if_due() == {"rollout.samples": 5}
 
 
-def test_books_know_seats_and_positions_and_forget_what_no_purge_asks_for() -> None:
+def test_retention_state_tracks_slots_and_positions_and_drops_unneeded_ones() -> None:
     books = RetentionState()
     for event in (
         ended("000002-0001-1", Outcome.TRAINED, version=4),
@@ -123,7 +123,7 @@ def test_books_know_seats_and_positions_and_forget_what_no_purge_asks_for() -> N
     assert books.positions == {("advantage.samples", 0): 6, ("advantage.samples", 1): 9}
 
 
-def test_retained_versions_below_the_window_are_refused(
+def test_retain_versions_not_above_max_staleness_is_rejected(
     make_run_config: Callable[..., RunConfig],
 ) -> None:
     with pytest.raises(

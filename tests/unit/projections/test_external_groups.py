@@ -53,7 +53,7 @@ def test_external_group_is_recognized_by_its_index(prompt_group_id: str, expecte
 
 
 @pytest.mark.parametrize("changes", [{"train_step": 4}, {"group_index": 1}, {"attempt": 1}])
-def test_prompt_group_whose_id_names_another_seat_is_poison(changes: dict[str, int]) -> None:
+def test_prompt_group_whose_id_names_another_batch_slot_is_poison(changes: dict[str, int]) -> None:
     event = issued()
     assert check_issued(event) is event
     text = (
@@ -64,7 +64,7 @@ def test_prompt_group_whose_id_names_another_seat_is_poison(changes: dict[str, i
         check_issued(dataclasses.replace(event, **changes))
 
 
-def test_failures_of_guests_do_not_count_towards_giving_up() -> None:
+def test_failed_external_groups_do_not_count_as_consecutive_failures() -> None:
     state = RunState()
     for index in range(5):
         state.apply(ended(f"000000-{1_000_000 + index}-0", Outcome.FAILED))
@@ -73,7 +73,7 @@ def test_failures_of_guests_do_not_count_towards_giving_up() -> None:
     assert (state.num_consecutive_failures, state.outcomes) == (1, {"failed": 1})
 
 
-def test_ledger_counts_guests_apart() -> None:
+def test_ledger_counts_external_groups_separately() -> None:
     books = Ledger(max_staleness=1)
     for event in (issued(), issued(OURS)):
         books.apply(event, at("prompt.groups"))
@@ -95,7 +95,7 @@ def test_ledger_counts_guests_apart() -> None:
             books.finalize(100)  # then both are counted and forgotten
 
 
-def test_forgotten_guest_makes_no_step_count_as_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evicted_external_group_marks_no_step_as_decided(monkeypatch: pytest.MonkeyPatch) -> None:
     """The step in an external producer's id is its producer's word: it may lie far ahead of the
     trainer's."""
     monkeypatch.setattr(assembly, "DEDUP_WINDOW_SIZE", 4)

@@ -71,7 +71,7 @@ def issued(step: int, index: int = 0, *, row: int = 0) -> PromptGroupIssued:
         (0, 0, 0, 0),
     ],
 )
-def test_oldest_retained_version_follows_from_number_and_window(
+def test_oldest_retained_version_depends_on_retain_versions_and_max_staleness(
     make_run_config: Callable[..., RunConfig],
     retain: int,
     newest: int,
@@ -82,7 +82,7 @@ def test_oldest_retained_version_follows_from_number_and_window(
     assert oldest_retained(config, newest_version=newest, before_version=asked) == oldest
 
 
-def test_versions_bound_is_the_start_of_the_slots_oldest_retained_owner() -> None:
+def test_version_bound_is_the_start_of_the_oldest_retained_version_in_the_slot() -> None:
     # Three slots of one partition; version v begins in partition v % 3 at 10 * (v // 3).
     events = [
         published(version, start_offsets=[TopicOffset(ROLLED, version % 3, 10 * (version // 3))])
@@ -106,13 +106,13 @@ def test_versions_bound_is_the_start_of_the_slots_oldest_retained_owner() -> Non
     }
 
 
-def test_versions_bound_holds_for_topics_that_carry_another_runs_name() -> None:
+def test_version_bound_applies_to_topics_named_after_another_run() -> None:
     events = [published(0, start_offsets=[TopicOffset("relax.first.rollout.samples", 0, 0)])]
     events.append(published(3, start_offsets=[TopicOffset("relax.first.rollout.samples", 0, 7)]))
     assert version_bounds(PLAN, events, before_version=3) == {(ROLLED, 0): 7}
 
 
-def test_recovery_bound_is_where_steps_behind_the_checkpoint_and_the_next_read_begin() -> None:
+def test_recovery_bound_is_the_first_offset_read_after_the_checkpoint() -> None:
     def step(number: int, places: list[tuple[int, int]]) -> object:
         partitions, offsets = zip(*places, strict=True)
         return committed(
@@ -141,7 +141,7 @@ def queued(partition: int, *groups: PromptGroupIssued | None) -> list[QueuedGrou
     return [QueuedGroup(partition, offset, group) for offset, group in enumerate(groups)]
 
 
-def test_queue_bound_ends_before_the_first_group_that_is_open_or_retained() -> None:
+def test_queue_bound_stops_at_the_first_unfinished_or_retained_group() -> None:
     ended_ids = {f"{step:06d}-0000-0" for step in range(5)}
     trained = {BatchSlot(step, 0): step for step in range(5)}
     records = queued(
@@ -169,7 +169,7 @@ def test_queue_bound_ends_before_the_first_group_that_is_open_or_retained() -> N
     assert seat_open[QUEUE, 0] == 0
 
 
-def test_queue_bound_keeps_the_record_with_the_highest_row() -> None:
+def test_queue_bound_keeps_the_record_with_the_highest_dataset_row() -> None:
     trained = {BatchSlot(step, 0): step for step in range(3)}
     ids = {f"{step:06d}-0000-0" for step in range(3)}
     records = [*queued(0, issued(0, row=0), issued(1, row=7)), *queued(1, issued(2, row=2))]
@@ -179,7 +179,7 @@ def test_queue_bound_keeps_the_record_with_the_highest_row() -> None:
     }
 
 
-def test_cut_ends_at_the_lowest_bound_and_names_it() -> None:
+def test_purge_range_ends_at_the_lowest_bound_and_names_it() -> None:
     place, other = (ROLLED, 0), (ROLLED, 1)
     bounds = {"reward": {place: 12, other: 30}, "advantage": {place: 9}}
     cuts = bounded_ranges({place: 4, other: 5}, {place: 20, other: 20}, bounds)
@@ -198,7 +198,7 @@ def test_cut_ends_at_the_lowest_bound_and_names_it() -> None:
         st.sampled_from(["reward", "advantage", "recovery"]), st.integers(0, 100), max_size=3
     ),
 )
-def test_cut_never_passes_a_bound_nor_goes_backwards(
+def test_purge_range_never_exceeds_a_bound_or_moves_backwards(
     wanted: int, begin: int, bounds: dict[str, int]
 ) -> None:
     place = (ROLLED, 0)
@@ -237,7 +237,7 @@ def everywhere(*entities: str) -> dict[tuple[str, int], int]:
         ),
     ],
 )
-def test_ledger_says_what_it_cannot_prove_when_the_log_was_purged(
+def test_ledger_lists_unverifiable_claims_after_a_purge(
     lacking: list[str], claims: list[str]
 ) -> None:
     ledger = purged_ledger(lacking, everywhere(*lacking))
@@ -267,7 +267,7 @@ def test_ledger_says_what_it_cannot_prove_when_the_log_was_purged(
 @pytest.mark.parametrize(
     "purged", [{}, everywhere("control.metrics.trainer")], ids=["nothing", "something else"]
 )
-def test_ledger_reports_losses_where_nothing_was_purged(
+def test_ledger_reports_missing_records_that_were_not_purged(
     entity: str, rule: str, purged: dict[tuple[str, int], int]
 ) -> None:
     ledger = purged_ledger([entity], purged)

@@ -12,7 +12,7 @@ from relax_events.events.types import Event, MetricsReported, RunCommanded, Work
 from relax_events.projections.run_state import RunState, count_samples
 
 
-def test_run_state_is_what_the_log_says() -> None:
+def test_run_state_reflects_the_applied_events() -> None:
     state = RunState()
     assert (state.num_steps, state.reward, state.policy_version) == (0, None, -1)
     heartbeat = WorkerHeartbeat(
@@ -46,7 +46,7 @@ def test_run_state_is_what_the_log_says() -> None:
     assert state.policy_version == 1
 
 
-def test_run_state_keeps_of_a_step_what_is_shown_and_none_of_its_samples() -> None:
+def test_run_state_keeps_displayed_step_metrics_but_no_samples() -> None:
     of_samples = {
         "prompt_group_ids": ["a"],
         "sample_ids": ["a/0", "a/1"],
@@ -71,7 +71,7 @@ def test_run_state_keeps_of_a_step_what_is_shown_and_none_of_its_samples() -> No
     assert count_samples(kept) == 2
 
 
-def test_run_state_counts_each_end_once_and_failures_in_a_row() -> None:
+def test_run_state_counts_each_outcome_once_and_consecutive_failures() -> None:
     state = RunState()
     for index, outcome in enumerate(
         [
@@ -89,7 +89,7 @@ def test_run_state_counts_each_end_once_and_failures_in_a_row() -> None:
     assert (state.num_consecutive_failures, state.last_failure) == (2, "reason 5")
 
 
-def test_run_state_ends_with_a_stop_for_all_only() -> None:
+def test_run_state_ends_only_on_a_stop_for_all_roles() -> None:
     state = RunState()
     state.apply(RunCommanded(command=Command.STOP, role="reward", reason="scale down"))
     state.apply(RunCommanded(command=Command.PAUSE, reason="wait"))
@@ -99,7 +99,7 @@ def test_run_state_ends_with_a_stop_for_all_only() -> None:
     assert state.ended.succeeded
 
 
-def test_updates_that_were_skipped_are_counted_in_a_row_since_the_run_was_last_resumed() -> None:
+def test_run_state_counts_consecutive_skipped_updates_since_the_last_resume() -> None:
     state, counts = RunState(), []
     for step, is_skipped in enumerate([True, True, False, True]):
         state.apply(committed(step, update_skipped=is_skipped, committed_at=step + 1))
@@ -115,7 +115,7 @@ def test_updates_that_were_skipped_are_counted_in_a_row_since_the_run_was_last_r
     assert state.num_consecutive_skips == 1
 
 
-def test_reports_of_metrics_are_no_steps_that_are_not_finite() -> None:
+def test_forged_metrics_reports_do_not_count_as_skipped_updates() -> None:
     """Anybody may write to control.metrics: what it says must not end a run."""
     state = RunState()
     for at in range(10):
@@ -167,7 +167,7 @@ def test_run_state_does_not_grow_with_the_run() -> None:
     assert (len(whole.steps), whole.num_steps) == (1000, 1000)
 
 
-def test_run_state_may_begin_at_any_publication_which_sums_up_what_lies_before() -> None:
+def test_run_state_can_start_at_any_publication_from_its_summary() -> None:
     state = RunState()
     for event in (
         replace(

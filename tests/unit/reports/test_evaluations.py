@@ -7,7 +7,7 @@ from relax_events.reports.evaluations import build_table
 from relax_events.reports.report_files import evaluation_rows
 
 
-def test_table_has_a_column_for_each_k_and_a_dash_for_what_is_not_known() -> None:
+def test_evaluation_table_has_a_column_per_k_and_dashes_for_missing_values() -> None:
     first = PolicyEvaluated(
         policy_version=0, dataset="math", num_prompts=2, samples_per_prompt=16, reward_mean=0.25, reward_stderr=0.125, weights_digest=bytes(32),
         pass_at_k={"16": 1.0, "4": 0.5}, completion_tokens_mean=12.25, num_truncated=1, num_unscored=2, num_failed_prompts=3,
@@ -28,6 +28,6 @@ def test_table_has_a_column_for_each_k_and_a_dash_for_what_is_not_known() -> Non
     ]
 
 
-def test_table_of_no_evaluations_has_only_heads() -> None:
+def test_empty_evaluation_table_has_only_headers() -> None:
     heads, cells = build_table([])
     assert (heads[0], cells) == ("version", [])

@@ -48,7 +48,7 @@ def figures_of(state: RunState, since: float = 100.0, *, num_steps: int = 4) -> 
     )
 
 
-def test_figures_give_rates_and_remaining_time_from_commit_to_commit() -> None:
+def test_progress_metrics_compute_rates_and_remaining_time_between_commits() -> None:
     status = figures_of(state_of(1.0, 2.0, 5.0), num_steps=7)
     assert (status.step, status.num_steps, status.policy_version, status.num_lagging) == (
         3,
@@ -66,7 +66,7 @@ def test_figures_give_rates_and_remaining_time_from_commit_to_commit() -> None:
     assert status.remaining_seconds == pytest.approx(8.0)  # four steps of two seconds each
 
 
-def test_figures_of_learning_are_those_that_the_step_has() -> None:
+def test_progress_metrics_show_only_learning_metrics_of_the_step() -> None:
     state = state_of(1.0)
     assert list(figures_of(state).learning_metrics) == ["reward", "loss", "kl"]
     for name in ("reward_mean", "kl_estimate"):
@@ -75,18 +75,18 @@ def test_figures_of_learning_are_those_that_the_step_has() -> None:
     assert list(figures_of(state_of()).learning_metrics) == ["reward", "loss", "kl"]
 
 
-def test_figures_leave_out_earlier_sessions_when_a_run_is_taken_up_again() -> None:
+def test_progress_metrics_exclude_earlier_sessions_of_a_resumed_run() -> None:
     state = state_of(-5000.0, -4999.0, 1.0, 3.0, since=10_000.0)
     status = figures_of(state, since=10_000.0, num_steps=5)
     assert status.tokens_per_second == pytest.approx(50.0)
     assert status.remaining_seconds == pytest.approx(2.0)
 
 
-def test_figures_take_the_phases_of_a_step_that_stands_alone() -> None:
+def test_progress_metrics_of_a_single_step_use_its_phase_times() -> None:
     assert figures_of(state_of(1.0)).tokens_per_second == pytest.approx(200.0)
 
 
-def test_metrics_are_unknown_before_the_first_step_and_where_the_trainer_reports_none() -> None:
+def test_progress_metrics_are_none_before_the_first_step_or_without_reports() -> None:
     empty = ProgressMetrics.from_state(run_config(), RunState(), lag={}, since_micros=0)
     assert (
         empty.step,
@@ -219,7 +219,7 @@ def sampled(
     ]
 
 
-def test_panel_shows_figures_workers_and_lag_in_a_usual_window() -> None:
+def test_panel_shows_metrics_workers_and_lag_in_a_default_window() -> None:
     lines = sampled(100, 30)
     text = "\n".join(lines)
     for part in (
@@ -267,7 +267,7 @@ def test_panel_shows_figures_workers_and_lag_in_a_usual_window() -> None:
         (100, ["rollout-1", "12/64", "3", "812", "75%", "2%", "88%", "40"]),
     ],
 )
-def test_panel_shows_what_engines_do(width: int, cells: list[str]) -> None:
+def test_panel_shows_engine_metrics(width: int, cells: list[str]) -> None:
     lines = sampled(width, 30, engine=ENGINE)
     head = next(place for place, line in enumerate(lines) if line.strip().startswith("engine of"))
     assert [line.split() for line in lines[head:] if "rollout-1" in line] == [cells]
@@ -276,7 +276,7 @@ def test_panel_shows_what_engines_do(width: int, cells: list[str]) -> None:
     assert "lag in records" in low
 
 
-def test_worker_table_knows_engines_by_their_reports() -> None:
+def test_worker_table_takes_engine_metrics_from_their_reports() -> None:
     state = RunState()
     for worker_id in ("rollout-0", "reward-0"):
         state.apply(make_heartbeat(worker_id, at_seconds=1))
@@ -335,18 +335,18 @@ def test_panel_fits_its_window(width: int, height: int, num_slots: int) -> None:
     assert any("step 2/4" in line for line in lines)
 
 
-def test_panel_keeps_workers_in_trouble_when_not_all_fit() -> None:
+def test_panel_shows_unhealthy_workers_first_when_not_all_fit() -> None:
     text = "\n".join(sampled(100, 30, num_workers=50))
     assert "rollout-40" in text
     assert "rollout-39" not in text
     assert "more" in text
 
 
-def test_panel_draws_in_ascii_where_the_terminal_knows_no_more() -> None:
+def test_panel_uses_ascii_on_an_ascii_terminal() -> None:
     assert "\n".join(sampled(100, 30, encoding="ascii")).isascii()
 
 
-def test_fit_counts_what_is_left_out() -> None:
+def test_select_workers_counts_hidden_rows() -> None:
     rows = [
         WorkerRow(worker_id=f"reward-{index}", state="idle", is_healthy=True) for index in range(10)
     ]
@@ -373,7 +373,7 @@ def test_clock_writes_hours_minutes_seconds() -> None:
     ]
 
 
-def test_lines_come_for_the_first_step_then_seldom_and_for_the_last() -> None:
+def test_progress_lines_appear_for_the_first_and_last_step_and_rarely_between() -> None:
     stream, hand = StringIO(), Hand()
     state = RunState()
     shown_at = []
@@ -394,7 +394,7 @@ def test_lines_come_for_the_first_step_then_seldom_and_for_the_last() -> None:
     assert len(lines) == 4
 
 
-def test_lines_keep_two_seconds_apart_when_the_run_is_quick() -> None:
+def test_progress_lines_are_two_seconds_apart_in_a_fast_run() -> None:
     stream, hand = StringIO(), Hand()
     state = RunState()
     with ProgressDisplay(run_config(num_steps=12), stream=stream, clock=hand) as display:
@@ -410,7 +410,7 @@ def test_lines_keep_two_seconds_apart_when_the_run_is_quick() -> None:
     ]
 
 
-def test_lines_say_that_nothing_comes_and_who_is_not_well() -> None:
+def test_progress_lines_report_no_step_yet_and_unhealthy_workers() -> None:
     stream, hand = StringIO(), Hand()
     state = RunState()
     with ProgressDisplay(run_config(), stream=stream, clock=hand) as display:
@@ -426,7 +426,7 @@ def test_lines_say_that_nothing_comes_and_who_is_not_well() -> None:
     )
 
 
-def test_display_survives_figures_that_are_missing_or_not_finite() -> None:
+def test_display_handles_missing_and_non_finite_metrics() -> None:
     state = state_of(1.0, 2.0)
     state.steps[0].metrics.clear()
     state.steps[1].metrics["reward_mean"] = math.nan
@@ -437,7 +437,7 @@ def test_display_survives_figures_that_are_missing_or_not_finite() -> None:
         assert "step 2/4" in stream.getvalue()
 
 
-def test_display_draws_a_panel_on_a_terminal_and_gives_the_cursor_back(
+def test_display_draws_a_panel_on_a_terminal_and_restores_the_cursor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
@@ -459,7 +459,7 @@ def test_display_draws_a_panel_on_a_terminal_and_gives_the_cursor_back(
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
 
 
-def test_display_gives_the_terminal_back_when_the_run_fails() -> None:
+def test_display_restores_the_terminal_when_the_run_fails() -> None:
     stream = StringIO()
 
     def fail() -> None:
@@ -472,7 +472,7 @@ def test_display_gives_the_terminal_back_when_the_run_fails() -> None:
     assert "\x1b[?25h" in stream.getvalue()
 
 
-def test_display_writes_lines_to_what_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_display_writes_plain_lines_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with ProgressDisplay(run_config()) as display:
         display.print_line("hello")
     assert capsys.readouterr().err == "hello\n"

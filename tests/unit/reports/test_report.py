@@ -92,7 +92,7 @@ def built(
     )
 
 
-def test_report_holds_the_figures_of_the_run() -> None:
+def test_report_contains_the_metrics_of_the_run() -> None:
     report = built(*books(12))
     assert (
         report["run_id"],
@@ -152,7 +152,7 @@ def test_report_counts_time_from_commit_to_commit() -> None:
     assert report["samples_per_second"] == pytest.approx(24 / 22.5)
 
 
-def test_report_leaves_the_pause_out_when_the_run_was_taken_up_again() -> None:
+def test_report_excludes_the_pause_before_a_resumed_session() -> None:
     report = built(
         *books(12), wall_seconds=7.0
     )  # the steps at -6, -4, -2 seconds are this invocation's
@@ -161,7 +161,7 @@ def test_report_leaves_the_pause_out_when_the_run_was_taken_up_again() -> None:
     assert report["tokens_per_second"] == pytest.approx(300 / 4.5)
 
 
-def test_report_takes_rates_from_the_whole_run_when_nothing_was_left_to_train() -> None:
+def test_report_takes_rates_from_the_whole_run_when_the_session_trained_nothing() -> None:
     assert built(*books(12), wall_seconds=0.5)["tokens_per_second"] == pytest.approx(1200 / 22.5)
 
 
@@ -180,7 +180,7 @@ def test_report_curves_have_an_entry_per_step_and_exact_losses(tmp_path: Path) -
     assert {len(curve) for name, curve in curves.items() if name != "phase_seconds"} == {5}
 
 
-def test_report_is_written_whole_and_is_what_is_returned(tmp_path: Path) -> None:
+def test_report_is_written_atomically_and_matches_the_returned_value(tmp_path: Path) -> None:
     config = run_config(tmp_path)
     for reason in ("first", "second"):
         report = write_report(
@@ -218,7 +218,7 @@ def test_report_works_when_no_step_was_made(tmp_path: Path) -> None:
     assert "no data" in page
 
 
-def test_report_shows_broken_promises() -> None:
+def test_report_shows_ledger_problems() -> None:
     state, ledger = books(3)
     ledger.apply(
         train_step(1, at_seconds=END_SECONDS, staleness=(0, 2)), at("control.train-steps", 3)
@@ -264,7 +264,7 @@ def test_page_shows_the_key_metrics() -> None:
     assert f"0 {chr(0x2192)} 1.1" in text
 
 
-def test_page_needs_nothing_from_outside() -> None:
+def test_report_page_loads_no_external_resources() -> None:
     page = Page(render_report(built(*books(12))))
     assert not {"script", "link", "img", "iframe", "object"} & {tag for tag, _ in page.tags}
     attributes = [(name, value or "") for _, attrs in page.tags for name, value in attrs.items()]
@@ -298,7 +298,7 @@ def test_page_stays_small_when_the_run_was_long() -> None:
     assert "steps 0 to 41" in page
 
 
-def test_report_keeps_client_settings_to_itself() -> None:
+def test_report_omits_broker_client_settings() -> None:
     config = run_config()
     client = {"sasl.password": "hunter2"}
     secret = config.model_copy(
@@ -324,7 +324,7 @@ def test_report_keeps_client_settings_to_itself() -> None:
         (7260, "2 h 1 min"),
     ],
 )
-def test_duration_is_for_people(seconds: float, text: str) -> None:
+def test_duration_is_formatted_for_humans(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
 
 
@@ -335,7 +335,7 @@ def evaluated(version: int, dataset: str, reward: float | None) -> PolicyEvaluat
     )  # fmt: skip
 
 
-def test_report_lists_evaluations_by_version_and_counts_what_was_passed_over(
+def test_report_lists_evaluations_by_version_and_counts_skipped_rows(
     tmp_path: Path,
 ) -> None:
     state, ledger = books(2)
@@ -379,7 +379,7 @@ def test_report_lists_evaluations_by_version_and_counts_what_was_passed_over(
     assert "script" not in {tag for tag, _ in page.tags}
 
 
-def test_page_draws_the_teacher_where_there_is_one() -> None:
+def test_report_page_shows_teacher_distance_only_with_a_teacher() -> None:
     state, ledger = books(3)
     for step in state.steps:
         step.metrics.update(teacher_kl=0.0, distill_loss=0.0)

@@ -56,12 +56,12 @@ def test_line_chart_shows_a_single_step_in_the_middle() -> None:
 
 
 @pytest.mark.parametrize("values", [[], [None, None]])
-def test_line_chart_says_so_when_there_is_nothing(values: list[float | None]) -> None:
+def test_line_chart_shows_no_data_when_empty(values: list[float | None]) -> None:
     drawing = line_chart("Loss", "", list(range(len(values))), values, smooth=True)
     assert [text.text for text in marks(drawing, "text")] == ["no data"]
 
 
-def test_line_chart_lifts_the_pen_where_a_value_is_unknown() -> None:
+def test_line_chart_leaves_a_gap_at_a_missing_value() -> None:
     drawing = line_chart("KL", "", [0, 1, 2, 3, 4], [1.0, 2.0, None, 3.0, 4.0])
     (line,) = marks(drawing, "path", "line")
     assert [letter for letter in line.get("d", "") if letter.isalpha()] == ["M", "L", "M", "L"]
@@ -78,7 +78,7 @@ def test_line_chart_shows_raw_and_smoothed_when_asked() -> None:
     assert max(heights) - min(heights) < 80  # the raw curve jumps over 158 pixels
 
 
-def test_line_chart_gathers_ten_thousand_steps() -> None:
+def test_line_chart_buckets_ten_thousand_steps() -> None:
     drawing = line_chart(
         "Reward", "", list(range(10_000)), [step / 10_000 for step in range(10_000)], smooth=True
     )
@@ -99,12 +99,12 @@ def test_bar_chart_draws_values_in_proportion() -> None:
     assert "0: 10 (25.0%)" in drawing
 
 
-def test_bar_chart_says_so_when_all_is_zero() -> None:
+def test_bar_chart_shows_no_data_when_all_values_are_zero() -> None:
     assert "no data" in bar_chart("Staleness", "", {"0": 0}, axis="versions")
     assert "no data" in bar_chart("Staleness", "", {}, axis="versions")
 
 
-def test_stacked_chart_puts_layers_on_one_another() -> None:
+def test_stacked_chart_stacks_its_layers() -> None:
     drawing = stacked_chart("Time", "", [0, 1], {"wait": [1.0, 2.0], "update": [1.0, 0.0]})
     wait, update = marks(drawing, "rect", "c0"), marks(drawing, "rect", "c1")
     assert len(wait) == len(update) == 2
@@ -117,7 +117,7 @@ def test_stacked_chart_puts_layers_on_one_another() -> None:
     assert "step 1, wait: 2" in drawing
 
 
-def test_stacked_chart_gathers_many_steps_and_survives_none() -> None:
+def test_stacked_chart_buckets_many_steps_and_handles_none() -> None:
     long = stacked_chart("Time", "", list(range(10_000)), {"wait": [1.0] * 10_000})
     assert len(marks(long, "rect")) <= MAX_BARS
     assert "no data" in stacked_chart("Time", "", [], {})
@@ -143,7 +143,7 @@ def test_charts_escape_hostile_names() -> None:
         assert marks(drawing, "script") == []
 
 
-def test_charts_name_themselves_to_readers_that_do_not_see() -> None:
+def test_charts_have_title_and_description_for_screen_readers() -> None:
     drawing = line_chart("Reward", "mean of the samples", [0], [1.0])
     (image,) = marks(drawing, "svg")
     assert image.get("role") == "img"
@@ -151,13 +151,13 @@ def test_charts_name_themselves_to_readers_that_do_not_see() -> None:
     assert (image[1].tag, image[1].text) == ("desc", "mean of the samples")
 
 
-def test_bucketed_keeps_mean_and_extremes() -> None:
+def test_bucket_curve_keeps_mean_minimum_and_maximum() -> None:
     first, second = bucket_curve([3, 4, 5, 6], [1.0, 3.0, None, None], limit=2)
     assert (first.first, first.last, first.mean, first.low, first.high) == (3, 4, 2.0, 1.0, 3.0)
     assert (second.mean, second.low, second.high) == (None, None, None)
 
 
-def test_smoothed_takes_known_neighbours() -> None:
+def test_moving_mean_averages_the_known_neighbours() -> None:
     assert moving_mean([0.0, 3.0, None, 9.0], reach=1) == [1.5, 1.5, 6.0, 9.0]
     assert moving_mean([None], reach=3) == [None]
 
@@ -184,11 +184,11 @@ def test_domain_leaves_a_margin(values: list[float], expected: tuple[float, floa
         (0.0, 480.0, [0.0, 100.0, 200.0, 300.0, 400.0]),
     ],
 )
-def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None:
+def test_axis_ticks_are_round_numbers(low: float, high: float, expected: list[float]) -> None:
     assert ticks(low, high) == pytest.approx(expected)
 
 
-def test_ticks_are_whole_for_steps_and_survive_odd_ranges() -> None:
+def test_axis_ticks_are_integers_for_steps_and_finite_for_extreme_ranges() -> None:
     assert ticks(0, 3, count=6, integral=True) == [0, 1, 2, 3]
     assert ticks(0, 0, integral=True) == [0]
     assert ticks(-1e308, 1.7e308) == [-1e308]

@@ -39,11 +39,11 @@ def defines(file: Path, name: str) -> bool:
     return True
 
 
-def test_pages_name_files() -> None:
+def test_architecture_pages_mention_source_files() -> None:
     assert len(mentions()) > 50
 
 
 @pytest.mark.parametrize(("path", "name"), mentions())
-def test_named_file_exists_and_defines_the_name(path: str, name: str) -> None:
+def test_mentioned_file_exists_and_defines_the_mentioned_name(path: str, name: str) -> None:
     assert (ROOT / path).exists()
     assert not name or defines(ROOT / path, name)

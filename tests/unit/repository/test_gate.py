@@ -13,14 +13,14 @@ TESTS = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("name", CHOSEN + COSTLY)
-def test_gate_names_what_is_there(name: str) -> None:
+def test_gate_entries_exist(name: str) -> None:
     file, _, function = name.partition("[")[0].partition("::")
     text = (TESTS / file).read_text()
     functions = {node.name for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
     assert function in functions or (not function and ("def test_" in text or ".TestCase" in text))
 
 
-def test_gate_takes_whole_files_and_single_tests_with_their_parameters() -> None:
+def test_gate_selects_whole_files_and_single_tests_with_their_parameters() -> None:
     assert is_in_gate("fault/test_killed_roles.py::test_anything[one]")
     assert is_in_gate(
         "fault/test_large_things.py::test_oversize_record_is_rejected_by_the_broker[prompt.groups]"
@@ -31,7 +31,7 @@ def test_gate_takes_whole_files_and_single_tests_with_their_parameters() -> None
     assert not is_in_gate("fault/test_killed_roles_more.py::test_anything")
 
 
-def test_gate_takes_quick_tests_but_the_costly_ones() -> None:
+def test_gate_selects_fast_tests_and_excludes_slow_ones() -> None:
     assert is_in_gate("unit/test_anything.py::test_one")
     assert not is_in_gate("unit/engines/test_engine_invariance.py::test_anything[qwen3]")
     assert is_in_gate("e2e/test_bad_input.py::test_taken_metrics_port_is_named")

@@ -92,7 +92,7 @@ def _of_call(node: ast.Call) -> Iterator[str]:
         "torch.distributed.all_gather_object(out, mine)",
     ],
 )
-def test_check_finds_what_it_is_for(code: str) -> None:
+def test_code_execution_check_finds_unsafe_calls(code: str) -> None:
     assert list(findings(ast.parse(code))) != []
 
 
@@ -105,11 +105,11 @@ def test_check_finds_what_it_is_for(code: str) -> None:
         "store.load(step)",
     ],
 )
-def test_check_lets_pass_what_is_harmless(code: str) -> None:
+def test_code_execution_check_accepts_safe_code(code: str) -> None:
     assert list(findings(ast.parse(code))) == []
 
 
-def test_product_runs_nothing_that_it_reads() -> None:
+def test_product_never_executes_data_it_reads() -> None:
     assert len(PRODUCT) > 100
     found = {
         str(path.relative_to(ROOT)): list(findings(ast.parse(path.read_text()))) for path in PRODUCT

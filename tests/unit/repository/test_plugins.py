@@ -27,20 +27,20 @@ class Mine:
 """
 
 
-def test_find_plugin_gives_an_installed_entry_point_unloaded() -> None:
+def test_find_plugin_returns_an_installed_entry_point_without_loading_it() -> None:
     found = find_plugin(ENGINES, "transformers", what="engine.name = 'transformers'")
     assert isinstance(found, EntryPoint)
     assert found.value == "relax_events.engines.transformers.engine:TransformersEngine"
 
 
-def test_find_plugin_loads_a_class_of_a_file_with_what_lies_next_to_it(tmp_path: Path) -> None:
+def test_find_plugin_loads_a_class_from_a_file_with_its_sibling_modules(tmp_path: Path) -> None:
     (tmp_path / "sibling.py").write_text("SPEED = 3\n")
     file = tmp_path / "mine.py"
     file.write_text(SOURCE)
     assert find_plugin(ENGINES, f"{file}:Mine", what="engine.name").load()().speed == 3
 
 
-def test_file_is_run_as_it_stands_though_bytecode_of_the_same_size_and_second_lies_next_to_it(
+def test_plugin_file_is_loaded_from_source_despite_stale_bytecode(
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "mine.py"
@@ -76,12 +76,12 @@ def test_find_plugin_runs_nothing_before_it_is_loaded(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_find_plugin_says_what_there_is_when_the_name_is_unknown(name: str, text: str) -> None:
+def test_find_plugin_lists_available_plugins_for_an_unknown_name(name: str, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         find_plugin(ENGINES, name, what="engine.name = 'it'")
 
 
-def test_plugin_says_which_classes_a_file_has_when_the_name_is_not_among_them(
+def test_plugin_lists_the_classes_of_a_file_for_an_unknown_class_name(
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "other.py"

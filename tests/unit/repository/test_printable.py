@@ -11,7 +11,7 @@ from relax_events.cli.output import print_json, print_pairs, print_table
 from relax_events.printable import PrintableStream, printable
 
 
-def test_controls_are_shown_and_not_obeyed() -> None:
+def test_printable_escapes_control_characters() -> None:
     assert (
         printable("raised ValueError: \x1b]0;owned\x07\x1b[2J\r\x9b31m")
         == r"raised ValueError: \u001b]0;owned\u0007\u001b[2J\u000d\u009b31m"
@@ -20,7 +20,7 @@ def test_controls_are_shown_and_not_obeyed() -> None:
     assert printable("tab\tline\nÜmlaut 中文 🙂") == "tab\tline\nÜmlaut 中文 🙂"
 
 
-def test_tables_go_to_a_stream_that_obeys_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_printed_tables_escape_control_characters(monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.StringIO()
     monkeypatch.setattr("sys.stdout", PrintableStream(written))
     print_table(["worker"], [["reward-0\x1b[2J"]])
@@ -30,7 +30,7 @@ def test_tables_go_to_a_stream_that_obeys_nothing(monkeypatch: pytest.MonkeyPatc
     assert r"reward-0\u001b[2J" in written.getvalue()
 
 
-def test_json_stays_json(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_printable_stream_keeps_json_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.StringIO()
     monkeypatch.setattr("sys.stdout", PrintableStream(written))
     text = "".join(map(chr, range(0x100))) + "\u202e"

@@ -74,7 +74,7 @@ def test_translation_has_the_same_code_blocks(page: Path) -> None:
 
 
 @every_page
-def test_translation_has_the_same_names(page: Path) -> None:
+def test_translation_has_the_same_code_spans(page: Path) -> None:
     assert code_spans(page) == code_spans(english_page(page))
 
 

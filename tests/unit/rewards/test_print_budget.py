@@ -5,7 +5,7 @@ from __future__ import annotations
 from relax_events.rewards.process import BURST_BYTES, BYTES_PER_SECOND, MAX_LINE_BYTES, PrintBudget
 
 
-def test_ordinary_prints_pass_however_they_come_in_pieces() -> None:
+def test_ordinary_output_passes_unchanged_in_any_chunks() -> None:
     budget = PrintBudget(now=0.0)
     assert (
         b"".join(budget.limit(part, now=0.0) for part in (b"one", b" line\ntwo\n", b"", b"three"))
@@ -13,7 +13,7 @@ def test_ordinary_prints_pass_however_they_come_in_pieces() -> None:
     )
 
 
-def test_line_without_end_is_cut_and_the_next_one_passes() -> None:
+def test_overlong_printed_line_is_cut_and_the_next_line_is_kept() -> None:
     budget = PrintBudget(now=0.0)
     written = b"".join(
         budget.limit(part, now=0.0) for part in [b"x" * 1_000] * 10 + [b"x\nshort\n"]
@@ -21,7 +21,7 @@ def test_line_without_end_is_cut_and_the_next_one_passes() -> None:
     assert written == b"x" * MAX_LINE_BYTES + b"...\nshort\n"
 
 
-def test_what_exceeds_the_budget_is_counted_until_there_is_room_again() -> None:
+def test_dropped_output_is_counted_until_the_print_budget_recovers() -> None:
     budget, line = PrintBudget(now=0.0), b"y" * 1_023 + b"\n"
     written = budget.limit(line * 1_000, now=0.0)
     assert written == line * (BURST_BYTES // len(line))

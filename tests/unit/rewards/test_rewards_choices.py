@@ -34,7 +34,7 @@ CHOICES = ["a red star", "a white dwarf", "a black hole", "a red giant"]
         ("Answer: I think option B", "B"),
     ],
 )
-def test_gpqa_finds_the_letter_that_was_chosen(completion: str, letter: str) -> None:
+def test_gpqa_extracts_the_chosen_letter(completion: str, letter: str) -> None:
     for other in "ABCD":
         reward = gpqa(
             completion, answer="", metadata={"correct_letter": other, "choices": CHOICES}, prompt=""
@@ -46,14 +46,14 @@ def test_gpqa_finds_the_letter_that_was_chosen(completion: str, letter: str) -> 
     "completion",
     ["", "I don't know", "a black hole or a red giant", "The answer is a matter of taste"],
 )
-def test_gpqa_gives_nothing_when_no_choice_was_made(completion: str) -> None:
+def test_gpqa_gives_zero_reward_when_no_choice_was_made(completion: str) -> None:
     assert [
         gpqa(completion, answer=letter, metadata={"choices": CHOICES}, prompt="")
         for letter in "ABCD"
     ] == [0.0] * 4
 
 
-def test_gpqa_knows_letters_up_to_z_where_no_choices_are_named() -> None:
+def test_gpqa_accepts_letters_up_to_z_without_listed_choices() -> None:
     assert gpqa("Answer: X", answer="X", metadata={}, prompt="") == 1.0
 
 
@@ -84,13 +84,13 @@ def test_gpqa_fails_without_a_correct_letter(answer: str, metadata: dict[str, An
         ("", "B", 0.0),
     ],
 )
-def test_multiple_choice_compares_what_stands_in_the_tag(
+def test_multiple_choice_compares_the_content_of_the_answer_tag(
     completion: str, answer: str, reward: float
 ) -> None:
     assert multiple_choice(completion, answer=answer, metadata={}, prompt="") == reward
 
 
 @pytest.mark.parametrize("answer", ["", "<answer></answer>", "()"])
-def test_multiple_choice_does_not_find_nothing_equal_to_nothing(answer: str) -> None:
+def test_multiple_choice_rejects_an_empty_reference_answer(answer: str) -> None:
     with pytest.raises(ValueError, match="reference answer"):
         multiple_choice("", answer=answer, metadata={}, prompt="")

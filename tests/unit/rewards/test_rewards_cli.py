@@ -43,7 +43,7 @@ def test_show_prints_metadata_options_and_source(capsys: pytest.CaptureFixture[s
     assert options["retries"]["default"] == 3
 
 
-def test_show_describes_a_function_of_a_user(
+def test_show_describes_a_user_defined_reward_function(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "own.py"
@@ -55,7 +55,7 @@ def test_show_describes_a_function_of_a_user(
     assert capsys.readouterr().out.startswith(f"{file}:rank: scores prompt groups\n\nRank them.\n")
 
 
-def test_rescore_takes_the_options_of_the_runs_own_function_alone() -> None:
+def test_rescore_uses_run_options_only_for_the_runs_own_reward_function() -> None:
     given = {
         "function": "math",
         "options": {"box_only": True},

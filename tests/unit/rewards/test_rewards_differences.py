@@ -29,7 +29,7 @@ def scored(reward: float) -> Score:
         (0.5, 0.4, 0.5, True),
     ],
 )
-def test_rewards_differ_by_value_or_by_side(
+def test_rewards_differ_by_value_or_by_side_of_the_threshold(
     first: float, second: float, threshold: float | None, do_differ: bool
 ) -> None:
     counts = DifferenceCounts()
@@ -41,7 +41,7 @@ def test_rewards_differ_by_value_or_by_side(
     )
 
 
-def test_failures_neither_agree_nor_differ() -> None:
+def test_failed_rewards_count_neither_as_agreeing_nor_as_differing() -> None:
     counts = DifferenceCounts()
     for first, second in ((FAILED, scored(1)), (scored(1), FAILED), (FAILED, FAILED)):
         assert not counts.add(first, second, None)
@@ -50,7 +50,7 @@ def test_failures_neither_agree_nor_differ() -> None:
     )
 
 
-def test_draw_takes_all_of_few_and_some_from_everywhere_of_many() -> None:
+def test_reservoir_sampler_keeps_all_of_few_items_and_samples_many_uniformly() -> None:
     few, many, none = ReservoirSampler[int](5), ReservoirSampler[int](100), ReservoirSampler[int](0)
     for number in range(3):
         few.add(number)
@@ -65,7 +65,7 @@ def test_draw_takes_all_of_few_and_some_from_everywhere_of_many() -> None:
     assert 25 <= sum(number < 5_000 for number in sampled) <= 75
 
 
-def test_reward_of_a_log_is_taken_where_a_run_file_says_the_same_or_someone_agrees() -> None:
+def test_reward_from_a_log_is_trusted_if_a_run_file_matches_or_the_user_accepts() -> None:
     def refuse(refused: UntrustedSettingsError) -> None:
         raise refused
 

@@ -45,14 +45,14 @@ SCORE = (
 )
 
 
-def test_hub_loads_a_function_with_its_options(tmp_path: Path) -> None:
+def test_reward_registry_loads_a_function_with_its_options(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(SCORE)
     assert call(load_reward(f"{file}:score").function, "four", "") == 4
     assert call(load_reward(f"{file}:score", options={"scale": 0.5}).function, "four", "") == 2
 
 
-def test_hub_versions_a_function_by_its_files_and_settings(tmp_path: Path) -> None:
+def test_reward_digest_covers_the_functions_files_and_settings(tmp_path: Path) -> None:
     file, sibling = tmp_path / "versioned.py", tmp_path / "used_sibling.py"
     sibling.write_text("def length(text):\n    return len(text)\n")
     file.write_text("import json\nfrom used_sibling import length\n" + SCORE)
@@ -73,7 +73,7 @@ def test_hub_versions_a_function_by_its_files_and_settings(tmp_path: Path) -> No
     )
 
 
-def test_hub_versions_a_built_in_by_the_packages_that_it_rests_on() -> None:
+def test_built_in_reward_digest_covers_the_packages_it_depends_on() -> None:
     folder = Path(verifiers.__path__[0])
     names = (
         "answer_extraction",
@@ -91,7 +91,7 @@ def test_hub_versions_a_built_in_by_the_packages_that_it_rests_on() -> None:
     assert load_reward("ifeval").digest == digest_of("ifeval", files, packages=packages)
 
 
-def test_hub_knows_its_built_in_functions() -> None:
+def test_reward_registry_lists_its_built_in_functions() -> None:
     wanted = {
         "exact_match",
         "gsm8k",
@@ -132,7 +132,7 @@ def test_hub_knows_its_built_in_functions() -> None:
         ),
     ],
 )
-def test_hub_says_what_is_wrong_with_a_signature_or_an_option(
+def test_reward_registry_explains_an_invalid_signature_or_option(
     tmp_path: Path, definition: str, options: dict[str, Any], text: str
 ) -> None:
     file = tmp_path / "mine.py"
@@ -156,7 +156,7 @@ def test_hub_says_what_is_wrong_with_a_signature_or_an_option(
         ("1 / 0\n", "score", "mine.py failed to load: ZeroDivisionError"),
     ],
 )
-def test_hub_says_why_a_file_can_not_be_loaded(
+def test_reward_registry_explains_why_a_file_cannot_be_loaded(
     tmp_path: Path, source: str | None, function: str, text: str
 ) -> None:
     file = tmp_path / "mine.py"
@@ -167,7 +167,7 @@ def test_hub_says_why_a_file_can_not_be_loaded(
 
 
 @pytest.mark.parametrize("name", ["exact_mach", "mine.py", "mine.txt:score", "mine.py:"])
-def test_hub_lists_its_names_when_one_is_unknown(name: str) -> None:
+def test_reward_registry_lists_installed_rewards_for_an_unknown_name(name: str) -> None:
     with pytest.raises(
         ConfigError,
         match=r"reward.function = .* is not installed; installed are code, .*exact_match, f1, .*gsm8k",
@@ -196,7 +196,7 @@ def test_score_rejects_other_types(value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, {"a": math.nan}])
-def test_score_rejects_what_is_not_finite(value: Any) -> None:
+def test_score_rejects_non_finite_values(value: Any) -> None:
     with pytest.raises(ValueError, match=r"rewards must be finite"):
         parse_score(value)
 

@@ -190,12 +190,12 @@ def test_all_58_instructions_are_covered() -> None:
 
 
 @pytest.mark.parametrize("response", ["...", "?!", "_ _", '"', "\n\n\n", "((((((", "\u00e9", "1"])
-def test_odd_responses_are_checked_and_not_stumbled_over(response: str) -> None:
+def test_unusual_responses_are_scored_without_errors(response: str) -> None:
     assert {follow(response, name, kwargs) for name, kwargs, *_ in CASES} <= {0.0, 1.0}
 
 
 @pytest.mark.parametrize(("package", "name", "good", "bad"), ENGLISH_CASES)
-def test_instruction_about_english_accepts_only_a_response_that_follows_it(
+def test_english_instruction_accepts_only_a_response_that_follows_it(
     package: str, name: str, good: str, bad: str
 ) -> None:
     pytest.importorskip(package)
@@ -206,7 +206,7 @@ def test_instruction_about_english_accepts_only_a_response_that_follows_it(
 @pytest.mark.parametrize(
     ("name", "package"), [("words:odd_even_syllables", "syllapy"), ("words:start_verb", "textblob")]
 )
-def test_instruction_without_its_package_is_a_failure_that_names_it(
+def test_instruction_fails_naming_its_missing_package(
     name: str, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ifbench_words._tagger.cache_clear()

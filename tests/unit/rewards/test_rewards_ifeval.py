@@ -167,14 +167,14 @@ def test_all_25_instructions_are_covered() -> None:
     assert names <= INSTRUCTIONS.keys()
 
 
-def test_ifeval_wants_all_instructions_or_gives_the_share() -> None:
+def test_ifeval_requires_all_instructions_or_returns_the_fraction_followed() -> None:
     both = [("punctuation:no_comma", {}), ("detectable_format:title", {})]
     assert follow("no title", *both) == {"reward": 0.0, "followed": 0.5}
     assert follow("no title", *both, partial=True) == {"reward": 0.5, "followed": 0.5}
     assert follow("<think>a, b</think><<A title>>", *both)["reward"] == 1.0
 
 
-def test_loose_mode_forgives_what_stands_around_the_answer() -> None:
+def test_loose_mode_ignores_text_around_the_answer() -> None:
     quoted = ("startend:quotation", {})
     text = 'Sure, here it is:\n"the answer"\nAnything else?'
     assert (follow(text, quoted)["reward"], follow(text, quoted, mode="loose")["reward"]) == (
@@ -194,7 +194,7 @@ def test_loose_mode_forgives_what_stands_around_the_answer() -> None:
     ]
 
 
-def test_repeated_prompt_is_the_samples_own_when_none_is_given() -> None:
+def test_repeat_prompt_instruction_defaults_to_the_samples_own_prompt() -> None:
     assert follow("the prompt. And more", ("combination:repeat_prompt", {}))["reward"] == 1.0
 
 
@@ -238,7 +238,7 @@ def test_ifeval_fails_on_instructions_that_it_can_not_check(
         ("E.g. this.", 1),
     ],
 )
-def test_sentences_are_counted_by_their_ends(text: str, count: int) -> None:
+def test_sentences_are_counted_by_their_end_punctuation(text: str, count: int) -> None:
     assert count_sentences(text) == count
 
 
@@ -264,13 +264,13 @@ def test_sentences_are_counted_by_their_ends(text: str, count: int) -> None:
         ),
     ],
 )
-def test_whole_numbers_may_come_as_floats_and_keywords_with_blanks(
+def test_ifeval_accepts_integers_as_floats_and_keywords_with_spaces(
     name: str, kwargs: dict[str, Any], response: str
 ) -> None:
     assert follow(response, (name, kwargs))["reward"] == 1.0
 
 
-def test_number_that_is_not_whole_is_a_failure() -> None:
+def test_ifeval_fails_on_a_non_integer_number() -> None:
     with pytest.raises(
         ValueError,
         match=r"length_constraints:number_words takes a whole number as num_words, got 2.5",

@@ -422,7 +422,7 @@ CASES: list[Case] = [
 
 
 @pytest.mark.parametrize(("name", "kwargs", "response", "expected"), CASES)
-def test_verdict_is_the_published_one(
+def test_ifeval_verdict_matches_the_published_program(
     name: str, kwargs: dict[str, Any], response: str, expected: bool
 ) -> None:
     assert judge(name, kwargs, response) == float(expected)
@@ -431,7 +431,7 @@ def test_verdict_is_the_published_one(
 @pytest.mark.parametrize(
     "kwargs", [{"letter": "ab", "let_frequency": 1}, {"letter": "a", "let_frequency": -1}]
 )
-def test_arguments_that_the_published_program_rejects_are_a_failure(kwargs: dict[str, Any]) -> None:
+def test_arguments_rejected_by_the_published_program_fail(kwargs: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"keywords:letter_frequency takes .*, got"):
         judge("keywords:letter_frequency", kwargs, "abc")
 

@@ -104,14 +104,14 @@ def test_answers_are_not_equal_in_mathematics(given: str, wanted: str) -> None:
         ("1" * 3000, "longer than 2000 characters"),
     ],
 )
-def test_answer_that_can_not_be_decided_is_a_failure_and_no_zero(given: str, text: str) -> None:
+def test_undecidable_answer_fails_instead_of_scoring_zero(given: str, text: str) -> None:
     started = time.perf_counter()
     with pytest.raises(RewardError, match=text):
         call(math, rf"\boxed{{{given}}}", "42")
     assert time.perf_counter() - started < 60
 
 
-def test_plain_numbers_are_worked_out_exactly() -> None:
+def test_plain_numbers_are_parsed_as_exact_fractions() -> None:
     assert plain_number(r"-\frac{2}{6}") == Fraction(-1, 3)
     assert plain_number("0.125") == Fraction(1, 8)
     assert plain_number("7/21") == Fraction(1, 3)
@@ -166,7 +166,9 @@ def test_last_box_is_found_with_its_braces(text: str, box: str | None) -> None:
         (r"\boxed{16} or \boxed{17}", 0.0),
     ],
 )
-def test_math_takes_the_last_statement_when_there_is_no_box(completion: str, reward: float) -> None:
+def test_math_uses_the_last_stated_answer_when_there_is_no_box(
+    completion: str, reward: float
+) -> None:
     assert call(math, completion, "17") == reward
 
 
@@ -180,7 +182,7 @@ def test_math_takes_the_last_statement_when_there_is_no_box(completion: str, rew
         (r"\boxed{1}, so once more \boxed{1}", "1"),
     ],
 )
-def test_math_reads_the_whole_of_a_stated_answer(completion: str, answer: str) -> None:
+def test_math_reads_a_stated_answer_completely(completion: str, answer: str) -> None:
     assert call(math, completion, answer) == 1.0
 
 
@@ -193,12 +195,12 @@ def test_math_reads_the_whole_of_a_stated_answer(completion: str, answer: str) -
         (r"\boxed{2}", 0.0),
     ],
 )
-def test_all_boxes_of_a_reference_are_wanted(completion: str, reward: float) -> None:
+def test_math_requires_all_boxes_of_the_reference(completion: str, reward: float) -> None:
     assert call(math, completion, r"$\boxed{1}$ papers and $\boxed{2}$ bins") == reward
 
 
 @pytest.mark.parametrize("answer", ["2", r"\boxed{2}"])
-def test_last_box_alone_counts_where_it_is_asked_to(answer: str) -> None:
+def test_math_compares_only_the_last_box_when_configured(answer: str) -> None:
     completion = r"It is \boxed{1} and \boxed{2}."
     assert (call(math, completion, answer), call(math, completion, answer, boxes="last")) == (
         0.0,
@@ -241,7 +243,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("piece", HOSTILE)
-def test_hostile_completion_of_100_kilobytes_is_decided_within_a_reward_s_limit(piece: str) -> None:
+def test_hostile_100_kilobyte_completion_is_scored_within_the_time_limit(piece: str) -> None:
     completion = (piece * 100_000)[:100_000]
     started = time.process_time()
     with contextlib.suppress(RewardError):
@@ -249,12 +251,12 @@ def test_hostile_completion_of_100_kilobytes_is_decided_within_a_reward_s_limit(
     assert time.process_time() - started < 5
 
 
-def test_math_can_insist_on_the_box() -> None:
+def test_math_can_require_a_boxed_answer() -> None:
     assert call(math, "The answer is 17.", "17", box_only=True) == 0.0
 
 
 @pytest.mark.parametrize("answer", [r"so \boxed{17}", "3 + 14\n#### 17", '["16", "17"]', "17"])
-def test_math_finds_the_reference_in_its_usual_forms(answer: str) -> None:
+def test_math_reads_the_reference_answer_in_common_forms(answer: str) -> None:
     assert call(math, r"\boxed{17}", answer) == 1.0
 
 
@@ -274,7 +276,7 @@ def test_math_without_a_reference_is_a_failure(function: Any) -> None:
         (r"<think>\boxed{2}</think> two", 0.0),
     ],
 )
-def test_deepscaler_wants_a_box_behind_the_reasoning(completion: str, reward: float) -> None:
+def test_deepscaler_requires_a_box_after_the_reasoning(completion: str, reward: float) -> None:
     assert call(deepscaler, completion, "2") == reward
 
 
@@ -318,7 +320,7 @@ def test_dapo_takes_another_reward_for_wrong_answers() -> None:
         ("3", 0.0, 0.0),
     ],
 )
-def test_geo3k_weighs_accuracy_nine_to_one_against_form(
+def test_geo3k_weights_accuracy_and_format_nine_to_one(
     completion: str, accuracy: float, form: float
 ) -> None:
     found = call(geo3k, completion, "3")

@@ -43,7 +43,7 @@ def test_gsm8k_compares_the_final_numbers(completion: str, reward: float) -> Non
     assert call(gsm8k, completion, "work 7 * 8\n#### 1004") == reward
 
 
-def test_gsm8k_gives_nothing_when_the_reference_has_no_number() -> None:
+def test_gsm8k_gives_zero_reward_when_the_reference_has_no_number() -> None:
     assert call(gsm8k, "none", "none") == 0.0
 
 
@@ -86,7 +86,7 @@ def test_f1_is_the_harmonic_mean_of_precision_and_recall(
 
 @pytest.mark.parametrize("function", [f1, squad_exact_match])
 @pytest.mark.parametrize("answer", ["", "  ", '["", " "]'])
-def test_missing_reference_is_a_failure_and_no_zero(function: Any, answer: str) -> None:
+def test_missing_reference_fails_instead_of_scoring_zero(function: Any, answer: str) -> None:
     with pytest.raises(
         ValueError, match=r"the sample has no reference answer; see data.answer_key"
     ):

@@ -51,7 +51,7 @@ class Stage:
         return Artifact(event.policy_version)
 
 
-def test_no_more_than_two_versions_are_held_also_while_the_next_is_read() -> None:
+def test_at_most_two_versions_are_held_even_while_loading_the_next() -> None:
     stage = Stage()
     for version in (0, 0, 1, 2, 3, 4, 5):
         assert stage.versions.use(version) == version
@@ -60,7 +60,7 @@ def test_no_more_than_two_versions_are_held_also_while_the_next_is_read() -> Non
     assert Artifact.alive == MAX_VERSIONS
 
 
-def test_neighbours_that_alternate_are_read_once_and_an_old_version_is_read_again() -> None:
+def test_alternating_versions_are_read_once_and_an_evicted_one_is_read_again() -> None:
     stage = Stage()
     for version in (3, 4, 3, 4, 3, 5, 3, 4):
         stage.versions.use(version)

@@ -78,7 +78,7 @@ def finish(
     return sent
 
 
-def test_components_travel_with_the_advantages_made_of_them(make_run_config: Any) -> None:
+def test_reward_components_are_forwarded_with_their_advantages(make_run_config: Any) -> None:
     config = make_run_config(
         algorithm={"name": "gdpo", "reward_weights": {"a": 1.0, "b": 0.5}, "normalise_std": False}
     )
@@ -93,7 +93,7 @@ def test_components_travel_with_the_advantages_made_of_them(make_run_config: Any
     ]
 
 
-def test_prompt_group_whose_rewards_do_not_fit_the_algorithm_fails_alone(
+def test_only_the_prompt_group_with_unsuitable_rewards_fails(
     make_run_config: Any,
 ) -> None:
     sent = finish(make_run_config(algorithm={"name": "gdpo"}), [1.0, 4.0])
@@ -105,7 +105,7 @@ def test_prompt_group_whose_rewards_do_not_fit_the_algorithm_fails_alone(
     assert sent.ended == [(GROUP, Outcome.FAILED, reason)]
 
 
-def test_what_the_teacher_said_travels_to_the_trainer(make_run_config: Any) -> None:
+def test_teacher_logprobs_are_forwarded_to_the_trainer(make_run_config: Any) -> None:
     settings = {
         "name": "opd",
         "distill_placement": "loss",
@@ -133,7 +133,9 @@ def test_what_the_teacher_said_travels_to_the_trainer(make_run_config: Any) -> N
         assert sample.advantages.tolist() == [0, 0, 0, 0]
 
 
-def test_ids_of_the_engine_travel_when_the_teacher_chose_none(make_run_config: Any) -> None:
+def test_engine_top_token_ids_are_forwarded_when_the_teacher_sends_none(
+    make_run_config: Any,
+) -> None:
     settings = {
         "name": "opd",
         "distill_placement": "loss",
@@ -151,7 +153,7 @@ def test_ids_of_the_engine_travel_when_the_teacher_chose_none(make_run_config: A
     assert [np.asarray(sample.topk_ids).tolist() for sample in sent.ready] == [ids.tolist()] * 2
 
 
-def test_kl_is_taken_off_the_reward_token_by_token(make_run_config: Any) -> None:
+def test_kl_penalty_is_subtracted_from_the_reward_per_token(make_run_config: Any) -> None:
     config = make_run_config(algorithm={"name": "reinforce_plus_plus", "kl_coefficient": 0.5})
     sent = finish(config, [1.0, 2.0], ref=np.array([0, 0, -1.5, -0.75], np.float32))
     # The engine's log-probabilities are -0.5 and -0.25: 1 and 0.5 above the reference.
@@ -161,7 +163,7 @@ def test_kl_is_taken_off_the_reward_token_by_token(make_run_config: Any) -> None
 
 
 @pytest.mark.parametrize("truncated", ["mask", "drop"])
-def test_prompt_group_of_samples_cut_off_by_their_length_is_filtered(
+def test_prompt_group_of_truncated_samples_is_filtered(
     make_run_config: Any, truncated: str
 ) -> None:
     sent = finish(
@@ -174,7 +176,7 @@ def test_prompt_group_of_samples_cut_off_by_their_length_is_filtered(
     assert len(finish(make_run_config(), [1.0, 2.0], cut_off=(0, 1)).ready) == 2
 
 
-def test_equal_rewards_are_those_that_count(make_run_config: Any) -> None:
+def test_uniform_reward_filter_ignores_dropped_but_not_masked_samples(make_run_config: Any) -> None:
     settings = {"filter_uniform_rewards": True, "normalise_std": False}
     left_out = finish(
         make_run_config(algorithm=settings | {"truncated_samples": "drop"}),

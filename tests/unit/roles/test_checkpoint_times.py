@@ -27,7 +27,7 @@ def test_checkpoint_is_due_by_steps_or_by_time(
 
 
 @pytest.mark.parametrize("of_first", [True, False])
-def test_ranks_go_by_the_clock_of_the_first(
+def test_all_ranks_follow_the_checkpoint_clock_of_rank_zero(
     of_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoints.time, "monotonic", lambda: 1000.0)

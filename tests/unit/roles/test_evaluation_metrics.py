@@ -29,7 +29,7 @@ def test_pass_at_k_is_as_computed_by_hand(
 
 
 @pytest.mark.parametrize("num_passed", range(8))
-def test_pass_at_k_is_the_share_of_all_choices_that_hold_a_pass(num_passed: int) -> None:
+def test_pass_at_k_is_the_fraction_of_combinations_with_a_pass(num_passed: int) -> None:
     samples = [place < num_passed for place in range(7)]
     for k in range(1, 8):
         choices = [any(chosen) for chosen in combinations(samples, k)]
@@ -41,14 +41,12 @@ def test_pass_at_k_is_the_share_of_all_choices_that_hold_a_pass(num_passed: int)
 @pytest.mark.parametrize(
     ("num_samples", "num_passed", "k"), [(4, 5, 1), (4, -1, 1), (4, 1, 5), (4, 1, 0)]
 )
-def test_pass_at_k_refuses_numbers_that_do_not_fit(
-    num_samples: int, num_passed: int, k: int
-) -> None:
+def test_pass_at_k_rejects_inconsistent_counts(num_samples: int, num_passed: int, k: int) -> None:
     with pytest.raises(ValueError, match=rf"got {num_passed} of {num_samples} and k = {k}"):
         pass_at_k(num_samples, num_passed, k=k)
 
 
-def test_tally_gives_the_figures_of_its_samples() -> None:
+def test_evaluation_results_compute_the_metrics_of_their_samples() -> None:
     rewards = {0: [1.0, 0.0, 0.0, 0.5], 1: [1.0, 1.0, 1.0, 1.0], 2: [0.0, 0.0, 0.0, 0.0]}
     tally = EvaluationResults(pass_reward=0.5)
     for row, values in rewards.items():
@@ -70,7 +68,7 @@ def test_tally_gives_the_figures_of_its_samples() -> None:
     }
 
 
-def test_tally_leaves_out_what_was_not_scored() -> None:
+def test_evaluation_results_exclude_unscored_samples() -> None:
     tally = EvaluationResults(pass_reward=1.0)
     for row, reward in [(0, 1.0), (0, None), (1, 0.0), (1, 1.0)]:
         tally.add_sample(row, reward=reward, num_tokens=1, is_truncated=False)
@@ -78,7 +76,7 @@ def test_tally_leaves_out_what_was_not_scored() -> None:
     assert tally.pass_at([1, 2]) == {"1": 0.75, "2": 1.0}  # only prompt 1 has two scored samples
 
 
-def test_tally_of_nothing_knows_nothing() -> None:
+def test_empty_evaluation_results_have_no_metrics() -> None:
     tally = EvaluationResults(pass_reward=1.0)
     assert (
         tally.reward_mean,

@@ -59,7 +59,7 @@ def partials(store: ObjectStore) -> PartialSamples:
     return PartialSamples(store)
 
 
-def test_what_was_generated_is_found_again_and_goes_once_it_is_written(
+def test_partial_samples_are_restored_and_deleted_once_the_group_is_written(
     partials: PartialSamples, store: ObjectStore
 ) -> None:
     assert partials.find(GROUP, num_samples=4) == {}
@@ -81,7 +81,9 @@ def test_what_was_generated_is_found_again_and_goes_once_it_is_written(
     assert store.list(PREFIX) == []
 
 
-def test_prompt_group_goes_on_with_it_on_weights_that_are_as_new(partials: PartialSamples) -> None:
+def test_resumed_prompt_group_requires_the_weights_of_its_partial_samples(
+    partials: PartialSamples,
+) -> None:
     partials.keep(GROUP, BEGUN)
     group = InflightGroup([], issued(GROUP, of=4), np.zeros(1, np.int32))
     group.resume(partials.find(GROUP, num_samples=4))
@@ -102,7 +104,7 @@ def test_prompt_group_goes_on_with_it_on_weights_that_are_as_new(partials: Parti
     ],
     ids=["altered", "torn", "empty", "another header"],
 )
-def test_what_was_altered_is_not_used(
+def test_altered_partial_samples_are_ignored(
     partials: PartialSamples, store: ObjectStore, spoil: Callable[[bytes], bytes]
 ) -> None:
     partials.keep(GROUP, BEGUN)
@@ -115,7 +117,7 @@ def test_what_was_altered_is_not_used(
     [(1, BEGUN[1:2]), (2, BEGUN[:2])],
     ids=["nothing is left to do", "of another size"],
 )
-def test_what_does_not_fit_the_prompt_group_is_not_used(
+def test_partial_samples_that_do_not_match_the_prompt_group_are_ignored(
     partials: PartialSamples, num_samples: int, kept: list[GeneratedSample]
 ) -> None:
     partials.keep(GROUP, kept)
@@ -127,14 +129,14 @@ def test_what_does_not_fit_the_prompt_group_is_not_used(
     [[], [sample(0, 0, FinishReason.ABORT)], [sample(0, 2, FinishReason.ERROR, 1)]],
     ids=["none", "not begun", "failed"],
 )
-def test_nothing_is_kept_of_what_nobody_can_go_on_with(
+def test_samples_that_cannot_be_resumed_are_not_stored(
     partials: PartialSamples, store: ObjectStore, samples: list[GeneratedSample]
 ) -> None:
     assert partials.keep(GROUP, samples) == 0
     assert store.list(PREFIX) == []
 
 
-def test_all_that_a_sample_is_made_of_is_found_again(partials: PartialSamples) -> None:
+def test_partial_sample_is_restored_with_all_its_fields(partials: PartialSamples) -> None:
     image = MediaRef(
         "file:///samples/5/crop.png", bytes(range(32)), "image/png", 99, width=3, height=2
     )

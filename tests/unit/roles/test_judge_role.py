@@ -120,7 +120,7 @@ def make_stage(make_run_config: MakeRunConfig) -> Callable[..., Stage]:
     return make
 
 
-def test_question_is_the_template_in_the_judge_s_own_chat_template(
+def test_judge_prompt_renders_the_template_with_the_judges_chat_template(
     make_stage: Callable[..., Stage],
 ) -> None:
     stage = make_stage(
@@ -139,7 +139,7 @@ def test_question_is_the_template_in_the_judge_s_own_chat_template(
     assert request.stop_token_ids == stage.engine.renderer.stop_token_ids
 
 
-def test_score_is_read_from_the_last_line_and_its_text_is_kept(
+def test_judge_score_is_read_from_the_last_line_and_the_response_is_kept(
     make_stage: Callable[..., Stage],
 ) -> None:
     stage = make_stage()
@@ -159,7 +159,7 @@ def test_score_is_read_from_the_last_line_and_its_text_is_kept(
     assert (stage.judging.capacity, stage.counted) == (63, ["scored"])
 
 
-def test_sample_is_judged_alike_whenever_and_by_whomever(
+def test_judge_seed_depends_only_on_the_sample(
     make_stage: Callable[..., Stage], make_run_config: MakeRunConfig
 ) -> None:
     seeds = []
@@ -184,7 +184,7 @@ def test_sample_is_judged_alike_whenever_and_by_whomever(
         ),
     ],
 )
-def test_judgement_without_a_score_is_a_failure_or_a_zero(
+def test_judge_response_without_a_score_fails_or_scores_zero(
     text: str, reason: FinishReason, error: str, make_stage: Callable[..., Stage]
 ) -> None:
     for unreadable, reward in (("fail", None), ("zero", 0.0)):
@@ -201,7 +201,7 @@ def test_judgement_without_a_score_is_a_failure_or_a_zero(
         assert unreadable == "zero" or error in str(scored.error)
 
 
-def test_sample_that_can_t_be_judged_has_failed_whatever_becomes_of_unreadable_ones(
+def test_sample_that_cannot_be_judged_fails_regardless_of_on_parse_error(
     make_stage: Callable[..., Stage],
 ) -> None:
     stage = make_stage(on_parse_error="zero")
@@ -222,7 +222,7 @@ def test_sample_that_can_t_be_judged_has_failed_whatever_becomes_of_unreadable_o
     assert stage.counted == ["failed"] * 3
 
 
-def test_dropped_samples_are_aborted_and_never_answered(make_stage: Callable[..., Stage]) -> None:
+def test_cancelled_samples_are_aborted_and_get_no_score(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage()
     for index in (0, 1):
         stage.judging.submit(KEYS[index], rolled_out(index=index))
@@ -233,7 +233,7 @@ def test_dropped_samples_are_aborted_and_never_answered(make_stage: Callable[...
     assert [scored.reward for scored in stage.answers()] == [0.2]
 
 
-def test_judge_of_the_run_s_own_writes_side_by_side_and_alike(
+def test_judge_responses_do_not_depend_on_the_submission_order(
     make_run_config: MakeRunConfig,
 ) -> None:
     engine = {
@@ -264,7 +264,7 @@ def test_judge_of_the_run_s_own_writes_side_by_side_and_alike(
     assert len(set(reported[0].values())) == 3, "each sample has a seed of its own"
 
 
-def test_each_sample_is_scored_by_one_role(
+def test_each_sample_is_scored_by_either_judge_or_reward_role(
     make_stage: Callable[..., Stage], make_run_config: MakeRunConfig
 ) -> None:
     samples = [
@@ -358,7 +358,7 @@ def test_judge_takes_the_place_of_the_reward_role(make_run_config: MakeRunConfig
         ),
     ],
 )
-def test_judge_that_does_not_fit_the_run_is_refused(
+def test_judge_settings_inconsistent_with_the_run_are_rejected(
     sections: dict[str, Any], error: str, make_run_config: MakeRunConfig
 ) -> None:
     sections["judge"] = sections.get("judge", {}) | {"model_path": tiny_model()}
@@ -366,7 +366,7 @@ def test_judge_that_does_not_fit_the_run_is_refused(
         make_run_config(**sections)
 
 
-def test_judge_is_looked_at_before_the_run_starts(
+def test_judge_model_is_checked_before_the_run_starts(
     make_run_config: MakeRunConfig, tmp_path: Any
 ) -> None:
     def config(path: Any = None, **reward: Any) -> RunConfig:
@@ -399,7 +399,7 @@ def test_judge_is_looked_at_before_the_run_starts(
         open_judge(make_run_config(), metrics=WorkerMetrics("judge").routing)
 
 
-def test_version_of_the_reward_is_that_of_template_model_and_sampling(
+def test_judge_reward_digest_covers_template_model_and_sampling(
     make_run_config: MakeRunConfig,
 ) -> None:
     def digest(*, options: dict[str, Any] | None = None, **judge: Any) -> str:

@@ -24,7 +24,7 @@ def test_top_tokens_are_recorded_only_where_the_loss_compares_them(make_run_conf
 @pytest.mark.parametrize(
     ("top", "got"), [(None, "none"), (np.zeros((2, 2), np.int32), r"shape \(2, 2\)")]
 )
-def test_engine_that_gives_no_top_tokens_is_refused_with_what_to_do(
+def test_engine_without_top_tokens_is_rejected_with_a_remedy(
     top: np.ndarray | None, got: str, make_run_config: Any
 ) -> None:
     asking = make_run_config(algorithm=WANTED, teacher={"model_path": "teacher"})

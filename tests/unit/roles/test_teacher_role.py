@@ -63,7 +63,7 @@ def taught(config: Any) -> tuple[Scripted, list[LogprobsComputed]]:
     return scorer, [event for _, event in records]
 
 
-def test_teacher_sends_the_sampled_tokens_alone_where_the_loss_takes_no_set(
+def test_teacher_sends_only_sampled_token_logprobs_without_top_k_distillation(
     make_run_config: Any,
 ) -> None:
     scorer, events = taught(
@@ -80,7 +80,7 @@ def test_teacher_sends_the_sampled_tokens_alone_where_the_loss_takes_no_set(
 @pytest.mark.parametrize(
     ("tokens", "choose_own"), [("teacher_topk", True), ("student_topk", False)]
 )
-def test_set_is_the_teachers_own_or_the_samples(
+def test_top_k_token_ids_are_chosen_by_the_teacher_or_taken_from_the_sample(
     tokens: str, choose_own: bool, make_run_config: Any
 ) -> None:
     settings = {"name": "opd", "distill_tokens": tokens} | TOP
@@ -90,9 +90,7 @@ def test_set_is_the_teachers_own_or_the_samples(
     assert np.asarray(events[1].topk_logprobs).tolist() == [[-0.5, -0.5]] * 2
 
 
-def test_teacher_is_opened_with_its_own_settings_and_scores_with_its_own_weights(
-    make_run_config: Any, tmp_path: Path
-) -> None:
+def test_teacher_uses_its_own_settings_and_weights(make_run_config: Any, tmp_path: Path) -> None:
     policy = tmp_path / "policy"  # whose weights no one reads
     policy.mkdir()
     shutil.copy(tiny_model() / "tokenizer.json", policy)

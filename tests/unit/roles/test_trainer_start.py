@@ -14,7 +14,7 @@ from relax_events.training.replay import start_weights
 from relax_events.training.replay.start_weights import load_parent_weights
 
 
-def test_first_checkpoint_may_take_as_long_as_a_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_checkpoint_has_the_transfer_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
     named: list[str] = []
     state = TrainerState(policy_version=0, tensors={})

@@ -146,7 +146,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     return Stage(monkeypatch)
 
 
-def test_outputs_are_sent_in_any_order_and_offsets_wait_for_the_oldest(stage: Stage) -> None:
+def test_outputs_are_sent_in_any_order_and_commits_wait_for_the_oldest_record(stage: Stage) -> None:
     stage.write(0, 1, 2)
     stage.step()
     assert (stage.submitted, stage.committed) == ([(SAMPLES, 0, 0), (SAMPLES, 0, 1)], [{0: 0}]), (
@@ -236,7 +236,7 @@ def test_samples_of_a_revoked_partition_are_cancelled(stage: Stage) -> None:
     assert stage.committed[3:] == [{0: 4}, {0: 5}], "a partition that comes back begins again"
 
 
-def test_drain_takes_nothing_new_and_finishes_samples_in_flight(stage: Stage) -> None:
+def test_drain_accepts_no_new_records_and_finishes_samples_in_flight(stage: Stage) -> None:
     stage.write(0)
     stage.step()
     stage.write(1)

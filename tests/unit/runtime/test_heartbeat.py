@@ -36,7 +36,7 @@ def states(clocked: Clocked) -> list[WorkerState]:
     return [event.state for event in clocked.sent if isinstance(event, WorkerHeartbeat)]
 
 
-def test_beats_come_once_an_interval_while_a_worker_changes_between_idle_and_working(
+def test_heartbeats_keep_their_interval_when_a_worker_alternates_idle_and_working(
     clocked: Clocked,
 ) -> None:
     clocked.tick(WorkerState.STARTING)
@@ -48,14 +48,14 @@ def test_beats_come_once_an_interval_while_a_worker_changes_between_idle_and_wor
     assert states(clocked)[2:] == [WorkerState.IDLE]
 
 
-def test_change_to_draining_is_told_at_once(clocked: Clocked) -> None:
+def test_change_to_draining_sends_a_heartbeat_immediately(clocked: Clocked) -> None:
     clocked.tick(WorkerState.WORKING)
     for state in (WorkerState.DRAINING, WorkerState.STOPPED):
         clocked.tick(state, after=0.01)
     assert states(clocked) == [WorkerState.WORKING, WorkerState.DRAINING, WorkerState.STOPPED]
 
 
-def test_beat_carries_what_the_worker_did(clocked: Clocked) -> None:
+def test_heartbeat_contains_the_workers_counts_and_version(clocked: Clocked) -> None:
     before = clocked.heartbeat.started_at
     clocked.heartbeat.record_processed(3, seconds=0.5)
     clocked.heartbeat.record_processed(4, seconds=0.5)
@@ -78,7 +78,7 @@ def test_beat_carries_what_the_worker_did(clocked: Clocked) -> None:
     assert clocked.heartbeat.seconds_since_tick == 3.0
 
 
-def test_every_few_beats_throughput_is_reported(clocked: Clocked) -> None:
+def test_throughput_is_reported_every_few_heartbeats(clocked: Clocked) -> None:
     for _ in range(2 * REPORT_EVERY_HEARTBEATS):
         clocked.heartbeat.record_processed(10, seconds=0.5)
         clocked.tick(WorkerState.WORKING, after=2.0)
@@ -92,7 +92,7 @@ def newest(clocked: Clocked) -> WorkerHeartbeat:
     return [event for event in clocked.sent if isinstance(event, WorkerHeartbeat)][-1]
 
 
-def test_heartbeat_reports_since_when_there_was_work_without_progress_and_waiting_is_none(
+def test_heartbeat_reports_time_without_progress_only_while_there_is_work(
     clocked: Clocked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wall = 5_000_000
@@ -116,7 +116,7 @@ def test_heartbeat_reports_since_when_there_was_work_without_progress_and_waitin
     assert clocked.heartbeat.seconds_without_progress == 0.0
 
 
-def test_time_of_loading_is_no_time_without_work(clocked: Clocked) -> None:
+def test_loading_time_is_not_counted_as_time_without_progress(clocked: Clocked) -> None:
     clocked.tick(WorkerState.STARTING)
     ages = []
     for after in (1800.0, 5.0):
@@ -133,7 +133,9 @@ def inside(clocked: Clocked, *, after: float) -> WorkerHeartbeat | None:
     return newest(clocked) if len(clocked.sent) > num_sent else None
 
 
-def test_beats_go_on_inside_a_long_call_and_name_it_with_its_deadline(clocked: Clocked) -> None:
+def test_heartbeats_continue_during_a_long_call_with_its_name_and_deadline(
+    clocked: Clocked,
+) -> None:
     clocked.tick(WorkerState.IDLE)
     assert inside(clocked, after=100.0) is None, "between calls a loop that does not turn is silent"
     with clocked.heartbeat.activity("publish weights", deadline_seconds=60.0):
@@ -164,7 +166,7 @@ def test_beats_go_on_inside_a_long_call_and_name_it_with_its_deadline(clocked: C
     assert inside(clocked, after=100.0) is None
 
 
-def test_long_call_that_returns_is_progress_and_one_that_fails_or_only_waits_is_none(
+def test_only_a_completed_long_call_counts_as_progress_not_a_failed_or_waiting_one(
     clocked: Clocked,
 ) -> None:
     clocked.tick(WorkerState.WORKING)
@@ -189,7 +191,7 @@ def test_long_call_that_returns_is_progress_and_one_that_fails_or_only_waits_is_
     assert clocked.heartbeat.seconds_without_progress == 0.0
 
 
-def test_deadline_of_a_call_counts_from_its_newest_progress_and_that_of_an_outer_one_from_its_own(
+def test_progress_extends_the_deadline_of_the_inner_call_only(
     clocked: Clocked,
 ) -> None:
     def overdue() -> str:

@@ -95,7 +95,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     return Stage(monkeypatch)
 
 
-def test_prompt_groups_are_handed_over_whole_and_in_order(stage: Stage) -> None:
+def test_prompt_groups_are_processed_complete_and_in_order(stage: Stage) -> None:
     stage.process(stage.read(0, A, 2), stage.read(1, B, 0), stage.read(2, A, 0))
     assert stage.handled == []
     assert stage.committed == [{0: 0}], "a successor needs the first record again"
@@ -121,7 +121,7 @@ def test_incomplete_prompt_group_is_dropped_when_its_version_leaves_the_window(
     assert (stage.handled, stage.committed) == ([], [{0: 0}, {0: 2}])
 
 
-def test_revoked_partition_is_committed_and_forgotten(stage: Stage) -> None:
+def test_revoked_partition_is_committed_and_its_state_dropped(stage: Stage) -> None:
     stage.process(stage.read(0, A, 0), stage.read(1, A, 1))
     stage.loop._release([TopicOffset("rollout.samples", 0, 2)], Deadline(1.0))
     assert stage.committed == [{0: 0}, {0: 0}]

@@ -135,7 +135,7 @@ class Stage:
         self.did.append({offset.partition: offset.offset for offset in offsets})
 
 
-def test_every_part_is_committed_and_the_consumer_polled_before_the_next_is_taken(
+def test_each_batch_is_committed_and_the_consumer_polled_before_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stage = Stage(monkeypatch, max_tokens=10)
@@ -147,7 +147,7 @@ def test_every_part_is_committed_and_the_consumer_polled_before_the_next_is_take
     ]  # fmt: skip
 
 
-def test_part_ends_after_so_many_records_without_a_token_limit(
+def test_batch_is_limited_by_record_count_without_a_token_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stage = Stage(monkeypatch, max_part_records=2)
@@ -155,7 +155,7 @@ def test_part_ends_after_so_many_records_without_a_token_limit(
     assert stage.run(num_turns=2)[1::4] == [["0@0", "0@1"], ["0@2"]]
 
 
-def test_partition_with_the_oldest_version_goes_first_and_keeps_its_order(
+def test_partition_with_the_oldest_version_is_processed_first_in_offset_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stage = Stage(monkeypatch, max_tokens=10)
@@ -169,7 +169,7 @@ def test_partition_with_the_oldest_version_goes_first_and_keeps_its_order(
     ]
 
 
-def test_drain_waits_for_one_part_and_leaves_the_rest_uncommitted(
+def test_drain_finishes_one_batch_and_leaves_the_rest_uncommitted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stage = Stage(monkeypatch, max_tokens=10)

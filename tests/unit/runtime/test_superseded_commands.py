@@ -48,7 +48,7 @@ def test_state_is_not_ended_after_a_resume():
     assert state.ended is None
 
 
-def test_failures_before_a_resume_don_t_count_to_the_streak_in_whatever_order_they_are_read():
+def test_failures_before_a_resume_do_not_count_as_consecutive_in_any_read_order():
     state = RunState()
     state.apply(failure(0, at=3))
     state.apply(command(Command.RESUME, at=10))
@@ -57,7 +57,7 @@ def test_failures_before_a_resume_don_t_count_to_the_streak_in_whatever_order_th
     assert (state.num_consecutive_failures, state.outcomes["failed"]) == (1, 3)
 
 
-def test_first_signal_drains_also_when_a_command_started_the_drain_before():
+def test_first_signal_during_a_commanded_drain_does_not_end_the_process():
     drain = Drain(seconds=1.0)
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     drain.listen_to_signals()

@@ -67,9 +67,7 @@ def vector(*values: float, dtype: Any = np.float32) -> np.ndarray:
     ],
 )
 @pytest.mark.parametrize("stage", ["rolled_out", "ready"])
-def test_sample_that_nobody_can_use_is_poison(
-    stage: str, changes: dict[str, Any], text: str
-) -> None:
+def test_invalid_sample_is_poison(stage: str, changes: dict[str, Any], text: str) -> None:
     make, check = {"rolled_out": (rolled_out, check_sample), "ready": (ready, check_ready)}[stage]
     with pytest.raises(PoisonSample, match=f"^sample .*: {re.escape(text)}$"):
         check(make(**changes))  # type: ignore[operator]
@@ -90,7 +88,7 @@ def test_sample_that_nobody_can_use_is_poison(
         ({"reward": math.nan}, "reward must be finite, got nan"),
     ],
 )
-def test_ready_sample_is_checked_further(changes: dict[str, Any], text: str) -> None:
+def test_invalid_ready_sample_is_poison(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(PoisonSample, match=re.escape(text)):
         check_ready(ready(**changes))
 
@@ -110,7 +108,7 @@ def test_ready_sample_is_checked_further(changes: dict[str, Any], text: str) -> 
     ],
 )
 @pytest.mark.parametrize("stage", ["rolled_out", "ready"])
-def test_token_sets_have_a_row_for_each_loss_token(
+def test_top_k_token_ids_have_a_row_for_each_loss_token(
     stage: str, changes: dict[str, Any], text: str
 ) -> None:
     make, check = {"rolled_out": (rolled_out, check_sample), "ready": (ready, check_ready)}[stage]
@@ -119,7 +117,7 @@ def test_token_sets_have_a_row_for_each_loss_token(
         check(make(**changes))  # type: ignore[operator]
 
 
-def test_ids_and_what_the_teacher_said_of_them_have_one_shape() -> None:
+def test_top_k_ids_and_teacher_logprobs_must_have_one_shape() -> None:
     ids, values = np.zeros((2, 3), np.int32), np.zeros((2, 2), np.float32)
     with pytest.raises(
         PoisonSample,
@@ -130,7 +128,7 @@ def test_ids_and_what_the_teacher_said_of_them_have_one_shape() -> None:
         check_ready(ready(topk_ids=ids, topk_teacher_logprobs=values))
 
 
-def test_good_samples_pass_unchanged_and_other_events_do_not() -> None:
+def test_valid_samples_pass_unchanged_and_other_events_are_rejected() -> None:
     first, second = rolled_out(), ready()
     assert check_sample(first) is first
     assert check_ready(second) is second
@@ -155,7 +153,7 @@ def test_good_samples_pass_unchanged_and_other_events_do_not() -> None:
         ({"outcome": Outcome.TRAINED}, "outcome must be filtered, expired or failed, got trained"),
     ],
 )
-def test_end_that_nobody_may_ask_for_is_poison(changes: dict[str, Any], text: str) -> None:
+def test_invalid_end_request_is_poison(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(PoisonSample, match=re.escape(text)) as caught:
         check_ended(
             replace(ended("000001-0002-0"), **changes), allowed=allowed_outcomes(TRAINING_SAMPLES)
@@ -173,7 +171,7 @@ def test_end_that_nobody_may_ask_for_is_poison(changes: dict[str, Any], text: st
     ("entity", "refused"),
     [(TRAINING_SAMPLES, {Outcome.TRAINED}), (END_REQUESTS, {Outcome.TRAINED, Outcome.FILTERED})],
 )
-def test_topic_says_which_outcomes_its_writers_may_ask_for(
+def test_topic_determines_the_outcomes_its_writers_may_request(
     entity: str, refused: set[Outcome]
 ) -> None:
     for outcome in Outcome:

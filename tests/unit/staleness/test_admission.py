@@ -9,7 +9,7 @@ from relax_events.events.parts import Outcome
 from relax_events.staleness import build_group_end
 
 
-def test_end_of_reads_seat_and_attempt_from_the_id() -> None:
+def test_build_group_end_reads_batch_slot_and_attempt_from_the_id() -> None:
     ended = build_group_end(
         "000012-0003-4",
         Outcome.EXPIRED,
@@ -30,6 +30,6 @@ def test_end_of_reads_seat_and_attempt_from_the_id() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "12-3-4", "000012-0003", "000012-0003-4/0"])
-def test_end_of_refuses_what_is_no_id(text: str) -> None:
+def test_build_group_end_rejects_an_invalid_prompt_group_id(text: str) -> None:
     with pytest.raises(CorruptRecord, match="is no prompt group id; they look like 000012-0003-0"):
         build_group_end(text, Outcome.FAILED, policy_version=0, trainer_version=0)

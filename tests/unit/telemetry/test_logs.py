@@ -35,7 +35,7 @@ def written_log(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
     ],
     ids=["numbers as keys", "surrogate", "large number", "pairs as keys", "set", "bytes"],
 )
-def test_event_is_written_whatever_is_in_it(
+def test_log_event_is_written_with_any_value(
     written_log: io.StringIO, value: object, written: object
 ) -> None:
     structlog.get_logger().error("checkpoint.read_failed", errors=value)

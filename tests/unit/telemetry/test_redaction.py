@@ -12,7 +12,7 @@ from relax_events.telemetry.logs import configure_logs, hide, redact_event, reda
 SECRET = "tr0ub4dor-and-three"
 
 
-def test_log_event_hides_a_secret_wherever_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_event_hides_a_secret_in_every_field(capsys: pytest.CaptureFixture[str]) -> None:
     hide(SECRET)
     configure_logs(TelemetryConfig(log_format="json"), role="test")
     error = ValueError(f"password {SECRET} is wrong")
@@ -39,13 +39,13 @@ def test_values_without_secrets_stay_what_they_are() -> None:
     assert redact_event(None, "info", dict(event)) == event
 
 
-def test_shortest_secrets_leave_ordinary_text_alone() -> None:
+def test_very_short_secrets_are_not_redacted_from_ordinary_text() -> None:
     hide("")
     hide("run")
     assert redacted("a run runs") == "a run runs"
 
 
-def test_longer_secret_is_hidden_whole_when_it_contains_another() -> None:
+def test_secret_containing_another_secret_is_hidden_completely() -> None:
     hide("hunter2")
     hide("hunter2-hunter3")
     assert redacted("hunter2-hunter3") == "(hidden)"

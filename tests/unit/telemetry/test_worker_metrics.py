@@ -37,7 +37,7 @@ def test_lag_is_summed_over_the_shards_of_a_slot() -> None:
     }
 
 
-def test_lag_of_a_slot_whose_partitions_went_to_another_worker_is_not_told_any_more() -> None:
+def test_lag_of_a_slot_reassigned_to_another_worker_is_no_longer_reported() -> None:
     metrics = WorkerMetrics("reward")
     metrics.set_consumer_lag({("rollout.samples", 0): 3, ("rollout.samples", 1): 4}, shards=1)
     metrics.set_consumer_lag({("rollout.samples", 1): 0}, shards=1)
@@ -49,7 +49,7 @@ def test_lag_of_a_slot_whose_partitions_went_to_another_worker_is_not_told_any_m
     }
 
 
-def test_dead_letters_that_may_come_are_counted_from_zero_on() -> None:
+def test_dead_letter_counters_of_known_reasons_start_at_zero() -> None:
     metrics = WorkerMetrics("reward")
     metrics.initialize_dead_letters(["CorruptRecord", "PoisonSample"])
     metrics.count_dead_letter("PoisonSample")

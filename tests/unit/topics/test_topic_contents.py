@@ -29,7 +29,7 @@ from relax_events.topics.plan import (
 )
 
 
-def test_every_topic_of_events_says_what_it_holds_and_every_event_has_a_topic() -> None:
+def test_every_event_topic_declares_its_events_and_every_event_has_a_topic() -> None:
     of_events = (
         QUEUE_TOPICS
         | SAMPLE_TOPICS
@@ -42,7 +42,7 @@ def test_every_topic_of_events_says_what_it_holds_and_every_event_has_a_topic() 
     assert {kind for kinds in EVENTS_ON.values() for kind in kinds} == set(typing.get_args(Event))
 
 
-def test_samples_stand_where_the_advantage_role_alone_writes() -> None:
+def test_ready_samples_belong_only_on_the_advantage_topic() -> None:
     assert [entity for entity in EVENTS_ON if belongs_on(entity, ready())] == ["advantage.samples"]
     assert [entity for entity in EVENTS_ON if belongs_on(entity, scored())] == ["reward.scores"]
     assert [entity for entity in EVENTS_ON if belongs_on(entity, ended())] == [
@@ -52,13 +52,13 @@ def test_samples_stand_where_the_advantage_role_alone_writes() -> None:
     ]
 
 
-def test_what_an_evaluator_says_stands_on_its_own_topic() -> None:
+def test_logprobs_belong_on_the_topic_of_their_model_role() -> None:
     assert belongs_on("reference.logprobs", logprobs(model_role="reference"))
     assert not belongs_on("critic.values", logprobs(model_role="reference"))
     assert not belongs_on("reference.logprobs", logprobs(model_role="absent"))
 
 
-def test_what_is_said_of_a_worker_stands_on_the_topic_of_its_role() -> None:
+def test_heartbeats_and_metrics_belong_on_the_topic_of_the_workers_role() -> None:
     state: dict[str, Any] = {
         "host": "h",
         "pid": 1,
@@ -87,7 +87,7 @@ def test_what_is_said_of_a_worker_stands_on_the_topic_of_its_role() -> None:
 
 
 @pytest.mark.parametrize("entity", ["rollout.samples", "reward.scores", "prompt.end-requests"])
-def test_ledger_takes_nothing_from_a_role_that_may_not_say_it(entity: str) -> None:
+def test_ledger_ignores_events_on_topics_they_do_not_belong_on(entity: str) -> None:
     run, group = ValidRun(6), "000003-0000-0"
     sound = run.ledger().totals()
     events = [

@@ -41,7 +41,7 @@ def test_plan_gives_all_sample_topics_the_same_partitions(
 
 
 @pytest.mark.parametrize(("retained", "expected"), [(0, None), (20, "300000")])
-def test_files_of_the_log_are_closed_in_time_where_purged_records_shall_leave_the_disk(
+def test_segments_are_rolled_by_time_on_topics_that_are_purged(
     make_run_config: Callable[..., RunConfig], retained: int, expected: str | None
 ) -> None:
     plan = TopicPlan.from_config(make_run_config(run={"id": "mine", "retain_versions": retained}))
@@ -53,7 +53,7 @@ def test_files_of_the_log_are_closed_in_time_where_purged_records_shall_leave_th
     assert {spec.settings.get("segment.ms") for spec in purged} == {expected}
 
 
-def test_topics_that_are_compacted_or_kept_for_a_while_close_their_files_however_long_the_run_is(
+def test_compacted_and_time_limited_topics_use_small_segments(
     make_run_config: Callable[..., RunConfig],
 ) -> None:
     plan = TopicPlan.from_config(make_run_config(run={"id": "mine"}))
@@ -74,7 +74,7 @@ def test_topics_that_are_compacted_or_kept_for_a_while_close_their_files_however
         ) == ("-1", "delete")
 
 
-def test_reports_have_topics_of_the_runs_own_roles() -> None:
+def test_heartbeat_and_metrics_topics_exist_for_each_role_of_the_run() -> None:
     names = {"prompter", "rollout", "reward", "advantage", "trainer", "controller", "metrics"}
     plan = TopicPlan.from_config(
         RunConfig.model_validate(
@@ -107,7 +107,7 @@ def test_changes_are_the_difference_between_plan_and_broker() -> None:
     ]
 
 
-def test_topics_beside_the_plan_are_no_drift_and_go_only_when_that_was_agreed_to() -> None:
+def test_extra_topics_are_not_drift_and_are_deleted_only_when_allowed() -> None:
     found = {
         name: TopicState(name, 1, 1, {})
         for name in ("relax.r.strange", "relax.r.reward.scores.other")
@@ -140,13 +140,13 @@ def test_topics_beside_the_plan_are_no_drift_and_go_only_when_that_was_agreed_to
         ("retention.ms", None, "10", ""),
     ],
 )
-def test_danger_lies_in_what_loses_records(
+def test_topic_setting_changes_that_weaken_retention_or_durability_are_flagged(
     key: str, old: str | None, new: str, danger: str
 ) -> None:
     assert find_danger(key, old, new) == danger
 
 
-def test_shape_is_refused_with_the_keys_that_it_follows_from() -> None:
+def test_partition_and_replica_changes_are_rejected_naming_their_config_keys() -> None:
     spec = TopicSpec("relax.r.prompt.groups", 4, 1, "of a test", {})
     more = plan_changes([spec], {spec.name: TopicState(spec.name, 2, 1, {})})
     with pytest.raises(

@@ -20,7 +20,7 @@ class Own:
 """
 
 
-def test_backend_that_replays_no_routing_is_refused_where_that_is_asked_for(
+def test_backend_without_routing_replay_is_rejected_when_it_is_required(
     make_run_config: Any, tmp_path: Path
 ) -> None:
     (tmp_path / "own.py").write_text(OWN)

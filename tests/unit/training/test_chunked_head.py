@@ -57,7 +57,7 @@ def error(found: Tensor, exact: Tensor) -> float:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_gradients_are_those_of_a_linear_head(bias: bool) -> None:
+def test_chunked_head_gradients_match_a_linear_head(bias: bool) -> None:
     mine = gradients(torch.float64, chunk=100, open_head=ChunkedHead, bias=bias)
     whole = gradients(torch.float64, chunk=NUM_TOKENS, open_head=lambda head: head, bias=bias)
     assert len(mine) == len(whole) == 2 + bias

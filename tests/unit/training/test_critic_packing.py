@@ -39,7 +39,9 @@ def leaking(self: ValueNetwork, ids: Tensor, positions: Tensor, media: Any = Non
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_leak_is_told_from_rounding(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_leak_is_distinguished_from_rounding(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert opened(dtype)._model.shares_rows
     monkeypatch.setattr(ValueNetwork, "hidden", leaking)
     assert not opened(dtype)._model.shares_rows
@@ -47,7 +49,7 @@ def test_leak_is_told_from_rounding(dtype: str, monkeypatch: pytest.MonkeyPatch)
     assert opened("bfloat16")._model.shares_rows
 
 
-def test_micro_batch_whose_samples_need_rows_of_their_own_is_cut_by_cells(
+def test_micro_batch_of_unpacked_samples_is_split_by_padded_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     samples = [

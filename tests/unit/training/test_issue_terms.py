@@ -38,7 +38,7 @@ def require_met(
     )
 
 
-def test_honest_sample_meets_the_terms() -> None:
+def test_valid_sample_passes_the_issue_checks() -> None:
     require_met()
     require_met(trainer_version=0)
 
@@ -75,13 +75,15 @@ def test_honest_sample_meets_the_terms() -> None:
         ),
     ],
 )
-def test_sample_that_no_worker_writes_is_refused(changes: dict[str, Any], text: str) -> None:
+def test_sample_inconsistent_with_the_run_or_its_prompt_group_is_rejected(
+    changes: dict[str, Any], text: str
+) -> None:
     with pytest.raises(ForeignRecord, match=re.escape(text)) as caught:
         require_met(**changes)
     assert len(str(caught.value)) < 400
 
 
-def test_end_is_refused_where_another_rank_reads_than_the_samples() -> None:
+def test_end_request_on_a_partition_of_another_shard_is_rejected() -> None:
     plan = TERMS.plan
     own = [plan.partition("000001-0002-0", version) for version in range(plan.num_slots)]
     for partition in range(plan.num_sample_partitions):
@@ -99,7 +101,7 @@ def test_end_is_refused_where_another_rank_reads_than_the_samples() -> None:
     )
 
 
-def test_advantage_beyond_the_bound_is_poison() -> None:
+def test_advantage_above_the_limit_is_poison() -> None:
     bounds: dict[str, Any] = {
         "algorithm": AlgorithmConfig(),
         "vocab_size": 100,

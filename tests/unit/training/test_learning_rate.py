@@ -47,12 +47,12 @@ def policy_rates(name: str, steps: range, **parent: object) -> list[float]:
     return [compute_policy_learning_rate(config, step=step) for step in steps]
 
 
-def test_policy_waits_for_the_critic_and_begins_its_own_warm_up_then():
+def test_policy_warm_up_starts_after_the_critic_warm_up():
     assert policy_rates("ppo", range(6)) == pytest.approx([0, 0, 0.5, 1.0, 1.0, 0.5])
     assert policy_rates("grpo", range(2)) == pytest.approx([0.5, 1.0])
 
 
-def test_critic_of_a_fork_begins_anew_and_that_of_a_replay_did_so_with_its_source():
+def test_critic_warm_up_restarts_in_a_fork_but_not_in_a_replay():
     assert policy_rates("ppo", range(3, 6), run="other", mode="fork", from_version=3)[:2] == [
         0,
         0,

@@ -30,7 +30,7 @@ def train(initial: Tensor, *, seed: int, rounding: float) -> Tensor:
     return weights.detach()
 
 
-def test_learned_direction_survives_a_replay_that_rounds_otherwise() -> None:
+def test_master_weights_keep_the_learned_direction_despite_different_rounding() -> None:
     initial = (torch.randn(100_000, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
     master = train(initial, seed=1, rounding=0.0)
     replayed = train(initial, seed=1, rounding=2**-8)
@@ -52,7 +52,7 @@ def test_learned_direction_survives_a_replay_that_rounds_otherwise() -> None:
     assert state.tensors["exp_avg.w"] is initial
 
 
-def test_weights_that_round_to_the_published_ones_are_kept_as_they_are() -> None:
+def test_master_weights_that_round_to_the_published_ones_are_unchanged() -> None:
     replayed = torch.randn(1000, generator=torch.Generator().manual_seed(2))
     state, found = reconcile(
         TrainerState(policy_version=1, tensors={"model.w": replayed}), {"w": replayed.half()}
@@ -61,7 +61,7 @@ def test_weights_that_round_to_the_published_ones_are_kept_as_they_are() -> None
     assert (found.num_moved, found.largest_move) == (0, 0.0)
 
 
-def test_published_weights_of_full_precision_are_taken() -> None:
+def test_full_precision_published_weights_replace_the_replayed_ones() -> None:
     replayed, published = torch.zeros(3), torch.tensor([1.0, -1.0, 0.0])
     state, found = reconcile(
         TrainerState(policy_version=1, tensors={"model.w": replayed}), {"w": published}
@@ -72,7 +72,7 @@ def test_published_weights_of_full_precision_are_taken() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @given(wanted=st.floats(-6e4, 6e4), value=st.floats(-6e4, 6e4, width=32))
-def test_result_is_the_nearest_that_rounds_to_the_published_value(
+def test_master_weight_is_the_nearest_value_rounding_to_the_published_one(
     dtype: torch.dtype, wanted: float, value: float
 ) -> None:
     published, replayed = torch.tensor([wanted]).to(dtype), torch.tensor([value])
@@ -82,7 +82,7 @@ def test_result_is_the_nearest_that_rounds_to_the_published_value(
     assert torch.equal(nearest, replayed) or not torch.equal(nearer.to(dtype), published)
 
 
-def test_replayed_weight_that_is_not_finite_gives_the_published_one() -> None:
+def test_non_finite_replayed_weight_is_replaced_by_the_published_one() -> None:
     published = torch.tensor([1.5, -2.0]).bfloat16()
     assert nearest_value_rounding_to(
         published, torch.tensor([float("nan"), float("inf")])

@@ -164,7 +164,7 @@ def ppo_step(plain, *, step, advantages, old_is_trainers, correction_high):
     ],
     ids=lambda algorithm: algorithm["name"],
 )
-def test_train_steps_equal_a_plain_loop_of_passes_over_mini_batches(algorithm):
+def test_train_steps_match_a_plain_loop_of_epochs_over_mini_batches(algorithm):
     mine, plain = backend(algorithm), PlainModel()
     advantages = {sample.sample_id: of_mask(sample, "advantages") for sample in SAMPLES}
     if algorithm["name"] != "grpo":  # whitened over the whole train batch, not over a mini-batch
@@ -198,7 +198,7 @@ def test_train_steps_equal_a_plain_loop_of_passes_over_mini_batches(algorithm):
         )
 
 
-def test_prompt_groups_are_dealt_whole_evenly_and_in_another_order_in_each_pass():
+def test_prompt_groups_are_split_whole_evenly_and_reshuffled_in_each_epoch():
     dealt = [
         split_into_mini_batches(GROUPS, num_mini_batches=2, seed=11, train_step=3, epoch=epoch)
         for epoch in range(4)
@@ -225,7 +225,7 @@ def test_prompt_groups_are_dealt_whole_evenly_and_in_another_order_in_each_pass(
     assert split_into_mini_batches([], num_mini_batches=2, seed=0, train_step=0, epoch=0) == []
 
 
-def test_order_stays_what_logs_of_this_release_were_trained_in():
+def test_mini_batch_order_is_stable_across_releases():
     # By `printf "11 3 0 g0" | b2sum -l 64`, and so on, in ascending order.
     assert split_into_mini_batches(GROUPS, num_mini_batches=1, seed=11, train_step=3, epoch=0) == [
         ["g4", "g2", "g1", "g0", "g3"]
@@ -240,7 +240,7 @@ def test_order_stays_what_logs_of_this_release_were_trained_in():
         [[sample] for sample in reversed(SAMPLES)],
     ],
 )
-def test_train_step_has_the_same_bits_however_its_samples_came(parts):
+def test_train_step_is_bitwise_independent_of_sample_arrival_order(parts):
     mine, other = backend(dtype=None), backend(dtype=None)
     assert train(mine, parts) == train(other)
     assert_equal(mine, other)
@@ -255,9 +255,7 @@ class Crash(Exception):
     "algorithm",
     [{"old_logprobs": "trainer"}, {"name": "reinforce_plus_plus_baseline", "m2_threshold": 0.1}],
 )
-def test_step_that_a_crash_broke_between_optimizer_steps_is_trained_again_to_the_same_bits(
-    algorithm, num_done
-):
+def test_step_interrupted_between_optimizer_steps_is_retrained_bit_for_bit(algorithm, num_done):
     undisturbed, killed = backend(algorithm, dtype=None), backend(algorithm, dtype=None)
     train(undisturbed)
     train(killed)
@@ -281,7 +279,7 @@ def test_step_that_a_crash_broke_between_optimizer_steps_is_trained_again_to_the
     assert_equal(restarted, undisturbed)
 
 
-def test_step_after_one_that_was_discarded_or_skipped_is_as_if_that_had_not_been():
+def test_discarded_or_skipped_step_does_not_affect_the_next_step():
     mine, clean = backend(dtype=None), backend(dtype=None)
     mine.accumulate(SAMPLES[:4])
     mine.discard()
@@ -293,7 +291,7 @@ def test_step_after_one_that_was_discarded_or_skipped_is_as_if_that_had_not_been
     assert_equal(mine, clean)
 
 
-def test_mini_batch_that_is_not_finite_is_left_out_and_the_others_are_trained():
+def test_non_finite_mini_batch_is_skipped_and_the_others_are_trained():
     broken = [
         changed(sample, advantages=FAR) if sample.sample_id == "s3" else sample
         for sample in SAMPLES
@@ -313,7 +311,7 @@ def test_mini_batch_that_is_not_finite_is_left_out_and_the_others_are_trained():
     assert_equal(mine, calm)
 
 
-def test_step_without_a_finite_mini_batch_leaves_the_weights():
+def test_step_without_a_finite_mini_batch_keeps_the_weights():
     mine, clean = backend(dtype=torch.float32), backend(dtype=torch.float32)
     broken = [
         changed(sample, advantages=np.where(sample.loss_mask, np.float32(3e38), np.float32(0)))
@@ -338,7 +336,7 @@ def test_step_without_a_loss_token_fails():
         mine.step()
 
 
-def test_prompt_group_without_a_loss_token_has_no_seat_in_a_mini_batch():
+def test_prompt_group_without_a_loss_token_is_left_out_of_mini_batches():
     empty = [
         changed(sample, loss_mask=np.zeros_like(sample.loss_mask))
         if sample.prompt_group_id == "g2"
@@ -352,7 +350,7 @@ def test_prompt_group_without_a_loss_token_has_no_seat_in_a_mini_batch():
     assert_equal(mine, clean)
 
 
-def test_passes_end_before_the_mini_batch_on_which_the_policy_is_too_far():
+def test_epochs_stop_before_the_mini_batch_whose_kl_exceeds_the_limit():
     whole, bounded = backend(), backend(trainer=THREE_BY_TWO | {"max_kl": 1e-9})
     metrics, free = train(bounded), train(whole)
     assert (
@@ -371,7 +369,7 @@ def test_passes_end_before_the_mini_batch_on_which_the_policy_is_too_far():
     assert not bounded._flat.gradients.any()
 
 
-def test_bound_of_the_second_moment_is_that_of_each_mini_batch():
+def test_second_moment_threshold_applies_to_each_mini_batch():
     mine, apart = (
         backend({"m2_threshold": 0.05}, trainer=trainer)
         for trainer in ({"num_mini_batches": 2}, {})
@@ -387,7 +385,7 @@ def test_bound_of_the_second_moment_is_that_of_each_mini_batch():
 
 
 @pytest.mark.parametrize("name", ["dpo", "sft"])
-def test_what_the_data_bring_is_learnt_in_mini_batches_too(name):
+def test_sft_and_dpo_train_in_mini_batches(name):
     data = {"chosen_key": "chosen", "rejected_key": "rejected"} if name == "dpo" else {}
     group_size = {"dpo": 2, "sft": 1}[name]
     tree = run_config(algorithm={"name": "grpo"}).model_dump()
@@ -422,7 +420,7 @@ def critic(section=None, dtype=torch.float64):
     return TorchCritic(config_of({"name": "ppo"}, {"max_grad_norm": 0.5}, critic=own), dtype=dtype)
 
 
-def test_critic_takes_passes_and_mini_batches_of_its_own():
+def test_critic_uses_its_own_epochs_and_mini_batches():
     valued, mine = with_values(SAMPLES), critic()
     plain = (
         AutoModelForCausalLM.from_pretrained(tiny_model(), dtype=torch.float64).eval().base_model
@@ -476,7 +474,7 @@ def test_critic_takes_passes_and_mini_batches_of_its_own():
             )
 
 
-def test_critic_that_crashed_amid_a_step_learns_it_again_to_the_same_bits():
+def test_critic_that_crashed_during_a_step_retrains_it_bit_for_bit():
     valued = with_values(SAMPLES)
     undisturbed, killed = critic(dtype=None), critic(dtype=None)
     checkpoint = snapshot(killed)
@@ -495,7 +493,7 @@ def test_critic_that_crashed_amid_a_step_learns_it_again_to_the_same_bits():
     assert_equal(restarted, undisturbed)
 
 
-def test_critic_does_as_the_trainer_where_nothing_else_is_said():
+def test_critic_defaults_to_the_trainer_epochs_and_mini_batches():
     valued, reported = (
         with_values(SAMPLES),
         config_of({"name": "ppo"}, THREE_BY_TWO, critic={"learning_rate": 1e-2}),
@@ -550,14 +548,14 @@ def test_critic_does_as_the_trainer_where_nothing_else_is_said():
         ("grpo", {"num_epochs": 0}, {}, "num_epochs"),
     ],
 )
-def test_run_file_that_asks_for_what_can_not_be_is_refused(
+def test_run_file_with_incompatible_mini_batch_settings_is_rejected(
     algorithm, trainer, critic_section, text
 ):
     with pytest.raises(ValidationError, match=text):
         config_of({"name": algorithm}, trainer, critic=critic_section)
 
 
-def test_bound_of_the_kl_is_refused_where_no_policy_drew_the_samples():
+def test_max_kl_is_rejected_for_algorithms_without_policy_samples():
     tree = config_of().model_dump()
     tree |= {
         "algorithm": {"name": "sft"},

@@ -88,7 +88,7 @@ def test_micro_batcher_keeps_prompt_groups_whole_within_the_budget(seed, max_tok
         ([0, 1, 2], "prompt group g1 has adjacent samples \\[0\\]"),
     ],
 )
-def test_prompt_group_that_is_not_whole_is_refused(places, text):
+def test_incomplete_prompt_group_is_rejected(places, text):
     with pytest.raises(PoisonSample, match=text):
         require_whole_prompt_groups([SAMPLES[place] for place in places])
 
@@ -146,7 +146,7 @@ def test_pack_needs_no_padding_when_lengths_are_equal():
 
 
 @given(lengths=LENGTHS.filter(bool))
-def test_pack_wastes_less_than_half(lengths):
+def test_pack_padding_is_less_than_half(lengths):
     batch = pack([with_length(length) for length in lengths], vocab_size=2)
     assert batch.input_ids.size < 2 * (sum(lengths) + max(lengths))
 
@@ -205,7 +205,7 @@ def test_loss_values_keeps_masked_positions_in_order():
     np.testing.assert_array_equal(gather_loss_values(SAMPLES, "rollout_logprobs"), expected)
 
 
-def test_loss_values_ignores_what_stands_outside_the_mask():
+def test_loss_values_ignores_values_outside_the_mask():
     outside = np.where(SAMPLES[0].loss_mask == 1, SAMPLES[0].advantages, np.nan)
     assert np.isfinite(gather_loss_values(one(advantages=outside), "advantages")).all()
 

@@ -23,14 +23,14 @@ def opened(dtype: str) -> PolicyModel:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_samples_share_rows_and_prompts_of_a_model_that_keeps_them_apart(dtype: str) -> None:
+def test_model_that_isolates_packed_samples_shares_rows_and_prompts(dtype: str) -> None:
     model = opened(dtype)
     assert model.shares_rows
     assert model.prompt_sharing is not None
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_model_that_looks_past_a_sample_gets_rows_and_prompts_apart(
+def test_model_that_attends_across_samples_shares_no_rows_or_prompts(
     dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def leaking(
@@ -44,7 +44,9 @@ def test_model_that_looks_past_a_sample_gets_rows_and_prompts_apart(
     assert model.prompt_sharing is None
 
 
-def test_rounding_of_another_kernel_is_no_leak(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_rounding_differences_are_not_taken_for_a_leak(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Of rows with neighbours, each hidden value is off by up to two steps of bfloat16."""
 
     def rounded(

@@ -3,7 +3,7 @@
 from relax_events.training.step_record import PhaseTimer
 
 
-def test_commit_after_the_figures_counts_to_the_next_step():
+def test_commit_time_after_the_snapshot_counts_towards_the_next_step():
     phases = PhaseTimer()
     with phases.measure("update"):
         pass
@@ -16,7 +16,7 @@ def test_commit_after_the_figures_counts_to_the_next_step():
     assert following.seconds["commit"] == phases.seconds["commit"]
 
 
-def test_step_that_was_cut_short_leaves_nothing_to_the_next():
+def test_phase_times_of_an_aborted_step_are_discarded():
     phases = PhaseTimer()
     with phases.measure("wait"):
         pass

@@ -48,7 +48,7 @@ def one_by_one():
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("share_rows", [True, False])
-def test_token_logprobs_equal_one_by_one(attention, share_rows):
+def test_token_logprobs_match_unpacked_samples(attention, share_rows):
     logprobs = (
         load(attention=attention)
         .token_logprobs(pack(SAMPLES, vocab_size=256, share_rows=share_rows))
@@ -59,7 +59,7 @@ def test_token_logprobs_equal_one_by_one(attention, share_rows):
     )  # temperatures are float32
 
 
-def test_token_logprobs_equal_one_by_one_in_float32():
+def test_token_logprobs_match_unpacked_samples_in_float32():
     logprobs = load(torch.float32).token_logprobs(pack(SAMPLES, vocab_size=256)).logprobs
     np.testing.assert_allclose(logprobs.detach().numpy(), one_by_one(), atol=2e-5)
 
@@ -95,11 +95,11 @@ def test_token_logprobs_and_gradients_are_the_same_when_the_head_works_in_chunks
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_model_shares_rows_when_neighbours_stay_apart(dtype):
+def test_model_shares_rows_when_packed_samples_do_not_leak(dtype):
     assert load(dtype).shares_rows
 
 
-def test_model_gives_each_sample_its_row_when_neighbours_leak(monkeypatch):
+def test_model_gives_each_sample_its_own_row_when_packed_samples_leak(monkeypatch):
     def leaky(self, input_ids, position_ids, sight=None):
         mask = torch.ones_like(
             input_ids
@@ -112,7 +112,7 @@ def test_model_gives_each_sample_its_row_when_neighbours_leak(monkeypatch):
     assert not load().shares_rows
 
 
-def test_model_is_refused_when_its_logits_are_more_than_a_head(monkeypatch):
+def test_model_with_a_non_linear_output_head_is_rejected(monkeypatch):
     class Doubling(torch.nn.Module):
         def __init__(self, inner):
             super().__init__()
@@ -141,7 +141,7 @@ def test_model_names_the_folder_when_it_is_missing():
         load(path=Path("/nowhere"))
 
 
-def test_model_names_the_folder_when_it_holds_something_else(tmp_path):
+def test_model_error_names_the_folder_with_an_unsupported_model(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "no-such-family"}')
     with pytest.raises(ConfigError, match="can't be loaded as a causal language model"):
         load(path=tmp_path)
@@ -166,7 +166,7 @@ def test_replace_weights_gives_the_other_models_logprobs(tmp_path):
         ),
     ],
 )
-def test_replace_weights_keeps_the_old_ones_when_they_do_not_fit(change, text):
+def test_replace_weights_keeps_the_old_weights_when_the_new_ones_do_not_match(change, text):
     model = load(torch.float32)
     before = {name: value.clone() for name, value in model.module.named_parameters()}
     tensors = {name: torch.zeros_like(value) for name, value in before.items()}
@@ -176,7 +176,7 @@ def test_replace_weights_keeps_the_old_ones_when_they_do_not_fit(change, text):
     assert all(torch.equal(value, before[name]) for name, value in model.module.named_parameters())
 
 
-def test_choose_device_names_what_torch_does_not_know():
+def test_choose_device_error_names_an_unknown_device():
     with pytest.raises(ConfigError, match=r"model.device = 'abacus' is no device"):
         choose_device("abacus")
     assert choose_device("cpu") == CPU

@@ -47,7 +47,7 @@ class Log:
 @pytest.mark.parametrize(
     ("max_bytes", "num_read"), [(0, [2] * 10), (6 * RECORD_BYTES, [2, 6, 6, 6]), (1 << 30, [2, 18])]
 )
-def test_steps_are_read_within_a_bound_of_bytes_and_decoded_one_by_one(
+def test_recorded_steps_are_read_within_a_byte_limit_and_decoded_lazily(
     max_bytes: int, num_read: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recorded_batches, "MAX_BYTES_AT_ONCE", max_bytes)

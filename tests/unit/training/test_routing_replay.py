@@ -136,7 +136,7 @@ def by_hand(samples: tuple[SampleReady, ...], module: Any) -> np.ndarray:
 @pytest.mark.parametrize(
     "layout", [{}, {"share_rows": False}, {"sharing": CHEAP}, {"row_multiple": 16}]
 )
-def test_replayed_logprobs_are_the_engines_and_bit_for_bit_those_without_replay(
+def test_replayed_logprobs_match_the_engine_and_equal_those_without_replay(
     layout: dict[str, Any],
 ) -> None:
     samples = sampled()
@@ -150,7 +150,7 @@ def test_replayed_logprobs_are_the_engines_and_bit_for_bit_those_without_replay(
 
 
 @pytest.mark.parametrize("layout", [{}, {"share_rows": False}, {"sharing": CHEAP}])
-def test_replayed_logprobs_follow_the_samples_experts_when_routers_have_moved(
+def test_replayed_logprobs_use_the_samples_experts_after_router_updates(
     layout: dict[str, Any],
 ) -> None:
     samples, plain = sampled(), _fresh_plain()
@@ -166,7 +166,7 @@ def test_replayed_logprobs_follow_the_samples_experts_when_routers_have_moved(
     assert np.abs(replayed - free).max() > 0.01
 
 
-def test_replay_leaves_rounding_alone_where_engine_and_trainer_attend_by_other_kernels(
+def test_replay_leaves_only_rounding_error_between_different_attention_kernels(
     tmp_path: Path,
 ) -> None:
     path = make_tiny(tmp_path, corpus=["12=21"], family=FAMILY, num_layers=4, seed=3)
@@ -200,9 +200,7 @@ def _fresh_plain() -> Any:
     ).eval()
 
 
-def test_gradient_of_the_routers_is_that_of_the_weights_that_they_give_to_the_samples_experts() -> (
-    None
-):
+def test_router_gradients_come_from_the_weights_of_the_replayed_experts() -> None:
     samples, model, plain = sampled()[:2], policy(), _fresh_plain()
     perturbed(model.module)
     perturbed(plain)
@@ -223,9 +221,7 @@ def test_gradient_of_the_routers_is_that_of_the_weights_that_they_give_to_the_sa
         assert float(gradient.norm()) > 0.01
 
 
-def test_step_of_the_backend_is_the_same_with_and_without_replay_while_weights_are_the_engines() -> (
-    None
-):
+def test_on_policy_step_is_equal_with_and_without_routing_replay() -> None:
     states = []
     for replay in ("none", "rollout"):
         config = run_config(tiny_model(FAMILY))
@@ -238,7 +234,7 @@ def test_step_of_the_backend_is_the_same_with_and_without_replay_while_weights_a
     assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
 
 
-def test_scorer_replays_what_the_trainer_replays() -> None:
+def test_scorer_replays_the_routing_of_the_samples() -> None:
     samples, path = sampled(), tiny_model(FAMILY, seed=4)
     config = ModelConfig(dtype="float32", path=path, device="cpu", routing_replay="rollout")
     scored = LogprobScorer(path, model=config, threads=1, max_tokens=64).score(samples)
@@ -256,7 +252,7 @@ def test_scorer_replays_what_the_trainer_replays() -> None:
     )
 
 
-def test_samples_whose_prompt_went_through_other_experts_do_not_share_it() -> None:
+def test_samples_with_different_prompt_routing_do_not_share_the_prompt() -> None:
     first, second = sampled()[:2]
     experts = np.asarray(second.routed_experts).copy()
     experts[0] = (experts[0] + 1) % 8
@@ -272,7 +268,7 @@ def test_samples_whose_prompt_went_through_other_experts_do_not_share_it() -> No
     )
 
 
-def test_last_token_and_padding_are_given_no_experts() -> None:
+def test_last_token_and_padding_have_no_replayed_experts() -> None:
     samples = sampled()
     batch = pack(samples, vocab_size=300, share_rows=False, experts=SHAPE)
     assert batch.experts is not None
@@ -295,7 +291,7 @@ def test_last_token_and_padding_are_given_no_experts() -> None:
         (np.full((1, 2, 2), -1, np.int32), "must be 0 to 7, got -1 to -1"),
     ],
 )
-def test_sample_whose_experts_can_not_be_the_models_is_not_trained(
+def test_sample_with_experts_invalid_for_the_model_is_poison(
     experts: np.ndarray | None, text: str
 ) -> None:
     sample = sampled()[0]
@@ -309,7 +305,7 @@ def test_sample_whose_experts_can_not_be_the_models_is_not_trained(
         )
 
 
-def test_sample_is_checked_for_a_row_of_experts_for_all_tokens_but_the_last() -> None:
+def test_sample_must_have_routed_experts_for_all_tokens_but_the_last() -> None:
     sample = changed(
         sampled()[0],
         **dict.fromkeys(
@@ -338,19 +334,19 @@ def test_sample_is_checked_for_a_row_of_experts_for_all_tokens_but_the_last() ->
             check_ready(changed(sample, routed_experts=text))
 
 
-def test_experts_that_were_not_fetched_are_a_mistake_of_the_caller() -> None:
+def test_unfetched_routed_experts_raise_a_type_error() -> None:
     sample = sampled()[0]
     stored = StoredArray("|u1", np.asarray(sample.routed_experts).shape, None)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="routed_experts is still in the object store"):
         SHAPE.checked(changed(sample, routed_experts=stored))
 
 
-def test_experts_take_a_byte_each_up_to_256_of_them() -> None:
+def test_expert_ids_take_one_byte_each_up_to_256_experts() -> None:
     assert [ExpertShape(48, 8, number).token_bytes for number in (128, 256, 257)] == [384, 384, 768]
     assert ExpertShape(1, 1, 257).compact(np.array([[[256]]], np.int32)).tolist() == [[[256]]]
 
 
-def test_routers_with_another_rule_are_refused_by_name() -> None:
+def test_unsupported_router_rule_is_rejected_naming_the_router() -> None:
     model = policy(replays=False)
     routers = Routers(model.module.model, path=tiny_model(FAMILY))
     for layer in model.module.model.layers:

@@ -35,7 +35,7 @@ def scorer(path=None, max_tokens=40):
 
 
 @pytest.mark.parametrize("max_tokens", [1, 40, 10_000])
-def test_score_equals_one_by_one_in_any_packing(max_tokens):
+def test_scores_match_unpacked_samples_in_any_packing(max_tokens):
     scores = scorer(max_tokens=max_tokens).score(SAMPLES)
     for sample, values in zip(SAMPLES, scores, strict=True):
         assert values.dtype == np.float32
@@ -58,7 +58,7 @@ def test_score_takes_samples_without_loss_tokens():
     assert not third.any()
 
 
-def test_score_gives_nothing_for_nothing():
+def test_score_of_no_samples_is_empty():
     assert scorer().score([]) == []
 
 
@@ -94,7 +94,7 @@ def test_score_topk_gives_the_models_own_most_probable_ids(max_tokens):
 
 
 @pytest.mark.parametrize("max_tokens", [1, 10_000])
-def test_score_topk_takes_the_ids_of_each_sample(max_tokens):
+def test_score_topk_scores_the_given_ids_of_each_sample(max_tokens):
     found = scorer(max_tokens=max_tokens).score_topk(SAMPLES, num_ids=4, choose_own=False)
     for sample, scores in zip(SAMPLES, found, strict=True):
         assert scores.ids is None
@@ -118,7 +118,7 @@ def test_score_topk_takes_the_ids_of_each_sample(max_tokens):
         ),
     ],
 )
-def test_score_topk_names_the_sample_without_fitting_ids(ids, text):
+def test_score_topk_error_names_the_sample_with_invalid_ids(ids, text):
     if isinstance(ids, str):
         ids = np.where(np.arange(4) == 0, 99_999, 0) + np.zeros_like(SAMPLES[1].topk_ids[:, :4])
     with pytest.raises(PoisonSample, match=text):
@@ -137,7 +137,7 @@ def test_load_weights_switches_to_the_other_version(tmp_path):
         np.testing.assert_array_equal(values, expected)
 
 
-def test_load_weights_keeps_version_and_scores_when_they_do_not_fit():
+def test_load_weights_keeps_version_and_scores_when_weights_do_not_match():
     mine = scorer()
     before = mine.score(SAMPLES)
     with pytest.raises(WeightsError, match="the weights lack"):
@@ -147,7 +147,7 @@ def test_load_weights_keeps_version_and_scores_when_they_do_not_fit():
         np.testing.assert_array_equal(values, expected)
 
 
-def test_company_changes_scores_by_rounding_at_most():
+def test_batch_composition_changes_scores_only_by_rounding():
     samples = make_samples(24, seed=9)
     together = scorer(max_tokens=10_000).score(samples)
     generator = np.random.default_rng(0)
@@ -158,7 +158,7 @@ def test_company_changes_scores_by_rounding_at_most():
             np.testing.assert_allclose(values, together[index], rtol=0, atol=1e-5)
 
 
-def test_scores_of_samples_one_at_a_time_are_the_same_bits_in_any_order():
+def test_scores_of_single_samples_are_bitwise_equal_in_any_order():
     samples = make_samples(12, seed=9)
     scores = scorer(max_tokens=1).score(samples)
     for values, again in zip(

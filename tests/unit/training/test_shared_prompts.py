@@ -71,7 +71,7 @@ def load(dtype=torch.float64, path=None, attention="sdpa"):
 
 
 @given(seed=st.integers(0, 50), sizes=st.lists(st.integers(1, 5), min_size=1, max_size=5))
-def test_last_token_sees_its_sample_and_nothing_else(seed, sizes):
+def test_last_token_attends_only_to_its_own_sample(seed, sizes):
     samples = in_groups(make_samples(sum(sizes), seed=seed), sizes)
     batch = pack(samples, vocab_size=256, sharing=FREE)
     apart = pack(samples, vocab_size=256)
@@ -94,7 +94,7 @@ def test_last_token_sees_its_sample_and_nothing_else(seed, sizes):
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_logprobs_equal_one_by_one(attention):
+def test_shared_prompt_logprobs_match_unpacked_samples(attention):
     batch = pack(SAMPLES, vocab_size=256, sharing=FREE)
     assert batch.units is not None
     logprobs = load(attention=attention).token_logprobs(batch).logprobs
@@ -109,7 +109,7 @@ def test_logprobs_equal_one_by_one(attention):
     )  # temperatures are float32, and so is the eager softmax
 
 
-def test_gradients_equal_those_of_samples_apart():
+def test_gradients_match_those_without_shared_prompts():
     together, apart = load(), load()
     for model, sharing in ((together, FREE), (apart, None)):
         model.token_logprobs(
@@ -141,13 +141,13 @@ def test_samples_of_a_group_with_different_prompts_keep_their_own():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_model_shares_prompts_where_branches_stay_apart(dtype):
+def test_model_shares_prompts_when_branches_do_not_leak(dtype):
     sharing = load(dtype).prompt_sharing
     assert sharing is not None
     assert 0 < sharing.cell_cost < 1
 
 
-def test_model_that_sees_a_window_shares_no_prompts(tmp_path):
+def test_sliding_window_model_shares_no_prompts(tmp_path):
     path = make_tiny(tmp_path / "model", corpus=["12=21"], hidden_size=32, seed=3)
     config = json.loads((path / "config.json").read_text())
     sliding = {
@@ -164,7 +164,7 @@ def test_model_that_lets_branches_leak_shares_no_prompts(monkeypatch):
     assert load().prompt_sharing is None
 
 
-def test_a_step_is_the_same_with_and_without():
+def test_train_step_is_equal_with_and_without_shared_prompts():
     metrics, weights = [], []
     for share_prompts in (True, False):
         config = run_config(

@@ -72,7 +72,7 @@ def run_step(
     num_samples=st.integers(1, 9),
     whole=st.booleans(),
 )
-def test_step_holds_every_other_group_once(
+def test_step_contains_every_trainable_group_once(
     poison: set[tuple[int, int]], num_samples: int, whole: bool
 ) -> None:
     groups = [group(index) for index in range(4)]
@@ -93,7 +93,7 @@ def test_step_holds_every_other_group_once(
     assert batch.pop_untrainable() == []
 
 
-def test_step_starts_again_when_a_part_of_the_group_was_trained() -> None:
+def test_step_restarts_without_a_group_found_untrainable_after_partial_training() -> None:
     groups = [group(0), group(1), group(2)]
     backend = Backend({"000000-0001-0/3"})
     batch = run_step(groups, backend, num_samples=6, whole=False)
@@ -105,7 +105,7 @@ def test_step_starts_again_when_a_part_of_the_group_was_trained() -> None:
     assert (0, 7) in refused.positions
 
 
-def test_group_whose_samples_can_not_be_had_is_left_out() -> None:
+def test_group_with_unavailable_samples_is_excluded() -> None:
     backend = Backend(set())
     batch = run_step([group(0)], backend, num_samples=4, whole=True)
     batch.exclude(

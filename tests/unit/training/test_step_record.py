@@ -45,7 +45,7 @@ def shares() -> list[RankStepResult]:
     return [first, second]
 
 
-def test_layout_holds_the_shares_in_rank_order(shares: list[RankStepResult]) -> None:
+def test_step_record_merges_rank_results_in_rank_order(shares: list[RankStepResult]) -> None:
     layout = StepRecord.merge(shares)
     assert layout.sample_ids == [
         "000003-0000-0/0",
@@ -74,7 +74,7 @@ def test_layout_holds_the_shares_in_rank_order(shares: list[RankStepResult]) -> 
     )
 
 
-def test_layout_has_no_figures_of_rewards_where_nothing_is_rewarded(
+def test_step_record_has_no_reward_metrics_without_rewards(
     shares: list[RankStepResult],
 ) -> None:
     merged = StepRecord.merge(shares, has_rewards=False).metrics
@@ -85,7 +85,7 @@ def test_layout_has_no_figures_of_rewards_where_nothing_is_rewarded(
     }
 
 
-def test_layout_stands_when_a_rank_trained_nothing(shares: list[RankStepResult]) -> None:
+def test_step_record_merges_a_rank_that_trained_nothing(shares: list[RankStepResult]) -> None:
     assert StepRecord.merge([shares[0], RankStepResult(1)]).ranks.tolist() == [0, 0, 0]
 
 
@@ -99,7 +99,7 @@ def test_layout_stands_when_a_rank_trained_nothing(shares: list[RankStepResult])
         max_size=3,
     ),
 )
-def test_share_survives_the_way_to_other_ranks(
+def test_rank_step_result_round_trips_through_bytes(
     members: list[tuple[int, int, float]], outcome: Outcome, consumed: list[TopicOffset]
 ) -> None:
     share = share_of(
@@ -142,7 +142,7 @@ def test_trained_outcomes_name_each_groups_version_and_mean_reward() -> None:
 READY, REQUESTS = "relax.r.advantage.samples", "relax.r.prompt.end-requests"
 
 
-def test_history_is_what_the_log_says() -> None:
+def test_training_history_reflects_the_applied_events() -> None:
     checkpoint = CheckpointRef(1, "file:///c/manifest.json", bytes(32))
     history = TrainingHistory()
     assert (
@@ -195,7 +195,7 @@ def test_phases_add_up_even_when_one_fails(monkeypatch: pytest.MonkeyPatch) -> N
     assert dict(phases.seconds) == {"wait": 1.75, "update": 4.0}
 
 
-def test_layout_arrays_have_the_types_of_the_log(shares: list[RankStepResult]) -> None:
+def test_step_record_arrays_have_the_schema_dtypes(shares: list[RankStepResult]) -> None:
     layout = StepRecord.merge(shares)
     assert [
         array.dtype
@@ -208,7 +208,7 @@ def test_layout_arrays_have_the_types_of_the_log(shares: list[RankStepResult]) -
     ]
 
 
-def test_history_that_begins_later_than_the_run_needs_a_checkpoint() -> None:
+def test_training_history_starting_after_version_zero_requires_a_checkpoint() -> None:
     history = TrainingHistory()
     history.require_steps_from(0)
     lost = CheckpointRef(5, "file:///objects/checkpoints/5/manifest.json", bytes(32))

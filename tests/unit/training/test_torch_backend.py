@@ -151,7 +151,7 @@ def test_steps_equal_a_padded_implementation(aggregation, estimator):
     assert mine.policy_version == 4
 
 
-def test_whole_step_algorithm_trains_what_a_whitened_and_masked_step_would():
+def test_whole_step_algorithm_matches_explicit_whitening_and_masking():
     # The same by other means: whiten with numpy over all samples, and leave the farthest tokens out
     # by a loss mask that the mean still counts.
     mine = backend(
@@ -200,7 +200,7 @@ def test_whole_step_algorithm_trains_what_a_whitened_and_masked_step_would():
 
 
 @pytest.mark.parametrize("given", [{}, {"std_correction": 1}, {"std_correction": 0}])
-def test_deviation_of_the_steps_rewards_divides_every_micro_batchs_advantages(given):
+def test_advantages_are_divided_by_the_reward_deviation_of_the_whole_step(given):
     rewards = [float(index % 3) for index in range(len(SAMPLES))]
     rewarded = [
         changed(sample, reward=reward) for sample, reward in zip(SAMPLES, rewards, strict=True)
@@ -226,7 +226,7 @@ def test_deviation_of_the_steps_rewards_divides_every_micro_batchs_advantages(gi
 
 @pytest.mark.parametrize("over", ["tokens", "samples"])
 @pytest.mark.parametrize("given", [{}, {"std_correction": 0}, {"std_correction": 1}])
-def test_advantages_are_whitened_over_the_whole_step_by_n_or_one_less(over, given):
+def test_advantages_are_whitened_over_the_whole_step_with_either_std_correction(over, given):
     mine, other = backend(algorithm={"whiten_advantages": over} | given), backend(algorithm={})
     for part in (SAMPLES[:3], SAMPLES[3:]):
         mine.accumulate(part)
@@ -259,7 +259,7 @@ def test_advantages_are_whitened_over_the_whole_step_by_n_or_one_less(over, give
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sample_mean"])
 @pytest.mark.parametrize("truncated", ["mask", "drop"])
-def test_samples_cut_off_by_their_length_have_no_part_in_the_step(truncated, aggregation):
+def test_truncated_samples_are_excluded_from_the_step(truncated, aggregation):
     cut_off = [changed(sample, finish_reason=FinishReason.LENGTH) for sample in SAMPLES[:4]]
     mine = backend(algorithm={"truncated_samples": truncated, "aggregation": aggregation})
     other, trained = (backend(algorithm={"aggregation": aggregation}) for _ in range(2))
@@ -273,7 +273,7 @@ def test_samples_cut_off_by_their_length_have_no_part_in_the_step(truncated, agg
     assert trained.step().grad_norm != pytest.approx(expected.grad_norm, rel=1e-3)
 
 
-def test_step_that_failed_leaves_nothing_of_a_held_step():
+def test_failed_step_discards_its_accumulated_samples():
     algorithm = {"name": "reinforce_plus_plus_baseline"}
     mine, clean = backend(algorithm=algorithm), backend(algorithm=algorithm)
     mine.accumulate(SAMPLES[:2])
@@ -287,7 +287,7 @@ def test_step_that_failed_leaves_nothing_of_a_held_step():
     assert mine.step() == clean.step()
 
 
-def test_metrics_measure_the_distance_to_the_engines_policy():
+def test_metrics_measure_the_mismatch_with_the_rollout_policy():
     mine = backend(algorithm={"old_logprobs": "actor", "correction": "tis", "correction_high": 1.1})
     mine.accumulate(SAMPLES)
     metrics = mine.step()
@@ -312,7 +312,7 @@ def test_metrics_measure_the_distance_to_the_engines_policy():
     assert metrics.masked_fraction == 0
 
 
-def test_figures_count_rejected_samples_by_their_reason():
+def test_metrics_count_rejected_samples_by_reason():
     masks = [np.array(sample.loss_mask, bool) for sample in SAMPLES]
     logs = [
         (sample.actor_logprobs - sample.rollout_logprobs)[mask].astype(np.float64)
@@ -462,7 +462,7 @@ def test_distillation_has_the_gradient_of_the_kl_to_the_teacher(num_ids, max_log
         ),
     ],
 )
-def test_sample_that_the_teacher_said_nothing_fit_of_is_poison(changes, text):
+def test_sample_with_invalid_teacher_values_is_poison(changes, text):
     mine = backend(
         algorithm={"distill_coefficient": 0.5, "distill_tokens": "teacher_topk", "distill_top_k": 4}
     )
@@ -470,7 +470,7 @@ def test_sample_that_the_teacher_said_nothing_fit_of_is_poison(changes, text):
         mine.accumulate([SAMPLES[4], changed(SAMPLES[5], **changes)])
 
 
-def test_figures_count_what_was_trained():
+def test_metrics_count_trained_samples_and_tokens():
     mine = backend()
     mine.accumulate(SAMPLES)
     metrics = mine.step()
@@ -582,7 +582,7 @@ def test_step_names_the_samples_when_only_the_gradient_is_not_finite():
         mine.step()
 
 
-def test_step_goes_on_after_a_failed_one_as_if_it_had_not_been():
+def test_failed_step_does_not_affect_the_next_step():
     mine, clean = backend(), backend()
     far = np.where(SAMPLES[3].loss_mask, np.float32(3e38), np.float32(0))
     mine.accumulate([changed(SAMPLES[3], advantages=far)] * 2)
@@ -595,7 +595,7 @@ def test_step_goes_on_after_a_failed_one_as_if_it_had_not_been():
     assert mine.step() == clean.step()
 
 
-def test_skipped_step_leaves_weights_and_optimizer_and_counts_up():
+def test_skipped_step_keeps_weights_and_optimizer_and_increments_the_version():
     mine, clean = backend(), backend()
     for trainer in (mine, clean):
         trainer.accumulate(SAMPLES[:2])
@@ -637,7 +637,7 @@ def test_weights_are_a_snapshot_in_hugging_face_names():
     assert any(not torch.equal(value, before[name]) for name, value in mine.weights().items())
 
 
-def test_load_state_goes_on_bit_for_bit():
+def test_load_state_continues_training_bit_for_bit():
     straight, saved, restored = backend(None), backend(None), backend(None)
     for trainer in (straight, saved):
         trainer.accumulate(SAMPLES[:5])

@@ -138,7 +138,7 @@ def test_values_are_zero_before_the_first_step():
     assert not any(values.any() for values in critic().score(SAMPLES))
 
 
-def test_samples_cut_off_by_their_length_teach_the_critic_nothing_where_they_are_masked():
+def test_critic_does_not_train_on_masked_truncated_samples():
     samples = with_values(make_samples(6))
     cut_off = [changed(sample, finish_reason=FinishReason.LENGTH) for sample in samples[:2]]
     masking, plain = (
@@ -154,7 +154,7 @@ def test_samples_cut_off_by_their_length_teach_the_critic_nothing_where_they_are
     )
 
 
-def test_step_does_not_depend_on_how_it_was_cut():
+def test_critic_step_does_not_depend_on_micro_batch_boundaries():
     trained = [critic() for _ in PARTS]
     metrics = [train(mine, parts, steps=2) for mine, parts in zip(trained, PARTS, strict=True)]
     for mine, other in zip(trained[1:], metrics[1:], strict=True):
@@ -164,7 +164,7 @@ def test_step_does_not_depend_on_how_it_was_cut():
             torch.testing.assert_close(tensor, trained[0].state().tensors[name], rtol=0, atol=1e-9)
 
 
-def test_restored_critic_goes_on_with_the_same_bits():
+def test_restored_critic_continues_training_bit_for_bit():
     whole, first = critic(None), critic(None)
     train(whole, PARTS[1], steps=4)
     train(first, PARTS[1], steps=2)
@@ -176,7 +176,7 @@ def test_restored_critic_goes_on_with_the_same_bits():
         assert torch.equal(tensor, whole.state().tensors[name])
 
 
-def test_company_changes_values_by_rounding_at_most():
+def test_batch_composition_changes_values_only_by_rounding():
     mine = critic(None)
     train(mine, PARTS[0], steps=3)
     together = mine.score(SAMPLES)
@@ -193,7 +193,7 @@ def test_sample_without_values_leaves_the_rest_of_the_step_unharmed():
     assert mine.step() == clean.step()
 
 
-def test_step_that_can_not_be_trained_leaves_the_weights():
+def test_failed_critic_step_keeps_the_weights():
     mine = critic()
     before = snapshot(mine)
     with pytest.raises(RunFailed, match="train step 0 holds no loss token"):
@@ -211,7 +211,7 @@ def test_step_that_can_not_be_trained_leaves_the_weights():
     assert train(mine, PARTS[0]) == train(critic(), PARTS[0])
 
 
-def test_skipped_step_leaves_the_weights_and_counts_up():
+def test_skipped_step_keeps_the_weights_and_increments_the_version():
     mine = critic()
     before = snapshot(mine)
     mine.accumulate(SAMPLES)
@@ -230,7 +230,7 @@ def test_state_of_another_model_is_refused():
         critic().load_state(TrainerState(policy_version=1, tensors=tensors))
 
 
-def test_critic_begins_as_the_model_that_is_named(tmp_path: Path):
+def test_critic_is_initialized_from_its_configured_model(tmp_path: Path):
     from relax_events.examples.tiny_models import make_tiny
 
     other = critic(model_path=make_tiny(tmp_path, corpus=["12=21"], hidden_size=64, seed=5))
@@ -238,7 +238,7 @@ def test_critic_begins_as_the_model_that_is_named(tmp_path: Path):
     assert critic()._model.module.weight.shape == (32,)
 
 
-def test_critic_comes_to_know_what_follows_from_the_tokens_before():
+def test_critic_learns_returns_that_depend_on_previous_tokens():
     # What comes is 1 behind an even token and 0 behind an odd one.
     mine = critic(torch.float32, value_clip=0.0)
     samples = make_samples(32, seed=7)
@@ -261,7 +261,7 @@ def test_critic_comes_to_know_what_follows_from_the_tokens_before():
     assert metrics.value_loss < 0.02
 
 
-def test_explained_variance_says_how_much_the_values_knew():
+def test_explained_variance_matches_known_values():
     returns = np.array([1.0, 2.0, 3.0, 4.0])
     assert compute_explained_variance(returns + 5, returns=returns) == pytest.approx(1.0)
     assert compute_explained_variance(np.zeros(4), returns=returns) == pytest.approx(0.0)

@@ -72,7 +72,7 @@ class Transport:
         return Weights(event.policy_version, {}, bytes(32))
 
 
-def test_lost_version_ends_its_own_prompt_groups_and_others_are_evaluated() -> None:
+def test_lost_version_fails_only_its_own_prompt_groups() -> None:
     worker: Any = RecordingWorker()
     transport: Any = Transport(lost=2)
     now = [100.0]

@@ -28,13 +28,13 @@ def test_buffer_may_be_empty() -> None:
     assert len(buffer.data) == len(map_remote_buffer(buffer.handle, 0)) == 0
 
 
-def test_nobody_can_cut_a_row_short() -> None:
+def test_receive_buffer_cannot_be_truncated() -> None:
     buffer = ReceiveBuffer(1000)
     with pytest.raises(PermissionError):
         os.truncate(f"/proc/self/fd/{buffer.handle['file']}", 10)
 
 
-def test_deleted_buffer_is_not_confused_with_a_new_one_of_the_same_descriptor() -> None:
+def test_handle_of_a_deleted_buffer_does_not_map_a_new_one_with_its_descriptor() -> None:
     buffer = ReceiveBuffer(64)
     handle = buffer.handle
     del buffer
@@ -56,7 +56,7 @@ def test_deleted_buffer_is_not_confused_with_a_new_one_of_the_same_descriptor() 
         ({"number": 5}, "is not the buffer of the handle"),
     ],
 )
-def test_handle_of_something_else_is_rejected(change: dict[str, Any], text: str) -> None:
+def test_invalid_buffer_handle_is_rejected(change: dict[str, Any], text: str) -> None:
     buffer = ReceiveBuffer(64)
     with pytest.raises(ConnectionLost, match=text):
         map_remote_buffer(buffer.handle | change, 64)
@@ -64,7 +64,7 @@ def test_handle_of_something_else_is_rejected(change: dict[str, Any], text: str)
         map_remote_buffer(buffer.handle, 65)
 
 
-def test_memory_is_here_when_its_key_is_found_in_it() -> None:
+def test_same_host_is_detected_by_the_key_in_shared_memory() -> None:
     sample = SameHostProbe()
     assert is_on_same_host(sample.handle)
     assert not is_on_same_host(sample.handle | {"key": "00" * 16})

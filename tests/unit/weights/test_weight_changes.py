@@ -108,7 +108,7 @@ def published(
     st.sampled_from([(), (0,), (1,), (7, 3), (2, 3, 5)]),
     st.sampled_from([0.0, 0.05, 0.5, 1.0]),
 )
-def test_any_bits_come_out_as_they_were(
+def test_weight_deltas_round_trip_any_bit_pattern(
     seed: int, dtype: torch.dtype, shape: tuple[int, ...], fraction: float
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -133,7 +133,7 @@ def test_any_bits_come_out_as_they_were(
     )
 
 
-def test_changes_are_positions_and_values() -> None:
+def test_weight_delta_consists_of_positions_and_values() -> None:
     old = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], dtype=torch.float64)
     new = old.clone()
     new[1, 0] = 40.0
@@ -144,7 +144,9 @@ def test_changes_are_positions_and_values() -> None:
     )
 
 
-def test_changed_version_is_small_and_every_so_often_one_is_whole(store: ObjectStore) -> None:
+def test_delta_versions_are_small_and_full_snapshots_recur_at_an_interval(
+    store: ObjectStore,
+) -> None:
     announced = published(StorePublisher(store, full_snapshot_interval=4), versions(9))
     sizes = [
         sum(file.num_bytes for file in WeightManifest.from_json(store.get(one.artifact)).files)
@@ -178,7 +180,7 @@ def test_versions_can_be_fetched_in_any_order(
         )
 
 
-def test_follower_reads_changes_alone(store: ObjectStore) -> None:
+def test_reader_of_consecutive_versions_fetches_only_deltas(store: ObjectStore) -> None:
     announced = published(StorePublisher(store, full_snapshot_interval=100), versions(4))
     follower = StoreReader(store, full_snapshot_interval=100)
     follower.fetch(announced[2])
@@ -188,7 +190,7 @@ def test_follower_reads_changes_alone(store: ObjectStore) -> None:
         StoreReader(store, full_snapshot_interval=100).fetch(announced[3])
 
 
-def test_changes_made_to_what_somebody_has_altered_are_found_out_and_read_anew(
+def test_reader_detects_altered_cached_weights_and_reads_them_again(
     store: ObjectStore,
 ) -> None:
     weights = versions(3)
@@ -199,7 +201,7 @@ def test_changes_made_to_what_somebody_has_altered_are_found_out_and_read_anew(
     assert same_bits(reader.fetch(announced[2]).tensors["norm"], weights[2]["norm"])
 
 
-def test_new_tensor_other_shape_and_other_dtype_are_written_whole(store: ObjectStore) -> None:
+def test_new_reshaped_and_recast_tensors_are_written_in_full(store: ObjectStore) -> None:
     old = {
         "a": torch.zeros(100),
         "b": torch.zeros(100),
@@ -246,7 +248,7 @@ def test_new_tensor_other_shape_and_other_dtype_are_written_whole(store: ObjectS
         ),
     ],
 )
-def test_wrong_changes_are_refused_by_name(
+def test_invalid_weight_delta_is_rejected(
     store: ObjectStore, wrong: dict[str, Tensor], says: str
 ) -> None:
     import safetensors.torch
@@ -267,7 +269,7 @@ def test_wrong_changes_are_refused_by_name(
         read_weights(store, store.put(json.dumps(value).encode()))
 
 
-def test_versions_that_lead_back_to_themselves_are_refused(store: ObjectStore) -> None:
+def test_cyclic_delta_versions_are_rejected(store: ObjectStore) -> None:
     old = {"a": torch.zeros(100)}
     base, digest = write_weights(store, old, policy_version=5)
     reference, _ = write_weights(
@@ -279,7 +281,7 @@ def test_versions_that_lead_back_to_themselves_are_refused(store: ObjectStore) -
         read_weights(store, reference)
 
 
-def test_manifest_of_a_whole_version_is_what_it_always_was(store: ObjectStore) -> None:
+def test_manifest_format_of_a_full_snapshot_is_unchanged(store: ObjectStore) -> None:
     reference, _ = write_weights(store, {"a": torch.zeros(2)}, policy_version=1)
     assert sorted(json.loads(store.get(reference))) == [
         "digest",

@@ -32,7 +32,7 @@ def test_newest_versions_and_the_first_stay() -> None:
     assert left(num_newest=100) == list(STORED)
 
 
-def test_versions_stay_by_their_number_and_for_how_good_they_are() -> None:
+def test_every_nth_version_and_the_best_versions_are_kept() -> None:
     assert left(every=5) == [0, 5, 10, 15, 17, 18, 19, 20]
     assert left(best={7, 3}) == [0, 3, 7, 17, 18, 19, 20]
 
@@ -41,7 +41,7 @@ def test_versions_stay_by_their_number_and_for_how_good_they_are() -> None:
     ("best", "expected"),
     [({7}, [0, 4, 5, 6, 7, 16, 17, 18, 19, 20]), ({8}, [0, 8, 16, 17, 18, 19, 20])],
 )
-def test_version_keeps_those_that_it_is_read_on_top_of(best: set[int], expected: list[int]) -> None:
+def test_kept_version_also_keeps_its_delta_bases(best: set[int], expected: list[int]) -> None:
     assert left(full_snapshot_interval=4, best=best) == expected
 
 
@@ -69,7 +69,7 @@ def test_best_versions_are_those_of_the_highest_mean_reward() -> None:
 
 
 @pytest.mark.parametrize(("keep", "expected"), [(0, 6), (4, 6), (50, 50)])
-def test_number_of_records_retained_says_nothing_of_weights(
+def test_retain_versions_does_not_affect_weight_retention(
     make_run_config: Callable[..., RunConfig], keep: int, expected: int
 ) -> None:
     config = make_run_config(

@@ -39,7 +39,7 @@ def some_tensors() -> dict[str, Tensor]:
     }
 
 
-def test_weights_digest_is_that_of_names_dtypes_shapes_and_bytes() -> None:
+def test_weights_digest_covers_names_dtypes_shapes_and_bytes() -> None:
     values = np.arange(6, dtype=np.float32)
     tensors = {
         "b": torch.tensor([1], dtype=torch.int64),
@@ -213,7 +213,7 @@ def test_read_weights_names_the_file_when_a_bit_was_flipped(store: ObjectStore) 
         ),
     ],
 )
-def test_read_weights_says_why_when_the_manifest_does_not_fit(
+def test_read_weights_explains_an_inconsistent_manifest(
     store: ObjectStore, alter: Callable[[dict[str, object]], object], text: str
 ) -> None:
     reference, _ = write_weights(store, some_tensors(), policy_version=2)
@@ -222,12 +222,12 @@ def test_read_weights_says_why_when_the_manifest_does_not_fit(
         read_weights(store, altered)
 
 
-def test_read_weights_says_why_when_the_manifest_is_no_json(store: ObjectStore) -> None:
+def test_read_weights_explains_a_manifest_that_is_not_json(store: ObjectStore) -> None:
     with pytest.raises(WeightsError, match="weight manifest can't be read: JSONDecodeError"):
         read_weights(store, store.put(b"nonsense"))
 
 
-def test_read_weights_says_why_when_a_file_is_no_safetensors(store: ObjectStore) -> None:
+def test_read_weights_explains_an_invalid_safetensors_file(store: ObjectStore) -> None:
     reference, _ = write_weights(store, some_tensors(), policy_version=2)
     manifest = json.loads(store.get(reference))
     junk = store.put(b"nonsense of more than eight bytes")
@@ -240,7 +240,7 @@ def test_read_weights_says_why_when_a_file_is_no_safetensors(store: ObjectStore)
         read_weights(store, store.put(json.dumps(manifest).encode()))
 
 
-def test_delete_weights_forgets_the_given_versions_alone(store: ObjectStore) -> None:
+def test_delete_weights_deletes_only_the_given_versions(store: ObjectStore) -> None:
     references = [
         write_weights(store, some_tensors(), policy_version=version)[0] for version in (1, 2, 10)
     ]
