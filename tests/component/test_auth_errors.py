@@ -100,7 +100,7 @@ def test_error_reports_broker_without_tls(tls: dict[str, str], tmp_path: Path) -
     assert f"the broker at {address} does not use TLS" in str(error)
 
 
-def test_error_tells_plaintext_client_that_broker_requires_tls(
+def test_error_says_to_plaintext_client_that_broker_requires_tls(
     authority: KeyPair, tmp_path: Path
 ) -> None:
     with answering(

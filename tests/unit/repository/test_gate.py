@@ -26,7 +26,7 @@ def test_gate_selects_whole_files_and_single_tests_with_their_parameters() -> No
         "fault/test_large_things.py::test_oversize_record_is_rejected_by_the_broker[prompt.groups]"
     )
     assert not is_in_gate(
-        "fault/test_large_things.py::test_lost_and_altered_objects_cost_their_prompt_groups_alone"
+        "fault/test_large_things.py::test_lost_and_corrupt_objects_fail_only_their_prompt_groups"
     )
     assert not is_in_gate("fault/test_killed_roles_more.py::test_anything")
 
@@ -38,8 +38,6 @@ def test_gate_selects_fast_tests_and_excludes_slow_ones() -> None:
     assert not is_in_gate(
         "e2e/test_bad_input.py::test_run_whose_rewards_all_fail_ends_with_the_reasons"
     )
-    machine = (
-        "property/test_worker_machine.py::test_promises_hold_under_every_interleaving_and_crash"
-    )
+    machine = "property/test_worker_machine.py::test_guarantees_hold_under_random_interleavings_and_crashes"
     assert is_in_gate(f"{machine}[WorkerMachine]")
     assert not is_in_gate(f"{machine}[OverlapMachine]")

@@ -50,7 +50,7 @@ def test_kernel_or_container_without_landlock_is_refused_by_name(
         require_isolation()
 
 
-def test_error_tells_root_that_it_cannot_switch_to_another_user(
+def test_error_explains_that_root_cannot_switch_to_another_user(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
