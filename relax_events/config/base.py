@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, WrapValidator
 from pydantic.fields import FieldInfo
@@ -41,3 +41,14 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, protected_namespaces=(), use_attribute_docstrings=True
     )
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Return a copy with some fields replaced, unvalidated as in pydantic, which would also
+        accept names that are not fields.
+
+        Raises:
+            TypeError: A name is not a field of this section.
+        """
+        if unknown := set(update or ()) - set(type(self).model_fields):
+            raise TypeError(f"{type(self).__name__} has no field {', '.join(sorted(unknown))}")
+        return super().model_copy(update=update, deep=deep)

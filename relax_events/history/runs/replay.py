@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from relax_events.config import RunConfig
+from relax_events.config import ParentSection, RunConfig
 from relax_events.errors import ConfigError
 from relax_events.events.types import TrainStepCommitted
 from relax_events.history.runs.details import find_missing_record
@@ -58,7 +58,7 @@ def resolve_parent(config: RunConfig) -> RunConfig:
             "parent.follow = true to wait for more"
         )
     return config.model_copy(
-        update={"source": config.parent.model_copy(update={"until_version": until})}
+        update={"parent": config.parent.model_copy(update={"until_version": until})}
     )
 
 
@@ -77,7 +77,7 @@ def _with_store(config: RunConfig, source: ParentRun) -> RunConfig:
         )
         raise ConfigError(f"{rule}; set parent.objects_uri to where they are")
     return config.model_copy(
-        update={"source": config.parent.model_copy(update={"objects_uri": text})}
+        update={"parent": config.parent.model_copy(update={"objects_uri": text})}
     )
 
 
@@ -113,7 +113,7 @@ def _require_records(config: RunConfig, source: ParentRun) -> int:
     for step in source.steps():
         newest = step.policy_version
         if (
-            _is_wanted(config, step)
+            _is_wanted(config.parent, step)
             and (topic_partition := find_missing_record(step, oldest)) is not None
         ):
             begin = f"the log begins at {oldest.get(topic_partition[0], 0)}"
@@ -131,9 +131,10 @@ def _require_records(config: RunConfig, source: ParentRun) -> int:
     return newest
 
 
-def _is_wanted(config: RunConfig, step: TrainStepCommitted) -> bool:
-    until = config.parent.until_version
-    return config.parent.from_version <= step.train_step and (until < 0 or step.train_step < until)
+def _is_wanted(parent: ParentSection, step: TrainStepCommitted) -> bool:
+    """Return whether a replay trains the parent's step."""
+    until = parent.until_version
+    return parent.from_version <= step.train_step and (until < 0 or step.train_step < until)
 
 
 def read_source_curves(config: RunConfig, train_steps: list[int]) -> dict[str, Any] | None:
