@@ -116,7 +116,7 @@ def _called() -> object:
         logger_factory=structlog.PrintLoggerFactory(sys.stderr)
     )  # stdout is for data
     if not _is_worker():
-        sys.stdout = PrintableStream(sys.stdout)  # much of what is shown was written by others
+        sys.stdout = PrintableStream(sys.stdout)  # much of the output comes from other programs
     return app()
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from relax_events.cli.output import agreed
+from relax_events.cli.parameters import Output, Overrides, RunFile, Yes
 
 if TYPE_CHECKING:
     from relax_events.config import RunConfig
@@ -20,8 +21,8 @@ DEFAULT_FOLDER = Path(".relax/security")
 
 
 def secure(
-    config: Path,
-    *overrides: str,
+    config: RunFile,
+    *overrides: Overrides,
     out: Path | None = None,
     hosts: list[str] | None = None,
     days: int = 365,
@@ -30,7 +31,7 @@ def secure(
     apply: bool = False,
     withdraw: bool = False,
     dry_run: bool = False,
-    yes: bool = False,
+    yes: Yes = False,
 ) -> int:
     """Make all that secures a run: certificates, a password for every role and person, and the
     least rights that each needs.
@@ -38,8 +39,6 @@ def secure(
     Example: relax broker secure configs/quickstart.toml --out .relax/security
 
     Args:
-        config: The run file, TOML.
-        overrides: section.key=value, overrides the run file.
         out: The folder, one for a cluster; broker.credentials or .relax/security when not given.
             What is there stays.
         hosts: Names of brokers that need a certificate, as clients use them; this machine always
@@ -51,7 +50,6 @@ def secure(
             broker.username.
         withdraw: Take them off the cluster and out of the folder instead, when the run is deleted.
         dry_run: Show what would change on the cluster and change nothing there.
-        yes: Don't ask.
     """
     from datetime import timedelta
 
@@ -68,54 +66,46 @@ def secure(
                 "--withdraw takes what is there away; give it without --apply, --hosts, "
                 "--renew-certificates and --renew-passwords"
             )
-        return _change(config, overrides, withdraw=True, dry_run=dry_run, yes=yes)
+        return _withdraw(config, overrides, dry_run=dry_run, yes=yes)
     renewal = Renewal(certificates=renew_certificates, passwords=renew_passwords)
     if not dry_run:
         for file in create_folder(
             settings, folder, hosts=hosts or (), lifetime=timedelta(days=days), renewal=renewal
         ):
             print(file)
-    if not apply:
-        print(
-            (
-                f"made in {folder}; set broker.credentials to it, and bring it onto a cluster "
-                "with --apply"
-            ),
-            file=sys.stderr,
-        )
-        return 0
-    return _change(config, overrides, withdraw=False, dry_run=dry_run, yes=yes)
+    if apply:
+        return _apply(config, overrides, dry_run=dry_run, yes=yes)
+    advice = "set broker.credentials to it, and bring it onto a cluster with --apply"
+    print(f"made in {folder}; {advice}", file=sys.stderr)
+    return 0
 
 
-def _change(
-    config: Path, overrides: tuple[str, ...], *, withdraw: bool, dry_run: bool, yes: bool
-) -> int:
-    """Show what would change on the cluster, ask, and change it."""
-    from relax_events.ops.security import (
-        apply_security,
-        missing_quotas,
-        plan_removal,
-        plan_security,
-        remove_security,
-    )
+def _apply(config: Path, overrides: tuple[str, ...], *, dry_run: bool, yes: bool) -> int:
+    """Show which users, rights and quotas the cluster lacks, ask, and bring them onto it."""
+    from relax_events.ops.security import apply_security, missing_quotas, plan_security
 
     with _reach(config, overrides) as (settings, connection):
-        _show(
-            (plan_removal if withdraw else plan_security)(settings, connection),
-            {} if withdraw else missing_quotas(settings, connection),
-        )
-        question = (
-            f"take these, and the secrets of run {settings.run.id}, away?"
-            if withdraw
-            else "apply these changes?"
-        )
+        _show(plan_security(settings, connection), missing_quotas(settings, connection))
         if dry_run:
             return 0
-        if not agreed(question, yes=yes):
+        if not agreed("apply these changes?", yes=yes):
             return 6
-        if not withdraw:
-            apply_security(settings, connection)
+        apply_security(settings, connection)
+        return 0
+
+
+def _withdraw(config: Path, overrides: tuple[str, ...], *, dry_run: bool, yes: bool) -> int:
+    """Show what the cluster has of the run, ask, and take it off the cluster and out of the
+    folder.
+    """
+    from relax_events.ops.security import plan_removal, remove_security
+
+    with _reach(config, overrides) as (settings, connection):
+        _show(plan_removal(settings.run, connection), {})
+        if dry_run:
             return 0
+        if not agreed(f"take these, and the secrets of run {settings.run.id}, away?", yes=yes):
+            return 6
         for file in remove_security(settings, connection):
             print(f"deleted {file}", file=sys.stderr)
         return 0
@@ -163,15 +153,15 @@ def _show(changes: SecurityChanges, quotas: Mapping[QuotaEntity, Mapping[str, fl
 
 
 def quota(
-    config: Path,
-    *overrides: str,
+    config: RunFile,
+    *overrides: Overrides,
     bytes_per_second: float | None = None,
     request_percentage: float | None = None,
     mutations_per_second: float | None = None,
     remove: bool = False,
     dry_run: bool = False,
-    yes: bool = False,
-    output: Literal["table", "json"] = "table",
+    yes: Yes = False,
+    output: Output = "table",
 ) -> int:
     """Show or set what each principal of a run may ask of each broker, so that runs share a
     cluster.
@@ -179,74 +169,58 @@ def quota(
     Example: relax broker quota configs/quickstart.toml --bytes-per-second 50e6 --dry-run
 
     Args:
-        config: The run file, TOML.
-        overrides: section.key=value, overrides the run file.
         bytes_per_second: To write, and to read; for each user of the run, or for each worker by its
             client id on a cluster without users.
         request_percentage: Of the time of one of the broker's threads; 200 is two threads.
         mutations_per_second: Partitions that are made, added or deleted.
         remove: Take all quotas away.
         dry_run: Show what would be set and set nothing.
-        yes: Don't ask.
-        output: A table to read, or JSON for programs.
     """
-    from relax_events.cli.output import print_json, print_table
     from relax_events.config import load_run_config
-    from relax_events.errors import ConfigError
-    from relax_events.kafka.protocol.quotas import (
-        MUTATION_RATE,
-        QUOTA_NAMES,
-        RATES,
-        REQUEST_PERCENTAGE,
-        read_quotas,
-        write_quotas,
-    )
-    from relax_events.ops.security import quota_connection, quota_entities
+    from relax_events.kafka.protocol.quotas import read_quotas, write_quotas
+    from relax_events.ops.security import choose_quotas, quota_connection, quota_entities
     from relax_events.session.broker_address import locate_broker
 
-    given = {
-        "bytes_per_second": bytes_per_second,
-        "request_percentage": request_percentage,
-        "mutations_per_second": mutations_per_second,
-    }
-    for name, value in given.items():
-        if value is not None and (remove or value <= 0):
-            raise ConfigError(
-                f"{name} must be above 0 and go without --remove, got {value:g}; --remove alone "
-                "takes quotas away"
-            )
-    values = {
-        **dict.fromkeys(RATES, bytes_per_second),
-        REQUEST_PERCENTAGE: request_percentage,
-        MUTATION_RATE: mutations_per_second,
-    }
-    wanted: dict[str, float | None] = (
-        dict.fromkeys(QUOTA_NAMES)
-        if remove
-        else {name: value for name, value in values.items() if value is not None}
+    wanted = choose_quotas(
+        bytes_per_second=bytes_per_second,
+        request_percentage=request_percentage,
+        mutations_per_second=mutations_per_second,
+        remove=remove,
     )
     with locate_broker(load_run_config(config, overrides), by="relax broker quota") as settings:
         connection, entities = quota_connection(settings), quota_entities(settings)
-        found = read_quotas(connection, entities)
-        after = {f"{name} wanted": value for name, value in wanted.items()}
-        rows = [
-            {
-                entity.kind: entity.name,
-                **{name: found.get(entity, {}).get(name) for name in QUOTA_NAMES},
-                **after,
-            }
-            for entity in entities
-        ]
-        if output == "json":
-            print_json(rows)
-        else:
-            print_table(
-                list(rows[0]),
-                [["none" if value is None else value for value in row.values()] for row in rows],
-            )
+        _show_quotas(entities, read_quotas(connection, entities), wanted, output)
         if not wanted or dry_run:
             return 0
         if not agreed("set these quotas?", yes=yes):
             return 6
         write_quotas(connection, entities, wanted)
         return 0
+
+
+def _show_quotas(
+    entities: Sequence[QuotaEntity],
+    found: Mapping[QuotaEntity, Mapping[str, float]],
+    wanted: Mapping[str, float | None],
+    output: Output,
+) -> None:
+    """Show the quotas of each principal as they are, beside those that would be set."""
+    from relax_events.cli.output import print_json, print_table
+    from relax_events.kafka.protocol.quotas import QUOTA_NAMES
+
+    after = {f"{name} wanted": value for name, value in wanted.items()}
+    rows = [
+        {
+            entity.kind: entity.name,
+            **{name: found.get(entity, {}).get(name) for name in QUOTA_NAMES},
+            **after,
+        }
+        for entity in entities
+    ]
+    if output == "json":
+        print_json(rows)
+        return
+    print_table(
+        list(rows[0]),
+        [["none" if value is None else value for value in row.values()] for row in rows],
+    )

@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
+
+from relax_events.cli.parameters import Output, Overrides, RewardOptions, RunFile, Versions
 
 if TYPE_CHECKING:
-    from relax_events.config import RewardConfig
+    from relax_events.config import RewardConfig, RunConfig
     from relax_events.history.samples.rescoring import RescoringProgress
     from relax_events.history.samples.score_comparison import Comparison
 
@@ -18,16 +19,16 @@ CHECK_FOUND = 6
 
 
 def rescore(
-    config: Path,
-    *overrides: str,
+    config: RunFile,
+    *overrides: Overrides,
     reward: str,
-    option: list[str] | None = None,
+    option: RewardOptions = None,
     name: str | None = None,
-    version: str = "",
+    version: Versions = "",
     workers: int | None = None,
     threshold: float = 0.5,
     fail_below: float | None = None,
-    output: Literal["table", "json"] = "table",
+    output: Output = "table",
 ) -> int:
     """Run another reward function over a run's samples, keep its scores on a topic of their own,
     and compare the two.
@@ -38,35 +39,25 @@ def rescore(
     options, weights and routes are those of the run's own function, and hold for that one only.
 
     Args:
-        config: The run file, TOML.
-        overrides: section.key=value, overrides the run file.
         reward: A name that `relax rewards list` knows, or path/to/file.py:function.
-        option: A setting of the function, NAME=VALUE; may be given several times.
         name: Of the scores, for their topic `reward.scores.NAME`; by default after the function.
-        version: Only samples of these policy versions: 3, 3..7, 3.. or ..7.
         workers: Child processes that run the function; by default `reward.processes`.
         threshold: Rewards from here on count as good, for the agreement.
         fail_below: Exit with 6 when Pearson's correlation is below this, or does not exist.
-        output: A table to read, or JSON for programs.
     """
     from relax_events.cli.output import print_json
     from relax_events.cli.run_reader import note_unreadable, open_run_log
     from relax_events.history.samples.filter import parse_bounds
     from relax_events.history.samples.rescoring import default_scores_name
     from relax_events.history.samples.rescoring import rescore as rescore_run
+    from relax_events.rewards.trial import replace_function
 
-    versions, topic_name = (
-        parse_bounds(version, flag="--version"),
-        name or default_scores_name(reward),
-    )
+    versions = parse_bounds(version, flag="--version")
+    topic_name = name or default_scores_name(reward)
     with open_run_log(config, overrides, name="rescore") as log:
-        run = log.config.reward
-        if log.config.is_replay:  # its run file repeats the settings of its parent
-            run = run.model_copy(update={"function": "", "environment": ()})
-        settings = settings_for(run, reward, option or [], workers=workers)
         result = rescore_run(
             log,
-            settings,
+            replace_function(_find_limits(log.config), reward, option or [], workers=workers),
             name=topic_name,
             versions=versions,
             threshold=threshold,
@@ -78,49 +69,17 @@ def rescore(
         print_json({"topic": topic, **asdict(result)})
     else:
         print_comparison(result, topic=topic)
-    return (
-        CHECK_FOUND
-        if fail_below is not None and (result.pearson is None or result.pearson < fail_below)
-        else 0
-    )
+    is_low = fail_below is not None and (result.pearson is None or result.pearson < fail_below)
+    return CHECK_FOUND if is_low else 0
 
 
-def settings_for(
-    run: RewardConfig, function: str, given: list[str], *, workers: int | None
-) -> RewardConfig:
-    """Return the run's limits with another function, or with its own and its options changed.
-
-    Raises:
-        ConfigError: What was given is not NAME=VALUE, or holds a secret or sends one where it may
-            not.
+def _find_limits(config: RunConfig) -> RewardConfig:
+    """Return the run's reward section; without its own function for a replay, whose run file
+    repeats the settings of its parent.
     """
-    from pydantic import ValidationError
-
-    from relax_events.config import RewardConfig
-    from relax_events.config.addresses import refuse_logins
-    from relax_events.config.loading import read_value
-    from relax_events.errors import ConfigError
-
-    if wrong := [text for text in given if not text.partition("=")[0] or "=" not in text]:
-        raise ConfigError(f"--option must be NAME=VALUE, got {wrong[0]!r}")
-    options = {
-        name: read_value(value) for name, _, value in (text.partition("=") for text in given)
-    }
-    is_same = function == run.function
-    changes = {
-        "function": function,
-        "options": (run.options if is_same else {}) | options,
-        "processes": workers or run.processes,
-    }
-    refuse_logins({"reward": {"options": options}})
-    try:
-        return RewardConfig.model_validate(
-            dict(run) | changes | ({} if is_same else {"weights": {}, "routes": {}})
-        )
-    except ValidationError as error:
-        raise ConfigError(
-            f"reward: {error.errors()[0]['msg'].removeprefix('Value error, ')}"
-        ) from None
+    if config.is_replay:
+        return config.reward.model_copy(update={"function": "", "environment": ()})
+    return config.reward
 
 
 class ProgressLines:

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from cyclopts import App
+
+from relax_events.cli.parameters import (
+    DEFAULT_BROKER,
+    BrokerOptions,
+    Output,
+    RewardName,
+    RewardOptions,
+    Versions,
+)
 
 if TYPE_CHECKING:
     from relax_events.config import RewardConfig, RunConfig
     from relax_events.history.run_log import RunLog
     from relax_events.rewards.comparison import DifferenceCounts, Differences
-    from relax_events.rewards.trial import ScoredCompletion
+    from relax_events.rewards.pool import RewardItem
 
 LINE_SECONDS = 5.0
-Output = Literal["table", "json"]
 CHECK_FOUND = 6
 app = App(
     name="rewards",
@@ -34,9 +42,6 @@ def list_rewards(*, output: Output = "table") -> None:
     """List the rewards that are installed, with what each checks.
 
     Example: relax rewards list
-
-    Args:
-        output: A table to read, or JSON for programs.
     """
     from relax_events.cli.output import print_json, print_table
     from relax_events.rewards.registry import describe_reward, reward_names
@@ -53,54 +58,36 @@ def list_rewards(*, output: Output = "table") -> None:
 
 
 @app.command
-def show(name: str, *, output: Output = "table") -> None:
+def show(name: RewardName, *, output: Output = "table") -> None:
     """Show a reward: what it gives, the metadata it reads, its options, its source.
 
     Example: relax rewards show math
 
     This loads the file of a reward of your own.
-
-    Args:
-        name: Of an installed reward, or path/to/file.py:function.
-        output: Text to read, or JSON for programs.
     """
     from dataclasses import asdict
 
-    from relax_events.cli.output import print_json, print_table
+    from relax_events.cli.output import print_json
+    from relax_events.cli.reward_rendering import print_description
     from relax_events.rewards.registry import describe_reward
 
     found = describe_reward(name)
     if output == "json":
         print_json(asdict(found))
-        return
-    print(f"{found.name}: scores {found.scores}\n\n{found.text}")
-    if found.failures:
-        print("\nFailures")
-        print("\n".join(found.failures))
-    if found.metadata:
-        print("\nMetadata that it reads")
-        print_table(["key", "what"], [list(pair) for pair in found.metadata.items()])
-    if found.options:
-        print("\nOptions, for [reward.options]")
-        rows = [
-            [option.name, option.kind, "required" if option.is_required else repr(option.default)]
-            for option in found.options
-        ]
-        print_table(["option", "type", "default"], rows)
-    if found.source:
-        print(f"\nSource: {found.source}")
+    else:
+        print_description(found)
 
 
 @app.command
 def score(
-    name: str,
+    name: RewardName,
     *,
     completion: str | None = None,
     answer: str = "",
     prompt: str = "",
     metadata: str = "{}",
     jsonl: Path | None = None,
-    option: list[str] | None = None,
+    option: RewardOptions = None,
     output: Output = "table",
 ) -> int:
     """Score completions as a run would, and show the answer that was found in each and why it is
@@ -111,24 +98,26 @@ def score(
     The exit code is 6 when a completion could not be scored.
 
     Args:
-        name: Of an installed reward, or path/to/file.py:function.
         completion: What a model wrote; - reads it from stdin.
         answer: The reference answer.
         prompt: Text of the prompt.
         metadata: Of the sample, a JSON object.
         jsonl: Instead of these a file with an object a line: completion, answer, prompt, metadata.
-        option: A setting of the function, NAME=VALUE; may be given several times.
-        output: Text to read, or JSON for programs.
     """
     import sys
     from dataclasses import asdict
 
     from relax_events.cli.output import print_json
-    from relax_events.cli.rescore import settings_for
+    from relax_events.cli.reward_rendering import print_all_tried, print_tried
     from relax_events.config import RewardConfig
     from relax_events.errors import ConfigError
     from relax_events.rewards.pool import RewardItem
-    from relax_events.rewards.trial import parse_metadata, read_items, try_reward
+    from relax_events.rewards.trial import (
+        parse_metadata,
+        read_items,
+        replace_function,
+        try_reward,
+    )
 
     if (completion is None) == (jsonl is None):
         raise ConfigError("give either --completion or --jsonl")
@@ -137,7 +126,7 @@ def score(
     else:
         text = sys.stdin.read() if completion == "-" else completion or ""
         items = [RewardItem("1", text, answer, parse_metadata(metadata, "--metadata"), prompt)]
-    tried = try_reward(settings_for(RewardConfig(), name, option or [], workers=None), items)
+    tried = try_reward(replace_function(RewardConfig(), name, option or []), items)
     if output == "json":
         print_json([asdict(one) for one in tried])
     elif jsonl is None:
@@ -149,20 +138,18 @@ def score(
 
 @app.command
 def compare(
-    first: str,
-    second: str,
+    first: RewardName,
+    second: RewardName,
     *,
     run: str = "",
     jsonl: Path | None = None,
     first_option: list[str] | None = None,
     second_option: list[str] | None = None,
-    version: str = "",
+    version: Versions = "",
     threshold: float | None = None,
     limit: int = 10,
     trust_source: bool = False,
-    config: Path | None = None,
-    bootstrap_servers: str = "",
-    directory: Path = Path(".relax"),
+    broker: BrokerOptions = DEFAULT_BROKER,
     output: Output = "table",
 ) -> None:
     """Score the samples of a run by two reward functions, count where they differ, and show
@@ -174,158 +161,116 @@ def compare(
     file, where the run is named by its id the defaults; the run's own function has its options.
 
     Args:
-        first: An installed reward, or path/to/file.py:function.
-        second: The other one.
         run: Id of the run, or its run file.
         jsonl: Instead of a run a file with an object a line: completion, answer, prompt, metadata.
         first_option: A setting of the first function, NAME=VALUE; may be given several times.
         second_option: A setting of the second function.
-        version: Only samples of these policy versions: 3, 3..7, 3.. or ..7.
         threshold: Rewards from here on count as good, and only good and bad differ; without it the
             rewards themselves are compared.
         limit: So many examples, evenly selected from all.
         trust_source: Don't ask about what the options of the run's own function name, where only
             the run's log says them.
-        config: A run file whose broker is meant.
-        bootstrap_servers: The cluster that is meant, as host:port,host:port.
-        directory: Folder of the embedded broker, unless another option names a broker.
-        output: Text to read, or JSON for programs.
     """
-    from dataclasses import asdict
-
-    from relax_events.cli.output import print_json
-    from relax_events.cli.rescore import settings_for
+    from relax_events.cli.reward_rendering import show_differences
     from relax_events.errors import ConfigError
-    from relax_events.history.samples.filter import parse_bounds
 
     if bool(run) == (jsonl is not None):
         raise ConfigError("give either --run or --jsonl")
     if limit < 0:
         raise ConfigError(f"--limit must be >= 0, got {limit}")
-    versions = parse_bounds(version, flag="--version")
-
-    def sides(section: RewardConfig) -> tuple[RewardConfig, RewardConfig]:
-        return (
-            settings_for(section, first, first_option or [], workers=None),
-            settings_for(section, second, second_option or [], workers=None),
-        )
-
-    if jsonl is not None:
-        if version:
-            raise ConfigError("--version selects samples of a run; leave it out with --jsonl")
-        found = _compare_file(sides, jsonl, threshold=threshold, limit=limit)
+    pair = _RewardPair(
+        first,
+        second,
+        first_option or [],
+        second_option or [],
+        threshold=threshold,
+        num_examples=limit,
+    )
+    if jsonl is None:
+        found = _compare_run(pair, run, broker, version=version, trusts=trust_source)
+    elif version:
+        raise ConfigError("--version selects samples of a run; leave it out with --jsonl")
     else:
-        broker = Broker(config, bootstrap_servers, directory)
-        found = _compare_run(
-            sides,
-            run,
-            (first, second),
-            broker,
-            versions=versions,
-            threshold=threshold,
-            limit=limit,
-            trusts=trust_source,
-        )
-    if output == "json":
-        print_json(asdict(found))
-    else:
-        print_differences(found)
-
-
-Sides = Callable[["RewardConfig"], tuple["RewardConfig", "RewardConfig"]]
-"""Return the settings of both functions, given the reward section that holds the limits."""
+        found = _compare_file(pair, jsonl)
+    show_differences(found, output)
 
 
 @dataclass(frozen=True, slots=True)
-class Broker:
-    """The options that select a broker."""
+class _RewardPair:
+    """Two reward functions with their options, and how they are compared."""
 
-    config: Path | None
-    bootstrap_servers: str
-    directory: Path
+    first: str
+    second: str
+    first_options: Sequence[str]
+    second_options: Sequence[str]
+    threshold: float | None
+    num_examples: int
+
+    def compare(self, limits: RewardConfig, items: Iterable[RewardItem]) -> Differences:
+        """Score completions by both functions.
+
+        Args:
+            limits: The reward section that holds the limits.
+            items: The completions.
+        """
+        from relax_events.rewards.comparison import compare_rewards
+        from relax_events.rewards.trial import replace_function
+
+        return compare_rewards(
+            replace_function(limits, self.first, self.first_options),
+            replace_function(limits, self.second, self.second_options),
+            items,
+            threshold=self.threshold,
+            limit=self.num_examples,
+            report=CountLines(),
+        )
 
 
-def _compare_file(sides: Sides, jsonl: Path, *, threshold: float | None, limit: int) -> Differences:
+def _compare_file(pair: _RewardPair, jsonl: Path) -> Differences:
     """Compare both functions on the completions of a file."""
     from relax_events.config import RewardConfig
-    from relax_events.rewards.comparison import compare_rewards
     from relax_events.rewards.trial import read_items
 
-    return compare_rewards(
-        *sides(RewardConfig()),
-        read_items(jsonl),
-        threshold=threshold,
-        limit=limit,
-        report=CountLines(),
-    )
+    return pair.compare(RewardConfig(), read_items(jsonl))
 
 
 def _compare_run(
-    sides: Sides,
-    run: str,
-    names: tuple[str, str],
-    broker: Broker,
-    *,
-    versions: tuple[float, float],
-    threshold: float | None,
-    limit: int,
-    trusts: bool,
+    pair: _RewardPair, run: str, broker: BrokerOptions, *, version: str, trusts: bool
 ) -> Differences:
     """Compare both functions on the samples of a run."""
     from relax_events.cli.run_reader import note_unreadable
+    from relax_events.history.samples.filter import parse_bounds
     from relax_events.history.samples.reader import read_generated_samples
-    from relax_events.rewards.comparison import compare_rewards
     from relax_events.rewards.scoring import build_reward_item
 
-    with _opened(
-        run,
-        config=broker.config,
-        bootstrap_servers=broker.bootstrap_servers,
-        directory=broker.directory,
-    ) as log:
-        section = _section_of(
-            log.config,
-            run,
-            names,
-            config=broker.config,
-            directory=broker.directory,
-            trusts=trusts,
-        )
+    versions = parse_bounds(version, flag="--version")
+    with _open_log(run, broker) as log:
+        section = _find_section(log.config, run, pair, broker, trusts=trusts)
         items = (build_reward_item(sample) for sample in read_generated_samples(log, versions))
-        found = compare_rewards(
-            *sides(section), items, threshold=threshold, limit=limit, report=CountLines()
-        )
+        found = pair.compare(section, items)
         note_unreadable(log)
     return found
 
 
 @contextmanager
-def _opened(
-    run: str, *, config: Path | None, bootstrap_servers: str, directory: Path
-) -> Iterator[RunLog]:
+def _open_log(run: str, broker: BrokerOptions) -> Iterator[RunLog]:
     """Open the log of a run that is named by its run file or by its id."""
-    from relax_events.cli.run_reader import is_run_file, open_run, open_run_log
+    from relax_events.cli.run_reader import is_run_file, open_run_log
     from relax_events.history.run_log import RunLog
 
     if is_run_file(run):
         with open_run_log(Path(run), (), name="rewards") as log:
             yield log
         return
-    named = open_run(
-        run, config=config, bootstrap_servers=bootstrap_servers, directory=directory, name="rewards"
-    )
-    with named as settings, RunLog(settings, name="rewards") as log:
+    with (
+        broker.open_run(run, name="rewards") as settings,
+        RunLog(settings, name="rewards") as log,
+    ):
         yield log
 
 
-def _section_of(
-    settings: RunConfig,
-    run: str,
-    names: tuple[str, str],
-    *,
-    config: Path | None,
-    directory: Path,
-    trusts: bool,
+def _find_section(
+    settings: RunConfig, run: str, pair: _RewardPair, broker: BrokerOptions, *, trusts: bool
 ) -> RewardConfig:
     """Return the reward section to use: of the caller's run file, or of the log where one of the
     functions is the run's own and the user accepts it.
@@ -343,14 +288,15 @@ def _section_of(
 
     if is_run_file(run) and not settings.is_replay:
         return settings.reward
-    if (
-        is_run_file(run) or settings.reward.function not in names
+    if is_run_file(run) or settings.reward.function not in (
+        pair.first,
+        pair.second,
     ):  # the run file of a replay repeats the settings of its parent
         return RewardConfig()
-    named = load_run_config(config) if config is not None else None
+    named = load_run_config(broker.config) if broker.config is not None else None
     return require_trusted_reward(
         settings,
-        own=read_own_run_files(directory, run, named=named),
+        own=read_own_run_files(broker.directory, run, named=named),
         accept=partial(accept_source, trusts=trusts),
     )
 
@@ -371,93 +317,3 @@ class CountLines:
                 f"{counts.num_samples} samples compared, {counts.num_differ} differ",
                 file=sys.stderr,
             )
-
-
-def print_differences(found: Differences) -> None:
-    """Print the counts, and each example with what both functions have read from it."""
-    from relax_events.cli.output import print_pairs
-    from relax_events.cli.run_reader import excerpt
-    from relax_events.printable import printable
-
-    counts = found.counts
-    rule = "" if found.threshold is None else f", by the side of {found.threshold:g}"
-    print_pairs(
-        {
-            "first": found.first,
-            "second": found.second,
-            "samples": counts.num_samples,
-            "agree": counts.num_agree,
-            "differ": (
-                f"{counts.num_differ}{rule}; first higher {counts.num_first_higher}, second "
-                f"higher {counts.num_second_higher}"
-            ),
-            "failed": (
-                f"{counts.num_first_failed} of the first, {counts.num_second_failed} of the "
-                f"second, {counts.num_both_failed} of both"
-            ),
-        }
-    )
-    for example in found.examples:
-        print(f"\nsample {excerpt(example.sample_id, 200)}")
-        print_pairs(
-            {
-                "reference": excerpt(example.answer, 200),
-                "completion ends": excerpt(example.completion_end[-120:], 200),
-            },
-            indent=2,
-        )
-        print_pairs(
-            {
-                "first": printable(_format_score(example.first)),
-                "second": printable(_format_score(example.second)),
-            },
-            indent=2,
-        )
-
-
-def _format_score(one: ScoredCompletion) -> str:
-    """Format what a function returned, and what it has read."""
-    from relax_events.cli.run_reader import excerpt
-
-    if one.reward is None:
-        return f"failed: {excerpt(one.error or '', 200)}"
-    parts = [
-        f"{one.reward:g}",
-        excerpt(one.answer or "", 80),
-        one.location or "",
-        excerpt(one.why or "", 200),
-    ]
-    return ": ".join(part for part in parts if part)
-
-
-def print_tried(one: ScoredCompletion) -> None:
-    """Print the result of one completion."""
-    from relax_events.cli.output import print_pairs
-
-    fields = {
-        "reward": one.reward,
-        **one.components,
-        "error": one.error,
-        "answer": one.answer,
-        "found": one.location,
-        "why": one.why,
-    }
-    print_pairs({key: value for key, value in fields.items() if value is not None})
-
-
-def print_all_tried(tried: Sequence[ScoredCompletion]) -> None:
-    """Print a line for each completion."""
-    from relax_events.cli.output import print_table
-    from relax_events.cli.run_reader import excerpt
-
-    rows = [
-        [
-            one.sample_id,
-            "" if one.reward is None else f"{one.reward:g}",
-            excerpt(one.answer or "", 40),
-            one.location or "",
-            excerpt(one.error or one.why or "", 80),
-        ]
-        for one in tried
-    ]
-    print_table(["line", "reward", "answer", "found", "why"], rows)

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
 from relax_events.cli.output import accept_source, agreed
+from relax_events.cli.parameters import (
+    DEFAULT_BROKER,
+    BrokerOptions,
+    Output,
+    Overrides,
+    RunFile,
+    Yes,
+)
+from relax_events.cli.run_reader import clock_time
 
 if TYPE_CHECKING:
     from relax_events.history.cluster import Cluster
@@ -23,29 +32,26 @@ app = App(
     name="runs",
     help="Look back at the runs of a cluster, and train from them.\n\nExample: relax runs list",
 )
-Output = Literal["table", "json"]
-Config = Annotated[Path | None, Parameter(help="A run file whose broker is meant.")]
-Servers = Annotated[str, Parameter(help="The cluster that is meant, as host:port,host:port.")]
-Directory = Annotated[Path, Parameter(help="Where runs and the embedded broker keep their files.")]
-HOME = Path(".relax")
+SourceOverrides = Annotated[
+    str, Parameter(help="section.key=value, laid over the source's settings.")
+]
+TrustSource = Annotated[
+    bool,
+    Parameter(
+        help=(
+            "Don't ask about code, programs, addresses and files that the source's log names and "
+            "no run file here does."
+        )
+    ),
+]
 STOP_MARGIN_SECONDS = 15.0
 """How much longer than they may take to drain one waits for workers: the command has to reach them,
 their goodbye us."""
 
 
-def _cluster(config: Path | None, bootstrap_servers: str, directory: Path) -> Cluster:
-    from relax_events.history.cluster import Cluster
-
-    return Cluster.from_options(
-        config=config, bootstrap_servers=bootstrap_servers, directory=directory
-    )
-
-
 @contextmanager
-def _connection(
-    config: Path | None, bootstrap_servers: str, directory: Path
-) -> Iterator[Connection]:
-    cluster = _cluster(config, bootstrap_servers, directory)
+def _connection(broker: BrokerOptions) -> Iterator[Connection]:
+    cluster = broker.cluster()
     with cluster.running(by="relax runs"):
         yield cluster.connection(name="runs")
 
@@ -55,9 +61,7 @@ def list_runs(
     run_file: Path | None = None,
     /,
     *,
-    config: Config = None,
-    bootstrap_servers: Servers = "",
-    directory: Directory = HOME,
+    broker: BrokerOptions = DEFAULT_BROKER,
     output: Output = "table",
 ) -> None:
     """Show the runs of a cluster: their progress, whether they are still running, what they started
@@ -67,15 +71,11 @@ def list_runs(
 
     Args:
         run_file: A run file whose broker is meant, as --config.
-        config: A run file whose broker is meant.
-        bootstrap_servers: The cluster that is meant, as host:port,host:port.
-        directory: Folder of the embedded broker, unless another option names a broker.
-        output: A table to read, or JSON for programs.
     """
     from relax_events.cli.output import print_json, print_table
     from relax_events.history.runs.listing import read_runs
 
-    with _connection(config or run_file, bootstrap_servers, directory) as connection:
+    with _connection(replace(broker, config=broker.config or run_file)) as connection:
         rows = [_row(run) for _, run in sorted(read_runs(connection).items())]
     if output == "json":
         print_json(rows)
@@ -100,16 +100,14 @@ def _row(run: RunSummary) -> dict[str, Any]:
 
 
 def _time(micros: int) -> str:
-    return datetime.fromtimestamp(micros / 1e6, UTC).strftime("%Y-%m-%d %H:%M:%S") if micros else ""
+    return clock_time(micros) if micros else ""
 
 
 @app.command
 def show(
     run_id: str,
     *,
-    config: Config = None,
-    bootstrap_servers: Servers = "",
-    directory: Directory = HOME,
+    broker: BrokerOptions = DEFAULT_BROKER,
     output: Output = "table",
 ) -> None:
     """Show a run from its log: settings, outcomes, metrics by step, and the versions from which
@@ -119,16 +117,12 @@ def show(
 
     Args:
         run_id: The run.
-        config: A run file whose broker is meant.
-        bootstrap_servers: The cluster that is meant, as host:port,host:port.
-        directory: Folder of the embedded broker, unless another option names a broker.
-        output: A table to read, or JSON for programs.
     """
     from relax_events.cli.output import print_json, print_pairs, print_table
     from relax_events.history.runs.details import details_as_dict, read_details
     from relax_events.history.runs.listing import read_run
 
-    with _connection(config, bootstrap_servers, directory) as connection:
+    with _connection(broker) as connection:
         tree = details_as_dict(read_details(connection, read_run(connection, run_id)))
         if output == "json":
             print_json(tree)
@@ -152,15 +146,8 @@ def show(
 def stop(
     run: str,
     *,
-    timeout: Annotated[
-        float,
-        Parameter(
-            help="Seconds to wait for the workers; by default as long as they may take to drain."
-        ),
-    ] = 0.0,
-    config: Config = None,
-    bootstrap_servers: Servers = "",
-    directory: Directory = HOME,
+    timeout: float = 0.0,
+    broker: BrokerOptions = DEFAULT_BROKER,
     output: Output = "table",
 ) -> int:
     """Ask all workers of a run to drain, wherever they run, and wait for it; exit code 6 when some
@@ -170,22 +157,14 @@ def stop(
 
     Args:
         run: Id of the run, or its run file.
-        timeout: How long to wait for the workers, in seconds; 0 stands for `workers.drain_seconds`
-            and 15 s more.
-        config: A run file whose broker is meant.
-        bootstrap_servers: The cluster that is meant, as host:port,host:port.
-        directory: Folder of the embedded broker, unless another option names a broker.
-        output: A text to read, or JSON for programs.
+        timeout: Seconds to wait for the workers; 0 is `workers.drain_seconds` and 15 s more.
     """
     from dataclasses import asdict
 
     from relax_events.cli.output import print_json
-    from relax_events.cli.run_reader import open_run
     from relax_events.history.live_run import stop_run
 
-    with open_run(
-        run, name="stop", config=config, bootstrap_servers=bootstrap_servers, directory=directory
-    ) as settings:
+    with broker.open_run(run, name="stop") as settings:
         done = stop_run(
             settings,
             timeout_seconds=timeout or settings.workers.drain_seconds + STOP_MARGIN_SECONDS,
@@ -207,11 +186,9 @@ def _format_metric(value: float | None) -> str:
 
 @app.command
 def timeline(
-    config: Path,
-    *overrides: str,
-    out: Annotated[Path, Parameter(name=["--out", "-o"], help="The file to write.")] = Path(
-        "trace.json"
-    ),
+    config: RunFile,
+    *overrides: Overrides,
+    out: Annotated[Path, Parameter(name=["--out", "-o"])] = Path("trace.json"),
 ) -> None:
     """Write a run's steps with their phases, versions, evaluations and commands as a trace that
     ui.perfetto.dev opens.
@@ -219,8 +196,6 @@ def timeline(
     Example: relax runs timeline configs/quickstart.toml --out trace.json
 
     Args:
-        config: The run file.
-        overrides: section.key=value, overrides the run file.
         out: The file to write; one that is there is replaced.
     """
     import orjson
@@ -238,12 +213,10 @@ def timeline(
 def delete(
     run_id: str,
     *,
-    config: Config = None,
-    bootstrap_servers: Servers = "",
-    directory: Directory = HOME,
+    broker: BrokerOptions = DEFAULT_BROKER,
     force: bool = False,
     dry_run: bool = False,
-    yes: bool = False,
+    yes: Yes = False,
     output: Output = "table",
 ) -> int:
     """Delete a run's topics, groups and objects, and nothing else; logs and reports in its
@@ -253,18 +226,13 @@ def delete(
 
     Args:
         run_id: The run.
-        config: A run file whose broker is meant.
-        bootstrap_servers: The cluster that is meant, as host:port,host:port.
-        directory: Folder of the embedded broker, unless another option names a broker.
         force: Also a run with live workers, or whose rollouts another run replays.
         dry_run: Show what would go and delete nothing.
-        yes: Don't ask.
-        output: A table to read, or JSON for programs.
     """
     from relax_events.history.runs.deletion import delete_run, plan_deletion, require_deletable
     from relax_events.history.runs.listing import read_run, read_runs
 
-    cluster = _cluster(config, bootstrap_servers, directory)
+    cluster = broker.cluster()
     with cluster.running(by="relax runs"):
         connection = cluster.connection(name="runs")
         deletion = plan_deletion(connection, run_id, run_file=cluster.run_file)
@@ -307,16 +275,14 @@ def _show_deletion(deletion: Deletion, output: Output) -> None:
 def replay(
     source: str,
     new: str,
-    *overrides: str,
+    *overrides: SourceOverrides,
     from_version: int = -1,
     until_version: int = -1,
     follow: bool = False,
     scores: str = "",
     verify: bool = False,
-    trust_source: bool = False,
-    config: Config = None,
-    bootstrap_servers: Servers = "",
-    directory: Directory = HOME,
+    trust_source: TrustSource = False,
+    broker: BrokerOptions = DEFAULT_BROKER,
 ) -> int:
     """Train again on the rollouts that a run's log holds, as they were or with other settings;
     nothing is generated.
@@ -326,18 +292,11 @@ def replay(
     Args:
         source: The run whose rollouts and weights are taken.
         new: Id of the run that is made; the same command resumes it.
-        overrides: section.key=value, laid over the source's settings.
         from_version: The source's version to start from; -1 is its first.
         until_version: The version to end at; -1 is the end of the source's log.
         follow: Follow a running parent, and end after it: a second learner.
         scores: Rewards of a rescoring, by its name, in place of the recorded ones.
         verify: Compare every step with the recorded one, bit for bit; exit code 6 when one differs.
-        trust_source: Don't ask about code, programs, addresses and files that the source's log
-            names and no run file here does.
-        config: A run file whose broker is meant.
-        bootstrap_servers: The cluster that is meant, as host:port,host:port.
-        directory: Where runs are kept, and the embedded broker unless one of the other two says
-            where to look.
     """
     from relax_events.history.runs.forking import ParentChoice
 
@@ -350,7 +309,7 @@ def replay(
         scores=scores,
     )
     return _train(
-        _cluster(config, bootstrap_servers, directory),
+        broker.cluster(),
         new,
         choice,
         overrides,
@@ -363,13 +322,11 @@ def replay(
 def fork(
     source: str,
     new: str,
-    *overrides: str,
+    *overrides: SourceOverrides,
     at_version: int = -1,
     from_log: bool = False,
-    trust_source: bool = False,
-    config: Config = None,
-    bootstrap_servers: Servers = "",
-    directory: Directory = HOME,
+    trust_source: TrustSource = False,
+    broker: BrokerOptions = DEFAULT_BROKER,
 ) -> int:
     """Start an independent run from another's weights, at the same position of the data, with other
     settings.
@@ -379,16 +336,9 @@ def fork(
     Args:
         source: The run whose weights are taken.
         new: Id of the run that is made; the same command resumes it.
-        overrides: section.key=value, laid over the source's settings.
         at_version: The source's version to start from; -1 is its newest.
         from_log: Train the recorded rollouts up to that version with the new settings instead: a
             replay, to be forked in turn.
-        trust_source: Don't ask about code, programs, addresses and files that the source's log
-            names and no run file here does.
-        config: A run file whose broker is meant.
-        bootstrap_servers: The cluster that is meant, as host:port,host:port.
-        directory: Where runs are kept, and the embedded broker unless one of the other two says
-            where to look.
     """
     from relax_events.history.runs.forking import ParentChoice
 
@@ -397,7 +347,7 @@ def fork(
         ParentChoice(source, "replay", until_version=at_version),
     )
     return _train(
-        _cluster(config, bootstrap_servers, directory),
+        broker.cluster(),
         new,
         recorded if from_log else live,
         overrides,

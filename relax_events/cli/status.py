@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
+
+from relax_events.cli.parameters import DEFAULT_BROKER, BrokerOptions
 
 if TYPE_CHECKING:
     from relax_events.reports.status import RunStatus
@@ -16,9 +17,7 @@ def status(
     run: str,
     *,
     once: bool = False,
-    config: Path | None = None,
-    bootstrap_servers: str = "",
-    directory: Path = Path(".relax"),
+    broker: BrokerOptions = DEFAULT_BROKER,
     output: Literal["table", "json"] = "table",
 ) -> None:
     """Show the progress of a run: live on a terminal until it ends or Ctrl-C, else once. The run is
@@ -29,18 +28,13 @@ def status(
     Args:
         run: Id of the run, or its run file.
         once: Show it once on a terminal, too.
-        config: A run file whose broker is meant.
-        bootstrap_servers: The cluster that is meant, as host:port,host:port.
-        directory: Folder of the embedded broker, unless another option names a broker.
         output: A table to read, or JSON for programs, which is shown once.
     """
     from relax_events.cli.output import print_json
-    from relax_events.cli.run_reader import open_run, reader_may_leave
+    from relax_events.cli.run_reader import reader_may_leave
     from relax_events.reports.status import StatusReader
 
-    opened = open_run(
-        run, config=config, bootstrap_servers=bootstrap_servers, directory=directory, name="status"
-    )
+    opened = broker.open_run(run, name="status")
     with opened as settings, StatusReader(settings) as reader, reader_may_leave():
         if output == "json":
             print_json(reader.read().as_json())

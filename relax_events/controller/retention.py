@@ -59,7 +59,7 @@ class RetentionManager:
         ):
             return Counter()  # only the source run may delete the samples of a replay
         former, self._purged_for = self._purged_for, checkpoint
-        oldest = oldest_retained(self._config, newest_version=self._books.newest_version)
+        oldest = oldest_retained(self._config.run, newest_version=self._books.newest_version)
         try:
             deleted = self._purger.purge(self._purger.plan(self._books), self._books)
         except (BrokerError, StoreUnavailable) as error:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from relax_events.config import RunConfig
+from relax_events.config import RunConfig, WorkersConfig
 from relax_events.events.parts import Command, WorkerState, now_micros
 from relax_events.events.types import Event, RunCommanded, WorkerHeartbeat
 from relax_events.kafka.connection import Connection
@@ -27,11 +27,10 @@ SILENT_SECONDS = 30.0
 SILENT_HEARTBEATS = 10
 
 
-def silent_micros(config: RunConfig) -> int:
+def silent_micros(workers: WorkersConfig) -> int:
     """Return after how long without a heartbeat a worker is no longer shown as alive: much sooner
     than it is taken for hung and killed.
     """
-    workers = config.workers
     return int(
         min(
             workers.heartbeat_timeout_seconds,
@@ -105,7 +104,7 @@ class RunFollower(AbstractContextManager["RunFollower"]):
         """Return the newest heartbeat of each worker that has sent one recently and not stopped;
         hold the lock.
         """
-        limit = now_micros() - silent_micros(self.config)
+        limit = now_micros() - silent_micros(self.config.workers)
         return {
             name: heartbeat
             for name, heartbeat in self.state.workers.items()

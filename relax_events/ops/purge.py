@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from relax_events.config import RunConfig
+from relax_events.config import RunConfig, RunSection
 from relax_events.events.parts import TopicOffset
 from relax_events.events.types import PolicyVersionPublished, PromptGroupIssued, TrainStepCommitted
 from relax_events.kafka.admin import Admin
@@ -66,17 +66,17 @@ Bounds = Mapping[TopicPartition, int]
 
 
 def oldest_retained(
-    config: RunConfig, *, newest_version: int, before_version: int | None = None
+    run: RunSection, *, newest_version: int, before_version: int | None = None
 ) -> int:
     """Return the first policy version whose records are kept, at most the start of the trainer's
     window.
 
     Args:
-        config: `run.retain_versions` applies where no version is given; 0 retains all.
+        run: `retain_versions` applies where no version is given; 0 retains all.
         newest_version: The newest published version.
         before_version: Delete records of older versions.
     """
-    retained = config.run.retain_versions
+    retained = run.retain_versions
     wanted = (
         before_version
         if before_version is not None
@@ -84,7 +84,7 @@ def oldest_retained(
         if retained
         else 0
     )
-    return max(min(wanted, newest_version - config.run.max_staleness), 0)
+    return max(min(wanted, newest_version - run.max_staleness), 0)
 
 
 def version_bounds(

@@ -11,7 +11,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from relax_events.config import RunConfig
+from relax_events.config import RunConfig, RunSection
 from relax_events.errors import ConfigError
 from relax_events.events.container import ContainerWriter, LoggedRecord, RecordsDigest
 from relax_events.history.run_log import RunLog
@@ -101,7 +101,9 @@ def export_run(
     """
     folder.mkdir(parents=True, exist_ok=True)
     with RunLog(config, name="export") as log:
-        manifest = _load_started(folder, config, wanted) or _plan_export(config, admin, log, wanted)
+        manifest = _load_started(folder, config.run, wanted) or _plan_export(
+            config, admin, log, wanted
+        )
         manifest.save(folder)
         reader = LogReader(log.connection)
         try:
@@ -121,11 +123,11 @@ def export_run(
     return manifest
 
 
-def _load_started(folder: Path, config: RunConfig, wanted: ExportFilter) -> Manifest | None:
+def _load_started(folder: Path, run: RunSection, wanted: ExportFilter) -> Manifest | None:
     if not (folder / MANIFEST).exists():
         return None
     manifest = Manifest.load(folder)
-    if manifest.run_id != config.run.id or manifest.filters != wanted.describe():
+    if manifest.run_id != run.id or manifest.filters != wanted.describe():
         raise ConfigError(
             f"{folder} holds an export of run {manifest.run_id} with filters "
             f"{manifest.filters}; name another folder"

@@ -156,7 +156,7 @@ class Purger:
                 `run.retain_versions` doesn't retain.
         """
         oldest = oldest_retained(
-            self._config, newest_version=state.newest_version, before_version=before_version
+            self._config.run, newest_version=state.newest_version, before_version=before_version
         )
         wanted = version_bounds(self._plan, state.published.values(), before_version=oldest)
         queue = [
@@ -383,7 +383,7 @@ def open_purge(config: RunConfig, *, before_version: int | None = None) -> Itera
         )
         try:
             oldest = oldest_retained(
-                config, newest_version=state.newest_version, before_version=before_version
+                config.run, newest_version=state.newest_version, before_version=before_version
             )
             yield PlannedPurge(
                 oldest, purger.plan(state, before_version=before_version), purger, state

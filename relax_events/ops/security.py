@@ -13,13 +13,16 @@ from pathlib import Path
 
 import orjson
 
-from relax_events.config import RunConfig
+from relax_events.config import BrokerConfig, RunConfig, RunSection
 from relax_events.errors import ConfigError
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.credentials import build_principal_environment
 from relax_events.kafka.protocol.quotas import (
     DEFAULT_LOAD_QUOTAS,
+    MUTATION_RATE,
     QUOTA_NAMES,
+    RATES,
+    REQUEST_PERCENTAGE,
     QuotaEntity,
     read_quotas,
     write_quotas,
@@ -64,6 +67,45 @@ def quota_connection(config: RunConfig) -> Connection:
     if config.broker.credentials is not None:
         return admin_connection(config)
     return Connection.from_config(config.broker, client_id=f"{config.run.id}.quotas")
+
+
+def choose_quotas(
+    *,
+    bytes_per_second: float | None = None,
+    request_percentage: float | None = None,
+    mutations_per_second: float | None = None,
+    remove: bool = False,
+) -> dict[str, float | None]:
+    """Return the quotas to set by Kafka's names, None for those to remove; empty leaves all as
+    they are.
+
+    Args:
+        bytes_per_second: To write, and to read.
+        request_percentage: Of the time of one of the broker's threads.
+        mutations_per_second: Partitions that are created, added or deleted.
+        remove: Remove all quotas; goes with no value.
+    Raises:
+        ConfigError: A value is not above 0, or is given together with `remove`.
+    """
+    given = {
+        "bytes_per_second": bytes_per_second,
+        "request_percentage": request_percentage,
+        "mutations_per_second": mutations_per_second,
+    }
+    for name, value in given.items():
+        if value is not None and (remove or value <= 0):
+            raise ConfigError(
+                f"{name} must be above 0 and go without --remove, got {value:g}; --remove alone "
+                "takes quotas away"
+            )
+    if remove:
+        return dict.fromkeys(QUOTA_NAMES)
+    values = {
+        **dict.fromkeys(RATES, bytes_per_second),
+        REQUEST_PERCENTAGE: request_percentage,
+        MUTATION_RATE: mutations_per_second,
+    }
+    return {name: value for name, value in values.items() if value is not None}
 
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost")
@@ -206,21 +248,21 @@ def admin_connection(config: RunConfig) -> Connection:
     connection = Connection.from_config(config.broker, client_id=f"{config.run.id}.security")
     if config.broker.username:
         return connection
-    return replace(connection, credentials=read_admin_settings(security_folder(config)))
+    return replace(connection, credentials=read_admin_settings(security_folder(config.broker)))
 
 
-def security_folder(config: RunConfig) -> SecurityFolder:
+def security_folder(broker: BrokerConfig) -> SecurityFolder:
     """Return the run's security folder.
 
     Raises:
         ConfigError: None is set.
     """
-    if config.broker.credentials is None:
+    if broker.credentials is None:
         raise ConfigError(
             "broker.credentials is not set; make a folder with: relax broker secure CONFIG "
             "--out FOLDER, and name it there"
         )
-    return SecurityFolder(config.broker.credentials.absolute())
+    return SecurityFolder(broker.credentials.absolute())
 
 
 def build_run_acls(config: RunConfig) -> list[Acl]:
@@ -230,24 +272,24 @@ def build_run_acls(config: RunConfig) -> list[Acl]:
 
 def plan_security(config: RunConfig, connection: Connection) -> SecurityChanges:
     """Return what `apply_security` would change."""
-    prefix, folder = build_run_prefix(config.run.id), security_folder(config)
+    prefix, folder = build_run_prefix(config.run.id), security_folder(config.broker)
     return PrincipalAdmin(connection).plan_changes(
         prefix, build_run_acls(config), folder.usernames(config.run.id)
     )
 
 
-def plan_removal(config: RunConfig, connection: Connection) -> SecurityChanges:
+def plan_removal(run: RunSection, connection: Connection) -> SecurityChanges:
     """Return what `remove_security` would remove from the cluster: all users and ACLs of the
     run.
     """
-    return PrincipalAdmin(connection).plan_changes(build_run_prefix(config.run.id), [], [])
+    return PrincipalAdmin(connection).plan_changes(build_run_prefix(run.id), [], [])
 
 
 def remove_security(config: RunConfig, connection: Connection) -> list[Path]:
     """Remove the run's quotas, users and ACLs from the brokers, then its files from the folder;
     return the removed files.
     """
-    changes = plan_removal(config, connection)
+    changes = plan_removal(config.run, connection)
     write_quotas(
         connection,
         [QuotaEntity("user", user) for user in changes.unexpected_users],
@@ -255,14 +297,14 @@ def remove_security(config: RunConfig, connection: Connection) -> list[Path]:
     )
     no_passwords: dict[str, str] = {}
     PrincipalAdmin(connection).apply(changes, password_of=no_passwords.__getitem__)
-    return security_folder(config).delete_run(config.run.id)
+    return security_folder(config.broker).delete_run(config.run.id)
 
 
 def apply_security(config: RunConfig, connection: Connection) -> SecurityChanges:
     """Create the run's users, ACLs and load quotas on the brokers; return the changes of users and
     ACLs.
     """
-    folder = security_folder(config)
+    folder = security_folder(config.broker)
     changes = plan_security(config, connection)
     passwords = {
         user: read_secret(folder.password_file(user), key="broker.credentials")
@@ -278,9 +320,8 @@ def missing_quotas(
     config: RunConfig, connection: Connection
 ) -> dict[QuotaEntity, dict[str, float]]:
     """Return the default load quotas that the run's users lack; a quota that has been set stays."""
-    entities = [
-        QuotaEntity("user", user) for user in security_folder(config).usernames(config.run.id)
-    ]
+    folder = security_folder(config.broker)
+    entities = [QuotaEntity("user", user) for user in folder.usernames(config.run.id)]
     found = read_quotas(connection, entities)
     lacking = {
         entity: {

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from relax_events.config import RunConfig
+from relax_events.config import RunSection
 from relax_events.errors import ConfigError, CorruptRecord, SchemaError
 from relax_events.events.parts import StoredArray
 from relax_events.history.run_log import RunLog
@@ -37,24 +37,24 @@ class TailedRecord:
 
 
 def find_partitions(
-    config: RunConfig, admin: Admin, entity: str, *, partition: int | None
+    run: RunSection, admin: Admin, entity: str, *, partition: int | None
 ) -> list[TopicPartition]:
     """Return the partitions of a topic of the run.
 
     Args:
-        config: The run.
+        run: The run.
         admin: Of its broker.
         entity: For example `rollout.samples`, or a topic's full name.
         partition: Only this one.
     Raises:
         ConfigError: The run has no such topic or partition; the text lists those that it has.
     """
-    prefix = f"relax.{config.run.id}."
+    prefix = f"relax.{run.id}."
     found = admin.topics(prefix)
     name = entity if entity.startswith(prefix) else prefix + entity
     if name not in found:
         raise ConfigError(
-            f"run {config.run.id} has no topic {entity!r}; it has "
+            f"run {run.id} has no topic {entity!r}; it has "
             f"{', '.join(topic.removeprefix(prefix) for topic in sorted(found))}"
         )
     count = found[name].num_partitions

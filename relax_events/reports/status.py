@@ -134,7 +134,7 @@ class StatusReader(AbstractContextManager["StatusReader"]):
         """Return the oldest time of a heartbeat that is shown: the log keeps the last one of every
         worker that ever ran.
         """
-        return now_micros() - silent_micros(self._config)
+        return now_micros() - silent_micros(self._config.workers)
 
     def _lag(self) -> Mapping[str, Mapping[int, int]]:
         try:

@@ -9,8 +9,11 @@ from pathlib import Path
 from types import TracebackType
 
 import orjson
+from pydantic import ValidationError
 
 from relax_events.config import RewardConfig
+from relax_events.config.addresses import refuse_logins
+from relax_events.config.loading import read_value
 from relax_events.errors import ConfigError, RewardError
 from relax_events.rewards.pool import RewardItem, RewardPool
 from relax_events.rewards.registry import (
@@ -106,6 +109,43 @@ class RewardTrial(AbstractContextManager["RewardTrial"]):
         return ScoredCompletion(item.sample_id, result.reward, result.components, None, *verdict)
 
 
+def replace_function(
+    section: RewardConfig, function: str, given: Sequence[str], *, workers: int | None = None
+) -> RewardConfig:
+    """Return a reward section with another function, or with its own and its options changed; its
+    limits hold for both.
+
+    Args:
+        section: The section.
+        function: A name that `relax rewards list` knows, or path/to/file.py:function.
+        given: Options of the function, each NAME=VALUE.
+        workers: Child processes that run the function; None keeps `processes`.
+    Raises:
+        ConfigError: What was given is not NAME=VALUE, or holds a secret or sends one where it may
+            not.
+    """
+    if wrong := [text for text in given if not text.partition("=")[0] or "=" not in text]:
+        raise ConfigError(f"--option must be NAME=VALUE, got {wrong[0]!r}")
+    options = {
+        name: read_value(value) for name, _, value in (text.partition("=") for text in given)
+    }
+    is_same = function == section.function
+    changes = {
+        "function": function,
+        "options": (section.options if is_same else {}) | options,
+        "processes": workers or section.processes,
+    }
+    refuse_logins({"reward": {"options": options}})
+    try:
+        return RewardConfig.model_validate(
+            dict(section) | changes | ({} if is_same else {"weights": {}, "routes": {}})
+        )
+    except ValidationError as error:
+        raise ConfigError(
+            f"reward: {error.errors()[0]['msg'].removeprefix('Value error, ')}"
+        ) from None
+
+
 def try_reward(settings: RewardConfig, items: Sequence[RewardItem]) -> list[ScoredCompletion]:
     """Score completions as a run would, and explain the rewards; raises as `RewardTrial`."""
     with RewardTrial(settings) as trial:
@@ -132,19 +172,19 @@ def read_items(file: Path) -> Iterator[RewardItem]:
                 yield _item(line, f"{file}:{number}", str(number))
 
 
-def _item(line: bytes, place: str, sample_id: str) -> RewardItem:
+def _item(line: bytes, line_location: str, sample_id: str) -> RewardItem:
     try:
         found = orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        raise ConfigError(f"{place} is not JSON: {error}") from None
+        raise ConfigError(f"{line_location} is not JSON: {error}") from None
     if not isinstance(found, dict) or not isinstance(found.get("completion"), str):
         raise ConfigError(
-            f"{place} must be an object with the text `completion`, and may have "
+            f"{line_location} must be an object with the text `completion`, and may have "
             f"{', '.join(JSONL_KEYS[1:])}"
         )
     metadata = found.get("metadata") or {}
     said = parse_metadata(
-        metadata if isinstance(metadata, str) else orjson.dumps(metadata).decode(), place
+        metadata if isinstance(metadata, str) else orjson.dumps(metadata).decode(), line_location
     )
     return RewardItem(
         sample_id,
@@ -155,7 +195,7 @@ def _item(line: bytes, place: str, sample_id: str) -> RewardItem:
     )
 
 
-def parse_metadata(text: str, place: str) -> str:
+def parse_metadata(text: str, line_location: str) -> str:
     """Check that metadata are a JSON object, and return them unchanged.
 
     Raises:
@@ -164,7 +204,7 @@ def parse_metadata(text: str, place: str) -> str:
     try:
         found = orjson.loads(text)
     except orjson.JSONDecodeError as error:
-        raise ConfigError(f"{place}: metadata is not JSON: {error}") from None
+        raise ConfigError(f"{line_location}: metadata is not JSON: {error}") from None
     if not isinstance(found, dict):
-        raise ConfigError(f"{place}: metadata must be a JSON object, got {text:.40}")
+        raise ConfigError(f"{line_location}: metadata must be a JSON object, got {text:.40}")
     return text

@@ -25,7 +25,7 @@ from engine_requests import other_weights, plain_logprobs, tiny_model
 from routed_samples import chosen_by
 from served_model import served
 
-from relax_events.cli.serve import serve
+from relax_events.cli.serve import EngineOptions, serve
 from relax_events.deadline import Deadline
 from relax_events.engines.sglang.checkpoint import ModelFolder
 from relax_events.errors import ConfigError
@@ -143,8 +143,8 @@ def test_stop_string_ends_the_response_before_itself(url: str) -> None:
     whole = generate(url, num_tokens=60, sampling={"temperature": 0, "top_k": 1})["text"]
     stop = next(
         text
-        for place in range(5, len(whole))
-        if "\ufffd" not in (text := whole[place : place + 2]) and len(text) == 2
+        for index in range(5, len(whole))
+        if "\ufffd" not in (text := whole[index : index + 2]) and len(text) == 2
     )
     for more in ({}, {"no_stop_trim": True}):
         reply = generate(
@@ -282,9 +282,11 @@ def test_new_weights_take_effect_between_two_tokens(tmp_path: Path, gate: Gate) 
         np.array([entry[0] for entry in reply["meta_info"]["output_token_logprobs"]]),
     )
     for span, path in ((before, tiny_model()), (after, other)):
-        place = slice(span["start"], span["end"])
+        tokens_of_span = slice(span["start"], span["end"])
         np.testing.assert_allclose(
-            logprobs[place], plain_logprobs(np.array(PROMPT), tokens, path=path)[place], atol=1e-5
+            logprobs[tokens_of_span],
+            plain_logprobs(np.array(PROMPT), tokens, path=path)[tokens_of_span],
+            atol=1e-5,
         )
 
 
@@ -331,7 +333,7 @@ def test_routed_experts_are_reported_only_at_the_end_as_in_sglang() -> None:
         assert 0 < len(reported(cut)) == len(PROMPT) + len(cut["output_ids"]) - 1 < len(expected)
         for asked, text in {
             (4, 8): "must lie in each prompt, got 4 for one of 3 tokens",
-            (0, 0): "draw a token",
+            (0, 0): "generate a token",
         }.items():
             start, num_tokens = asked
             refused = generate(
@@ -348,7 +350,7 @@ def test_returning_routed_experts_of_a_dense_model_is_rejected() -> None:
     with pytest.raises(
         ConfigError, match="is no mixture of experts; leave --enable-return-routed-experts out"
     ):
-        serve(tiny_model(), enable_return_routed_experts=True)
+        serve(tiny_model(), engine=EngineOptions(enable_return_routed_experts=True))
 
 
 def test_checksums_of_expert_weights_equal_the_checkpoints(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import orjson
 import pytest
 
 from relax_events.cli import rewards, runs
+from relax_events.cli.parameters import BrokerOptions
 from relax_events.config import RunConfig
 from relax_events.errors import ConfigError
 from relax_events.events.codec import EventCodec
@@ -103,12 +104,14 @@ def test_untrusted_settings_of_a_hostile_log_are_listed_and_not_used(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("JUDGE_TOKEN", "s3cr3t-of-the-forker")
-    place: dict[str, Any] = {"bootstrap_servers": bootstrap_servers, "directory": tmp_path / "mine"}
-    runs.list_runs(**place)
-    runs.show(hostile.config.run.id, **place)
+    options = {
+        "broker": BrokerOptions(bootstrap_servers=bootstrap_servers, directory=tmp_path / "mine")
+    }
+    runs.list_runs(**options)
+    runs.show(hostile.config.run.id, **options)
     assert hostile.config.run.id in capsys.readouterr().out
     with pytest.raises(UntrustedSettingsError) as refused:
-        verb(hostile.config.run.id, f"{hostile.config.run.id}-new", **place)
+        verb(hostile.config.run.id, f"{hostile.config.run.id}-new", **options)
     assert refused.value.exit_code == 2
     listed = {named.key for named in refused.value.named}
     used_by_both = {
@@ -141,8 +144,7 @@ def test_comparing_rewards_uses_no_untrusted_settings_from_the_log(
 ) -> None:
     given: dict[str, Any] = {
         "run": hostile.config.run.id,
-        "bootstrap_servers": bootstrap_servers,
-        "directory": tmp_path / "mine",
+        "broker": BrokerOptions(bootstrap_servers=bootstrap_servers, directory=tmp_path / "mine"),
         "output": "json",
     }
     rewards.compare("exact_match", "f1", **given)

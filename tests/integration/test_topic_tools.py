@@ -103,11 +103,11 @@ class SmallRun:
     def commit_all(self) -> None:
         """Let every role have read everything."""
         for role in QUIET:
-            places = list_input_partitions(self.config, role)
-            ends = self.admin.end_offsets(places)
+            topic_partitions = list_input_partitions(self.config, role)
+            ends = self.admin.end_offsets(topic_partitions)
             self.admin.set_committed_offsets(
                 self.plan.consumer_group(role),
-                [TopicOffset(*place, end) for place, end in ends.items()],
+                [TopicOffset(*topic_partition, end) for topic_partition, end in ends.items()],
             )
 
     def _samples(self, codec: EventCodec, step: int, group: str) -> list[ProducerRecord]:
@@ -152,8 +152,8 @@ class SmallRun:
         )
 
     def _published(self, version: int) -> Event:
-        places = [(topic, version % 3) for topic in self.plan.sample_topics()]
-        offsets = self.admin.end_offsets(places)
+        topic_partitions = [(topic, version % 3) for topic in self.plan.sample_topics()]
+        offsets = self.admin.end_offsets(topic_partitions)
         return published(
             version,
             start_offsets=[
@@ -183,9 +183,10 @@ def run(unwritten: SmallRun, producer: RecordProducer) -> SmallRun:
 
 
 def test_lag_names_the_version_of_each_slot_and_its_stale_records(run: SmallRun) -> None:
-    places = [(run.plan.topic("rollout.samples"), partition) for partition in range(3)]
+    topic_partitions = [(run.plan.topic("rollout.samples"), partition) for partition in range(3)]
     run.admin.set_committed_offsets(
-        run.plan.consumer_group("reward"), [TopicOffset(*places[0], 1), TopicOffset(*places[1], 4)]
+        run.plan.consumer_group("reward"),
+        [TopicOffset(*topic_partitions[0], 1), TopicOffset(*topic_partitions[1], 4)],
     )
     rows = [
         row
@@ -231,7 +232,7 @@ def test_lag_by_member_lists_the_partitions_of_each_member(run: SmallRun) -> Non
 
 def test_reset_moves_offsets_and_refuses_to_skip_unread_records(run: SmallRun) -> None:
     group, topic = run.plan.consumer_group("reward"), run.plan.topic("rollout.samples")
-    places = [(topic, partition) for partition in range(3)]
+    topic_partitions = [(topic, partition) for partition in range(3)]
     run.commit_all()
     plan = plan_reset(run.config, run.admin, "reward", ResetTarget(version=3))
     assert [
@@ -241,7 +242,7 @@ def test_reset_moves_offsets_and_refuses_to_skip_unread_records(run: SmallRun) -
         (1, 4, 2, -2),
     ]
     apply_reset(run.admin, plan)
-    assert run.admin.committed_offsets(group, places) == {
+    assert run.admin.committed_offsets(group, topic_partitions) == {
         (topic, 0): 2,
         (topic, 1): 2,
         (topic, 2): 2,
@@ -253,12 +254,12 @@ def test_reset_moves_offsets_and_refuses_to_skip_unread_records(run: SmallRun) -
     ):
         apply_reset(run.admin, ahead)
     apply_reset(run.admin, ahead, allow=["skip"])
-    assert run.admin.committed_offsets(group, places)[topic, 0] == 4
+    assert run.admin.committed_offsets(group, topic_partitions)[topic, 0] == 4
     apply_reset(
         run.admin,
         plan_reset(run.config, run.admin, "reward", ResetTarget(offsets=["rollout.samples[2]@1"])),
     )
-    assert run.admin.committed_offsets(group, places) == {
+    assert run.admin.committed_offsets(group, topic_partitions) == {
         (topic, 0): 4,
         (topic, 1): 4,
         (topic, 2): 1,
@@ -269,7 +270,7 @@ def test_reset_moves_offsets_and_refuses_to_skip_unread_records(run: SmallRun) -
             run.config, run.admin, "reward", ResetTarget(time_ms=parse_time_ms("2001-01-01"))
         ),
     )
-    assert set(run.admin.committed_offsets(group, places).values()) == {0}
+    assert set(run.admin.committed_offsets(group, topic_partitions).values()) == {0}
 
 
 def test_reset_of_trainer_and_of_a_share_group_is_refused(run: SmallRun) -> None:
@@ -359,13 +360,13 @@ def test_tail_starts_at_a_version_and_shows_unreadable_records(
     run: SmallRun, producer: RecordProducer
 ) -> None:
     producer.write([ProducerRecord(run.plan.topic("rollout.samples"), b"no event", partition=1)])
-    places = find_partitions(run.config, run.admin, "rollout.samples", partition=1)
+    topic_partitions = find_partitions(run.config.run, run.admin, "rollout.samples", partition=1)
     with RunLog(run.config, name="tail") as log:
         found = list(
             tail(
                 log,
-                find_start_offsets(log, run.admin, places, "version:4"),
-                stops=run.admin.end_offsets(places),
+                find_start_offsets(log, run.admin, topic_partitions, "version:4"),
+                stops=run.admin.end_offsets(topic_partitions),
             )
         )
         assert [
@@ -381,11 +382,11 @@ def test_tail_starts_at_a_version_and_shows_unreadable_records(
             ConfigError,
             match=r"--from 'tomorrow' is no start; give beginning, end, an offset",
         ):
-            find_start_offsets(log, run.admin, places, "tomorrow")
+            find_start_offsets(log, run.admin, topic_partitions, "tomorrow")
     with pytest.raises(
         ConfigError, match=r"has no topic 'nothing'; it has actor-forward.dead-letters"
     ):
-        find_partitions(run.config, run.admin, "nothing", partition=None)
+        find_partitions(run.config.run, run.admin, "nothing", partition=None)
 
 
 def test_topics_check_reports_every_deviation(
@@ -477,8 +478,10 @@ def test_imported_run_is_byte_identical_to_the_exported_one(run: SmallRun, tmp_p
     assert read_ledger(config).problems() == []
     changes = plan_changes(plan.specs(), run.admin.topics(plan.topic("")))
     assert changes == []
-    place = (plan.topic("advantage.samples"), 2)
-    assert run.admin.committed_offsets(plan.consumer_group("trainer"), [place]) == {place: 2}
+    topic_partition = (plan.topic("advantage.samples"), 2)
+    assert run.admin.committed_offsets(plan.consumer_group("trainer"), [topic_partition]) == {
+        topic_partition: 2
+    }
     again = plan_import(config, run.admin, Manifest.load(tmp_path / "exported"))
     assert (again.partitions, again.num_present) == ([], len(manifest.partitions))
     with pytest.raises(

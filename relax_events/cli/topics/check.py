@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from relax_events.cli.parameters import Output, Overrides, RunFile
+from relax_events.cli.topics.run_topics import open_run, show
 
-from relax_events.cli.topics.run_topics import Output, open_run, show
 
-
-def check(config: Path, *overrides: str, output: Output = "table") -> int:
+def check(config: RunFile, *overrides: Overrides, output: Output = "table") -> int:
     """Look whether topics, partitions, groups and transactions are in order; exit code 6 when
     something is not.
 
     Example: relax topics check configs/quickstart.toml
 
-    Args:
-        config: The run file, TOML.
-        overrides: section.key=value, overrides the run file.
-        output: A table to read, or JSON for programs.
     """
     from relax_events.ops.topic_check import check_topics
 

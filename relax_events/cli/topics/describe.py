@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from relax_events.cli.parameters import Output, Overrides, RunFile
+from relax_events.cli.topics.run_topics import open_run, show
 
-from relax_events.cli.topics.run_topics import Output, open_run, show
 
-
-def describe(config: Path, *overrides: str, output: Output = "table") -> None:
+def describe(config: RunFile, *overrides: Overrides, output: Output = "table") -> None:
     """Show the run's topics: partitions, offsets, replicas, what they are for.
 
     Example: relax topics describe configs/quickstart.toml
 
     The numbers of records count the transactions' own marks, which no reader sees.
 
-    Args:
-        config: The run file, TOML.
-        overrides: section.key=value, overrides the run file.
-        output: A table to read, or JSON for programs.
     """
     from relax_events.topics import TopicPlan
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from relax_events.cli.topics.run_topics import Output, open_run, show
+from relax_events.cli.parameters import Output, Overrides, RunFile
+from relax_events.cli.topics.run_topics import open_run, show
 
 
 def export_run(
-    config: Path,
+    config: RunFile,
     folder: Path,
-    *overrides: str,
+    *overrides: Overrides,
     entity: tuple[str, ...] = (),
     version: str = "",
     objects: bool = False,
@@ -25,13 +26,10 @@ def export_run(
     cut short.
 
     Args:
-        config: The run file, TOML.
         folder: Where the files go.
-        overrides: section.key=value, overrides the run file.
         entity: Only these topics, for example rollout.samples; once for each.
         version: Samples of these policy versions only: 3, 3..7, 3.. or ..7.
         objects: Copy the object store too: weights, checkpoints, media.
-        output: A table to read, or JSON for programs.
     """
     from relax_events.ops.run_export import ExportFilter, export_run, parse_versions
 

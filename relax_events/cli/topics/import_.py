@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from relax_events.cli.topics.run_topics import Output, open_run, show
+from relax_events.cli.parameters import Output, Overrides, Yes
+from relax_events.cli.topics.run_topics import open_run, show
+
+if TYPE_CHECKING:
+    from relax_events.ops.run_import import ImportPlan
 
 
 def import_run(
     folder: Path,
     config: Path,
-    *overrides: str,
+    *overrides: Overrides,
     run_id: str = "",
     verify: bool = False,
     dry_run: bool = False,
-    yes: bool = False,
+    yes: Yes = False,
     output: Output = "table",
 ) -> int:
     """Make a run out of exported files: every record byte for byte at its offset, and the groups'
@@ -29,27 +34,20 @@ def import_run(
     Args:
         folder: What `relax topics export` wrote.
         config: The run file, TOML: broker, object store, and the shape of the topics.
-        overrides: section.key=value, overrides the run file.
         run_id: The id of the new run; that of the run file when not given.
         verify: Read everything back and compare; exit code 6 when something differs.
         dry_run: Show what would be written and write nothing.
-        yes: Don't ask.
-        output: A table to read, or JSON for programs.
     """
     from relax_events.cli.output import agreed
     from relax_events.ops.export_manifest import Manifest, verify_files
     from relax_events.ops.run_import import import_run, plan_import, verify_import
 
-    with open_run(
-        config, (*overrides, *([f"run.id={run_id}"] if run_id else [])), may_be_new=True
-    ) as (settings, admin):
+    overrides = (*overrides, f"run.id={run_id}") if run_id else overrides
+    with open_run(config, overrides, may_be_new=True) as (settings, admin):
         manifest = Manifest.load(folder)
         verify_files(folder, manifest)
         plan = plan_import(settings, admin, manifest)
-        rows = [[i.entity, i.partition, i.num_records, i.num_bytes, i.end] for i in plan.partitions]
-        show(["topic", "partition", "records", "bytes", "end"], rows, output)
-        if plan.num_present:
-            print(f"{plan.num_present} partition(s) are there already", file=sys.stderr)
+        _show_plan(plan, output)
         if dry_run:
             return 0
         if plan.partitions:
@@ -75,3 +73,11 @@ def import_run(
                 file=sys.stderr,
             )
         return 0
+
+
+def _show_plan(plan: ImportPlan, output: Output) -> None:
+    """Show the partitions that would be written, and how many are there already."""
+    rows = [[i.entity, i.partition, i.num_records, i.num_bytes, i.end] for i in plan.partitions]
+    show(["topic", "partition", "records", "bytes", "end"], rows, output)
+    if plan.num_present:
+        print(f"{plan.num_present} partition(s) are there already", file=sys.stderr)

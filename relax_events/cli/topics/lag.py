@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from relax_events.cli.topics.run_topics import Output, open_run, show
+from relax_events.cli.parameters import Output, Overrides, RunFile
+from relax_events.cli.topics.run_topics import open_run, show
 
 if TYPE_CHECKING:
     from relax_events.config import RunConfig
@@ -18,8 +18,8 @@ CLEAR = "\x1b[H\x1b[2J"
 
 
 def lag(
-    config: Path,
-    *overrides: str,
+    config: RunFile,
+    *overrides: Overrides,
     by: Literal["slot", "member"] = "slot",
     watch: bool = False,
     every: float = 2.0,
@@ -35,12 +35,9 @@ def lag(
     `run ID` is a run that replays this one: it counts what its newest checkpoint does not cover.
 
     Args:
-        config: The run file, TOML.
-        overrides: section.key=value, overrides the run file.
         by: What to sum up by.
         watch: Show it again and again, until Control-C.
         every: Seconds between two looks.
-        output: A table to read, or JSON for programs.
     """
     with open_run(config, overrides) as (settings, admin):
         if not watch:

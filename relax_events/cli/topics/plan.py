@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from relax_events.cli.topics.run_topics import Output, open_run, show
+from relax_events.cli.parameters import Output, Overrides, RunFile, Yes
+from relax_events.cli.topics.run_topics import open_run, show
 
 if TYPE_CHECKING:
     from relax_events.config import RunConfig
@@ -17,28 +17,25 @@ Danger = Literal["partitions", "retention", "cleanup", "record-size", "durabilit
 
 
 def plan(
-    config: Path, *overrides: str, allow: tuple[Danger, ...] = (), output: Output = "table"
+    config: RunFile, *overrides: Overrides, allow: tuple[Danger, ...] = (), output: Output = "table"
 ) -> int:
     """Show what `apply` would change, with the danger in it; exit code 6 when something would.
 
     Example: relax topics plan configs/quickstart.toml
 
     Args:
-        config: The run file, TOML.
-        overrides: section.key=value, overrides the run file.
         allow: A danger that is agreed to, once for each.
-        output: A table to read, or JSON for programs.
     """
     with open_run(config, overrides, may_be_new=True) as (settings, admin):
         return 6 if _show_changes(settings, admin, allow, output) else 0
 
 
 def apply(
-    config: Path,
-    *overrides: str,
+    config: RunFile,
+    *overrides: Overrides,
     allow: tuple[Danger, ...] = (),
     dry_run: bool = False,
-    yes: bool = False,
+    yes: Yes = False,
     output: Output = "table",
 ) -> int:
     """Create and alter the run's topics; what would lose or misplace records is refused without a
@@ -47,12 +44,8 @@ def apply(
     Example: relax topics apply configs/quickstart.toml --dry-run
 
     Args:
-        config: The run file, TOML.
-        overrides: section.key=value, overrides the run file.
         allow: A danger that is agreed to, once for each.
         dry_run: Show the changes and make none.
-        yes: Don't ask.
-        output: A table to read, or JSON for programs.
     """
     from relax_events.cli.output import agreed
     from relax_events.ops.topic_apply import apply_topics, require_allowed

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
+
+from relax_events.cli.parameters import Output
 
 if TYPE_CHECKING:
     from relax_events.config import RunConfig
     from relax_events.kafka.admin import Admin
-
-Output = Literal["table", "json"]
 
 
 @contextmanager

@@ -6,12 +6,12 @@ import base64
 from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from relax_events.cli.topics.run_topics import Output, open_run
+from relax_events.cli.parameters import Overrides, RunFile
+from relax_events.cli.topics.run_topics import open_run
 
 if TYPE_CHECKING:
     from relax_events.ops.topic_tail import TailedRecord
@@ -21,15 +21,15 @@ LINE_CHARACTERS = 400
 
 def tail(
     entity: str,
-    config: Path,
-    *overrides: str,
+    config: RunFile,
+    *overrides: Overrides,
     from_: Annotated[str, Parameter(name="--from")] = "end",
     partition: int | None = None,
     limit: int | None = None,
     follow: bool = True,
     headers: bool = False,
     raw: Literal["", "hex", "base64"] = "",
-    output: Output = "table",
+    output: Literal["table", "json"] = "table",
 ) -> None:
     """Show a topic's records as they come, decoded, one line each; Control-C ends it.
 
@@ -37,8 +37,6 @@ def tail(
 
     Args:
         entity: The topic without its run, for example rollout.samples or control.train-steps.
-        config: The run file, TOML.
-        overrides: section.key=value, overrides the run file.
         from_: Where to begin: beginning, end, an offset, version:V or a time like
             2026-01-31T12:00:00Z.
         partition: Only this one.
@@ -52,7 +50,7 @@ def tail(
     from relax_events.ops import topic_tail
 
     with open_run(config, overrides) as (settings, admin):
-        partitions = topic_tail.find_partitions(settings, admin, entity, partition=partition)
+        partitions = topic_tail.find_partitions(settings.run, admin, entity, partition=partition)
         with RunLog(settings, name="tail") as log, suppress(KeyboardInterrupt):
             starts = topic_tail.find_start_offsets(log, admin, partitions, from_)
             stops = None if follow else admin.end_offsets(partitions)

@@ -79,7 +79,7 @@ def test_oldest_retained_version_depends_on_retain_versions_and_max_staleness(
     oldest: int,
 ) -> None:
     config = make_run_config(run={"retain_versions": retain, "max_staleness": 1})
-    assert oldest_retained(config, newest_version=newest, before_version=asked) == oldest
+    assert oldest_retained(config.run, newest_version=newest, before_version=asked) == oldest
 
 
 def test_version_bound_is_the_start_of_the_oldest_retained_version_in_the_slot() -> None:
@@ -113,8 +113,8 @@ def test_version_bound_applies_to_topics_named_after_another_run() -> None:
 
 
 def test_recovery_bound_is_the_first_offset_read_after_the_checkpoint() -> None:
-    def step(number: int, places: list[tuple[int, int]]) -> object:
-        partitions, offsets = zip(*places, strict=True)
+    def step(number: int, locations: list[tuple[int, int]]) -> object:
+        partitions, offsets = zip(*locations, strict=True)
         return committed(
             number,
             partitions=np.array(partitions, np.int32),
@@ -122,12 +122,12 @@ def test_recovery_bound_is_the_first_offset_read_after_the_checkpoint() -> None:
         )
 
     steps = [step(0, [(0, 0), (0, 1)]), step(1, [(1, 5), (0, 3)]), step(2, [(1, 8)])]
-    places = [(TRAINED, partition) for partition in range(3)]
+    topic_partitions = [(TRAINED, partition) for partition in range(3)]
     positions = {("advantage.samples", 0): 4, ("advantage.samples", 1): 9}
 
     def bounds(version: int) -> list[int]:
         found = recovery_bounds(PLAN, steps, checkpoint_version=version, positions=positions)  # type: ignore[arg-type]
-        return [found[place] for place in places]
+        return [found[topic_partition] for topic_partition in topic_partitions]
 
     assert bounds(0) == [0, 5, 0]
     assert bounds(1) == [3, 5, 0]
@@ -180,13 +180,13 @@ def test_queue_bound_keeps_the_record_with_the_highest_dataset_row() -> None:
 
 
 def test_purge_range_ends_at_the_lowest_bound_and_names_it() -> None:
-    place, other = (ROLLED, 0), (ROLLED, 1)
-    bounds = {"reward": {place: 12, other: 30}, "advantage": {place: 9}}
-    cuts = bounded_ranges({place: 4, other: 5}, {place: 20, other: 20}, bounds)
+    topic_partition, other = (ROLLED, 0), (ROLLED, 1)
+    bounds = {"reward": {topic_partition: 12, other: 30}, "advantage": {topic_partition: 9}}
+    cuts = bounded_ranges({topic_partition: 4, other: 5}, {topic_partition: 20, other: 20}, bounds)
     assert [
         (cut.topic_partition, cut.begin, cut.end, cut.held_by, cut.num_records) for cut in cuts
     ] == [
-        (place, 4, 9, "advantage", 5),
+        (topic_partition, 4, 9, "advantage", 5),
         (other, 5, 20, "versions", 15),
     ]
 
@@ -201,17 +201,19 @@ def test_purge_range_ends_at_the_lowest_bound_and_names_it() -> None:
 def test_purge_range_never_exceeds_a_bound_or_moves_backwards(
     wanted: int, begin: int, bounds: dict[str, int]
 ) -> None:
-    place = (ROLLED, 0)
+    topic_partition = (ROLLED, 0)
     (cut,) = bounded_ranges(
-        {place: begin}, {place: wanted}, {name: {place: bound} for name, bound in bounds.items()}
+        {topic_partition: begin},
+        {topic_partition: wanted},
+        {name: {topic_partition: bound} for name, bound in bounds.items()},
     )
     assert cut.end >= begin
     assert cut.num_records == 0 or all(cut.end <= bound for bound in (wanted, *bounds.values()))
 
 
 def purged_ledger(lacking: Collection[str], begins: Mapping[tuple[str, int], int]) -> Ledger:
-    """Return the books of a sound run without the records of step 0's prompt groups in some topics,
-    whose partitions begin elsewhere."""
+    """Return the ledger of a valid run without the records of step 0's prompt groups in some topics,
+    whose partitions begin at later offsets."""
     run = ValidRun(3)
     ledger = Ledger(MAX_STALENESS, purged=PurgedRanges(run.plan, begins))
     for at, event in run.items():

@@ -7,10 +7,10 @@ from pathlib import Path
 import orjson
 import pytest
 
-from relax_events.cli.rescore import settings_for
 from relax_events.cli.rewards import list_rewards, show
 from relax_events.config import RewardConfig
 from relax_events.errors import ConfigError
+from relax_events.rewards.trial import replace_function
 
 pytestmark = pytest.mark.unit
 
@@ -63,14 +63,14 @@ def test_rescore_uses_run_options_only_for_the_runs_own_reward_function() -> Non
         "routes": {"books": {"function": "f1"}},
     }
     run = RewardConfig.model_validate({**given, "timeout_seconds": 3, "processes": 2})
-    same = settings_for(run, "math", ["box_only=false"], workers=None)
+    same = replace_function(run, "math", ["box_only=false"])
     assert (same.options, same.weights, same.timeout_seconds, same.processes) == (
         {"box_only": False},
         {"a": 1.0},
         3,
         2,
     )
-    other = settings_for(run, "remote", ["url=http://localhost:1", "retries=2"], workers=4)
+    other = replace_function(run, "remote", ["url=http://localhost:1", "retries=2"], workers=4)
     assert (other.options, other.weights, other.routes, other.processes) == (
         {"url": "http://localhost:1", "retries": 2},
         {},
@@ -79,4 +79,4 @@ def test_rescore_uses_run_options_only_for_the_runs_own_reward_function() -> Non
     )
     assert same.routes == run.routes
     with pytest.raises(ConfigError, match="--option must be NAME=VALUE, got 'strict'"):
-        settings_for(run, "remote", ["strict"], workers=None)
+        replace_function(run, "remote", ["strict"])
