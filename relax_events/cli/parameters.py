@@ -1,0 +1,79 @@
+"""Parameters that several commands share, each with its help."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
+
+if TYPE_CHECKING:
+    from relax_events.config import RunConfig
+    from relax_events.history.cluster import Cluster
+
+RunFile = Annotated[Path, Parameter(help="The run file, TOML.")]
+Overrides = Annotated[str, Parameter(help="section.key=value, overrides the run file.")]
+Output = Annotated[
+    Literal["table", "json"], Parameter(help="A table to read, or JSON for programs.")
+]
+Yes = Annotated[bool, Parameter(help="Don't ask.")]
+Versions = Annotated[
+    str, Parameter(help="Only samples of these policy versions: 3, 3..7, 3.. or ..7.")
+]
+RewardName = Annotated[str, Parameter(help="An installed reward, or path/to/file.py:function.")]
+RewardOptions = Annotated[
+    list[str] | None,
+    Parameter(help="A setting of the function, NAME=VALUE; may be given several times."),
+]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrokerOptions:
+    """The broker of a run that is named by its id."""
+
+    config: Path | None = None
+    """A run file whose broker is meant."""
+    bootstrap_servers: str = ""
+    """The cluster that is meant, as host:port,host:port."""
+    directory: Path = Path(".relax")
+    """Where runs and the embedded broker keep their files."""
+
+    def cluster(self) -> Cluster:
+        """Return the cluster that the options select.
+
+        Raises:
+            ConfigError: They name two brokers, or the run file is wrong.
+        """
+        from relax_events.history.cluster import Cluster
+
+        return Cluster.from_options(
+            config=self.config,
+            bootstrap_servers=self.bootstrap_servers,
+            directory=self.directory,
+        )
+
+    @contextmanager
+    def open_run(self, run: str, *, name: str) -> Iterator[RunConfig]:
+        """Give the configuration of a run as `run_reader.open_run` does.
+
+        Args:
+            run: Its id, or its run file, which names the broker as well.
+            name: Of the command.
+        """
+        from relax_events.cli.run_reader import open_run
+
+        with open_run(
+            run,
+            config=self.config,
+            bootstrap_servers=self.bootstrap_servers,
+            directory=self.directory,
+            name=name,
+        ) as settings:
+            yield settings
+
+
+DEFAULT_BROKER = BrokerOptions()
