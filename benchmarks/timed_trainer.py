@@ -24,7 +24,7 @@ NUM_WEIGHTS = 1 << 12
 MEANS = tuple(
     item.name
     for item in fields(StepMetrics)
-    if item.name != "own" and not item.name.startswith("num_")
+    if item.name != "algorithm_metrics" and not item.name.startswith("num_")
 )
 
 
@@ -66,8 +66,8 @@ class TimedBackend:
         """Forget what was queued; the devices have spent the time on it."""
         self._num_samples = self._num_tokens = self._num_loss_tokens = 0
 
-    def tell_progress(self, progressed: Callable[[], None]) -> None:
-        """Tell of none: a step waits in one piece."""
+    def on_progress(self, report_progress: Callable[[], None]) -> None:
+        """Report none: a step waits in one piece."""
 
     def skip_step(self) -> None:
         """Forget what was queued, and count up."""
