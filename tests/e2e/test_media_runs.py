@@ -1,4 +1,4 @@
-"""Runs on images, audio and videos, from the row of the data to the gradient."""
+"""Runs on images, audio and videos, from the data row to the gradient."""
 
 from __future__ import annotations
 
@@ -116,14 +116,14 @@ def media_run(tmp_path: Path, bootstrap_servers: str, run_id: str) -> Path:
 
 def events_of(bootstrap_servers: str, run_id: str, **partitions: int) -> list[Event]:
     """Read topics of a run; their names with an underscore for the dot."""
-    places = [
+    topic_partitions = [
         (f"relax.{run_id}.{entity.replace('_', '.', 1).replace('_', '-')}", index)
         for entity, count in partitions.items()
         for index in range(count)
     ]
     codec = EventCodec()
     with closing(LogReader(Connection(bootstrap_servers, client_id="test"))) as reader:
-        return [codec.decode(record.value) for record in reader.read_to_end(places)]
+        return [codec.decode(record.value) for record in reader.read_to_end(topic_partitions)]
 
 
 def issue_prompt_about_a_deleted_image(
@@ -335,8 +335,8 @@ def test_run_with_image_environment_loses_only_prompt_group_of_a_bad_image(
     rows_issued = {event.prompt_group_id: event.row for event in prompts}
     assert {rows_issued[event.prompt_group_id] for event in failed} == {1}
     assert all(
-        "environment environment.py:show on answer 1 of sample" in event.reason
-        and "which is no image" in event.reason
+        "environment environment.py:show on turn 1 of sample" in event.reason
+        and "which is not an image" in event.reason
         for event in failed
     )
     config = load_run_config(tmp_path / "run.toml", environment={})

@@ -1,5 +1,6 @@
-"""A log that was written by hand is read back: by version, reward and id, as lineage, and with
-another reward function."""
+"""A log written by hand is read back by version, reward and id, with lineage, and is rescored with
+another reward function.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ from relax_events.history.samples.score_comparison import Comparison
 from relax_events.kafka.records import ProducerRecord
 
 A, B, C, D, E, F, G = (
-    f"{step:06d}-{place:04d}-0"
-    for step, place in ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0))
+    f"{step:06d}-{group_index:04d}-0"
+    for step, group_index in ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0))
 )
 REWARDS = """
 def opposite(completion, *, answer, metadata, prompt):
@@ -128,8 +129,8 @@ def test_record_that_can_not_be_read_is_named(log: RunLog) -> None:
     list(read_samples(log, SampleFilter(versions=(2, 2))))
     partition = log.plan.partition(F, 2)
     offset = 4 if partition == log.plan.partition(E, 2) else 2
-    place, text = log.unreadable.named[0].split(": ", 1)
-    assert place == f"relax.{log.config.run.id}.rollout.samples[{partition}]@{offset}"
+    location, text = log.unreadable.named[0].split(": ", 1)
+    assert location == f"relax.{log.config.run.id}.rollout.samples[{partition}]@{offset}"
     assert text.startswith("record of 7 bytes doesn't begin with")
 
 
@@ -342,7 +343,7 @@ def test_rescoring_continues_where_it_stopped(
         for item in found
     ]
     assert [item.position.partition("@")[0] for item in found] == [
-        f"{written.plan.topic('reward.scores.other')}[{place}]" for place in partitions
+        f"{written.plan.topic('reward.scores.other')}[{partition}]" for partition in partitions
     ]
     # F was not scored originally. Originals 0 1 .25 .5 .75 1 .5 .5 0 0 1 0, new 1 0 1 0 1 0 1 0 1 0
     # 1 0
@@ -519,7 +520,7 @@ def test_dead_letters_are_requeued_by_command(
     )
     app(["deadletter", "list", run_file, "--output", "json"])
     listed = orjson.loads(capsys.readouterr().out)
-    assert (listed["counts"], [letter["id"] for letter in listed["dead_letters"]]) == (
+    assert (listed["counts"], [dead_letter["id"] for dead_letter in listed["dead_letters"]]) == (
         {"reward PoisonSample": 1},
         ["reward@0"],
     )
@@ -532,5 +533,5 @@ def test_dead_letters_are_requeued_by_command(
         == 0
     )
     assert "dropped 1 records" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="dead letter reward@0 was dropped before"):
+    with pytest.raises(ConfigError, match="dead letter reward@0 is dropped already; give --force"):
         app(["deadletter", "requeue", run_file, "--id", "reward@0", "--yes"])
