@@ -232,6 +232,27 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> AlgorithmConfig:
+        self._check_correction()
+        self._check_rejection()
+        if self.dual_clip is not None and 0 < self.dual_clip <= 1:
+            raise ValueError(
+                f"dual_clip must be above 1, or 0 for none, got {self.dual_clip}; the paper takes 3"
+            )
+        if self.turn_gamma and self.length_adaptive_alpha:
+            raise ValueError(
+                f"turn_gamma = {self.turn_gamma} has one lambda for all lengths, gae_lambda; "
+                "leave length_adaptive_alpha out"
+            )
+        self._check_critic()
+        self._check_whitening()
+        if self.kl_unbiased and self.kl_placement == "reward":
+            raise ValueError(
+                "kl_unbiased = true corrects the gradient of a KL estimate in the loss; set "
+                "kl_placement = 'loss'"
+            )
+        return self
+
+    def _check_correction(self) -> None:
         if self.correction != "none" and self.old_logprobs == "rollout":
             rule = f"correction = {self.correction!r} weighs the old policy against the engine's"
             raise ValueError(
@@ -247,20 +268,12 @@ class AlgorithmConfig(Section):
                 f"correction_low must be at most correction_high = {self.correction_high}, "
                 f"got {self.correction_low}"
             )
-        self._check_rejection()
-        if self.dual_clip is not None and 0 < self.dual_clip <= 1:
-            raise ValueError(
-                f"dual_clip must be above 1, or 0 for none, got {self.dual_clip}; the paper takes 3"
-            )
+
+    def _check_critic(self) -> None:
         if self.critic_gae_lambda is not None and not self.needs_critic:
             raise ValueError(
                 f"critic_gae_lambda = {self.critic_gae_lambda} is not used by {self.name}, "
                 "which has no critic; leave it out"
-            )
-        if self.turn_gamma and self.length_adaptive_alpha:
-            raise ValueError(
-                f"turn_gamma = {self.turn_gamma} has one lambda for all lengths, gae_lambda; "
-                "leave length_adaptive_alpha out"
             )
         if self.needs_critic and self.has_distill_advantage:
             rule = (
@@ -268,6 +281,8 @@ class AlgorithmConfig(Section):
                 "judgement as if it were reward"
             )
             raise ValueError(f"{rule}; set distill_placement = 'loss' with {self.name}")
+
+    def _check_whitening(self) -> None:
         if self.whiten_advantages == "rewards" and (
             self.overlong_ratio or self.has_reward_kl or self.has_distill_advantage
         ):
@@ -295,12 +310,6 @@ class AlgorithmConfig(Section):
             raise ValueError(
                 f"{rule}; set normalise_std or whiten_advantages, or leave std_correction out"
             )
-        if self.kl_unbiased and self.kl_placement == "reward":
-            raise ValueError(
-                "kl_unbiased = true corrects the gradient of a KL estimate in the loss; set "
-                "kl_placement = 'loss'"
-            )
-        return self
 
     def _check_rejection(self) -> None:
         low, high = self.rejection_low, self.rejection_high
@@ -477,7 +486,7 @@ class AlgorithmConfig(Section):
 
     @property
     def num_rollout_top_tokens(self) -> int:
-        """How many most probable tokens the engine has to give with each token that it draws."""
+        """How many most probable tokens the engine has to give with each token that it samples."""
         return (
             self.distill_top_k
             if self.has_topk_loss and self.distill_tokens == "student_topk"

@@ -93,7 +93,7 @@ def build_app(
     app = FastAPI(
         title="Relax Events", version=__version__, summary=SUMMARY, docs_url=None, redoc_url=None
     )
-    app.include_router(_routes(service, put))
+    app.include_router(_routes(_Caller(service, put)))
     app.add_exception_handler(RejectedError, _respond_rejected)
     app.add_exception_handler(RequestValidationError, _respond_invalid)
     app.add_exception_handler(PlainHTTPException, _respond_http_error)
@@ -102,90 +102,118 @@ def build_app(
     return RequestGuard(app, problem=_problem, host=host, token=token)
 
 
-def _routes(service: ScalingService, put: Callable[[MainThreadTask[object]], None]) -> APIRouter:
+class _Caller:
+    """Runs calls of the service in the controller's thread."""
+
+    def __init__(
+        self, service: ScalingService, put: Callable[[MainThreadTask[object]], None]
+    ) -> None:
+        self._service, self._put = service, put
+
+    def call(self, work: Callable[[ScalingService], Result]) -> Result:
+        """Return what the call returns.
+
+        Raises:
+            TimeoutError: The controller's thread did not run it within `RESPONSE_SECONDS`.
+        """
+        task = MainThreadTask(lambda: work(self._service))
+        self._put(task)  # type: ignore[arg-type]
+        return task.wait(RESPONSE_SECONDS)
+
+
+def _routes(caller: _Caller) -> APIRouter:
     routes = APIRouter(
         prefix="/rollout",
         dependencies=[Depends(BEARER)],
         responses={**UNAUTHORIZED, **UNAVAILABLE, **BAD_REQUEST, **UNEXPECTED},
     )
+    routes.include_router(_scale_out_routes(caller))
 
-    def call(work: Callable[[], Result]) -> Result:
-        task = MainThreadTask(work)
-        put(task)  # type: ignore[arg-type]
-        return task.wait(RESPONSE_SECONDS)
+    @routes.get("/engines", responses=NOT_FOUND)
+    def engines(model_name: ModelQuery = None) -> Engines:
+        """List the current workers."""
+        return caller.call(lambda service: service.engines(model_name))
 
-    def command(kind: Kind, body: ScaleBody, key: str, *, force: bool = False) -> ScaleCommand:
-        urls = tuple(body.engine_urls)
-        return ScaleCommand(
-            kind=kind,
-            model=body.model_name,
-            target=body.num_replicas,
-            urls=urls,
-            timeout_seconds=body.timeout_secs,
-            force=force,
-            key=key,
-        )
+    routes.include_router(_scale_in_routes(caller))
+    return routes
+
+
+def _scale_out_routes(caller: _Caller) -> APIRouter:
+    """Build the routes that add workers, and list, show and cancel such requests."""
+    routes = APIRouter()
 
     @routes.post("/scale_out", responses=NOT_FOUND | CONFLICT)
     def scale_out(body: ScaleOutBody, key: Key = "") -> ApiResponse:
         """Scale out to the given number of workers, or attach to SGLang servers."""
-        return call(lambda: service.scale(command(Kind.OUT, body, key), dry_run=body.dry_run))
+        command = _build_command(Kind.OUT, body, key)
+        return caller.call(lambda service: service.scale(command, dry_run=body.dry_run))
 
     @routes.get("/scale_out")
     def list_scale_out(model_name: ModelQuery = None, status: StatusQuery = None) -> RequestList:
         """List scale-out requests: the open ones, and those that ended within seven days or are
         among the newest 100.
         """
-        return call(lambda: service.views(Kind.OUT, model=model_name, status=status))
+        return caller.call(lambda service: service.views(Kind.OUT, model=model_name, status=status))
 
     @routes.get("/scale_out/{request_id}", responses=NOT_FOUND)
     def show_scale_out(request_id: RequestId) -> RequestView:
         """Show a scale-out request."""
-        return call(lambda: service.view(request_id, Kind.OUT))
+        return caller.call(lambda service: service.view(request_id, Kind.OUT))
 
     @routes.post("/scale_out/{request_id}/cancel", responses=NOT_FOUND)
     def cancel_scale_out(request_id: RequestId) -> ApiResponse:
         """Cancel an open scale-out request; the workers that it added are removed."""
-        return call(lambda: service.cancel(request_id))
+        return caller.call(lambda service: service.cancel(request_id))
 
     @routes.post("/scale_out_cancel")
     def cancel_several(body: CancelBody) -> CancelResult:
         """Cancel all matching scale-out requests."""
-        return call(
-            lambda: service.cancel_all(
+        return caller.call(
+            lambda service: service.cancel_all(
                 model=body.model_name, status=body.status_filter, dry_run=body.dry_run
             )
         )
 
-    @routes.get("/engines", responses=NOT_FOUND)
-    def engines(model_name: ModelQuery = None) -> Engines:
-        """List the current workers."""
-        return call(lambda: service.engines(model_name))
+    return routes
+
+
+def _scale_in_routes(caller: _Caller) -> APIRouter:
+    """Build the routes that remove workers, and list and show such requests."""
+    routes = APIRouter()
 
     @routes.post("/scale_in", responses=NOT_FOUND | CONFLICT)
     def scale_in(body: ScaleInBody, key: Key = "") -> ApiResponse:
         """Scale in to the given number of workers, or detach SGLang servers; the newest workers
         are removed first, the initial ones never.
         """
-        return call(
-            lambda: service.scale(
-                command(Kind.IN, body, key, force=body.force), dry_run=body.dry_run
-            )
-        )
+        command = _build_command(Kind.IN, body, key, force=body.force)
+        return caller.call(lambda service: service.scale(command, dry_run=body.dry_run))
 
     @routes.get("/scale_in")
     def list_scale_in(model_name: ModelQuery = None, status: StatusQuery = None) -> RequestList:
         """List scale-in requests: the open ones, and those that ended within seven days or are
         among the newest 100.
         """
-        return call(lambda: service.views(Kind.IN, model=model_name, status=status))
+        return caller.call(lambda service: service.views(Kind.IN, model=model_name, status=status))
 
     @routes.get("/scale_in/{request_id}", responses=NOT_FOUND)
     def show_scale_in(request_id: RequestId) -> RequestView:
         """Show a scale-in request."""
-        return call(lambda: service.view(request_id, Kind.IN))
+        return caller.call(lambda service: service.view(request_id, Kind.IN))
 
     return routes
+
+
+def _build_command(kind: Kind, body: ScaleBody, key: str, *, force: bool = False) -> ScaleCommand:
+    return ScaleCommand(
+        kind=kind,
+        model=body.model_name,
+        target=body.num_replicas,
+        urls=tuple(body.engine_urls),
+        timeout_seconds=body.timeout_secs,
+        force=force,
+        key=key,
+    )
 
 
 def _problem(code: int, text: str) -> bytes:
@@ -217,7 +245,7 @@ def _respond_invalid(_: Request, error: Exception) -> JSONResponse:
     """Respond to a call with a malformed part; the given value is shown in ASCII."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    place = ".".join(str(part) for part in first["loc"][1:]) or "the body"
+    parameter = ".".join(str(part) for part in first["loc"][1:]) or "the body"
     got = (
         ""
         if first["type"] in ("missing", "json_invalid")
@@ -226,7 +254,7 @@ def _respond_invalid(_: Request, error: Exception) -> JSONResponse:
     return _respond(
         400,
         "REJECTED",
-        f"{ascii(place)[1:-1]}: {first['msg']}{got}".encode("ascii", "replace").decode(),
+        f"{ascii(parameter)[1:-1]}: {first['msg']}{got}".encode("ascii", "replace").decode(),
     )
 
 

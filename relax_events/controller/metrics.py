@@ -175,14 +175,6 @@ class RunMetrics(Collector):
     def _run_gauges(self) -> list[tuple[str, str, float]]:
         """Return the metrics that are always known: name, text, value."""
         config, state = self._config, self._state
-        behind = next(
-            (
-                behind
-                for behind, step in enumerate(reversed(state.steps))
-                if step.checkpoint is not None
-            ),
-            state.num_steps,
-        )
         return [
             (
                 "relax_train_steps_target",
@@ -232,7 +224,7 @@ class RunMetrics(Collector):
             (
                 "relax_checkpoint_behind_steps",
                 "Train steps since the newest checkpoint, which recovery would replay.",
-                behind,
+                _count_steps_since_checkpoint(state),
             ),
         ]
 
@@ -354,3 +346,11 @@ class RunMetrics(Collector):
         for state, count in self.partitions.items():
             partitions.add_metric([state], count)
         yield from (queued, free, partitions)
+
+
+def _count_steps_since_checkpoint(state: RunState) -> int:
+    """Return how many train steps were committed since the newest checkpoint."""
+    for behind, step in enumerate(reversed(state.steps)):
+        if step.checkpoint is not None:
+            return behind
+    return state.num_steps

@@ -158,7 +158,6 @@ def build_report(
     steps = state.steps
     started_at = ended_at - int(wall_seconds * MICROS)
     curves = step_curves(steps, started_at=started_at) | critic_curves(state)
-    rewards = curves["reward_mean"]
     return {
         "run_id": config.run.id,
         "succeeded": succeeded,
@@ -169,10 +168,7 @@ def build_report(
         "steps_of_session": sum(step.committed_at >= started_at for step in steps),
         "num_steps": config.num_train_steps,
         "policy_version": state.policy_version,
-        "reward_first": rewards[0] if rewards else None,
-        "reward_last": rewards[-1] if rewards else None,
-        "reward_first_10": mean(rewards[:EDGE_STEPS]),
-        "reward_last_10": mean(rewards[-EDGE_STEPS:]),
+        **reward_summary(curves["reward_mean"]),
         **throughput(steps, curves, started_at=started_at),
         **ledger.totals(),
         "max_staleness": ledger.max_staleness,
@@ -191,6 +187,16 @@ def build_report(
             for version, changes in settings_history(state.descriptions, run_id=config.run.id)
         ],
         "machine": machine(),
+    }
+
+
+def reward_summary(rewards: Sequence[float | None]) -> dict[str, float | None]:
+    """Return the mean rewards of the first and the newest steps; see the module's docstring."""
+    return {
+        "reward_first": rewards[0] if rewards else None,
+        "reward_last": rewards[-1] if rewards else None,
+        "reward_first_10": mean(rewards[:EDGE_STEPS]),
+        "reward_last_10": mean(rewards[-EDGE_STEPS:]),
     }
 
 

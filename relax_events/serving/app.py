@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 from fastapi import FastAPI, Request
@@ -59,18 +59,11 @@ def build_app(
     recorded = ModelFolder.read(model.path, records_experts=True) if model.replays_routing else None
     runner = EngineRunner(TransformersEngine(model.path, config=engine, model=model))
     service = CompletionService(runner, _renderer(model.path))
-
-    @asynccontextmanager
-    async def runs(_: FastAPI) -> AsyncIterator[None]:
-        runner.open()
-        yield
-        runner.close()
-
     app = FastAPI(
         title="Relax Events",
         version=__version__,
         summary=SUMMARY,
-        lifespan=runs,
+        lifespan=_run_with(runner),
         docs_url=None,
         redoc_url=None,
     )
@@ -80,11 +73,7 @@ def build_app(
             model_path=model.path.absolute(),
             recorded=recorded,
             is_incremental=is_incremental,
-            may_load=lambda path: (
-                bool(token)
-                if weights_root is None
-                else path.resolve().is_relative_to(weights_root.resolve())
-            ),
+            may_load=_allow_folders(weights_root, has_token=bool(token)),
         )
     )
     app.include_router(
@@ -100,6 +89,25 @@ def build_app(
         max_body_bytes=MAX_BODY_BYTES,
         body_seconds=BODY_SECONDS,
     )
+
+
+def _run_with(runner: EngineRunner) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+    """Return the application's lifespan, during which the engine runs."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        runner.open()
+        yield
+        runner.close()
+
+    return lifespan
+
+
+def _allow_folders(weights_root: Path | None, *, has_token: bool) -> Callable[[Path], bool]:
+    """Return the rule that says whether weights may be loaded from a folder."""
+    if weights_root is None:
+        return lambda _: has_token
+    return lambda path: path.resolve().is_relative_to(weights_root.resolve())
 
 
 def _renderer(path: Path) -> PromptRenderer:

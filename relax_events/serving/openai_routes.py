@@ -14,6 +14,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from numpy.typing import NDArray
 
+from relax_events.data.rendering import PromptRenderer
 from relax_events.errors import ConfigError
 from relax_events.events.parts import ChatMessage
 from relax_events.serving.completions import (
@@ -45,30 +46,18 @@ def openai_routes(
     @routes.get("/models")
     def models() -> dict[str, Any]:
         """List the served model."""
-        return {
-            "object": "list",
-            "data": [
-                {
-                    "id": model_name,
-                    "object": "model",
-                    "owned_by": "relax-events",
-                    "max_model_len": max_context_tokens,
-                }
-            ],
+        model = {
+            "id": model_name,
+            "object": "model",
+            "owned_by": "relax-events",
+            "max_model_len": max_context_tokens,
         }
+        return {"object": "list", "data": [model]}
 
     @routes.post("/completions")
     async def completions(request: Request, body: CompletionBody) -> Response:
         """Continue a text."""
-        prompts: Any = (
-            body.prompt
-            if isinstance(body.prompt, list) and not isinstance(body.prompt[0], int)
-            else [body.prompt]
-        )
-        tokens = [
-            renderer.encode(one) if isinstance(one, str) else np.array(one, np.int32)
-            for one in prompts
-        ]
+        tokens = _encode_prompts(renderer, body)
         writer = _ResponseWriter(
             service, "text_completion", model_name, lambda text, _: {"text": text}
         )
@@ -99,6 +88,18 @@ def openai_routes(
         )
 
     return routes
+
+
+def _encode_prompts(renderer: PromptRenderer, body: CompletionBody) -> list[NDArray[np.int32]]:
+    """Return the token ids of each prompt; the body has one or several, as text or as token ids."""
+    prompts: Any = (
+        body.prompt
+        if isinstance(body.prompt, list) and not isinstance(body.prompt[0], int)
+        else [body.prompt]
+    )
+    return [
+        renderer.encode(one) if isinstance(one, str) else np.array(one, np.int32) for one in prompts
+    ]
 
 
 def _message(text: str, is_piece: bool) -> dict[str, Any]:

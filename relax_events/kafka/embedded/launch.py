@@ -95,34 +95,59 @@ def launch(
         state = BrokerState(
             port, controller_port, read_jar_lock().kafka_version, started_by=started_by
         )
-        security: NodeSecurity | NodeLogin | None = None
-        newcomer = None
-        if kept := choose_credentials(
-            credentials, last.credentials if last else None, data=directory / "data"
-        ):
-            security = NodeSecurity.from_folder(
-                kept, internal_port=choose_port(taken=frozenset({port, controller_port}))
-            )
-            state = replace(
-                state, internal_port=security.internal_port, credentials=str(security.folder.path)
-            )
-        elif not has_password and (
-            has_password is False or (last is not None and last.login == NO_LOGIN)
-        ):
-            state = replace(state, login=NO_LOGIN)
-        else:
-            directory.chmod(0o700)
-            security = NodeLogin.from_directory(directory)
-            is_known = not is_formatted(directory / "data") or (
-                last is not None and last.login == PASSWORD and not security.is_new
-            )
-            newcomer = None if is_known else security
-            state = replace(state, login=PASSWORD if is_known else "")
-        heap_mib = heap_mib or choose_heap_mib()
-        properties = _write_files(directory, state, node_properties, security, heap_mib)
-        return LaunchedBroker(
-            *_start_process(directory, java, jars, properties, state, heap_mib), newcomer
+        secured = _secure(
+            directory, state, last, credentials=credentials, has_password=has_password
         )
+        heap_mib = heap_mib or choose_heap_mib()
+        properties = _write_files(directory, secured, node_properties, heap_mib)
+        process, state = _start_process(directory, java, jars, properties, secured.state, heap_mib)
+        return LaunchedBroker(process, state, secured.unregistered_login)
+
+
+class _SecuredNode(NamedTuple):
+    """How the clients of a node authenticate, and the node's state that records it."""
+
+    state: BrokerState
+    security: NodeSecurity | NodeLogin | None = None
+    unregistered_login: NodeLogin | None = None
+
+
+def _secure(
+    directory: Path,
+    state: BrokerState,
+    last: BrokerState | None,
+    *,
+    credentials: Path | None,
+    has_password: bool | None,
+) -> _SecuredNode:
+    """Choose how clients authenticate: by a security folder, by the node's password, or not at all.
+
+    Raises:
+        ConfigError: The security folder lacks a file.
+        EnvironmentProblem: The node was created without the security folder that is given.
+    """
+    data = directory / "data"
+    folder = choose_credentials(credentials, last.credentials if last else None, data=data)
+    if folder is not None:
+        taken = frozenset({state.port, state.controller_port})
+        security = NodeSecurity.from_folder(folder, internal_port=choose_port(taken=taken))
+        return _SecuredNode(
+            replace(
+                state, internal_port=security.internal_port, credentials=str(security.folder.path)
+            ),
+            security,
+        )
+    had_no_login = last is not None and last.login == NO_LOGIN
+    if has_password is False or (has_password is None and had_no_login):
+        return _SecuredNode(replace(state, login=NO_LOGIN))
+    directory.chmod(0o700)
+    login = NodeLogin.from_directory(directory)
+    is_known = not is_formatted(data) or (
+        last is not None and last.login == PASSWORD and not login.is_new
+    )
+    return _SecuredNode(
+        replace(state, login=PASSWORD if is_known else ""), login, None if is_known else login
+    )
 
 
 def _choose_ports(last: BrokerState | None, wanted_port: int) -> tuple[int, int]:
@@ -138,17 +163,14 @@ def _choose_ports(last: BrokerState | None, wanted_port: int) -> tuple[int, int]
 
 
 def _write_files(
-    directory: Path,
-    state: BrokerState,
-    node_properties: Mapping[str, str],
-    security: NodeSecurity | NodeLogin | None,
-    heap_mib: int,
+    directory: Path, node: _SecuredNode, node_properties: Mapping[str, str], heap_mib: int
 ) -> Path:
-    data = directory / "data"
+    """Format the data folder if it is new, and write the broker's settings; return their file."""
+    data, security = directory / "data", node.security
     text = build_server_properties(
         data,
-        port=state.port,
-        controller_port=state.controller_port,
+        port=node.state.port,
+        controller_port=node.state.controller_port,
         overrides=node_properties,
         heap_mib=heap_mib,
         security=security,
