@@ -20,17 +20,16 @@ from relax_events.config.derived import LEAST_DRAIN_SECONDS
 from relax_events.controller.rollout_capacity import read_share_group_size, require_rollout_capacity
 from relax_events.errors import BrokerError, CheckFailed, Interrupted, RelaxError, RunFailed
 from relax_events.events.parts import Command, WorkerState, now_micros
-from relax_events.events.types import Event, RunCommanded, WorkerHeartbeat
+from relax_events.events.types import Event, RunCommanded
 from relax_events.history.runs.replay import resolve_parent
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.credentials import apply_principal, remove_credentials
 from relax_events.kafka.embedded import BrokerBusy
-from relax_events.kafka.producer import RecordProducer
-from relax_events.kafka.records import ProducerRecord
 from relax_events.kafka.schema_registry import open_codec
 from relax_events.launcher.fork_client import ForkServer
 from relax_events.launcher.managed_process import Progress
+from relax_events.launcher.session_events import SessionEvents
 from relax_events.launcher.supervisor import Supervisor
 from relax_events.launcher.weights_fit import require_fitting_model
 from relax_events.launcher.worker_processes import run_modules
@@ -63,13 +62,10 @@ from relax_events.session.resume import (
 )
 from relax_events.telemetry.logs import configure_logs
 from relax_events.topics import TopicPlan
-from relax_events.topics.plan import HEARTBEATS
 
 log = structlog.get_logger()
 TURN_SECONDS = 0.5
 LAG_EVERY_SECONDS = 2.0
-MAX_REASON = 2_000
-"""Maximum characters of the reason of a run's end; the worker's log has the rest."""
 LAG_TIMEOUT_SECONDS = (
     2.0  # we also tend the broker: asking one that died must not keep us from starting it again
 )
@@ -138,14 +134,8 @@ class RunSession:
             supervisor = Supervisor(self._config, self._write_resolved(), starter)
             follower = self._follow(stack)
             require_fitting_model(self._config, follower.latest)
-            self._producer = stack.enter_context(
-                closing(
-                    RecordProducer(
-                        Connection.from_config(
-                            self._config.broker, client_id=f"{self._config.run.id}.run"
-                        )
-                    )
-                )
+            self._events = stack.enter_context(
+                closing(SessionEvents.open(self._config, self._codec))
             )
             self._resume(display)
             try:
@@ -253,19 +243,8 @@ class RunSession:
             command=Command.RESUME,
             reason=f"relax run, towards {self._config.num_train_steps} steps",
         )
-        self._send("control.commands", resume)
-        self._producer.flush()
+        self._events.write_command(resume)
         self._projections.apply(resume)
-
-    def _send(self, entity: str, event: Event, *, key: str = "") -> None:
-        """Send an event without waiting: this thread also supervises the broker."""
-        self._producer.send(
-            ProducerRecord(
-                TopicPlan.from_config(self._config).topic(entity),
-                self._codec.encode(event),
-                key=key,
-            )
-        )
 
     def _apply(self, event: Event) -> None:
         self._projections.apply(event)
@@ -307,17 +286,8 @@ class RunSession:
                 display.print_line(text)
         except RelaxError as error:
             if not self._sessions.others:
-                self._send_abort(str(error))
+                self._events.write_abort(str(error))
             raise
-
-    def _send_abort(self, reason: str) -> None:
-        try:
-            self._send(
-                "control.commands", RunCommanded(command=Command.STOP, reason=reason[:MAX_REASON])
-            )
-            self._producer.flush()
-        except BrokerError as error:
-            log.warning("run_end.write_failed", error=str(error))
 
     def _progress(self) -> Progress:
         with self._lock:
@@ -335,19 +305,8 @@ class RunSession:
                 heartbeat = self._state.workers.get(worker.worker_id)
                 self._scaling.apply(gone)
             if heartbeat is not None and heartbeat.state is not WorkerState.STOPPED:
-                self._send_goodbye(heartbeat)
-            self._send("control.commands", gone)
-
-    def _send_goodbye(self, heartbeat: WorkerHeartbeat) -> None:
-        """Send a worker's STOPPED heartbeat in its name, from its newest heartbeat."""
-        goodbye = replace(
-            heartbeat,
-            state=WorkerState.STOPPED,
-            num_in_flight=0,
-            busy_since=None,
-            sent_at=now_micros(),
-        )
-        self._send(HEARTBEATS[heartbeat.role], goodbye, key=heartbeat.worker_id)
+                self._events.send_goodbye(heartbeat)
+            self._events.send_command(gone)
 
     def _send_goodbyes(self, supervisor: Supervisor) -> None:
         """Send STOPPED for own workers that exited without it, so that none counts as alive; not
@@ -359,15 +318,8 @@ class RunSession:
                 for heartbeat in self._state.workers.values()
                 if supervisor.lacks_final_heartbeat(heartbeat)
             ]
-        if not owed or not self._sessions.is_alone():
-            return
-        try:
-            for heartbeat in owed:
-                self._send_goodbye(heartbeat)
-        except (
-            BrokerError
-        ) as error:  # they count as alive until `workers.heartbeat_timeout_seconds` have passed
-            log.warning("final_heartbeat.send_failed", error=str(error))
+        if owed and self._sessions.is_alone():
+            self._events.send_goodbyes(owed)
 
     def _restart_fenced(self, supervisor: Supervisor) -> None:
         """Restart a fenced worker once no other instance does its work."""

@@ -1,5 +1,6 @@
-"""Processes of workers that come and go: started when they are wanted, asked to drain when they are
-not, killed at their deadline, given up alone."""
+"""Processes of elastic workers: started on request, drained when no longer desired, killed at their
+deadline, given up one at a time.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +22,12 @@ from relax_events.events.types import WorkerHeartbeat
 from relax_events.kafka.records import ProducerRecord
 from relax_events.launcher.managed_process import ManagedProcess, Progress, read_log_tail
 from relax_events.launcher.run import RunSession
+from relax_events.launcher.session_events import SessionEvents
 from relax_events.launcher.supervisor import Supervisor
 from relax_events.projections.scale_requests import Kind, Status
 from relax_events.projections.scaling import DesiredState, ElasticWorker, ExitReason, ScaleState
 from relax_events.session.records import RunSessions
+from relax_events.topics import TopicPlan
 from tests.unit.run_events import make_heartbeat
 
 MakeRunConfig = Callable[..., RunConfig]
@@ -159,11 +162,20 @@ class Written:
         self.records.append(record)
 
 
+def open_session_events(config: RunConfig, written: Written) -> SessionEvents:
+    """The events of a session, to a producer that keeps them."""
+    return SessionEvents(
+        written,  # type: ignore[arg-type]
+        TopicPlan.from_config(config),
+        EventCodec(),
+    )
+
+
 def test_run_records_departed_workers_and_their_missing_final_heartbeats(
     make_run_config: MakeRunConfig, supervisor: Supervisor
 ) -> None:
     session, written = RunSession(make_run_config()), Written()
-    session._producer = written  # type: ignore[assignment]
+    session._events = open_session_events(make_run_config(), written)
     opening = admit(
         ScaleState(),
         ScalingBounds.from_config(make_run_config(), is_supervised=True),
@@ -212,7 +224,7 @@ def test_run_writes_final_heartbeat_of_dead_workers_only_if_it_is_alone(
     is_alone: bool,
 ) -> None:
     session, written = RunSession(make_run_config()), Written()
-    session._producer = written  # type: ignore[assignment]
+    session._events = open_session_events(make_run_config(), written)
     managed = started(supervisor, "ignore", monkeypatch=monkeypatch)
     newest = replace(
         make_heartbeat("rollout-1", at_seconds=2),
