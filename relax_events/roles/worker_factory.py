@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from relax_events.config import RunConfig
+from relax_events.config import ObjectsConfig, RunConfig
 from relax_events.events.types import Event, RunDescribed
 from relax_events.kafka.protocol.group_membership import evict_predecessors
 from relax_events.kafka.security.acls import ROLE_PERMISSIONS
@@ -88,32 +88,21 @@ def open_worker(
         ConfigError: The object store is another run's, or the run file has changed since the
             run's description on the log, in a way that can't be resumed.
     """
-    opened, objects = store or open_store(config), config.objects
-    leave = () if role in ROUTING_ROLES else ("routed_experts",)
-    claim_check = StoreClaimCheck(
-        opened,
-        claim_check_threshold_bytes=objects.claim_check_threshold_bytes,
-        allowed_roots=objects.allowed_roots,
-        leave=leave,
-    )
+    opened = store or open_store(config)
     worker = Worker(
         role,
         config,
-        claim_check=claim_check,
+        claim_check=_build_claim_check(role, config.objects, opened),
         index=index,
         follow=follow,
         num_versions=num_versions,
         linger_ms=linger_ms,
     )
     try:
-        errors = ErrorMetrics(
-            role,
-            broker=worker.connection.errors,
-            objects=object_errors,
-            away_seconds=lambda: outages.seconds,
+        _register_error_metrics(worker)
+        worker.lifecycle.wait_for_stores(
+            outages, deadline_seconds=config.objects.outage_deadline_seconds
         )
-        worker.metrics.registry.register(errors)
-        worker.lifecycle.wait_for_stores(outages, deadline_seconds=objects.outage_deadline_seconds)
         descriptions = [
             event for event in worker.control.follower.history if isinstance(event, RunDescribed)
         ]
@@ -132,3 +121,25 @@ def open_worker(
         worker.close()
         raise
     return worker
+
+
+def _build_claim_check(role: str, objects: ObjectsConfig, store: ObjectStore) -> StoreClaimCheck:
+    """Return the claim check of a role, which fetches routed experts only where they are read."""
+    return StoreClaimCheck(
+        store,
+        claim_check_threshold_bytes=objects.claim_check_threshold_bytes,
+        allowed_roots=objects.allowed_roots,
+        leave=() if role in ROUTING_ROLES else ("routed_experts",),
+    )
+
+
+def _register_error_metrics(worker: Worker) -> None:
+    """Export the errors of the worker's Kafka clients and object stores."""
+    worker.metrics.registry.register(
+        ErrorMetrics(
+            worker.role,
+            broker=worker.connection.errors,
+            objects=object_errors,
+            away_seconds=lambda: outages.seconds,
+        )
+    )

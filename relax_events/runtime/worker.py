@@ -13,6 +13,7 @@ import structlog
 
 from relax_events.config import RunConfig
 from relax_events.errors import Fenced
+from relax_events.events.codec import EventCodec
 from relax_events.events.parts import WorkerState
 from relax_events.events.types import MetricsReported, WorkerHeartbeat
 from relax_events.kafka.connection import Connection
@@ -76,16 +77,7 @@ class Worker(AbstractContextManager["Worker"]):
         self._producer = RecordProducer(
             self.connection, linger_ms=config.broker.linger_ms if linger_ms is None else linger_ms
         )
-        self.control = ControlView(
-            ControlFollower(
-                self.connection, self.plan, codec, also=follow, num_versions=num_versions
-            ),
-            role,
-            self.worker_id,
-            max_staleness=config.run.max_staleness,
-            drain=self.drain,
-            started_at=self.heartbeat.started_at,
-        )
+        self.control = self._read_control_log(codec, follow=follow, num_versions=num_versions)
         self.records = RecordIO(
             role,
             self.worker_id,
@@ -97,8 +89,29 @@ class Worker(AbstractContextManager["Worker"]):
             metrics=self.metrics,
             traces=self._traces,
         )
-        self.lifecycle = Lifecycle(
-            config,
+        self.lifecycle = self._build_lifecycle()
+        self._endpoint = self._open_endpoint()
+        self.heartbeat.set_metrics_port(self._endpoint.port)
+
+    def _read_control_log(
+        self, codec: EventCodec, *, follow: Sequence[str], num_versions: int
+    ) -> ControlView:
+        """Read the existing versions and commands, and return the role's view of them."""
+        follower = ControlFollower(
+            self.connection, self.plan, codec, also=follow, num_versions=num_versions
+        )
+        return ControlView(
+            follower,
+            self.role,
+            self.worker_id,
+            max_staleness=self.config.run.max_staleness,
+            drain=self.drain,
+            started_at=self.heartbeat.started_at,
+        )
+
+    def _build_lifecycle(self) -> Lifecycle:
+        return Lifecycle(
+            self.config,
             heartbeat=self.heartbeat,
             drain=self.drain,
             control=self.control,
@@ -107,14 +120,16 @@ class Worker(AbstractContextManager["Worker"]):
             metrics=self.metrics,
             plan=self.plan,
         )
-        self._endpoint = WorkerEndpoint(
-            config.telemetry,
+
+    def _open_endpoint(self) -> WorkerEndpoint:
+        """Open the port that serves the metrics and the health checks."""
+        return WorkerEndpoint(
+            self.config.telemetry,
             self.metrics,
             illness=self.lifecycle.liveness_problem,
             absence=self.lifecycle.readiness_problem,
             activity=self.heartbeat.describe_activity,
         )
-        self.heartbeat.set_metrics_port(self._endpoint.port)
 
     def __enter__(self) -> Worker:
         topic, published = self.plan.topic("control.schemas"), self.records.codec.published_form()

@@ -106,16 +106,8 @@ def write_weights(
             TensorEntry(name, dtype_name(tensors[name]), tuple(tensors[name].shape), len(files))
             for name in names
         ]
-        stored: dict[str, Tensor] = {}
-        for name in names:
-            changes = _compute_tensor_delta(previous, name, tensors[name])
-            stored |= (
-                {name: _copy_to_cpu(tensors[name])}
-                if changes is None
-                else {name + POSITIONS: changes[0], name + VALUES: changes[1]}
-            )
-            changed |= set() if changes is None else {name}
-        data = safetensors.torch.save(stored)
+        data, deltas = _serialize_file(names, tensors, previous=previous)
+        changed |= deltas
         files.append(
             store.put_at(
                 f"{_folder(policy_version)}{sha256(data).hexdigest()[:16]}.safetensors", data
@@ -136,6 +128,22 @@ def write_weights(
     return store.put_at(
         f"{_folder(policy_version)}manifest-{sha256(manifest).hexdigest()[:16]}.json", manifest
     ), digest
+
+
+def _serialize_file(
+    names: Iterable[str], tensors: Mapping[str, Tensor], *, previous: WrittenWeights | None
+) -> tuple[bytes, set[str]]:
+    """Return a file's bytes, and the names of the tensors in it that are deltas."""
+    stored: dict[str, Tensor] = {}
+    deltas: set[str] = set()
+    for name in names:
+        changes = _compute_tensor_delta(previous, name, tensors[name])
+        if changes is None:
+            stored[name] = _copy_to_cpu(tensors[name])
+        else:
+            stored |= {name + POSITIONS: changes[0], name + VALUES: changes[1]}
+            deltas.add(name)
+    return safetensors.torch.save(stored), deltas
 
 
 def _compute_tensor_delta(

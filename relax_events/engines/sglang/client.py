@@ -47,7 +47,7 @@ class SGLangClient:
         """Create the client; it connects with the first call.
 
         Args:
-            url: Of the server, without a path.
+            url: The server's URL, without a path.
             model: The served model.
             weights_seconds: Deadline of a call that loads or hashes all weights.
         Raises:
@@ -105,7 +105,7 @@ class SGLangClient:
 
         Raises:
             ConfigError: The text names the problem and the remedy.
-            ServerGone, ServerRefused: The call failed.
+            ServerUnavailable, ServerRejected: The call failed.
         """
         info = await self._call("GET", "/server_info")
         if (version := info.get("version")) not in SUPPORTED_VERSIONS:
@@ -153,38 +153,18 @@ class SGLangClient:
 
         Args:
             prompts: `rid`, `input_ids`, `max_new_tokens`, `stop_token_ids` and `num_routed` of
-                each; the last is the number of first tokens whose experts are known.
-            media: `media_features.build_image_data` of each; empty without media.
+                each; `num_routed` is the number of first tokens whose experts are already recorded.
+            media: The output of `media_features.build_image_data`; empty without media.
             sampling: Sampling parameters.
             extra_key: Prompts with different keys share no cache.
-            num_top: How many most probable tokens to return with each.
+            num_top: Number of most probable tokens to return with each sampled token.
         Raises:
             ServerRejected: The server rejects the request.
             ServerUnavailable: The connection broke.
         """
-        common = {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k or -1,
-            "skip_special_tokens": False,
-        }
-        body = {
-            "input_ids": [prompt["input_ids"] for prompt in prompts],
-            "rid": [prompt["rid"] for prompt in prompts],
-            "sampling_params": [
-                common
-                | {
-                    "max_new_tokens": prompt["max_new_tokens"],
-                    "stop_token_ids": prompt["stop_token_ids"],
-                }
-                for prompt in prompts
-            ],
-            "extra_key": [extra_key] * len(prompts),
-            "return_logprob": True,
-            "top_logprobs_num": num_top,
-            "stream": True,
-            **({"image_data": [[one] for one in media]} if media else {}),
-        }
+        body = _build_generate_body(
+            prompts, media=media, sampling=sampling, extra_key=extra_key, num_top=num_top
+        )
         start = min(prompt["num_routed"] for prompt in prompts)  # one for the whole request
         if self.records_experts:
             body |= {"return_routed_experts": True, "routed_experts_start_len": start}
@@ -308,6 +288,40 @@ class SGLangClient:
 JSON = {"Content-Type": "application/json"}
 
 
+def _build_generate_body(
+    prompts: Sequence[dict[str, Any]],
+    *,
+    media: Sequence[str],
+    sampling: SamplingConfig,
+    extra_key: str,
+    num_top: int,
+) -> dict[str, Any]:
+    """Return the body of a generate request; see `SGLangClient.generate`."""
+    common = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "skip_special_tokens": False,
+    }
+    return {
+        "input_ids": [prompt["input_ids"] for prompt in prompts],
+        "rid": [prompt["rid"] for prompt in prompts],
+        "sampling_params": [
+            common
+            | {
+                "max_new_tokens": prompt["max_new_tokens"],
+                "stop_token_ids": prompt["stop_token_ids"],
+            }
+            for prompt in prompts
+        ],
+        "extra_key": [extra_key] * len(prompts),
+        "return_logprob": True,
+        "top_logprobs_num": num_top,
+        "stream": True,
+        **({"image_data": [[one] for one in media]} if media else {}),
+    }
+
+
 async def _read_events(
     chunks: AsyncIterator[bytes], *, what: str, max_bytes: int
 ) -> AsyncIterator[bytes]:
@@ -315,7 +329,7 @@ async def _read_events(
     event spans.
 
     Args:
-        chunks: As received.
+        chunks: The response's bytes as they arrive.
         what: The request, for errors.
         max_bytes: Limit of an event.
     Raises:

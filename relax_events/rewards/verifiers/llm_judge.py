@@ -143,7 +143,7 @@ async def genrm(
     retries: int = 3,
     token_variable: str = "",
 ) -> float:
-    """Give the score of a judging model between 0 and 1: the number in its last line "Score: N",
+    """Give the score of an LLM judge between 0 and 1: the number in its last line "Score: N",
     divided by `max_score`.
 
     `template` is `rubric` (criteria of the sample's `metadata.rubric`, or of `rubric`), `reference`
@@ -197,16 +197,7 @@ async def genrm_pairwise(
     """
     judge = LLMJudge(url, model, temperature, max_tokens, request_seconds, retries, token_variable)
     texts = [final_text(completion) for completion in completions]
-    pairs = (
-        list(combinations(range(len(texts)), 2))
-        if opponents == "prompt_group"
-        else [(index, len(texts)) for index in range(len(texts))]
-    )
-    if not pairs or (opponents == "reference" and not answer):
-        raise ValueError(
-            "a comparison needs two samples in the prompt group, or a reference answer with "
-            "opponents = 'reference'"
-        )
+    pairs = list_pairs(len(texts), opponents=opponents, has_reference=bool(answer))
     questions, known = (
         load_template(template),
         {"prompt": prompt, "rubric": metadata.get("rubric", rubric)},
@@ -231,6 +222,28 @@ async def genrm_pairwise(
         there,
         [one if isinstance(one, RewardError) else 1.0 - one for one in back],
     )
+
+
+def list_pairs(
+    num_samples: int, *, opponents: Literal["prompt_group", "reference"], has_reference: bool
+) -> list[tuple[int, int]]:
+    """Return the indices of the samples to compare; `num_samples` is the index of the reference
+    answer.
+
+    Raises:
+        ValueError: There is no opponent to compare with.
+    """
+    pairs = (
+        list(combinations(range(num_samples), 2))
+        if opponents == "prompt_group"
+        else [(index, num_samples) for index in range(num_samples)]
+    )
+    if not pairs or (opponents == "reference" and not has_reference):
+        raise ValueError(
+            "a comparison needs two samples in the prompt group, or a reference answer with "
+            "opponents = 'reference'"
+        )
+    return pairs
 
 
 def win_shares(

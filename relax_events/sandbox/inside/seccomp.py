@@ -1,4 +1,4 @@
-"""A seccomp filter that refuses system calls which a tested program does not need. Needs no
+"""A seccomp filter that refuses system calls which an untrusted program does not need. It needs no
 privileges.
 
 It is a deny list, because Python needs most other calls. It complements Landlock or a private root.
@@ -29,14 +29,14 @@ TERMINAL_INPUT = (0x5412, 0x541C)
 
 # name: number on x86_64, number on aarch64 (None: there is no such call)
 CALLS: dict[str, tuple[int | None, int | None]] = {
-    # sockets: the network, and every server of this machine that listens on a path
+    # sockets: the network, and every server of this machine with a Unix socket
     "socket": (41, 198),
     "connect": (42, 203),
     "accept": (43, 202),
     "bind": (49, 200),
     "listen": (50, 201),
     "accept4": (288, 242),
-    # other views of the machine
+    # namespaces, mounts and file handles
     "unshare": (272, 97),
     "setns": (308, 268),
     "mount": (165, 40),
@@ -69,7 +69,7 @@ CALLS: dict[str, tuple[int | None, int | None]] = {
     "sched_setscheduler": (144, 119),
     "migrate_pages": (256, 238),
     "move_pages": (279, 239),
-    # the kernel's larger surfaces
+    # large attack surfaces of the kernel
     "bpf": (321, 280),
     "userfaultfd": (323, 282),
     "perf_event_open": (298, 241),
@@ -89,7 +89,7 @@ CALLS: dict[str, tuple[int | None, int | None]] = {
     "ioperm": (173, None),
     "modify_ldt": (154, None),
     "personality": (135, 92),
-    # the machine itself
+    # administration of the machine
     "reboot": (169, 142),
     "swapon": (167, 224),
     "swapoff": (168, 225),
@@ -115,7 +115,7 @@ CALLS: dict[str, tuple[int | None, int | None]] = {
     "msgsnd": (69, 189),
     "msgrcv": (70, 188),
     "mq_open": (240, 180),
-    # what Landlock leaves open on files of the same user
+    # changes to files of the same user that Landlock does not restrict
     "chmod": (90, None),
     "fchmod": (91, 52),
     "fchmodat": (268, 53),
@@ -161,7 +161,7 @@ def restrict(*, may_signal: bool, may_start_processes: bool) -> None:
     """Refuse the calls above for this process and its children; a refused call fails with EPERM.
 
     Args:
-        may_signal: Whether kill() is allowed; something else must then keep signals inside.
+        may_signal: Whether kill() is allowed; then Landlock or a namespace must confine signals.
         may_start_processes: Whether fork() and exec() are allowed.
     Raises:
         OSError: The kernel refused, or the system calls of this processor are unknown.
@@ -197,12 +197,23 @@ def assemble(machine: str, *, own_pid: int, may_signal: bool, may_start_processe
             ),
         )
     column = list(ARCHITECTURES).index(machine)
-    calls = {
-        **CALLS,
-        **({} if may_signal else SIGNALS),
-        **({} if may_start_processes else PROCESSES),
-    }
-    refused = [number for numbers in calls.values() if (number := numbers[column]) is not None]
+    code = [
+        *_kill_on_other_architectures(machine),
+        *_refuse_calls(column, may_signal=may_signal, may_start_processes=may_start_processes),
+        *_refuse_clones(column, may_start_processes=may_start_processes),
+        *_refuse_arguments(column),
+    ]
+    if not may_signal:
+        code += _when(
+            TGKILL[column], _argument(0), [_op(JUMP_EQUAL, own_pid, 1, 0), _refuse(errno.EPERM)]
+        )  # abort() stays
+    return b"".join([*code, _op(RETURN, ALLOW)])
+
+
+def _kill_on_other_architectures(machine: str) -> list[bytes]:
+    """Return instructions that end a process which calls by the numbers of another architecture,
+    and then load the call's number.
+    """
     code = [
         _op(LOAD, ARCHITECTURE_AT),
         _op(JUMP_EQUAL, ARCHITECTURES[machine], 1, 0),
@@ -211,9 +222,27 @@ def assemble(machine: str, *, own_pid: int, may_signal: bool, may_start_processe
     ]
     if machine == "x86_64":
         code += [_op(JUMP_AT_LEAST, X32_BIT, 0, 1), _op(RETURN, KILL_PROCESS)]
-    for number in refused:
-        code += [_op(JUMP_EQUAL, number, 0, 1), _refuse(errno.EPERM)]
-    code += [
+    return code
+
+
+def _refuse_calls(column: int, *, may_signal: bool, may_start_processes: bool) -> list[bytes]:
+    """Return instructions that refuse calls whatever their arguments are."""
+    calls = {
+        **CALLS,
+        **({} if may_signal else SIGNALS),
+        **({} if may_start_processes else PROCESSES),
+    }
+    return [
+        op
+        for numbers in calls.values()
+        if (number := numbers[column]) is not None
+        for op in (_op(JUMP_EQUAL, number, 0, 1), _refuse(errno.EPERM))
+    ]
+
+
+def _refuse_clones(column: int, *, may_start_processes: bool) -> list[bytes]:
+    """Return instructions that refuse new namespaces, and new processes unless allowed."""
+    code = [
         _op(JUMP_EQUAL, CLONE3[column], 0, 1),
         _refuse(errno.ENOSYS),
     ]  # its flags are in memory; the C library falls back to clone
@@ -226,26 +255,29 @@ def assemble(machine: str, *, own_pid: int, may_signal: bool, may_start_processe
             _argument(0),
             [_op(JUMP_ANY_BIT, CLONE_THREAD, 1, 0), _refuse(errno.EPERM)],
         )
+    return code
+
+
+def _refuse_arguments(column: int) -> list[bytes]:
+    """Return instructions that refuse datagram sockets, input into a terminal, and the limits of
+    other processes.
+    """
     datagrams = [
         _op(AND, SOCKET_TYPES),
         _op(JUMP_EQUAL, SOCK_STREAM, 1, 0),
         _refuse(errno.EPERM),
     ]  # they could be sent to any path
-    code += _when(SOCKETPAIR[column], _argument(1), datagrams)
     typing = [
         op
         for request in TERMINAL_INPUT
         for op in (_op(JUMP_EQUAL, request, 0, 1), _refuse(errno.EPERM))
     ]
-    code += _when(IOCTL[column], _argument(1), typing)
-    code += _when(
-        PRLIMIT[column], _argument(0), [_op(JUMP_EQUAL, 0, 1, 0), _refuse(errno.EPERM)]
-    )  # limits of its own, of no other process
-    if not may_signal:
-        code += _when(
-            TGKILL[column], _argument(0), [_op(JUMP_EQUAL, own_pid, 1, 0), _refuse(errno.EPERM)]
-        )  # abort() stays
-    return b"".join([*code, _op(RETURN, ALLOW)])
+    own_limits = [_op(JUMP_EQUAL, 0, 1, 0), _refuse(errno.EPERM)]
+    return [
+        *_when(SOCKETPAIR[column], _argument(1), datagrams),
+        *_when(IOCTL[column], _argument(1), typing),
+        *_when(PRLIMIT[column], _argument(0), own_limits),
+    ]
 
 
 def _when(number: int, load: bytes, body: list[bytes]) -> list[bytes]:

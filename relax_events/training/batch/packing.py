@@ -229,17 +229,12 @@ def pack(
             sharing,
         )
     shape = layout.num_rows, layout.row_length
-    input_ids = np.zeros(layout.num_rows * layout.row_length, np.int64)
-    input_ids[layout.cells] = tokens
-    # Padding continues the positions from the row's start: after a single sample, causal attention
-    # never attends to it.
-    position_ids = np.tile(np.arange(layout.row_length), layout.num_rows)
-    position_ids[layout.cells] = token_offsets(lengths)
+    input_ids, position_ids = _fill_cells(tokens, lengths, layout)
     num_loss_tokens = np.add.reduceat(mask.astype(np.int64), np.cumsum(lengths) - lengths)
     temperatures = np.array([sample.temperature for sample in samples], np.float32)
     return PackedBatch(
-        input_ids=input_ids.reshape(shape),
-        position_ids=position_ids.reshape(shape),
+        input_ids=input_ids,
+        position_ids=position_ids,
         loss_positions=layout.cells[np.flatnonzero(mask) - 1],
         targets=tokens[mask],
         temperatures=np.repeat(temperatures, num_loss_tokens),
@@ -265,6 +260,20 @@ def _concatenate_tokens(
             f"{vocab_size}; was it made with another tokenizer?"
         )
     return tokens
+
+
+def _fill_cells(
+    tokens: NDArray[np.int64], lengths: NDArray[np.int64], layout: RowLayout
+) -> tuple[Int64[np.ndarray, "rows length"], Int64[np.ndarray, "rows length"]]:
+    """Return the token ids and the positions of all cells, padding included."""
+    shape = layout.num_rows, layout.row_length
+    input_ids = np.zeros(layout.num_rows * layout.row_length, np.int64)
+    input_ids[layout.cells] = tokens
+    # Padding continues the positions from the row's start: after a single sample, causal attention
+    # never attends to it.
+    position_ids = np.tile(np.arange(layout.row_length), layout.num_rows)
+    position_ids[layout.cells] = token_offsets(lengths)
+    return input_ids.reshape(shape), position_ids.reshape(shape)
 
 
 def _replayed_experts(
