@@ -134,10 +134,10 @@ stack-pins: setup ## Write compose/images.env: the images of others by digest, a
 stack-alerts: setup ## Hold faults in the running stack until the alerts fire, and see them clear
 	$(BIN)/python -m tests.stack.alerts
 
-stack-misconfiguration: setup ## Make mistakes with the stack, and see what is said
+stack-misconfiguration: setup ## Check the error messages of a misconfigured stack
 	$(BIN)/python -m tests.stack.misconfiguration
 
-stack-escapes: setup ## Try every known way out of the reward container, and out of the walls around the programs in it
+stack-escapes: setup ## Try every known escape from the reward container and from its sandbox
 	$(BIN)/python -m tests.stack.escapes
 
 stack-faults: setup ## Break every part of the running stack in turn, and measure how long the run needs to be over it

@@ -30,7 +30,7 @@ class Schedule:
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """A prompt group: its step, its place, the tokens of its samples."""
+    """A prompt group: its step, its batch slot, the tokens of its samples."""
 
     train_step: int
     index: int

@@ -28,7 +28,7 @@ TEACHER = ("sft_warmup.steps=1000", "sft_warmup.target_loss=0.02")
 
 
 def provide(settings: Iterable[str], folder: Path) -> list[str]:
-    """Put a folder in the place of `{materials}` in settings, and make what they name there.
+    """Replace `{materials}` in settings by a folder, and make what they name there.
 
     Raises:
         CalledProcessError: A model could not be made; what was said stands above.

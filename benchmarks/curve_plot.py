@@ -63,8 +63,8 @@ def small_multiples(
     num_rows = -(-len(panels) // NUM_COLUMNS)
     width, height = NUM_COLUMNS * (CELL_WIDTH + GAP) + GAP, num_rows * (CELL_HEIGHT + GAP) + GAP
     cells = "".join(
-        cell(place, name, curves, frames[name])
-        for place, (name, curves) in enumerate(panels.items())
+        cell(index, name, curves, frames[name])
+        for index, (name, curves) in enumerate(panels.items())
     )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
@@ -73,9 +73,9 @@ def small_multiples(
     )
 
 
-def cell(place: int, name: str, curves: Sequence[Curve], frame: Frame) -> str:
-    """Draw a panel at its place in the grid."""
-    row, column = divmod(place, NUM_COLUMNS)
+def cell(index: int, name: str, curves: Sequence[Curve], frame: Frame) -> str:
+    """Draw a panel in its cell of the grid."""
+    row, column = divmod(index, NUM_COLUMNS)
     left, top = GAP + column * (CELL_WIDTH + GAP), GAP + row * (CELL_HEIGHT + GAP)
     pale = "".join(f'<path class="line pale" d="{draw_path(frame, curve)}"/>' for curve in curves)
     strong = f'<path class="line" d="{draw_path(frame, mean_curve(curves))}"/>'

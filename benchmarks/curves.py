@@ -142,10 +142,10 @@ def run(algorithm: str, seed: int, num_steps: int, folder: Path = FOLDER) -> Lea
     wanted = provide(settings, folder / "materials")
     if result.exists() and (kept := json.loads(result.read_text()))["overrides"] == wanted:
         return learnt_of(kept["report"], algorithm, seed)
-    place = folder / result.stem
-    data = quickstart.run(place, result.stem, wanted)
+    run_folder = folder / result.stem
+    data = quickstart.run(run_folder, result.stem, wanted)
     result.write_text(json.dumps({"overrides": wanted, "report": data}))
-    shutil.rmtree(place)
+    shutil.rmtree(run_folder)
     return learnt_of(data, algorithm, seed)
 
 

@@ -51,7 +51,7 @@ class Watched:
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
-        places = {
+        defaults = {
             "run.id": RUN_ID,
             "run.directory": stage.folder,
             "model.path": stage.folder / "quickstart-model",
@@ -62,7 +62,7 @@ class Watched:
             "workers.heartbeat_seconds": BEAT_SECONDS,
             "scaling.api": "on",
         }
-        self._settings = [f"{key}={value}" for key, value in (places | settings).items()]
+        self._settings = [f"{key}={value}" for key, value in (defaults | settings).items()]
         self.run_file = stage.folder / "runs" / RUN_ID / "run.json"
         self.scaling, self.heartbeats = ScaleState(), dict[str, WorkerHeartbeat]()
         self._inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -158,7 +158,7 @@ class Watched:
         return self.scaling.policy_version
 
     def ledger(self) -> dict[str, Any]:
-        """Check the run's books."""
+        """Check the run's ledger."""
         line = [
             sys.executable,
             "-m",

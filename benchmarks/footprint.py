@@ -50,8 +50,8 @@ class Watch:
 
 def run(folder: Path) -> tuple[Watch, dict[str, Any]]:
     """Run the quickstart on a broker of its own; return what was seen and the run's report."""
-    places = ["run.id=footprint", f"run.directory={folder}", f"model.path={folder}/model"]
-    command = [sys.executable, "-m", "relax_events.cli", "run", str(CONFIG), *places]
+    paths = ["run.id=footprint", f"run.directory={folder}", f"model.path={folder}/model"]
+    command = [sys.executable, "-m", "relax_events.cli", "run", str(CONFIG), *paths]
     watch = Watch()
     with (folder / "output").open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output)

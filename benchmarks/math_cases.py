@@ -36,7 +36,7 @@ UNTRUE = {(r"$1 - \frac{1}{\mathrm{e}}$", r"$1 + \frac{1}{\mathrm{e}}$")}
 """Asserted to be equal, and not equal in mathematics."""
 REFUSED = "refused"
 QUESTION = (
-    "The {num_cases} pairs of texts in the tests of math-verify {version}, each judged by "
+    "The {num_cases} pairs of texts in the tests of math-verify {version}, each graded by "
     "`verify(parse(reference), parse(completion))` and by the"
     " reward `math`; options of `verify` that a test sets are left at their defaults on both "
     "sides. A verdict is right when it is what the test"
@@ -84,12 +84,12 @@ def cases(folder: Path) -> Iterator[Case]:
 
 
 def bare(case: Case) -> str:
-    """Judge a case as math-verify's own page shows it."""
+    """Grade a case as math-verify's own page shows it."""
     return str(int(verify(parse(case.reference), parse(case.completion))))
 
 
 def ours(case: Case) -> str:
-    """Judge a case by the reward `math`."""
+    """Grade a case by the reward `math`."""
     try:
         return str(int(math(case.completion, answer=case.reference, metadata={}, prompt="")))
     except (RewardError, ValueError):
@@ -128,13 +128,13 @@ def unpacked(folder: str) -> Path:
 
 
 def main() -> None:
-    """Judge all cases and write the page."""
+    """Grade all cases and write the page."""
     logging.disable(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
         found = list(cases(Path(sys.argv[1]) if len(sys.argv) > 1 else unpacked(folder)))
-    judged = [(case, bare(case), ours(case)) for case in found]
+    graded = [(case, bare(case), ours(case)) for case in found]
     numbers: dict[str, Counter[str]] = {}
-    for case, theirs, mine in judged:
+    for case, theirs, mine in graded:
         row = numbers.setdefault(case.test, Counter())
         row["cases"] += 1
         row["math-verify"] += is_right(theirs, wanted=case.is_true)
@@ -152,7 +152,7 @@ def main() -> None:
             "asserted": int(case.is_asserted),
         }
         | {"math-verify": theirs, "ours": mine}
-        for case, theirs, mine in judged
+        for case, theirs, mine in graded
         if theirs != mine
     ]
     report.write(

@@ -29,8 +29,8 @@ def run(
         CalledProcessError: The run did not reach its goal; what it said stands above.
         TimeoutExpired: It took longer than a quarter of an hour.
     """
-    places = [f"run.id={run_id}", f"run.directory={folder}", f"model.path={folder / 'model'}"]
-    command = [sys.executable, "-m", "relax_events.cli", "run", str(run_file), *places, *overrides]
+    paths = [f"run.id={run_id}", f"run.directory={folder}", f"model.path={folder / 'model'}"]
+    command = [sys.executable, "-m", "relax_events.cli", "run", str(run_file), *paths, *overrides]
     subprocess.run(command, check=True, timeout=RUN_SECONDS, cwd=CONFIG.parent.parent)
     report: dict[str, Any] = json.loads((folder / "runs" / run_id / "report.json").read_text())
     return report

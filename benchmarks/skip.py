@@ -117,9 +117,11 @@ class Log:
     def positions(self) -> None:
         """Ask where the log ends and where the consumer group stands, as lag is computed and a
         purge is planned."""
-        places = [(self.topic, partition) for partition in range(self._plan.num_sample_partitions)]
-        self._admin.end_offsets(places)
-        self._admin.committed_offsets(self._group, places)
+        topic_partitions = [
+            (self.topic, partition) for partition in range(self._plan.num_sample_partitions)
+        ]
+        self._admin.end_offsets(topic_partitions)
+        self._admin.committed_offsets(self._group, topic_partitions)
 
     def commit(self) -> None:
         """Say that all is done with."""

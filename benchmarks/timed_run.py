@@ -123,8 +123,8 @@ class TimedRun:
         steps, groups = range(self.mode.num_steps), range(self.workload.prompts_per_step)
         return [[self._group_lengths(BatchSlot(step, index)) for index in groups] for step in steps]
 
-    def _group_lengths(self, place: BatchSlot) -> list[int]:
-        lengths, seed = self.workload.lengths, derive_seed(0, IssuedGroup(place, 0, 0))
+    def _group_lengths(self, slot: BatchSlot) -> list[int]:
+        lengths, seed = self.workload.lengths, derive_seed(0, IssuedGroup(slot, 0, 0))
         return [
             lengths.record_tokens(sample_seed(seed, index)) * lengths.record_divisor
             for index in range(self.workload.samples_per_prompt)

@@ -35,13 +35,13 @@ class Timeline:
         entities = {
             f"relax.{run_id}.{entity}": entity for entity in (*STAGES, "control.policy-versions")
         }
-        places = [
+        topic_partitions = [
             (topic, partition)
             for topic, entity in entities.items()
             for partition in range(partitions.get(entity, num_sample_partitions))
         ]
         reader = LogReader(connection)
-        for record in reader.read_to_end(places):
+        for record in reader.read_to_end(topic_partitions):
             entity, seconds = entities[record.topic], record.timestamp_ms / 1000
             if entity == "control.policy-versions":
                 if record.key.isdigit():  # the topic has the lists of engines, too

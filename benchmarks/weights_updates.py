@@ -60,13 +60,13 @@ def requests() -> list[GenerationRequest]:
             prompt_tokens=generator.integers(0, 256, PROMPT_TOKENS).astype(np.int32),
             samples=tuple(
                 SampleRequest(
-                    sample_id=f"g{number}/{place}",
-                    seed=place,
+                    sample_id=f"g{number}/{index}",
+                    seed=index,
                     tokens=none,
                     logprobs=np.empty(0, np.float32),
                     segments=(),
                 )
-                for place in range(SAMPLES_PER_PROMPT)
+                for index in range(SAMPLES_PER_PROMPT)
             ),
             sampling=SamplingConfig(max_new_tokens=NEW_TOKENS),
             stop_token_ids=(),

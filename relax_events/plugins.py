@@ -96,10 +96,10 @@ def find_plugin(
     path, _, attribute = name.rpartition(":")
     if path.endswith(".py") and attribute:
         if not Path(path).is_file():
-            place = f"path/to/file.py:{'Class' if accepts is CLASS else describe_kind(accepts)}"
+            example = f"path/to/file.py:{'Class' if accepts is CLASS else describe_kind(accepts)}"
             where = "" if Path(path).is_absolute() else f" in the working directory {Path.cwd()}"
             raise ConfigError(
-                f"{what}: file {path} does not exist{where}; give {place}, or the name of an "
+                f"{what}: file {path} does not exist{where}; give {example}, or the name of an "
                 "installed one"
             )
         return FilePlugin(Path(path), attribute, what, accepts)

@@ -1,5 +1,6 @@
-"""Steps of tests that talk to a broker: fill a topic, fetch until something holds, wait for another
-process."""
+"""Steps of tests with a broker: fill a topic, fetch until a condition holds, wait for another
+process.
+"""
 
 from __future__ import annotations
 

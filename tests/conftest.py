@@ -1,5 +1,6 @@
-"""What all tests share: a mark for each folder, one real broker for the session, a run of its own
-for every test."""
+"""What all tests share: a mark for each folder, one real broker for the session, a new run id for
+every test.
+"""
 
 from __future__ import annotations
 
@@ -66,9 +67,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if TESTS not in item.path.parents:
             continue
-        place = item.path.relative_to(TESTS)
-        item.add_marker(getattr(pytest.mark, place.parts[0]))
-        if is_in_gate(f"{place.as_posix()}::{item.name}"):
+        path_in_tests = item.path.relative_to(TESTS)
+        item.add_marker(getattr(pytest.mark, path_in_tests.parts[0]))
+        if is_in_gate(f"{path_in_tests.as_posix()}::{item.name}"):
             item.add_marker(pytest.mark.gate)
         parameters = getattr(getattr(item, "callspec", None), "params", {})
         if (

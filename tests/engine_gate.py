@@ -1,5 +1,6 @@
-"""A gate before engines: samples stay under way for as long as a test needs them to, however fast
-the machine is."""
+"""A gate before engines: samples stay in flight for as long as a test needs, however fast the
+machine is.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ class Gate:
         monkeypatch.setattr(TransformersEngine, "poll", held_poll)
 
     def shut(self, num_tokens: int = 4) -> None:
-        """Let engines draw no more once each sample has so many tokens."""
+        """Stop the sampling of engines once each sample has so many tokens."""
         self._num_tokens = num_tokens
         self.reached.clear()
         unseen = self._file.with_suffix(".new")

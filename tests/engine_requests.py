@@ -199,7 +199,7 @@ def check_draws(
         requests: That were asked for, without top-k and top-p.
         path: The model's folder; the tiny one without it.
         logprob_error: Largest difference of a log-probability, in nats.
-        draw_error: How far a draw may lie outside of its token's part of the distribution.
+        draw_error: How far a random number may lie outside of its token's part of the distribution.
     """
     for request in requests:
         assert (request.sampling.top_k, request.sampling.top_p) == (0, 1.0)
@@ -213,13 +213,13 @@ def check_draws(
                     0, len(request.prompt_tokens) - 1 : -1
                 ]
             logprobs: NDArray[Any] = (logits / request.sampling.temperature).log_softmax(-1).numpy()
-            places = np.arange(len(sample.tokens))
+            positions = np.arange(len(sample.tokens))
             np.testing.assert_allclose(
-                sample.logprobs, logprobs[places, sample.tokens], rtol=0, atol=logprob_error
+                sample.logprobs, logprobs[positions, sample.tokens], rtol=0, atol=logprob_error
             )
-            numbers = uniforms(np.full(len(places), asked.seed, np.uint64), places)
-            ends = np.exp(logprobs).cumsum(-1)[places, sample.tokens]
-            starts = ends - np.exp(logprobs[places, sample.tokens])
+            numbers = uniforms(np.full(len(positions), asked.seed, np.uint64), positions)
+            ends = np.exp(logprobs).cumsum(-1)[positions, sample.tokens]
+            starts = ends - np.exp(logprobs[positions, sample.tokens])
             assert (numbers >= starts - draw_error).all(), sample.sample_id
             assert (numbers <= ends + draw_error).all(), sample.sample_id
 

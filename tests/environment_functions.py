@@ -1,5 +1,6 @@
-"""Environments of tests: polite ones, and those that fail in every way. Loaded by children, so it
-imports nothing of the tests'."""
+"""Environments of tests: valid ones, and ones that fail in every way. Child processes load this
+file, so it imports nothing of the tests.
+"""
 
 import os
 import struct
@@ -77,7 +78,7 @@ def show_all(completion: str, *, messages: list[dict[str, str]], **reported: Any
 
 
 def with_option(
-    completion: str, *, messages: Any, answer: str, metadata: Any, places: int
+    completion: str, *, messages: Any, answer: str, metadata: Any, num_rooms: int
 ) -> Replies:
     return None
 
@@ -97,7 +98,7 @@ def bomb() -> bytes:
 
 
 def read_missing_file() -> None:
-    raise ValueError("no such place")
+    raise ValueError("no such file")
 
 
 HOSTILE: dict[str, Callable[[], Any]] = {

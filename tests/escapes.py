@@ -1,8 +1,8 @@
-"""Ways out of a sandbox, as programs would try them: each statement block sets `escaped` when it
-got somewhere.
+"""Attempts to escape from a sandbox, as programs would make them: each block of statements sets
+`escaped` when it succeeds.
 
-They are given `outside`: paths, ports and process numbers of things that lie outside. A helper
-    `call` makes a raw system call.
+They are given `outside`: paths, ports and process ids outside the sandbox. A helper `call` makes a
+raw system call.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What `make test` runs: the quick kinds but for the costly tests among them, and of the slow kinds
-one test of what matters most.
+"""The tests of `make test`: the fast kinds without their costly tests, and of the slow kinds one
+test of each main promise.
 
 The rest runs in `make test-ci` and `make test-all`. Keep the sum of all under 16 minutes of
-processor time: the gate is to take ten minutes on two cores.
+processor time: the gate should take ten minutes on two cores.
 """
 
 from __future__ import annotations

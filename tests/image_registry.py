@@ -1,5 +1,6 @@
-"""A registry of images in this process: manifests by tag and by digest, behind no login, tokens or
-a password."""
+"""An image registry in this process: manifests by tag and by digest, without login, with tokens, or
+with a password.
+"""
 
 from __future__ import annotations
 

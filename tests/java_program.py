@@ -1,5 +1,6 @@
-"""Compiles and runs the Java programs of the tests on any Java: the compiler is a locked jar too,
-so no JDK is needed."""
+"""Compiles and runs the Java programs of the tests on any Java runtime: the compiler is a pinned
+jar too, so no JDK is needed.
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
 """Fails a test session that leaves something behind: a process, a listening port, a file in the
 temporary folder or in shared memory.
 
-The session gets a temporary folder of its own, and a mark in the environment that the processes of
-its tests inherit, so neither what was there before nor what others do on the machine is looked at.
-Under pytest-xdist each worker reports the ports that it still listens at, and the controller looks
-at all else once its workers have ended. With `--leftovers report` ports and files are shown, and
-processes alone fail the
-session: for a machine on which others share memory at the same time.
+The session gets its own temporary folder, and a mark in the environment that the processes of its
+tests inherit. So neither earlier files nor other users' processes count. Under pytest-xdist each
+worker reports the ports that it still listens on, and the controller checks the rest once its
+workers have ended. With `--leftovers report` ports and files are only reported, and processes alone
+fail the session: for a machine on which others use shared memory at the same time.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""A collector of traces in this process: takes OTLP over HTTP, reads its protobuf, keeps the
-spans."""
+"""A trace collector in this process: receives OTLP over HTTP, decodes its protobuf, keeps the
+spans.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ class ReceivedSpan:
     service: str
     name: str
     kind: str
-    place: SpanKey
+    key: SpanKey
     parent: bytes
     facts: dict[str, Any]
     links: tuple[SpanKey, ...]
@@ -90,7 +91,7 @@ def _received(service: str, span: Span) -> ReceivedSpan:
         service=service,
         name=span.name,
         kind=Span.SpanKind.Name(span.kind).removeprefix("SPAN_KIND_"),
-        place=(span.trace_id, span.span_id),
+        key=(span.trace_id, span.span_id),
         parent=span.parent_span_id,
         facts=_facts(span.attributes),
         links=tuple((link.trace_id, link.span_id) for link in span.links),

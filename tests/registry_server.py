@@ -51,10 +51,10 @@ class Registry:
         return 404, {"error_code": 404, "message": f"HTTP 404 Not Found: {method} {path}"}
 
     def _by_id(self, schema_id: int) -> Answer:
-        place = schema_id - FIRST_ID
-        if not 0 <= place < len(self.schemas):
+        schema_index = schema_id - FIRST_ID
+        if not 0 <= schema_index < len(self.schemas):
             return 404, {"error_code": 40403, "message": f"Schema {schema_id} not found"}
-        return 200, {"schema": self.schemas[place]}
+        return 200, {"schema": self.schemas[schema_index]}
 
     def _register(self, subject: str, schema: str) -> Answer:
         try:

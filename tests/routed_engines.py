@@ -1,5 +1,6 @@
-"""Routers over engines that are lost, refuse weights and stay away when a test wants it; between
-losses they are real ones over the tiny model."""
+"""Routers over engines that a test can make fail, refuse weights or stay unavailable; otherwise
+they are real engines of the tiny model.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +99,7 @@ class Site:
         self.name, self._open = name, open_engine
         self.refuses_weights = self.is_away = False
         self.is_held = False
-        """Whether the engine draws nothing for the time being."""
+        """Whether the engine samples nothing for now."""
         self.may_load = threading.Event()
         self.may_load.set()
         self.engines: list[Fragile] = []
@@ -120,8 +121,8 @@ class Site:
 
 
 def make_sites(count: int, **settings: Any) -> list[Site]:
-    """Make places for engines over the tiny model."""
-    return [Site(f"engine-{place}", lambda: make_engine(**settings)) for place in range(count)]
+    """Make sites for engines over the tiny model."""
+    return [Site(f"engine-{index}", lambda: make_engine(**settings)) for index in range(count)]
 
 
 def make_router(sites: list[Site]) -> Router:

@@ -1,5 +1,6 @@
-"""A mixture of experts computed by hand, with a choice of experts or its own: what engines and
-trainer are held against."""
+"""A mixture of experts computed by hand, with given experts or its own choice: the reference for
+engines and trainer.
+"""
 
 from __future__ import annotations
 
@@ -52,22 +53,24 @@ def routed_logprobs(
     """
     top_k, found = model.config.num_experts_per_tok, []
 
-    def replaced(place: int) -> Any:
+    def replaced(layer_index: int) -> Any:
         def forward(module: Any, args: tuple[Tensor, ...], _: Tensor) -> Tensor:
             hidden = args[0].reshape(-1, args[0].shape[-1])
             free, own = mixed(module, hidden, None, top_k)
             if experts is None:
                 found.append(own)
                 return free.view_as(args[0])
-            given = torch.cat([torch.from_numpy(experts[:, place].astype(np.int64)), own[-1:]])
+            given = torch.cat(
+                [torch.from_numpy(experts[:, layer_index].astype(np.int64)), own[-1:]]
+            )
             found.append(given)
             return mixed(module, hidden, given, top_k)[0].view_as(args[0])
 
         return forward
 
     hooks = [
-        layer.mlp.register_forward_hook(replaced(place))
-        for place, layer in enumerate(model.model.layers)
+        layer.mlp.register_forward_hook(replaced(layer_index))
+        for layer_index, layer in enumerate(model.model.layers)
     ]
     with torch.no_grad():
         logits = (

@@ -1,5 +1,6 @@
-"""Schemas of the next release as they might look: changes that the contract allows, and changes
-that it doesn't."""
+"""Possible schemas of the next release: changes that the contract allows, and changes that it
+forbids.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A plugin of SGLang's for servers that tests start: while the gate's file is there, a server takes
-a few steps a second.
+"""An SGLang plugin for servers that tests start: while the gate's file exists, a server takes a few
+steps a second.
 
-The file says how many tokens a sample may have before its steps are slow. Prompts are read as fast
-as ever, and a step is never held for long, so that the server answers a request to stop
-samples, to sleep or to take weights.
+The file holds how many tokens a sample may have before its steps are slow. Prompts are prefilled at
+full speed, and a step is never delayed for long, so that the server can still abort samples, sleep
+or load weights.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Runs one shard of the long tests within a time: `python -m tests.shards 3/10 --seconds 1500`.
+"""Runs one shard of the long tests within a time limit: `python -m tests.shards 3/10 --seconds
+1500`.
 
-The long tests are dealt out to shards, longest first, each to the shard that has least so far, by
-the durations that `tests/durations.txt` holds. The same tests and durations give the same shards.
-It is a plugin of the pytest that it starts, too: that takes the tests of its shard alone, and notes
-what it chose and how each test came out.
+The long tests are assigned to shards, longest first, each to the shard with the least total so far,
+by the durations in `tests/durations.txt`. The same tests and durations give the same shards. This
+module is also a plugin of the pytest that it starts: it selects the tests of its shard, and records
+which ran and their results.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""The settings of runs in tests where a real run derives them: models are tiny, and one thread
-computes the same everywhere."""
+"""Settings of test runs for keys that a real run derives: models are tiny, and one thread computes
+the same everywhere.
+"""
 
 from __future__ import annotations
 

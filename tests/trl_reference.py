@@ -1,10 +1,10 @@
-"""What TRL's own trainers compute on small inputs: `python -m tests.trl_reference` writes it to
-tests/data/trl.json, with the release that it is of.
+"""Computes the results of TRL's own trainers on small inputs: `python -m tests.trl_reference`
+writes them to tests/data/trl.json, with TRL's release.
 
-Our losses and advantages are held next to that file in the gate. It needs TRL's environment, which
-the first call makes from `requirements/trl.txt`. TRL is run as it is, from rollout to loss; the one
-thing put in its way is the model: the log-probabilities that its forward passes would give are
-those of the inputs. All is in float64.
+The gate compares our losses and advantages with that file. This program needs TRL's environment,
+which the first call creates from `requirements/trl.txt`. TRL runs unchanged, from rollout to loss;
+only the model is replaced: its forward passes return the log-probabilities of the inputs. All is in
+float64.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""The log of a run in which all went well, for a test to change: fed to a ledger as it is, or
-written to a broker first."""
+"""The log of a valid run, for tests to change: given to a ledger directly, or written to a broker
+first.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ SETTINGS: dict[str, Any] = {
 
 
 class ValidRun:
-    """Events by partition, as (entity, partition): the offset of each is its place in the list.
+    """Events by partition, as (entity, partition): the offset of each is its index in the list.
 
     Step s trains the prompt groups issued for it, which version s - 1 generated. Slot 1 of step 1
     is filled at the second attempt.
@@ -76,17 +77,17 @@ class ValidRun:
         raise AssertionError(f"{entity} has no event with {fields}")
 
     def items(self) -> Iterator[tuple[TopicOffset, Event]]:
-        """Give all events with their places."""
+        """Give all events with their offsets."""
         for (entity, partition), events in self.log.items():
             for offset, event in enumerate(events):
                 yield TopicOffset(self.plan.topic(entity), partition, offset), event
 
     def ledger(self, **settings: Any) -> Ledger:
         """Return a ledger of these events."""
-        books = Ledger(MAX_STALENESS, **settings)
+        ledger = Ledger(MAX_STALENESS, **settings)
         for at, event in self.items():
-            books.apply(event, at)
-        return books
+            ledger.apply(event, at)
+        return ledger
 
     def issue(self, group_id: str, *, of: int = SAMPLES_PER_PROMPT) -> None:
         """Issue a prompt group."""
@@ -95,10 +96,10 @@ class ValidRun:
         )
 
     def generate(self, group_id: str, *, version: int) -> list[tuple[int, int]]:
-        """Generate a prompt group, score it and make it ready; return the places of the ready
-        samples."""
+        """Generate a prompt group, score it and make it ready; return the partition and offset of
+        each ready sample."""
         partition = self.plan.partition(group_id, version)
-        places = []
+        locations = []
         for index in range(SAMPLES_PER_PROMPT):
             tokens = np.array([5, 6, 7, index], np.int32)
             of_version = {"version": version, "tokens": tokens}
@@ -106,11 +107,11 @@ class ValidRun:
             self.at("reward.scores", partition).append(
                 scored(group_id, index, version=version, reward=index / 2)
             )
-            places.append((partition, len(self.at("advantage.samples", partition))))
+            locations.append((partition, len(self.at("advantage.samples", partition))))
             self.at("advantage.samples", partition).append(
                 ready(group_id, index, **of_version, reward=index / 2)
             )
-        return places
+        return locations
 
     def end(self, group_id: str, outcome: Outcome, *, version: int, step: int) -> None:
         """End a prompt group."""
@@ -122,14 +123,14 @@ class ValidRun:
         )
 
     def _publish(self, version: int) -> None:
-        places = [
+        locations = [
             (entity, partition)
             for entity in ("rollout.samples", "reward.scores", "advantage.samples")
             for partition in self._slot(version)
         ]
         starts = [
             TopicOffset(self.plan.topic(entity), partition, len(self.at(entity, partition)))
-            for entity, partition in places
+            for entity, partition in locations
         ]
         self.at("control.policy-versions").append(published(version, start_offsets=starts))
 
@@ -145,9 +146,11 @@ class ValidRun:
             self.end(groups[1], Outcome.FAILED, version=version, step=step)
             groups[1] = groups[1][:-1] + "1"
             self.issue(groups[1])
-        places = [place for group in groups for place in self.generate(group, version=version)]
-        partitions, offsets = np.array(places).T
-        counts = [0] * (step - version) + [len(places)]
+        locations = [
+            location for group in groups for location in self.generate(group, version=version)
+        ]
+        partitions, offsets = np.array(locations).T
+        counts = [0] * (step - version) + [len(locations)]
         topic = self.plan.topic("advantage.samples")
         consumed = [
             TopicOffset(topic, partition, len(self.at("advantage.samples", partition)))
@@ -188,7 +191,7 @@ def _change_sample(run: ValidRun, entity: str, name: str, **fields: Any) -> None
 
 
 def _drop(run: ValidRun, entity: str, **fields: Any) -> None:
-    """Take a record away; where offsets behind it must stay, put someone else's in its place."""
+    """Remove a record; where later offsets must stay, put another producer's record there."""
     partition, offset = run.find(entity, **fields)
     foreign = {
         "rollout.samples": rolled_out,
@@ -249,9 +252,9 @@ def _train_seat_again(run: ValidRun) -> None:
     """The step trains a second attempt of a slot together with the first one."""
     group = "000003-0000-1"
     run.issue(group)
-    places = run.generate(group, version=2)
+    locations = run.generate(group, version=2)
     step = _step(run, 3)
-    partitions, offsets = np.array(places).T
+    partitions, offsets = np.array(locations).T
     layout = {
         "partitions": partitions,
         "offsets": offsets,

@@ -53,7 +53,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
 
 
 def open_judge(config: RunConfig, *, metrics: ReplicaMetrics) -> Engine:
-    """Load the judging model on its engine.
+    """Load the judge model on its engine.
 
     Raises:
         ConfigError: The run has no judge, its engine is not installed, or its model can't be
@@ -64,10 +64,10 @@ def open_judge(config: RunConfig, *, metrics: ReplicaMetrics) -> Engine:
         raise ConfigError(
             "the judge role has no model; set judge.model_path to the folder of its checkpoint"
         )
-    judging = config.model_copy(
+    judge_run = config.model_copy(
         update={"model": judge.as_model(judge.model_path), "engine": judge.engine}
     )
-    return open_engine(judging, name=judge.engine.name, metrics=metrics)
+    return open_engine(judge_run, name=judge.engine.name, metrics=metrics)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +92,8 @@ class JudgeScorer:
 
         Args:
             worker: Gives the run's configuration, metrics and log.
-            engine: Holds the judging model; idle.
-            judged: The grading of each judged source; samples of other sources are skipped.
+            engine: Holds the judge model; idle.
+            judged: The judge reward of each data source; samples of other sources are skipped.
         """
         self._worker, self._engine, self._judged, self._judge = (
             worker,

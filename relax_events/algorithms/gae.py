@@ -1,8 +1,7 @@
-"""Computes advantages of single tokens from rewards and a critic's values. Imports numpy alone, so
-that the advantage worker stays light.
+"""Computes token advantages from rewards and a critic's values (GAE), and assigns rewards of turns
+and tokens to the tokens in the loss.
 
-Finds the turns of a sample, and assigns rewards by turn and by token to loss tokens. Imports
-numpy alone.
+Imports numpy alone, so that the advantage worker needs no torch.
 """
 
 from __future__ import annotations

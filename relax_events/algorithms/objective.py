@@ -1,13 +1,11 @@
-"""Computes a run's objective token by token: policy loss, corrections, KL, entropy, distillation.
-The result does not depend on how the step is split into micro-batches.
-
-Aggregates token losses to the mean over a step, independent of how the step is split.
+"""Computes a run's objective token by token and aggregates it over a step: policy loss,
+corrections, KL, entropy, distillation.
 
 A step's loss is
 
     sum over micro-batches of (token_weights * losses).sum()  /  sum over micro-batches of num_units
 
-so the sum over micro-batches, packed rows and ranks is the same for any split.
+so the sum over micro-batches, packed rows and ranks is the same however the step is split.
 """
 
 from __future__ import annotations

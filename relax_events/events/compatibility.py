@@ -1,11 +1,9 @@
-"""Whether two schemas of one event read each other's records, and if not, which field is to blame
-and what to do.
+"""Compares two schemas of one event: lists their changed fields, and whether each can read the
+other's records; if not, names the field, the reason and the remedy.
 
-The verdict is that of Apache's Avro library; this file finds the place, since the library names it
-only roughly.
-
-A schema as a flat list of fields, nested ones by their path: what people read, and what two
-schemas are compared by.
+Whether a record is readable is decided by Apache's Avro library. This file finds the field, which
+the library names only roughly. To compare them, a schema is flattened to a list of fields with
+paths.
 """
 
 from __future__ import annotations
@@ -217,7 +215,7 @@ def _parse(schema: Schema) -> Any:
 
 
 def _reasons(reader: Any, writer: Any, path: str) -> Iterator[tuple[str, str, str]]:
-    """Give field, reason and remedy of each place where reading fails, from the outside in."""
+    """Give field, reason and remedy of each field where reading fails, from the outside in."""
     if is_readable(reader=reader, writer=writer):
         return
     if reader.type == writer.type == "record" and reader.name == writer.name:
@@ -244,11 +242,11 @@ def _reasons(reader: Any, writer: Any, path: str) -> Iterator[tuple[str, str, st
 def _field_reasons(reader: Any, writer: Any, path: str) -> Iterator[tuple[str, str, str]]:
     written = writer.fields_dict
     for field in reader.fields:
-        place = f"{path}.{field.name}".removeprefix(".")
+        nested = f"{path}.{field.name}".removeprefix(".")
         if field.name in written:
-            yield from _reasons(field.type, written[field.name].type, place)
+            yield from _reasons(field.type, written[field.name].type, nested)
         elif not field.has_default:
-            yield place, "the field is not in the record and has no default", LOSES_DEFAULT
+            yield nested, "the field is not in the record and has no default", LOSES_DEFAULT
 
 
 def _branch_reasons(reader: Any, writer: Any, path: str) -> Iterator[tuple[str, str, str]]:

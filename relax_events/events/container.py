@@ -195,14 +195,14 @@ def read_container(path: Path) -> Iterator[LoggedRecord]:
         CorruptRecord: The file is torn, is no container of records, or has a block beyond these
             bounds; the text names file and block.
     """
-    place = "its head"
+    section = "its head"
     try:
         with path.open("rb") as file:
             head, writer = _read_head(file)
             num_bytes, number = os.fstat(file.fileno()).st_size, 0
             reader = None if writer == PARSED else PARSED
             while file.tell() < num_bytes:
-                place = f"block {number} (byte {file.tell()})"
+                section = f"block {number} (byte {file.tell()})"
                 num_records, data = _read_block(
                     file, num_bytes, codec=head["meta"].get("avro.codec", b"null")
                 )
@@ -220,7 +220,7 @@ def read_container(path: Path) -> Iterator[LoggedRecord]:
                 number += 1
     except UNREADABLE as error:
         raise CorruptRecord(
-            f"{path} can't be read as records of a partition: {place}: "
+            f"{path} can't be read as records of a partition: {section}: "
             f"{type(error).__name__} {error}"
         ) from error
 

@@ -1,11 +1,10 @@
-"""Loads `schemas/**/*.avsc`, the contract of the log, and names schemas by their CRC-64
-fingerprint.
+"""Loads the current event schemas from `schemas/**/*.avsc` and those of each release, and
+identifies a schema by its CRC-64 fingerprint.
 
-The schemas of each release, kept as files: what a log that was written by it may hold, and what
-its readers understand.
-
-`schemas/released/<version>.json` holds every event's schema, complete in itself, with its
-fingerprint. Files are only ever added, by `relax schemas release`.
+The current schemas are the contract of the log. `schemas/released/<version>.json` holds every
+event's schema of one release, complete in itself, with its fingerprint: what a log written by that
+release may hold, and what its readers understand. Files are only ever added, by `relax schemas
+release`.
 """
 
 from __future__ import annotations

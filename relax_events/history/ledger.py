@@ -197,7 +197,7 @@ class LedgerReader:
             self._codec.learn(record.value, key=record.key)
         except SchemaError as error:
             self._unreadable[record.topic] += 1
-            log.debug("record.decode_failed", place=record.location, error=str(error))
+            log.debug("record.decode_failed", location=record.location, error=str(error))
 
     def _is_read(self) -> bool:
         return all(
@@ -319,7 +319,7 @@ class LedgerReader:
         except (CorruptRecord, SchemaError) as error:
             self._ledger.count_unreadable()
             self._unreadable[record.topic] += 1
-            log.debug("record.decode_failed", place=record.location, error=str(error))
+            log.debug("record.decode_failed", location=record.location, error=str(error))
             return
         self._ledger.apply(event, at)
         self._weights.apply(event)

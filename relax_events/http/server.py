@@ -1,12 +1,9 @@
-"""Guards every HTTP API: checks host, origin and token of a request, and bounds its body.
+"""The server side of every HTTP API: its listening socket, its settings, and the guard before its
+requests; and the base of the small text servers.
 
-Before the body is read: the Host header must name this server (against DNS rebinding), the request
-must not come from a page of another origin, and the token must match. Then the body is read
-completely, within a size and time limit.
-
-The base of our small HTTP servers: short text responses without an access log.
-
-Opens the listening socket of an HTTP server, or explains why that fails.
+The guard acts before the body is read: the Host header must name this server (against DNS
+rebinding), the request must not come from a page of another origin, and the token must match. Then
+the body is read completely, within a size and time limit.
 """
 
 from __future__ import annotations

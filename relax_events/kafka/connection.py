@@ -1,6 +1,5 @@
-"""Connection settings of all Kafka clients, and the translation of librdkafka's errors.
-
-Retries a request while the broker is unavailable.
+"""Connection settings of all Kafka clients, the translation of librdkafka's errors into ours, and
+retries while the broker is unavailable.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""A consumer that subscribes to topics as a member of a consumer group.
+"""A consumer that subscribes to topics as a member of a consumer group, and detects that it has
+stopped sending heartbeats.
 
-Detects from librdkafka's statistics that a group member no longer sends heartbeats.
-
-Such a client returns no records although the broker has long reassigned its partitions, which looks
-like an idle log. Seen with librdkafka 2.16 after a broker was suspended for longer than the session
-timeout.
+A client without heartbeats returns no records although the broker has long reassigned its
+partitions, which looks like an idle log. Seen with librdkafka 2.16 after a broker was suspended for
+longer than the session timeout. `HeartbeatMonitor` recognizes it in librdkafka's statistics.
 """
 
 from __future__ import annotations

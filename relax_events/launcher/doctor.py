@@ -92,7 +92,7 @@ def run_checks_with_defaults(config: RunConfig) -> tuple[list[Finding], list[Der
     """
     try:
         settings, derived = resolve_defaults(config, known=read_resolved(config))
-    except ConfigError as error:  # nothing else can be judged without knowing what the model is
+    except ConfigError as error:  # no other check is possible without the model
         return [Finding("model", False, str(error))], []
     return run_checks(settings), derived
 

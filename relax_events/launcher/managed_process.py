@@ -1,7 +1,7 @@
-"""A worker's process under the supervisor: running or to be started, draining, or fenced.
+"""A worker's process under the supervisor: to be started, running, draining, or fenced.
 
-Counts a worker's deaths without progress, and derives the delay of its next start or the end of
-the run. Pure values.
+`DeathCount` counts deaths without progress. From them follow the delay of the next start, or the
+end of the run.
 """
 
 from __future__ import annotations

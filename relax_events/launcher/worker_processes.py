@@ -1,7 +1,5 @@
-"""The processes of one worker: one, or one for each rank of the trainer. They start and end
-together.
-
-Which modules a role's worker imports before its work starts.
+"""Starts and ends the processes of one worker together: one process, or one for each rank of the
+trainer; and lists the modules that a role's worker imports before its work starts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""The object store: content-addressed and named objects, verified when read.
-
-Restricts media references on the log to the run's object store and to further roots that the run
-file allows.
+"""The object store: content-addressed and named objects, verified when read. Media references on
+the log are restricted to it and to further roots that the run file allows.
 """
 
 from __future__ import annotations

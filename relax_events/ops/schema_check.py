@@ -99,7 +99,7 @@ def read_published_schemas(config: RunConfig) -> Iterator[tuple[str, Schema]]:
             try:
                 codec.learn(record.value, key=record.key)
             except SchemaError as error:
-                log.warning("record.decode_failed", place=record.location, error=str(error))
+                log.warning("record.decode_failed", location=record.location, error=str(error))
             else:
                 found.setdefault(
                     record.key,

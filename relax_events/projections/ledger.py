@@ -1,4 +1,4 @@
-"""Recomputes a run's books from its records, without trusting the trainer.
+"""Recomputes a run's ledger from its records, without trusting the trainer.
 
 A `Ledger` is given every event with its position: in log order within a topic, in any order between
 topics. It gathers facts about prompt groups and train steps, and checks each once all its records

@@ -1,6 +1,5 @@
-"""What the records say about one prompt group and one train step, before the ledger checks it.
-
-Which records a ledger can't expect to find: purged and damaged ones.
+"""The facts that the ledger checks: what the records say about one prompt group and one train step,
+and which records are purged or damaged and so can't be expected.
 """
 
 from __future__ import annotations
@@ -144,7 +143,7 @@ class StepFacts:
     @classmethod
     def from_event(cls, event: TrainStepCommitted) -> StepFacts:
         """Build it from the record, whose arrays have equal lengths."""
-        places = zip(
+        rows = zip(
             event.sample_ids,
             event.partitions.tolist(),  # type: ignore[union-attr]
             event.offsets.tolist(),  # type: ignore[union-attr]
@@ -152,7 +151,7 @@ class StepFacts:
         )
         return cls(
             event.train_step,
-            [Trained(name, event.train_step, *place) for name, *place in places],
+            [Trained(name, event.train_step, *location) for name, *location in rows],
             list(event.staleness_counts),
         )
 

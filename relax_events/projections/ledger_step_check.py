@@ -1,6 +1,5 @@
-"""Checks a train step: its samples are trained as generated and scored, within the bound.
-
-Checks the order of train steps, policy versions and consumed offsets.
+"""Checks train steps: samples are trained as generated and scored, within the staleness bound;
+steps, policy versions and consumed offsets follow in order.
 """
 
 from __future__ import annotations

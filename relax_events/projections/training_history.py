@@ -19,7 +19,7 @@ from relax_events.events.types import (
 )
 from relax_events.kafka.log_reader import LogReader
 from relax_events.projections.base import apply_events
-from relax_events.runtime.control_follower import (
+from relax_events.runtime.publications import (
     SUMMED_ENTITIES,
     find_start_offsets,
     read_newest_publications,
@@ -91,11 +91,14 @@ class TrainingHistory:
                 first.num_steps_before,
                 Counter(first.outcome_counts_before),
             )
-        places = {
+        starts = {
             (worker.plan.topic(entity), 0): begins.get(entity, 0) for entity in SUMMED_ENTITIES
         }
         records = reader.stream(
-            {place: (start, reader.watermarks(*place)[1]) for place, start in places.items()}
+            {
+                topic_partition: (start, reader.watermarks(*topic_partition)[1])
+                for topic_partition, start in starts.items()
+            }
         )
         events = (
             event for record in records if (event := worker.records.decode(record)) is not None
@@ -207,8 +210,8 @@ def advance_positions(
     of an imported run still names the topics of the original run.
     """
     for at in consumed:
-        place = (TopicPlan.parse_entity(at.topic), at.partition)
-        positions[place] = max(at.offset, positions.get(place, 0))
+        topic_partition = (TopicPlan.parse_entity(at.topic), at.partition)
+        positions[topic_partition] = max(at.offset, positions.get(topic_partition, 0))
 
 
 def _read_since_checkpoint(reader: LogReader, worker: Worker) -> list[PolicyVersionPublished]:
@@ -248,12 +251,12 @@ def _checkpoint_versions_since(
     published: Sequence[PolicyVersionPublished], reader: LogReader, worker: Worker
 ) -> set[int]:
     """Return the versions of the checkpoints that the steps since these publications name."""
-    place = (worker.plan.topic("control.train-steps"), 0)
+    topic_partition = (worker.plan.topic("control.train-steps"), 0)
     span = (
         find_start_offsets(published, worker.plan)["control.train-steps"],
-        reader.watermarks(*place)[1],
+        reader.watermarks(*topic_partition)[1],
     )
-    events = map(worker.records.decode, reader.stream({place: span}))
+    events = map(worker.records.decode, reader.stream({topic_partition: span}))
     return {
         event.checkpoint.policy_version
         for event in events

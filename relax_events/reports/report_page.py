@@ -110,13 +110,13 @@ def render_header(report: Mapping[str, Any]) -> str:
         if report["succeeded"]
         else '<span class="verdict bad">goal not reached</span>'
     )
-    place = (
+    machine = (
         f"{report['machine']['cores']} cores, {report['machine']['platform']}, Python "
         f"{report['machine']['python']}"
     )
     return (
         f"<header><h1>Run {escape(report['run_id'])}{verdict}</h1><p>{escape(report['reason'])}</p>"
-        f'<p class="faint">ended {escape(report["ended_at"])}; {escape(place)}</p></header>'
+        f'<p class="faint">ended {escape(report["ended_at"])}; {escape(machine)}</p></header>'
     )
 
 

@@ -1,7 +1,7 @@
-"""Pages of samples: an HTML file that needs nothing else, and the samples of a run's report.
+"""Renders prompt groups as HTML: a standalone page of samples, and the samples of a run's report.
 
-Renders a prompt group as a card of an HTML page: the prompt with its media, and a row for each
-sample. All external text is escaped.
+A prompt group is a card: the prompt with its media, and a row for each sample. All external text is
+escaped.
 """
 
 from __future__ import annotations

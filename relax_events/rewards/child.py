@@ -75,11 +75,11 @@ async def _serve_concurrently(
     caller: Caller, requests: BinaryIO, answers: BinaryIO, *, concurrency: int
 ) -> None:
     """Run up to `concurrency` calls at a time; the responses keep the order of the requests."""
-    loop, places = asyncio.get_running_loop(), asyncio.Semaphore(concurrency)
+    loop, slots = asyncio.get_running_loop(), asyncio.Semaphore(concurrency)
     calls: asyncio.Queue[asyncio.Task[dict[str, Any]]] = asyncio.Queue()
 
     async def call(line: bytes) -> dict[str, Any]:
-        async with places:
+        async with slots:
             return await caller.respond_async(orjson.loads(line))
 
     def begin(line: bytes) -> None:
@@ -184,8 +184,8 @@ def _result(value: Any, weights: Mapping[str, float]) -> dict[str, Any]:
 
 
 def _failure(error: BaseException, started: float) -> dict[str, Any]:
-    place = traceback.extract_tb(error.__traceback__)[-1]
-    kind, where = type(error).__name__, f"{place.filename}:{place.lineno}"
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    kind, where = type(error).__name__, f"{frame.filename}:{frame.lineno}"
     text = (
         f"failed: {error}" if isinstance(error, RelaxError) else f"raised {kind}: {error} ({where})"
     )

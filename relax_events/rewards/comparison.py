@@ -94,8 +94,8 @@ class ReservoirSampler(Generic[T]):
         number, self._num_seen = self._num_seen, self._num_seen + 1
         if number < self._limit:
             self._kept.append((number, thing))
-        elif (place := self._chance.randrange(number + 1)) < self._limit:
-            self._kept[place] = number, thing
+        elif (index := self._chance.randrange(number + 1)) < self._limit:
+            self._kept[index] = number, thing
 
     def kept(self) -> list[T]:
         """Return the sampled items in stream order."""

@@ -1,6 +1,5 @@
-"""Find, describe and load reward functions, by installed name or by file.
-
-Attach information to reward functions with the decorator `@reward`.
+"""Finds, describes and loads reward functions, by installed name or by file. The decorator
+`@reward` attaches the description.
 """
 
 from __future__ import annotations
@@ -304,10 +303,10 @@ def check_options(
         checked: dict[str, Any] = model.model_validate(dict(options)).model_dump(exclude_unset=True)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
+        option_path = ".".join(str(part) for part in first["loc"])
         known = ", ".join(option.name for option in options_of(function)) or "none"
         raise ConfigError(
-            f"reward.options.{place}: {first['msg']}, got {first['input']!r:.60}; {name} "
+            f"reward.options.{option_path}: {first['msg']}, got {first['input']!r:.60}; {name} "
             f"takes {known}; set reward.options"
         ) from None
     return checked

@@ -71,9 +71,9 @@ def _parse_list(value: Any, name: str) -> tuple[float, ...]:
             "of numbers"
         )
     numbers = tuple(map(float, value))
-    for place, part in enumerate(numbers):
+    for index, part in enumerate(numbers):
         if not math.isfinite(part):
-            raise ValueError(f"returned {part} at {place} of {name!r}; rewards must be finite")
+            raise ValueError(f"returned {part} at {index} of {name!r}; rewards must be finite")
     return numbers
 
 

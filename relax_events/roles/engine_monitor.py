@@ -21,7 +21,7 @@ class EngineMonitor:
     Metrics since the last report:
         tokens_per_second: Sampled tokens.
         generating_ratio, loading_ratio: Shares of the time.
-        cached_ratio: Of the tokens before first draws, those that a cache spared; left out when
+        cached_ratio: Of the prompt tokens, the ratio that a prefix cache saved; left out when
             there were none.
         recomputed_tokens: Earlier sampled tokens whose KV entries were computed again.
         decoding_samples, waiting_samples, capacity_samples: At the time of the report.

@@ -1,8 +1,5 @@
-"""The state of a prompt group in a rollout worker, from its lease to its last sample.
-
-Builds the request that asks an engine for the samples of a prompt group.
-
-Builds the event of a generated sample.
+"""A prompt group in a rollout worker, from its lease to its last sample: its state, the request
+that it sends to the engine, and the event of each generated sample.
 """
 
 from __future__ import annotations

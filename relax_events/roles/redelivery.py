@@ -118,11 +118,11 @@ class RedeliveryGuard:
 
     def _read_heartbeats(self) -> Iterable[WorkerHeartbeat]:
         """Return the heartbeats since the last call; the first call starts at the log's end."""
-        place = (self._worker.plan.topic(ENTITY), 0)
+        topic_partition = (self._worker.plan.topic(ENTITY), 0)
         try:
             if self._reader is None:
                 self._reader = LogReader(self._worker.connection)
-                self._reader.assign({place: self._reader.watermarks(*place)[1]})
+                self._reader.assign({topic_partition: self._reader.watermarks(*topic_partition)[1]})
             records = self._reader.fetch(timeout_seconds=0.0)
         except AccessDenied:
             raise

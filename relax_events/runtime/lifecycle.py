@@ -45,7 +45,7 @@ class LagSource(Protocol):
 
 
 class Lifecycle(AbstractContextManager["Lifecycle"]):
-    """Sends the worker's heartbeats and judges its health. Enter it to start the heartbeats; the
+    """Sends the worker's heartbeats and checks its health. Enter it to start the heartbeats; the
     first `tick` ends the start-up.
     """
 
@@ -144,7 +144,7 @@ class Lifecycle(AbstractContextManager["Lifecycle"]):
                 (self._plan.parse_entity(topic), partition): count
                 for (topic, partition), count in source.lag().items()
             }
-            self._metrics.set_consumer_lag(lag, shards=self._plan.partitions_per_version)
+            self._metrics.consumer_lag.set(lag, shards=self._plan.partitions_per_version)
 
         self.on_heartbeat(report)
 

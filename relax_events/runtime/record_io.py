@@ -201,7 +201,7 @@ class RecordIO:
         self._metrics.count_dead_letter(reason)
         log.error(
             "record.dead_lettered",
-            place=record.location,
+            location=record.location,
             prompt_group_id=record.key,
             reason=reason,
             error=str(error),

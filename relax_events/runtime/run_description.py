@@ -1,7 +1,5 @@
 """Writes the resolved run file to the log and reads it back, so that a run can be replayed and
-forked without its file.
-
-The parent run of a replay or a fork, as its log describes it.
+forked without its file. `ParentRun` is the parent of a replay or a fork, as its log describes it.
 """
 
 from __future__ import annotations
@@ -61,14 +59,14 @@ def build_run_description(
     """
     tree = config.model_dump(mode="json")
     tree["broker"] = {key: tree["broker"][key] for key in SHAPE_KEYS}
-    places = (
+    path_keys = (
         ("run", "directory"),
         ("model", "path"),
         ("critic", "model_path"),
         ("teacher", "model_path"),
         ("judge", "model_path"),
     )
-    for section, key in places:
+    for section, key in path_keys:
         if tree[section][key] is not None:
             tree[section][key] = str(Path(tree[section][key]).resolve())
     return RunDescribed(
@@ -236,7 +234,7 @@ class ParentRun:
                 try:
                     codec.learn(record.value, key=record.key)
                 except SchemaError as error:
-                    log.warning("record.decode_failed", place=record.location, error=str(error))
+                    log.warning("record.decode_failed", location=record.location, error=str(error))
         return codec
 
     def events(self, entity: str) -> Iterator[Event]:
@@ -246,7 +244,7 @@ class ParentRun:
             try:
                 yield codec.decode(record.value)
             except (CorruptRecord, SchemaError) as error:
-                log.warning("record.decode_failed", place=record.location, error=str(error))
+                log.warning("record.decode_failed", location=record.location, error=str(error))
 
     def steps(self) -> Iterator[TrainStepCommitted]:
         """Yield the train steps that the run has committed so far."""
@@ -257,8 +255,8 @@ class ParentRun:
         )
 
     def _records(self, entity: str) -> Iterator[Record]:
-        reader, place = LogReader(self.connection), (self.plan.topic(entity), 0)
+        reader, topic_partition = LogReader(self.connection), (self.plan.topic(entity), 0)
         try:
-            yield from reader.stream({place: reader.watermarks(*place)})
+            yield from reader.stream({topic_partition: reader.watermarks(*topic_partition)})
         finally:
             reader.close()

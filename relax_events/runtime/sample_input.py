@@ -144,9 +144,11 @@ class SampleInput:
 
     def _revoke(self, offsets: list[TopicOffset], deadline: Deadline) -> None:
         """Drop the records of revoked partitions: another member reads them again."""
-        places = {(offset.topic, offset.partition) for offset in offsets}
+        topic_partitions = {(offset.topic, offset.partition) for offset in offsets}
         self.fetched = deque(
-            record for record in self.fetched if (record.topic, record.partition) not in places
+            record
+            for record in self.fetched
+            if (record.topic, record.partition) not in topic_partitions
         )
         self._on_revoked(offsets, deadline)
 

@@ -1,12 +1,9 @@
-"""Calls a child process, one request at a time: if it hangs, grows or crashes, only the request
-fails, not the worker.
+"""Calls a child process, one request at a time: if the child hangs, grows or crashes, only the
+request fails, not the worker.
 
 Requests and responses have the same format: a line of JSON, followed by bytes whose lengths are in
-the line. The child exits when its stdin is closed.
-
-The environment variables of a child process that runs untrusted code or reads untrusted files.
-
-Variables that are not listed here are removed.
+the line. The child exits when its stdin is closed. A child that runs untrusted code or reads
+untrusted files gets only the environment variables that are listed here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Resolves the keys that a run file leaves out: values of an earlier session are kept, the others
 are derived, once.
 
-The machine that the workers run on: its processors, memory and GPUs, found without torch.
+They are derived from the models' checkpoints and from the machine of the workers: its processors,
+memory and GPUs, found without torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Serves a worker's `/metrics`, `/healthz` and `/readyz`.
+"""Serves a worker's `/metrics`, `/healthz` and `/readyz`, and writes a run's metrics file.
 
-The metrics file of a run, with the log offsets that it contains, where a restarted process
-continues.
+The metrics file comes with the log offsets that it contains, where a restarted process continues.
 """
 
 from __future__ import annotations

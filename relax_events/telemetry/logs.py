@@ -1,7 +1,5 @@
-"""Configures structlog: readable lines on a terminal, JSON elsewhere.
-
-Keeps secrets out of logs: code that reads a secret registers it here, and log events hide it
-from then on.
+"""Configures structlog: readable lines on a terminal, JSON elsewhere. Code that reads a secret
+registers it here, and log events hide it from then on.
 """
 
 from __future__ import annotations

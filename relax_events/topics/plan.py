@@ -1,6 +1,4 @@
-"""Declares every topic of a run, with its partitions and settings.
-
-The event types of each topic.
+"""Declares every topic of a run, with its partitions, its settings and the types of its events.
 
 The broker's ACLs decide who may write a topic. So an event is accepted only on the topic whose
 writers may produce it.

@@ -34,8 +34,8 @@ from relax_events.errors import (
 from relax_events.events.types import MetricsReported, TrainStepCommitted
 from relax_events.kafka.log_reader import LogReader
 from relax_events.objects import ObjectStore
-from relax_events.runtime.control_follower import find_start_offsets, read_newest_publications
 from relax_events.runtime.failpoints import failpoint
+from relax_events.runtime.publications import find_start_offsets, read_newest_publications
 from relax_events.runtime.run_description import ParentRun
 from relax_events.runtime.worker import Worker
 from relax_events.topics import TopicPlan
@@ -152,10 +152,12 @@ class CriticLearner:
         )["control.train-steps"]
 
     def _recorded_digests(self, begin: int) -> dict[int, bytes]:
-        place, digests = (self._worker.plan.topic("control.train-steps"), 0), {}
+        topic_partition, digests = (self._worker.plan.topic("control.train-steps"), 0), {}
         reader = LogReader(self._worker.connection)
         try:
-            for record in reader.stream({place: (begin, reader.watermarks(*place)[1])}):
+            for record in reader.stream(
+                {topic_partition: (begin, reader.watermarks(*topic_partition)[1])}
+            ):
                 step = self._worker.records.decode(record)
                 if isinstance(step, TrainStepCommitted):
                     digests[step.policy_version] = step.weights_digest
@@ -253,7 +255,7 @@ class CriticLearner:
         worker, version = self._worker, self._critic.policy_version
         lag = max(worker.control.policy_version - version, 0)
         worker.heartbeat.set_policy_version(version)
-        worker.metrics.set_critic_metrics(
+        worker.metrics.critic.set(
             value_loss=metrics.value_loss,
             explained_variance=metrics.explained_variance,
             version_lag=lag,

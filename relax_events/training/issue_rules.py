@@ -69,8 +69,8 @@ class IssueRules:
         except CorruptRecord as error:
             yield str(error)
             return
-        place, newest = issued.slot, trainer_version + self.plan.max_staleness
-        if (named := (place.train_step, place.group_index, issued.attempt)) != (
+        slot, newest = issued.slot, trainer_version + self.plan.max_staleness
+        if (named := (slot.train_step, slot.group_index, issued.attempt)) != (
             sample.key.train_step,
             sample.key.group_index,
             sample.key.attempt,
@@ -79,15 +79,15 @@ class IssueRules:
                 f"its id names {named} where train_step, group_index and attempt are "
                 f"{(sample.key.train_step, sample.key.group_index, sample.key.attempt)}"
             )
-        if place.group_index >= self.prompts_per_step:
+        if slot.group_index >= self.prompts_per_step:
             yield (
                 f"group_index must be below run.prompts_per_step = {self.prompts_per_step}, got "
-                f"{place.group_index}"
+                f"{slot.group_index}"
             )
-        if place.train_step > newest:
+        if slot.train_step > newest:
             yield (
                 f"prompt groups are issued up to train step {newest} at version "
-                f"{trainer_version}, got {place.train_step}"
+                f"{trainer_version}, got {slot.train_step}"
             )
         if sample.key.samples_per_prompt != self.samples_per_prompt:
             yield (

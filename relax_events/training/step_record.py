@@ -1,6 +1,5 @@
-"""The result of one rank's part of a train step, and the step's record over all ranks.
-
-Measures the time of a step's phases.
+"""The result and phase times of one rank's part of a train step, and the step's record over all
+ranks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Run all ways out, or all tricks, behind the walls named on the command line, and print those that
-led somewhere, as JSON.
+"""Runs all sandbox escapes, or all tricks, in the isolation that the command line names, and prints
+the successful ones as JSON.
 
-For other users than the tests' own, and for containers. Its words: a kind of walls (`chosen`: those
-that a reward takes), and `ways` or `tricks`.
+It is a program so that it can run as another user and in containers. Its arguments: a kind of
+isolation (`chosen`: the one that a reward would use), and `ways` or `tricks`.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def outside() -> Iterator[dict[str, Any]]:
 
 def attempts(behind: Isolation, things: dict[str, Any]) -> list[str]:
     """Try all ways out; return those that led somewhere."""
-    with Sandbox(ATTEMPTS, Limits(seconds=60), walls=behind) as sandbox:
+    with Sandbox(ATTEMPTS, Limits(seconds=60), isolation=behind) as sandbox:
         verdict, printed = sandbox.run_with_input(f"{json.dumps(things)}\n{json.dumps(ESCAPES)}\n")
     lines = printed.splitlines()
     if lines[-1:] != [f"tried {len(ESCAPES)}"]:
@@ -118,12 +118,12 @@ def tricks(behind: Isolation) -> list[str]:
         RuntimeError: One that is right did not pass.
     """
     for program in (HONEST, WITH_A_PROCESS):
-        with Sandbox(program, Limits(seconds=20), walls=behind) as sandbox:
+        with Sandbox(program, Limits(seconds=20), isolation=behind) as sandbox:
             if sandbox.run_with_tests(TESTS) is not Verdict.PASSED:
                 raise RuntimeError(f"a program that is right did not pass: {program}")
     passed = []
     for name, program in VERDICTS.items():
-        with Sandbox(program, Limits(seconds=20), walls=behind) as sandbox:
+        with Sandbox(program, Limits(seconds=20), isolation=behind) as sandbox:
             if sandbox.run_with_tests(OTHER_TESTS.get(name, TESTS)) is Verdict.PASSED:
                 passed.append(name)
     return passed

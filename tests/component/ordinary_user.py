@@ -1,4 +1,4 @@
-"""How tests that run as root do a thing as an ordinary user."""
+"""Lets tests that run as root act as an ordinary user."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What Alertmanager posts is sent to every service, or is posted again: over HTTP on both sides,
-with Apprise between."""
+"""An alert that Alertmanager posts is sent to every service, or is posted again: over HTTP on both
+sides, with Apprise between.
+"""
 
 from __future__ import annotations
 
@@ -127,8 +128,8 @@ def test_notification_kind_is_that_of_the_most_severe_firing_alert(
 def test_notification_of_resolved_alert_group_says_it_is_over() -> None:
     text = parse_alerts(group(alert("RelaxRunStalled", status="resolved"), status="resolved"))
     assert (text["title"], text["body"]) == (
-        "RelaxRunStalled: over",
-        "over: Run mine stands still.",
+        "RelaxRunStalled: resolved",
+        "resolved: Run mine stands still.",
     )
 
 
@@ -144,7 +145,7 @@ def test_notification_of_resolved_alert_group_says_it_is_over() -> None:
     ],
 )
 def test_receiver_rejects_payload_not_in_alertmanager_format(posted: bytes) -> None:
-    with pytest.raises(ValueError, match="this is not what Alertmanager posts to a webhook"):
+    with pytest.raises(ValueError, match="the body is not an alert group of Alertmanager"):
         parse_alerts(posted)
 
 
@@ -170,7 +171,7 @@ def test_failed_notification_is_retried_and_other_services_are_still_notified() 
             sent.append(title)
 
     with serving(AlertReceiver(("127.0.0.1", 0), [Deaf(), Hearing()])) as receiver:
-        assert post(receiver, group(alert("RelaxRunStalled"))) == (502, "not taken by chat 1\n")
+        assert post(receiver, group(alert("RelaxRunStalled"))) == (502, "not accepted by chat 1\n")
     assert sent == ["RelaxRunStalled: 1 firing"]
 
 
@@ -194,7 +195,7 @@ def test_error_names_address_already_in_use() -> None:
         serving(AlertReceiver(("127.0.0.1", 0), [])) as receiver,
         pytest.raises(
             EnvironmentProblem,
-            match=rf"can't listen on {receiver}: .*; give another --host or --port",
+            match=rf"can't listen on {receiver}: .*; set another --host or --port",
         ),
     ):
         AlertReceiver(("127.0.0.1", int(receiver.partition(":")[2])), [])

@@ -1,5 +1,6 @@
-"""A broker that refuses is distinguished from one that is away, by what clients hear and by a look
-at its TLS."""
+"""A broker that rejects a client is distinguished from an unreachable one, by librdkafka's errors
+and a TLS handshake.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Checkpoints: round trip, asynchrony, damage, retention; with the ranks of one process played one
-after another."""
+"""Checkpoints: round trip, asynchrony, damage, retention; with the ranks of one process run one
+after another.
+"""
 
 import dataclasses
 import json

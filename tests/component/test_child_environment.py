@@ -1,4 +1,4 @@
-"""What child processes find in their environment."""
+"""Environment variables of child processes."""
 
 from __future__ import annotations
 

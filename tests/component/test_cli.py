@@ -1,4 +1,4 @@
-"""The command line itself: quick help that is true, errors as exit codes and one text."""
+"""The command line itself: fast and correct help, and errors as one message and an exit code."""
 
 from __future__ import annotations
 

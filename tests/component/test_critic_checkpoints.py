@@ -1,4 +1,4 @@
-"""Which checkpoints a critic may continue from: whole ones, of the history on the log."""
+"""A critic continues only from complete checkpoints whose history is the log's."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A model folder that brings code of its own is refused, and the code not run, also where a person
-could be asked."""
+"""A model folder with custom code is rejected and the code does not run, also where transformers
+would ask a user.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that bring images."""
+"""Rows with images."""
 
 import base64
 import json
@@ -237,7 +237,7 @@ def test_prompt_with_a_literal_placeholder_token_in_its_text_is_rejected(tmp_pat
     with pytest.raises(
         PoisonSample,
         match=(
-            "renders to 2 media placeholders and has 1 files, which need 1; does its text "
+            "renders to 2 media placeholders, but its 1 files need 1; does its text "
             "contain one"
         ),
     ):

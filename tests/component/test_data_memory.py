@@ -1,5 +1,6 @@
-"""Large files are read with little memory: measured as what a process of its own grows by while it
-opens one and reads all over it."""
+"""Large files are read with little memory, measured as the growth of a process that opens one and
+reads all over it.
+"""
 
 from __future__ import annotations
 

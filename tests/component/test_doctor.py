@@ -1,5 +1,4 @@
-"""The doctor: each check alone says what it found, and one that fails keeps no other from
-running."""
+"""The doctor: each check reports its own result, and a failing check stops no other."""
 
 from __future__ import annotations
 
@@ -33,26 +32,26 @@ from relax_events.launcher.doctor import (
 
 MakeRunConfig = Callable[..., RunConfig]
 DiskUsage = namedtuple("DiskUsage", ["total", "used", "free"])
-JUDGE = """
+REWARDS = """
 def exact(completion, *, answer, metadata, prompt):
     assert metadata == {"level": 2} and prompt == "two and two?"
     return float(completion == answer)
 
 def fails(completion, *, answer, metadata, prompt):
-    raise KeyError("no such judge")
+    raise KeyError("no such score")
 """
 
 
 @pytest.fixture
 def make_data(make_run_config: MakeRunConfig, tmp_path: Path) -> MakeRunConfig:
-    """Return a maker of run configurations with one prompt and a file of judges."""
+    """Return a maker of run configurations with one prompt and a file of reward functions."""
     (tmp_path / "rows.jsonl").write_bytes(
         orjson.dumps({"prompt": "two and two?", "answer": "4", "level": 2})
     )
-    (tmp_path / "judge.py").write_text(JUDGE)
+    (tmp_path / "rewards.py").write_text(REWARDS)
 
-    def make(judge: str = "exact", **sections: dict[str, object]) -> RunConfig:
-        reward = {"function": f"{tmp_path / 'judge.py'}:{judge}", "timeout_seconds": 5}
+    def make(reward_name: str = "exact", **sections: dict[str, object]) -> RunConfig:
+        reward = {"function": f"{tmp_path / 'reward_name.py'}:{reward_name}", "timeout_seconds": 5}
         return make_run_config(
             **{"data": {"source": f"jsonl:{tmp_path / 'rows.jsonl'}"}, "reward": reward} | sections
         )
@@ -157,14 +156,14 @@ def test_reward_check_scores_the_first_reference_answer(make_data: MakeRunConfig
     check, config = PromptCheck(), make_data()
     check.check_data(config)
     assert check.check_reward(config).endswith(
-        "judge.py:exact gives 1 for the reference answer of the first prompt"
+        "rewards.py:exact gives 1 for the reference answer of the first prompt"
     )
 
 
 def test_reward_check_detects_a_function_that_raises(make_data: MakeRunConfig) -> None:
     check, config = PromptCheck(), make_data("fails")
     check.check_data(config)
-    with pytest.raises(RewardError, match=r"judge.py:fails raised KeyError: 'no such judge'"):
+    with pytest.raises(RewardError, match=r"rewards.py:fails raised KeyError: 'no such score'"):
         check.check_reward(config)
 
 
@@ -177,7 +176,7 @@ def test_reward_check_does_not_score_samples_of_the_judge(
         == "the judge scores all samples"
     )
     by_level = {
-        "function": f"{tmp_path / 'judge.py'}:fails",
+        "function": f"{tmp_path / 'rewards.py'}:fails",
         "routes": {"two": {"function": "genrm"}},
         "route_key": "level",
     }
@@ -189,7 +188,7 @@ def test_reward_check_does_not_score_samples_of_the_judge(
     )
     check.check_data(config)
     assert check.check_reward(config).endswith(
-        "judge.py:fails loads; the first prompt is the judge's"
+        "rewards.py:fails loads; the first prompt is the judge's"
     )
 
 

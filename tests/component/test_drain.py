@@ -1,4 +1,4 @@
-"""A worker ends in one way: asked once, within a deadline."""
+"""A worker drains once, within a deadline."""
 
 from __future__ import annotations
 

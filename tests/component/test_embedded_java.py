@@ -1,4 +1,4 @@
-"""Finding a Java runtime among small scripts that answer as one."""
+"""Finding a Java runtime among small scripts that act as one."""
 
 import sys
 from pathlib import Path

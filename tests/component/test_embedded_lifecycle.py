@@ -1,4 +1,4 @@
-"""The broker object where no broker comes up: errors by name, and nothing left behind."""
+"""The broker object without a running broker: error types, and nothing left behind."""
 
 import hashlib
 import json

@@ -86,7 +86,7 @@ def test_engine_distinguishes_equal_prompts_with_different_images(library: Media
     for name, expected in (
         ("g0/0", first),
         ("g9/0", second),
-    ):  # the first token's: what comes after may follow another draw
+    ):  # the first token's: later tokens may follow a different sampled token
         assert alongside[name].logprobs[:1] == pytest.approx(
             expected["g0/0"].logprobs[:1], abs=1e-5
         )
@@ -175,7 +175,7 @@ def test_engine_with_a_text_model_rejects_images(library: MediaLibrary) -> None:
     media = load_images(library, (32, 32))
     with pytest.raises(
         PoisonSample,
-        match="prompt group g1 brings 1 media files, and the engine feeds its model text only",
+        match="prompt group g1 has 1 media files, and the engine passes text only to its model",
     ):
         make_engine().submit(
             GenerationRequest(

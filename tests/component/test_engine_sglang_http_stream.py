@@ -1,5 +1,6 @@
-"""What an SGLang server streams is read in linear work, and up to a bound that what was asked for
-sets."""
+"""An SGLang server's stream is parsed in linear time, up to a bound that follows
+from the request.
+"""
 
 from __future__ import annotations
 

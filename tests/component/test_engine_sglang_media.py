@@ -1,4 +1,4 @@
-"""What a worker says of media to a server, and what is read of it there."""
+"""Media in requests to an SGLang server, and how its patched code reads them."""
 
 from __future__ import annotations
 
@@ -95,9 +95,11 @@ def test_placeholder_runs_match_the_positions_in_the_prompt(
     (_, placing), *_ = parse_image_data(build_image_data(samples, model, weights="v1"))
     tokens = request_of_both.prompt_tokens.tolist()
     for modality, runs in zip((Modality.IMAGE, Modality.VIDEO), placing.runs, strict=True):
-        places = [place for first, last in runs for place in range(first, last + 1)]
-        assert places == [
-            place for place, token in enumerate(tokens) if token == layout.placeholders[modality]
+        positions = [position for first, last in runs for position in range(first, last + 1)]
+        assert positions == [
+            position
+            for position, token in enumerate(tokens)
+            if token == layout.placeholders[modality]
         ]
         assert all(
             tokens[first - 1] != layout.placeholders[modality] != tokens[last + 1]
@@ -134,17 +136,18 @@ def test_audio_and_video_soundtracks_are_sent_as_spectrograms(
         return_tensors="np",
     )
     np.testing.assert_array_equal(arrays[0].values, plain["input_features"][0][:, :113])
-    places = [
-        [place for first, last in runs for place in range(first, last + 1)] for runs in placing.runs
+    positions = [
+        [position for first, last in runs for position in range(first, last + 1)]
+        for runs in placing.runs
     ]
     tokens = prompt.tolist()
-    assert [len(some) for some in places] == [15, 24, 59]
+    assert [len(some) for some in positions] == [15, 24, 59]
     assert all(
-        tokens[place] == layout.placeholders[array.modality]
-        for array, some in zip(arrays, places, strict=True)
-        for place in some
+        tokens[position] == layout.placeholders[array.modality]
+        for array, some in zip(arrays, positions, strict=True)
+        for position in some
     )
-    assert min(places[2]) < max(places[1]) < max(places[2])  # in the order of time
+    assert min(positions[2]) < max(positions[1]) < max(positions[2])  # in the order of time
 
 
 def test_media_identity_distinguishes_shapes_and_policy_versions(
@@ -194,7 +197,7 @@ def test_tokens_are_rejected_when_server_reports_another_prompt_length(
     assert request.has_finished
     assert request.tokens == []
     assert (
-        f"the server read {num_sent - 5} tokens, and the prompt has {num_sent}" in request.rejection
+        f"the server read {num_sent - 5} tokens, but the prompt has {num_sent}" in request.rejection
     )
 
 
@@ -203,7 +206,7 @@ def test_media_are_rejected_for_a_model_that_sglang_serves_text_only(
 ) -> None:
     model = ModelFolder.read(hybrid_model(), media=BOUNDS)
     with pytest.raises(
-        PoisonSample, match="the engine feeds its model text only; take engine 'transformers'"
+        PoisonSample, match="the engine passes text only to its model; use engine 'transformers'"
     ):
         build_samples(
             request_of_both, first_order=0, running_ids=(), model=model, max_context_tokens=512

@@ -1,5 +1,4 @@
-"""What an SGLang server leaves when it is killed: no process, no shared memory, no temporary
-file."""
+"""A killed SGLang server leaves no process, no shared memory and no temporary file."""
 
 from __future__ import annotations
 

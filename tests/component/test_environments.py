@@ -1,5 +1,6 @@
-"""Samples that talk with an environment: text by text, file by file, cut off and resumed, and what
-a failure costs."""
+"""Multi-turn samples with an environment: texts, files, truncation, resumption, and the effect of a
+failure.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ from relax_events.engines.protocol import (
     SampleRequest,
 )
 from relax_events.engines.transformers.engine import TransformersEngine
-from relax_events.environments.multi_turn import MultiTurnEngine, turn_seed
+from relax_events.environments.episode import turn_seed
+from relax_events.environments.multi_turn import MultiTurnEngine
 from relax_events.environments.pool import EnvironmentPool
 from relax_events.errors import ConfigError, PoisonSample
 from relax_events.events.parts import ChatMessage, FinishReason, MediaRef, Modality
@@ -176,7 +178,7 @@ def render_by_hand(
     renderer: PromptRenderer, task: EnvironmentContext, turns: Sequence[ChatMessage]
 ) -> str:
     """Render a whole conversation as the tokenizer's template does, from its beginning."""
-    return renderer.apply_template([*task.messages, *turns], is_whole=True)
+    return renderer.apply_template([*task.messages, *turns], is_complete=True)
 
 
 def test_policy_and_environment_alternate_turns_until_environment_ends(tmp_path: Path) -> None:
@@ -319,7 +321,7 @@ class Read:
 
 
 def rows_of(media: Any) -> list[tuple[bytes, int]]:
-    """Name each row of features by its file and its place in it."""
+    """Name each row of features by its file and its index in it."""
     counts: dict[int, tuple[bytes, int]] = {}
     for feature in media.features.tolist():
         counts[feature] = (b"".join(piece.reference.digest for piece in media.media), feature)
@@ -333,11 +335,11 @@ def record_forwards(engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch)
     def noted(input_ids: Any, last: Any, sequences: Any = ()) -> Any:
         for row, end in enumerate(last.tolist()):
             tokens = input_ids[row, : end + 1].numpy()
-            places, cells = np.arange(end + 1), {}
-            positions = np.tile(places, (3, 1))
+            cell_indices, cells = np.arange(end + 1), {}
+            positions = np.tile(cell_indices, (3, 1))
             if sequences:
-                alone = replace(sequences[row], cells=places)
-                made = family.build_inputs([alone], position_ids=places[None])
+                alone = replace(sequences[row], cells=cell_indices)
+                made = family.build_inputs([alone], position_ids=cell_indices[None])
                 if made is not None:
                     positions, cells = (
                         made.positions[:, 0],
@@ -460,10 +462,10 @@ def resumed(sample: GeneratedSample, seed: int) -> SampleRequest:
 
 
 TOLD = {
-    "raises": "raised ValueError: no such place",
+    "raises": "raised ValueError: no such file",
     "hangs": "took longer than 5 s (environment.timeout_seconds)",
     "dies": "died (exit code 3)",
-    "brings no image": "which is no image of the formats PNG",
+    "brings no image": "which is not an image of the formats PNG",
     "brings a bomb": "many pixels: Image size (900000000 pixels)",
     "names a file": "rows may not name files",
     "names an address": "media_hosts allows none",
@@ -520,8 +522,8 @@ def test_environment_samples_respect_turn_and_token_limits(tmp_path: Path) -> No
     ("function", "options", "reported"),
     [
         ("absent", {}, "has no function 'absent'"),
-        ("with_option", {}, "missing a required argument: 'places'"),
-        ("with_option", {"places": 2, "rooms": 3}, "unexpected keyword argument 'rooms'"),
+        ("with_option", {}, "missing a required argument: 'num_rooms'"),
+        ("with_option", {"num_rooms": 2, "rooms": 3}, "unexpected keyword argument 'rooms'"),
     ],
 )
 def test_invalid_environment_is_rejected_at_startup(

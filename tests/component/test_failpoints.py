@@ -1,5 +1,6 @@
-"""Crash points fire once in a run, at the pass that was asked for; what is armed wrongly is
-refused; every declared point stands in the code."""
+"""Failpoints fire once in a run, at the requested pass; invalid settings are rejected; every
+declared failpoint exists in the code.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Workers that are forked: each is the process that a shell would have started, and the loss of the
-one that forks them costs no one anything."""
+"""Forked workers equal workers started by a shell, and the loss of the fork server
+harms no worker.
+"""
 
 from __future__ import annotations
 

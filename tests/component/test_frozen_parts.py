@@ -1,4 +1,4 @@
-"""Parts of a model that training leaves as they are."""
+"""Parts of a model that stay frozen in training."""
 
 from pathlib import Path
 
@@ -69,7 +69,7 @@ def test_freezing_a_part_that_the_model_lacks_is_rejected() -> None:
         update={"model": config.model.model_copy(update={"frozen": ("vision",)})}
     )
     with pytest.raises(
-        ConfigError, match=r"model\.frozen names 'vision', and the model's parts are language"
+        ConfigError, match=r"model\.frozen names 'vision', but the model's parts are language"
     ):
         TorchBackend(config, ranks=SingleRank())
 

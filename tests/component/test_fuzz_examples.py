@@ -1,5 +1,6 @@
-"""Inputs that once broke what decodes them: each is taken, or refused by an error of ours. New ones
-come from `make fuzz`."""
+"""Inputs that once broke a decoder: each is accepted, or rejected with one of our errors. New ones
+come from `make fuzz`.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""`relax health` says what a worker's own endpoint says, quickly; replicas that are started alike
-get indices of their own."""
+"""`relax health` reports the worker's own endpoint, quickly; replicas with the same command get
+different indices.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the workers of a machine share."""
+"""The cache that the workers of one machine share."""
 
 import multiprocessing
 import os

@@ -1,5 +1,6 @@
-"""The guard before our HTTP APIs: what it refuses, before it reads, and how little an unknown
-producer's call costs."""
+"""The guard of our HTTP APIs: which requests it rejects before it reads them, and how little an
+unauthorized request costs.
+"""
 
 from __future__ import annotations
 

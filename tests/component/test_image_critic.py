@@ -1,5 +1,6 @@
-"""A critic that reads images: its values follow from what stands before a token, images too,
-however samples are packed."""
+"""A critic that reads images: a value depends on the tokens and images before it, however samples
+are packed.
+"""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,5 +1,6 @@
-"""What a lane does when its client can't continue; with a consumer that fails on command, since no
-broker does."""
+"""A lane whose client can't continue; with a consumer that fails on command, since
+no broker does.
+"""
 
 from __future__ import annotations
 

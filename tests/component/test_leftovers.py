@@ -1,4 +1,4 @@
-"""A session of tests that leave something behind fails, and names it."""
+"""A test session that leaves a process, port or file behind fails and names it."""
 
 from __future__ import annotations
 

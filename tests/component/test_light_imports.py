@@ -1,5 +1,6 @@
-"""What roles and run files load: each in a process of its own, without libraries that it has no use
-for."""
+"""Imports of roles and run files: each in its own process, without libraries that
+it does not use.
+"""
 
 from __future__ import annotations
 

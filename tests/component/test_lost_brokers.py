@@ -1,4 +1,4 @@
-"""A client that has lost all brokers for good ends its worker; brokers that are down do not."""
+"""A client that has lost all brokers permanently ends its worker; brokers that are down do not."""
 
 from __future__ import annotations
 

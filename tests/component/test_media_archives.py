@@ -1,5 +1,6 @@
-"""Members of tar files as media: what a row names is read where it lies, and each hostile archive
-is refused by name."""
+"""Members of tar files as media: a row's member is read in place, and each kind of hostile archive
+is rejected by name.
+"""
 
 import io
 import tarfile

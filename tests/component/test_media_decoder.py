@@ -1,4 +1,6 @@
-"""The process that decodes: what it answers, and what a file that hangs, grows or crashes costs."""
+"""The decoder process: its responses, and the effect of a file that hangs it, grows it or crashes
+it.
+"""
 
 import os
 import signal
@@ -46,7 +48,7 @@ def test_rejected_file_leaves_the_decoder_process_running() -> None:
     decoder = Decoder(MediaConfig())
     decoder.inspect(audio_file(), Modality.AUDIO, location="a")
     before = process_of(decoder)
-    with pytest.raises(MediaError, match="b begins with b'no audio', which is no audio") as caught:
+    with pytest.raises(MediaError, match="b begins with b'no audio', which is not audio") as caught:
         decoder.inspect(b"no audio at all", Modality.AUDIO, location="b")
     assert caught.value.reason == "wrong_type"
     assert process_of(decoder) == before
@@ -59,7 +61,7 @@ def test_decoding_timeout_affects_only_its_own_file() -> None:
     os.kill(before, signal.SIGSTOP)
     decoder._limits = MediaConfig(decode_seconds=0.5)
     with pytest.raises(
-        MediaError, match=r"b must be decoded within model.media.decode_seconds = 0.5, and was not"
+        MediaError, match=r"b was not decoded within model.media.decode_seconds = 0.5"
     ) as caught:
         decoder.inspect(audio_file(), Modality.AUDIO, location="b")
     assert caught.value.reason == "too_slow"

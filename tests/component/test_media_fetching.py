@@ -1,4 +1,6 @@
-"""Files by web address, from servers on this machine: what is fetched, and what is never asked."""
+"""Media by URL, from servers on this machine: which URLs are fetched, and which are never
+requested.
+"""
 
 import socket
 import threading
@@ -18,7 +20,7 @@ ENOUGH = threading.Event()
 
 
 class Host(BaseHTTPRequestHandler):
-    """Serves files, sends on to other places, drips, and floods."""
+    """Serves files, redirects to other addresses, drips, and floods."""
 
     def do_GET(self) -> None:
         kind, _, rest = self.path.partition("?")[0].strip("/").partition("/")
@@ -107,7 +109,7 @@ def test_host_outside_the_allowlist_is_never_contacted(port: int) -> None:
     text = check_refused(
         fetcher("images.example"), f"http://127.0.0.1:{port}/a", "forbidden_address"
     )
-    assert text.endswith("is of host '127.0.0.1'; media_hosts allows images.example")
+    assert text.endswith("has host '127.0.0.1'; media_hosts allows images.example")
 
 
 def test_allowed_host_at_a_private_address_is_never_contacted(port: int) -> None:
@@ -116,7 +118,7 @@ def test_allowed_host_at_a_private_address_is_never_contacted(port: int) -> None
     )
     with pytest.raises(
         MediaError,
-        match=r"row 1: host 'localhost' is at (127.0.0.1|::1), which is no public address",
+        match=r"row 1: host 'localhost' is at (127.0.0.1|::1), which is not a public address",
     ):
         item.read(MediaConfig())
 

@@ -1,4 +1,6 @@
-"""A run's media: stored once, processed once on a machine, and what goes wrong with them."""
+"""A run's media library: each item is stored once and processed once per machine;
+and its errors.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +43,8 @@ def check_fails(library: MediaLibrary, reference: MediaRef, reason: str) -> str:
 
 def test_same_image_is_stored_once_under_its_content(library: MediaLibrary, tmp_path: Path) -> None:
     one, other = (
-        library.add(replace(image_item(48, 32), location=place)) for place in ("row 1", "row 2")
+        library.add(replace(image_item(48, 32), location=location))
+        for location in ("row 1", "row 2")
     )
     assert one == other
     (file,) = object_files(tmp_path)
@@ -157,7 +160,7 @@ def test_media_reference_with_a_wrong_image_size_is_rejected(library: MediaLibra
     reference = library.add(image_item(48, 32))
     library.load(reference)
     text = check_fails(library, replace(reference, width=32, height=48), "wrong_size")
-    assert text.endswith("is 48 x 32, and its reference has 32 x 48")
+    assert text.endswith("is 48 x 32, but its reference has 32 x 48")
 
 
 def test_reference_to_too_large_a_file_is_refused_unread(tmp_path: Path) -> None:

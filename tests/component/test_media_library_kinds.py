@@ -1,4 +1,4 @@
-"""Audio and videos in a run's library: the same promises as for images."""
+"""Audio and videos in a run's media library: the same promises as for images."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -95,7 +95,7 @@ def test_media_reference_with_a_wrong_length_is_rejected(tmp_path: Path) -> None
     audio = library.add(item_of(*AUDIO))
     with pytest.raises(
         MediaError,
-        match=r"is 8000 frames at 16000 Hz, and its reference has 9000 frames at 16000 Hz",
+        match=r"is 8000 frames at 16000 Hz, but its reference has 9000 frames at 16000 Hz",
     ) as caught:
         library.load(replace(audio, num_frames=9_000))
     assert caught.value.reason == "wrong_size"

@@ -1,5 +1,6 @@
-"""A store that is away is waited for where someone waits, and given up after the deadline; an
-answer of any kind ends the wait."""
+"""An unavailable store is retried by callers that may wait, until their deadline; any response ends
+the wait.
+"""
 
 from __future__ import annotations
 

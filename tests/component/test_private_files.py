@@ -1,4 +1,4 @@
-"""What a run leaves on a disk is its user's alone, whatever the file mode mask says."""
+"""Files of a run are readable by its user alone, whatever the umask is."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Prometheus itself reads the alerts and the queries of the dashboards, and the alerts' own cases
-come out as they say."""
+"""Prometheus parses the alerts and the dashboards' queries, and the alerts' own test cases pass."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Two ranks that take several optimizer steps in a train step, as threads of one process, against
-one."""
+"""Two ranks with several optimizer steps in a train step, as threads of one process, equal one
+rank.
+"""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -23,12 +24,12 @@ from tests.unit.training.test_mini_batches import (
 class ThreadRank(SingleRank):
     """A rank of several that are threads of this process."""
 
-    def __init__(self, rank, barrier, places):
+    def __init__(self, rank, barrier, slots):
         self.rank, self.size, self._barrier, self._positions = (
             rank,
             barrier.parties,
             barrier,
-            places,
+            slots,
         )
 
     def _exchange(self, mine):
@@ -57,8 +58,8 @@ def test_two_ranks_train_like_one_for_any_split_of_prompt_groups(num_first, max_
         "m2_threshold": 0.2,
     }
     trainer = THREE_BY_TWO | {"max_kl": max_kl}
-    barrier, places = threading.Barrier(2), [None, None]
-    ranks = [ThreadRank(rank, barrier, places) for rank in range(2)]
+    barrier, slots = threading.Barrier(2), [None, None]
+    ranks = [ThreadRank(rank, barrier, slots) for rank in range(2)]
     both = [
         TorchBackend(config_of(algorithm, trainer), ranks=one, dtype=torch.float64) for one in ranks
     ]

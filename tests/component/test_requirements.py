@@ -1,5 +1,6 @@
-"""What a run file asks of the machine: each lack is named with its remedy, and nothing is loaded to
-find it."""
+"""A run file's requirements: each missing one is reported with its remedy, without loading
+anything.
+"""
 
 from __future__ import annotations
 
@@ -194,7 +195,7 @@ def test_teacher_must_be_complete_and_share_the_policy_vocabulary(
     write_vocabulary(policy, "a", "c")
     with pytest.raises(
         ConfigError,
-        match=rf"token id 1 is 'b' in teacher.model_path = {teacher} and 'c' in model.path = {policy}; give a teacher",
+        match=rf"token id 1 is 'b' in teacher.model_path = {teacher} and 'c' in model.path = {policy}; use a teacher",
     ):
         require_teacher(config)
     write_vocabulary(policy, "a", "b", added="<stop>")
@@ -203,13 +204,13 @@ def test_teacher_must_be_complete_and_share_the_policy_vocabulary(
     (policy / "tokenizer.json").write_text('{"model": {}}')
     with pytest.raises(
         ConfigError,
-        match=r"model/tokenizer.json is no tokenizer as the tokenizers library writes it \(KeyError\('vocab'\)\)",
+        match=r"model/tokenizer.json is not a file of the tokenizers library \(KeyError\('vocab'\)\)",
     ):
         require_teacher(config)
     (teacher / "tokenizer.json").unlink()
     write_vocabulary(policy, "a", "b")
     with pytest.raises(
-        ConfigError, match=f"{teacher} has no tokenizer.json, by which vocabularies are compared"
+        ConfigError, match=f"{teacher} has no tokenizer.json, which is needed to compare vocabularies"
     ):
         require_teacher(config)
     (teacher / "model.safetensors").unlink()

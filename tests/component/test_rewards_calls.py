@@ -1,5 +1,4 @@
-"""The other ways in which a reward function can be called: for whole prompt groups, and with
-several calls under way."""
+"""Reward functions for whole prompt groups, and with several calls at a time."""
 
 from __future__ import annotations
 

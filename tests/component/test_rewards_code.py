@@ -1,4 +1,6 @@
-"""Programs against tests, in the sandbox: what passes, what fails, and what must not get out."""
+"""The code reward: programs against tests in the sandbox; which pass, which fail, and what must not
+leave it.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ from relax_events.sandbox import (
 pytestmark = pytest.mark.unit
 
 
-def judge(
+def score(
     program: str, metadata: dict[str, Any], *, answer: str = "", **options: Any
 ) -> dict[str, float]:
     return code(
@@ -64,7 +66,7 @@ IN_AND_OUT = {"inputs": ["4\n", "-1", "0"], "outputs": ["8\n", "-2", "0"]}
     ],
 )
 def test_code_passes_its_tests(program: str, metadata: dict[str, Any]) -> None:
-    assert judge(program, metadata) == {"reward": 1.0, "passed": 1.0, "has_code": 1.0}
+    assert score(program, metadata) == {"reward": 1.0, "passed": 1.0, "has_code": 1.0}
 
 
 @pytest.mark.parametrize("metadata", [{"tests": ["assert f(1) == 2"]}, IN_AND_OUT])
@@ -75,7 +77,7 @@ def test_code_is_scored_when_worker_files_are_private_to_its_user(
     before = os.umask(0o077)
     try:
         assert (
-            judge("def f(x):\n    return x + 1" if "tests" in metadata else DOUBLE, metadata)[
+            score("def f(x):\n    return x + 1" if "tests" in metadata else DOUBLE, metadata)[
                 "reward"
             ]
             == 1.0
@@ -97,7 +99,7 @@ def test_code_is_scored_when_worker_files_are_private_to_its_user(
     ],
 )
 def test_code_that_is_wrong_or_exits_early_gets_zero_reward(program: str) -> None:
-    assert judge(program, {"tests": ["assert f(1) == 2"]}) == {
+    assert score(program, {"tests": ["assert f(1) == 2"]}) == {
         "reward": 0.0,
         "passed": 0.0,
         "has_code": 1.0,
@@ -106,12 +108,12 @@ def test_code_that_is_wrong_or_exits_early_gets_zero_reward(program: str) -> Non
 
 def test_code_reward_is_the_share_of_passed_tests_if_partial_is_set() -> None:
     program = "print(abs(2 * int(input())))"
-    assert judge(program, IN_AND_OUT, partial=True) == {
+    assert score(program, IN_AND_OUT, partial=True) == {
         "reward": pytest.approx(2 / 3),
         "passed": pytest.approx(2 / 3),
         "has_code": 1.0,
     }
-    assert judge(program, IN_AND_OUT)["reward"] == 0.0
+    assert score(program, IN_AND_OUT)["reward"] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -127,13 +129,13 @@ def test_code_reward_is_the_share_of_passed_tests_if_partial_is_set() -> None:
 )
 def test_code_that_exceeds_a_sandbox_limit_is_a_reward_failure(program: str) -> None:
     with pytest.raises(RewardError, match=r"the program exceeded a limit of the sandbox: 0\.7 s"):
-        judge(program, {"tests": ["pass"]}, test_seconds=0.7)
+        score(program, {"tests": ["pass"]}, test_seconds=0.7)
     assert not programs_left()
 
 
 def test_code_that_exceeds_a_sandbox_limit_gets_the_configured_limit_reward() -> None:
     assert (
-        judge("while True: pass", {"tests": ["pass"]}, test_seconds=0.3, limit_reward=-1.0)[
+        score("while True: pass", {"tests": ["pass"]}, test_seconds=0.3, limit_reward=-1.0)[
             "reward"
         ]
         == -1.0
@@ -141,8 +143,8 @@ def test_code_that_exceeds_a_sandbox_limit_gets_the_configured_limit_reward() ->
 
 
 def test_code_reward_reads_tests_from_the_reference_answer() -> None:
-    assert judge("x = 1", {}, answer='["assert x == 1"]')["reward"] == 1.0
-    assert judge(DOUBLE, {}, answer='{"inputs": ["2"], "outputs": ["5"]}')["reward"] == 0.0
+    assert score("x = 1", {}, answer='["assert x == 1"]')["reward"] == 1.0
+    assert score(DOUBLE, {}, answer='{"inputs": ["2"], "outputs": ["5"]}')["reward"] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -150,7 +152,7 @@ def test_code_reward_reads_tests_from_the_reference_answer() -> None:
 )
 def test_code_reward_without_tests_is_a_failure(metadata: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"the sample has no tests; see metadata\.tests"):
-        judge("x = 1", metadata)
+        score("x = 1", metadata)
 
 
 def test_completion_without_a_code_block_gets_zero_reward() -> None:
@@ -203,7 +205,7 @@ def test_sandbox_has_no_network_or_environment_and_ends_its_processes(
 
 def test_sandbox_that_can_not_be_set_up_is_a_failure() -> None:
     with (
-        Sandbox("x = 1", Limits(), walls=Isolation(("false",), has_namespaces=True)) as sandbox,
+        Sandbox("x = 1", Limits(), isolation=Isolation(("false",), has_namespaces=True)) as sandbox,
         pytest.raises(RewardError, match="could not be set up"),
     ):
         sandbox.run_with_input("")
@@ -217,7 +219,7 @@ def test_programs_are_not_run_without_file_isolation(
         EnvironmentProblem,
         match=r"nothing isolates them from files .*reward\.options\.allow_unprotected = true",
     ):
-        judge("x = 1", {"tests": ["pass"]})
+        score("x = 1", {"tests": ["pass"]})
     assert require_isolation(allow_unprotected=True) == Isolation(filters=True)
 
 
@@ -230,7 +232,7 @@ def test_programs_are_not_run_without_network_isolation(
 
 
 @pytest.mark.parametrize(
-    ("user", "remedy"), [(0, "run it as another user than root"), (1000, "install bubblewrap")]
+    ("user", "remedy"), [(0, "run it as a user other than root"), (1000, "install bubblewrap")]
 )
 def test_machine_where_no_interpreter_starts_in_isolation_is_rejected(
     user: int, remedy: str, monkeypatch: pytest.MonkeyPatch
@@ -255,7 +257,7 @@ class Stack:
         return self
     def __len__(self): return len(self.held)
     def __iter__(self): return iter(self.held)
-    def __getitem__(self, place): return self.held[place]
+    def __getitem__(self, index): return self.held[index]
     def __eq__(self, other): return isinstance(other, Stack) and self.held == other.held
     def __repr__(self): return f'Stack({self.held})'
 def same(x): return x

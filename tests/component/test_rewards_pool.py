@@ -1,4 +1,4 @@
-"""The reward pool: order, speed, and every way in which user code goes wrong."""
+"""The reward pool: order, speed, and every failure of user code."""
 
 import os
 import signal

@@ -1,5 +1,4 @@
-"""Rewards that ask a service: a local one that answers, fails, stalls or talks nonsense, as the
-test wants."""
+"""Rewards that call a service: a local one that responds, fails, stalls or sends nonsense."""
 
 from __future__ import annotations
 
@@ -178,14 +177,14 @@ def test_remote_counts_a_malformed_response_as_a_failure(
 
 
 def test_remote_group_posts_the_whole_prompt_group_at_once(service: Service) -> None:
-    def judged(body: dict[str, Any]) -> list[dict[str, Any]]:
+    def chat_response(body: dict[str, Any]) -> list[dict[str, Any]]:
         size = len(body["responses"])
         return [
             {"error": "no idea"} if one == "x" else {"reward": len(one), "size": size}
             for one in body["responses"]
         ]
 
-    service.answer = judged
+    service.answer = chat_response
     results = score("remote_group", prompt_group("a", "x", "ccc"), url=service.url)
     assert rewards(results) == [1.0, None, 3.0]
     assert len(service.requests) == 1
@@ -225,7 +224,7 @@ def test_genrm_asks_a_chat_endpoint_and_reads_the_score(service: Service) -> Non
 
 
 def test_genrm_prompt_includes_the_reference_or_uses_a_custom_template(service: Service) -> None:
-    def judged(body: dict[str, Any]) -> dict[str, Any]:
+    def chat_response(body: dict[str, Any]) -> dict[str, Any]:
         question = question_of(body)
         return chat(
             "Score: 1"
@@ -233,7 +232,7 @@ def test_genrm_prompt_includes_the_reference_or_uses_a_custom_template(service: 
             else "Score: 0"
         )
 
-    service.answer = judged
+    service.answer = chat_response
     assert rewards(
         score("genrm", prompt_group("a"), url=service.url, template="reference", max_score=1)
     ) == [1.0]

@@ -1,5 +1,6 @@
-"""`relax rewards score` and `compare`: completions are scored in child processes, and the answer
-that was found is shown."""
+"""`relax rewards score` and `compare`: completions are scored in child processes, and the extracted
+answer is printed.
+"""
 
 from __future__ import annotations
 

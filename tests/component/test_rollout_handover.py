@@ -1,5 +1,6 @@
-"""A rollout worker leaves in the middle of a prompt group, and the next one samples the very tokens
-that the first would have sampled."""
+"""A rollout worker drains in the middle of a prompt group, and the next one samples exactly the
+tokens that the first would have sampled.
+"""
 
 from __future__ import annotations
 

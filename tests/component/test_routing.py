@@ -1,5 +1,6 @@
-"""Routers over real engines of the tiny model: what goes where, and what becomes of it when engines
-are lost."""
+"""Routers over real engines of the tiny model: how they spread prompt groups, and how they recover
+from lost engines.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +102,7 @@ def test_removing_an_engine_moves_only_its_own_prompt_groups(
 
 
 def test_prompt_groups_are_spread_evenly_over_engines() -> None:
-    names = [f"http://10.0.0.{place}:30000" for place in range(8)]
+    names = [f"http://10.0.0.{index}:30000" for index in range(8)]
     homes = Counter(rank_engines(f"group-{number}", names)[0] for number in range(8000))
     assert min(homes.values()) > 850
     assert max(homes.values()) < 1150
@@ -403,7 +404,7 @@ def test_sample_already_running_in_another_engine_is_rejected(open_router: OpenR
         site.is_held = True
     request = make_request(1)
     router.submit(request)
-    with pytest.raises(PoisonSample, match="sample g1/0 is running already"):
+    with pytest.raises(PoisonSample, match="sample g1/0 is already running"):
         router.submit(replace(make_request(2), samples=request.samples))
     assert router.num_running == 2
 

@@ -1,5 +1,4 @@
-"""Notifications of a run: each once, of what matters, by real HTTP, and never with the URL in a
-log."""
+"""Notifications of a run over real HTTP: each is sent once, and no log contains the URL."""
 
 from __future__ import annotations
 
@@ -41,9 +40,9 @@ def act(tier: RecoveryLevel, worker_id: str, at: int) -> RunCommanded:
 def titles(*events: Event) -> list[tuple[str, str]]:
     notification_builder = NotificationBuilder("shown")
     return [
-        (notice.kind, notice.title)
+        (notification.kind, notification.title)
         for event in events
-        if (notice := notification_builder.apply(event)) is not None
+        if (notification := notification_builder.apply(event)) is not None
     ]
 
 
@@ -61,7 +60,7 @@ def test_notifications_cover_a_run_from_start_to_end() -> None:
         ("warning", "Run shown has rollout-0 restarted"),
         ("failure", "Run shown is restored"),
         ("success", "Run shown has recovered"),
-        ("failure", "Run shown has a step that is not finite"),
+        ("failure", "Run shown skipped a non-finite train step"),
         ("success", "Run shown has reached its goal"),
     ]
     assert titles(*events, *events) == titles(*events)[:6], "the same once more is no news"
@@ -73,13 +72,15 @@ def test_notifications_are_rate_limited_but_the_final_one_is_always_sent() -> No
         notification_builder.apply(act(RecoveryLevel.WORKER_RESTART, "rollout-0", second * SECOND))
         for second in range(1, 41)
     ]
-    assert [notice is not None for notice in reported] == [True] * MAX_NOTIFICATIONS + [False] * 30
+    assert [notification is not None for notification in reported] == [True] * MAX_NOTIFICATIONS + [
+        False
+    ] * 30
     end = notification_builder.apply(
         RunCommanded(command=Command.STOP, reason="no progress", commanded_at=50 * SECOND)
     )
     assert end is not None
     assert (end.kind, end.title, end.body.splitlines()[1]) == (
-        "failure", "Run shown ended before its goal", "(30 notices before this one were held back; see the log)",
+        "failure", "Run shown ended before its goal", "(30 earlier notifications were not sent; see the log)",
     )  # fmt: skip
 
 
@@ -144,8 +145,8 @@ def test_notifications_arrive_once_despite_service_and_worker_failures(
             NotificationBuilder("shown"),
         )
         for event in events[:num_read]:
-            if (notice := notification_builder.apply(event)) is not None:
-                teller.put(notice)
+            if (notification := notification_builder.apply(event)) is not None:
+                teller.put(notification)
         if num_read == 2:
             while not service.got:
                 threading.Event().wait(0.01)
@@ -161,7 +162,7 @@ def test_notification_urls_are_redacted_in_error_messages(tmp_path: Path, servic
     (tmp_path / "urls").write_text(f"{service.url}\nnonsense://s3cret-token@nowhere\n")
     telemetry = config.telemetry.model_copy(update={"notification_urls_file": tmp_path / "urls"})
     with pytest.raises(
-        ConfigError, match="notice URL number 2 is none that Apprise knows"
+        ConfigError, match="notification URL number 2 is not supported by Apprise"
     ) as refused:
         open_notifiers(config.model_copy(update={"telemetry": telemetry}), failed=lambda _: None)
     assert "s3cret" not in str(refused.value)

@@ -1,5 +1,6 @@
-"""Samples with images on their way into the trainer: what can't be had, or doesn't fit, is the
-sample's own fault by name."""
+"""Media of samples on their way into the trainer: a sample with missing or mismatching media is
+rejected by its id.
+"""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,5 +1,6 @@
-"""Pages show samples with their media, hold everything themselves, keep to their bounds, and
-nothing in them runs."""
+"""Sample pages contain their media, load nothing, stay within their size bounds,
+and run no script.
+"""
 
 from __future__ import annotations
 

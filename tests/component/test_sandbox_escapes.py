@@ -1,5 +1,6 @@
-"""Nothing gets out of a sandbox: ways to files, the network, other processes and the kernel, and
-ways to a verdict, behind each kind of walls."""
+"""Nothing escapes from a sandbox: attempts on files, the network, other processes, the kernel and
+the test result, in each kind of isolation.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +109,7 @@ def test_sandboxed_program_cannot_declare_itself_passed(name: str) -> None:
 def test_correct_program_passes_in_every_kind_of_isolation(kind: str) -> None:
     if (found := walls_of(kind)) is None:
         pytest.skip(f"this machine builds no walls of {kind}")
-    with Sandbox(HONEST, Limits(seconds=20), walls=found) as sandbox:
+    with Sandbox(HONEST, Limits(seconds=20), isolation=found) as sandbox:
         assert sandbox.run_with_tests(TESTS) is Verdict.PASSED
         assert sandbox.run_with_tests("assert f(1) == 3") is Verdict.FAILED
 
@@ -158,7 +159,7 @@ def test_sandbox_limits_apply_to_all_processes_of_a_program(kind: str, bound: st
     if (found := walls_of(kind)) is None:
         pytest.skip(f"this machine builds no walls of {kind}")
     with Sandbox(
-        BOUNDS[bound], Limits(seconds=3, memory_bytes=256 * 1024**2), walls=found
+        BOUNDS[bound], Limits(seconds=3, memory_bytes=256 * 1024**2), isolation=found
     ) as sandbox:
         assert sandbox.run_with_input("")[0] is Verdict.OUT_OF_LIMITS
     assert not programs_left()
@@ -167,7 +168,7 @@ def test_sandbox_limits_apply_to_all_processes_of_a_program(kind: str, bound: st
 def test_no_process_of_a_sandboxed_program_is_left(kind: str) -> None:
     if (found := walls_of(kind)) is None:
         pytest.skip(f"this machine builds no walls of {kind}")
-    with Sandbox(DAEMON, Limits(seconds=20), walls=found) as sandbox:
+    with Sandbox(DAEMON, Limits(seconds=20), isolation=found) as sandbox:
         assert sandbox.run_with_input("") == (Verdict.PASSED, "done\n")
     assert not programs_left()
 

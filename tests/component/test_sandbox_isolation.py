@@ -1,4 +1,4 @@
-"""Which walls are chosen, and what is said where none are enough."""
+"""Which isolation the sandbox chooses, and the error where none is sufficient."""
 
 from __future__ import annotations
 
@@ -59,6 +59,6 @@ def test_error_explains_that_root_cannot_switch_to_another_user(
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     with pytest.raises(
         EnvironmentProblem,
-        match=r"run it as another user than root, or give it the capabilities CHOWN, .* SETUID$",
+        match=r"run it as a user other than root, or give it the capabilities CHOWN, .* SETUID$",
     ):
         require_isolation()

@@ -1,5 +1,6 @@
-"""Processes of programs: how many there may be, whatever their user has elsewhere, and that they go
-first where memory runs out."""
+"""Processes in a sandbox: their number is bounded whatever else their user runs, and the kernel
+kills them first when memory runs out.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ from escape_program import walls_of
 from relax_events.sandbox import Limits, Sandbox
 found = walls_of("landlock")
 if found:
-    with Sandbox({STARTED!r}, Limits(seconds=20), walls=found) as sandbox:
+    with Sandbox({STARTED!r}, Limits(seconds=20), isolation=found) as sandbox:
         print(*sandbox.run_with_input(""))
 else:
     print("no walls")
@@ -133,7 +134,7 @@ def test_sandboxed_program_is_the_first_to_be_killed_when_memory_runs_out(
     )
     with (
         ThreadPoolExecutor(1) as pool,
-        Sandbox(program, Limits(seconds=60), walls=found) as sandbox,
+        Sandbox(program, Limits(seconds=60), isolation=found) as sandbox,
     ):
         ending = pool.submit(sandbox.run_with_input, "")
         assert stand.wait(60), "before the walls stand its end is one of the sandbox"

@@ -1,5 +1,6 @@
-"""The bill of materials names all that is pinned: by the tool where `make sbom` has installed it,
-and by a stand-in for it anywhere."""
+"""The bill of materials names everything that is pinned: by the tool that `make sbom` installs, or
+a fake of it.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The API over a real socket: who may call, what calls come to, and that no call whatever makes it
-fail."""
+"""The scaling API over a real socket: who may call it, the effect of calls, and that no request
+makes it fail.
+"""
 
 from __future__ import annotations
 
@@ -86,9 +87,13 @@ def served(tmp_path: Path) -> Iterator[Served]:
     thread = threading.Thread(target=loop)
     thread.start()
     with closing(ApiServer(config, service, inbox.put)) as server:
-        place = ApiEndpointFile.from_config(config)
+        endpoint_file = ApiEndpointFile.from_config(config)
         yield Served(
-            config, service, server, commands, ScaleClient(place.read_url(), place.read_token())
+            config,
+            service,
+            server,
+            commands,
+            ScaleClient(endpoint_file.read_url(), endpoint_file.read_token()),
         )
     inbox.put(None)
     thread.join(60)
@@ -267,29 +272,29 @@ def test_run_is_rejected_when_the_scaling_api_port_is_in_use(tmp_path: Path) -> 
 
 
 def test_api_address_and_token_files_are_removed_when_the_run_ends(tmp_path: Path) -> None:
-    place = ApiEndpointFile.from_config(run_config(tmp_path))
-    place.address_file.parent.mkdir(parents=True, exist_ok=True)
-    place.open_token()
-    place.write_url("http://127.0.0.1:2")
-    place.remove("http://127.0.0.1:1")
-    assert place.address_file.exists(), "it is another controller's by now"
-    place.remove("http://127.0.0.1:2")
-    place.remove("http://127.0.0.1:2")
-    assert not place.address_file.exists()
-    assert not place.token_file.exists()
+    endpoint_file = ApiEndpointFile.from_config(run_config(tmp_path))
+    endpoint_file.address_file.parent.mkdir(parents=True, exist_ok=True)
+    endpoint_file.open_token()
+    endpoint_file.write_url("http://127.0.0.1:2")
+    endpoint_file.remove("http://127.0.0.1:1")
+    assert endpoint_file.address_file.exists(), "it is another controller's by now"
+    endpoint_file.remove("http://127.0.0.1:2")
+    endpoint_file.remove("http://127.0.0.1:2")
+    assert not endpoint_file.address_file.exists()
+    assert not endpoint_file.token_file.exists()
 
 
 def test_scaling_client_error_names_missing_address_token_or_server(tmp_path: Path) -> None:
-    place = ApiEndpointFile.from_config(run_config(tmp_path))
+    endpoint_file = ApiEndpointFile.from_config(run_config(tmp_path))
     with pytest.raises(
         CheckFailed,
         match=r"api.json does not exist: the run has served no API here; start the run, or give --url",
     ):
-        place.read_url()
+        endpoint_file.read_url()
     with pytest.raises(
         ConfigError, match=r"api-token does not exist: the run has not served its API here"
     ):
-        place.read_token()
+        endpoint_file.read_token()
     with pytest.raises(
         CheckFailed,
         match=r"http://127.0.0.1:9 does not answer: .*refused.*; the run has ended, or its controller starts again",

@@ -1,4 +1,4 @@
-"""The sessions of a run: who works on it, and how long they took together."""
+"""The sessions of a run: which one is running, and their total time."""
 
 from __future__ import annotations
 

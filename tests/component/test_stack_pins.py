@@ -1,5 +1,6 @@
-"""Images are pinned by the digests that registries give: of the list of all platforms, for a token
-or a login, and only where it is true."""
+"""Images are pinned by the digests that registries return: of the multi-platform index, by token or
+login, and only if the digest matches.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A store belongs to the run that its marker names; another run is refused, and objects of two runs
-never meet."""
+"""A store belongs to the run that its marker names; another run is rejected, and objects of two
+runs never mix.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The supervisor's plan, and what a worker's way of ending means for the run."""
+"""The supervisor's plan, and what a worker's exit means for the run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The benchmarks' timed engine keeps the engine protocol, and takes the time that its speed stands
-for."""
+"""The benchmarks' timed engine implements the engine protocol, and takes the time that its speed
+implies.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces: what a record carries, what is sent of it, and what it costs when no one listens."""
+"""Traces: the context on a record, the exported spans, and the cost without a collector."""
 
 from __future__ import annotations
 
@@ -107,12 +107,12 @@ def test_every_role_continues_the_trace_that_the_prompter_began(
         spans["step advantage.samples"],
         spans["publish control.policy-versions"],
     )
-    assert headers["traceparent"] == f"00-{root.place[0].hex()}-{root.place[1].hex()}-01"
-    assert {span.place[0] for span in (root, wait, generate, train)} == {root.place[0]}
-    assert {span.parent for span in (wait, generate, train)} == {root.place[1]}
+    assert headers["traceparent"] == f"00-{root.key[0].hex()}-{root.key[1].hex()}-01"
+    assert {span.key[0] for span in (root, wait, generate, train)} == {root.key[0]}
+    assert {span.parent for span in (wait, generate, train)} == {root.key[1]}
     assert 1.9 <= (wait.ended_ns - wait.began_ns) / 1e9 < 60
-    assert (train.links, stepped.links) == ((stepped.place,), (root.place,))
-    assert (published.parent, published.place[0]) == (stepped.place[1], stepped.place[0])
+    assert (train.links, stepped.links) == ((stepped.key,), (root.key,))
+    assert (published.parent, published.key[0]) == (stepped.key[1], stepped.key[0])
     assert [span.kind for span in (root, wait, generate, stepped, published)] == [
         "PRODUCER",
         "INTERNAL",
@@ -150,8 +150,8 @@ def test_reissued_prompt_group_keeps_its_trace_and_next_attempt_links_to_it(
     one.begin_group("000007-0003-1", topic="prompt.groups", instead_of=GROUP).end()
     one.close()
     first, second = collector.spans
-    assert second.links == (first.place,)
-    assert second.place[0] != first.place[0]
+    assert second.links == (first.key,)
+    assert second.key[0] != first.key[0]
 
 
 def test_only_the_prompter_decides_which_prompt_groups_are_traced(
@@ -160,11 +160,11 @@ def test_only_the_prompter_decides_which_prompt_groups_are_traced(
     names = [f"{step:06d}-{group_index:04d}-0" for step in range(100) for group_index in range(20)]
     chosen = {name for name in names if is_sampled(derive_root("test", name).trace_id, 0.25)}
     assert 0.2 < len(chosen) / len(names) < 0.3
-    judge = TraceIdRatioBased(0.25)
+    sampler = TraceIdRatioBased(0.25)
     assert chosen == {
         name
         for name in names
-        if judge.should_sample(None, derive_root("test", name).trace_id, "").decision.is_sampled()
+        if sampler.should_sample(None, derive_root("test", name).trace_id, "").decision.is_sampled()
     }
 
     prompter, rollout = open_role("prompter", ratio=0.25), open_role("rollout", ratio=0.25)
@@ -202,7 +202,7 @@ def test_trace_of_an_external_prompt_group_is_continued(
     rollout.close()
     assert rollout.get_headers(GROUP) == {"traceparent": FOREIGN, "tracestate": "theirs=1"}
     (span,) = collector.spans
-    assert (span.place[0].hex(), span.parent.hex()) == (FOREIGN[3:35], FOREIGN[36:52])
+    assert (span.key[0].hex(), span.parent.hex()) == (FOREIGN[3:35], FOREIGN[36:52])
 
 
 def test_trace_of_an_untrained_prompt_group_ends_with_the_reason(
@@ -375,11 +375,14 @@ def test_error_names_missing_package_with_its_extra(
     config = make_run_config(
         telemetry={"traces": {"endpoint": "http://127.0.0.1:4318/v1/traces", "ratio": 0.05}}
     )
-    assert require_tracing(config) == "5% of the prompt groups, to http://127.0.0.1:4318/v1/traces"
+    assert (
+        require_tracing(config.telemetry.traces)
+        == "5% of the prompt groups, to http://127.0.0.1:4318/v1/traces"
+    )
     monkeypatch.setattr(opening, "PACKAGE", "a_package_that_is_not_there.http")
     with pytest.raises(
         ConfigError,
         match=r"^telemetry.traces.endpoint needs OpenTelemetry; pip install 'relax-events\[tracing\]'",
     ):
-        require_tracing(config)
-    assert require_tracing(make_run_config()) == "none: telemetry.traces.endpoint is empty"
+        require_tracing(config.telemetry.traces)
+    assert require_tracing(TracesConfig()) == "none: telemetry.traces.endpoint is empty"

@@ -1,4 +1,4 @@
-"""Trackers take the metrics, each once, and what is wrong with one of them stays its own."""
+"""Trackers receive each metric once, and a failing tracker affects no other."""
 
 from __future__ import annotations
 
@@ -160,13 +160,13 @@ def test_missing_tracker_package_is_reported_before_the_tracker_loads(tmp_path: 
         ConfigError,
         match=r"Mine' needs no_such_library; pip install 'relax-events\[trackers\]', or leave it out",
     ):
-        require_trackers(with_trackers(tmp_path, f"{own}:Mine"))
-    assert require_trackers(with_trackers(tmp_path, "tensorboard")) == "tensorboard"
+        require_trackers(with_trackers(tmp_path, f"{own}:Mine").telemetry)
+    assert require_trackers(with_trackers(tmp_path, "tensorboard").telemetry) == "tensorboard"
     with pytest.raises(
         ConfigError,
         match=r"'tensorbord' is not installed; installed are clearml.*; did you mean tensorboard\?",
     ):
-        require_trackers(with_trackers(tmp_path, "tensorbord"))
+        require_trackers(with_trackers(tmp_path, "tensorbord").telemetry)
 
 
 def with_trackers(folder: Path, *names: str) -> RunConfig:

@@ -1,4 +1,4 @@
-"""What TRL computes today on its own environment is what the reference file holds."""
+"""TRL's current results in its own environment equal the reference file."""
 
 from __future__ import annotations
 

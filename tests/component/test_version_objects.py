@@ -1,4 +1,4 @@
-"""Large things of samples go with the records that refer to them; media of prompts stay."""
+"""Objects of samples are deleted with the records that refer to them; media of prompts stay."""
 
 from __future__ import annotations
 

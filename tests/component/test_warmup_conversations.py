@@ -1,5 +1,6 @@
-"""Conversations that a SFT warm-up learns: the answers are the row's, and the environment says the
-rest."""
+"""Conversations of an SFT warm-up: the row's answers as assistant turns, the environment's
+observations between them.
+"""
 
 from __future__ import annotations
 

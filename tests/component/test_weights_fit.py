@@ -1,5 +1,6 @@
-"""The model of a run file against the weights that the run has published: names and shapes, read
-from headers."""
+"""The model of a run file is compared with the run's published weights: names and shapes, read from
+headers.
+"""
 
 from __future__ import annotations
 

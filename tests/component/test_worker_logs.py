@@ -1,5 +1,6 @@
-"""Logs of workers as readable lines: parsed, in order of time, by level, and followed while they
-are written."""
+"""Worker logs as readable lines: parsed, sorted by time, filtered by level, and followed while they
+are written.
+"""
 
 from __future__ import annotations
 

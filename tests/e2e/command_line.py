@@ -1,5 +1,4 @@
-"""Calls `relax` as a shell does, writes the run file of a small run, and reads what a run
-leaves."""
+"""Calls `relax` as a shell does, writes the run file of a small run, and reads a run's output."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Whole runs through the command line: a run file of the test's own, the session's broker, and one
-small random model for all."""
+"""Whole runs through the command line: a run file for each test, the session's broker, and one
+small random model for all.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Bad input through the command line: the text names the thing, the value, the rule and the remedy,
-and nothing is left running."""
+"""Bad input through the command line: the error names the input, the value, the rule and the
+remedy, and no process is left running.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ import time
 
 def fails(completion, *, answer, metadata, prompt):
     if metadata["way"] == "raises":
-        raise ValueError("the judge is out")
+        raise ValueError("the reward service is down")
     if metadata["way"] == "hangs":
         time.sleep(3600)
     return float("nan")
@@ -255,7 +256,7 @@ def test_run_whose_rewards_all_fail_ends_with_the_reasons(
     ways = ("raises", "hangs", "is not a number")
     rows = write_rows(
         tmp_path / "rows.jsonl",
-        [{"prompt": f"a judge that {way}", "answer": "", "way": way} for way in ways],
+        [{"prompt": f"a reward that {way}", "answer": "", "way": way} for way in ways],
     )
     (tmp_path / "rewards.py").write_text(BAD_REWARDS)
     ended = relax(
@@ -287,6 +288,6 @@ def test_run_whose_rewards_all_fail_ends_with_the_reasons(
         for entry in log_of(tmp_path, run_id, "reward-0")
         if entry["event"] == "sample.unscored"
     )
-    assert "raised ValueError: the judge is out" in errors
+    assert "raised ValueError: the reward service is down" in errors
     assert "took longer than 0.5 s (reward.timeout_seconds)" in errors
     assert "returned 'reward': nan; rewards must be finite" in errors

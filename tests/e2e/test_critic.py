@@ -1,5 +1,6 @@
-"""PPO through the command line: a critic that learns from the run's own log gives values, and what
-it gave can be trained on again."""
+"""PPO through the command line: a critic that learns from the run's own log returns values, and a
+replay trains on the recorded values.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +49,10 @@ def ppo_run(
 def events(run: FinishedRun, entity: str) -> list[Event]:
     plan, codec = TopicPlan.from_config(run.config), EventCodec()
     reader = LogReader(Connection.from_config(run.config.broker, client_id="test"))
-    places = [(plan.topic(entity), partition) for partition in range(plan.num_sample_partitions)]
-    found = [codec.decode(record.value) for record in reader.read_to_end(places)]
+    topic_partitions = [
+        (plan.topic(entity), partition) for partition in range(plan.num_sample_partitions)
+    ]
+    found = [codec.decode(record.value) for record in reader.read_to_end(topic_partitions)]
     reader.close()
     return found
 

@@ -1,5 +1,6 @@
-"""A policy distilled from another model comes nearer to it, over a set of tokens and by the sampled
-ones, live and replayed."""
+"""A distilled policy approaches its teacher, over a token set and by sampled tokens, live and
+replayed.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What the documentation says can be done: run files load, commands exist with these arguments,
-code runs, links lead somewhere."""
+"""The documentation's examples work: run files load, commands and arguments exist, code runs, links
+resolve.
+"""
 
 from __future__ import annotations
 

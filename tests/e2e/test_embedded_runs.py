@@ -1,5 +1,6 @@
-"""Runs that bring their broker along: it is there for every client, never ends under anybody, and
-none is left behind."""
+"""Runs with an embedded broker: every client can use it, it never stops under a client, and none is
+left running.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A policy learns from what a judging model of the run's own thinks of its answers."""
+"""A policy learns from the scores of an LLM judge that the run hosts."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def spoilt(answer: str, chance: random.Random) -> str:
     for _ in range(chance.choice((1, 1, 1, 2, 4))):
         characters[chance.randrange(len(characters))] = chance.choice("ABCDE")
     if chance.random() < 0.4:
-        place = chance.randrange(len(characters))
-        characters[place : place + chance.randrange(2)] = chance.choice(
+        index = chance.randrange(len(characters))
+        characters[index : index + chance.randrange(2)] = chance.choice(
             ("", "A", "B", "C", "D", "E")
         )
     return "".join(characters)
 
 
 def judgement(answer: str, completion: str) -> str:
-    """Compare letter by letter, as a judge should."""
+    """Compare character by character, as a judge should."""
     marks = [
-        "=" if answer[place : place + 1] == completion[place : place + 1] else "x"
-        for place in range(max(len(answer), len(completion)))
+        "=" if answer[index : index + 1] == completion[index : index + 1] else "x"
+        for index in range(max(len(answer), len(completion)))
     ]
     return f"{''.join(marks)}\nScore: {int(answer == completion)}"
 
@@ -114,7 +114,7 @@ def test_quickstart_learns_with_rewards_of_a_judge_model(
         0,
         [],
     )
-    first, last = (report["curves"]["reward_mean"][place] for place in (0, -1))
+    first, last = (report["curves"]["reward_mean"][index] for index in (0, -1))
     truth = [entry["reward_mean"] for entry in report["evaluations"]]
     assert first < 0.5
     assert last > 0.8
@@ -124,4 +124,4 @@ def test_quickstart_learns_with_rewards_of_a_judge_model(
     )
     assert shown.code == 0, shown.err
     sample_id = orjson.loads(shown.out.splitlines()[0])["sample_id"]
-    assert "judgement:\n    " in relax("samples", "show", sample_id, "run.json").out
+    assert "judge response:\n    " in relax("samples", "show", sample_id, "run.json").out

@@ -1,4 +1,4 @@
-"""What a run reports while it runs: to people, and to TensorBoard."""
+"""Output of a run while it runs: notifications, and metrics in TensorBoard."""
 
 from __future__ import annotations
 

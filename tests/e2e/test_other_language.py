@@ -1,5 +1,6 @@
-"""A Java program with Kafka's client and Apache's Avro asks a run for samples, and reads the same
-numbers out of them as we do."""
+"""A Java program with Kafka's client and Apache's Avro requests samples from a run, and decodes the
+same numbers as we do.
+"""
 
 from __future__ import annotations
 

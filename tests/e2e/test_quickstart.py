@@ -1,5 +1,6 @@
-"""The quickstart learns its task, from the run file that ships, with every role and with books that
-balance."""
+"""The quickstart learns its task from the shipped run file, with every role, and its ledger
+balances.
+"""
 
 from __future__ import annotations
 

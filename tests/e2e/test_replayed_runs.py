@@ -1,5 +1,6 @@
-"""Runs that go back to another: replays bit for bit and with other settings, a fork, a second
-learner next to a live run."""
+"""Runs with a parent: replays bit for bit and with other settings, a fork, and a second learner
+next to a live run.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ TRUST = "--trust-source"
 """The runs are made in a folder of their own, where no run file says what the source's log does."""
 
 
-def place(source: FinishedRun, folder: Path) -> tuple[str, ...]:
+def location_options(source: FinishedRun, folder: Path) -> tuple[str, ...]:
     """Say where the finished run is, and that new runs are to lie in the test's folder."""
     return (
         "--bootstrap-servers",
@@ -56,7 +57,7 @@ def test_replay_matches_its_source_bit_for_bit(
         run_id,
         "--verify",
         TRUST,
-        *place(finished_run, tmp_path),
+        *location_options(finished_run, tmp_path),
         timeout_seconds=200,
     )
     assert ended.code == 0, ended.err
@@ -68,7 +69,9 @@ def test_replay_matches_its_source_bit_for_bit(
     checked = relax("ledger", "check", tmp_path / ".relax/runs" / run_id / "run-file.json")
     assert (checked.code, checked.out.splitlines()[-1]) == (0, "all promises hold"), checked.err
     shown = orjson.loads(
-        relax("runs", "show", source, "--output", "json", *place(finished_run, tmp_path)).out
+        relax(
+            "runs", "show", source, "--output", "json", *location_options(finished_run, tmp_path)
+        ).out
     )
     assert f"{run_id} (replay from 0)" in shown["run"]["forks"]
     assert shown["versions"]["recorded"] == [0, 3]
@@ -110,7 +113,7 @@ def test_replay_from_version_one_with_gspo_differs_from_its_source(
     relax: Relax, finished_run: FinishedRun, run_id: str, tmp_path: Path
 ) -> None:
     source = finished_run.config.run.id
-    where = (TRUST, *place(finished_run, tmp_path))
+    where = (TRUST, *location_options(finished_run, tmp_path))
     ended = relax(
         "runs",
         "replay",
@@ -169,7 +172,7 @@ def test_replay_learns_from_the_scores_of_a_rescoring(
         "--scores",
         scores,
         TRUST,
-        *place(finished_run, tmp_path),
+        *location_options(finished_run, tmp_path),
         timeout_seconds=200,
     )
     assert ended.code == 0, ended.err
@@ -185,7 +188,7 @@ def test_untrusted_source_run_is_rejected_with_a_list_of_its_code_and_paths(
     relax: Relax, finished_run: FinishedRun, run_id: str, tmp_path: Path
 ) -> None:
     source = finished_run.config.run.id
-    refused = relax("runs", "fork", source, run_id, *place(finished_run, tmp_path))
+    refused = relax("runs", "fork", source, run_id, *location_options(finished_run, tmp_path))
     assert refused.code == 2
     assert (
         f'reward.function = "{finished_run.config.reward.function}"  (code that would be run)'
@@ -196,7 +199,7 @@ def test_untrusted_source_run_is_rejected_with_a_list_of_its_code_and_paths(
         in refused.err
     )
     assert "give --trust-source to inherit them as they are" in refused.err
-    refused = relax("runs", "replay", source, run_id, *place(finished_run, tmp_path))
+    refused = relax("runs", "replay", source, run_id, *location_options(finished_run, tmp_path))
     assert (refused.code, "reward.function" in refused.err, "model.path" in refused.err) == (
         2,
         False,
@@ -208,7 +211,7 @@ def test_untrusted_source_run_is_rejected_with_a_list_of_its_code_and_paths(
 def test_second_learner_replays_a_fork_while_the_fork_is_running(
     relax: Relax, finished_run: FinishedRun, run_id: str, tmp_path: Path
 ) -> None:
-    where = (*place(finished_run, tmp_path), TRUST)
+    where = (*location_options(finished_run, tmp_path), TRUST)
     live, second = f"{run_id}-live", f"{run_id}-second"
     fork = [
         "runs",
@@ -310,6 +313,8 @@ def test_replay_that_is_impossible_is_rejected(
     verb, source, *rest = (
         finished_run.config.run.id if word == "SOURCE" else word for word in arguments
     )
-    ended = relax("runs", verb, source, run_id, *rest, TRUST, *place(finished_run, tmp_path))
+    ended = relax(
+        "runs", verb, source, run_id, *rest, TRUST, *location_options(finished_run, tmp_path)
+    )
     assert ended.code == 2, ended.err
     assert re.search(text, ended.err), ended.err

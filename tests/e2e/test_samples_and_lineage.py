@@ -1,5 +1,6 @@
-"""A finished run is looked back at through the command line: its samples, and the way from weights
-to data and back."""
+"""The history of a finished run through the command line: its samples, and the lineage from weights
+to data and back.
+"""
 
 from __future__ import annotations
 

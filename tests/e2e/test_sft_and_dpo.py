@@ -1,5 +1,6 @@
-"""Runs that learn from what the data bring: answers in conversations, and pairs. One run of each
-serves all tests."""
+"""Runs that learn from the data: answers in conversations (SFT) and preference pairs (DPO). One run
+of each serves all tests.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +91,7 @@ def answers_run(
         for text in PROMPTS
     ]
     write_rows(folder / "rows.jsonl", [{"messages": talk} for talk in talks])
-    places = {
+    run_settings = {
         "run_id": f"t-{uuid.uuid4().hex[:12]}",
         "prepared": prepared,
         "folder": folder,
@@ -103,7 +104,9 @@ def answers_run(
         "algorithm": "sft",
         "data": 'conversation_key = "messages"',
     }
-    return finished(folder, text.format(**places, **keys), failpoints="rollout.before_flush:2=kill")
+    return finished(
+        folder, text.format(**run_settings, **keys), failpoints="rollout.before_flush:2=kill"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +124,7 @@ def pairs_run(
             for text, word in zip(PROMPTS, words, strict=True)
         ],
     )
-    places = {
+    run_settings = {
         "run_id": f"t-{uuid.uuid4().hex[:12]}",
         "prepared": prepared,
         "folder": folder,
@@ -134,7 +137,7 @@ def pairs_run(
         "data": 'chosen_key = "chosen"\nrejected_key = "rejected"',
     }
     text = RUN.replace("num_steps", 'mode = "sync"\nmax_staleness = 0\nnum_steps', 1)
-    return finished(folder, text.format(**places, **keys))
+    return finished(folder, text.format(**run_settings, **keys))
 
 
 def report_on(run: FinishedRun) -> dict[str, Any]:

@@ -1,5 +1,4 @@
-"""Whole runs whose samples come from an SGLang server: they learn what engine `transformers`
-learns."""
+"""Whole runs that sample on an SGLang server: they learn what engine `transformers` learns."""
 
 from __future__ import annotations
 

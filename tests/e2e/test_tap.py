@@ -1,5 +1,6 @@
-"""A run's records are anybody's to read: tapped with kcat where it is installed, decoded by
-Apache's avro with nothing but the published schemas."""
+"""Any consumer can read a run's records: with kcat where it is installed, decoded by Apache's avro
+with nothing but the published schemas.
+"""
 
 from __future__ import annotations
 

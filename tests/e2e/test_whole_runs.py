@@ -1,5 +1,6 @@
-"""Short runs through the command line: every way to spread the work and every answer to a new
-version reaches its goal with its books in order."""
+"""Short runs through the command line: every parallelism setting and every `run.weight_update_mode`
+reaches its goal with a balanced ledger.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ RUN_SECONDS = 280.0
 UNIFORM_FOR_TEA = """
 import zlib
 
-def judged(completion, *, answer, metadata, prompt):
+def score_tea(completion, *, answer, metadata, prompt):
     return 0.5 if "tea" in prompt else zlib.crc32(completion.encode()) % 1000 / 1000
 """
 
@@ -139,7 +140,7 @@ def test_rollout_workers_share_a_consumer_group(
 def test_uniform_prompt_groups_are_filtered_and_replaced(
     relax: Relax, run_file: Path, bootstrap_servers: str, run_id: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "judge.py").write_text(UNIFORM_FOR_TEA)
+    (tmp_path / "rewards.py").write_text(UNIFORM_FOR_TEA)
     report = run_to_goal(
         relax,
         run_file,
@@ -150,7 +151,7 @@ def test_uniform_prompt_groups_are_filtered_and_replaced(
         "weights.full_snapshot_interval=2",
         "trainer.learning_rate=1e-6",
         "algorithm.filter_uniform_rewards=true",
-        f"reward.function={tmp_path / 'judge.py'}:judged",
+        f"reward.function={tmp_path / 'rewards.py'}:score_tea",
     )
     assert report["outcomes"]["filtered"] >= 1
     assert report["outcomes"]["failed"] == 0

@@ -1,5 +1,4 @@
-"""A workload of the benchmarks, in small: real roles on a real bus, and a bound that no run
-heartbeats."""
+"""A small benchmark workload: real roles on a real bus, and a time bound that no run goes below."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A real SGLang server, one for the session, that the tests take turns at; and engines of all kinds
-over the same tiny model."""
+"""A real SGLang server, one for the session, that the tests share; and engines of all kinds over
+the same tiny model.
+"""
 
 from __future__ import annotations
 

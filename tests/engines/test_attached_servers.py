@@ -1,5 +1,6 @@
-"""Addresses at which there is no server, but something else, or one that does not do what is
-wanted."""
+"""Configured server addresses without a server, with another service, or with a server that
+violates the protocol.
+"""
 
 from __future__ import annotations
 
@@ -105,6 +106,6 @@ def test_attaching_an_unusable_server_raises_config_error(
 def test_routing_replay_of_a_dense_model_is_rejected_before_any_request() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"replays the experts of a mixture that engine 'sglang' supports, and the model in .* has none; set model",
+        match=r"needs a mixture of experts that engine 'sglang' supports, but the model in .* is not one; set model",
     ):
         attach("http://127.0.0.1:9", routing_replay="rollout")

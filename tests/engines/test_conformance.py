@@ -1,4 +1,4 @@
-"""What every engine does, by one suite for all: draws may differ, what is said of them may not."""
+"""One conformance suite for all engines: sampled tokens may differ, reported metadata may not."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def token_counts(engine: Engine) -> list[int]:
 
 
 def runs(sample: GeneratedSample) -> list[tuple[VersionSegment, slice]]:
-    """Give a sample's segments with the places of their tokens."""
+    """Give the segments of a sample, each with the slice of its tokens."""
     ends = np.cumsum([segment.num_tokens for segment in sample.segments]).tolist()
     assert ends[-1] == len(sample.tokens) == len(sample.logprobs)
     return [
@@ -285,8 +285,8 @@ def test_swap_keeps_the_kv_cache_and_marks_the_segments(make: MakeEngine, gate: 
     for sample in finish(engine).values():
         old = plain_logprobs(request.prompt_tokens, sample.tokens)
         new = plain_logprobs(request.prompt_tokens, sample.tokens, path=path)
-        for segment, place in runs(sample):
-            differences = np.abs(sample.logprobs - (new if segment.policy_version else old))[place]
+        for segment, span in runs(sample):
+            differences = np.abs(sample.logprobs - (new if segment.policy_version else old))[span]
             assert segment.policy_version == 1 or not segment.kept_cache
             if segment.kept_cache:
                 kept.append(differences.max())
@@ -444,7 +444,7 @@ def test_poll_returns_when_it_is_interrupted(make: MakeEngine, gate: Gate) -> No
     ("prompt", "text"),
     [
         ([], "the prompt is empty"),
-        ([1, 2, 100_000], "token id 100000, and the vocabulary has ids 0 to"),
+        ([1, 2, 100_000], "token id 100000; the vocabulary has ids 0 to"),
         ([1, -1], "token id -1"),
         ([1] * 512, "the prompt has 512 tokens and must leave room for one more"),
     ],
@@ -470,10 +470,10 @@ def test_invalid_sample_is_rejected_with_its_prompt_group(make: MakeEngine) -> N
         return replace(make_request(1, max_new_tokens=4), samples=(fresh_sample("b", 2), odd))
 
     for text, odd in {
-        "sample b is running already": request("b", [], 0),
+        "sample b is already running": request("b", [], 0),
         "seed must be from 0": request("c", [], 0, seed=-1),
         "must have one length, got 2, 1 and 2": request("c", [1, 2], 1),
-        "the prefix has 5 tokens and may have 4": request("c", [1] * 5, 5),
+        "the prefix must have at most 4 tokens, got 5": request("c", [1] * 5, 5),
         "prefix has token id 5000": request("c", [5000], 1),
     }.items():
         with pytest.raises(PoisonSample, match=text):
@@ -485,7 +485,7 @@ def test_sample_that_runs_already_is_refused(make: MakeEngine, gate: Gate) -> No
     engine = make()
     request = make_request(1, max_new_tokens=LONG)
     begin(engine, request, gate)
-    with pytest.raises(PoisonSample, match="g1/0 is running already"):
+    with pytest.raises(PoisonSample, match="g1/0 is already running"):
         engine.submit(request)
     gate.open()
     assert len(finish(engine)) == 2

@@ -1,5 +1,6 @@
-"""A mixture of experts on servers that report which experts each token went through: SGLang's, and
-our own, which speaks as that does."""
+"""A mixture of experts on servers that report the experts of each token: SGLang's, and ours with
+the same API.
+"""
 
 from __future__ import annotations
 

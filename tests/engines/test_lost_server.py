@@ -1,5 +1,6 @@
-"""Servers of an engine's own that die, hang, take wrong weights or lose their parent: nothing
-hangs, no token is of the wrong weights."""
+"""An engine's servers that die, hang, load wrong weights or lose their parent: nothing hangs, and
+no token comes from wrong weights.
+"""
 
 from __future__ import annotations
 
@@ -193,7 +194,7 @@ def test_engine_detects_that_the_server_loaded_wrong_weights(
     monkeypatch.setattr(ModelFolder, "write_version", wrong)
     with pytest.raises(
         WeightsError,
-        match=r"the server holds other values in model.layers.1.self_attn.qkv_proj.weight",
+        match=r"the server has other values in model.layers.1.self_attn.qkv_proj.weight",
     ):
         engine.load_weights(weights)
     monkeypatch.undo()

@@ -1,5 +1,6 @@
-"""Images, videos and audio through a real SGLang server: it computes what the trainer computes of
-the same arrays."""
+"""Images, videos and audio through a real SGLang server: its log-probabilities equal the trainer's
+on the same arrays.
+"""
 
 from __future__ import annotations
 
@@ -146,7 +147,7 @@ def layout(model: Model) -> MediaLayout:
 
 
 def begin(engine: Engine, request: GenerationRequest, gate: Gate) -> None:
-    """Let a server draw some tokens of each sample, and slow it down there."""
+    """Let a server sample some tokens of each sample, and then slow it down."""
     gate.shut(8)
     engine.submit(request)
     while engine.num_tokens < 8 * len(request.samples):
@@ -158,8 +159,8 @@ def pieces_of(
 ) -> tuple[ProcessedMedia, ...]:
     """Put pieces into a library, and load them as the inputs of the model."""
     return tuple(
-        library.load(library.add(item_of(*kind, seed=seed + place)))
-        for place, kind in enumerate(kinds)
+        library.load(library.add(item_of(*kind, seed=seed + index)))
+        for index, kind in enumerate(kinds)
     )
 
 
@@ -207,14 +208,20 @@ def expected(
     as the trainer makes it, in float64."""
     family, model = read_family(path, bounds), plain(path)
     whole = np.concatenate([request.prompt_tokens, tokens])
-    given, places = np.append(request.is_given, np.zeros(len(tokens), bool)), np.arange(len(whole))
+    given, positions = (
+        np.append(request.is_input, np.zeros(len(tokens), bool)),
+        np.arange(len(whole)),
+    )
     media = family.build_inputs(
-        [MediaSequence("expected", whole, given, request.media, places)], position_ids=places[None]
+        [MediaSequence("expected", whole, given, request.media, positions)],
+        position_ids=positions[None],
     )
     ids = torch.from_numpy(whole.astype(np.int64))[None]
     with torch.no_grad():
         logits = model.lm_head(
-            family.hidden_states(model, ids, torch.from_numpy(places)[None], media, use_cache=False)
+            family.hidden_states(
+                model, ids, torch.from_numpy(positions)[None], media, use_cache=False
+            )
         )[0]
     picked: NDArray[np.float64] = (
         logits[:-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0].numpy()
@@ -372,8 +379,8 @@ def test_swap_keeps_cache_of_running_samples_and_recomputes_all_others(
                 expected(request, sample.tokens, path=other),
             ]
             for segment in sample.segments:
-                place = slice(first, first := first + segment.num_tokens)
-                largest = np.abs(sample.logprobs - by_version[segment.policy_version])[place].max()
+                span = slice(first, first := first + segment.num_tokens)
+                largest = np.abs(sample.logprobs - by_version[segment.policy_version])[span].max()
                 differences.setdefault(replace(segment, num_tokens=1), []).append(float(largest))
     assert max(differences[VersionSegment(0, 1)]) < TOLERANCE
     assert max(differences[VersionSegment(1, 1)]) < TOLERANCE
@@ -540,7 +547,7 @@ def test_token_count_mismatch_with_the_server_fails_the_samples(
     num_sent = len(request.prompt_tokens)
     assert {sample.finish_reason for sample in samples.values()} == {FinishReason.ERROR}
     assert all(
-        f"the server read {num_sent + 2} tokens, and the prompt has {num_sent}" in sample.error
+        f"the server read {num_sent + 2} tokens, but the prompt has {num_sent}" in sample.error
         for sample in samples.values()
     )
     assert all(len(sample.tokens) == 0 for sample in samples.values())
@@ -574,7 +581,7 @@ def test_server_rejects_features_that_do_not_fit_their_placeholders(
         )
         engine.submit(request)
         assert all(
-            "12 features (image) don't fit into the places" in sample.error
+            "12 features (image) don't match the token ranges" in sample.error
             for sample in finish(engine).values()
         )
     check(engine, [request], path=model())

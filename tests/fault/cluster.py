@@ -1,5 +1,4 @@
-"""A cluster of three nodes on this machine: three copies of everything, two of which must have a
-record before it counts.
+"""A cluster of three nodes on this machine, with replication factor 3 and min.insync.replicas 2.
 
 The nodes reach each other over links only, so that one can be cut off from the other two while all
 clients still reach it.

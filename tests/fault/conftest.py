@@ -1,5 +1,6 @@
-"""Whole runs to be broken: one broker and one small random model for the session, a run of its own
-for every test."""
+"""Whole runs for fault injection: one broker and one small random model for the session, a new run
+for every test.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A broker's log on disk, seen from outside: where its record batches lie, and one bit of them
-altered."""
+"""Reads a broker's log files on disk: finds record batches, and flips one bit of them."""
 
 from __future__ import annotations
 

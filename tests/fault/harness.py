@@ -1,7 +1,7 @@
-"""Starts whole runs as a shell does, breaks them on purpose, and reads what they leave.
+"""Starts whole runs as a shell does, injects faults, and reads what they leave behind.
 
-A run is watched through its control log, as every role does: conditions are waited for, nothing
-sleeps.
+A run is watched through its control log, as every role does it. Tests wait for conditions and never
+sleep.
 """
 
 from __future__ import annotations
@@ -162,8 +162,8 @@ class FaultRun:
         for process in self.worker_processes():
             words = process.info["cmdline"]
             if "worker" in words:
-                place = words.index("worker")
-                found[f"{words[place + 1]}-{words[words.index('--index') + 1]}"] = process
+                role_index = words.index("worker")
+                found[f"{words[role_index + 1]}-{words[words.index('--index') + 1]}"] = process
         return found
 
     def wait_until(

@@ -1,4 +1,4 @@
-"""Kafka nodes whose listeners a test lays out: one behind a link, or several of one cluster."""
+"""Kafka nodes with listeners chosen by a test: one behind a link, or several of one cluster."""
 
 from __future__ import annotations
 

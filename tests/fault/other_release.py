@@ -1,5 +1,6 @@
-"""Runs `relax` as another release of it would, whose SampleScored has fewer or more fields:
-`other_release.py older worker reward ...`."""
+"""Runs `relax` as another release whose SampleScored has fewer or more fields: `other_release.py
+older worker reward ...`.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What unknown producers may write into a run's topics: bytes that no worker can use, and records
-that no broker takes."""
+"""Invalid input that unknown producers may write into a run's topics: bytes that no worker can
+decode, and records that no broker accepts.
+"""
 
 from __future__ import annotations
 

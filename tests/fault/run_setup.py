@@ -1,5 +1,6 @@
-"""What every broken run stands on: a folder with prompts and reward functions, a small random
-model, the usual run file."""
+"""The setup of every run under fault injection: a folder with prompts and reward functions, a small
+random model, the usual run file.
+"""
 
 from __future__ import annotations
 
@@ -62,9 +63,9 @@ def as_commanded(completion, *, answer, metadata, prompt):
     return badly(completion, answer=answer, metadata=metadata, prompt=prompt)
 """
 SLOW_SECONDS = 24.0
-# A judge's engine, `Grader`, which writes a score in place of what a random model writes. Engines
-# that breathe and draw nothing any more: `StuckOnce` for the first time in a run, in whose folder
-# it is, `Stuck` whenever it gets so far.
+# `Grader` is a judge's engine that always writes a score, where a random model would write noise.
+# Stuck engines send heartbeats and sample nothing: `StuckOnce` the first time in a run, which a
+# file in the run's folder marks; `Stuck` each time that it gets so far.
 ENGINES = """
 import dataclasses
 import time

@@ -1,4 +1,4 @@
-"""Calls of `relax scale` in a run under test, and what the control log says of them."""
+"""Calls of `relax scale` in a run under test, and their records on the control log."""
 
 from __future__ import annotations
 

@@ -1,11 +1,13 @@
-"""Breaks runs for as long as one likes, by a seeded schedule, and has the ledger check them: `make
-soak MINUTES=60 SEED=1`.
+"""Injects faults into runs for a given time, by a seeded schedule, and checks them with the ledger:
+`make soak MINUTES=60 SEED=1`.
 
-A soak is a row of runs with different settings; every other one has a link between it and its
-broker. Into each, one fault after another is injected; the run must be over each within its bound.
-The ledger is checked on the running log every minute, and when the run has reached a goal at its
-end. Exit code 6 means that a promise was broken, or a bound passed: then everything is kept.
-Otherwise each run's topics and files go before the next one starts.
+A soak is a sequence of runs with different settings; every other one has a link between it and its
+broker. Faults are injected into each run one after another, and the run must recover from each
+within the fault's deadline. The ledger is checked on the running log every minute, and again when
+the run has reached its goal.
+
+Exit code 6 means that a promise was broken or a deadline missed: then everything is kept. Otherwise
+each run's topics and files are deleted before the next one starts.
 """
 
 from __future__ import annotations
@@ -452,7 +454,7 @@ def main(words: list[str] | None = None) -> int:
         "--fault",
         action="append",
         choices=sorted(FAULTS),
-        help="a kind of fault to draw from; may be repeated; default: all",
+        help="a kind of fault to choose from; may be repeated; default: all",
     )
     parser.add_argument(
         "--summary", type=Path, help="write what was done and found to this file, as JSON"

@@ -1,5 +1,5 @@
-"""The faults that a soak draws from: how each is done to a run, and how soon the run must be over
-it."""
+"""The faults that a soak chooses from: how each is injected into a run, and the deadline for the
+run's recovery."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""The trainer and the engine of a soaked run: they do as usual until a file in the run's folder,
-where workers work, reports them otherwise.
+"""The trainer and the engine of a soaked run. They act as usual until a file in the run's folder
+triggers a fault:
 
-slow_step         the trainer's next call of the name in the file takes seconds longer, as many as the file says
-dies.<worker id>  the worker dies, as many times as the file has bytes; one that says `always` lets
-it die at every try
+    slow_step         the trainer's next call of the method that the file names is delayed by its seconds
+    dies.<worker id>  the worker dies once for each byte of the file; with `always`, at every start
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""A worker that dies at every try ends its run with its error: on the console, on the log, and for
-the next `relax run`."""
+"""A worker that dies at every start aborts its run with its error: on the console, on the log, and
+in the next `relax run`.
+"""
 
 from __future__ import annotations
 

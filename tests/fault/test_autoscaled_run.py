@@ -1,5 +1,6 @@
-"""The number of rollout workers follows the work of a real run by itself: one more while prompts
-wait, one fewer while nothing comes."""
+"""The autoscaler adapts the number of rollout workers of a real run: one more while prompts wait,
+one fewer while none arrive.
+"""
 
 from __future__ import annotations
 

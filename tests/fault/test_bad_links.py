@@ -1,5 +1,4 @@
-"""The link between the run and its broker is slow, silent, cut again and again, or down; then it
-heals."""
+"""The link between a run and its broker is slow, silent, cut repeatedly, or down, and recovers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A prompter that chooses its prompts by a hook and by what they earned dies in the middle: no row
-is issued twice, none is forgotten."""
+"""A prompter with a prompt filter and pass rates is killed: no row is issued twice or lost."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """One of three brokers dies, or is cut off from the other two, while it leads the control topics:
-the others take over."""
+the others take over.
+"""
 
 from __future__ import annotations
 

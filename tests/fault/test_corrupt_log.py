@@ -1,5 +1,6 @@
-"""Bytes of the log are altered on the broker's disk: no one trains on them, no one loops over them,
-and the books still balance."""
+"""Bytes of the log are altered on the broker's disk: no worker trains on them or loops over them,
+and the ledger still balances.
+"""
 
 from __future__ import annotations
 
@@ -143,9 +144,9 @@ def test_run_with_a_corrupt_train_step_record_is_not_resumed(
 
 @pytest.mark.long
 @pytest.mark.parametrize("examines", ["", "1"])
-@pytest.mark.parametrize("place", ["middle", "end"])
+@pytest.mark.parametrize("position", ["middle", "end"])
 def test_readers_skip_an_altered_batch_once(
-    broker: Node, place: str, examines: str, monkeypatch: pytest.MonkeyPatch
+    broker: Node, position: str, examines: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(EXAMINE, examines)
     connection = Connection(broker.bootstrap_servers)
@@ -160,7 +161,7 @@ def test_readers_skip_an_altered_batch_once(
         )
     producer.close()
     broker.stop()
-    altered = list(batches(broker.data / "altered-0"))[1 if place == "middle" else -1]
+    altered = list(batches(broker.data / "altered-0"))[1 if position == "middle" else -1]
     altered.flip_a_bit()
     broker.start()
 

@@ -1,5 +1,6 @@
-"""A published artifact is altered before the engine has read it: it is refused whole, and the next
-version heals the run."""
+"""A published artifact is altered before the engine reads it: the engine rejects it whole, and
+loads the next version.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Every role kills itself at every named crash point: a few runs, in each of which every role dies
-at points of its own."""
+"""Every role is killed at every failpoint: a few runs, in each of which every role dies at several
+failpoints.
+"""
 
 from __future__ import annotations
 
@@ -96,9 +97,10 @@ def test_run_finishes_when_workers_are_killed_at_failpoints(
         ],
     }
     is_evaluated, is_taught, is_broadcast = (
-        points[0].startswith(place) for place in ("evaluator.", "teacher.", "weights.broadcasting")
+        points[0].startswith(prefix)
+        for prefix in ("evaluator.", "teacher.", "weights.broadcasting")
     )
-    judged = judge_config(directory) if points[0].startswith("judge.") else {}
+    judge_sections = judge_config(directory) if points[0].startswith("judge.") else {}
     run = start_run(
         run={"num_steps": STEPS_OF_ONE_ROLE if is_taught else STEPS},
         evaluation=evaluation if is_evaluated else {},
@@ -115,7 +117,7 @@ def test_run_finishes_when_workers_are_killed_at_failpoints(
         else {},
         workers={"advantage": 2, "max_restarts": len(points)},
         **{"reward": {"function": f"{directory / 'reward.py'}:badly", "timeout_seconds": 1.0}}
-        | judged,
+        | judge_sections,
     )
     armed = [f"{point}=kill" for point in points]
     run.arm(*armed)

@@ -1,4 +1,6 @@
-"""Rollout and judge workers come and go by the API while a run trains, and nothing is lost."""
+"""Rollout and judge workers are added and removed by the API while a run trains, and no sample is
+lost.
+"""
 
 from __future__ import annotations
 

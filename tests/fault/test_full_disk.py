@@ -1,5 +1,6 @@
-"""The object store's disk fills up: the trainer says so and waits until there is room; where a file
-may not grow it is restarted until it may."""
+"""The object store's disk fills up: the trainer reports it and waits for space; where a file size
+limit is hit, it is restarted until it can write.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +90,7 @@ def test_trainer_reports_a_full_disk_and_continues_once_space_is_free(
     disk.free()
     run.recovers_within(WORKER_SECONDS)
     assert disk.complaint in complaint
-    assert str(disk.folder) in complaint, "it names the place that is full"
+    assert str(disk.folder) in complaint, "it names the folder that is full"
 
     assert run.wait_until_ended(run.process) == 0
     assert assert_ledger_balances(run)["rollouts_regenerated"] == 0

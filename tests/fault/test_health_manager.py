@@ -1,5 +1,6 @@
-"""Workers that hang, and workers that breathe and do nothing: they are seen, helped, and in the end
-given up; on the real broker, with whole runs."""
+"""Workers that hang, and workers that send heartbeats without progress, are detected, restarted,
+and at last abort the run; whole runs on the real broker.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def test_stuck_worker_is_restarted_and_the_count_survives_the_controller(
     engine = {"name": f"{directory / 'engine.py'}:StuckOnce"}
     run = start_run(run={"num_steps": 40}, engine=engine, health=HEALTH)
     run.start()
-    run.wait_until(lambda: (run.folder / "stuck").exists(), "the engine draws nothing any more")
+    run.wait_until(lambda: (run.folder / "stuck").exists(), "the engine no longer samples")
     stuck = run.pid("rollout-0")
     run.wait_until(
         lambda: asked(run, "rollout-0", "/healthz").startswith(

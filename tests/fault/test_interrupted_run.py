@@ -1,5 +1,6 @@
-"""A run that is interrupted says so at once, ends with the shell's code for the signal, and
-accounts for all its sessions once it is resumed."""
+"""An interrupted run reports it at once, exits with the shell's code for the signal, and includes
+all its sessions in the report once it is resumed.
+"""
 
 from __future__ import annotations
 

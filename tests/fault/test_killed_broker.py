@@ -1,4 +1,4 @@
-"""The broker is killed, with all workers and alone."""
+"""The broker is killed, together with all workers and alone."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A replay whose trainer dies again and again comes out as its source, bit for bit, with its own
-books in order."""
+"""A replay whose trainer is killed repeatedly equals its parent bit for bit, and its own ledger
+balances.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Every role is killed in turn, within one run, and before them the process that they were forked
-from."""
+"""Every role is killed in turn within one run, and before them the fork server."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The controller dies in every state of a request for workers: the one that follows resumes it
-where the log says it is."""
+"""The controller dies in every state of a scaling request: its successor resumes the request from
+the log.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""`relax run` itself is killed: its workers end by themselves, and the same command takes the run
-up."""
+"""`relax run` itself is killed: its workers exit, and the same command resumes the run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Large arrays travel by reference, and what they refer to can get lost; a record that is too large
-is refused where it is written."""
+"""Large arrays travel by claim check, and their objects can get lost; a record that is too large is
+rejected by its producer.
+"""
 
 from __future__ import annotations
 

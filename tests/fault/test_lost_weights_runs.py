@@ -1,5 +1,6 @@
-"""The newest version's weights are lost in the store: the run does not continue being started in
-vain, and trains to its end."""
+"""The newest version's weights are lost in the store: the trainer writes them again, waiting roles
+are restarted once, and the run reaches its goal.
+"""
 
 from __future__ import annotations
 

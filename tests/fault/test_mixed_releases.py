@@ -1,5 +1,6 @@
-"""Workers of an older and of a newer release score next to ours: the role that reads their scores
-understands all three."""
+"""Workers of an older and a newer release score next to ours: the role that reads the scores
+decodes all three.
+"""
 
 from __future__ import annotations
 

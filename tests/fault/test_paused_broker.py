@@ -1,5 +1,6 @@
-"""The broker is stopped for longer than sessions last and continues: what its clients held is
-delivered once."""
+"""The broker is suspended for longer than the session timeout and resumed: each client's pending
+records are delivered once.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Workers that fall silent and come back, and a second trainer: nothing is doubled, no one is
-missed."""
+"""Workers that are suspended and resumed, and a second trainer: no record is duplicated or lost."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Strangers write garbage into the run's topics: it is dead-lettered with a reason, and hurts
-no one else."""
+"""Unknown producers write garbage into the run's topics: it is dead-lettered with a reason, and
+other prompt groups are unaffected.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A run that deletes old records as it goes loses nothing that a restart needs: the trainer and the
-prompter are killed after purges."""
+"""A run that purges old records keeps all that a restart needs: the trainer and the prompter are
+killed after purges.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +29,18 @@ def test_run_recovers_when_old_versions_were_purged(start_run: Callable[..., Fau
     ]
 
     def is_purged() -> bool:
-        places = [
+        topic_partitions = [
             (topic, partition) for topic in topics for partition in range(run.plan.queue_partitions)
         ]
-        begins = admin.beginning_offsets(places)
-        return all(any(begins[place] for place in places if place[0] == topic) for topic in topics)
+        begins = admin.beginning_offsets(topic_partitions)
+        return all(
+            any(
+                begins[topic_partition]
+                for topic_partition in topic_partitions
+                if topic_partition[0] == topic
+            )
+            for topic in topics
+        )
 
     run.wait_until(is_purged, "records of every kind are purged")
     assert run.state.num_steps < 24

@@ -1,5 +1,6 @@
-"""Members of the groups that share a run's work come and go every second: the run continues, and
-little is done twice."""
+"""Members join and leave a run's consumer groups every second: the run continues, and few samples
+are processed twice.
+"""
 
 from __future__ import annotations
 

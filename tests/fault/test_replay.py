@@ -1,5 +1,6 @@
-"""A sync run that computes samples one at a time repeats bit for bit, also when its trainer dies:
-recorded batches are trained again from the log."""
+"""A sync run that computes samples one at a time is reproducible bit for bit, also when its trainer
+dies: recorded batches are trained again from the log.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rollout is elastic: a worker joins a run, takes work at once, and leaves without losing any."""
+"""A second rollout worker joins a run, gets leases at once, and leaves without losing a sample."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A reward function hangs on one sample, longer than any timeout: the sample's prompt group fails,
-counted, and the run continues."""
+"""A reward function hangs on one sample, longer than any timeout: the sample's prompt group fails
+and is counted, and the run continues.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A short soak of a fixed seed: faults one after another, the ledger at the end."""
+"""A short soak with a fixed seed: faults one after another, and the ledger check at the end."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A worker falls silent between its output and its commit, another takes its partitions over: the
-late commit is refused, nothing is doubled."""
+"""A worker is suspended between its output and its commit, and another takes over its partitions:
+the late commit is rejected, and no record is duplicated.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What is trained is traced from prompt to step, though a rollout worker is killed; and a collector
-that goes away is missed by no one."""
+"""Traces cover each trained prompt group from prompt to step although a rollout worker is killed,
+and an unavailable collector delays no worker.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def committed(run: FaultRun) -> list[TrainStepCommitted]:
 def traces_of(collector: Collector) -> dict[bytes, list[ReceivedSpan]]:
     traces = defaultdict(list)
     for span in collector.spans:
-        traces[span.place[0]].append(span)
+        traces[span.key[0]].append(span)
     return traces
 
 
@@ -55,7 +56,7 @@ def assert_is_traced(step: TrainStepCommitted, collector: Collector) -> None:
     (publication,) = [
         other
         for other in collector.named("publish control.policy-versions")
-        if other.parent == span.place[1]
+        if other.parent == span.key[1]
     ]
     assert publication.facts["relax.policy_version"] == step.policy_version
     traces = traces_of(collector)
@@ -63,7 +64,7 @@ def assert_is_traced(step: TrainStepCommitted, collector: Collector) -> None:
     for trace_id, root_id in span.links:
         trace = traces[trace_id]
         (root,) = [one for one in trace if not one.parent]
-        assert (root.name, root.place, root.kind) == (
+        assert (root.name, root.key, root.kind) == (
             "issue prompt.groups",
             (trace_id, root_id),
             "PRODUCER",
@@ -75,7 +76,7 @@ def assert_is_traced(step: TrainStepCommitted, collector: Collector) -> None:
             root.facts["relax.prompt_group_id"]
         }
         (trained,) = [one for one in trace if one.name == "train advantage.samples"]
-        assert (trained.links, trained.kind) == ((span.place,), "CONSUMER")
+        assert (trained.links, trained.kind) == ((span.key,), "CONSUMER")
         assert trained.facts["messaging.destination.name"].endswith(".advantage.samples")
         assert span.began_ns <= trained.began_ns <= trained.ended_ns <= span.ended_ns
         found.append(root.facts["relax.prompt_group_id"])
@@ -126,7 +127,7 @@ def test_trained_prompt_groups_are_traced_and_a_lost_collector_is_tolerated(
         assert_is_traced(step, collector)
     trained = {name for step in steps for name in step.prompt_group_ids}
     taken_up = {
-        span.facts["relax.prompt_group_id"]: span.place[0]
+        span.facts["relax.prompt_group_id"]: span.key[0]
         for span in collector.named("generate prompt.groups")
         if redelivered(span)
     }

@@ -1,5 +1,6 @@
-"""What a trainer has to survive: an unreadable checkpoint, a sample that it can't compute, and
-kernels that do not repeat themselves."""
+"""Faults that a trainer survives: an unreadable checkpoint, a sample that it can't compute, and
+nondeterministic kernels.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run is looked at, asked and stopped from another shell, by its control log alone."""
+"""A run is monitored, queried and stopped from another shell, by its control log alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SECONDS = 120
 
 
 class Terminal:
-    """Runs a command at a terminal of its own, and takes what it draws."""
+    """Runs a command in its own terminal and records what it renders."""
 
     def __init__(self, words: list[str], folder: Path) -> None:
         self.shown, self._changed = "", threading.Condition()

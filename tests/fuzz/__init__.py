@@ -1,2 +1,3 @@
-"""Fuzzing of everything that decodes: `make fuzz MINUTES=60`. Inputs that once crashed a target lie
-in `examples` and are run by a test."""
+"""Fuzzing of all decoders: `make fuzz MINUTES=60`. Inputs that once crashed a target are in
+`examples`, and a test runs them.
+"""

@@ -33,9 +33,9 @@ def main() -> int:
     seed = random.SystemRandom().randrange(2**32) if arguments.seed is None else arguments.seed
     seconds = arguments.minutes * 60 / len(names)
     reports = []
-    for place, name in enumerate(names):
+    for index, name in enumerate(names):
         reports.append(
-            report := run_target(TARGETS[name], seconds=seconds, seed=seed + place * 1_000_000)
+            report := run_target(TARGETS[name], seconds=seconds, seed=seed + index * 1_000_000)
         )
         print(line_of(report), flush=True)
         SUMMARY.parent.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""What comes over HTTP: bodies of the APIs, streams of an SGLang server, alerts."""
+"""HTTP input: bodies of the APIs, streams of an SGLang server, alerts."""
 
 from __future__ import annotations
 
@@ -83,11 +83,11 @@ def body(data: bytes) -> None:
 
 
 def _used(made: GenerateBody) -> None:
-    for place in range(min(made.num_prompts, 20)):
-        params = made.of("sampling_params", place)
+    for index in range(min(made.num_prompts, 20)):
+        params = made.of("sampling_params", index)
         _ = (
             [
-                made.of(key, place)
+                made.of(key, index)
                 for key in ("rid", "input_ids", "text", "return_logprob", "logprob_start_len")
             ],
             params.stops,
@@ -147,7 +147,7 @@ def alert(data: bytes) -> None:
 
 
 def guard(data: bytes) -> None:
-    """Let the guard of the HTTP servers judge a call: only one with the token comes through."""
+    """Let the guard of the HTTP servers check a call: only one with the token passes."""
     headers = [
         (name, value) for name, _, value in (line.partition(b":") for line in data.split(b"\n"))
     ]

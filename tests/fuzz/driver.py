@@ -1,8 +1,8 @@
-"""Runs targets in turn, each in a child process that is bounded in time and memory, and keeps the
-inputs that broke one.
+"""Runs targets in turn, each in a child process with bounded time and memory, and keeps the inputs
+that broke one.
 
-The child writes each input into a file that the parent reads after its death: so an input is known
-that ends the process, or never ends.
+The child writes each input into a file that the parent reads after the child's death. So an input
+that kills or hangs the process is known too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Files that someone hands to a run: run files, rows, exports, manifests, markers, media."""
+"""Input files of a run: run files, rows, exports, manifests, markers, media."""
 
 from __future__ import annotations
 

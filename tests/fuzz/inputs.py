@@ -1,4 +1,4 @@
-"""Inputs: well-formed ones that are changed, by bytes or by the tree of a JSON document."""
+"""Inputs: valid ones that are changed, by bytes or in the tree of a JSON document."""
 
 from __future__ import annotations
 
@@ -155,10 +155,10 @@ def _changed(tree: Any, changes: list[int], odd: tuple[Any, ...]) -> Any:
         text = json.dumps(holder)
         if len(text) > MAX_BYTES // 2:
             break
-        holder = json.loads(text)  # so that no part is in two places
+        holder = json.loads(text)  # so that no part is shared
         random = Random(number)
-        places = list(_positions(holder))
-        container, key = random.choice(places)
+        positions = list(_positions(holder))
+        container, key = random.choice(positions)
         what = random.randrange(6)
         if what == 0 and container is not holder:
             del container[key]
@@ -186,5 +186,5 @@ def _positions(node: Any, depth: int = 0) -> list[tuple[Any, Any]]:
     )
     found = [(node, key) for key in keys]
     return found + [
-        place for key in keys[:50] if depth < 30 for place in _positions(node[key], depth + 1)
+        position for key in keys[:50] if depth < 30 for position in _positions(node[key], depth + 1)
     ]

@@ -1,4 +1,4 @@
-"""What lies on the log: schemas, events, headers, references, descriptions."""
+"""Data from the log: schemas, events, headers, references, descriptions."""
 
 from __future__ import annotations
 

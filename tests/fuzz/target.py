@@ -1,4 +1,4 @@
-"""What is fuzzed: a name, inputs, and a check that raises on anything but a clear refusal."""
+"""A fuzz target: a name, inputs, and a check that raises on anything but a clear rejection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts of models and unknown producers: printed, shown, exported, rewarded."""
+"""Texts of models and unknown producers: printed, rendered, exported, rewarded."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What each engine's worker runs in test_broadcast: lists and publications come by stdin, what was
-fetched goes to stdout."""
+"""The program of each engine's worker in test_broadcast: reads engine lists and publications from
+stdin, and writes the received versions to stdout.
+"""
 
 import json
 import os

@@ -1,5 +1,6 @@
-"""Fixtures over the session's broker: a connection, an admin client, topics of the test's own, and
-whole runs with the plan applied."""
+"""Fixtures over the session's broker: a connection, an admin client, topics of each test, and runs
+with the plan applied.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Writes the control log and the prompt queue of a long run, and starts roles on
-it: `python long_log.py ROLE... CONFIG`.
+"""Writes the control log and the prompt queue of a long run, and starts roles on it: `python
+long_log.py ROLE... CONFIG`.
 
-The program prints what each start took: seconds, records decoded, and the most memory that the
-    process held.
+The program prints the costs of each start: seconds, decoded records, and the process's peak memory.
 """
 
 from __future__ import annotations
@@ -122,7 +121,7 @@ class LongLog:
         for number in range(self._reports):
             worker_id, values = (
                 f"rollout-{number % WORKERS}",
-                {f"figure_{place}": 0.5 for place in range(8)},
+                {f"figure_{number}": 0.5 for number in range(8)},
             )
             yield (
                 "control.metrics.rollout",
@@ -193,7 +192,7 @@ class LongLog:
                 for partition in range(self._plan.num_sample_partitions)
             ],
             staleness_counts=[count],
-            metrics={f"figure_{place}": 0.5 for place in range(30)} | {"reward_mean": 0.5},
+            metrics={f"figure_{number}": 0.5 for number in range(30)} | {"reward_mean": 0.5},
             phase_seconds={"wait": 1.0, "forward_backward": 90.0, "update": 1.0},
             weights_digest=bytes(32),
             checkpoint=checkpoint,
@@ -240,8 +239,8 @@ class LongLog:
             next_row=next_step * self._groups,
             later_rows=[],
             in_flight={
-                group_id: (step + 1) * self._groups + place
-                for place, group_id in enumerate(in_flight)
+                group_id: (step + 1) * self._groups + number
+                for number, group_id in enumerate(in_flight)
             },
             num_trained={},
             reward_history_rows=np.zeros((0, 2), np.int64),

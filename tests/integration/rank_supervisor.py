@@ -1,4 +1,4 @@
-"""Supervises two ranks that wait for ever, until it is killed: `python -m ... FOLDER RUN_FILE`."""
+"""Supervises two ranks that wait until it is killed: `python -m ... FOLDER RUN_FILE`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank runs in test_ranks: every scenario in turn; rank 0 writes what came out."""
+"""The program of each rank in test_ranks: runs every scenario; rank 0 writes the results."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Topics, groups and offsets as an operator sees them, and the errors of a producer."""
+"""The admin client: topics, groups and offsets; and the errors of a producer."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The same against a real registry: ids, framing, evolution under FULL_TRANSITIVE, and its
-refusals."""
+"""Schema registry tests against a real Apicurio: ids, framing, evolution under FULL_TRANSITIVE, and
+rejected schemas.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The benchmark of the bus: our side runs on a real broker and loses nothing; what the page says
-follows from the metrics."""
+"""The bus benchmark: our side runs on a real broker and loses nothing, and the page follows from
+the metrics.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Trainer and engines, real gloo or memory between them, engines in processes of their own where
-they are killed: no one waits for a bad one."""
+"""Weight broadcast from a trainer to engines over real gloo or shared memory, with engines killed
+in their own processes: no engine waits for a failed one.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The embedded broker runs as long as someone uses it, whatever becomes of those who started it,
-and never ends under anybody."""
+"""Leases on the embedded broker: it runs while any client holds a lease, also after the process
+that started it died, and never stops under a client.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A worker that is started by hand, or in a container, does not work on a run whose prompt groups
-it would leave open."""
+"""A worker that is started by hand or in a container rejects a run file whose settings are
+incompatible with the run: it would leave prompt groups open.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A map role that works on many samples side by side answers them as they are done, and what it
-leaves undone its successor does."""
+"""A sample role that processes many samples concurrently writes each when it is done; unfinished
+samples are processed by its successor.
+"""
 
 from __future__ import annotations
 
@@ -130,8 +131,10 @@ def answered(connection: Connection, plan: TopicPlan) -> list[str]:
 
 
 def committed(admin: Admin, plan: TopicPlan) -> int:
-    place = (plan.topic("rollout.samples"), plan.partition(GROUP, 0))
-    return admin.committed_offsets(plan.consumer_group("reward"), [place]).get(place, 0)
+    topic_partition = (plan.topic("rollout.samples"), plan.partition(GROUP, 0))
+    return admin.committed_offsets(plan.consumer_group("reward"), [topic_partition]).get(
+        topic_partition, 0
+    )
 
 
 @pytest.mark.usefixtures("written")

@@ -1,5 +1,6 @@
-"""Members of a consumer group share partitions, meet on the same ones of all topics, and take over
-where a commit stands."""
+"""Members of a consumer group share partitions, get the same partitions of all topics, and resume
+from committed offsets.
+"""
 
 from __future__ import annotations
 
@@ -305,8 +306,8 @@ def test_member_retries_reading_committed_offsets_from_a_busy_coordinator(
 ) -> None:
     topic = make_topic("work")
     consumer = SubscribedConsumer(connection, consumer_group=make_group("reward"), topics=[topic])
-    (place,) = consumer._read_committed(BusyCoordinator(), [TopicPartition(topic, 0)])
-    assert place.offset == 7
+    (committed,) = consumer._read_committed(BusyCoordinator(), [TopicPartition(topic, 0)])
+    assert committed.offset == 7
     consumer.close()
 
 

@@ -1,5 +1,6 @@
-"""Following the control log: history first, then live, in one order for all; and what every worker
-does with it."""
+"""Followers of the control log read the history, then new records, in one order for all workers;
+and how each worker reacts.
+"""
 
 from __future__ import annotations
 
@@ -212,7 +213,7 @@ def test_worker_cut_off_from_the_brokers_fails_without_rejecting_the_sample(
     publish("control.policy-versions", published(1))
     monkeypatch.setattr("relax_events.runtime.control_view.ANNOUNCEMENT_SECONDS", 0.1)
     cut_off = Connection(f"127.0.0.1:{choose_port()}", request_timeout_seconds=1.0)
-    worker.control.follower._checking = LogReader(cut_off)
+    worker.control.follower._published_versions._reader = LogReader(cut_off)
     with pytest.raises(
         ClientFailed,
         match=(
@@ -221,8 +222,8 @@ def test_worker_cut_off_from_the_brokers_fails_without_rejecting_the_sample(
         ),
     ):
         worker.control.wait_until_published(1)
-    monkeypatch.setattr(worker.control.follower, "_connection", cut_off)
-    worker.control.follower._drop_checking()
+    monkeypatch.setattr(worker.control.follower._published_versions, "_connection", cut_off)
+    worker.control.follower._published_versions.close()
     with pytest.raises(BrokerUnavailable):
         worker.control.wait_until_published(1)
 
@@ -458,10 +459,10 @@ def test_dead_letter_keeps_the_record_untouched(
     record = read(connection, source, 2)[1]
     assert worker.records.decode(record) is None
     worker.records.producer.flush()
-    (letter,) = read(connection, plan.topic("reward.dead-letters"))
-    assert (letter.value, letter.key) == (poison, "000001-0002-0")
-    assert letter.headers["error-text"].startswith("record of 256 bytes doesn't begin with")
-    assert {name: text for name, text in letter.headers.items() if name != "error-text"} == {
+    (dead_letter,) = read(connection, plan.topic("reward.dead-letters"))
+    assert (dead_letter.value, dead_letter.key) == (poison, "000001-0002-0")
+    assert dead_letter.headers["error-text"].startswith("record of 256 bytes doesn't begin with")
+    assert {name: text for name, text in dead_letter.headers.items() if name != "error-text"} == {
         "policy-version": "1",
         "origin-topic": source,
         "origin-partition": "2",

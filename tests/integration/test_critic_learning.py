@@ -1,5 +1,6 @@
-"""A critic that learns from a log: on through restarts with the same bits, and what it has not read
-is not purged."""
+"""A critic that learns from a log: restarts give bit-identical weights, and unread steps are not
+purged.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def train_steps(run: WrittenRun, first: int, last: int, **changes: Any) -> list[
     steps = []
     for step in range(first, last):
         group_id, generator = f"{step:06d}-0000-0", np.random.default_rng(step)
-        places = []
+        locations = []
         for index in range(4):
             numbers = {
                 name: np.array([0, 0, *generator.normal(size=2)], np.float32)
@@ -65,9 +66,12 @@ def train_steps(run: WrittenRun, first: int, last: int, **changes: Any) -> list[
                 "advantage.samples",
                 changed(ready(group_id, index, version=step, of=4), **numbers | changes),
             )
-            place = (run.plan.topic("advantage.samples"), run.plan.partition(group_id, step))
-            places.append((place[1], run.end_offset(place) - 1))
-        partitions, offsets = (np.array(column) for column in zip(*places, strict=True))
+            topic_partition = (
+                run.plan.topic("advantage.samples"),
+                run.plan.partition(group_id, step),
+            )
+            locations.append((topic_partition[1], run.end_offset(topic_partition) - 1))
+        partitions, offsets = (np.array(column) for column in zip(*locations, strict=True))
         steps.append(run.commit(
             step,
             prompt_group_ids=[group_id],
@@ -76,7 +80,7 @@ def train_steps(run: WrittenRun, first: int, last: int, **changes: Any) -> list[
             offsets=offsets.astype(np.int64),
             ranks=np.zeros(4, np.int32),
             micro_batches=np.zeros(4, np.int32),
-            consumed=[TopicOffset(run.plan.topic("advantage.samples"), places[-1][0], places[-1][1] + 1)],
+            consumed=[TopicOffset(run.plan.topic("advantage.samples"), locations[-1][0], locations[-1][1] + 1)],
             weights_digest=bytes([step]) * 32,
         ))  # fmt: skip
     return steps
@@ -171,12 +175,12 @@ def test_critic_learns_returns_of_its_own_lambda(
 
 
 def test_purge_keeps_records_that_the_critic_has_not_read(run: WrittenRun, tmp_path: Path) -> None:
-    store, books = ObjectStore.open(tmp_path.as_uri()), RetentionState()
+    store, retention = ObjectStore.open(tmp_path.as_uri()), RetentionState()
     for step in train_steps(run, 0, 5):
-        books.apply(step)
+        retention.apply(step)
     purger = Purger(run.config, run.connection, store, CODEC)
     assert {
-        name: set(bounds.values()) for name, bounds in purger._critic_bounds(books).items()
+        name: set(bounds.values()) for name, bounds in purger._critic_bounds(retention).items()
     } == {"critic's steps": {0}}
     with learning(run, tmp_path) as (_, learner, _):
         if learner._pending is not None:
@@ -187,7 +191,7 @@ def test_purge_keeps_records_that_the_critic_has_not_read(run: WrittenRun, tmp_p
     read = {(topic, run.plan.partition(f"{step:06d}-0000-0", step)): 0 for step in range(3)}
     for step in range(4):
         read[topic, run.plan.partition(f"{step:06d}-0000-0", step)] += 4
-    assert purger._critic_bounds(books) == {"critic's steps": read}
+    assert purger._critic_bounds(retention) == {"critic's steps": read}
     purger.close()
 
 

@@ -1,5 +1,6 @@
-"""Dead letters are listed, go back as they were, and are dropped; a requeued record of a prompt
-group that ended is harmless."""
+"""Dead letters are listed, requeued unchanged, and dropped; a requeued record of a prompt group
+that ended is harmless.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +84,7 @@ def dead_letter(written: WrittenRun, open_worker: Callable[[str], Worker]) -> Ca
 def test_trainer_flushes_dead_letters_before_committing_past_their_records(
     written: WrittenRun, tmp_path: Path, is_read_again: bool
 ) -> None:
-    places: list[tuple[int, int]] = []
+    locations: list[tuple[int, int]] = []
     record = ProducerRecord(
         written.plan.topic("advantage.samples"), b"no event", key="absent", partition=1
     )
@@ -99,15 +100,17 @@ def test_trainer_flushes_dead_letters_before_committing_past_their_records(
         intake = SampleIntake(worker, unused, assembler, library=unused, topic=record.topic)
         loop: Any = SimpleNamespace(_worker=worker, _assembler=assembler)
         for found in records_of(written, "advantage.samples"):
-            places.append((found.partition, found.offset))
+            locations.append((found.partition, found.offset))
             if not is_read_again:
                 intake.add(found, 0)
         if is_read_again:  # a sample whose trouble shows when its step trains it
-            intake.reject(places, PoisonSample("no good"))
+            intake.reject(locations, PoisonSample("no good"))
         consumed = TrainLoop._consumed(loop)
         (entry,) = records_of(written, "trainer.dead-letters")
     assert (entry.value, entry.headers["origin-partition"]) == (b"no event", "1")
-    assert consumed == ([] if is_read_again else [TopicOffset(record.topic, 1, places[0][1] + 1)])
+    assert consumed == (
+        [] if is_read_again else [TopicOffset(record.topic, 1, locations[0][1] + 1)]
+    )
 
 
 def records_of(written: WrittenRun, entity: str) -> list[Record]:
@@ -167,7 +170,7 @@ def test_requeue_writes_the_record_back_unchanged_and_only_once(
     written: WrittenRun, dead_letter: Callable[..., None]
 ) -> None:
     written.write_sample("rollout.samples", rolled_out(GROUP, version=1))
-    dead_letter("reward", "rollout.samples", PoisonSample("the judge was out"))
+    dead_letter("reward", "rollout.samples", PoisonSample("the reward service was down"))
     assert requeue_all(written) == 1
     first, second = records_of(written, "rollout.samples")
     assert replace(second, offset=first.offset, timestamp_ms=first.timestamp_ms) == first
@@ -239,8 +242,8 @@ def test_requeue_rejects_a_dead_letter_with_a_forged_origin_topic(
 def test_requeue_rejects_a_dead_letter_whose_contents_were_forged(
     written: WrittenRun, dead_letter: Callable[..., None], entity: str, offset: int, text: str
 ) -> None:
-    """The operator may write every topic, and reward only its own: a letter must not carry its
-    bytes across."""
+    """The operator may write every topic, and reward only its own: a dead letter must not carry
+    reward's bytes to another topic."""
     written.write_sample("rollout.samples", rolled_out(GROUP))
     dead_letter("reward", "rollout.samples", PoisonSample("no good"))
     headers = {
@@ -285,11 +288,15 @@ def advantage(open_worker: Callable[[str], Worker]) -> Callable[[], AbstractCont
 
 def await_consumed(written: WrittenRun, admin: Admin, entity: str) -> None:
     """Wait until the advantage role has dealt with all that a topic holds."""
-    places = [
+    topic_partitions = [
         (written.plan.topic(entity), partition)
         for partition in range(written.plan.num_sample_partitions)
     ]
-    ends = {place: end for place, end in admin.end_offsets(places).items() if end}
+    ends = {
+        topic_partition: end
+        for topic_partition, end in admin.end_offsets(topic_partitions).items()
+        if end
+    }
     turn_until(
         lambda: (
             admin.committed_offsets(written.plan.consumer_group("advantage"), list(ends)) == ends
@@ -307,7 +314,7 @@ def test_requeued_records_of_a_prompt_group_that_ended_are_harmless(
     for index in range(2):
         written.write_sample("rollout.samples", rolled_out(GROUP, index))
         written.write_sample("reward.scores", scored(GROUP, index, reward=float(index)))
-    dead_letter("reward", "rollout.samples", PoisonSample("the judge was out"))
+    dead_letter("reward", "rollout.samples", PoisonSample("the reward service was down"))
     with advantage() as worker:
         await_consumed(written, admin, "rollout.samples")
         made = len(records_of(written, "advantage.samples"))

@@ -1,5 +1,6 @@
-"""The doctor in front of a broker: it says what would be created, and refuses a plan that
-contradicts the topics."""
+"""The doctor with a broker: it lists the topics that would be created, and rejects a plan that
+contradicts existing topics.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The embedded broker as it really runs: lifecycle, crash, and the Kafka features that the pipeline
-relies on."""
+"""The embedded broker with a real Kafka: lifecycle, crash, and the Kafka features that the pipeline
+relies on.
+"""
 
 import json
 import subprocess

@@ -1,5 +1,6 @@
-"""An embedded broker and the machine's other users: a process that does not know the password gets
-nothing, whatever happened to the folder before."""
+"""The embedded broker against other users of the machine: a process without the password gets
+nothing, whatever state the folder was in before.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The evaluator on the real control log: one version at a time, on through a restart, whatever is
-published meanwhile."""
+"""The evaluator on the real control log: one version at a time, resumed after a restart, while
+newer versions are published.
+"""
 
 from __future__ import annotations
 
@@ -230,7 +231,7 @@ def test_evaluator_finishes_a_version_despite_newer_versions_and_a_restart(
         bytes([version]) * 32 for version in (0, 0, 2, 2)
     ]
     assert (first.engine.loaded, second.engine.loaded) == ([0], [0, 2])
-    # A version that is evaluated again, and every other one, answers with the same draws.
+    # A version that is evaluated again, and every other one, returns the same sampled tokens.
     again = {name: seed for name, seed in second.engine.seeds.items() if name in first.engine.seeds}
     assert again
     assert again.items() <= first.engine.seeds.items()

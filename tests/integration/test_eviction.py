@@ -1,5 +1,4 @@
-"""A worker that is started again has its partitions at once, whatever its predecessor's session
-says."""
+"""A restarted worker gets its partitions at once, before its predecessor's session expires."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A run that replays another one is a bound of that run's purge, for so many versions as the source
-says."""
+"""A run that replays another one holds back that run's purge, for as many versions as the parent's
+settings allow.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A rollout worker that has to leave in the middle keeps its tokens, and the worker that takes the
-prompt group next continues with them."""
+"""A rollout worker that drains in the middle of a prompt group stores its tokens, and the next
+worker continues with them.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ NUM_BEFORE = 12
 
 
 class Reluctant:
-    """An engine that comes so far and draws no more, as one does whose samples are long."""
+    """An engine that stops after some tokens, like one with long samples."""
 
     def __init__(self, engine: TransformersEngine) -> None:
         self._engine = engine
@@ -87,11 +88,14 @@ def test_leaving_worker_hands_over_partial_samples_to_the_next_worker(
     assert kept(store) == [f"{PREFIX}{GROUP}"]
     num_before = first.num_tokens
 
-    places = [
+    topic_partitions = [
         (plan.topic("rollout.samples"), partition)
         for partition in range(plan.num_sample_partitions)
     ]
-    reader, written = LogReader(connection, start=dict.fromkeys(places, 0)), list[SampleRolledOut]()
+    reader, written = (
+        LogReader(connection, start=dict.fromkeys(topic_partitions, 0)),
+        list[SampleRolledOut](),
+    )
 
     def is_written() -> bool:
         events = (CODEC.decode(record.value) for record in reader.fetch(timeout_seconds=0.1))

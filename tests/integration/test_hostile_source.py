@@ -1,5 +1,6 @@
-"""A log that an unknown producer has written: looking at it and forking it runs none of its code
-and contacts no address, before someone agrees."""
+"""A log written by an unknown producer: listing and forking it run none of its code and contact no
+address before the user agrees.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A prompt group that was delivered too often fails only when no rollout worker has it any more."""
+"""A prompt group at its delivery limit fails only when no rollout worker holds it any more."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CODEC, GROUP = EventCodec(), "000000-0000-0"
 
 
 class Gated:
-    """An engine that draws nothing until the gate opens."""
+    """An engine that samples no token until the gate opens."""
 
     def __init__(self, engine: TransformersEngine) -> None:
         self._engine, self.gate, self.is_busy = engine, threading.Event(), threading.Event()
@@ -53,14 +53,14 @@ class Log:
 
     def __init__(self, connection: Connection, plan: TopicPlan) -> None:
         topics = {plan.topic("rollout.samples"), plan.topic(plan.end_requests("rollout"))}
-        places = [
+        topic_partitions = [
             (spec.name, partition)
             for spec in plan.specs()
             if spec.name in topics
             for partition in range(spec.num_partitions)
         ]
-        assert {topic for topic, _ in places} == topics
-        self._reader = LogReader(connection, start=dict.fromkeys(places, 0))
+        assert {topic for topic, _ in topic_partitions} == topics
+        self._reader = LogReader(connection, start=dict.fromkeys(topic_partitions, 0))
         self._events: list[Event] = []
 
     def of(self, kind: type[Event]) -> list[Any]:

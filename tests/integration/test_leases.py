@@ -1,5 +1,6 @@
-"""Both kinds of leases keep the same promises: each record to one holder, back when it is released
-or its holder dies."""
+"""Both kinds of leases keep the same promises: a record has one holder, and returns when it is
+released or its holder dies.
+"""
 
 from __future__ import annotations
 

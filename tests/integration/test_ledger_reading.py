@@ -1,5 +1,6 @@
-"""The ledger reads a really written log in blocks: it finds each broken promise and holds no more
-than the window in memory."""
+"""The ledger reads a real log in blocks: it finds each broken promise and holds no more than the
+window in memory.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def config(apply_run: Callable[..., RunConfig], run_id: str) -> RunConfig:
 
 @pytest.fixture
 def write(config: RunConfig, producer: RecordProducer) -> Callable[[ValidRun], None]:
-    """Return a writer of a run's records, each at its place."""
+    """Return a writer of a run's records, each at its offset."""
 
     def write(run: ValidRun) -> None:
         codec = EventCodec()
@@ -79,9 +80,9 @@ def test_ledger_reads_a_valid_log_with_memory_bounded_by_the_window(
 ) -> None:
     run = ValidRun(30, run_id=config.run.id)
     write(run)
-    books = read_ledger(config)
-    assert books.problems() == []
-    assert books.totals() == run.ledger(last_version=100).totals()
+    read = read_ledger(config)
+    assert read.problems() == []
+    assert read.totals() == run.ledger(last_version=100).totals()
     assert len(blocks) == 1 or (len(blocks) > 25 and max(blocks) < 30)
 
 
@@ -101,21 +102,30 @@ def test_ledger_lists_claims_unverifiable_because_records_were_purged(
 ) -> None:
     run = ValidRun(12, run_id=config.run.id)
     write(run)
-    places = [
+    topic_partitions = [
         (run.plan.topic(entity), partition)
         for entity in ("rollout.samples", "reward.scores")
         for partition in range(6)
     ]
-    ends = {place: len(run.at(run.plan.parse_entity(place[0]), place[1])) for place in places}
-    admin.delete_records(TopicOffset(*place, end // 2) for place, end in ends.items() if end)
-    books = read_ledger(config)
-    assert books.problems() == []
-    gone = sum(end // 2 for place, end in ends.items() if place[0].endswith("rollout.samples"))
-    assert books.totals()["samples_purged"] == gone
+    ends = {
+        topic_partition: len(run.at(run.plan.parse_entity(topic_partition[0]), topic_partition[1]))
+        for topic_partition in topic_partitions
+    }
+    admin.delete_records(
+        TopicOffset(*topic_partition, end // 2) for topic_partition, end in ends.items() if end
+    )
+    read = read_ledger(config)
+    assert read.problems() == []
+    gone = sum(
+        end // 2
+        for topic_partition, end in ends.items()
+        if topic_partition[0].endswith("rollout.samples")
+    )
+    assert read.totals()["samples_purged"] == gone
     assert (
         f"that {gone} trained samples were generated as they were trained, since their "
         "records are purged or damaged"
-    ) in books.unverified()
+    ) in read.unverified()
 
 
 def test_ledger_counts_foreign_and_unreadable_records(

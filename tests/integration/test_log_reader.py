@@ -1,5 +1,6 @@
-"""Readers that choose their own positions: to the end, exactly these records, and over a log that
-was cut off."""
+"""Readers with positions of their own: to the end, exactly the given records, and over a truncated
+log.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def test_lag_counts_from_the_assigned_offset_or_the_oldest_remaining_record(
     purge(connection, purged, below=7)
     reader.assign({(topic, 0): 4, (purged, 0): 0})
     records = fetch_until(reader, lambda records: len(records) == 9)
-    assert {place: record.offset for record in records for place in [record.topic]} == {
+    assert {topic: record.offset for record in records for topic in [record.topic]} == {
         topic: 9,
         purged: 9,
     }
@@ -157,10 +158,10 @@ def test_read_exactly_returns_the_wanted_records(
     topic = make_topic("a", 2)
     for partition in range(2):
         fill(producer, topic, numbered(50), partition=partition)
-    places = {(0, 0), (0, 49), (1, 17), (1, 18)}
-    found = reader.read_at(topic, places)
-    assert found.keys() == places
-    assert {place: record.value for place, record in found.items()} == {
+    locations = {(0, 0), (0, 49), (1, 17), (1, 18)}
+    found = reader.read_at(topic, locations)
+    assert found.keys() == locations
+    assert {location: record.value for location, record in found.items()} == {
         (0, 0): b"0",
         (0, 49): b"49",
         (1, 17): b"17",

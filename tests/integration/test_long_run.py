@@ -1,5 +1,6 @@
-"""What a role reads and holds at its start does not grow with the run: the control log and the
-queue of a long run, on the real broker."""
+"""Time and memory of a role's start do not grow with the run: control log and queue of a long run
+on the real broker.
+"""
 
 from __future__ import annotations
 

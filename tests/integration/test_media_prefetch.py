@@ -1,5 +1,6 @@
-"""An engine continues while a prompt group's media are on their way, and a piece that can't be had
-costs its own prompt group."""
+"""An engine continues while a prompt group's media are fetched, and unavailable media fail only
+their own prompt group.
+"""
 
 from __future__ import annotations
 
@@ -68,12 +69,12 @@ class Session:
         )
         self._thread = threading.Thread(target=loop.run)
         entities = ("rollout.samples", "prompt.end-requests")
-        places = [
+        topic_partitions = [
             (self.plan.topic(entity), partition)
             for entity in entities
             for partition in range(self.plan.num_sample_partitions)
         ]
-        self._reader = LogReader(connection, start=dict.fromkeys(places, 0))
+        self._reader = LogReader(connection, start=dict.fromkeys(topic_partitions, 0))
 
     def __enter__(self) -> Session:
         self._thread.start()

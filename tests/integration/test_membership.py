@@ -1,5 +1,6 @@
-"""A quiet member of a consumer group asks the broker whether it is one, and says so when it is
-not."""
+"""An idle member of a consumer group asks the broker whether it is still a member, and reports it
+when it is not.
+"""
 
 from __future__ import annotations
 

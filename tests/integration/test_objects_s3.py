@@ -1,5 +1,6 @@
-"""The object store over HTTP: a small S3 server of our own, so that refusals, hangs and half
-answers can be had at will."""
+"""The object store over HTTP, with a small S3 server that can refuse, hang and send partial
+responses.
+"""
 
 import threading
 from collections.abc import Iterator

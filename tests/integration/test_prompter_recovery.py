@@ -1,5 +1,6 @@
-"""A prompter that starts again continues where the log says: past external producers, lost rows,
-rows that were passed over, and lost images."""
+"""A restarted prompter resumes from the log, with external producers, lost rows, skipped rows and
+lost images.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""`relax schemas check CONFIG` compares with what a run's writers have published, and doctors look
-at the registry."""
+"""`relax schemas check CONFIG` compares with the schemas that a run's writers published, and the
+doctor checks the registry.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Two ranks of a trainer under the supervisor: they end together, with the error of the one that
-was the cause, and with their supervisor."""
+"""Two ranks of a trainer under the supervisor end together, with the error of the rank that failed
+first, and with their supervisor.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def supervisor_of(config: RunConfig, *, failing: int, deed: str) -> Supervisor:
     trainer = supervisor._processes["trainer-0"]
     arguments = [str(failing), deed]
     trainer.requests = {
-        name: replace(order, module="tests.integration.rank_deeds", imports=[], arguments=arguments)
+        name: replace(order, module="tests.integration.failing_ranks", imports=[], arguments=arguments)
         for name, order in trainer.requests.items()
     }
     return supervisor

@@ -1,4 +1,4 @@
-"""A partition is written again with every record at its offset, whatever the leaps between them."""
+"""A rebuilt partition has every record at its original offset, with any gaps between them."""
 
 from __future__ import annotations
 
@@ -59,12 +59,14 @@ def test_rebuild_restores_the_offset_of_every_record(
     topic = make_topic("copy", len(LAYOUTS), message_timestamp_type="CreateTime", retention_ms="-1")
     for partition, (offsets, end) in enumerate(LAYOUTS.values()):
         writer.write(topic, partition, map(record, offsets), end=end)
-    places = [(topic, partition) for partition in range(len(LAYOUTS))]
-    begins, ends = admin.beginning_offsets(places), admin.end_offsets(places)
+    topic_partitions = [(topic, partition) for partition in range(len(LAYOUTS))]
+    begins, ends = admin.beginning_offsets(topic_partitions), admin.end_offsets(topic_partitions)
     reader = LogReader(connection)
-    for place, (offsets, end) in zip(places, LAYOUTS.values(), strict=True):
-        assert list(reader.stream_raw({place: (0, end)})) == [record(offset) for offset in offsets]
-        assert (begins[place], ends[place]) == ((offsets or [end])[0], end)
+    for topic_partition, (offsets, end) in zip(topic_partitions, LAYOUTS.values(), strict=True):
+        assert list(reader.stream_raw({topic_partition: (0, end)})) == [
+            record(offset) for offset in offsets
+        ]
+        assert (begins[topic_partition], ends[topic_partition]) == ((offsets or [end])[0], end)
     reader.close()
 
 

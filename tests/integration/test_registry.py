@@ -1,5 +1,6 @@
-"""With a schema registry records are Confluent's on the wire: its own serializer reads ours, we
-read its, and every failure says what to do."""
+"""With a schema registry, records use Confluent's wire format: its serializer reads ours, ours
+reads its, and every error names a remedy.
+"""
 
 from __future__ import annotations
 

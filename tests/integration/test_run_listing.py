@@ -1,5 +1,4 @@
-"""Runs are read back from their logs, and deleted with all that is theirs and nothing that is a
-neighbour's."""
+"""Runs are listed from their logs, and deleted with all their data and none of another run's."""
 
 from __future__ import annotations
 
@@ -167,7 +166,7 @@ def test_deletion_keeps_a_run_whose_id_has_the_same_prefix(
     neighbours: tuple[RunConfig, RunConfig], connection: Connection, admin: Admin
 ) -> None:
     mine, theirs = neighbours
-    place = (TopicPlan.from_config(theirs).topic("rollout.samples"), 0)
+    topic_partition = (TopicPlan.from_config(theirs).topic("rollout.samples"), 0)
     before = Inventory(connection).topics(f"relax.{theirs.run.id}.")
     deletion = plan_deletion(connection, mine.run.id)
     assert deletion.topics.keys() == {spec.name for spec in TopicPlan.from_config(mine).specs()}
@@ -189,8 +188,8 @@ def test_deletion_keeps_a_run_whose_id_has_the_same_prefix(
         TopicPlan.from_config(theirs).consumer_group(role) for role in ("reward", "rollout")
     }
     assert admin.committed_offsets(
-        TopicPlan.from_config(theirs).consumer_group("reward"), [place]
-    ) == {place: 7}
+        TopicPlan.from_config(theirs).consumer_group("reward"), [topic_partition]
+    ) == {topic_partition: 7}
     assert len(ObjectStore.open(theirs.objects_uri).list("")) == 4
 
 
@@ -310,9 +309,11 @@ def test_replay_of_purged_rollouts_is_refused(
     config = apply_run(run={"id": run_id})
     topic = TopicPlan.from_config(config).topic("advantage.samples")
     producer.write(ProducerRecord(topic, b"sample", partition=1) for _ in range(4))
-    places = {"partitions": np.array([1, 1], np.int32)}
+    partitions = {"partitions": np.array([1, 1], np.int32)}
     steps = [
-        committed(step, sample_ids=["a", "b"], offsets=np.array([2 * step, 2 * step + 1]), **places)
+        committed(
+            step, sample_ids=["a", "b"], offsets=np.array([2 * step, 2 * step + 1]), **partitions
+        )
         for step in range(2)
     ]
     write(producer, config, "control.commands", build_run_description(config))

@@ -1,5 +1,6 @@
-"""A map role writes one record for each sample, commits after, passes over what expired, and keeps
-what it could not use."""
+"""A sample role writes one record for each sample, commits afterwards, skips expired samples, and
+keeps unusable records as dead letters.
+"""
 
 from __future__ import annotations
 
@@ -120,11 +121,11 @@ def read(connection: Connection, plan: TopicPlan, entity: str) -> list[Record]:
 
 
 def committed(admin: Admin, plan: TopicPlan) -> dict[tuple[str, int], int]:
-    places = [
+    topic_partitions = [
         (plan.topic("rollout.samples"), partition)
         for partition in range(plan.num_sample_partitions)
     ]
-    return admin.committed_offsets(plan.consumer_group("reference"), places)
+    return admin.committed_offsets(plan.consumer_group("reference"), topic_partitions)
 
 
 def announce(
@@ -237,7 +238,8 @@ def test_role_dead_letters_poison_samples_and_continues(
         turn_until(lambda: len(read(connection, plan, "reference.dead-letters")) == 2)
         turn_until(lambda: len(read(connection, plan, "prompt.end-requests")) == 2)
     assert [
-        letter.headers["error-class"] for letter in read(connection, plan, "reference.dead-letters")
+        dead_letter.headers["error-class"]
+        for dead_letter in read(connection, plan, "reference.dead-letters")
     ] == ["PoisonSample", "CorruptRecord"]
     ends = [CODEC.decode(record.value) for record in read(connection, plan, "prompt.end-requests")]
     asked = [

@@ -1,5 +1,6 @@
-"""The controller's process on the real log: it is killed in the middle of requests, and the one
-after it continues with them."""
+"""The controller's process on the real log: it is killed in the middle of scaling requests, and its
+successor completes them.
+"""
 
 from __future__ import annotations
 
@@ -73,13 +74,15 @@ class Run:
         self, method: str, path: str, body: dict[str, object] | None = None
     ) -> dict[str, object]:
         """Call the API, as soon as it is there."""
-        place, deadline = (
+        endpoint_file, deadline = (
             ApiEndpointFile.from_config(self.config),
             time.monotonic() + PATIENCE_SECONDS,
         )
         while time.monotonic() < deadline:
             with suppress(CheckFailed):
-                return ScaleClient(place.read_url(), place.read_token()).call(method, path, body)
+                return ScaleClient(endpoint_file.read_url(), endpoint_file.read_token()).call(
+                    method, path, body
+                )
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(0.2)
         pytest.fail(

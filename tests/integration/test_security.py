@@ -1,5 +1,6 @@
-"""A secured broker: each principal may do what its role needs and nothing else, and a refused
-principal learns why."""
+"""A secured broker: each principal has exactly the rights of its role, and a rejected principal
+gets the reason.
+"""
 
 from __future__ import annotations
 
@@ -452,7 +453,7 @@ def test_principal_of_one_run_can_neither_see_nor_change_another_run(
     mine: SecuredRun, neighbour: SecuredRun
 ) -> None:
     for principal in ("operator", "reader", "trainer"):
-        shown = {place.topic for place in Admin(mine.as_(principal)).partitions("")}
+        shown = {partition.topic for partition in Admin(mine.as_(principal)).partitions("")}
         assert shown
         assert [name for name in shown if not name.startswith(mine.plan.topic(""))] == []
     topic, impatient = (
@@ -475,27 +476,27 @@ def test_principal_of_one_run_can_neither_see_nor_change_another_run(
         )
 
 
-def wrong_password(run: SecuredRun, place: Path) -> SecuredRun:
-    (place / "password").write_text("not the password\n")
+def wrong_password(run: SecuredRun, folder: Path) -> SecuredRun:
+    (folder / "password").write_text("not the password\n")
     ca_file = SecurityFolder(credentials(run)).ca_file
     return run.changed(
         credentials=None,
         username="relax.mine.operator",
-        password_file=place / "password",
+        password_file=folder / "password",
         ca_file=ca_file,
     )
 
 
-def unknown_user(run: SecuredRun, place: Path) -> SecuredRun:
-    return wrong_password(run, place).changed(username="relax.mine.absent")
+def unknown_user(run: SecuredRun, folder: Path) -> SecuredRun:
+    return wrong_password(run, folder).changed(username="relax.mine.absent")
 
 
-def wrong_authority(run: SecuredRun, place: Path) -> SecuredRun:
-    (place / "ca.pem").write_bytes(make_authority(lifetime=YEAR).certificate)
-    return run.changed(ca_file=place / "ca.pem")
+def wrong_authority(run: SecuredRun, folder: Path) -> SecuredRun:
+    (folder / "ca.pem").write_bytes(make_authority(lifetime=YEAR).certificate)
+    return run.changed(ca_file=folder / "ca.pem")
 
 
-def no_tls(run: SecuredRun, place: Path) -> SecuredRun:
+def no_tls(run: SecuredRun, folder: Path) -> SecuredRun:
     return run.changed(credentials=None)
 
 

@@ -1,5 +1,6 @@
-"""A committed step is on the log whole: its batch, ends, version and offsets; replay trains it
-again in the recorded order."""
+"""A step is committed atomically: batch, outcomes, version and offsets; recovery trains it again in
+the recorded order.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ def open_committer(worker: Worker, store: ObjectStore) -> Iterator[Callable[[], 
 
 
 def write_groups(worker: Worker, group_ids: Sequence[str]) -> dict[str, list[LocatedSample]]:
-    """Write ready samples of version 0 and return them with their places."""
+    """Write ready samples of version 0 and return them with their offsets."""
     placed: dict[str, list[LocatedSample]] = {}
     for group_id in group_ids:
         for index in range(2):
@@ -224,7 +225,7 @@ def test_published_version_carries_the_start_offsets_of_its_records(
         (topic, partition) for topic in worker.plan.sample_topics() for partition in partitions
     }
     own = placed["000000-0000-0"][0].partition
-    assert {place for place, offset in starts.items() if offset} == {
+    assert {topic_partition for topic_partition, offset in starts.items() if offset} == {
         (worker.plan.topic("advantage.samples"), own)
     }
     assert starts[worker.plan.topic("advantage.samples"), own] == 2

@@ -1,4 +1,4 @@
-"""A run's trace is read off its log on the real broker, by the command."""
+"""The timeline command exports a run's trace from its log on the real broker."""
 
 from __future__ import annotations
 

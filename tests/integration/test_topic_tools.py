@@ -1,5 +1,6 @@
-"""What operators do with a run's topics: look at lag and health, move offsets, purge, export and
-import. On a small log written by hand."""
+"""Topic tools of operators: lag and health, offset resets, purge, export and import, on a small log
+written by hand.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Transactions: records and offsets together or not at all, one writer at a time, nothing written
-twice."""
+"""Transactions: records and offsets are written together or not at all, by one writer at a time,
+and no record twice.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes a run's log by hand, record by record, as its roles would."""
+"""Writes a run's log record by record, as its roles would."""
 
 from __future__ import annotations
 
@@ -57,14 +57,16 @@ class WrittenRun:
 
     def publish(self, version: int) -> None:
         """Publish a version whose records begin where its partitions end now."""
-        places = [
+        topic_partitions = [
             (topic, partition)
             for topic in self.plan.sample_topics()
             for partition in self.plan.partitions_of_version(version)
         ]
         starts = [
             TopicOffset(topic, partition, offset)
-            for (topic, partition), offset in sorted(self._admin.end_offsets(places).items())
+            for (topic, partition), offset in sorted(
+                self._admin.end_offsets(topic_partitions).items()
+            )
         ]
         self._control("control.policy-versions", published(version, start_offsets=starts))
 
@@ -107,13 +109,13 @@ class WrittenRun:
                 self.write_sample(
                     "advantage.samples", ready(group_id, index, **common, reward=reward)
                 )
-                place = (
+                topic_partition = (
                     self.plan.topic("advantage.samples"),
                     self.plan.partition(group_id, version),
                 )
                 self._ready[f"{group_id}/{index}"] = (
-                    place[1],
-                    self._admin.end_offsets([place])[place] - 1,
+                    topic_partition[1],
+                    self._admin.end_offsets([topic_partition])[topic_partition] - 1,
                     version,
                 )
 
@@ -151,9 +153,9 @@ class WrittenRun:
         self.publish(step + 1)
         return event
 
-    def end_offset(self, place: tuple[str, int]) -> int:
+    def end_offset(self, topic_partition: tuple[str, int]) -> int:
         """Return where a partition ends now."""
-        return self._admin.end_offsets([place])[place]
+        return self._admin.end_offsets([topic_partition])[topic_partition]
 
     def end(
         self, group_id: str, outcome: Outcome, *, version: int, trainer_version: int | None = None

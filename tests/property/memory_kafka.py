@@ -1,10 +1,10 @@
 """Kafka in memory, behind the client's classes as `relax_events.kafka` uses them: deterministic,
-and with a crash behind every call.
+and with a possible crash at every call.
 
-It keeps what the product's promises rest on: offsets, committed positions, transactions with
-markers and read_committed, fencing by transactional id, consumer groups whose stale members are
-refused. The caller that makes a client is its process; a process that dies does so at a broker
-call, before or after the call took effect, and takes its unsent records with it.
+It implements what the product's promises need: offsets, committed positions, transactions with
+markers and read_committed, fencing by transactional id, and consumer groups that reject stale
+members. A client belongs to the process that creates it. A process dies at a broker call, before or
+after the call takes effect, and loses its unsent records.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Transaction:
     """Open until it is committed or aborted."""
 
     state: str = "open"
-    places: dict[PartitionKey, None] = field(default_factory=dict)
+    topic_partitions: dict[PartitionKey, None] = field(default_factory=dict)
     offsets: dict[str, dict[PartitionKey, int]] = field(default_factory=dict)
 
 
@@ -80,7 +80,7 @@ class Transaction:
 class Entry:
     """What lies at an offset: a record, or the marker that ends a transaction."""
 
-    place: PartitionKey
+    topic_partition: PartitionKey
     offset: int
     key: bytes | None
     stored: bytes | None
@@ -93,15 +93,15 @@ class Entry:
 class MemoryMessage:
     """An entry, or an error, as the client hands it over."""
 
-    place: PartitionKey
+    topic_partition: PartitionKey
     entry: Entry | None = None
     failure: KafkaError | None = None
 
     def topic(self) -> str:
-        return self.place[0]
+        return self.topic_partition[0]
 
     def partition(self) -> int:
-        return self.place[1]
+        return self.topic_partition[1]
 
     def offset(self) -> int:
         return self.entry.offset if self.entry else OFFSET_INVALID
@@ -144,7 +144,7 @@ class MemoryKafka:
 
     def append(
         self,
-        place: PartitionKey,
+        topic_partition: PartitionKey,
         *,
         key: bytes | None,
         value: bytes | None,
@@ -152,23 +152,23 @@ class MemoryKafka:
         transaction: Transaction | None = None,
     ) -> None:
         """Write a record."""
-        entries = self.partitions[place]
-        entries.append(Entry(place, len(entries), key, value, headers, transaction))
+        entries = self.partitions[topic_partition]
+        entries.append(Entry(topic_partition, len(entries), key, value, headers, transaction))
         if transaction is not None:
-            transaction.places[place] = None
+            transaction.topic_partitions[topic_partition] = None
 
-    def stable_end(self, place: PartitionKey) -> int:
+    def stable_end(self, topic_partition: PartitionKey) -> int:
         """Return the offset up to which readers of committed records may read."""
         open_ones = (
             entry.offset
-            for entry in self.partitions[place]
+            for entry in self.partitions[topic_partition]
             if entry.transaction is not None and entry.transaction.state == "open"
         )
-        return next(open_ones, len(self.partitions[place]))
+        return next(open_ones, len(self.partitions[topic_partition]))
 
-    def visible(self, place: PartitionKey, offset: int) -> Iterator[Entry]:
+    def visible(self, topic_partition: PartitionKey, offset: int) -> Iterator[Entry]:
         """Give the committed records from an offset on."""
-        for entry in self.partitions[place][offset : self.stable_end(place)]:
+        for entry in self.partitions[topic_partition][offset : self.stable_end(topic_partition)]:
             if not entry.is_marker and (
                 entry.transaction is None or entry.transaction.state == "committed"
             ):
@@ -180,9 +180,11 @@ class MemoryKafka:
         if transaction is None:
             return
         transaction.state = state
-        for place in transaction.places:
-            entries = self.partitions[place]
-            entries.append(Entry(place, len(entries), None, None, (), None, is_marker=True))
+        for topic_partition in transaction.topic_partitions:
+            entries = self.partitions[topic_partition]
+            entries.append(
+                Entry(topic_partition, len(entries), None, None, (), None, is_marker=True)
+            )
         if state == "committed":
             for group, offsets in transaction.offsets.items():
                 self.commit(group, offsets)
@@ -204,9 +206,12 @@ class MemoryAdmin:
     def __init__(self, kafka: MemoryKafka) -> None:
         self._kafka, self._process = kafka, kafka.current
 
-    def end_offsets(self, places: Sequence[PartitionKey]) -> dict[PartitionKey, int]:
+    def end_offsets(self, topic_partitions: Sequence[PartitionKey]) -> dict[PartitionKey, int]:
         with self._process.call():
-            return {place: len(self._kafka.partitions[place]) for place in places}
+            return {
+                topic_partition: len(self._kafka.partitions[topic_partition])
+                for topic_partition in topic_partitions
+            }
 
     def close(self) -> None: ...
 
@@ -258,14 +263,14 @@ class MemoryProducer:
 
     def _deliver(self, count: int) -> None:
         leaving, self._buffer = self._buffer[:count], self._buffer[count:]
-        for place, fields, on_delivery in leaving:
-            self._kafka.append(place, **fields)
+        for topic_partition, fields, on_delivery in leaving:
+            self._kafka.append(topic_partition, **fields)
             # it is on the log, but its outcome is reported as unknown
             if self._process.lost_report:
                 self._process.lost_report = False
-                on_delivery(KafkaError(KafkaError._MSG_TIMED_OUT), MemoryMessage(place))
+                on_delivery(KafkaError(KafkaError._MSG_TIMED_OUT), MemoryMessage(topic_partition))
             else:
-                on_delivery(None, MemoryMessage(place))
+                on_delivery(None, MemoryMessage(topic_partition))
 
     def init_transactions(self, timeout: float) -> None:
         with self._process.call():
@@ -330,14 +335,18 @@ class MemoryConsumer:
 
     def _messages(self) -> Iterator[MemoryMessage]:
         """Give what there is, and move on as each is taken."""
-        for place in [place for place in self._positions if place not in self._paused]:
-            for entry in self._kafka.visible(place, self._positions[place]):
-                self._positions[place] = entry.offset + 1
-                yield MemoryMessage(place, entry)
-            end = self._kafka.stable_end(place)
-            if self._reports_ends and self._reported.get(place) != end:
-                self._reported[place] = end
-                yield MemoryMessage(place, failure=KafkaError(KafkaError._PARTITION_EOF))
+        for topic_partition in [
+            topic_partition
+            for topic_partition in self._positions
+            if topic_partition not in self._paused
+        ]:
+            for entry in self._kafka.visible(topic_partition, self._positions[topic_partition]):
+                self._positions[topic_partition] = entry.offset + 1
+                yield MemoryMessage(topic_partition, entry)
+            end = self._kafka.stable_end(topic_partition)
+            if self._reports_ends and self._reported.get(topic_partition) != end:
+                self._reported[topic_partition] = end
+                yield MemoryMessage(topic_partition, failure=KafkaError(KafkaError._PARTITION_EOF))
 
     def _rebalance(self) -> None:
         """Take part in one round: give back what others should have, then take what no one
@@ -352,19 +361,33 @@ class MemoryConsumer:
         target = self._target(members)
         self._call("on_revoke", held - target)
         of_others = {
-            place for member in members if member is not self for place in member._positions
+            topic_partition
+            for member in members
+            if member is not self
+            for topic_partition in member._positions
         }
         self._call("on_assign", target - held - of_others)
 
     def _target(self, members: list[MemoryConsumer]) -> set[PartitionKey]:
-        places = sorted(place for place in self._kafka.partitions if place[0] in self._topics)
-        count = 1 + max(partition for _, partition in places)
+        topic_partitions = sorted(
+            topic_partition
+            for topic_partition in self._kafka.partitions
+            if topic_partition[0] in self._topics
+        )
+        count = 1 + max(partition for _, partition in topic_partitions)
         mine = members.index(self)
-        return {place for place in places if place[1] * len(members) // count == mine}
+        return {
+            topic_partition
+            for topic_partition in topic_partitions
+            if topic_partition[1] * len(members) // count == mine
+        }
 
-    def _call(self, name: str, places: set[PartitionKey]) -> None:
-        if places:
-            self._callbacks[name](self, [TopicPartition(*place) for place in sorted(places)])
+    def _call(self, name: str, topic_partitions: set[PartitionKey]) -> None:
+        if topic_partitions:
+            self._callbacks[name](
+                self,
+                [TopicPartition(*topic_partition) for topic_partition in sorted(topic_partitions)],
+            )
 
     def commit(self, offsets: list[TopicPartition], *, asynchronous: bool) -> None:
         with self.process.call():
@@ -407,7 +430,7 @@ class MemoryConsumer:
         self._positions[position.topic, position.partition] = position.offset
 
     def assignment(self) -> list[TopicPartition]:
-        return [TopicPartition(*place) for place in self._positions]
+        return [TopicPartition(*topic_partition) for topic_partition in self._positions]
 
     def pause(self, partitions: list[TopicPartition]) -> None:
         self._paused |= {(one.topic, one.partition) for one in partitions}
@@ -423,7 +446,11 @@ class MemoryConsumer:
 
     def list_topics(self, topic: str, timeout: float) -> SimpleNamespace:
         with self.process.call():
-            partitions = {place[1]: None for place in self._kafka.partitions if place[0] == topic}
+            partitions = {
+                topic_partition[1]: None
+                for topic_partition in self._kafka.partitions
+                if topic_partition[0] == topic
+            }
             return SimpleNamespace(
                 topics={topic: SimpleNamespace(error=None, partitions=partitions)}
             )

@@ -1,8 +1,8 @@
 """A run whose roles are the product's own loops, over Kafka in memory, one turn at a time.
 
-Each process is a thread, but only one ever runs: it is handed the turn, and hands it back from the
-tick that every work loop makes once a round. So the caller of `turn` decides the interleaving, and
-the same calls give the same run.
+Each process is a thread, but only one ever runs: it receives the turn, and returns it from the tick
+that every work loop makes once a round. So the caller of `turn` decides the interleaving, and the
+same calls give the same run.
 """
 
 from __future__ import annotations
@@ -296,7 +296,7 @@ class SimulatedRun:
         """Create the run's topics; no process is started.
 
         Args:
-            monkeypatch: Puts Kafka in memory in the client's place until it is undone.
+            monkeypatch: Replaces the Kafka client with Kafka in memory until it is undone.
             overlap: Whether the trainer writes weights while it trains its next step.
             run: Keys of the run file's section `run`, in place of `SETTINGS`.
         """
@@ -323,7 +323,7 @@ class SimulatedRun:
         self.engine = self._worker("rollout", 0)
 
     def _put_in(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Take the real client's place, and every wait's."""
+        """Replace the real client and every wait."""
         structlog.configure(processors=[], logger_factory=structlog.ReturnLoggerFactory())
         monkeypatch.setattr(
             membership, "CHECK_SECONDS", math.inf
@@ -412,18 +412,24 @@ class SimulatedRun:
         """Take what is new on the log into the ledger, and the queue's new prompt groups into the
         open leases."""
         for entity in LEDGER_TOPICS:
-            for place in self.places(entity):
-                for entry in self.kafka.visible(place, self._read.get(place, 0)):
-                    self._read[place] = entry.offset + 1
+            for topic_partition in self.topic_partitions(entity):
+                for entry in self.kafka.visible(
+                    topic_partition, self._read.get(topic_partition, 0)
+                ):
+                    self._read[topic_partition] = entry.offset + 1
                     event = self.decoded(entry.stored)
                     if event is not None:
-                        self.ledger.note(event, TopicOffset(*place, entry.offset))
+                        self.ledger.note(event, TopicOffset(*topic_partition, entry.offset))
                     if isinstance(event, PromptGroupIssued):
                         self.open_leases[entry.offset] = event
 
-    def places(self, entity: str) -> list[tuple[str, int]]:
+    def topic_partitions(self, entity: str) -> list[tuple[str, int]]:
         """Return the partitions of a topic."""
-        return [place for place in self.kafka.partitions if place[0] == self.plan.topic(entity)]
+        return [
+            topic_partition
+            for topic_partition in self.kafka.partitions
+            if topic_partition[0] == self.plan.topic(entity)
+        ]
 
     def decoded(self, value: bytes | None) -> Event | None:
         """Return a record's event; None for what no one can read."""
@@ -434,7 +440,11 @@ class SimulatedRun:
 
     def events(self, entity: str) -> list[Event]:
         """Return the readable events of a topic."""
-        entries = [entry for place in self.places(entity) for entry in self.kafka.visible(place, 0)]
+        entries = [
+            entry
+            for topic_partition in self.topic_partitions(entity)
+            for entry in self.kafka.visible(topic_partition, 0)
+        ]
         return [event for entry in entries if (event := self.decoded(entry.stored)) is not None]
 
     def roll_out(

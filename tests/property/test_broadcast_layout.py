@@ -1,5 +1,6 @@
-"""Tensors cut into buckets and put together again are the same tensors, with the digest that their
-artifact has."""
+"""Tensors that are split into buckets and reassembled are unchanged, and have the digest of their
+artifact.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ def test_buckets_cover_the_row_once_within_their_bound(
     tensors: dict[str, Tensor], max_bytes: int
 ) -> None:
     layout = Layout.from_tensors(tensors)
-    covered = [place for bucket in layout.buckets(max_bytes=max_bytes) for place in bucket]
+    covered = [
+        byte_index for bucket in layout.buckets(max_bytes=max_bytes) for byte_index in bucket
+    ]
     assert covered == list(range(layout.num_bytes))
     assert all(0 < len(bucket) <= max_bytes for bucket in layout.buckets(max_bytes=max_bytes))
 
@@ -83,7 +86,7 @@ def test_large_tensors_are_sent_without_a_copy_and_small_ones_together() -> None
     tensors = {name: torch.arange(size, dtype=torch.float32) for name, size in sizes.items()}
     layout, staging = Layout.from_tensors(tensors), torch.empty(4096, dtype=torch.uint8)
     buckets = layout.buckets(max_bytes=4096)
-    assert [[place.name for place, _ in layout.overlapping(bucket)] for bucket in buckets] == [
+    assert [[entry.name for entry, _ in layout.overlapping(bucket)] for bucket in buckets] == [
         ["a"],
         ["b"],
         ["b"],

@@ -1,5 +1,6 @@
-"""Events survive the wire, as another Avro library reads it too; what is no event is refused;
-foreign schemas are read through ours."""
+"""Events survive encoding, also as another Avro library decodes them; invalid bytes are rejected;
+foreign schemas are resolved to ours.
+"""
 
 from __future__ import annotations
 

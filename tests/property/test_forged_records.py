@@ -1,5 +1,6 @@
-"""What a role that was taken over, or anybody on an open broker, writes into the trainer's input
-before the honest records come."""
+"""Forged records in the trainer's input, from a compromised role or an unknown producer, before the
+valid ones.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +44,9 @@ def due(run: SimulatedRun) -> dict[int, PromptGroupIssued]:
 
 
 def write(run: SimulatedRun, entity: str, event: Event, *, group_id: str) -> None:
-    place = (run.plan.topic(entity), run.plan.partition(group_id, 0))
+    topic_partition = (run.plan.topic(entity), run.plan.partition(group_id, 0))
     run.kafka.append(
-        place,
+        topic_partition,
         key=group_id.encode(),
         value=run.codec.encode(event),
         headers=[("policy-version", b"0")],
@@ -72,8 +73,8 @@ def dead_letters(run: SimulatedRun) -> Counter[str]:
         trainer.turn()
     entries = [
         entry
-        for place in run.places("trainer.dead-letters")
-        for entry in run.kafka.visible(place, 0)
+        for topic_partition in run.topic_partitions("trainer.dead-letters")
+        for entry in run.kafka.visible(topic_partition, 0)
     ]
     return Counter(dict(entry.carried)["error-class"].decode() for entry in entries)
 

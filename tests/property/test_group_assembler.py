@@ -1,5 +1,6 @@
-"""The assembler decides each prompt group once, whatever arrives in whatever order, and a restart
-decides the rest alike."""
+"""The assembler decides each prompt group once, in any order of arrival, and a restart reaches the
+same decisions.
+"""
 
 from __future__ import annotations
 
@@ -49,9 +50,16 @@ def logs(draw: st.DrawFn) -> list[tuple[Record, Item]]:
     events += draw(st.lists(st.sampled_from(events), max_size=6))
     offsets: Counter[TopicPartition] = Counter()
     log = []
-    for place, event in draw(st.permutations(events)):
-        log.append((Record(*place, offsets[place], event.prompt_group_id, b"", {}, 0), event))
-        offsets[place] += 1
+    for topic_partition, event in draw(st.permutations(events)):
+        log.append(
+            (
+                Record(
+                    *topic_partition, offsets[topic_partition], event.prompt_group_id, b"", {}, 0
+                ),
+                event,
+            )
+        )
+        offsets[topic_partition] += 1
     return log
 
 

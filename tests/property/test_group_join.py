@@ -1,5 +1,6 @@
-"""The join gives each prompt group once, complete, whatever the order, and never lets go of a
-record that is still needed."""
+"""The join returns each prompt group once and complete, in any order of arrival, and never commits
+past a record that is still needed.
+"""
 
 from __future__ import annotations
 
@@ -41,11 +42,22 @@ def arrivals(draw: st.DrawFn) -> list[tuple[Record, Sample]]:
     offsets: dict[tuple[str, int], int] = {}
     placed = []
     for topic, event in draw(st.permutations(events)):
-        place = (topic, event.policy_version)
-        offsets[place] = offsets.get(place, -1) + 1
+        topic_partition = (topic, event.policy_version)
+        offsets[topic_partition] = offsets.get(topic_partition, -1) + 1
         headers = {"policy-version": str(event.policy_version)}
         placed.append(
-            (Record(topic, place[1], offsets[place], event.prompt_group_id, b"", headers, 0), event)
+            (
+                Record(
+                    topic,
+                    topic_partition[1],
+                    offsets[topic_partition],
+                    event.prompt_group_id,
+                    b"",
+                    headers,
+                    0,
+                ),
+                event,
+            )
         )
     return placed
 
@@ -148,7 +160,7 @@ def test_low_watermark_stays_below_open_groups_and_reaches_the_end_when_all_are_
             join.close(group)
             finished.add(key)
         marks = marks_of(join)
-        assert all(marks[place] >= mark for place, mark in previous.items())
+        assert all(marks[topic_partition] >= mark for topic_partition, mark in previous.items())
         assert all(
             record.offset >= marks[record.topic, record.partition]
             for record, key in seen
@@ -195,7 +207,9 @@ def test_join_drops_one_partition_and_keeps_the_others(
     before = marks_of(join)
     for topic in ("rollout.samples", "reward.scores", "reference.logprobs", "actor.logprobs"):
         join.drop_partition(topic, 1)
-    assert marks_of(join) == {place: mark for place, mark in before.items() if place[1] != 1}
+    assert marks_of(join) == {
+        topic_partition: mark for topic_partition, mark in before.items() if topic_partition[1] != 1
+    }
     for record, event in sequence:
         if event.policy_version == 1 and (group := join.add(record, event)) is not None:
             join.close(group)

@@ -1,5 +1,6 @@
-"""The health manager over made-up runs: who is well is left alone, who is not is helped so often
-and no more, whatever happens to the controller."""
+"""The health manager over generated runs: healthy workers are left alone, and unhealthy ones get a
+bounded number of restarts, whatever happens to the controller.
+"""
 
 from __future__ import annotations
 

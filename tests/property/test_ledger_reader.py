@@ -1,5 +1,6 @@
-"""The ledger's reader over the log that the real work loops leave: in blocks of any size it comes
-to what a reader of everything does."""
+"""The block-wise ledger reader agrees with one that reads everything, for any block size, over the
+log of the real work loops.
+"""
 
 from __future__ import annotations
 

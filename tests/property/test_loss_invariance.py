@@ -1,5 +1,6 @@
-"""A step's loss and gradients don't depend on how its samples were ordered, cut up, packed or
-spread over ranks."""
+"""A step's loss and gradients do not depend on how its samples are ordered, split, packed or spread
+over ranks.
+"""
 
 from __future__ import annotations
 
@@ -122,11 +123,13 @@ def linear_samples(num_samples: int, seed: int) -> list[LinearSample]:
     samples = []
     for _ in range(num_samples):
         length = int(torch.randint(0, 7, (), generator=generator))
-        draw = torch.rand(length, 8, generator=generator, dtype=torch.float64)
+        uniform = torch.rand(length, 8, generator=generator, dtype=torch.float64)
         advantage = torch.randn(1, generator=generator, dtype=torch.float64)
-        columns = (-3 * draw[:, column] for column in (4, 5, 6))
+        columns = (-3 * uniform[:, column] for column in (4, 5, 6))
         samples.append(
-            LinearSample(draw[:, :3], (draw[:, 3] * 5).long(), *columns, advantage.expand(length))
+            LinearSample(
+                uniform[:, :3], (uniform[:, 3] * 5).long(), *columns, advantage.expand(length)
+            )
         )
     return samples
 
@@ -244,7 +247,7 @@ def test_loss_and_gradient_do_not_depend_on_order_and_micro_batches(
 @pytest.mark.parametrize("change", CORRECTIONS)
 @pytest.mark.parametrize("name", NAMES)
 def test_float32_loss_and_gradient_are_within_1e_4_of_float64(name, change):
-    # Fixed samples: among many draws there is one with a token within float32's rounding of a clip
+    # Fixed samples: many random ones would include a token within float32's rounding of a clip
     # bound, where the gradient jumps.
     samples, algorithm = linear_samples(10, 3), config_of(name, change)
     loss, gradient = step([samples], algorithm)

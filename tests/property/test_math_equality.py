@@ -1,4 +1,4 @@
-"""Numbers are equal when they are, however they are written."""
+"""Equal numbers are equal in any notation."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Engine, scorers and trainer say the same of every token, however media and text were packed,
-padded and spread; and so does transformers."""
+"""Engine, scorers and trainer compute the same log-probabilities, however media and text are
+packed, padded and spread; and so does transformers.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,5 +1,6 @@
-"""A step of pairs is the same however it was cut between pairs, packed, and in whatever order the
-pairs came."""
+"""A step of preference pairs does not depend on how it is split between pairs,
+packed, or ordered.
+"""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def test_restarted_prompter_loses_no_row_and_repeats_none(
     first = PromptSampler(stream_of(1000), filters, block_rows=block_rows)
     written = first.next_rows(before, train_step=0)
     written += [
-        choice for place, choice in enumerate(first.next_rows(8, train_step=1)) if place not in lost
+        choice for index, choice in enumerate(first.next_rows(8, train_step=1)) if index not in lost
     ]
     second = PromptSampler(stream_of(1000), filters, block_rows=block_rows)
     for choice in written:

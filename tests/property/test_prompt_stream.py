@@ -96,7 +96,7 @@ def test_mixture_gives_every_dataset_its_share_in_any_interval(
     for position in range(start, start + 200):
         counts[order.dataset_row(position).dataset] += 1
     for count, weight in zip(counts, weights, strict=True):
-        # Evenly spread, a dataset is never more than a place ahead or behind for each of the
+        # Evenly spread, a dataset is never more than one position ahead or behind for each of the
         # others; at both ends of what is looked at.
         assert abs(count - 200 * weight / sum(weights)) <= len(weights) + 1
 
@@ -114,11 +114,13 @@ def test_mixture_goes_through_the_epochs_of_each_dataset(
         st.lists(st.sampled_from([0.5, 1.0, 2.0, 3.0]), min_size=len(sizes), max_size=len(sizes))
     )
     order = PromptOrder(sizes, seed=seed, shuffle=True, weights=weights)
-    places = [
+    dataset_rows = [
         order.dataset_row(position) for position in range(600)
     ]  # at least 46 of each, by weights of 0.5, 3 and 3
     for dataset, size in enumerate(sizes):
-        indices = [place.index for place in places if place.dataset == dataset]
+        indices = [
+            dataset_row.index for dataset_row in dataset_rows if dataset_row.dataset == dataset
+        ]
         whole = len(indices) // size
         assert whole > 0
         for epoch_number in range(whole):
@@ -128,21 +130,28 @@ def test_mixture_goes_through_the_epochs_of_each_dataset(
 
 
 def test_mixture_of_three_to_one_is_as_worked_out_by_hand() -> None:
-    # Places of the first at 1/6, 3/6, 5/6 of the cycle, of the second at 1/2; the first dataset
+    # Positions of the first at 1/6, 3/6, 5/6 of the cycle, of the second at 1/2; the first dataset
     # goes first where they meet.
     order = PromptOrder([100, 2], seed=0, shuffle=False, weights=[1.5, 0.5])
-    places = [order.dataset_row(position) for position in range(12)]
-    assert [place.dataset for place in places] == [0, 0, 1, 0] * 3
-    assert [place.index for place in places if place.dataset == 0] == list(range(9))
-    assert [place.index for place in places if place.dataset == 1] == [0, 1, 0]
+    dataset_rows = [order.dataset_row(position) for position in range(12)]
+    assert [dataset_row.dataset for dataset_row in dataset_rows] == [0, 0, 1, 0] * 3
+    assert [dataset_row.index for dataset_row in dataset_rows if dataset_row.dataset == 0] == list(
+        range(9)
+    )
+    assert [dataset_row.index for dataset_row in dataset_rows if dataset_row.dataset == 1] == [
+        0,
+        1,
+        0,
+    ]
     assert [order.data_row(position) for position in range(4)] == [0, 1, 100, 2]
 
 
 def test_mixture_orders_datasets_of_one_size_differently() -> None:
     order = PromptOrder([50, 50], seed=1, shuffle=True, weights=[1, 1])
-    places = [order.dataset_row(position) for position in range(100)]
+    dataset_rows = [order.dataset_row(position) for position in range(100)]
     first, second = (
-        [place.index for place in places if place.dataset == dataset] for dataset in (0, 1)
+        [dataset_row.index for dataset_row in dataset_rows if dataset_row.dataset == dataset]
+        for dataset in (0, 1)
     )
     assert first != second
 
@@ -173,8 +182,8 @@ def test_stream_position_maps_to_dataset_and_row() -> None:
 
 
 def test_permutation_spreads_neighbours_over_the_whole_range() -> None:
-    places = [permute(position, size=10_000, key="0:0") for position in range(1000)]
-    # Independent uniform draws have mean 4999.5 and standard error 10000 / sqrt(12 * 1000) = 91.
-    assert abs(sum(places) / 1000 - 4999.5) < 4 * 91
-    jumps = sum(abs(second - first) for first, second in pairwise(places)) / 999
+    positions = [permute(position, size=10_000, key="0:0") for position in range(1000)]
+    # Independent uniform positions have mean 4999.5 and standard error 10000 / sqrt(12 * 1000) = 91.
+    assert abs(sum(positions) / 1000 - 4999.5) < 4 * 91
+    jumps = sum(abs(second - first) for first, second in pairwise(positions)) / 999
     assert abs(jumps - 10_000 / 3) < 4 * 75

@@ -1,5 +1,6 @@
-"""Routers whose engines are lost, stay away, refuse weights in any order: each sample comes back
-once, with its tokens, of the weights it names."""
+"""Routers whose engines fail, stay unavailable or refuse weights in any order: each sample is
+returned once, with its tokens, from the weights that it names.
+"""
 
 from __future__ import annotations
 
@@ -49,26 +50,26 @@ def weights_of(policy_version: int) -> Weights:
 
 
 @cache
-def engine_of(place: int) -> TransformersEngine:
+def engine_of(index: int) -> TransformersEngine:
     """Open an engine once for all examples."""
     return make_engine()
 
 
 @cache
 def tokens_of(number: int, num_samples: int, policy_version: int) -> dict[str, list[int]]:
-    """Give what one engine alone draws for a prompt group under one version."""
+    """Return what one engine alone samples for a prompt group under one version."""
     engine = engine_of(NUM_SITES)
     engine.load_weights(weights_of(policy_version % 2))
     engine.submit(make_request(number, num_samples=num_samples, max_new_tokens=40))
     return {name: sample.tokens.tolist() for name, sample in finish(engine).items()}
 
 
-def opened(place: int) -> Callable[[], Engine]:
+def opened(index: int) -> Callable[[], Engine]:
     """Return what gives an engine as if it were new: it holds nothing, and has the weights of the
     model's folder."""
 
     def open_engine() -> Engine:
-        engine = engine_of(place)
+        engine = engine_of(index)
         engine.abort()
         engine.load_weights(weights_of(0))
         engine.poll(timeout_seconds=0.0)
@@ -86,7 +87,7 @@ class RoutingMachine(RuleBasedStateMachine):
         self.patch.setattr(policies, "MAX_PAUSE_SECONDS", PAUSE_SECONDS)
         self.patch.setattr(replica, "IDLE_SECONDS", PAUSE_SECONDS)
         self.patch.setattr(router, "MAX_CONSECUTIVE_FAILURES", 10**6)
-        self.sites = [Site(f"engine-{place}", opened(place)) for place in range(NUM_SITES)]
+        self.sites = [Site(f"engine-{index}", opened(index)) for index in range(NUM_SITES)]
         self.router = make_router(self.sites)
         self.requests: dict[str, GenerationRequest] = {}
         self.running: set[str] = set()
@@ -104,18 +105,18 @@ class RoutingMachine(RuleBasedStateMachine):
     def poll(self) -> None:
         self.take(self.router.poll(timeout_seconds=0.02))
 
-    @rule(place=SITES, is_away=st.booleans())
-    def record_failure(self, place: int, is_away: bool) -> None:
-        self.sites[place].is_away = is_away
-        self.sites[place].record_failure()
+    @rule(index=SITES, is_away=st.booleans())
+    def record_failure(self, index: int, is_away: bool) -> None:
+        self.sites[index].is_away = is_away
+        self.sites[index].record_failure()
 
-    @rule(place=SITES)
-    def return_(self, place: int) -> None:
-        self.sites[place].is_away = False
+    @rule(index=SITES)
+    def return_(self, index: int) -> None:
+        self.sites[index].is_away = False
 
-    @rule(place=SITES, is_held=st.booleans(), refuses=st.booleans())
-    def hinder(self, place: int, is_held: bool, refuses: bool) -> None:
-        self.sites[place].is_held, self.sites[place].refuses_weights = is_held, refuses
+    @rule(index=SITES, is_held=st.booleans(), refuses=st.booleans())
+    def hinder(self, index: int, is_held: bool, refuses: bool) -> None:
+        self.sites[index].is_held, self.sites[index].refuses_weights = is_held, refuses
 
     @rule(on_running=st.sampled_from(["restart", "swap"]))
     def load(self, on_running: str) -> None:
@@ -191,12 +192,14 @@ class RoutingMachine(RuleBasedStateMachine):
         ends = np.cumsum([segment.num_tokens for segment in sample.segments]).tolist()
         assert ends[-1] == 40
         for segment, end in zip(sample.segments, ends, strict=True):
-            place = slice(end - segment.num_tokens, end)
+            tokens_of_segment = slice(end - segment.num_tokens, end)
             if not segment.kept_cache:
                 plain = plain_logprobs(
                     request.prompt_tokens, sample.tokens, path=folder_of(segment.policy_version)
                 )
-                np.testing.assert_allclose(sample.logprobs[place], plain[place], atol=1e-5)
+                np.testing.assert_allclose(
+                    sample.logprobs[tokens_of_segment], plain[tokens_of_segment], atol=1e-5
+                )
         if len(set(versions)) == 1 and not sample.segments[0].kept_cache:
             number = int(sample.prompt_group_id[1:])
             assert (

@@ -1,5 +1,6 @@
-"""Requests over made-up runs: whatever dies, and whenever, each ends, by the rules, and nothing is
-left of what was taken back."""
+"""Scaling requests over generated runs: whichever process dies, and whenever, each request ends by
+the rules, and a rolled-back request leaves nothing.
+"""
 
 from __future__ import annotations
 

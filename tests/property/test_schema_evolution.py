@@ -1,8 +1,8 @@
-"""Old and new schemas read each other's records: generated data of every event, written by one and
-read through the other.
+"""Old and new schemas read each other's records: generated data of every event, written with one
+and read through the other.
 
-What a reader should get is worked out here from the two schemas as the Avro specification says, not
-by the library that reads.
+The expected values are computed here from the two schemas as the Avro specification says, not by
+the library that reads.
 """
 
 from __future__ import annotations

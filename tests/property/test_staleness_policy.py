@@ -115,10 +115,10 @@ def test_admitted_steps_are_those_whose_oldest_allowed_version_is_published(
 
 @given(taken=st.sets(st.tuples(st.integers(0, 3), st.integers(0, 3))))
 def test_unissued_batch_slots_are_listed_in_order(taken: set[tuple[int, int]]) -> None:
-    places = find_unissued_slots(
+    empty_slots = find_unissued_slots(
         [BatchSlot(*slot) for slot in taken], steps=range(1, 3), prompts_per_step=3
     )
-    assert [(place.train_step, place.group_index) for place in places] == [
+    assert [(empty_slot.train_step, empty_slot.group_index) for empty_slot in empty_slots] == [
         (step, index) for step in (1, 2) for index in range(3) if (step, index) not in taken
     ]
 
@@ -171,12 +171,12 @@ class SimulatedRun:
         steps = admitted_steps(
             self.version, max_staleness=self.max_staleness, num_steps=self.num_steps
         )
-        for place in find_unissued_slots(
+        for empty_slot in find_unissued_slots(
             self.taken_slots, steps=steps, prompts_per_step=self.prompts_per_step
         ):
             self.issue(
-                IssuedGroup(place, 0, self.next_row),
-                required=max(place.train_step - self.max_staleness, 0),
+                IssuedGroup(empty_slot, 0, self.next_row),
+                required=max(empty_slot.train_step - self.max_staleness, 0),
             )
             self.next_row += 1
 

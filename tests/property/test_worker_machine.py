@@ -1,8 +1,8 @@
-"""The real work loops under every interleaving and crash that hypothesis thinks of: the ledger's
+"""The real work loops under every interleaving and crash that hypothesis generates: the ledger's
 promises hold at every moment, and when the faults stop, every step gets its exact batch.
 
-The machine must be able to fail: each mutation below breaks one of the mechanisms that delivery
-    rests on, and is found.
+The test must be able to fail: each mutation below breaks one of the mechanisms that delivery rests
+on, and is detected.
 """
 
 from __future__ import annotations
@@ -236,12 +236,15 @@ class WorkerMachine(RuleBasedStateMachine):
                     group_index=0,
                     attempt=0,
                 )
-            place = (
+            topic_partition = (
                 self.run.plan.topic(TRAINING_SAMPLES),
                 self.run.plan.partition(event.prompt_group_id, version),
             )
             if how == "other partition":
-                place = (place[0], (place[1] + 1) % self.run.plan.num_sample_partitions)
+                topic_partition = (
+                    topic_partition[0],
+                    (topic_partition[1] + 1) % self.run.plan.num_sample_partitions,
+                )
             key = (
                 "000000-0000-0"
                 if how == "other key" and name != "000000-0000-0"
@@ -249,7 +252,7 @@ class WorkerMachine(RuleBasedStateMachine):
             )
             if how != "other key" or key != name:
                 self.run.kafka.append(
-                    place,
+                    topic_partition,
                     key=key.encode(),
                     value=CODEC.encode(event),
                     headers=[("policy-version", str(version).encode())],
@@ -261,12 +264,14 @@ class WorkerMachine(RuleBasedStateMachine):
     )
     def record_is_doubled(self, pick: int, entity: str) -> None:
         entries = [
-            entry for place in self.run.places(entity) for entry in self.run.kafka.visible(place, 0)
+            entry
+            for topic_partition in self.run.topic_partitions(entity)
+            for entry in self.run.kafka.visible(topic_partition, 0)
         ]
         if entries:
             entry = entries[pick % len(entries)]
             self.run.kafka.append(
-                entry.place, key=entry.key, value=entry.stored, headers=entry.carried
+                entry.topic_partition, key=entry.key, value=entry.stored, headers=entry.carried
             )
 
     @invariant()
@@ -314,11 +319,11 @@ class WorkerMachine(RuleBasedStateMachine):
             if isinstance(event, PolicyVersionPublished)
         ]
         oldest = max(versions, default=-1) - self.run.config.run.max_staleness
-        for place in self.run.places("rollout.samples"):
-            for entry in self.run.kafka.visible(place, 0):
+        for topic_partition in self.run.topic_partitions("rollout.samples"):
+            for entry in self.run.kafka.visible(topic_partition, 0):
                 sample = self.run.decoded(entry.stored)
                 if (
-                    entry.offset < committed.get(place, 0)
+                    entry.offset < committed.get(topic_partition, 0)
                     and isinstance(sample, SampleRolledOut)
                     and sample.policy_version >= oldest
                 ):
@@ -334,11 +339,15 @@ class WorkerMachine(RuleBasedStateMachine):
     def offsets_never_pass_a_prompt_group_without_its_end(self) -> None:
         ended = self._group_ids("control.prompt-group-outcomes")
         committed = self.run.kafka.committed.get(self.run.plan.consumer_group("trainer"), {})
-        for place in [place for entity in TRAINER_INPUTS for place in self.run.places(entity)]:
-            for entry in self.run.kafka.visible(place, 0):
-                is_passed = entry.offset < committed.get(place, 0) and not self._is_refused(
-                    place[0], self.run.decoded(entry.stored)
-                )
+        for topic_partition in [
+            topic_partition
+            for entity in TRAINER_INPUTS
+            for topic_partition in self.run.topic_partitions(entity)
+        ]:
+            for entry in self.run.kafka.visible(topic_partition, 0):
+                is_passed = entry.offset < committed.get(
+                    topic_partition, 0
+                ) and not self._is_refused(topic_partition[0], self.run.decoded(entry.stored))
                 assert not is_passed or (entry.key or b"").decode() in ended
 
     def _is_refused(self, topic: str, event: Event | None) -> bool:
@@ -430,12 +439,14 @@ class WorkerMachine(RuleBasedStateMachine):
         return issued[pick % len(issued)]
 
     def _write(self, entity: str, prompt_group_id: str, policy_version: int, value: bytes) -> None:
-        place = (
+        topic_partition = (
             self.run.plan.topic(entity),
             self.run.plan.partition(prompt_group_id, max(policy_version, 0)),
         )
         headers = [("policy-version", str(policy_version).encode())]
-        self.run.kafka.append(place, key=prompt_group_id.encode(), value=value, headers=headers)
+        self.run.kafka.append(
+            topic_partition, key=prompt_group_id.encode(), value=value, headers=headers
+        )
 
 
 class OverlapMachine(WorkerMachine):
@@ -513,7 +524,10 @@ def one_transaction_each(whole: Callable[..., None]) -> Callable[..., None]:
 
 def newest_read(assembler: BatchAssembler) -> list[TopicOffset]:
     """Return how far was read, whatever is still undecided."""
-    return [TopicOffset(*place, position) for place, position in assembler._positions.items()]
+    return [
+        TopicOffset(*topic_partition, position)
+        for topic_partition, position in assembler._positions.items()
+    ]
 
 
 unique = iter(range(1_000_000_000))

@@ -1,1 +1,1 @@
-"""The stack on one machine: containers for every part of a run, and what tries it out."""
+"""The container stack on one machine, and the programs that test it."""

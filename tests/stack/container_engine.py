@@ -220,7 +220,7 @@ def _start_daemon() -> None:
             "this as root"
         )
     ENGINE.mkdir(parents=True, exist_ok=True)
-    places = [
+    path_options = [
         "--data-root",
         str(ENGINE / "data"),
         "--exec-root",
@@ -230,7 +230,7 @@ def _start_daemon() -> None:
     ]
     with (ENGINE / "log").open("ab") as log:
         subprocess.Popen(
-            ["dockerd", *places, "--host", f"unix://{ENGINE / 'docker.sock'}"],
+            ["dockerd", *path_options, "--host", f"unix://{ENGINE / 'docker.sock'}"],
             stdout=log,
             stderr=log,
             start_new_session=True,

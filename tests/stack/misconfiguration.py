@@ -208,12 +208,12 @@ MISCONFIGURATIONS = (
     ),
     Misconfiguration(
         "volume read-only",
-        r"error: model folder \.relax/models can't be written: Read-only file system; give model\.path in one that can",
+        r"error: model folder \.relax/models can't be written: Read-only file system; set model\.path to a path in a writable folder",
         use_read_only_volume,
     ),
     Misconfiguration(
         "GPU asked of the image for a CPU",
-        r"model\.device = 'cuda' asks for a GPU that is not available: .*; give the process one, or set model\.device = 'auto'",
+        r"model\.device = 'cuda' asks for a GPU that is not available: .*; give the process a GPU, or set model\.device = 'auto'",
         lambda engine, folder: run_refused(
             engine, *ONCE, "trainer", "worker", "trainer", RUN_FILE, "model.device=cuda"
         ),
@@ -229,7 +229,7 @@ MISCONFIGURATIONS = (
 
 
 def run_all() -> None:
-    """Make every case, check what is said, and write the report.
+    """Run every case, check its error message, and write the report.
 
     Raises:
         StackError: A command succeeded, took too long, or reported something else.

@@ -1,5 +1,5 @@
 """Unit tests are pure logic: a test that starts a thread or a process, or uses a socket, fails
-here; its place is `tests/component`."""
+here; it belongs in `tests/component`."""
 
 from __future__ import annotations
 

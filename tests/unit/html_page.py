@@ -1,4 +1,4 @@
-"""An HTML page taken apart, for what stands in it."""
+"""Parses an HTML page for assertions on its contents."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """A tiny model that reads images, image files, prompts with them, and the same computed by
-transformers alone."""
+transformers alone.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Made-up control events of a run, for what shows and reports runs."""
+"""Control events of a run, built by hand, for tests of displays and reports."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -52,7 +52,7 @@ def train_step(
 
 def records_of(step: TrainStepCommitted, *, version: int) -> list[tuple[Event, TopicOffset]]:
     """Return the records of a `train_step` and of its prompt group, which this version generated,
-    with their places."""
+    with their offsets."""
     (group,) = step.prompt_group_ids
     records: list[tuple[Event, TopicOffset]] = [
         (issued(group), at("prompt.groups", step.train_step))
@@ -72,7 +72,7 @@ def records_of(step: TrainStepCommitted, *, version: int) -> list[tuple[Event, T
 
 
 def at(entity: str, offset: int = 0) -> TopicOffset:
-    """Return a place in a topic of one partition."""
+    """Return an offset in a topic of one partition."""
     return TopicOffset(f"relax.shown.{entity}", 0, offset)
 
 

@@ -1,4 +1,4 @@
-"""A program that stands in for a worker: `python -m tests.unit.stand_in DEED`."""
+"""A program that replaces a worker: `python -m tests.unit.stand_in ACTION`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import sys
 from relax_events.telemetry.final_error import write_final_error
 
 
-def main(deed: str, *words: str) -> None:
-    """Do what is asked for."""
-    if deed == "show":
+def main(action: str, *words: str) -> None:
+    """Perform an action of the test."""
+    if action == "show":
         seen = {
             "arguments": sys.argv[1:],
             "environment": dict(os.environ),
@@ -24,7 +24,7 @@ def main(deed: str, *words: str) -> None:
             "modules": {name: name in sys.modules for name in words},
         }
         print(json.dumps(seen))
-    elif deed == "end":
+    elif action == "end":
         if words[0] == "misread":
             print(
                 (
@@ -38,11 +38,11 @@ def main(deed: str, *words: str) -> None:
         if not words[0].isdecimal():
             write_final_error(type(words[0], (Exception,), {})("no room for 7.42 GiB"), exit_code=1)
         sys.exit(int(words[0]) if words[0].isdecimal() else 1)
-    elif deed == "drain":
+    elif action == "drain":
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         print("up", flush=True)
         signal.pause()
-    elif deed == "ignore":
+    elif action == "ignore":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         print("up", flush=True)
         while True:

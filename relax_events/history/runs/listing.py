@@ -214,7 +214,7 @@ def _read_logs(
         for record, event in decode_records(reader, spans):
             if not belongs_on(TopicPlan.parse_entity(record.topic), event):
                 log.warning(
-                    "record.misplaced", place=record.location, event_type=type(event).__name__
+                    "record.misplaced", location=record.location, event_type=type(event).__name__
                 )
                 continue
             run = runs[parse_run_id(record.topic)]
@@ -280,14 +280,14 @@ def decode_records(
         except UnknownFingerprint:
             unknown.setdefault(parse_run_id(record.topic), []).append(record)
         except (CorruptRecord, SchemaError) as error:
-            log.warning("record.decode_failed", place=record.location, error=str(error))
+            log.warning("record.decode_failed", location=record.location, error=str(error))
     for run_id, records in sorted(unknown.items()):
         run_codec = _read_codec(reader, run_id)
         for record in records:
             try:
                 yield record, run_codec.decode(record.value)
             except (CorruptRecord, SchemaError) as error:
-                log.warning("record.decode_failed", place=record.location, error=str(error))
+                log.warning("record.decode_failed", location=record.location, error=str(error))
 
 
 def _read_codec(reader: LogReader, run_id: str) -> EventCodec:
@@ -301,5 +301,5 @@ def _read_codec(reader: LogReader, run_id: str) -> EventCodec:
             try:
                 codec.learn(record.value, key=record.key)
             except SchemaError as error:
-                log.warning("record.decode_failed", place=record.location, error=str(error))
+                log.warning("record.decode_failed", location=record.location, error=str(error))
     return codec

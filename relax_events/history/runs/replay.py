@@ -1,7 +1,8 @@
-"""Checks and completes a replay before it starts: where it ends, and that all records it will train
-are still on the log.
+"""Prepares and verifies a replay.
 
-Compares a replay with its parent, step by step and bit for bit: metrics and weights.
+Before it starts: finds its last step, and checks that all records that it will train are still on
+the log. Afterwards: compares its metrics and weights with the parent's, step by step and bit for
+bit.
 """
 
 from __future__ import annotations

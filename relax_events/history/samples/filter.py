@@ -102,7 +102,7 @@ class SampleFilter:
         )
 
     def matches_sample(self, sample: SampleRolledOut) -> bool:
-        """Return whether a sample matches, judging by its own record."""
+        """Return whether a sample matches, according to its own record."""
         return (
             self.versions[0] <= sample.policy_version <= self.versions[1]
             and self.prompt_group_id in ("", sample.prompt_group_id)

@@ -1,6 +1,5 @@
-"""Reads samples back from a run's log, with their scores and outcomes.
-
-Follows samples as they are generated and scored.
+"""Reads samples with their scores and outcomes from a run's log: finished ones by policy version or
+position, and live ones as they are generated and scored.
 """
 
 from __future__ import annotations

@@ -53,8 +53,8 @@ Report = Callable[[RescoringProgress], None]
 
 
 def default_scores_name(function: str) -> str:
-    """Return the default name of a reward function's scores: `gsm8k`, or `judge-strict` for
-    `rewards/judge.py:strict`.
+    """Return the default name of a reward function's scores: `gsm8k`, or `math-strict` for
+    `rewards/math.py:strict`.
     """
     path, _, name = function.rpartition(":")
     stem = path.replace("\\", "/").rpartition("/")[2].removesuffix(".py")

@@ -1,16 +1,16 @@
-"""Reads the members of a consumer group and their assignments from the coordinator.
+"""Reads the members of a consumer group from its coordinator, and evicts members that a worker's
+predecessor left behind.
 
-The admin client's request never returns after a restart of its broker (librdkafka 2.16).
+Reading: the admin client's request never returns after a restart of its broker (librdkafka 2.16),
+so this file sends FindCoordinator and ConsumerGroupDescribe itself.
 
-Source: Kafka protocol guide (FindCoordinator v1, ConsumerGroupDescribe v0).
+Evicting: a broker keeps a dead member until its session expires, and a restarted broker may never
+check it again (seen with Kafka 4.3.1). A worker id belongs to one process at a time, so an existing
+member with our client id is dead or a zombie. It is removed by a leaving heartbeat, and its
+partitions are free at once.
 
-Ends the group memberships of a worker's predecessor, so that its partitions are free at once.
-
-A broker keeps a dead member until its session expires, and a restarted broker may never check it
-again (seen with Kafka 4.3.1). A worker id belongs to one process at a time, so an existing member
-with our client id is dead or a zombie.
-
-Source: Kafka protocol guide (ConsumerGroupHeartbeat v0); leaving by heartbeat: KIP-848.
+Source: Kafka protocol guide (FindCoordinator v1, ConsumerGroupDescribe v0, ConsumerGroupHeartbeat
+v0); leaving by heartbeat: KIP-848.
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
 """IFBench's instructions about words, sentences and their numbers. All are English.
 
-Words are what stands between white space, without punctuation; sentences are split as for IFEval.
-Source: Generalizing Verifiable Instruction Following (arXiv 2507.02833), and its published
-definitions.
+Words are separated by white space and stripped of punctuation; sentences are split as for IFEval.
+Three instructions need knowledge of English: stop words, syllables, parts of speech. The published
+program asks NLTK, which downloads a word list and a tagger's model when it is called. Here the word
+list is part of this file, and the dictionaries come with syllapy and textblob, so nothing is
+downloaded.
 
-IFBench's three instructions that need knowledge of English: stop words, syllables, parts of
-speech.
-
-The published program asks NLTK, which downloads a word list and a tagger's model when it is called.
-Here the word list is written down, and syllapy and textblob bring their dictionaries with them, so
-nothing is downloaded.
 Source: Generalizing Verifiable Instruction Following (arXiv 2507.02833), and its published
 definitions.
 """

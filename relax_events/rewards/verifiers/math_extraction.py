@@ -168,7 +168,7 @@ def _text_of(found: Sequence[Any]) -> str:
     return str(found[-1])
 
 
-def _verdict(given: str, is_right: bool, place: str, wanted: Sequence[str]) -> MathFinding:
+def _verdict(given: str, is_right: bool, location: str, wanted: Sequence[str]) -> MathFinding:
     references_said = " or ".join(repr(one) for one in wanted)
     why = f"it {'equals' if is_right else 'does not equal'} {references_said:.200}"
-    return MathFinding(answer=given, location=place, why=why, is_right=is_right)
+    return MathFinding(answer=given, location=location, why=why, is_right=is_right)

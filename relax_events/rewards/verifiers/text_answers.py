@@ -1,6 +1,5 @@
-"""Rewards for multiple-choice questions.
-
-Rewards that compare a completion with the reference answer as text or as a number.
+"""Rewards that compare a completion with the reference answer as text, as a number or as the letter
+of a choice.
 """
 
 from __future__ import annotations
@@ -31,10 +30,12 @@ def exact_match(completion: str, *, answer: str, metadata: dict[str, Any], promp
 def explain_gsm8k(completion: str, *, answer: str, **_: Any) -> Explanation:
     """Explain which number was compared."""
     wanted, given = final_number(answer), final_number(completion)
-    place = f"behind {FINAL_ANSWER_MARK}" if FINAL_ANSWER_MARK in completion else "the last number"
+    matched_part = (
+        f"behind {FINAL_ANSWER_MARK}" if FINAL_ANSWER_MARK in completion else "the last number"
+    )
     return Explanation(
         answer=None if given is None else str(given),
-        location="no number" if given is None else place,
+        location="no number" if given is None else matched_part,
         why="the reference answer has no number"
         if wanted is None
         else f"it {'is' if given == wanted else 'is not'} {wanted}",
@@ -134,10 +135,10 @@ def explain_gpqa(
     text, choices = final_text(completion), _read_choices(metadata)
     named, wanted = chosen_letter(text, num_choices=len(choices)), correct_letter(answer, metadata)
     letter = named or _only_choice_in(text, choices)
-    place = "a letter" if named else "the text of a choice" if letter else "no choice"
+    matched_part = "a letter" if named else "the text of a choice" if letter else "no choice"
     return Explanation(
         answer=letter,
-        location=place,
+        location=matched_part,
         why=f"it {'is' if letter == wanted else 'is not'} the right letter {wanted}",
     )
 

@@ -1,7 +1,7 @@
-"""Sends spans to a collector from a separate thread. An unavailable collector loses spans, which
-are counted, and never delays the worker.
+"""Opens a worker's traces as configured in the run file, and sends its spans to a collector from a
+separate thread.
 
-Opens a worker's traces as configured in the run file.
+An unavailable collector loses spans, which are counted, and never delays the worker.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
-from relax_events.config import RunConfig
+from relax_events.config import RunConfig, TracesConfig
 from relax_events.errors import ConfigError
 from relax_events.telemetry.component_metrics import SpanMetrics
 from relax_events.telemetry.traces.api import Traces
@@ -112,13 +112,12 @@ class SpanQueue(BatchSpanProcessor):
 PACKAGE = "opentelemetry.exporter.otlp.proto.http"
 
 
-def require_tracing(config: RunConfig) -> str:
+def require_tracing(traces: TracesConfig) -> str:
     """Describe where traces are sent, after checking that OpenTelemetry is installed.
 
     Raises:
         ConfigError: OpenTelemetry is not installed.
     """
-    traces = config.telemetry.traces
     if not traces.endpoint:
         return "none: telemetry.traces.endpoint is empty"
     if not _is_installed():
@@ -139,17 +138,18 @@ def open_traces(config: RunConfig, *, role: str, worker_id: str, counts: SpanMet
     """Open a worker's traces, which record nothing without a collector; raises as
     `require_tracing`.
     """
-    require_tracing(config)
-    if not config.telemetry.traces.endpoint:
+    traces = config.telemetry.traces
+    require_tracing(traces)
+    if not traces.endpoint:
         return Traces()
     from relax_events.telemetry.traces.export import SpanQueue, SpanSender
     from relax_events.telemetry.traces.recorded import RecordedTraces
 
-    queue = SpanQueue(SpanSender(config.telemetry.traces.endpoint, counts), counts)
+    queue = SpanQueue(SpanSender(traces.endpoint, counts), counts)
     return RecordedTraces(
         queue,
         run_id=config.run.id,
         role=role,
         worker_id=worker_id,
-        ratio=config.telemetry.traces.ratio,
+        ratio=traces.ratio,
     )

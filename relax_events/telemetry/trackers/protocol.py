@@ -1,7 +1,5 @@
-"""The protocol of experiment trackers.
-
-Stores which steps a tracker has received, so that a restarted metrics worker sends nothing
-twice.
+"""The protocol of experiment trackers, and the record of the steps that each tracker has received,
+so that a restarted metrics worker sends nothing twice.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Sums over a step, kept on the device during its micro-batches and added over ranks at its end.
+"""Sums over a step, kept on the device during its micro-batches and added over ranks at its end;
+and the train step's metrics.
 
-Builds the metrics of a train step from its optimizer steps: usually one, several with
-mini-batches or passes.
+A train step has one optimizer step, or several with mini-batches or passes.
 """
 
 from __future__ import annotations

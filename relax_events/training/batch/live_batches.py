@@ -140,9 +140,9 @@ class LiveBatches:
             ):
                 samples = [self._intake.decode_again(record) for record in records]
         except UNUSABLE as error:  # it could be had when its record came
-            places = [(record.partition, record.offset) for record in records]
+            locations = [(record.partition, record.offset) for record in records]
             batch.exclude(
-                UntrainableGroup(group.prompt_group_id, group.policy_version, places, error)
+                UntrainableGroup(group.prompt_group_id, group.policy_version, locations, error)
             )
         else:
             batch.feed(samples)

@@ -1,8 +1,8 @@
-"""Assigns each token of a micro-batch a cell in the model's rows. Pure functions of lengths, numpy
-alone.
+"""Reads a sample's token arrays and assigns each token of a micro-batch a cell in the model's rows.
+Pure functions of arrays and lengths, numpy alone.
 
-Separate: each sample has its own prompt, and positions that restart at 0 separate it from its
-neighbours:
+There are two layouts. Separate: each sample has its own prompt, and positions that restart at 0
+separate it from its neighbours:
 
     row        p p p p a a a | p p p p b b | -          position   0 1 2 3 4 5 6   0 1 2 3 4 5   .
 
@@ -14,9 +14,6 @@ follow as branches:
 
 A token attends to the earlier tokens of its unit's prompt and of its own branch, so its hidden
 state equals that of the separate layout, within rounding.
-
-Defines the token arrays that trainer and scorers read from a sample, including the token ids at
-which policy and teacher are compared.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Takes the records of the trainer's input in: decodes them, checks that they can be trained, and
-hands them to the assembler; unusable ones become dead letters.
+"""Prepares samples for the trainer: `SampleIntake` decodes and checks the records of its input, and
+`SampleMedia` adds media to packed micro-batches.
 
-Adds the media of samples to packed micro-batches.
+A valid sample goes to the batch assembler; an unusable record becomes a dead letter.
 """
 
 from __future__ import annotations
@@ -139,11 +139,11 @@ class SampleIntake:
         )
         return LocatedSample(sample, record.partition, record.offset)
 
-    def reject(self, places: list[tuple[int, int]], error: RelaxError) -> None:
+    def reject(self, locations: list[tuple[int, int]], error: RelaxError) -> None:
         """Write records that were read before to the dead letters."""
         reader = LogReader(self._worker.connection)
         try:
-            for record in reader.read_at(self._topic, set(places)).values():
+            for record in reader.read_at(self._topic, set(locations)).values():
                 self._worker.records.dead_letter(record, error)
         finally:
             reader.close()

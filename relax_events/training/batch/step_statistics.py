@@ -1,11 +1,9 @@
-"""Computes the statistics of a whole step that an algorithm needs before its first backward pass,
-over all ranks. Every function is collective.
+"""Computes the statistics of a whole step that an algorithm needs before its first backward pass:
+whitening, reward scaling and the second-moment cutoff.
 
-The values are gathered, not averaged by part, so the result does not depend on how the step is
-split.
-
-Computes statistics of a whole step from its values in any order. Imports numpy alone; the caller
-gathers the values.
+The `compute_*` functions are collective: every rank calls them. They gather all values instead of
+averaging partial results, so the statistics do not depend on how the step is split. The other
+functions take values in any order. Imports numpy alone.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Writes and reads the trainer's checkpoints in the object store: each rank writes its shard in the
-background; the manifest makes the checkpoint valid.
+"""Writes and reads the trainer's checkpoints in the object store, when they are due and in parallel
+to the next steps.
 
-    checkpoints/<policy version>/<save id>/shard-<rank>-of-<ranks>.safetensors      each rank, on
-    its own thread, from a copy checkpoints/<policy version>/<save id>/manifest.json
-    rank 0, once every rank's shard is acknowledged
+Each rank writes its shard on its own thread, from a copy. Rank 0 writes the manifest once every
+rank's shard is acknowledged; the manifest makes the checkpoint valid:
+
+    checkpoints/<policy version>/<save id>/shard-<rank>-of-<ranks>.safetensors
+    checkpoints/<policy version>/<save id>/manifest.json
 
 A save never overwrites an earlier one, so a crash leaves older checkpoints intact. The ranks agree
 in `poll` that all shards are written, rather than on the threads, so that no collective runs
 concurrently with the trainer's own.
-
-Take checkpoints of the training state when they are due, in parallel to the next steps.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Reads the committed steps of another run with their samples, for a replay, and waits for new
-ones.
-
-Fills train batches from the recorded steps of the parent run.
+"""Reads the committed steps of the parent run with their samples, waits for new ones, and fills
+train batches from them.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from collections.abc import Iterator
 
 import structlog
 
-from relax_events.config import RunConfig
+from relax_events.config import AlgorithmConfig, RunConfig
 from relax_events.errors import (
     BrokerError,
     BrokerUnavailable,
@@ -81,8 +79,9 @@ def open_recorded_batches(worker: Worker, source: ParentRun, ranks: Ranks) -> Re
             algorithm can't learn from the recorded samples.
     """
     config = worker.config
-    require_compatible_algorithm(source.config, config)
-    require_recorded_teacher(source.config.algorithm, config.algorithm, run_id=source.config.run.id)
+    recorded, parent_id = source.config.algorithm, source.config.run.id
+    require_compatible_algorithm(recorded, config.algorithm, run_id=parent_id)
+    require_recorded_teacher(recorded, config.algorithm, run_id=parent_id)
     relabel, max_new_tokens = None, config.engine.sampling.max_new_tokens
     if config.parent.scores:
         relabel = AdvantageRelabeller(
@@ -91,21 +90,26 @@ def open_recorded_batches(worker: Worker, source: ParentRun, ranks: Ranks) -> Re
             rewards=_read_rescored_rewards(worker, source),
             scores=config.parent.scores,
         )
-    elif needs_new_advantages(source.config.algorithm, config.algorithm):
+    elif needs_new_advantages(recorded, config.algorithm):
         relabel = AdvantageRelabeller(config.algorithm, max_new_tokens=max_new_tokens)
     return RecordedBatches(
         worker, ranks, decode=ParentDecoder(source).decode_with_arrays, relabel=relabel
     )
 
 
-def require_compatible_algorithm(source: RunConfig, config: RunConfig) -> None:
+def require_compatible_algorithm(
+    recorded: AlgorithmConfig, wanted: AlgorithmConfig, *, run_id: str
+) -> None:
     """Reject a replay by an algorithm that learns from other data than the parent recorded;
     generated samples may be used as SFT targets.
 
+    Args:
+        recorded: The parent run's algorithm.
+        wanted: The algorithm of the replay.
+        run_id: The parent run, for the error.
     Raises:
         ConfigError: The text names both.
     """
-    recorded, wanted = source.algorithm, config.algorithm
     if recorded.is_unread:
         return
     if (recorded.learns_from, wanted.learns_from) != (
@@ -113,7 +117,7 @@ def require_compatible_algorithm(source: RunConfig, config: RunConfig) -> None:
         "answers",
     ) and recorded.learns_from != wanted.learns_from:
         why = (
-            f"algorithm {wanted.name} learns from {wanted.learns_from}, and run {source.run.id} "
+            f"algorithm {wanted.name} learns from {wanted.learns_from}, and run {run_id} "
             f"recorded {recorded.learns_from}"
         )
         raise ConfigError(
@@ -227,7 +231,7 @@ class ReplaySource:
             step = self._decode(record)
         except (CorruptRecord, SchemaError) as error:
             log.warning(
-                "record.decode_failed", place=record.location, error=str(error)
+                "record.decode_failed", location=record.location, error=str(error)
             )  # where it was a step, the next one shows the gap
             return
         if (

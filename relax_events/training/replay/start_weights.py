@@ -1,8 +1,5 @@
-"""Where training starts: from the parent run's weights, or from the published weights that replayed
-steps come near to.
-
-Reads the weights that a replay or fork starts from: the parent's checkpoint of that version, or
-its published weights.
+"""Loads the weights that training starts from: the parent's checkpoint of a version for a replay or
+fork, or its published weights of that version.
 """
 
 from __future__ import annotations
@@ -11,7 +8,6 @@ from dataclasses import dataclass
 
 import structlog
 
-from relax_events.config import RunConfig
 from relax_events.errors import ConfigError, ObjectError, WeightsError
 from relax_events.events.parts import CheckpointRef
 from relax_events.events.types import PolicyVersionPublished
@@ -126,7 +122,7 @@ def load_parent_weights(
 
 
 def load_published_weights(
-    history: TrainingHistory, backend: TrainerBackend, *, config: RunConfig, store: ObjectStore
+    history: TrainingHistory, backend: TrainerBackend, *, run_id: str, store: ObjectStore
 ) -> None:
     """Load the newest published weights, to which replayed steps only come near where kernels are
     not deterministic.
@@ -137,7 +133,7 @@ def load_published_weights(
     try:
         published = StoreReader(store).fetch(history.published[-1])
     except WeightsError as error:
-        run_id, older = config.run.id, max(history.published[-1].policy_version - 1, 0)
+        older = max(history.published[-1].policy_version - 1, 0)
         way_out = (
             f"restore its objects, or continue as another run: relax runs fork {run_id} NEW "
             f"--at-version {older}"

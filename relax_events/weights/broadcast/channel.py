@@ -1,9 +1,8 @@
 """The data channel between the trainer and one engine's worker: a process group of two
 (`process_groups`) or shared memory (`shared_memory`).
 
-Each engine has its own channel, so a slow engine delays no other.
-
-Memory buffers to receive weights into, which another process of the same host can map.
+Each engine has its own channel, so a slow engine delays no other. Weights are received into memory
+buffers that another process of the same host can map.
 """
 
 from __future__ import annotations

@@ -168,15 +168,15 @@ def rewarded(index: int, *, mask: list[int] | None = None) -> RewardedSample:
 
 
 def estimate(algorithm: AlgorithmConfig, *, is_whole: bool = False) -> list[float]:
-    """Judge both prompt groups, and give one advantage for each sample."""
-    judge, found = AdvantageEstimator(algorithm, max_new_tokens=MAX_NEW_TOKENS), []
+    """Estimate both prompt groups, and return one advantage for each sample."""
+    estimator, found = AdvantageEstimator(algorithm, max_new_tokens=MAX_NEW_TOKENS), []
     for at in range(0, len(GIVEN["rewards"]), SAMPLES_PER_PROMPT):
         indices = range(at, at + SAMPLES_PER_PROMPT)
         samples = [
             rewarded(index, mask=[1] * len(GIVEN["rollout"][index]) if is_whole else None)
             for index in indices
         ]
-        found += [float(row[0]) for row in judge(samples)]
+        found += [float(row[0]) for row in estimator(samples)]
     return found
 
 

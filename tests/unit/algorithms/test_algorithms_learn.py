@@ -1,4 +1,4 @@
-"""Every algorithm, from rewards to weights, teaches a small policy what is rewarded."""
+"""Every algorithm, from rewards to weights, teaches a small policy the rewarded behaviour."""
 
 from __future__ import annotations
 
@@ -30,26 +30,31 @@ CORRECTED = {
 }
 
 
-def estimate(draws: np.ndarray, logprobs: np.ndarray, judge: AdvantageEstimator) -> np.ndarray:
+def estimate(
+    sampled: np.ndarray, logprobs: np.ndarray, estimator: AdvantageEstimator
+) -> np.ndarray:
     """Reward the share of token 0 in each sample; give the advantages of all tokens, end to end."""
     rewarded = [
         RewardedSample(
             sample_id=str(index),
-            reward=float((draw == 0).mean()),
-            components={"first": float(draw[0] == 0), "rest": float((draw[1:] == 0).mean())},
+            reward=float((row_tokens == 0).mean()),
+            components={
+                "first": float(row_tokens[0] == 0),
+                "rest": float((row_tokens[1:] == 0).mean()),
+            },
             loss_mask=np.ones(LENGTH, np.uint8),
             policy_logprobs=logprob,
             ref_logprobs=np.full(LENGTH, -np.log(NUM_TOKENS)),
             values=np.full(LENGTH, 0.5),
-            teacher_logprobs=np.log(TEACHER)[draw],
+            teacher_logprobs=np.log(TEACHER)[row_tokens],
         )
-        for index, (draw, logprob) in enumerate(zip(draws, logprobs, strict=True))
+        for index, (row_tokens, logprob) in enumerate(zip(sampled, logprobs, strict=True))
     ]
     return np.concatenate(
         [
             values
             for start in range(0, len(rewarded), SAMPLES)
-            for values in judge(rewarded[start : start + SAMPLES])
+            for values in estimator(rewarded[start : start + SAMPLES])
         ]
     )
 
@@ -62,7 +67,7 @@ def estimate(draws: np.ndarray, logprobs: np.ndarray, judge: AdvantageEstimator)
 )
 def test_policy_learns_to_choose_rewarded_tokens(name: str, settings: dict[str, Any]) -> None:
     algorithm = AlgorithmConfig.model_validate({"name": name} | settings)
-    judge, objective = (
+    estimator, objective = (
         AdvantageEstimator(algorithm, max_new_tokens=8),
         Objective(algorithm, max_new_tokens=8),
     )
@@ -73,12 +78,12 @@ def test_policy_learns_to_choose_rewarded_tokens(name: str, settings: dict[str, 
     for _ in range(30):
         engine = (behind if settings is CORRECTED else logits.detach()).log_softmax(-1)
         behind = logits.detach().clone()  # with a correction the engine is one version behind
-        draws = torch.multinomial(
+        sampled = torch.multinomial(
             engine.exp(), len(lengths) * LENGTH, replacement=True, generator=generator
         )
-        rollout = engine[draws]
+        rollout = engine[sampled]
         advantages = estimate(
-            draws.reshape(-1, LENGTH).numpy(), rollout.reshape(-1, LENGTH).numpy(), judge
+            sampled.reshape(-1, LENGTH).numpy(), rollout.reshape(-1, LENGTH).numpy(), estimator
         )
         policy = logits.log_softmax(-1)
         whitening = compute_whitening(
@@ -89,10 +94,10 @@ def test_policy_learns_to_choose_rewarded_tokens(name: str, settings: dict[str, 
             if algorithm.whiten_advantages != "none"
             else advantages
         )
-        squares = (policy.detach()[draws] - rollout).double().square().numpy()
+        squares = (policy.detach()[sampled] - rollout).double().square().numpy()
         inputs = ObjectiveInputs(
-            logprobs=policy[draws],
-            entropies=-(policy.exp() * policy).sum().expand(len(draws)),
+            logprobs=policy[sampled],
+            entropies=-(policy.exp() * policy).sum().expand(len(sampled)),
             rollout_logprobs=rollout,
             old_logprobs=None if algorithm.old_logprobs == "trainer" else rollout,
             ref_logprobs=torch.full_like(rollout, -float(np.log(NUM_TOKENS))),
@@ -134,7 +139,7 @@ WAYS: list[dict[str, Any]] = [
 )
 def test_policy_learns_the_distribution_of_its_teacher(settings: dict[str, Any]) -> None:
     algorithm = AlgorithmConfig.model_validate({"name": "opd"} | settings)
-    judge, objective = (
+    estimator, objective = (
         AdvantageEstimator(algorithm, max_new_tokens=8),
         Objective(algorithm, max_new_tokens=8),
     )
@@ -144,7 +149,7 @@ def test_policy_learns_the_distribution_of_its_teacher(settings: dict[str, Any])
     lengths = torch.full((GROUPS * SAMPLES,), LENGTH)
     for _ in range(50):
         rollout = logits.detach().log_softmax(-1)
-        draws = torch.multinomial(
+        sampled = torch.multinomial(
             rollout.exp(), len(lengths) * LENGTH, replacement=True, generator=generator
         )
         rewarded = [
@@ -153,27 +158,27 @@ def test_policy_learns_the_distribution_of_its_teacher(settings: dict[str, Any])
                 reward=float(index),
                 components={},
                 loss_mask=np.ones(LENGTH, np.uint8),
-                policy_logprobs=rollout[draw].numpy(),
-                teacher_logprobs=teacher.log()[draw].numpy(),
+                policy_logprobs=rollout[row_tokens].numpy(),
+                teacher_logprobs=teacher.log()[row_tokens].numpy(),
             )
-            for index, draw in enumerate(draws.reshape(-1, LENGTH))
+            for index, row_tokens in enumerate(sampled.reshape(-1, LENGTH))
         ]
         policy, ids = (
             logits.log_softmax(-1),
             (teacher if algorithm.distill_tokens == "teacher_topk" else rollout).topk(2).indices,
         )
         one_set = TokenSet(
-            policy[ids].expand(len(draws), 2), teacher.log()[ids].expand(len(draws), 2)
+            policy[ids].expand(len(sampled), 2), teacher.log()[ids].expand(len(sampled), 2)
         )
         inputs = ObjectiveInputs(
-            logprobs=policy[draws],
-            entropies=torch.zeros(len(draws)),
-            rollout_logprobs=rollout[draws],
-            old_logprobs=rollout[draws],
+            logprobs=policy[sampled],
+            entropies=torch.zeros(len(sampled)),
+            rollout_logprobs=rollout[sampled],
+            old_logprobs=rollout[sampled],
             ref_logprobs=None,
-            advantages=torch.from_numpy(np.concatenate(judge(rewarded))),
+            advantages=torch.from_numpy(np.concatenate(estimator(rewarded))),
             num_loss_tokens=lengths,
-            teacher_logprobs=teacher.log()[draws],
+            teacher_logprobs=teacher.log()[sampled],
             token_set=one_set if algorithm.has_topk_loss else None,
         )
         tokens = objective(inputs)

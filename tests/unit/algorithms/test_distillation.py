@@ -1,5 +1,6 @@
 """Divergences from a teacher against torch's own, sums by hand, and expectations over a whole
-vocabulary."""
+vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -125,8 +126,8 @@ def test_tail_below_rounding_is_clamped_and_has_no_gradient() -> None:
 def test_sampled_token_divergence_and_gradient_are_unbiased_for_any_sampler(
     kind: Any, mixture: float
 ) -> None:
-    """The mean over all tokens that another policy may draw is the whole divergence, and the mean
-    of gradients its gradient."""
+    """The mean over the tokens of any sampler equals the full divergence, and the mean gradient its
+    gradient."""
     student = STUDENT.clone().requires_grad_()
     (expected_gradient,) = torch.autograd.grad(
         whole(student, TEACHER, kind, mixture).sum(), student

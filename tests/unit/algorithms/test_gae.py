@@ -1,4 +1,4 @@
-"""PPO's advantages of tokens: numbers worked out by hand, and what the judge makes of samples."""
+"""PPO's token advantages against numbers worked out by hand, and as the estimator returns them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""SFT and DPO: numbers by hand, and a step by the backend against plain transformers and torch."""
+"""SFT and DPO: numbers worked out by hand, and a step by the backend against plain transformers and
+torch.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Rewards by turn and by token: where they lie, what algorithms make of them, and what is
-refused."""
+"""Rewards by turn and by token: the tokens that they apply to, their use by each algorithm, and
+rejected ones.
+"""
 
 from __future__ import annotations
 
@@ -168,12 +169,12 @@ def by_turn(
         last = end - 1
         ahead = rewards[last] + gammas[1] * next_value - values[last] + gammas[1] * own * ahead
         advantages[last], next_value = ahead, values[last]
-        for place in reversed(range(end - length, last)):
-            advantages[place] = (
-                rewards[place]
-                + gammas[0] * values[place + 1]
-                - values[place]
-                + gammas[0] * own * advantages[place + 1]
+        for position in reversed(range(end - length, last)):
+            advantages[position] = (
+                rewards[position]
+                + gammas[0] * values[position + 1]
+                - values[position]
+                + gammas[0] * own * advantages[position + 1]
             )
         end -= length
     return advantages
@@ -214,10 +215,10 @@ def test_turn_level_gae_matches_the_recursion_and_ignores_other_samples() -> Non
         "turn_gamma": 0.7,
         "bootstrap_truncated": True,
     }
-    judge = AdvantageEstimator(AlgorithmConfig.model_validate(settings), max_new_tokens=16)
-    for one, given in zip(group, judge(group), strict=True):
+    estimator = AdvantageEstimator(AlgorithmConfig.model_validate(settings), max_new_tokens=16)
+    for one, given in zip(group, estimator(group), strict=True):
         assert one.values is not None
-        assert given.tolist() == judge([one])[0].tolist()
+        assert given.tolist() == estimator([one])[0].tolist()
         mask, lengths = one.loss_mask.astype(bool), turn_lengths(one.loss_mask)
         values = one.values[mask].astype(float).tolist()
         rewards = rewards_by_loss_token(
@@ -261,12 +262,12 @@ def test_critic_returns_use_turn_gamma_and_the_critics_own_lambda() -> None:
 
 
 def test_grpo_uses_only_the_total_of_turn_rewards() -> None:
-    judge = AdvantageEstimator(AlgorithmConfig(name="grpo"), max_new_tokens=16)
-    by_turn = judge(
+    estimator = AdvantageEstimator(AlgorithmConfig(name="grpo"), max_new_tokens=16)
+    by_turn = estimator(
         [sample(3.0, turn_rewards=[1.0, 1.0, 1.0]), sample(1.0, turn_rewards=[0.0, 0.0, 1.0])]
     )
     assert [values.tolist() for values in by_turn] == [
-        values.tolist() for values in judge([sample(3.0), sample(1.0)])
+        values.tolist() for values in estimator([sample(3.0), sample(1.0)])
     ]
 
 

@@ -1,4 +1,4 @@
-"""The critic's loss of single tokens, by hand."""
+"""The critic's token losses against numbers worked out by hand."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The learning curves: every algorithm has a run file, a run that is there is kept, and image and
-page follow from the reports."""
+"""The learning curves: every algorithm has a run file, existing results are kept, and image and
+page follow from the reports.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The kernels' benchmark: the ways to log-probabilities agree, memory is measured, and the page
-follows from the metrics."""
+"""The kernels' benchmark: all implementations of log-probabilities agree, memory is measured, and
+the page follows from the metrics.
+"""
 
 from __future__ import annotations
 

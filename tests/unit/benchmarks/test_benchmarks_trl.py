@@ -1,5 +1,6 @@
-"""The runs compared with TRL: what the page says follows from the metrics, and every side's
-settings make a run file."""
+"""The comparison with TRL: the page follows from the metrics, and the settings of both sides make a
+valid run file.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The benchmarks' bound, against schedules worked out by hand: one token per second unless said
-otherwise, times in seconds."""
+"""The benchmarks' time bound against schedules worked out by hand: one token per second unless a
+test says otherwise, times in seconds.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`relax algorithms`: what is printed, for people and for programs."""
+"""`relax algorithms`: its output as a table and as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which dead letters are meant, what goes back, and what is written about it."""
+"""Dead-letter commands: which dead letters a command selects, what it requeues, and its output."""
 
 from __future__ import annotations
 

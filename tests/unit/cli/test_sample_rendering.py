@@ -1,4 +1,4 @@
-"""Samples as text: what a person sees of a list and of one sample."""
+"""Samples as text: a list of samples, and one sample in full."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_sample_text_shows_conversation_reward_and_outcome() -> None:
         key=sample_key(version=1),
         reward=0.75,
         components={"format": 0.25, "answer": 0.5},
-        reward_name="judge.py:strict",
+        reward_name="rewards.py:strict",
         reward_digest="abcdef0123456789",
         judge_response="It is a cat.\nScore: 1",
         seconds=0.125,
@@ -123,7 +123,7 @@ def test_sample_text_shows_conversation_reward_and_outcome() -> None:
         "a cat.\n    Score: 1\n"
     ) in text
     assert (
-        "0.75 (format 0.25, answer 0.5) by judge.py:strict (version abcdef012345) in 0.125 s"
+        "0.75 (format 0.25, answer 0.5) by rewards.py:strict (version abcdef012345) in 0.125 s"
         in text
     )
     assert "trained in step 1, 0 versions behind; in version 2 and later" in text
@@ -148,8 +148,8 @@ def test_other_scores_are_shown_below_the_original() -> None:
     lines = list(
         sample_text(detail(view(scored(reward=1.0)), other_scores={"strict": scored(reward=0.5)}))
     )
-    place = next(number for number, line in enumerate(lines) if line.startswith("reward"))
-    assert lines[place + 1].split()[:2] == ["strict", "0.5"]
+    reward_line = next(number for number, line in enumerate(lines) if line.startswith("reward"))
+    assert lines[reward_line + 1].split()[:2] == ["strict", "0.5"]
 
 
 def test_token_row_shows_logprobs_only_for_loss_tokens() -> None:

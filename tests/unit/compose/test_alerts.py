@@ -1,5 +1,6 @@
-"""The alerts of compose/prometheus: every alert has its cases, their metrics exist, and each leads
-to a page."""
+"""The alerts of compose/prometheus: every alert has test cases, its metrics exist, and it links to
+a page.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The stack's files say what the code says: its services are the roles, their commands parse, and
-each has what it needs."""
+"""The compose files agree with the code: their services are the roles, their commands parse, and
+each service has what it needs.
+"""
 
 from __future__ import annotations
 

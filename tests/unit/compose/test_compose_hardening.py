@@ -1,5 +1,6 @@
 """Every service of every compose file, and of the overlay that `relax broker secure` writes, has
-few rights and bounds, for this machine alone."""
+minimal rights and resource limits, and listens on this machine alone.
+"""
 
 from __future__ import annotations
 

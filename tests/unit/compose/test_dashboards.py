@@ -1,4 +1,4 @@
-"""The dashboards are what their definitions say, and ask for metrics that are served."""
+"""The dashboards equal their definitions, and query metrics that exist."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def test_panel_queries_only_exported_metrics_of_the_chosen_run(panel) -> None:
 @pytest.mark.parametrize("name", files())
 def test_dashboard_panels_have_distinct_positions(name: str) -> None:
     tree = json.loads(files()[name])
-    places = Counter((panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in tree["panels"])
-    assert set(places.values()) == {1}
+    positions = Counter((panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in tree["panels"])
+    assert set(positions.values()) == {1}
     assert [variable["name"] for variable in tree["templating"]["list"]] == ["run"]
     datasource = yaml.safe_load(
         (FOLDER.parent / "provisioning" / "datasources" / "prometheus.yml").read_text()

@@ -1,4 +1,4 @@
-"""The manifests for KEDA name metrics, topics and groups that there are, and the usual settings."""
+"""The KEDA manifests name existing metrics, topics and groups, and the default settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the stack's tools read out of others' texts."""
+"""Parsing of other programs' output in the stack's tools."""
 
 from __future__ import annotations
 

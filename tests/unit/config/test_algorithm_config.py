@@ -1,4 +1,4 @@
-"""Settings of algorithms: their own defaults, what is refused, and algorithms from a file."""
+"""Settings of algorithms: their defaults, rejected values, and algorithms from a file."""
 
 from __future__ import annotations
 
@@ -526,34 +526,48 @@ def test_rollout_top_tokens_are_requested_only_when_distillation_uses_them(
 
 
 def test_recorded_advantages_are_reused_unless_their_settings_differ() -> None:
-    def judged(**settings: Any) -> AlgorithmConfig:
+    def settings_of(**settings: Any) -> AlgorithmConfig:
         return AlgorithmConfig.model_validate(settings)
 
     assert not needs_new_advantages(
-        judged(),
-        judged(
+        settings_of(),
+        settings_of(
             correction="tis",
             old_logprobs="trainer",
             whiten_advantages="tokens",
             overlong_penalty=2.0,
         ),
     )
-    assert needs_new_advantages(judged(), judged(overlong_ratio=0.1))
-    assert needs_new_advantages(judged(name="rloo"), judged(name="rloo", kl_coefficient=0.1))
-    assert needs_new_advantages(judged(name="ppo"), judged(name="ppo", gae_lambda=0.9))
-    assert needs_new_advantages(judged(name="ppo"), judged(name="ppo", length_adaptive_alpha=0.05))
-    assert needs_new_advantages(judged(name="ppo"), judged(name="ppo", turn_gamma=1.0))
-    assert needs_new_advantages(judged(name="ppo"), judged(name="ppo", bootstrap_truncated=True))
-    assert not needs_new_advantages(judged(name="ppo"), judged(name="ppo", critic_gae_lambda=1.0))
-    assert needs_new_advantages(judged(), judged(truncated_samples="drop"))
-    assert not needs_new_advantages(judged(), judged(truncated_samples="mask"))
+    assert needs_new_advantages(settings_of(), settings_of(overlong_ratio=0.1))
     assert needs_new_advantages(
-        judged(name="reinforce_plus_plus"), judged(name="reinforce_plus_plus", gamma=0.9)
+        settings_of(name="rloo"), settings_of(name="rloo", kl_coefficient=0.1)
     )
-    assert needs_new_advantages(judged(name="opd"), judged(name="opd", distill_coefficient=0.5))
-    assert needs_new_advantages(judged(name="opd"), judged(name="opd", distill_placement="loss"))
-    assert not needs_new_advantages(judged(), judged(distill_coefficient=0.5))
-    assert needs_new_advantages(judged(name="gdpo"), judged(name="gdpo", reward_weights={"a": 2.0}))
+    assert needs_new_advantages(settings_of(name="ppo"), settings_of(name="ppo", gae_lambda=0.9))
+    assert needs_new_advantages(
+        settings_of(name="ppo"), settings_of(name="ppo", length_adaptive_alpha=0.05)
+    )
+    assert needs_new_advantages(settings_of(name="ppo"), settings_of(name="ppo", turn_gamma=1.0))
+    assert needs_new_advantages(
+        settings_of(name="ppo"), settings_of(name="ppo", bootstrap_truncated=True)
+    )
+    assert not needs_new_advantages(
+        settings_of(name="ppo"), settings_of(name="ppo", critic_gae_lambda=1.0)
+    )
+    assert needs_new_advantages(settings_of(), settings_of(truncated_samples="drop"))
+    assert not needs_new_advantages(settings_of(), settings_of(truncated_samples="mask"))
+    assert needs_new_advantages(
+        settings_of(name="reinforce_plus_plus"), settings_of(name="reinforce_plus_plus", gamma=0.9)
+    )
+    assert needs_new_advantages(
+        settings_of(name="opd"), settings_of(name="opd", distill_coefficient=0.5)
+    )
+    assert needs_new_advantages(
+        settings_of(name="opd"), settings_of(name="opd", distill_placement="loss")
+    )
+    assert not needs_new_advantages(settings_of(), settings_of(distill_coefficient=0.5))
+    assert needs_new_advantages(
+        settings_of(name="gdpo"), settings_of(name="gdpo", reward_weights={"a": 2.0})
+    )
 
 
 def test_sample_needs_reference_logprobs_only_if_the_loss_uses_them() -> None:

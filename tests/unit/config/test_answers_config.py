@@ -1,4 +1,4 @@
-"""What a run file may say where the data bring what is learned."""
+"""Run files whose data bring the completions (SFT and DPO): accepted and rejected settings."""
 
 from __future__ import annotations
 
@@ -96,14 +96,15 @@ def test_replay_rejects_an_algorithm_that_needs_unrecorded_data(
     recorded: dict[str, Any], wanted: dict[str, Any], is_refused: bool
 ) -> None:
     source, config = RunConfig.model_validate(recorded), RunConfig.model_validate(wanted)
+    algorithms, run_id = (source.algorithm, config.algorithm), source.run.id
     if is_refused:
         with pytest.raises(
             ConfigError,
             match=f"algorithm {config.algorithm.name} learns from .*, and run test recorded",
         ):
-            require_compatible_algorithm(source, config)
+            require_compatible_algorithm(*algorithms, run_id=run_id)
     else:
-        require_compatible_algorithm(source, config)
+        require_compatible_algorithm(*algorithms, run_id=run_id)
 
 
 @pytest.mark.parametrize(
@@ -142,13 +143,13 @@ def test_replay_rejects_an_algorithm_that_needs_unrecorded_data(
         ),
         (
             SFT | {"engine": {"sampling": {"temperature": 0.5}}},
-            "engine.sampling.temperature = 0.5 has no use: algorithm sft draws no samples",
+            "engine.sampling.temperature = 0.5 has no use: algorithm sft generates no samples",
         ),
         (DPO | {"engine": {"sampling": {"top_p": 0.5}}}, "engine.sampling.top_p = 0.5 has no use"),
         (SFT | {"engine": {"sampling": {"top_k": 1}}}, "engine.sampling.top_k = 1 has no use"),
         (
             SFT | {"model": {"path": "m", "routing_replay": "rollout"}},
-            "'rollout' replays .*, and algorithm sft draws no samples",
+            "'rollout' replays .*, and algorithm sft generates no samples",
         ),
         (
             GRPO | {"data": {"source": "jsonl:x", "max_sample_tokens": 9}},
@@ -164,7 +165,7 @@ def test_replay_rejects_an_algorithm_that_needs_unrecorded_data(
         ),
         (
             SFT | {"data": SFT["data"] | {"pass_rate_range": [0.1, 0.9]}},
-            r"data.pass_rate_range = \[0.1, 0.9\] judges by rewards, and algorithm sft has none",
+            r"data.pass_rate_range = \[0.1, 0.9\] filters by rewards, and algorithm sft has none",
         ),
         (
             SFT | {"algorithm": {"name": "sft", "kl_coefficient": 0.1}},

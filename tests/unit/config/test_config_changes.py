@@ -1,4 +1,4 @@
-"""What of a run file may change between the sessions of a run."""
+"""Which settings of a run file may change between the sessions of a run."""
 
 from __future__ import annotations
 

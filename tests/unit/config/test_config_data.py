@@ -1,4 +1,4 @@
-"""The sections data and evaluation: what they take, and what they refuse with a remedy."""
+"""The sections `data` and `evaluation`: accepted values, and rejected ones with a remedy."""
 
 from __future__ import annotations
 

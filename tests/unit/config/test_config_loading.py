@@ -1,4 +1,4 @@
-"""A run file is read, overlaid and checked, and every mistake names its key and the remedy."""
+"""A run file is read, overlaid and checked, and every error names its key and the remedy."""
 
 from __future__ import annotations
 

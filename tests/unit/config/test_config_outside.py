@@ -1,5 +1,6 @@
-"""What a run file names outside of itself: no key is forgotten, and what a hostile description
-names is listed."""
+"""External code, programs and files that a run file names: no key is forgotten, and those of a
+hostile description are listed.
+"""
 
 from __future__ import annotations
 

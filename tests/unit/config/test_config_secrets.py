@@ -1,4 +1,6 @@
-"""A secret in a run file or an argument is refused, by name and remedy, and never shown."""
+"""A secret in a run file or an argument is rejected with its key and a remedy, and
+never printed.
+"""
 
 from __future__ import annotations
 
@@ -205,12 +207,12 @@ def test_address_without_credentials_is_accepted(tmp_path: Path, override: str) 
     ],
 )
 @pytest.mark.parametrize(
-    "place", ["reward.options={{{}}}", "reward.routes={{math={{options={{{}}}}}}}"]
+    "setting", ["reward.options={{{}}}", "reward.routes={{math={{options={{{}}}}}}}"]
 )
 def test_unsafe_token_variable_in_reward_options_is_rejected(
-    tmp_path: Path, options: str, rule: str, place: str
+    tmp_path: Path, options: str, rule: str, setting: str
 ) -> None:
-    assert rule in refusal(tmp_path, "", place.format(options))
+    assert rule in refusal(tmp_path, "", setting.format(options))
 
 
 @pytest.mark.parametrize(

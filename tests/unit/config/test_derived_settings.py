@@ -1,5 +1,6 @@
-"""What becomes of the keys that a run file leaves out; expected numbers are computed by hand from
-the models' published sizes."""
+"""Values derived for keys that a run file leaves out; expected numbers are computed by hand from
+the models' published sizes.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""When the autoscaler asks for more or fewer workers, by table; and that it asks as any caller
-does."""
+"""When the autoscaler requests more or fewer workers, by table; and that it uses the same requests
+as any caller.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def over(
     **changes: Any,
 ) -> list[Observation]:
     """Return looks of 300 s, the last so many seconds of them with these changes."""
-    times = [every * place for place in range(int(300 / every) + 1)]
+    times = [every * index for index in range(int(300 / every) + 1)]
     return [
         replace(
             replace(look, **changes) if 300 - time <= seconds else before, at=int(time * SECOND)
@@ -104,7 +105,7 @@ def test_autoscaler_scales_in_only_with_spare_capacity_and_steady_load() -> None
     assert verdict(over(120, IDLE, usage=0.24), num_wanted=2, last_in_at=-1000) == ("in", 1)
     looks = over(120, IDLE)
     uneven = [
-        replace(look, groups_per_second=10.0 * (place % 2)) for place, look in enumerate(looks)
+        replace(look, groups_per_second=10.0 * (index % 2)) for index, look in enumerate(looks)
     ]
     assert verdict(uneven) is None
 
@@ -181,8 +182,8 @@ def test_autoscaler_logs_requests_and_its_successor_keeps_the_cooldown(
         staleness=0.5,
     )
     now = 10**15
-    for place in range(5):
-        autoscaler.poll(now=now + place * 10 * SECOND, num_unfinished=43)
+    for index in range(5):
+        autoscaler.poll(now=now + index * 10 * SECOND, num_unfinished=43)
     (request,) = service.state.requests.values()
     assert (request.kind, request.workers, request.key.partition("/")[0]) == (
         Kind.OUT,
@@ -195,8 +196,8 @@ def test_autoscaler_logs_requests_and_its_successor_keeps_the_cooldown(
     later, run, service = controller(config, log)
     hear(run, service)
     begin = request.created_at
-    for place in range(6):
-        later.poll(now=begin + place * 10 * SECOND, num_unfinished=430)
+    for index in range(6):
+        later.poll(now=begin + index * 10 * SECOND, num_unfinished=430)
     assert len(service.state.requests) == 1, "a minute has not passed"
     later.poll(now=begin + 60 * SECOND, num_unfinished=430)
     assert len(service.state.requests) == 2
@@ -206,6 +207,6 @@ def test_autoscaler_is_off_by_default() -> None:
     log: list[RunCommanded] = []
     autoscaler, run, service = controller(run_config(), log)
     hear(run, service)
-    for place in range(60):
-        autoscaler.poll(now=place * 10 * SECOND, num_unfinished=10_000)
+    for index in range(60):
+        autoscaler.poll(now=index * 10 * SECOND, num_unfinished=10_000)
     assert log == []

@@ -1,5 +1,6 @@
-"""Rollout workers are as many as the brokers' share group has room for, and each has as many lanes
-as its engine can hold."""
+"""The number of rollout workers fits the broker's share group, and each has as many lanes as its
+engine can hold.
+"""
 
 from __future__ import annotations
 

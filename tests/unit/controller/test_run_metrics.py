@@ -1,5 +1,4 @@
-"""What Prometheus learns of the run as a whole: hand-made control logs, and the text that is served
-of them."""
+"""Prometheus metrics of the whole run, from control logs written by hand."""
 
 from __future__ import annotations
 

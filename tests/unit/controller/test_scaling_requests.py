@@ -1,5 +1,5 @@
-"""What a call to scale comes to: who comes, who goes, and what is said of calls that can't be
-done."""
+"""Admission of scaling requests: workers to start, workers to drain, and the errors of rejected
+requests."""
 
 from __future__ import annotations
 

@@ -29,9 +29,9 @@ def numbered(first: int, count: int) -> list[dict[str, Any]]:
     ]
 
 
-def source_of(place: object, **settings: object) -> Any:
+def source_of(location: object, **settings: object) -> Any:
     return open_source(
-        DataConfig.model_validate({"source": f"parquet:{place}", **settings}), seed=0
+        DataConfig.model_validate({"source": f"parquet:{location}", **settings}), seed=0
     )
 
 
@@ -125,7 +125,7 @@ def test_parquet_reads_only_the_columns_that_a_row_needs(tmp_path: Path) -> None
     assert source_of(path, metadata_keys=["extra.level"]).row(0).metadata == '{"extra.level":3}'
     with pytest.raises(
         ConfigError,
-        match=r"row 0: the metadata holds a bytes, .*; name the columns to keep in metadata_keys",
+        match=r"row 0: the metadata holds a bytes, .*; set metadata_keys to the columns to keep",
     ):
         source_of(path)
 

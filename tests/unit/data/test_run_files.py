@@ -1,4 +1,4 @@
-"""The run files that come with the project are valid and point at what exists."""
+"""The shipped run files are valid and refer to existing files."""
 
 from pathlib import Path
 

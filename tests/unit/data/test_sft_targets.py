@@ -1,4 +1,4 @@
-"""Answers of the data as tokens, with the loss where the assistant speaks."""
+"""Answers of the data as tokens, with a loss on the assistant's tokens."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_loss_mask_of_a_conversation_marks_only_assistant_tokens(folder: Path) -
         ("<|im_start|>", 0), ("user\n", 0), ("o", 0), ("k", 0), ("<|im_end|>", 0), ("\n", 0), ("<|im_start|>", 0), ("assistant\n", 0),
         ("b", 1), ("y", 1), ("e", 1), ("<|im_end|>", 1),
     ]  # fmt: skip
-    whole = renderer.encode(renderer.apply_template([*PROMPT, *TALK], is_whole=True))
+    whole = renderer.encode(renderer.apply_template([*PROMPT, *TALK], is_complete=True))
     assert [*renderer.prompt_tokens(PROMPT), *answer.tokens] == whole[
         :-1
     ].tolist()  # but for the newline behind the last stop token
@@ -132,7 +132,7 @@ def test_prompt_group_has_an_answer_for_each_sample(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("group", "text"),
     [
-        (issued([TALK[:1]], of=2), "2 samples need as many targets, and the prompt has 1"),
+        (issued([TALK[:1]], of=2), "2 samples need the same number of targets, got 1"),
         (issued([], answer=" "), "an assistant message of the target is empty"),
     ],
 )

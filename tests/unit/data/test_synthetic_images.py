@@ -1,5 +1,6 @@
-"""Synthetic images: the same for a seed, and what their answers say; and runs that can't look at
-them."""
+"""Synthetic images: reproducible by seed, with answers that match; and runs whose model can't read
+them.
+"""
 
 import json
 from io import BytesIO
@@ -164,9 +165,9 @@ def test_zoom_task_shows_position_in_the_small_image_and_colour_in_the_zoom() ->
         small = pixels_of(row)
         assert (small == small[..., :1]).all()  # grey
         y, x = np.argwhere((small > BRIGHT).any(axis=2)).mean(axis=0)
-        place = f"{'top' if y < 16 else 'bottom'} {'left' if x < 16 else 'right'}"
-        reply = zoom(f"{place}.", messages=[], answer="", metadata=metadata, files=[])
-        assert metadata["answers"] == [place, row.answer]
+        corner = f"{'top' if y < 16 else 'bottom'} {'left' if x < 16 else 'right'}"
+        reply = zoom(f"{corner}.", messages=[], answer="", metadata=metadata, files=[])
+        assert metadata["answers"] == [corner, row.answer]
         assert reply is not None
         assert reply.text == "<image>What colour is the square?"
         (quarter,) = reply.media["image"]
@@ -176,7 +177,7 @@ def test_zoom_task_shows_position_in_the_small_image_and_colour_in_the_zoom() ->
         square = pixels[(pixels > BRIGHT).any(axis=2)].mean(axis=0)
         assert "".join(str(int(mean > 130)) for mean in square) == NAMED[row.answer]
         assert zoom("red", messages=[], answer="", metadata=metadata, files=[]) is None
-        assert zoom(place, messages=[], answer="", metadata={}, files=[]) is None
+        assert zoom(corner, messages=[], answer="", metadata={}, files=[]) is None
 
 
 def test_image_max_token_num_must_not_be_below_the_minimum(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Synthetic videos and audio: the same for a seed, and what their answers say."""
+"""Synthetic videos and audio: reproducible by seed, with answers that match."""
 
 import numpy as np
 import pytest
@@ -58,10 +58,10 @@ def test_row_is_determined_by_seed_and_index(source: str) -> None:
 def test_direction_task_square_moves_in_the_direction_of_the_answer() -> None:
     answers = set()
     for row in map(made("synthetic_videos:direction").row, range(30)):
-        places = [
+        centers = [
             np.argwhere((frame > BRIGHT).any(axis=2)).mean(axis=0) for frame in frames_of(row)
         ]
-        down, right = places[-1] - places[0]
+        down, right = centers[-1] - centers[0]
         across = abs(right) > abs(down)
         assert row.answer == (
             ("left", "right")[int(right > 0)] if across else ("up", "down")[int(down > 0)]
@@ -113,5 +113,5 @@ def test_options_set_video_size_and_audio_length() -> None:
         match=r"synthetic_audio has no task 'chord'; set data.source = 'synthetic_audio:<task>' to one of pitch, order",
     ):
         made("synthetic_audio:chord")
-    with pytest.raises(ConfigError, match=r"synthetic_videos:order does not take data.options"):
+    with pytest.raises(ConfigError, match=r"synthetic_videos:order rejects data.options"):
         made("synthetic_videos:order", frames=5)

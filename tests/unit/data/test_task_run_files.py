@@ -1,5 +1,6 @@
-"""The run files of the paper's tasks take rows that have the columns of the real datasets, and
-reward the answers that these hold."""
+"""The run files of the paper's tasks read rows with the columns of the real datasets, and reward
+their answers.
+"""
 
 from __future__ import annotations
 
@@ -141,9 +142,9 @@ def test_avqa_puts_image_and_audio_before_question_and_options(tmp_path: Path) -
     [
         (
             {"problem": None},
-            r"problem is null; data.prompt_template takes strings, numbers and lists of strings",
+            r"problem is null; data.prompt_template accepts strings, numbers and lists of strings",
         ),
-        ({"options": [1, 2]}, r"options is a list; data.prompt_template takes"),
+        ({"options": [1, 2]}, r"options is a list; data.prompt_template accepts"),
         ({"problem": "is <image> there?"}, r"the prompt has 2 <image> and the row has 1"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The engine that hands out what the data bring."""
+"""The engine that returns the completions of the data."""
 
 from __future__ import annotations
 

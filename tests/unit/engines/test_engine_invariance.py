@@ -1,5 +1,5 @@
-"""A sample's draws follow from its seed and its model alone, whatever runs next to it; and what is
-measured of how rows round."""
+"""Batch invariance: a sample's tokens depend on its seed and its model alone, not on other rows of
+the batch; and the measurement of how rounding depends on the number of rows."""
 
 import random
 from collections.abc import Iterator
@@ -112,7 +112,7 @@ def test_row_block_makes_layer_outputs_fill_whole_vectors(
             PaddingRule(agrees=False, min_rows=8, prefills_together=True),
         ),
     ],
-    ids=["by the number of rows", "by few rows", "by place"],
+    ids=["by the number of rows", "by few rows", "by row index"],
 )
 def test_invariance_measurement_finds_how_rounding_depends_on_rows(
     error_of: Any, expected: PaddingRule, monkeypatch: pytest.MonkeyPatch

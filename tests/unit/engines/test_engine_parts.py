@@ -1,4 +1,4 @@
-"""The engine's parts against what they stand for: attention, experts, rows."""
+"""The engine's attention, experts and rows against reference implementations."""
 
 import numpy as np
 import pytest
@@ -70,7 +70,7 @@ def sample(
         tokens=np.array(prefix, np.int32),
         logprobs=-np.ones(len(prefix), np.float32),
         segments=(VersionSegment(0, len(prefix)),) if prefix else (),
-        is_given=np.ones(3, bool),
+        is_input=np.ones(3, bool),
     )
 
 

@@ -1,4 +1,4 @@
-"""Drawing tokens: the right distribution, from the row's own stream alone."""
+"""Token sampling: the right distribution, from the row's own random stream alone."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -25,7 +25,7 @@ def rows(
 
 
 def frequencies(probabilities: list[float], **settings: float) -> NDArray[np.float64]:
-    """Draw many times from one distribution; each draw is a row with a seed of its own."""
+    """Sample many times from one distribution; each sample is a row with its own seed."""
     logits = torch.tensor(probabilities).log().expand(NUM_DRAWS, -1)
     numbers = uniforms(np.arange(NUM_DRAWS, dtype=np.uint64), np.zeros(NUM_DRAWS, np.int64))
     tokens, _ = sample_tokens(logits, numbers, sampling=rows(NUM_DRAWS, **settings))  # type: ignore[arg-type]

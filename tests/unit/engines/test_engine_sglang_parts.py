@@ -1,5 +1,6 @@
-"""The parts of engine `sglang` that need no server: folders of weights, checksums, and what a
-request leaves behind."""
+"""Parts of engine `sglang` that need no server: weight folders, checksums, and
+files of a request.
+"""
 
 from __future__ import annotations
 
@@ -150,7 +151,7 @@ def test_audio_model_without_audio_tokens_is_rejected(tmp_path: Path) -> None:
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(
         ConfigError,
-        match=r"tokenizer_config.json names no audio_token, which SGLang asks for; .* or delete a tiny one",
+        match=r"tokenizer_config.json has no audio_token, which SGLang needs; .* or delete a tiny one",
     ):
         ModelFolder.read(path)
 

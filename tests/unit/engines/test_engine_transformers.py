@@ -1,5 +1,6 @@
-"""The engine `transformers`: what is its own, to the bit and to the step. What every engine does is
-in `tests/engines`."""
+"""Behaviour specific to engine `transformers`, bit for bit and step by step. `tests/engines` has
+what every engine does.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -266,7 +267,7 @@ def test_non_finite_weights_end_samples_with_an_error() -> None:
     assert len(samples) == 4
     for sample in samples.values():
         assert sample.finish_reason is FinishReason.ERROR
-        assert "policy version 1 gave no finite log-probability at token" in sample.error
+        assert "policy version 1 returned a non-finite log-probability at token" in sample.error
 
 
 def test_row_that_held_nan_values_serves_the_next_sample_correctly() -> None:
@@ -341,7 +342,7 @@ def test_tied_embeddings_follow_the_weights(tmp_path: Path) -> None:
 
 
 def test_unknown_device_is_a_config_error() -> None:
-    with pytest.raises(ConfigError, match=r"model\.device = 'abacus' is no device"):
+    with pytest.raises(ConfigError, match=r"model\.device = 'abacus' is not a device"):
         make_engine(model={"device": "abacus"})
 
 

@@ -1,5 +1,4 @@
-"""What is reported about an engine: how full it is, what it does with its time, and what became of
-its tokens."""
+"""Reports about an engine: its load, its use of time, and the counts of its tokens."""
 
 from __future__ import annotations
 

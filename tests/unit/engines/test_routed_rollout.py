@@ -1,4 +1,4 @@
-"""What the engine reports of the experts that its tokens went through."""
+"""The engine's report of the experts that computed its tokens."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_each_segment_records_the_routing_of_the_weights_that_sampled_it(how: st
         old, new = chosen_by(tiny_model(FAMILY), tokens), chosen_by(path, tokens)
         split = (
             len(request.prompt_tokens) + first.num_tokens - 1
-        )  # of the token that the new weights read to draw their first one
+        )  # of the token that the new weights read to sample their first one
         assert sample.routed_experts is not None
         assert len(sample.routed_experts) == len(tokens) - 1
         assert (first.policy_version, second.policy_version) == (0, 1)
@@ -135,7 +135,7 @@ def test_prefix_with_routed_experts_of_wrong_shape_is_rejected() -> None:
 def test_routing_replay_rejects_a_model_without_experts() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"model.routing_replay replays the choice of a mixture of experts, and the model in .* has none",
+        match=r"model.routing_replay needs a mixture of experts, but the model in .* is not one",
     ):
         make_engine(model={"routing_replay": "rollout"})
 

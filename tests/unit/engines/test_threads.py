@@ -1,5 +1,6 @@
-"""How many CPU threads `threads = 0` means: one a processor, also in a worker, whose environment
-says `OMP_NUM_THREADS=1` to libraries."""
+"""The number of CPU threads for `threads = 0`: one per processor, also in a worker whose
+environment has `OMP_NUM_THREADS=1`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from relax_events.config import EngineConfig, ModelConfig
 from relax_events.engines.sglang.process import ServerProcess
 from relax_events.engines.transformers.engine import TransformersEngine
 from relax_events.errors import ConfigError
-from relax_events.training.backend.torch_backend import make_deterministic
+from relax_events.training.backend.determinism import make_deterministic
 
 NOWHERE = Path("nowhere")
 THREADS = pytest.mark.parametrize(("threads", "expected"), [(0, 3), (2, 2)])

@@ -1,5 +1,6 @@
-"""The checker lets through what readers of both releases cope with, and names the field, the reason
-and the remedy of all else."""
+"""The compatibility check accepts changes that readers of both releases can read, and names field,
+reason and remedy of all others.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +31,9 @@ def test_allowed_change_passes(change: str) -> None:
 
 @pytest.mark.parametrize("change", FORBIDDEN)
 def test_forbidden_change_is_named_with_its_remedy(change: str) -> None:
-    edit, place, what, remedy = FORBIDDEN[change]
+    edit, path, what, remedy = FORBIDDEN[change]
     problems = incompatibilities(NOW, changed(edit))
-    matching = [problem for problem in problems if (problem.field, problem.what) == (place, what)]
+    matching = [problem for problem in problems if (problem.field, problem.what) == (path, what)]
     assert [remedy in problem.remedy for problem in matching] == [True], problems
 
 

@@ -1,4 +1,4 @@
-"""Records in a file: what is read is what was written, and the digest distinguishes records."""
+"""Records in a file are read as they were written, and the digest distinguishes records."""
 
 from __future__ import annotations
 
@@ -100,12 +100,13 @@ def packed_zeros(num_mib: int, *, behind: bytes = b"") -> bytes:
 
 
 def with_block(path: Path, num_records: int, data: bytes) -> Path:
-    """Write a container of one sound record, and behind it a block of which no one knows what it
-    unpacks to."""
+    """Write a container of one valid record, and behind it a block of unknown unpacked contents."""
     with ContainerWriter(path) as writer:
         writer.write(RECORD)
-    sound = path.read_bytes()
-    path.write_bytes(sound + number(num_records) + number(len(data)) + data + sound[-16:])
+    valid_bytes = path.read_bytes()
+    path.write_bytes(
+        valid_bytes + number(num_records) + number(len(data)) + data + valid_bytes[-16:]
+    )
     return path
 
 

@@ -1,4 +1,4 @@
-"""Two generations of a prompt group are distinguished by what their samples are made of."""
+"""Two generations of a prompt group are distinguished by the contents of their samples."""
 
 from __future__ import annotations
 

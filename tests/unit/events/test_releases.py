@@ -1,5 +1,6 @@
-"""Releases are files that are only ever added: found again as they were, refused when altered,
-compared field by field."""
+"""Released schemas are files that are only ever added: read unchanged, rejected when altered,
+compared field by field.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arrays of events whose values are wanted, and those that still lie in the object store."""
+"""Arrays of events that are read, and arrays that are still in the object store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models made out of a run's own data: when, how, and what is said about it."""
+"""Models prepared from a run's own data: when, how, and the messages about it."""
 
 import json
 from pathlib import Path
@@ -65,7 +65,7 @@ def test_prepare_keeps_an_existing_model(tmp_path: Path) -> None:
     before = (tmp_path / "model" / "model.safetensors").stat().st_mtime_ns
     lines: list[str] = []
     prepare_model(run_config(tmp_path), report=lines.append)
-    assert lines == [f"model {tmp_path / 'model'} is there"]
+    assert lines == [f"model {tmp_path / 'model'} exists"]
     assert (tmp_path / "model" / "model.safetensors").stat().st_mtime_ns == before
 
 
@@ -74,10 +74,7 @@ def test_prepare_reports_a_model_made_from_other_settings(tmp_path: Path) -> Non
     lines: list[str] = []
     prepare_model(run_config(tmp_path, seed=1), report=lines.append)
     assert lines == [
-        (
-            f"model {tmp_path / 'model'} is there, made from other settings; remove it to have "
-            "it made again"
-        )
+        (f"model {tmp_path / 'model'} exists, made from other settings; remove it to make it again")
     ]
 
 
@@ -97,7 +94,7 @@ def test_prepare_rejects_an_unwritable_folder_before_it_starts(tmp_path: Path) -
     lines: list[str] = []
     with pytest.raises(
         EnvironmentProblem,
-        match=r"model folder .*/file can't be written: .*; give model.path in one that can",
+        match=r"model folder .*/file can't be written: .*; set model.path to a path in a writable folder",
     ):
         prepare_model(config.model_copy(update={"model": model}), report=lines.append)
     assert lines == []

@@ -1,5 +1,6 @@
-"""What a replay or a fork takes over from a log: nothing that an unknown producer wrote is used
-before someone agrees."""
+"""What a replay or a fork inherits from a log: nothing that an unknown producer wrote is used
+before the user agrees.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The ledger recomputes everything from the records: whatever is changed on the log of a sound run
-is found, and nothing else is."""
+"""The ledger recomputes a run from its records: it finds every change to the log of a valid run, and
+reports nothing else."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ BY_HAND = {Rule.TOO_STALE, Rule.TRAINED_BY_OLDER_VERSION, Rule.MANIFEST, Rule.NO
 tests/integration/test_ledger_reading.py."""
 
 
-def rules(books: Ledger) -> set[str]:
-    return {finding.rule.value for finding in books.findings()}
+def rules(ledger: Ledger) -> set[str]:
+    return {finding.rule.value for finding in ledger.findings()}
 
 
 def test_ledger_of_a_valid_run_has_no_findings() -> None:
-    books = ValidRun(6).ledger()
-    totals = books.totals()
-    assert books.problems() == []
-    assert books.unverified() == []
+    ledger = ValidRun(6).ledger()
+    totals = ledger.totals()
+    assert ledger.problems() == []
+    assert ledger.unverified() == []
     assert totals["outcomes"] == {
         "issued": 13,
         "trained": 12,
@@ -61,12 +61,12 @@ def test_samples_of_a_skipped_update_are_counted_once() -> None:
             update_skipped=step == 3,
             weights_digest=b"2" * 32,
         )
-    books = run.ledger()
-    assert books.problems() == []
+    ledger = run.ledger()
+    assert ledger.problems() == []
     assert (
-        books.totals()["updates_skipped"],
-        books.totals()["samples_trained"],
-        books.totals()["outcomes"]["trained"],
+        ledger.totals()["updates_skipped"],
+        ledger.totals()["samples_trained"],
+        ledger.totals()["outcomes"]["trained"],
     ) == (1, 24, 12)
 
 
@@ -74,9 +74,9 @@ def test_samples_of_a_skipped_update_are_counted_once() -> None:
 def test_ledger_reports_only_the_violated_rule(rule: str) -> None:
     run = ValidRun(6)
     TAMPERINGS[rule](run)
-    books = run.ledger()
-    assert rules(books) == {rule}
-    (finding,) = books.findings()
+    ledger = run.ledger()
+    assert rules(ledger) == {rule}
+    (finding,) = ledger.findings()
     assert finding.examples[0]
     assert str(finding).endswith(finding.remedy)
 
@@ -101,13 +101,13 @@ def test_incremental_finalization_does_not_change_ledger_findings(tamper: Tamper
     """Fed version by version and settled behind each, as a long log is read."""
     run = ValidRun(30)
     tamper(run)
-    books = Ledger(1)
+    ledger = Ledger(1)
     for below, (at, event) in in_step(run):
-        books.apply(event, at)
-        books.finalize(below)
+        ledger.apply(event, at)
+        ledger.finalize(below)
     whole = run.ledger()
-    assert rules(books) == rules(whole)
-    assert books.totals() == whole.totals()
+    assert rules(ledger) == rules(whole)
+    assert ledger.totals() == whole.totals()
 
 
 def in_step(run: ValidRun) -> list[tuple[int, Any]]:
@@ -127,12 +127,12 @@ def in_step(run: ValidRun) -> list[tuple[int, Any]]:
 def test_ledger_memory_does_not_grow_with_the_run() -> None:
     held = {}
     for num_steps in (40, 160):
-        books, most = Ledger(1), 0
+        ledger, most = Ledger(1), 0
         for below, (at, event) in in_step(ValidRun(num_steps)):
-            books.apply(event, at)
-            books.finalize(below)
-            most = max(most, books.num_held)
-        assert books.problems() == []
+            ledger.apply(event, at)
+            ledger.finalize(below)
+            most = max(most, ledger.num_held)
+        assert ledger.problems() == []
         held[num_steps] = most
     assert held[160] == held[40] < 40 * 2
 
@@ -155,8 +155,8 @@ def test_rejected_foreign_samples_are_counted_separately() -> None:
 def test_regenerated_samples_are_counted_and_break_no_rule() -> None:
     run = ValidRun(6)
     run.generate("000003-0000-0", version=3)
-    books = run.ledger()
-    assert (books.problems(), books.totals()["rollouts_regenerated"]) == ([], 2)
+    ledger = run.ledger()
+    assert (ledger.problems(), ledger.totals()["rollouts_regenerated"]) == ([], 2)
 
 
 @pytest.mark.parametrize("entity", ["advantage.samples", "prompt.end-requests"])
@@ -164,8 +164,8 @@ def test_request_to_end_a_prompt_group_is_not_an_outcome(entity: str) -> None:
     run = ValidRun(6)
     run.issue("000007-0000-0")
     run.at(entity, 0).append(ended("000007-0000-0", Outcome.FILTERED))
-    books = run.ledger()
-    assert (books.problems(), books.totals()["outcomes"]["in_flight"]) == ([], 1)
+    ledger = run.ledger()
+    assert (ledger.problems(), ledger.totals()["outcomes"]["in_flight"]) == ([], 1)
 
 
 def test_open_prompt_group_is_allowed_until_the_end_for_unordered_batches() -> None:
@@ -180,21 +180,21 @@ def test_open_prompt_group_is_allowed_until_the_end_for_unordered_batches() -> N
 def test_damaged_record_leaves_its_prompt_group_unverified() -> None:
     run = ValidRun(6)
     partition, offset = run.find("advantage.samples", sample_id="000003-0000-0/0")
-    books = Ledger(1)
+    ledger = Ledger(1)
     for at, event in run.items():
         if (at.topic, at.partition, at.offset) == (
             run.plan.topic("advantage.samples"),
             partition,
             offset,
         ):
-            books.mark_damaged(at, key="000003-0000-0")
+            ledger.mark_damaged(at, key="000003-0000-0")
         else:
-            books.apply(event, at)
-    assert books.problems() == []
-    assert [claim.partition(",")[0] for claim in books.unverified()] == [
+            ledger.apply(event, at)
+    assert ledger.problems() == []
+    assert [claim.partition(",")[0] for claim in ledger.unverified()] == [
         "that the record of 1 trained samples is the one that the train step names"
     ]
-    assert books.totals()["staleness_counts"] == [4, 20]
+    assert ledger.totals()["staleness_counts"] == [4, 20]
 
 
 class GrowingLog:

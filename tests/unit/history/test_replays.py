@@ -1,5 +1,5 @@
-"""Runs that go back to another: what their run files say, which topics are theirs, how rewards are
-judged again, what is compared."""
+"""Runs that refer to a parent run: their run files, their topics, relabelled rewards, and the
+comparison of both."""
 
 from __future__ import annotations
 
@@ -187,11 +187,11 @@ def test_relabelling_uses_the_rewards_of_a_rescoring() -> None:
         (f"{GROUP}/0", 0, ""): RelabelledReward(3.0),
         (f"{GROUP}/1", 0, ""): RelabelledReward(1.0),
     }
-    judged = AdvantageRelabeller(
+    relabelled = AdvantageRelabeller(
         AlgorithmConfig(normalise_std=False), max_new_tokens=8, rewards=rewards, scores="strict"
     )(placed([0.0, 1.0]))
-    assert [item.sample.reward for item in judged] == [3.0, 1.0]
-    assert [float(item.sample.advantages[-1]) for item in judged] == [1.0, -1.0]
+    assert [item.sample.reward for item in relabelled] == [3.0, 1.0]
+    assert [float(item.sample.advantages[-1]) for item in relabelled] == [1.0, -1.0]
     with pytest.raises(
         ConfigError,
         match=rf"sample {GROUP}/1 has no reward under parent.scores = 'strict'; finish the rescoring",
@@ -208,10 +208,10 @@ def test_relabelling_applies_another_distillation_coefficient() -> None:
     taught = {
         "teacher_logprobs": np.array([0, 0, -1.5, -0.75], np.float32)
     }  # the engine said -0.5 and -0.25
-    judged = AdvantageRelabeller(
+    relabelled = AdvantageRelabeller(
         AlgorithmConfig(name="opd", distill_coefficient=2.0), max_new_tokens=8
     )(placed([0.0, 1.0], **taught))
-    assert [item.sample.advantages.tolist() for item in judged] == [[0, 0, -2.0, -1.0]] * 2
+    assert [item.sample.advantages.tolist() for item in relabelled] == [[0, 0, -2.0, -1.0]] * 2
     with pytest.raises(
         ConfigError,
         match=rf"prompt group {GROUP} can't be relabelled by opd: sample {GROUP}/0 lacks the teacher's",

@@ -1,5 +1,6 @@
-"""Rescoring with a function that takes whole prompt groups: how samples are gathered, and what is
-scored again. The log is a stand-in."""
+"""Rescoring with a reward function for whole prompt groups: how samples are gathered, and which are
+scored again. The log is a fake.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exported rows hold what the log holds, in both formats, with verified media next to them."""
+"""Exported rows equal the log's, in both formats, with verified media."""
 
 from __future__ import annotations
 

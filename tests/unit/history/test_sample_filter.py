@@ -1,4 +1,4 @@
-"""Which samples match, and where on the log they can lie."""
+"""Which samples a filter matches, and which partitions and offsets can hold them."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_failed_prompt_group_is_searched_in_all_later_versions() -> None:
 def test_invalid_sample_id_is_rejected_with_an_example(name: str) -> None:
     with pytest.raises(
         ConfigError,
-        match="is no prompt group id; they look like 000012-0003-0; sample ids like 000012-0003-0/5",
+        match="is not a prompt group id; an example is 000012-0003-0; sample ids like 000012-0003-0/5",
     ):
         SampleFilter(sample_id=name)
 

@@ -1,4 +1,4 @@
-"""Samples meet their scores in any order, none waits for ever, and memory is bounded."""
+"""Samples and scores arrive in any order, none is held for ever, and memory is bounded."""
 
 from __future__ import annotations
 

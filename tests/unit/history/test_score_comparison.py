@@ -1,4 +1,6 @@
-"""Two reward functions compared: metrics worked out by hand, and ranks against their definition."""
+"""The comparison of two reward functions: metrics worked out by hand, and ranks against their
+definition.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +104,7 @@ def test_correlation_with_a_constant_is_undefined(values: list[float]) -> None:
 def test_equal_values_share_their_mean_rank(values: list[int]) -> None:
     ordered = sorted(values)
     expected = [
-        statistics.mean(place for place, other in enumerate(ordered, 1) if other == value)
+        statistics.mean(rank for rank, other in enumerate(ordered, 1) if other == value)
         for value in values
     ]
     assert ranks(np.array(values, np.float64)).tolist() == pytest.approx(expected)

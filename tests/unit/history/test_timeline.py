@@ -1,4 +1,4 @@
-"""A run's trace keeps the rules of Chrome's format, and says when what happened."""
+"""A run's trace follows Chrome's format, and has the right times."""
 
 from __future__ import annotations
 

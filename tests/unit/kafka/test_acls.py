@@ -1,5 +1,6 @@
-"""The table of rights fits the plan of topics and the installed roles, so that neither grows
-without the other."""
+"""The ACL table covers the topic plan and the installed roles, so neither changes without the
+other.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The page on security says of every role and topic what a forged record can do: the rights in the
-code are those of its table."""
+"""The security page lists the effect of a forged record for every role and topic; the ACLs in the
+code equal its table.
+"""
 
 from __future__ import annotations
 

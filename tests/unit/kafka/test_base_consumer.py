@@ -1,5 +1,6 @@
-"""What a reader makes of what its client reports instead of records: some errors are transient, the
-rest ends the worker."""
+"""Errors that a consumer's client returns instead of records: some are transient, the rest end the
+worker.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Record batches decoded from their bytes, and which of them were altered."""
+"""Record batches decoded from their bytes, and detection of altered ones."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def test_one_altered_bit_invalidates_only_its_own_batch(at: int) -> None:
 
 def test_truncated_or_malformed_batch_is_invalid_and_ends_the_response() -> None:
     assert (spans(DATA[:-1]), standings(DATA[:-1])) == (OFFSETS, [True, True, False])
-    for place, byte in ((8, 0x7F), (8, 0x80), (16, 1)):  # the length's first byte, the format
+    for index, byte in ((8, 0x7F), (8, 0x80), (16, 1)):  # the length's first byte, the format
         data = bytearray(DATA)
-        data[place] = byte
+        data[index] = byte
         assert standings(bytes(data)) == [False]
 
 
@@ -69,9 +69,9 @@ class Answers:
 def test_verifier_finds_the_offsets_of_an_altered_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    sound = {batch.first: batch for batch in split_batches(DATA)}
-    altered = RecordBatch(1, 4, sound[1].checked[:-1] + b"\xff")
-    answers = Answers(sound | {1: altered})
+    intact = {batch.first: batch for batch in split_batches(DATA)}
+    altered = RecordBatch(1, 4, intact[1].checked[:-1] + b"\xff")
+    answers = Answers(intact | {1: altered})
     monkeypatch.setattr("relax_events.kafka.batch_verification.BatchFetcher", lambda *_: answers)
     examiner = BatchVerifier(lambda *_: Connection("nowhere:1"), timeout_seconds=1.0)
     assert [examiner.find_altered_batch("topic", 0, offset) for offset in range(6)] == [

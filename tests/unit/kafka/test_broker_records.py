@@ -1,4 +1,4 @@
-"""A record as it was read: foreign bytes and headers are met, never raised upon."""
+"""Decoding of a record's key and headers never raises, whatever bytes a foreign producer wrote."""
 
 from __future__ import annotations
 
@@ -75,7 +75,9 @@ def test_policy_version_is_read_off_the_header_or_is_none(text: str, version: in
     ],
 )
 def test_invalid_prompt_group_id_is_a_corrupt_record(text: str) -> None:
-    with pytest.raises(CorruptRecord, match="is no prompt group id; they look like 000012-0003-0"):
+    with pytest.raises(
+        CorruptRecord, match="is not a prompt group id; an example is 000012-0003-0"
+    ):
         IssuedGroup.parse(text)
 
 

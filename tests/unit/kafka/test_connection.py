@@ -1,4 +1,4 @@
-"""Settings of all clients, and librdkafka's errors as ours."""
+"""Settings of all clients, and translation of librdkafka's errors."""
 
 from __future__ import annotations
 

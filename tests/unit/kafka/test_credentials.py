@@ -1,5 +1,6 @@
-"""Who a process is to the broker: taken from its security folder, its own keys or the environment,
-and kept out of sight."""
+"""A process's broker credentials come from its security folder, its own keys or the environment,
+and are never printed.
+"""
 
 from __future__ import annotations
 

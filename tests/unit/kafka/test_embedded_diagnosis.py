@@ -1,4 +1,4 @@
-"""Why a broker ended, according to its log."""
+"""The reason of a broker's exit, found in its log."""
 
 from pathlib import Path
 

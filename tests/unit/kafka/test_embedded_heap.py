@@ -1,4 +1,4 @@
-"""The embedded broker's heap follows the memory, and what it holds of requests follows the heap."""
+"""The embedded broker's heap follows the memory, and its request buffers follow the heap."""
 
 from __future__ import annotations
 

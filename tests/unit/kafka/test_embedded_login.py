@@ -1,5 +1,6 @@
-"""The password of an embedded broker: what is made, what the node asks, and what other tools are
-reported."""
+"""The password of an embedded broker: how it is generated, checked by the node, and given to other
+tools.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading the end of a log, once or as it grows."""
+"""Reading the end of a log file, once or as it grows."""
 
 from pathlib import Path
 

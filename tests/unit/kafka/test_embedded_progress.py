@@ -1,4 +1,4 @@
-"""Progress on stderr, for a log and for a person."""
+"""Progress on stderr, as log lines and on a terminal."""
 
 import sys
 from io import StringIO

@@ -1,4 +1,4 @@
-"""`relax broker` where nothing runs: what is said and with which exit code."""
+"""`relax broker` without a running broker: its message and exit code."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""A secured embedded broker: its settings, what it needs, and that it stays as it was made."""
+"""A secured embedded broker: its settings, its requirements, and that its security can't change
+afterwards.
+"""
 
 from __future__ import annotations
 

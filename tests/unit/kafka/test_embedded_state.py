@@ -1,4 +1,4 @@
-"""What a broker's directory remembers."""
+"""The state file in a broker's directory."""
 
 from pathlib import Path
 

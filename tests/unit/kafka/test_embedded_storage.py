@@ -1,4 +1,4 @@
-"""Formatting a data folder, and the room it needs."""
+"""Formatting a data folder, and the disk space it needs."""
 
 import base64
 import shutil

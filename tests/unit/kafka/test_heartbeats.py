@@ -1,4 +1,6 @@
-"""When a client counts as silent; the statistics are cut down to what is looked at."""
+"""When a client counts as silent, and the reduction of librdkafka's statistics to the values that
+are used.
+"""
 
 from __future__ import annotations
 

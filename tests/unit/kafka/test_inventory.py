@@ -1,4 +1,4 @@
-"""Brokers that are behind: they still load their groups, or name topics that are deleted."""
+"""Brokers with stale information: they still load their groups, or list deleted topics."""
 
 from __future__ import annotations
 

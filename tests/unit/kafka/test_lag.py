@@ -1,4 +1,4 @@
-"""Lag summed up by slot and by member."""
+"""Consumer lag summed by slot and by member."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a client that is given nothing is asked to prove that nothing is there."""
+"""When a consumer that receives no records must check its group membership."""
 
 from __future__ import annotations
 

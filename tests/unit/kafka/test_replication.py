@@ -1,4 +1,4 @@
-"""Partitions that no one leads are counted apart from those whose replicas lag behind."""
+"""Partitions without a leader are counted apart from those with lagging replicas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Certificates that TLS itself accepts or refuses: Python's own, in memory."""
+"""Certificates that TLS accepts or rejects, by Python's own implementation in memory."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The security folder: files that only their owner reads, made once, renewed on request, and a
-secret never shown."""
+"""The security folder: files that only their owner can read, created once, renewed on request, and
+secrets never printed.
+"""
 
 from __future__ import annotations
 

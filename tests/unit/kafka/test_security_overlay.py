@@ -1,5 +1,6 @@
-"""The overlay that secures the container stack: each service has its own secrets and no one else's,
-and Kafka's image understands its settings."""
+"""The overlay that secures the container stack: each service gets only its own secrets, and Kafka's
+image accepts its settings.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What a look at topics and groups finds, and that each finding that needs someone says what to
-do."""
+"""Findings of the topic and group check, each with a remedy where an operator has to act."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which deaths of a worker count, and what follows from how many."""
+"""Which deaths of a worker count, and the restart delay or abort that follows."""
 
 from __future__ import annotations
 

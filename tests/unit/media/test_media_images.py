@@ -1,4 +1,4 @@
-"""Images as they come: whole, turned, and hostile."""
+"""Image files: valid, rotated, and hostile."""
 
 import struct
 import zlib
@@ -109,7 +109,7 @@ STRANGERS = [
 
 @pytest.mark.parametrize("data", STRANGERS)
 def test_non_image_files_are_rejected(data: bytes) -> None:
-    assert "is no image of the formats PNG" in check_refused(data, "wrong_type")
+    assert "is not an image of the formats PNG" in check_refused(data, "wrong_type")
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG"])

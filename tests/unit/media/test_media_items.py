@@ -1,4 +1,4 @@
-"""What a row may name, and what it may not."""
+"""Media references of a row: accepted and rejected ones."""
 
 import base64
 import os

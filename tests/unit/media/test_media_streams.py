@@ -1,4 +1,4 @@
-"""Audio and videos as they come: whole, in all their formats, and hostile."""
+"""Audio and video files: valid in all their formats, and hostile."""
 
 import struct
 

@@ -1,5 +1,6 @@
-"""Frames, temporal patches and spectra of videos and audio, and what a prompt says of them, next to
-transformers' own."""
+"""Frames, temporal patches and spectra of videos and audio, and their placeholders in a prompt,
+compared with transformers' own.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -131,7 +132,7 @@ def test_video_and_its_audio_tokens_are_interleaved_in_time_order() -> None:
     [
         (
             audio_ref(399),
-            "file:///audio can't be read by the model: audio must have 0.025 s at least",
+            "file:///audio can't be read by the model: audio must have at least 0.025 s",
         ),
         (audio_ref(0), "file:///audio has no number and rate of frames"),
         (video_ref(4, 2.0, width=0), "file:///video has no width and height"),

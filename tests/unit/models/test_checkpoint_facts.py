@@ -1,4 +1,4 @@
-"""What a checkpoint's folder says of itself."""
+"""Facts read from a checkpoint folder's files."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_incomplete_model_config_is_rejected(tmp_path: Path) -> None:
 def test_file_that_is_no_safetensors_is_named(tmp_path: Path) -> None:
     folder_of(tmp_path, QWEN3_4B)
     (tmp_path / "model.safetensors").write_bytes(b"short")
-    with pytest.raises(ConfigError, match=r"model.safetensors is no safetensors file"):
+    with pytest.raises(ConfigError, match=r"model.safetensors is not a safetensors file"):
         read_facts(tmp_path)
 
 

@@ -1,5 +1,6 @@
-"""What a record refers to lies in the run's own store or under an allowed root, or the record is
-not used."""
+"""A record's references must point to the run's own store or an allowed root, or the record is
+rejected.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a reset leads: versions, named places, times, and what is dangerous about it."""
+"""Targets of an offset reset: versions, named offsets, times; and its warnings."""
 
 from __future__ import annotations
 

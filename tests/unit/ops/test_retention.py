@@ -1,4 +1,4 @@
-"""A long run purges by itself: once for each checkpoint, and never without one."""
+"""A long run purges its topics itself: once for each checkpoint, and never without one."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class FakePurger:
         self.num_purges, self.is_away = 0, False
         self.oldest_with_records = 10**9
 
-    def plan(self, books: RetentionState) -> list[DeleteRange]:
+    def plan(self, state: RetentionState) -> list[DeleteRange]:
         if self.is_away:
             raise BrokerUnavailable("no broker answers")
         return [CUT]
 
-    def purge(self, cuts: list[DeleteRange], books: RetentionState) -> Counter[str]:
+    def purge(self, cuts: list[DeleteRange], state: RetentionState) -> Counter[str]:
         self.num_purges += 1
         return Counter({"rollout.samples": sum(cut.num_records for cut in cuts)})
 
@@ -99,28 +99,28 @@ def test_unavailable_broker_fails_one_purge_only(
 
 
 def test_retention_state_tracks_slots_and_positions_and_drops_unneeded_ones() -> None:
-    books = RetentionState()
+    state = RetentionState()
     for event in (
         ended("000002-0001-1", Outcome.TRAINED, version=4),
         ended("000003-0000-0", Outcome.EXPIRED),
         *map(published, range(6)),
     ):
-        books.apply(event)
+        state.apply(event)
     for step, (partition, offset) in enumerate([(0, 4), (1, 9), (0, 6), (0, 5), (1, 9)]):
-        books.apply(
+        state.apply(
             committed(step, consumed=[TopicOffset("relax.r.advantage.samples", partition, offset)])
         )
-    assert {(slot.train_step, slot.group_index): step for slot, step in books.trained.items()} == {
+    assert {(slot.train_step, slot.group_index): step for slot, step in state.trained.items()} == {
         (2, 1): 4
     }
-    assert books.ended == {"000002-0001-1", "000003-0000-0"}
-    books.forget_before(4)
+    assert state.ended == {"000002-0001-1", "000003-0000-0"}
+    state.forget_before(4)
     assert (
-        sorted(books.published),
-        books.newest_version,
-        [step.train_step for step in books.steps],
+        sorted(state.published),
+        state.newest_version,
+        [step.train_step for step in state.steps],
     ) == ([4, 5], 5, [4])
-    assert books.positions == {("advantage.samples", 0): 6, ("advantage.samples", 1): 9}
+    assert state.positions == {("advantage.samples", 0): 6, ("advantage.samples", 1): 9}
 
 
 def test_retain_versions_not_above_max_staleness_is_rejected(

@@ -1,5 +1,6 @@
-"""What external producers ask for is distinguished by its id, everywhere, and hurts no one: no slot
-is taken, no count of failures grows."""
+"""External prompt groups are recognized by their ids everywhere and have no side effects: they take
+no batch slot and count as no failure.
+"""
 
 from __future__ import annotations
 
@@ -74,13 +75,13 @@ def test_failed_external_groups_do_not_count_as_consecutive_failures() -> None:
 
 
 def test_ledger_counts_external_groups_separately() -> None:
-    books = Ledger(max_staleness=1)
+    ledger = Ledger(max_staleness=1)
     for event in (issued(), issued(OURS)):
-        books.apply(event, at("prompt.groups"))
+        ledger.apply(event, at("prompt.groups"))
     for event in (ended(GUEST, Outcome.FILTERED), ended(OURS, Outcome.FAILED)):
-        books.apply(event, at("control.prompt-group-outcomes"))
+        ledger.apply(event, at("control.prompt-group-outcomes"))
     for _ in range(2):
-        totals = books.totals()
+        totals = ledger.totals()
         assert totals["prompt_groups_external"] == 1
         assert totals["outcomes"] == {
             "issued": 1,
@@ -90,9 +91,9 @@ def test_ledger_counts_external_groups_separately() -> None:
             "failed": 1,
             "in_flight": 0,
         }
-        assert books.problems() == []
+        assert ledger.problems() == []
         for _ in range(2):
-            books.finalize(100)  # then both are counted and forgotten
+            ledger.finalize(100)  # then both are counted and forgotten
 
 
 def test_evicted_external_group_marks_no_step_as_decided(monkeypatch: pytest.MonkeyPatch) -> None:

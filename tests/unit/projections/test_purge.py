@@ -1,5 +1,6 @@
-"""Which records may go: what versions, groups, recovery and slots each forbid, and what of the
-books can still be proven."""
+"""Which records may be purged: bounds by versions, consumer groups, recovery and slots, and what
+the ledger can still verify afterwards.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state of a run is what its control log says."""
+"""The state of a run follows from its control log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluations as a table to read."""
+"""Evaluations as a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person sees of a running run: metrics, workers, the live panel, and lines in a log."""
+"""The progress display of a run: metrics, workers, the live panel, and log lines."""
 
 import math
 import time
@@ -269,7 +269,9 @@ def test_panel_shows_metrics_workers_and_lag_in_a_default_window() -> None:
 )
 def test_panel_shows_engine_metrics(width: int, cells: list[str]) -> None:
     lines = sampled(width, 30, engine=ENGINE)
-    head = next(place for place, line in enumerate(lines) if line.strip().startswith("engine of"))
+    head = next(
+        head_index for head_index, line in enumerate(lines) if line.strip().startswith("engine of")
+    )
     assert [line.split() for line in lines[head:] if "rollout-1" in line] == [cells]
     low = "\n".join(sampled(width, 19, engine=ENGINE))
     assert "engine of" not in low  # where rows are few, workers and lag come first

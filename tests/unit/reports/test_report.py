@@ -1,4 +1,4 @@
-"""The report: metrics by hand, whole files, and a page that shows hostile text as text."""
+"""The report: metrics worked out by hand, complete files, and a page that escapes hostile text."""
 
 import json
 import math
@@ -39,8 +39,8 @@ def issued(group: str) -> PromptGroupIssued:
     )
 
 
-def books(num_steps: int, **values: Any) -> tuple[RunState, Ledger]:
-    """Return a sound run: a prompt group of two samples a step, one step every two seconds, reward
+def recorded_run(num_steps: int, **values: Any) -> tuple[RunState, Ledger]:
+    """Return a valid run: a prompt group of two samples a step, one step every two seconds, reward
     growing by 0.1.
 
     One prompt group more was filtered and one is in flight; one sample was generated twice.
@@ -60,8 +60,8 @@ def books(num_steps: int, **values: Any) -> tuple[RunState, Ledger]:
             index, at_seconds=seconds, staleness=staleness, reward_mean=index / 10, **values
         )
         state.apply(step)
-        for event, place in records_of(step, version=max(index - 1, 0)):
-            ledger.apply(event, place)
+        for event, location in records_of(step, version=max(index - 1, 0)):
+            ledger.apply(event, location)
     for event in (issued("000099-0000-0"), issued("000099-0001-0")):
         ledger.apply(event, at("prompt.groups"))
     ledger.apply(ended("000099-0000-0", Outcome.FILTERED), at("control.prompt-group-outcomes"))
@@ -93,7 +93,7 @@ def built(
 
 
 def test_report_contains_the_metrics_of_the_run() -> None:
-    report = built(*books(12))
+    report = built(*recorded_run(12))
     assert (
         report["run_id"],
         report["succeeded"],
@@ -131,7 +131,7 @@ def test_report_contains_the_metrics_of_the_run() -> None:
 
 
 def test_report_shows_the_loss_of_a_run_that_rewards_nothing() -> None:
-    state, ledger = books(3)
+    state, ledger = recorded_run(3)
     for index, step in enumerate(state.steps):
         del step.metrics["reward_mean"]
         step.metrics.update(loss=3.0 - index, preference_accuracy=0.5)
@@ -144,7 +144,7 @@ def test_report_shows_the_loss_of_a_run_that_rewards_nothing() -> None:
 
 
 def test_report_counts_time_from_commit_to_commit() -> None:
-    report = built(*books(12))
+    report = built(*recorded_run(12))
     assert report["curves"]["step_seconds"] == [0.5, *[2.0] * 11]
     assert report["train_seconds"] == 22.5
     assert report["tokens_trained"] == 1200
@@ -154,7 +154,7 @@ def test_report_counts_time_from_commit_to_commit() -> None:
 
 def test_report_excludes_the_pause_before_a_resumed_session() -> None:
     report = built(
-        *books(12), wall_seconds=7.0
+        *recorded_run(12), wall_seconds=7.0
     )  # the steps at -6, -4, -2 seconds are this invocation's
     assert report["curves"]["step_seconds"][8:] == [2.0, 0.5, 2.0, 2.0]
     assert report["train_seconds"] == 4.5
@@ -162,12 +162,14 @@ def test_report_excludes_the_pause_before_a_resumed_session() -> None:
 
 
 def test_report_takes_rates_from_the_whole_run_when_the_session_trained_nothing() -> None:
-    assert built(*books(12), wall_seconds=0.5)["tokens_per_second"] == pytest.approx(1200 / 22.5)
+    assert built(*recorded_run(12), wall_seconds=0.5)["tokens_per_second"] == pytest.approx(
+        1200 / 22.5
+    )
 
 
 def test_report_curves_have_an_entry_per_step_and_exact_losses(tmp_path: Path) -> None:
     config = run_config(tmp_path)
-    state, ledger = books(5, loss=0.1 + 0.2)
+    state, ledger = recorded_run(5, loss=0.1 + 0.2)
     state.steps[2].metrics["grad_norm"] = math.nan
     state.steps[3].metrics["grad_norm"] = 1.5
     write_report(config, state, ledger, wall_seconds=100.0, succeeded=True, reason="done")
@@ -184,7 +186,7 @@ def test_report_is_written_atomically_and_matches_the_returned_value(tmp_path: P
     config = run_config(tmp_path)
     for reason in ("first", "second"):
         report = write_report(
-            config, *books(3), wall_seconds=9.0, succeeded=reason == "second", reason=reason
+            config, *recorded_run(3), wall_seconds=9.0, succeeded=reason == "second", reason=reason
         )
     assert json.loads((config.run_directory / "report.json").read_text()) == report
     assert report["reason"] == "second"
@@ -219,7 +221,7 @@ def test_report_works_when_no_step_was_made(tmp_path: Path) -> None:
 
 
 def test_report_shows_ledger_problems() -> None:
-    state, ledger = books(3)
+    state, ledger = recorded_run(3)
     ledger.apply(
         train_step(1, at_seconds=END_SECONDS, staleness=(0, 2)), at("control.train-steps", 3)
     )
@@ -230,7 +232,7 @@ def test_report_shows_ledger_problems() -> None:
 
 
 def test_page_draws_a_point_per_step_for_every_curve() -> None:
-    state, ledger = books(7)
+    state, ledger = recorded_run(7)
     page = render_report(built(state, ledger))
     values = re.findall(r"<figcaption>.*?</svg>", page, re.DOTALL)
     titles = [re.search(r"<b>(.*?)</b>", metric).group(1) for metric in values]  # type: ignore[union-attr]
@@ -250,7 +252,7 @@ def test_page_draws_a_point_per_step_for_every_curve() -> None:
 
 
 def test_page_shows_the_key_metrics() -> None:
-    words = Page(render_report(built(*books(12)))).words
+    words = Page(render_report(built(*recorded_run(12)))).words
     text = " ".join(words)
     for part in (
         "Run shown",
@@ -265,7 +267,7 @@ def test_page_shows_the_key_metrics() -> None:
 
 
 def test_report_page_loads_no_external_resources() -> None:
-    page = Page(render_report(built(*books(12))))
+    page = Page(render_report(built(*recorded_run(12))))
     assert not {"script", "link", "img", "iframe", "object"} & {tag for tag, _ in page.tags}
     attributes = [(name, value or "") for _, attrs in page.tags for name, value in attrs.items()]
     assert not [name for name, _ in attributes if name.startswith("on") or name in ("src", "href")]
@@ -274,7 +276,7 @@ def test_report_page_loads_no_external_resources() -> None:
 
 
 def test_page_shows_hostile_text_as_text() -> None:
-    state, ledger = books(2, **{HOSTILE: 1.0})
+    state, ledger = recorded_run(2, **{HOSTILE: 1.0})
     state.steps[0].phase_seconds[HOSTILE] = 1.0
     config = run_config()
     config = config.model_copy(
@@ -308,7 +310,7 @@ def test_report_omits_broker_client_settings() -> None:
             )
         }
     )
-    report = built(*books(1), config=secret)
+    report = built(*recorded_run(1), config=secret)
     assert "hunter2" not in json.dumps(report)
     assert report["config_digest"] == digest_config(config)
     assert digest_config(run_config(seed=5)) != digest_config(config)
@@ -338,7 +340,7 @@ def evaluated(version: int, dataset: str, reward: float | None) -> PolicyEvaluat
 def test_report_lists_evaluations_by_version_and_counts_skipped_rows(
     tmp_path: Path,
 ) -> None:
-    state, ledger = books(2)
+    state, ledger = recorded_run(2)
     for event in (
         evaluated(2, "b", 0.5),
         evaluated(0, "b", None),
@@ -380,7 +382,7 @@ def test_report_lists_evaluations_by_version_and_counts_skipped_rows(
 
 
 def test_report_page_shows_teacher_distance_only_with_a_teacher() -> None:
-    state, ledger = books(3)
+    state, ledger = recorded_run(3)
     for step in state.steps:
         step.metrics.update(teacher_kl=0.0, distill_loss=0.0)
     assert "Distance to the teacher" not in render_report(built(state, ledger))

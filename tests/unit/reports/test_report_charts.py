@@ -1,4 +1,4 @@
-"""Charts: a mark per step, round ticks, short curves of long runs, and nothing unescaped."""
+"""Charts: a mark per step, round ticks, short curves of long runs, and escaped text."""
 
 import math
 from xml.etree import ElementTree as ET

@@ -1,4 +1,4 @@
-"""The generated pages are what the code says."""
+"""The generated reference pages are up to date."""
 
 import runpy
 import sys

@@ -1,4 +1,4 @@
-"""The list of the gate names tests that are there, and none that is left out by default."""
+"""The gate's list names existing tests, and none that is excluded by default."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Nothing that is read becomes code: no pickle in any guise, no eval, no remote code, no queues
-between processes that pickle."""
+"""No input becomes code: no pickle in any form, no eval, no remote code, no queues between
+processes that pickle.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +49,8 @@ METHODS = {
     "broadcast_object_list",
     "scatter_object_list",
 }
-RUNS_TESTS = {"relax_events/sandbox/inside/judge.py": ["exec()", "compile()"]}
-"""The data's tests are programs; they run behind the walls of the sandbox, in a process of their
+RUNS_TESTS = {"relax_events/sandbox/inside/run_tests.py": ["exec()", "compile()"]}
+"""The data's tests are programs; they run isolated in the sandbox, in a process of their
 own."""
 
 

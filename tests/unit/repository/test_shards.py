@@ -1,5 +1,4 @@
-"""How the long tests are dealt out to shards, and what is said of a shard that ran out of its
-time."""
+"""Assignment of the long tests to shards, and the report of a shard that ran out of time."""
 
 from __future__ import annotations
 

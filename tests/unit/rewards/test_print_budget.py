@@ -1,4 +1,4 @@
-"""What of a reward function's prints reaches the log."""
+"""How much of a reward function's printed output reaches the log."""
 
 from __future__ import annotations
 

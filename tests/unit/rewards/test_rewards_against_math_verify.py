@@ -1,5 +1,6 @@
-"""The reward `math` next to bare math-verify: every boxed answer against every reference, all of
-which are found alike."""
+"""The reward `math` compared with bare math-verify: every boxed answer against every reference, all
+found in the same way.
+"""
 
 from __future__ import annotations
 

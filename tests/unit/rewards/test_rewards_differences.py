@@ -1,4 +1,4 @@
-"""Where two rewards differ is counted, and examples are chosen evenly."""
+"""Differences between two rewards are counted, and examples are chosen evenly."""
 
 from __future__ import annotations
 

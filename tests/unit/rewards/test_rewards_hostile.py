@@ -1,5 +1,6 @@
-"""Completions of 100 kilobytes that are made to be read slowly: reading takes a time that grows
-with their length, not with its square."""
+"""Completions of 100 kilobytes that are built to be slow to parse: the time grows with their
+length, not with its square.
+"""
 
 from __future__ import annotations
 

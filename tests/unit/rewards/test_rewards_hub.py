@@ -1,4 +1,4 @@
-"""The reward hub: built-in functions, files of the user's, and what may be returned."""
+"""The reward registry: built-in functions, functions of a user's file, and valid return values."""
 
 import hashlib
 import json

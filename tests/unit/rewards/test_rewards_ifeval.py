@@ -1,5 +1,6 @@
-"""IFEval's instructions: for each a response that follows and one that does not, after the
-definitions of the paper."""
+"""IFEval's instructions: for each a response that follows it and one that does not, by the paper's
+definitions.
+"""
 
 from __future__ import annotations
 

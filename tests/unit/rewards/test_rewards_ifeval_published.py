@@ -1,9 +1,9 @@
-"""What the tests that are published with IFEval assert of the 25 instructions of its dataset, asked
-of our reward.
+"""The assertions of IFEval's published tests on the 25 instructions of its dataset, run against our
+reward.
 
 Source: google-research/google-research, instruction_following_eval/instructions_test.py at commit
-45e9105 (Apache 2.0). Long texts are cut to what decides. Left out is what asserts of four
-instructions that are not in the dataset, and of the texts of the instructions themselves.
+45e9105 (Apache 2.0). Long texts are cut to the part that matters. Assertions on four instructions
+that are not in the dataset, and on the texts of the instructions themselves, are left out.
 """
 
 from __future__ import annotations
@@ -425,7 +425,7 @@ CASES: list[Case] = [
 def test_ifeval_verdict_matches_the_published_program(
     name: str, kwargs: dict[str, Any], response: str, expected: bool
 ) -> None:
-    assert judge(name, kwargs, response) == float(expected)
+    assert score(name, kwargs, response) == float(expected)
 
 
 @pytest.mark.parametrize(
@@ -433,10 +433,10 @@ def test_ifeval_verdict_matches_the_published_program(
 )
 def test_arguments_rejected_by_the_published_program_fail(kwargs: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"keywords:letter_frequency takes .*, got"):
-        judge("keywords:letter_frequency", kwargs, "abc")
+        score("keywords:letter_frequency", kwargs, "abc")
 
 
-def judge(name: str, kwargs: dict[str, Any], response: str) -> float:
+def score(name: str, kwargs: dict[str, Any], response: str) -> float:
     return ifeval(
         response, answer="", metadata={"instruction_id_list": [name], "kwargs": [kwargs]}, prompt=""
     )["reward"]

@@ -1,5 +1,6 @@
-"""Rewards for mathematics: what equals what, where the answer stands, and what no one can
-decide."""
+"""Rewards for mathematics: which expressions are equal, where the answer is found, and what can't
+be decided.
+"""
 
 from __future__ import annotations
 

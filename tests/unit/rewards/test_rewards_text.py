@@ -1,4 +1,4 @@
-"""Rewards that compare text: exactly, by final numbers, and as SQuAD does."""
+"""Rewards that compare text: exact match, final numbers, and SQuAD's metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The actor-forward role scores under several policy versions, and holds few of them."""
+"""The actor-forward role scores under several policy versions, and keeps few of them in memory."""
 
 from __future__ import annotations
 

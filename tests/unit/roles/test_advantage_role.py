@@ -1,4 +1,4 @@
-"""What the advantage role sends on for a whole prompt group."""
+"""The advantage role's records for a whole prompt group."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_teacher_logprobs_are_forwarded_to_the_trainer(make_run_config: Any) -> 
         "distill_top_k": 2,
     }
     config = make_run_config(algorithm=settings, teacher={"model_path": "teacher"})
-    assert needed_model_roles(config) == {"teacher"}
+    assert needed_model_roles(config.algorithm) == {"teacher"}
     ids, logprobs = (
         np.array([[5, 9], [6, 1]], np.int32),
         np.log(np.array([[0.5, 0.25], [0.9, 0.05]], np.float32)),

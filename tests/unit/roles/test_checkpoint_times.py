@@ -1,4 +1,4 @@
-"""When checkpoints are begun: by steps, and by time where steps are long."""
+"""When a checkpoint is taken: by steps, and by time where steps are long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics of an evaluation, against hand computation and plain enumeration."""
+"""Metrics of an evaluation against numbers worked out by hand and by enumeration."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_pass_at_k_is_as_computed_by_hand(
 
 @pytest.mark.parametrize("num_passed", range(8))
 def test_pass_at_k_is_the_fraction_of_combinations_with_a_pass(num_passed: int) -> None:
-    samples = [place < num_passed for place in range(7)]
+    samples = [index < num_passed for index in range(7)]
     for k in range(1, 8):
         choices = [any(chosen) for chosen in combinations(samples, k)]
         assert pass_at_k(7, sum(samples), k=k) == pytest.approx(
@@ -50,15 +50,15 @@ def test_evaluation_results_compute_the_metrics_of_their_samples() -> None:
     rewards = {0: [1.0, 0.0, 0.0, 0.5], 1: [1.0, 1.0, 1.0, 1.0], 2: [0.0, 0.0, 0.0, 0.0]}
     tally = EvaluationResults(pass_reward=0.5)
     for row, values in rewards.items():
-        for place, reward in enumerate(values):
+        for index, reward in enumerate(values):
             tally.add_sample(
-                row, reward=reward, num_tokens=10 * row + place, is_truncated=place == 3
+                row, reward=reward, num_tokens=10 * row + index, is_truncated=index == 3
             )
     means = np.array([np.mean(values) for values in rewards.values()])
     assert tally.reward_mean == pytest.approx(means.mean())
     assert tally.reward_stderr == pytest.approx(means.std(ddof=1) / np.sqrt(3))
     assert tally.completion_tokens_mean == pytest.approx(
-        np.mean([10 * row + place for row in rewards for place in range(4)])
+        np.mean([10 * row + index for row in rewards for index in range(4)])
     )
     assert (tally.num_truncated, tally.num_unscored) == (3, 0)
     # Of prompt 0 two of four pass: 1 - C(2, 2) / C(4, 2) = 5 / 6.

@@ -1,5 +1,6 @@
-"""What a rollout worker that leaves has generated is found again as it was, and what can't be used
-is left."""
+"""Samples that a draining rollout worker stores are read back unchanged, and unusable ones are
+ignored.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What the judge role asks, and what it makes of judgements: the engine says what the test wants,
-the tokenizer is a real one."""
+"""The judge role: its requests to the engine, and the scores it makes of judgements. The engine is
+a fake, the tokenizer a real one.
+"""
 
 from __future__ import annotations
 
@@ -98,11 +99,11 @@ class Stage:
             lifecycle=SimpleNamespace(on_heartbeat=lambda call: None),
             heartbeat=SimpleNamespace(add_metrics_source=lambda source: None),
         )
-        self.judging = JudgeScorer(worker, self.engine, load_judge_rewards(config))
+        self.scorer = JudgeScorer(worker, self.engine, load_judge_rewards(config))
 
     def answers(self) -> list[SampleScored]:
         records: list[Any] = [
-            record for _, records in self.judging.poll(timeout_seconds=0) for record in records
+            record for _, records in self.scorer.poll(timeout_seconds=0) for record in records
         ]
         assert {topic for topic, _ in records} <= {"reward.scores"}
         return [event for _, event in records]
@@ -127,7 +128,7 @@ def test_judge_prompt_renders_the_template_with_the_judges_chat_template(
         reward={"function": "genrm", "options": {"template": "reference", "max_score": 1}},
         engine={"sampling": {"top_k": 1}},
     )
-    stage.judging.submit(
+    stage.scorer.submit(
         KEYS[0],
         rolled_out(completion="<think>hm</think>four", answer="4", metadata='{"rubric": "none"}'),
     )
@@ -143,9 +144,9 @@ def test_judge_score_is_read_from_the_last_line_and_the_response_is_kept(
     make_stage: Callable[..., Stage],
 ) -> None:
     stage = make_stage()
-    stage.judging.submit(KEYS[0], rolled_out(index=0))
-    stage.judging.submit(KEYS[1], rolled_out(index=1))
-    assert stage.judging.capacity == 62
+    stage.scorer.submit(KEYS[0], rolled_out(index=0))
+    stage.scorer.submit(KEYS[1], rolled_out(index=1))
+    assert stage.scorer.capacity == 62
     stage.engine.say("Score: 1 would be unfair.\nScore: 7.5", to=1)
     (scored,) = stage.answers()
     assert (scored.sample_id, scored.reward, scored.components, scored.reward_name) == (
@@ -156,7 +157,7 @@ def test_judge_score_is_read_from_the_last_line_and_the_response_is_kept(
     )
     assert scored.judge_response == "Score: 1 would be unfair.\nScore: 7.5"
     assert scored.error is None
-    assert (stage.judging.capacity, stage.counted) == (63, ["scored"])
+    assert (stage.scorer.capacity, stage.counted) == (63, ["scored"])
 
 
 def test_judge_seed_depends_only_on_the_sample(
@@ -166,7 +167,7 @@ def test_judge_seed_depends_only_on_the_sample(
     for _ in range(2):
         stage = make_stage()
         for index in (0, 1):
-            stage.judging.submit(KEYS[index], rolled_out(index=index))
+            stage.scorer.submit(KEYS[index], rolled_out(index=index))
         seeds.append([request.samples[0].seed for request in stage.engine.asked])
     assert seeds[0] == seeds[1]
     assert seeds[0][0] != seeds[0][1]
@@ -189,7 +190,7 @@ def test_judge_response_without_a_score_fails_or_scores_zero(
 ) -> None:
     for unreadable, reward in (("fail", None), ("zero", 0.0)):
         stage = make_stage(on_parse_error=unreadable)
-        stage.judging.submit(KEYS[0], rolled_out())
+        stage.scorer.submit(KEYS[0], rolled_out())
         stage.engine.say(text, reason=reason)
         (scored,) = stage.answers()
         assert (scored.reward, scored.judge_response, stage.counted) == (
@@ -205,11 +206,11 @@ def test_sample_that_cannot_be_judged_fails_regardless_of_on_parse_error(
     make_stage: Callable[..., Stage],
 ) -> None:
     stage = make_stage(on_parse_error="zero")
-    stage.judging.submit(KEYS[0], rolled_out(metadata="{"))
+    stage.scorer.submit(KEYS[0], rolled_out(metadata="{"))
     stage.engine.refuses = True
-    stage.judging.submit(KEYS[1], rolled_out())
+    stage.scorer.submit(KEYS[1], rolled_out())
     stage.engine.refuses = False
-    stage.judging.submit(KEYS[2], rolled_out())
+    stage.scorer.submit(KEYS[2], rolled_out())
     stage.engine.say("Score: 1", reason=FinishReason.ERROR, error="the server is gone")
     errors = [scored.error for scored in stage.answers()]
     assert str(errors[0]).startswith(
@@ -225,8 +226,8 @@ def test_sample_that_cannot_be_judged_fails_regardless_of_on_parse_error(
 def test_cancelled_samples_are_aborted_and_get_no_score(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage()
     for index in (0, 1):
-        stage.judging.submit(KEYS[index], rolled_out(index=index))
-    stage.judging.cancel(KEYS[:1])
+        stage.scorer.submit(KEYS[index], rolled_out(index=index))
+    stage.scorer.cancel(KEYS[:1])
     assert stage.engine.aborted == [stage.engine.asked[0].prompt_group_id]
     stage.engine.say("Score: 1", to=0)
     stage.engine.say("Score: 2", to=1)
@@ -250,14 +251,14 @@ def test_judge_responses_do_not_depend_on_the_submission_order(
     config, reported = make_run_config(reward={"function": "genrm"}, judge=judge), []
     for order in ([0, 1, 2], [2, 0, 1]):
         stage = Stage(config)
-        stage.judging._engine = opened = open_judge(config, metrics=WorkerMetrics("judge").routing)
+        stage.scorer._engine = opened = open_judge(config, metrics=WorkerMetrics("judge").routing)
         for index in order:
-            stage.judging.submit(KEYS[index], rolled_out(index=index))
-        assert stage.judging.capacity == 1
+            stage.scorer.submit(KEYS[index], rolled_out(index=index))
+        assert stage.scorer.capacity == 1
         answers: list[SampleScored] = []
         while len(answers) < 3:
             answers += stage.answers()
-        assert stage.judging.progress > 0
+        assert stage.scorer.progress > 0
         reported.append({scored.sample_id: scored.judge_response for scored in answers})
         opened.close()
     assert reported[0] == reported[1]
@@ -273,7 +274,7 @@ def test_each_sample_is_scored_by_either_judge_or_reward_role(
     ]
     stage = make_stage(reward=BY_ROUTE)
     for key, sample in zip(KEYS, samples, strict=False):
-        stage.judging.submit(key, sample)
+        stage.scorer.submit(key, sample)
     stage.engine.say("Score: 1")
     assert [(scored.sample_id, scored.reward) for scored in stage.answers()] == [
         (samples[0].sample_id, 1.0)

@@ -1,4 +1,6 @@
-"""The most probable tokens that a rollout worker takes from its engine, or misses."""
+"""The most probable tokens that a rollout worker reads from its engine's results, or that are
+missing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the teacher role says of samples, and which teachers it refuses."""
+"""The teacher role's scores of samples, and the teachers that it rejects."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A run that begins with another run's weights: its first checkpoint is a whole model's, and may
-take as long as one."""
+"""A run that starts with another run's weights: its first checkpoint is a whole model's, and may
+take as long as one.
+"""
 
 from __future__ import annotations
 

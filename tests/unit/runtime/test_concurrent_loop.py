@@ -1,5 +1,6 @@
-"""A map role that hands on samples as they are done: what it commits meanwhile, and what it
-lets go. Worker, consumer and work are stand-ins."""
+"""The concurrent loop writes samples as they finish: what it commits meanwhile, and what it
+cancels. Worker, consumer and processor are fakes.
+"""
 
 from __future__ import annotations
 

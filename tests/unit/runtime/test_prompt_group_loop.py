@@ -1,5 +1,6 @@
-"""A map role for whole prompt groups: what it hands over, and up to where its input is done. Worker
-and consumer are stand-ins."""
+"""The prompt group loop: its output, and the offsets up to which its input is done. Worker and
+consumer are fakes.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The sample loop works in parts: each is processed, flushed and committed before the next is
-taken. Worker and consumer are stand-ins."""
+"""The sample loop works in batches: each is processed, flushed and committed before the next is
+fetched. Worker and consumer are fakes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that ended may be resumed: what was commanded before no longer holds."""
+"""A resumed run ignores the commands of its earlier sessions."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Samples that no one can compute with are poison, and the text says why."""
+"""Samples that can't be computed are poison, and the error says why."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def vector(*values: float, dtype: Any = np.float32) -> np.ndarray:
             {"sample_id": "000000-0000-0/1"},
             "sample_id must be 000000-0000-0/0, got 000000-0000-0/1",
         ),
-        ({"prompt_group_id": "g"}, "'g' is no prompt group id; they look like 000012-0003-0"),
+        ({"prompt_group_id": "g"}, "'g' is not a prompt group id; an example is 000012-0003-0"),
         (
             {"min_policy_version": 1, "policy_version": 2},
             "policy_version <= min_policy_version <= max_policy_version must hold, got 2, 1, 0",
@@ -143,9 +143,9 @@ def test_valid_samples_pass_unchanged_and_other_events_are_rejected() -> None:
     [
         (
             {"prompt_group_id": "drop table"},
-            "'drop table' is no prompt group id; they look like 000012-0003-0",
+            "'drop table' is not a prompt group id; an example is 000012-0003-0",
         ),
-        ({"prompt_group_id": "9" * 100_000}, "is no prompt group id"),
+        ({"prompt_group_id": "9" * 100_000}, "is not a prompt group id"),
         (
             {"prompt_group_id": "000001-0002-1"},
             "the id must name train_step, group_index and attempt (1, 2, 0), got (1, 2, 1)",

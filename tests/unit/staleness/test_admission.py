@@ -1,4 +1,4 @@
-"""Ends of prompt groups, made from their ids alone."""
+"""Prompt group outcomes derived from ids alone."""
 
 from __future__ import annotations
 
@@ -31,5 +31,7 @@ def test_build_group_end_reads_batch_slot_and_attempt_from_the_id() -> None:
 
 @pytest.mark.parametrize("text", ["", "12-3-4", "000012-0003", "000012-0003-4/0"])
 def test_build_group_end_rejects_an_invalid_prompt_group_id(text: str) -> None:
-    with pytest.raises(CorruptRecord, match="is no prompt group id; they look like 000012-0003-0"):
+    with pytest.raises(
+        CorruptRecord, match="is not a prompt group id; an example is 000012-0003-0"
+    ):
         build_group_end(text, Outcome.FAILED, policy_version=0, trainer_version=0)

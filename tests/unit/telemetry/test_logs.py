@@ -1,4 +1,4 @@
-"""A log event comes out as a line of JSON, whatever is in it."""
+"""A log event is one line of JSON, whatever its values."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def test_log_event_hides_a_secret_in_every_field(capsys: pytest.CaptureFixture[s
 
 def test_values_without_secrets_stay_what_they_are() -> None:
     hide(SECRET)
-    event = {"event": "step.done", "seconds": 1.5, "flag": True, "nothing": None, "places": [1, 2]}
+    event = {"event": "step.done", "seconds": 1.5, "flag": True, "nothing": None, "numbers": [1, 2]}
     assert redact_event(None, "info", dict(event)) == event
 
 

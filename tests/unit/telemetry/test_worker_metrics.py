@@ -1,4 +1,4 @@
-"""What a worker says of its input: lag by topic and slot, of the partitions that it holds now."""
+"""A worker's metrics of its input: lag by topic and slot, of its assigned partitions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_lag_is_summed_over_the_shards_of_a_slot() -> None:
         ("rollout.samples", 2): 5,
         ("reward.scores", 5): 6,
     }
-    metrics.set_consumer_lag(counts, shards=2)
+    metrics.consumer_lag.set(counts, shards=2)
     assert lag_of(metrics) == {
         ("advantage", "rollout.samples", "0"): 7,
         ("advantage", "rollout.samples", "1"): 5,
@@ -39,10 +39,10 @@ def test_lag_is_summed_over_the_shards_of_a_slot() -> None:
 
 def test_lag_of_a_slot_reassigned_to_another_worker_is_no_longer_reported() -> None:
     metrics = WorkerMetrics("reward")
-    metrics.set_consumer_lag({("rollout.samples", 0): 3, ("rollout.samples", 1): 4}, shards=1)
-    metrics.set_consumer_lag({("rollout.samples", 1): 0}, shards=1)
+    metrics.consumer_lag.set({("rollout.samples", 0): 3, ("rollout.samples", 1): 4}, shards=1)
+    metrics.consumer_lag.set({("rollout.samples", 1): 0}, shards=1)
     assert lag_of(metrics) == {("reward", "rollout.samples", "1"): 0}
-    metrics.set_consumer_lag({("rollout.samples", 0): 2, ("rollout.samples", 1): 1}, shards=1)
+    metrics.consumer_lag.set({("rollout.samples", 0): 2, ("rollout.samples", 1): 1}, shards=1)
     assert lag_of(metrics) == {
         ("reward", "rollout.samples", "0"): 2,
         ("reward", "rollout.samples", "1"): 1,
@@ -72,7 +72,7 @@ def test_number_of_series_does_not_grow_with_versions() -> None:
             metrics.count_tokens(version)
             metrics.count_ended_group("trained")
             metrics.count_dead_letter("CorruptRecord")
-            metrics.set_consumer_lag({("rollout.samples", version % 6): version}, shards=2)
+            metrics.consumer_lag.set({("rollout.samples", version % 6): version}, shards=2)
         return sum(
             len(family.samples)
             for family in text_string_to_metric_families(metrics.render().decode())

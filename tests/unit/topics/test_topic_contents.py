@@ -1,5 +1,6 @@
-"""An event counts only on a topic that holds its kind: what else lies there was written by a role
-that may not say it."""
+"""An event counts only on a topic for its type; on any other topic a role without the right wrote
+it.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +90,7 @@ def test_heartbeats_and_metrics_belong_on_the_topic_of_the_workers_role() -> Non
 @pytest.mark.parametrize("entity", ["rollout.samples", "reward.scores", "prompt.end-requests"])
 def test_ledger_ignores_events_on_topics_they_do_not_belong_on(entity: str) -> None:
     run, group = ValidRun(6), "000003-0000-0"
-    sound = run.ledger().totals()
+    expected = run.ledger().totals()
     events = [
         ready(group, 0, version=2),
         scored(group, 0, reward=9.0),
@@ -101,5 +102,5 @@ def test_ledger_ignores_events_on_topics_they_do_not_belong_on(entity: str) -> N
         run.at(entity, partition).extend(
             event for index, event in enumerate(events) if index != own
         )
-    books = run.ledger()
-    assert (books.problems(), books.totals()) == ([], sound)
+    changed_ledger = run.ledger()
+    assert (changed_ledger.problems(), changed_ledger.totals()) == ([], expected)

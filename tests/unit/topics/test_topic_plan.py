@@ -1,4 +1,4 @@
-"""The topic plan, and its difference to what a broker has."""
+"""The topic plan, and its difference to a broker's topics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trainer backend of a run: found by name, and held to what the run asks of it."""
+"""The trainer backend of a run: found by name, and checked against the run's requirements."""
 
 from __future__ import annotations
 

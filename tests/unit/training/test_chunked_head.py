@@ -1,5 +1,6 @@
-"""The gradient of an output head that works in chunks is as exact as that of one that works at
-once; float64 says what it should be."""
+"""The gradient of an output head computed in chunks is as exact as that of one computed at once,
+compared with float64.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from relax_events.training.backend.policy_model import ChunkedHead
+from relax_events.training.backend.chunked_head import ChunkedHead
 
 NUM_TOKENS, HIDDEN, VOCABULARY = 4096, 32, 64
 

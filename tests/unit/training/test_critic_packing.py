@@ -1,5 +1,6 @@
-"""The critic lays samples out by the trainer's rules: it distinguishes a leak from rounding, and
-counts cells."""
+"""The critic packs samples by the trainer's rules: it distinguishes a leak from rounding, and
+counts cells.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The trainer recognizes records that no worker of the run wrote, and takes the honest ones that
-come after them."""
+"""The trainer rejects records that no worker of the run wrote, and accepts the valid ones that come
+after them.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def test_valid_sample_passes_the_issue_checks() -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"prompt_group_id": "absent"}, "'absent' is no prompt group id"),
+        ({"prompt_group_id": "absent"}, "'absent' is not a prompt group id"),
         (
             {"train_step": 3},
             "its id names (1, 2, 0) where train_step, group_index and attempt are (3, 2, 0)",
@@ -111,6 +112,6 @@ def test_advantage_above_the_limit_is_poison() -> None:
         check_trainable(ready(advantages=np.array(values, np.float32)), **bounds)
     with pytest.raises(
         PoisonSample,
-        match=r"advantages must lie within trainer.max_abs_advantage = 10000, got 1e\+06; raise it if",
+        match=r"advantages must be at most trainer.max_abs_advantage = 10000 in magnitude, got 1e\+06; raise it if",
     ):
         check_trainable(ready(advantages=np.array([0, 0, 0, -1e6], np.float32)), **bounds)

@@ -1,10 +1,10 @@
-"""The learning rate along a run, by hand."""
+"""The learning rate over a run, worked out by hand."""
 
 import pytest
 from small_settings import small_run
 
 from relax_events.config import TrainerConfig
-from relax_events.training.backend.torch_backend import (
+from relax_events.training.backend.learning_rate import (
     compute_policy_learning_rate,
     compute_scheduled_learning_rate,
 )

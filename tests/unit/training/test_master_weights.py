@@ -1,5 +1,6 @@
-"""After a replay on kernels that round otherwise, master weights keep what the policy has learned
-below the published precision."""
+"""After a replay on kernels with other rounding, master weights keep updates below the published
+precision.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Several optimizer steps in a train step, against plain loops written from the papers, and what is
-left of them after a crash."""
+"""Several optimizer steps in a train step, against plain loops written from the papers, and their
+state after a crash.
+"""
 
 import itertools
 

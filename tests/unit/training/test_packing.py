@@ -1,4 +1,4 @@
-"""Cutting into micro-batches, and the packed arrays."""
+"""Splitting into micro-batches, and the packed arrays."""
 
 import dataclasses
 from itertools import pairwise
@@ -79,7 +79,7 @@ def test_micro_batcher_keeps_prompt_groups_whole_within_the_budget(seed, max_tok
 
 
 @pytest.mark.parametrize(
-    ("places", "text"),
+    ("indices", "text"),
     [
         ([0, 2], "prompt group g0 has adjacent samples \\[0\\]"),
         ([1, 0], "prompt group g0 has adjacent samples \\[1, 0\\]"),
@@ -88,9 +88,9 @@ def test_micro_batcher_keeps_prompt_groups_whole_within_the_budget(seed, max_tok
         ([0, 1, 2], "prompt group g1 has adjacent samples \\[0\\]"),
     ],
 )
-def test_incomplete_prompt_group_is_rejected(places, text):
+def test_incomplete_prompt_group_is_rejected(indices, text):
     with pytest.raises(PoisonSample, match=text):
-        require_whole_prompt_groups([SAMPLES[place] for place in places])
+        require_whole_prompt_groups([SAMPLES[index] for index in indices])
 
 
 def test_micro_batcher_flush_gives_none_when_empty():

@@ -1,5 +1,6 @@
 """At its start the model distinguishes a leak between packed samples from another kernel's
-rounding, in any dtype."""
+rounding, in any dtype.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a step's time goes, also what is spent after its metrics were written."""
+"""The phase times of a step, including time after its metrics were written."""
 
 from relax_events.training.step_record import PhaseTimer
 

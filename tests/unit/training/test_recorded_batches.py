@@ -1,4 +1,4 @@
-"""Recorded batches are read ahead within a bound of bytes, and decoded one step at a time."""
+"""Recorded batches are prefetched within a bound of bytes, and decoded one step at a time."""
 
 from __future__ import annotations
 
@@ -38,10 +38,13 @@ class Log:
         self.num_read: list[int] = []
 
     def read_at(
-        self, topic: str, places: Collection[tuple[int, int]]
+        self, topic: str, locations: Collection[tuple[int, int]]
     ) -> dict[tuple[int, int], Record]:
-        self.num_read.append(len(places))
-        return {place: Record(topic, *place, "", bytes(RECORD_BYTES), {}, 0) for place in places}
+        self.num_read.append(len(locations))
+        return {
+            location: Record(topic, *location, "", bytes(RECORD_BYTES), {}, 0)
+            for location in locations
+        }
 
 
 @pytest.mark.parametrize(

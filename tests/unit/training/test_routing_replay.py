@@ -1,4 +1,4 @@
-"""Trainer and scorers send tokens through the experts that the engine sent them through."""
+"""Trainer and scorers route tokens through the experts that the engine chose."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def samples_of(
             mask = (np.arange(len(tokens)) >= num_prompt_tokens).astype(np.uint8)
             logprobs = np.zeros(len(tokens), np.float32)
             logprobs[num_prompt_tokens:] = sample.logprobs
-            place: dict[str, Any] = {
+            identity: dict[str, Any] = {
                 "prompt_group_id": f"000000-{group:04}-0",
                 "sample_id": f"000000-{group:04}-0/{index}",
                 "sample_index": index,
@@ -78,7 +78,7 @@ def samples_of(
             samples.append(
                 changed(
                     template,
-                    **place,
+                    **identity,
                     **arrays,
                     num_prompt_tokens=num_prompt_tokens,
                     routed_experts=sample.routed_experts,
@@ -328,7 +328,7 @@ def test_sample_must_have_routed_experts_for_all_tokens_but_the_last() -> None:
         rule = (
             "integers, got float32"
             if odd == "float"
-            else r"\[\d+, layers, top_k\], a row for all tokens but the last"
+            else r"\[\d+, layers, top_k\], a row for each token but the last"
         )
         with pytest.raises(PoisonSample, match=f"routed_experts must be {rule}"):
             check_ready(changed(sample, routed_experts=text))
@@ -364,7 +364,7 @@ def test_unsupported_router_rule_is_rejected_naming_the_router() -> None:
     with pytest.raises(
         ConfigError,
         match=(
-            "weigh the experts with the highest softmax probabilities by these probabilities, and "
+            "weigh the experts of highest softmax probability by that probability, but "
             "Qwen3MoeTopKRouter of the model in"
         ),
     ):

@@ -1,5 +1,6 @@
-"""Prompts that are computed once for a prompt group: every sample sees its own tokens and no
-others, and nothing else changes."""
+"""Prompts that are computed once for a prompt group: every sample attends to its own tokens alone,
+and results do not change.
+"""
 
 import dataclasses
 import json

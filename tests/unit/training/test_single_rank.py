@@ -1,4 +1,4 @@
-"""The group of one, and how several are opened."""
+"""The group of one rank, and how several ranks are opened."""
 
 import numpy as np
 import pytest

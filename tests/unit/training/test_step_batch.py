@@ -1,5 +1,6 @@
-"""A prompt group that a backend refuses is left out of its step whole, and what the step's weights
-come from is what its record names."""
+"""A prompt group that a backend rejects is left out of its step whole, and the step's record names
+exactly the trained samples.
+"""
 
 from __future__ import annotations
 

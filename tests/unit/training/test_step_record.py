@@ -1,4 +1,4 @@
-"""A step's shares, side by side, as the log keeps them; and the ends that follow from them."""
+"""The ranks' results merged into the step's record, and the outcomes that follow from it."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def share_of(
             LocatedSample(
                 ready(group_id, 0, version=version, reward=reward),
                 partition=rank,
-                offset=10 * batch + place,
+                offset=10 * batch + offset_in_batch,
             )
-            for place, (group_id, version, reward) in enumerate(members)
+            for offset_in_batch, (group_id, version, reward) in enumerate(members)
         ]
         share.add_micro_batch(placed, trainer_version=trainer_version)
         share.prompt_group_ids += [group_id for group_id, _, _ in members]

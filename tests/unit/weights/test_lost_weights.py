@@ -1,5 +1,6 @@
-"""A version whose weights are lost costs its own prompt groups, which are issued again; samples of
-other versions are evaluated."""
+"""A version whose weights are lost fails its own prompt groups, which are issued again; samples of
+other versions are evaluated.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Weights written as changes to the version before: the same bits come out, whatever the cache
-holds, and what is wrong is found out.
+"""Weights written as changes to the previous version: the same bits are restored, whatever the
+cache holds, and corruption is detected.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Which weights stay: the newest, every so many, the best, and what those are read on top of."""
+"""Which weights are kept: the newest, every n-th, the best, and the versions that they are based
+on.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What a rank does in test_ranks_together: it joins the others as the trainer does, then one rank
-fails, or all wait. `python -m ... RANK DEED`."""
+"""A rank in test_ranks_together: joins the others as the trainer does; then rank RANK fails, or all
+wait. `python -m ... RANK FAILURE`.
+"""
 
 from __future__ import annotations
 
@@ -15,30 +16,30 @@ from relax_events.errors import ConfigError, Fenced, RelaxError
 from relax_events.launcher.parent_watch import drain_when_supervisor_exits
 from relax_events.training.distributed import open_ranks
 
-DEEDS: dict[str, RelaxError] = {
+FAILURES: dict[str, RelaxError] = {
     "fenced": Fenced("another instance took over"),
     "wrong": ConfigError("trainer.learning_rate is wrong"),
 }
 
 
 def act() -> None:
-    """Fail if this is the rank that shall, else wait for the others."""
+    """Fail on the chosen rank, else wait for the others."""
     drain_when_supervisor_exits(drain_seconds=1.0)
-    failing, deed = int(sys.argv[2]), sys.argv[3]
+    failing, failure = int(sys.argv[2]), sys.argv[3]
     with open_ranks(timeout_seconds=60.0) as ranks:
         ranks.all_gather(np.zeros(1))
         print("joined", os.getpid(), flush=True)
         if (
-            deed == "hang"
+            failure == "hang"
         ):  # as in a kernel that never ends: no signal handler of Python's gets a turn
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             if ranks.rank != failing:
                 time.sleep(600)
             raise MemoryError("no room")
         if ranks.rank == failing:
-            if deed == "killed":
+            if failure == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
-            raise DEEDS[deed]
+            raise FAILURES[failure]
         ranks.all_gather(np.zeros(1))
 
 

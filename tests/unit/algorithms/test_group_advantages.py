@@ -147,22 +147,22 @@ def test_advantages_are_placed_only_on_loss_tokens() -> None:
 
 def test_overlong_completions_lose_reward_before_it_is_normalised() -> None:
     # Of at most 4 tokens, the penalty runs from 2 to 4; the samples have 3, 1 and 2 loss tokens.
-    judged = estimate(
+    estimated = estimate(
         samples([1, 1, 1]),
         max_new_tokens=4,
         normalise_std=False,
         overlong_ratio=0.5,
         overlong_penalty=3.0,
     )
-    assert [max(row, key=abs) for row in judged] == pytest.approx([-1.0, 0.5, 0.5])
+    assert [max(row, key=abs) for row in estimated] == pytest.approx([-1.0, 0.5, 0.5])
 
 
 def test_kl_in_the_reward_of_a_sample_is_the_sum_over_its_tokens() -> None:
     # policy - reference at the loss tokens: 0.5, -1, 2 | -1 | 0.5, -1, so k1 sums to 1.5, -1, -0.5.
-    judged = estimate(samples([1, 1, 1], with_logprobs=True), name="rloo", kl_coefficient=2.0)
+    estimated = estimate(samples([1, 1, 1], with_logprobs=True), name="rloo", kl_coefficient=2.0)
     rewards = np.array([1 - 3.0, 1 + 2.0, 1 + 1.0])
     expected = [rewards[0] - 2.5, rewards[1] - 0.0, rewards[2] - 0.5]
-    assert [max(row, key=abs) for row in judged] == pytest.approx(expected)
+    assert [max(row, key=abs) for row in estimated] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -177,14 +177,14 @@ def test_kl_in_the_reward_of_a_sample_is_the_sum_over_its_tokens() -> None:
 def test_token_level_kl_is_credited_to_the_token_and_those_before_it(
     estimator: str, terms: list[float]
 ) -> None:
-    judged = estimate(
+    estimated = estimate(
         samples([1, 1, 1], with_logprobs=True),
         name="reinforce_plus_plus",
         kl_coefficient=0.1,
         kl_estimator=estimator,
     )
     first, second, third = terms
-    assert judged[0] == pytest.approx(
+    assert estimated[0] == pytest.approx(
         [0, 1 - 0.1 * (first + second + third), 1 - 0.1 * (second + third), 0, 1 - 0.1 * third]
     )
     with pytest.raises(

@@ -1,5 +1,6 @@
 """Where samples can't share rows, no part of a micro-batch has more cells than the token budget,
-and nothing is lost or torn."""
+and every sample is in exactly one part.
+"""
 
 from __future__ import annotations
 
