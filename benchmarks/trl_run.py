@@ -26,7 +26,7 @@ from relax_events.config import RunConfig, load_run_config
 from relax_events.data.rendering import PromptRenderer
 from relax_events.data.sources import open_stream
 from relax_events.rewards.verifiers.reasoning_gym import reasoning_gym
-from relax_events.training.backend.torch_backend import compute_scheduled_learning_rate
+from relax_events.training.backend.learning_rate import compute_scheduled_learning_rate
 
 
 class Recorder:

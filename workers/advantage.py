@@ -16,7 +16,7 @@ import structlog
 from numpy.typing import NDArray
 
 from relax_events.algorithms.advantage_estimator import AdvantageEstimator, RewardedSample
-from relax_events.config import RunConfig
+from relax_events.config import AlgorithmConfig, RunConfig
 from relax_events.deadline import Deadline
 from relax_events.errors import CorruptRecord, ForeignRecord, PoisonSample, RewardError
 from relax_events.events.parts import Array, FinishReason, Outcome, TopicOffset
@@ -53,9 +53,8 @@ def run(config: RunConfig, *, index: int = 0) -> None:
         AdvantageLoop(worker).run()
 
 
-def needed_model_roles(config: RunConfig) -> frozenset[str]:
+def needed_model_roles(algorithm: AlgorithmConfig) -> frozenset[str]:
     """Return the roles whose log-probabilities or values a sample needs for training."""
-    algorithm = config.algorithm
     wanted = {
         "reference": algorithm.needs_reference,
         "actor": algorithm.old_logprobs == "actor",
@@ -70,7 +69,7 @@ class AdvantageLoop:
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        logprob_roles = needed_model_roles(worker.config)
+        logprob_roles = needed_model_roles(worker.config.algorithm)
         scores = ["reward.scores"] if self._has_rewards else []
         entities = [
             "rollout.samples",

@@ -25,7 +25,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
     """Run the role until it is asked to stop."""
     store = open_store(config)
     with open_worker("critic", config, index=index, store=store) as worker:
-        critic = find_backend(config).open_critic(config)
+        critic = find_backend(config.trainer).open_critic(config)
         with CriticLearner(worker, critic, store) as learning:
             evaluate = LogprobScorer(
                 worker,

@@ -53,10 +53,10 @@ class MetricsLoop:
         self._worker = worker
         self._inbox: queue.SimpleQueue[tuple[Event | None, dict[str, int]]] = queue.SimpleQueue()
         self._trackers = open_tracker_queues(
-            worker.config, failed=worker.metrics.count_tracker_error
+            worker.config, failed=worker.metrics.deliveries.count_tracker_error
         )
         self._tellers = open_notifiers(
-            worker.config, failed=worker.metrics.count_notification_error
+            worker.config, failed=worker.metrics.deliveries.count_notification_error
         )
         self._desk = NotificationBuilder(
             worker.config.run.id, first_version=worker.config.first_version
@@ -136,9 +136,9 @@ class MetricsLoop:
             self._saved_at = time.monotonic()
 
     def _deliver(self, event: Event | None) -> None:
-        if event is not None and (notice := self._desk.apply(event)) is not None:
+        if event is not None and (notification := self._desk.apply(event)) is not None:
             for teller in self._tellers:
-                teller.put(notice)
+                teller.put(notification)
 
     @property
     def has_left_feeds(self) -> bool:

@@ -19,7 +19,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-import numpy as np
 import structlog
 
 from relax_events.config import RunConfig
@@ -33,9 +32,9 @@ from relax_events.data.prompt_sampler import PromptSampler, SelectedRow
 from relax_events.data.rendering import PromptRenderer
 from relax_events.data.rows import MessageReader, build_storing_reader, plain_messages
 from relax_events.data.sources import open_stream
-from relax_events.data.stream import DatasetRow, PromptStream
+from relax_events.data.stream import PromptStream
 from relax_events.errors import CorruptRecord, MediaError, PoisonSample, SchemaError
-from relax_events.events.parts import Outcome, TopicOffset
+from relax_events.events.parts import Outcome
 from relax_events.events.types import (
     Event,
     PolicyVersionPublished,
@@ -48,6 +47,15 @@ from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord, Record
 from relax_events.media.library import MediaLibrary
+from relax_events.roles.prompter_state import (
+    MAX_SUMMARY_REWARDS,
+    SUMMARIES,
+    build_summary,
+    read_newest_summary,
+    saved_groups,
+    saved_positions,
+    saved_rewards,
+)
 from relax_events.roles.worker_factory import open_store, open_worker
 from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.validation import check_issued
@@ -65,12 +73,9 @@ from relax_events.topics import compute_shard
 
 log = structlog.get_logger()
 IDLE_SECONDS = 0.5
-QUEUE, ENDS, SUMMARIES = "prompt.groups", "control.prompt-group-outcomes", "control.prompter-state"
+QUEUE, ENDS = "prompt.groups", "control.prompt-group-outcomes"
 SUMMARY_STEPS = 8
 """Number of admitted train steps between two summaries."""
-MAX_SUMMARY_REWARDS = 400_000
-"""Maximum mean rewards in a summary record; with more, a restarted prompter reads the whole
-log."""
 
 
 def run(config: RunConfig, *, index: int = 0) -> None:
@@ -156,24 +161,23 @@ class PrompterLoop:
         it, their outcomes show which batch slots were trained.
         """
         reader, plan = LogReader(self._worker.connection), self._worker.plan
-        summary = self._read_summary(reader)
-        begins = (
-            {}
-            if summary is None
-            else {
-                (plan.topic(plan.parse_entity(at.topic)), at.partition): at.offset
-                for at in summary.positions
-            }
-        )
+        summary = read_newest_summary(reader, self._worker)
+        begins = {} if summary is None else saved_positions(summary, plan)
         if summary is not None:
             self._restore_summary(summary)
             self._ends_position = begins.get((plan.topic(ENDS), 0), 0)
         queue = [(plan.topic(QUEUE), partition) for partition in range(plan.queue_partitions)]
-        places = queue if summary is not None else [*queue, (plan.topic(ENDS), 0)]
-        ends = {place: reader.watermarks(*place) for place in places}
+        topic_partitions = queue if summary is not None else [*queue, (plan.topic(ENDS), 0)]
+        ends = {
+            topic_partition: reader.watermarks(*topic_partition)
+            for topic_partition in topic_partitions
+        }
         first_rows: dict[int, int] = {}
         for record in reader.stream(
-            {place: (begins.get(place, 0), high) for place, (_, high) in ends.items()}
+            {
+                topic_partition: (begins.get(topic_partition, 0), high)
+                for topic_partition, (_, high) in ends.items()
+            }
         ):
             event = self._decode(record)
             if isinstance(event, PromptGroupIssued):
@@ -193,31 +197,13 @@ class PrompterLoop:
                 next_row=self._sampler.floor,
             )
 
-    def _read_summary(self, reader: LogReader) -> PrompterStateSaved | None:
-        for records in reader.read_backwards(
-            (self._worker.plan.topic(SUMMARIES), 0), num_offsets=1
-        ):
-            for record in reversed(records):
-                with suppress(CorruptRecord, SchemaError):
-                    event = self._worker.records.codec.decode(record.value)
-                    if isinstance(event, PrompterStateSaved):
-                        return event
-        return None
-
     def _restore_summary(self, summary: PrompterStateSaved) -> None:
         self._next_step = self._summed_step = summary.next_step
         self._sampler.resume_at(summary.next_row, summary.later_rows)
-        self._in_flight = {
-            name: replace(IssuedGroup.parse(name), row=row)
-            for name, row in summary.in_flight.items()
-        }
+        self._in_flight = saved_groups(summary)
         self._trained.update({int(step): count for step, count in summary.num_trained.items()})
-        for (dataset, index), reward in zip(
-            np.asarray(summary.reward_history_rows).tolist(),
-            np.asarray(summary.reward_history_values).tolist(),
-            strict=True,
-        ):
-            self._sampler.history.add(DatasetRow(dataset, index), reward)
+        for row, reward in saved_rewards(summary):
+            self._sampler.history.add(row, reward)
 
     def _write_summary(self) -> None:
         """Write a summary periodically, so that the cost of a restart does not grow with the run.
@@ -236,17 +222,13 @@ class PrompterLoop:
             return
         queue = [(plan.topic(QUEUE), partition) for partition in range(plan.queue_partitions)]
         positions = self._admin.end_offsets(queue) | {(plan.topic(ENDS), 0): self._ends_position}
-        summary = PrompterStateSaved(
-            positions=[TopicOffset(*place, offset) for place, offset in sorted(positions.items())],
+        summary = build_summary(
+            self._sampler,
+            positions=positions,
             next_step=self._next_step,
-            next_row=self._sampler.floor,
-            later_rows=self._sampler.later_rows,
-            in_flight={name: group.row for name, group in self._in_flight.items()},
-            num_trained={str(step): count for step, count in self._trained.items()},
-            reward_history_rows=np.array(
-                [(place.dataset, place.index) for place, _ in earned], np.int64
-            ).reshape(-1, 2),
-            reward_history_values=np.array([reward for _, reward in earned], np.float64),
+            in_flight=self._in_flight,
+            num_trained=self._trained,
+            rewards=earned,
         )
         self._worker.records.producer.write(
             [self._worker.records.build(SUMMARIES, summary, key="prompter")]
@@ -313,19 +295,19 @@ class PrompterLoop:
             published_version, max_staleness=run.max_staleness, num_steps=run.num_steps
         )
         new_steps = range(self._next_step, steps.stop)
-        places = find_unissued_slots(
+        slots = find_unissued_slots(
             self._issued_slots, steps=new_steps, prompts_per_step=run.prompts_per_step
         )
-        choices = self._sampler.next_rows(len(places), train_step=max(steps.stop - 1, 0))
+        choices = self._sampler.next_rows(len(slots), train_step=max(steps.stop - 1, 0))
         self._issue(
             [
-                (IssuedGroup(place, 0, choice.row), choice)
-                for place, choice in zip(places, choices, strict=True)
+                (IssuedGroup(slot, 0, choice.row), choice)
+                for slot, choice in zip(slots, choices, strict=True)
             ]
         )
         self._next_step = max(self._next_step, steps.stop)
         self._issued_slots = {
-            place for place in self._issued_slots if place.train_step >= self._next_step
+            slot for slot in self._issued_slots if slot.train_step >= self._next_step
         }
 
     def _reissue(self, ended: IssuedGroup, outcome: Outcome) -> None:

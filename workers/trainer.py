@@ -24,9 +24,7 @@ from collections.abc import Sequence
 import structlog
 
 from relax_events.config import RunConfig
-from relax_events.errors import (
-    StepNotFinite,
-)
+from relax_events.errors import StepNotFinite
 from relax_events.events.parts import TopicOffset
 from relax_events.events.types import SampleReady
 from relax_events.kafka.log_reader import LogReader
@@ -58,12 +56,7 @@ from relax_events.training.replay.parent_steps import (
     open_recorded_batches,
 )
 from relax_events.training.replay.recorded_batches import RecordedBatches
-from relax_events.training.replay.recovery import Replay
-from relax_events.training.replay.start_weights import (
-    is_newest_lost,
-    load_parent_weights,
-    load_published_weights,
-)
+from relax_events.training.replay.recovery import Recovery
 from relax_events.training.step_commits import StepCommits
 from relax_events.training.step_record import RankStepResult
 
@@ -181,36 +174,22 @@ class TrainLoop:
         the run has committed.
         """
         history = TrainingHistory.read(self._worker)
-        restored = self._checkpoints.load_newest(history.checkpoints())
-        if restored is not None:
-            self._schedule.written = restored.reference
-            self._backend.load_state(restored.state)
-            history.apply_checkpoint(restored.extra)
-            log.info("checkpoint.loaded", policy_version=self._backend.policy_version)
-        else:
-            history.require_steps_from(self._config.first_version)
-            if self._source is not None:
-                self._schedule.written = load_parent_weights(
-                    self._source,
-                    self._worker,
-                    self._backend,
-                    ranks=self._ranks,
-                    checkpoints=self._checkpoints,
-                )
+        recovery = Recovery(history, self._worker, self._backend, self._ranks, store=self._store)
+        self._schedule.written = recovery.load_start(self._checkpoints, source=self._source)
         if self._source is not None and self._config.is_replay:
             self._batches = open_recorded_batches(self._worker, self._source, self._ranks)
-        missing = [
-            step for step in history.steps if step.train_step >= self._backend.policy_version
-        ]
-        if not Replay(self._worker, self._backend, self._ranks, batches=self._batches).run(missing):
-            with self._worker.lifecycle.transfer("read the published weights"):
-                load_published_weights(
-                    history, self._backend, config=self._config, store=self._store
-                )
-        decided = set(history.ended_group_ids)
-        max_staleness, forgotten_step = self._config.run.max_staleness, history.forgotten_step
+        recovery.train_missing_steps(self._batches)
+        self._build_step_parts(history)
+        self._open_batches(history)
+        recovery.publish_missing_weights(self._publisher)
+        return history.num_steps
+
+    def _build_step_parts(self, history: TrainingHistory) -> None:
+        """Build what reads, assembles and commits the samples of a step, as of the log's end."""
         self._assembler = BatchAssembler(
-            max_staleness=max_staleness, decided=decided, forgotten_step=forgotten_step
+            max_staleness=self._config.run.max_staleness,
+            decided=set(history.ended_group_ids),
+            forgotten_step=history.forgotten_step,
         )
         self._intake = SampleIntake(
             self._worker,
@@ -234,22 +213,6 @@ class TrainLoop:
             intake=self._intake,
             commits=self._commits,
         )
-        self._open_batches(history)
-        with self._worker.lifecycle.transfer("write the first weights"):
-            is_lost = not history.is_fresh and is_newest_lost(
-                history.published[-1], store=self._store, ranks=self._ranks
-            )
-            tensors = self._backend.weights() if history.is_fresh or is_lost else {}
-            if self._publisher is not None:
-                self._publisher.resume(history)
-                if history.is_fresh:
-                    self._publisher.publish_initial(
-                        tensors, policy_version=self._config.first_version
-                    )
-                elif is_lost:
-                    self._publisher.rewrite_newest_weights(history.published[-1], tensors)
-                self._publisher.prune_weights(self._backend.policy_version)
-        return history.num_steps
 
     def _open_batches(self, history: TrainingHistory) -> None:
         """Resume at our own positions, or after the last parent step that we trained."""

@@ -11,7 +11,7 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
-from relax_events.config import RunConfig
+from relax_events.config import ModelConfig, RunConfig
 from relax_events.config.algorithm_spec import find_algorithm
 from relax_events.controller.api_server import require_api_port
 from relax_events.data.prompt_filter import build_length_filter, needs_token_counts
@@ -112,7 +112,7 @@ def require_model(config: RunConfig) -> str:
     if missing := [name for name in MODEL_PACKAGES if importlib.util.find_spec(name) is None]:
         raise EnvironmentProblem(f"{missing[0]} is not installed; install relax-events[model]")
     _require_media_support(config)
-    _require_routing_replay(config)
+    _require_routing_replay(config.model)
     path = config.model.path
     if not path.exists():
         if config.model.tiny is None:
@@ -201,11 +201,11 @@ def _family_of(path: Path) -> str:
     return str(read_model_json(path / "config.json").get("model_type"))
 
 
-def _require_routing_replay(config: RunConfig) -> None:
+def _require_routing_replay(model: ModelConfig) -> None:
     """Refuse routing replay for a model without experts."""
-    if not config.model.replays_routing:
+    if not model.replays_routing:
         return
-    path, tiny, what = config.model.path, config.model.tiny, "model.routing_replay = 'rollout'"
+    path, tiny, what = model.path, model.tiny, "model.routing_replay = 'rollout'"
     if (path / "config.json").is_file():
         if not has_experts(path):
             raise ConfigError(
@@ -343,14 +343,18 @@ def require_context_length(
     if config.is_replay or not config.model.path.exists():
         return "not compared with the prompts yet"
     renderer = PromptRenderer.from_folder(config.model.path, config.data, media=config.model.media)
-    judge = build_length_filter(renderer, config.data) if needs_token_counts(config.data) else None
+    length_filter = (
+        build_length_filter(renderer, config.data) if needs_token_counts(config.data) else None
+    )
     lengths = []
     for section, part in named_sources(config.data):
         if media_modalities(part) or (is_generated(part) and not with_generated):
             continue
         source = open_source(part, seed=config.run.seed, section=section)
         for row in islice(map(source.row, range(source.num_rows)), num_rows):
-            if judge is None or not isinstance(judge(row, mean_rewards=(), train_step=0), str):
+            if length_filter is None or not isinstance(
+                length_filter(row, mean_rewards=(), train_step=0), str
+            ):
                 with suppress(
                     PoisonSample
                 ):  # the template refuses the row; only its prompt group fails
@@ -373,8 +377,8 @@ REQUIREMENTS: Mapping[str, Callable[[RunConfig], str]] = {
     "folder": require_folder,
     "roles": require_roles,
     "metrics": require_metrics_ports,
-    "traces": require_tracing,
-    "trackers": require_trackers,
+    "traces": lambda config: require_tracing(config.telemetry.traces),
+    "trackers": lambda config: require_trackers(config.telemetry),
     "scaling API": require_api_port,
     "model": require_model,
     "teacher": require_teacher,

@@ -113,7 +113,7 @@ def open_scorer(
         model: The model folder; by default the run's initial model.
         threads: Number of threads; by default the trainer's.
     Raises:
-        ConfigError: As `backend_of`, or the model can't be loaded.
+        ConfigError: As `find_backend`, or the model can't be loaded.
     """
     config = worker.config
     trainer = (
@@ -121,6 +121,6 @@ def open_scorer(
         if threads is None
         else config.trainer.model_copy(update={"threads": threads})
     )
-    return find_backend(config).open_scorer(
+    return find_backend(trainer).open_scorer(
         config.model_copy(update={"model": model or config.model, "trainer": trainer})
     )

@@ -1,23 +1,10 @@
-"""Follows the control log: versions, commands and the schemas of other writers.
-
-Each publication of a policy version summarizes the log before it and gives the start offsets:
-
-    control.policy-versions         ... v-2  v-1  v   read backwards from the end,
-                                          │           until enough publications are found
-    control.train-steps             ......├── read from this offset on
-    control.prompt-group-outcomes   ......└── read from this offset on
-
-`control_offsets` of the publication holds these offsets; `num_steps_before` and
-`outcome_counts_before` count the earlier records. So the cost of a start does not grow with the
-run.
-"""
+"""Follows the control log: versions, commands and the schemas of other writers."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -26,7 +13,6 @@ import structlog
 from relax_events.errors import (
     AccessDenied,
     BrokerError,
-    BrokerUnavailable,
     ClientFailed,
     CorruptRecord,
     RelaxError,
@@ -44,61 +30,19 @@ from relax_events.kafka.auth_errors import AuthFailureTracker
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.records import Record
+from relax_events.runtime.publications import (
+    PUBLICATIONS,
+    PublishedVersions,
+    find_start_offsets,
+    read_newest_publications,
+)
 from relax_events.topics import TopicPlan
 from relax_events.topics.plan import METRICS_TOPICS, belongs_on
 
-SUMMED_ENTITIES = (
-    "control.train-steps",
-    "control.prompt-group-outcomes",
-    "control.policy-versions",
-)
-"""Topics that the trainer writes in the transactions that publish versions."""
-PUBLICATIONS = "control.policy-versions"
+log = structlog.get_logger()
 RECENT_VERSIONS = 48
 """Policy versions that a follower reads back at its start: enough for the displayed steps and
 several staleness windows."""
-Decode = Callable[[Record], Event | None]
-
-
-def read_newest_publications(
-    reader: LogReader,
-    plan: TopicPlan,
-    decode: Decode,
-    *,
-    is_enough: Callable[[Sequence[PolicyVersionPublished]], bool],
-) -> list[PolicyVersionPublished]:
-    """Read publications backwards until `is_enough` holds; return them oldest first.
-
-    Args:
-        reader: Its assignment is replaced.
-        plan: The run's topics.
-        decode: Turns a record into its event; None for an unusable record.
-        is_enough: Receives the publications found so far, oldest first.
-    """
-    found: list[PolicyVersionPublished] = []
-    for records in reader.read_backwards((plan.topic(PUBLICATIONS), 0)):
-        events = [decode(record) for record in records]
-        found = [*(event for event in events if isinstance(event, PolicyVersionPublished)), *found]
-        if is_enough(found):
-            break
-    return found
-
-
-def find_start_offsets(
-    published: Sequence[PolicyVersionPublished], plan: TopicPlan
-) -> Mapping[str, int]:
-    """Return the start offsets, by entity, from which a reader misses nothing since the first of
-    these publications; 0 is the oldest record left.
-    """
-    named = (
-        {plan.parse_entity(at.topic): at.offset for at in published[0].control_offsets}
-        if published
-        else {}
-    )
-    return {entity: named.get(entity, 0) for entity in SUMMED_ENTITIES}
-
-
-log = structlog.get_logger()
 READ_WHOLE = ("control.schemas", "control.broadcast-membership", "control.commands")
 """Read from their beginning: one is compacted, and a run has few schemas and commands."""
 ALWAYS_FOLLOWED = (*READ_WHOLE, PUBLICATIONS)
@@ -154,11 +98,9 @@ class ControlFollower:
         self.latest: PolicyVersionPublished | None = None
         self.broadcast_membership: BroadcastMembership | None = None
         self._received_at = time.monotonic()
-        self._checking: LogReader | None = None
-        self._checked_to, self._checked_version = 0, -1
-        self._own = replace(
-            connection, auth_failures=AuthFailureTracker()
-        )  # if it loses the brokers this client is replaced; its errors end no process
+        self._published_versions = PublishedVersions(connection, plan, codec)
+        # if it loses the brokers this client is replaced; its errors end no process
+        self._own = replace(connection, auth_failures=AuthFailureTracker())
         self._reader = LogReader(self._own)
         commands = [
             event
@@ -249,37 +191,9 @@ class ControlFollower:
         """
         if self.policy_version >= version:
             return True
-        try:
-            self._read_publications()
-        # a disconnected client may never find the brokers again, but a new one does
-        except BrokerUnavailable as error:
-            log.warning("control.read_retried", error=str(error))
-            self._drop_checking()
-            self._read_publications()
-        return max(self._checked_version, self.policy_version) >= version
-
-    def _read_publications(self) -> None:
-        """Read to the end of the publications with a separate client: the thread uses the other
-        one.
-        """
-        topic_partition = (self._plan.topic(PUBLICATIONS), 0)
-        start = max(
-            self._checked_to, self.position(PUBLICATIONS) - 1
-        )  # the thread may not have processed its newest one yet
-        if self._checking is None:
-            self._checking = LogReader(self._connection, fetch_wait_ms=1)
-        end = self._checking.watermarks(*topic_partition)[1]
-        for record in self._checking.stream({topic_partition: (start, end)}, with_damaged=True):
-            with suppress(CorruptRecord, SchemaError):
-                event = self._codec.decode(record.value)
-                if isinstance(event, PolicyVersionPublished):
-                    self._checked_version = max(self._checked_version, event.policy_version)
-        self._checked_to = max(self._checked_to, end)
-
-    def _drop_checking(self) -> None:
-        checking, self._checking = self._checking, None
-        if checking is not None:
-            checking.close()
+        # the thread may not have processed its newest one yet
+        newest = self._published_versions.read_newest(self.position(PUBLICATIONS) - 1)
+        return max(newest, self.policy_version) >= version
 
     def learn_schemas(self) -> None:
         """Read control.schemas to its end, because a writer uses an unknown schema."""
@@ -301,7 +215,7 @@ class ControlFollower:
         before `stop`.
 
         Topics have no order among each other: a command may be read before the train steps that
-            were committed before it.
+        were committed before it.
 
         Raises:
             BrokerError, BrokerUnavailable: The log could not be read.
@@ -323,7 +237,7 @@ class ControlFollower:
         """Stop following, and close the connections."""
         self.stop()
         self._reader.close()
-        self._drop_checking()
+        self._published_versions.close()
 
     def check(self) -> None:
         """Raise the error that ended the thread; the work loop calls this, because it would receive
@@ -418,18 +332,15 @@ class ControlFollower:
         )
         try:
             event = self._codec.decode(record.value)
-        except (
-            CorruptRecord,
-            SchemaError,
-            BrokerError,
-        ) as error:  # an unknown schema, or an unreachable schema registry
-            log.error("control_record.rejected", place=record.location, error=str(error))
+        # an unknown schema, or an unreachable schema registry
+        except (CorruptRecord, SchemaError, BrokerError) as error:
+            log.error("control_record.rejected", location=record.location, error=str(error))
             return None
         if belongs_on(entity := self._plan.parse_entity(record.topic), event):
             return event
         log.error(
             "control_record.rejected",
-            place=record.location,
+            location=record.location,
             error=f"a {type(event).__name__} is not allowed on {entity}",
         )
         return None
@@ -443,7 +354,7 @@ class ControlFollower:
             try:
                 self._codec.learn(record.value, key=record.key)
             except SchemaError as error:
-                log.error("control_record.rejected", place=record.location, error=str(error))
+                log.error("control_record.rejected", location=record.location, error=str(error))
             else:
                 self._published.add((record.key, record.value))
 

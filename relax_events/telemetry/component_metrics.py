@@ -1,9 +1,10 @@
-"""Metrics of engines, engine replicas, spans and weight transfer: a part of every worker's
-metrics.
+"""Metrics of engines, engine replicas, the critic, consumer lag, spans, deliveries and weight
+transfer: a part of every worker's metrics.
 """
 
 from __future__ import annotations
 
+from collections import Counter as Tally
 from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -110,6 +111,93 @@ class ReplicaMetrics:
         """Set the number of engines that serve, and of those that do not."""
         self._serving.labels(self._role).set(serving)
         self._open.labels(self._role).set(away)
+
+
+class CriticMetrics:
+    """Metrics of the critic's newest step."""
+
+    def __init__(self, role: str, registry: CollectorRegistry) -> None:
+        self._role = role
+        self._value_loss = Gauge(
+            "relax_critic_value_loss",
+            "Value loss of the critic's newest step.",
+            ["role"],
+            registry=registry,
+        )
+        self._explained = Gauge(
+            "relax_critic_explained_variance_ratio",
+            "Share of the returns' variance that the critic explained, in its newest step.",
+            ["role"],
+            registry=registry,
+        )
+        self._lag = Gauge(
+            "relax_critic_version_lag",
+            "Policy versions by which the critic is behind the newest.",
+            ["role"],
+            registry=registry,
+        )
+
+    def set(self, *, value_loss: float, explained_variance: float, version_lag: int) -> None:
+        """Set the metrics of the newest step, and the critic's lag in policy versions."""
+        self._value_loss.labels(self._role).set(value_loss)
+        self._explained.labels(self._role).set(explained_variance)
+        self._lag.labels(self._role).set(version_lag)
+
+
+class ConsumerLagMetrics:
+    """Consumer lag of a worker, by topic and slot."""
+
+    def __init__(self, role: str, registry: CollectorRegistry) -> None:
+        self._role = role
+        self._lag = Gauge(
+            "relax_consumer_lag_records",
+            (
+                "Unread records in the partitions assigned to a worker's consumer, by slot "
+                "(policy version mod slots)."
+            ),
+            ["role", "topic", "slot"],
+            registry=registry,
+        )
+        self._lagging: set[tuple[str, str]] = set()
+
+    def set(self, counts: Mapping[tuple[str, int], int], *, shards: int) -> None:
+        """Set the number of unread records by topic, without the run's prefix, and slot; revoked
+        partitions are removed.
+        """
+        lag: Tally[tuple[str, str]] = Tally()
+        for (topic, partition), count in counts.items():
+            lag[topic, str(partition // shards)] += count
+        for topic_partition, count in lag.items():
+            self._lag.labels(self._role, *topic_partition).set(count)
+        for topic_partition in self._lagging - lag.keys():
+            self._lag.remove(self._role, *topic_partition)
+        self._lagging = set(lag)
+
+
+class DeliveryMetrics:
+    """Failed deliveries to trackers and notification services."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._tracker_errors = Counter(
+            "relax_tracker_errors_total",
+            "Failed writes of metrics to a tracker; they are retried.",
+            ["tracker"],
+            registry=registry,
+        )
+        self._notification_errors = Counter(
+            "relax_notification_errors_total",
+            "Failed notifications of a service; they are retried.",
+            ["service"],
+            registry=registry,
+        )
+
+    def count_tracker_error(self, tracker: str) -> None:
+        """Count an error of a tracker of the run file."""
+        self._tracker_errors.labels(tracker).inc()
+
+    def count_notification_error(self, service: str) -> None:
+        """Count an error of a service that notices go to, by its scheme and host."""
+        self._notification_errors.labels(service).inc()
 
 
 class SpanMetrics:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from relax_events.telemetry.component_metrics import (
+    ConsumerLagMetrics,
+    CriticMetrics,
+    DeliveryMetrics,
     EngineMetrics,
     ReplicaMetrics,
     SpanMetrics,
@@ -27,38 +30,29 @@ class WorkerMetrics:
     def __init__(self, role: str) -> None:
         self.registry = CollectorRegistry()
         self._role = role
-        self._processed = Counter(
-            "relax_records_processed_total",
-            "Records that a worker processed.",
-            ["role"],
-            registry=self.registry,
+        counter = partial(Counter, registry=self.registry)
+        gauge = partial(Gauge, registry=self.registry)
+        self._processed = counter(
+            "relax_records_processed_total", "Records that a worker processed.", ["role"]
         )
-        self._expired = Counter(
+        self._expired = counter(
             "relax_records_expired_total",
             "Records skipped because their policy version is older than the staleness bound.",
             ["role"],
-            registry=self.registry,
         )
-        self._dropped = Counter(
+        self._dropped = counter(
             "relax_duplicate_generation_records_total",
-            (
-                "Records of a second generation of a prompt group, dropped because the first one "
-                "was joined."
-            ),
+            "Records of a second generation of a prompt group, dropped because the first one "
+            "was joined.",
             ["role"],
-            registry=self.registry,
         )
-        self._letters = Counter(
+        self._letters = counter(
             "relax_dead_letters_total",
             "Records written to a dead-letter topic.",
             ["role", "reason"],
-            registry=self.registry,
         )
-        self._ended = Counter(
-            "relax_prompt_groups_ended_total",
-            "Prompt groups by outcome.",
-            ["outcome"],
-            registry=self.registry,
+        self._ended = counter(
+            "relax_prompt_groups_ended_total", "Prompt groups by outcome.", ["outcome"]
         )
         self._duration = Histogram(
             "relax_record_batch_duration_seconds",
@@ -67,82 +61,30 @@ class WorkerMetrics:
             buckets=SECONDS_BUCKETS,
             registry=self.registry,
         )
-        self._purged = Counter(
-            "relax_records_purged_total",
-            "Records deleted by version retention.",
-            ["topic"],
-            registry=self.registry,
+        self._purged = counter(
+            "relax_records_purged_total", "Records deleted by version retention.", ["topic"]
         )
-        self._scored = Counter(
-            "relax_samples_scored_total",
-            "Samples by outcome of scoring.",
-            ["outcome"],
-            registry=self.registry,
+        self._scored = counter(
+            "relax_samples_scored_total", "Samples by outcome of scoring.", ["outcome"]
         )
-        self._tokens = Counter(
-            "relax_tokens_total",
-            "Tokens that a worker generated, scored or trained.",
-            ["role"],
-            registry=self.registry,
+        self._tokens = counter(
+            "relax_tokens_total", "Tokens that a worker generated, scored or trained.", ["role"]
         )
-        self._in_flight = Gauge(
-            "relax_records_in_flight", "Records in flight.", ["role"], registry=self.registry
+        self._in_flight = gauge("relax_records_in_flight", "Records in flight.", ["role"])
+        self._version = gauge(
+            "relax_policy_version", "Policy version that a worker uses or knows.", ["role"]
         )
-        self._version = Gauge(
-            "relax_policy_version",
-            "Policy version that a worker uses or knows.",
-            ["role"],
-            registry=self.registry,
-        )
-        self._value_loss = Gauge(
-            "relax_critic_value_loss",
-            "Value loss of the critic's newest step.",
-            ["role"],
-            registry=self.registry,
-        )
-        self._explained = Gauge(
-            "relax_critic_explained_variance_ratio",
-            "Share of the returns' variance that the critic explained, in its newest step.",
-            ["role"],
-            registry=self.registry,
-        )
-        self._critic_lag = Gauge(
-            "relax_critic_version_lag",
-            "Policy versions by which the critic is behind the newest.",
-            ["role"],
-            registry=self.registry,
-        )
-        self._lag = Gauge(
-            "relax_consumer_lag_records",
-            (
-                "Unread records in the partitions assigned to a worker's consumer, by slot "
-                "(policy version mod slots)."
-            ),
-            ["role", "topic", "slot"],
-            registry=self.registry,
-        )
-        self._lagging: set[tuple[str, str]] = set()
+        self.critic = CriticMetrics(role, self.registry)
+        self.consumer_lag = ConsumerLagMetrics(role, self.registry)
         self.weights = WeightMetrics(role, self.registry)
         self.engine = EngineMetrics(role, self.registry)
         self.routing = ReplicaMetrics(role, self.registry)
         self.spans = SpanMetrics(role, self.registry)
-        self._tracker_errors = Counter(
-            "relax_tracker_errors_total",
-            "Failed writes of metrics to a tracker; they are retried.",
-            ["tracker"],
-            registry=self.registry,
-        )
-        self._notice_errors = Counter(
-            "relax_notification_errors_total",
-            "Failed notifications of a service; they are retried.",
-            ["service"],
-            registry=self.registry,
-        )
-        self._progress = Gauge(
+        self.deliveries = DeliveryMetrics(self.registry)
+        self._progress = gauge(
             "relax_last_progress_timestamp_seconds",
             "When a worker last processed a record.",
             ["role"],
-            registry=self.registry,
         )
 
     def count_processed(self, count: int, *, seconds: float) -> None:
@@ -190,42 +132,13 @@ class WorkerMetrics:
         """Count tokens."""
         self._tokens.labels(self._role).inc(count)
 
-    def count_tracker_error(self, tracker: str) -> None:
-        """Count an error of a tracker of the run file."""
-        self._tracker_errors.labels(tracker).inc()
-
-    def count_notification_error(self, service: str) -> None:
-        """Count an error of a service that notices go to, by its scheme and place."""
-        self._notice_errors.labels(service).inc()
-
     def set_in_flight(self, count: int) -> None:
         """Set the number of records in progress."""
         self._in_flight.labels(self._role).set(count)
 
-    def set_consumer_lag(self, counts: Mapping[tuple[str, int], int], *, shards: int) -> None:
-        """Set the number of unread records by topic, without the run's prefix, and slot; revoked
-        partitions are removed.
-        """
-        lag: Tally[tuple[str, str]] = Tally()
-        for (topic, partition), count in counts.items():
-            lag[topic, str(partition // shards)] += count
-        for place, count in lag.items():
-            self._lag.labels(self._role, *place).set(count)
-        for place in self._lagging - lag.keys():
-            self._lag.remove(self._role, *place)
-        self._lagging = set(lag)
-
     def set_policy_version(self, version: int) -> None:
         """Set the policy version that the worker serves or knows."""
         self._version.labels(self._role).set(version)
-
-    def set_critic_metrics(
-        self, *, value_loss: float, explained_variance: float, version_lag: int
-    ) -> None:
-        """Set the metrics of the critic's newest step, and its lag in policy versions."""
-        self._value_loss.labels(self._role).set(value_loss)
-        self._explained.labels(self._role).set(explained_variance)
-        self._critic_lag.labels(self._role).set(version_lag)
 
     def render(self) -> bytes:
         """Return all metrics in Prometheus's text format."""

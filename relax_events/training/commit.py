@@ -17,8 +17,8 @@ from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.records import ProducerRecord
 from relax_events.kafka.transactions import TransactionalWriter
 from relax_events.projections.training_history import TrainingHistory
-from relax_events.runtime.control_follower import SUMMED_ENTITIES
 from relax_events.runtime.failpoints import failpoint
+from relax_events.runtime.publications import SUMMED_ENTITIES
 from relax_events.runtime.worker import Worker
 from relax_events.staleness import build_group_end, is_external
 from relax_events.telemetry.traces import NO_HEADERS

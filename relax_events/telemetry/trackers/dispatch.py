@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from relax_events.config import RunConfig
+from relax_events.config import RunConfig, TelemetryConfig
 from relax_events.errors import ConfigError
 from relax_events.plugins import TRACKERS, find_missing_import, find_plugin
 from relax_events.telemetry.delivery import DeliveryQueue
@@ -49,18 +49,18 @@ def open_tracker_queue(
     return DeliveryQueue(name, writer.write, close=writer.close, failed=failed)
 
 
-def require_trackers(config: RunConfig) -> str:
+def require_trackers(telemetry: TelemetryConfig) -> str:
     """Return the trackers of a run file after checking that they and their packages are installed.
     Does not load them, which takes seconds.
 
     Raises:
         ConfigError: There is no tracker of this name, or a package that it needs is missing.
     """
-    for name in config.telemetry.trackers:
+    for name in telemetry.trackers:
         plugin = find_plugin(TRACKERS, name, what=f"telemetry.trackers: {name!r}")
         if (package := find_missing_import(plugin)) is not None:
             raise _build_missing_package_error(name, package)
-    return ", ".join(config.telemetry.trackers) or "none"
+    return ", ".join(telemetry.trackers) or "none"
 
 
 def _build_missing_package_error(name: str, package: str | None) -> ConfigError:

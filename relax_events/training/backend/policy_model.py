@@ -9,10 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
-import structlog
 import torch
 from jaxtyping import Float, Int
 from numpy.typing import NDArray
@@ -26,25 +25,22 @@ from relax_events.media.model_inputs import MediaInputs
 from relax_events.models.causal_lm import attention_kinds, load_causal_lm, replace_weights
 from relax_events.models.families import read_family
 from relax_events.models.routers import Routers
+from relax_events.training.backend.chunked_head import ChunkedHead
+from relax_events.training.backend.packing_probe import (
+    BRANCHES,
+    NEIGHBOURS,
+    build_probe,
+    is_isolated,
+)
 from relax_events.training.batch.packing import PackedBatch, ReplayedExperts
 from relax_events.training.batch.row_layout import PromptSharing
 
-log = structlog.get_logger()
 # below eight rows the CPU's matrix product sums in another order, so a token's rounding would
-# depend
-# more on the other tokens
+# depend more on the other tokens
 HEAD_ROWS = 8
 MAX_LOGITS_ELEMENTS = 2**26
 """Above this, the head works in chunks and is computed again in the backward pass: 256 MiB of
 float32 at a time."""
-MAX_LEAK_RATIO = 0.25
-"""Largest difference of a packed sample from the sample alone, relative to the difference when it
-attends to its neighbours. Rounding is far below it."""
-NEIGHBOURS = [0, 1, 2, 3, 4, 0, 1, 2], [0, 1, 2]
-"""Positions of two samples in one row, and of the second of them alone."""
-BRANCHES = [0, 1, 2, 3, 4, 3, 4, 5], [0, 0, 0, 1, 1, 2, 2, 2], [0, 1, 2, 5, 6, 7]
-"""Positions and branches of two completions behind one prompt, and the positions of the second one
-and the prompt."""
 MASKED_ATTENTION = ("sdpa", "eager")
 """Implementations that accept any mask."""
 
@@ -61,6 +57,15 @@ class TokenLogprobs:
     entropies: Float[Tensor, " loss_tokens"]
     ids: Int[Tensor, "loss_tokens ids"]
     id_logprobs: Float[Tensor, "loss_tokens ids"]
+
+
+class HeadInputs(NamedTuple):
+    """What the output head takes at each loss token; `ids` are the requested ones."""
+
+    hidden: Float[Tensor, "loss_tokens hidden"]
+    targets: Int[Tensor, " loss_tokens"]
+    temperatures: Float[Tensor, " loss_tokens"]
+    ids: Int[Tensor, "loss_tokens ids"]
 
 
 class PolicyModel:
@@ -159,23 +164,34 @@ class PolicyModel:
         requested_ids = torch.from_numpy(
             np.zeros((len(batch.targets), 0), np.int64) if ids is None else ids
         ).to(self.device)
+        inputs = HeadInputs(hidden, targets, temperatures, requested_ids)
         chunk = max(1, MAX_LOGITS_ELEMENTS // self.vocab_size)
         if len(targets) <= chunk:
-            num_tokens, missing = len(targets), -len(targets) % HEAD_ROWS
-            hidden = torch.nn.functional.pad(hidden, (0, 0, 0, missing))
-            targets, temperatures = (
-                torch.nn.functional.pad(values, (0, missing), value=1)
-                for values in (targets, temperatures)
-            )
-            requested_ids = torch.nn.functional.pad(requested_ids, (0, 0, 0, missing))
-            whole = self._head_logprobs(
-                self._head, hidden, targets, temperatures, requested_ids, entropy_gradient, num_top
-            )
-            return TokenLogprobs(*(values[:num_tokens] for values in whole))
-        pieces = zip(
-            *(values.split(chunk) for values in (hidden, targets, temperatures, requested_ids)),
-            strict=True,
+            return self._apply_whole_head(inputs, entropy_gradient, num_top)
+        return self._apply_chunked_head(inputs, entropy_gradient, num_top, chunk=chunk)
+
+    def _apply_whole_head(
+        self, inputs: HeadInputs, entropy_gradient: bool, num_top: int
+    ) -> TokenLogprobs:
+        """Apply the head to all loss tokens at once, padded to a multiple of `HEAD_ROWS`."""
+        num_tokens, missing = len(inputs.targets), -len(inputs.targets) % HEAD_ROWS
+        targets, temperatures = (
+            torch.nn.functional.pad(values, (0, missing), value=1)
+            for values in (inputs.targets, inputs.temperatures)
         )
+        hidden, ids = (
+            torch.nn.functional.pad(values, (0, 0, 0, missing))
+            for values in (inputs.hidden, inputs.ids)
+        )
+        whole = self._head_logprobs(
+            self._head, hidden, targets, temperatures, ids, entropy_gradient, num_top
+        )
+        return TokenLogprobs(*(values[:num_tokens] for values in whole))
+
+    def _apply_chunked_head(
+        self, inputs: HeadInputs, entropy_gradient: bool, num_top: int, *, chunk: int
+    ) -> TokenLogprobs:
+        """Apply the head to chunks of loss tokens, and compute each again in the backward pass."""
         head = ChunkedHead(self._head)
         parts = [
             checkpoint(
@@ -187,7 +203,7 @@ class PolicyModel:
                 use_reentrant=False,
                 preserve_rng_state=False,
             )
-            for piece in pieces
+            for piece in zip(*(values.split(chunk) for values in inputs), strict=True)
         ]
         return TokenLogprobs(*(torch.cat(values) for values in zip(*parts, strict=True)))
 
@@ -215,8 +231,7 @@ class PolicyModel:
         media: MediaInputs | None = None,
     ) -> Float[Tensor, "rows length hidden"]:
         # No cache, and no mask except a complete one: with either, transformers 5 lets packed
-        # neighbours
-        # attend to each other.
+        # neighbours attend to each other.
         return self.family.hidden_states(
             self.module,
             input_ids,
@@ -354,96 +369,3 @@ class PolicyModel:
         return float(
             2 * config.num_hidden_layers * config.num_attention_heads * head_width / num_weights
         )
-
-
-def is_isolated(
-    shared: str, *, alone_output: Tensor, layout_output: Tensor, leaking_output: Tensor
-) -> bool:
-    """Return whether a layout changes outputs by rounding only, compared with a leak; log both
-    differences.
-
-    Args:
-        shared: What samples share in the layout, for the log.
-        alone_output: The model's output for a sample alone, in at least float32.
-        layout_output: The output in the layout.
-        leaking_output: The output where the sample attends to its neighbours.
-    """
-    difference, leak = (
-        float((values - alone_output).square().mean().sqrt())
-        for values in (layout_output, leaking_output)
-    )
-    found = difference < MAX_LEAK_RATIO * leak
-    log.info(
-        "packing.probed",
-        shared=shared,
-        is_apart=found,
-        difference=difference,
-        difference_of_a_leak=leak,
-    )
-    return found
-
-
-def build_probe(
-    positions: list[int], *, vocab_size: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Return token and position ids of one row, to test a model."""
-    # Counting down, so that a sequence at the end of a row has the same ids as one alone.
-    position_ids = torch.tensor([positions], device=device)
-    ids = torch.arange(len(positions), 0, -1, device=device)[None] % vocab_size
-    return ids, position_ids
-
-
-class ChunkedHead:
-    """A linear head applied to the chunks of one micro-batch. The weight's gradient is added in at
-    least float32 and rounded once, after the backward pass of all chunks; in bfloat16, autograd
-    would round each of hundreds of additions.
-    """
-
-    def __init__(self, head: nn.Module) -> None:
-        """Wrap a linear head.
-
-        Args:
-            head: Computes `hidden @ weight.T + bias`.
-        """
-        weight = head.get_parameter("weight")
-        self._weight, self._bias = weight.detach(), getattr(head, "bias", None)
-        self._sum: Tensor = _WideSum.apply(weight)
-
-    def __call__(
-        self, hidden: Float[Tensor, "tokens hidden"]
-    ) -> Float[Tensor, "tokens vocabulary"]:
-        """Return the logits of a chunk."""
-        logits: Tensor = _Linear.apply(hidden, self._weight, self._sum)
-        return logits if self._bias is None else logits + self._bias
-
-
-class _WideSum(torch.autograd.Function):
-    """A placeholder for a weight in the graph, without values: its gradients are added in at least
-    float32.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor) -> Tensor:
-        ctx.dtype = weight.dtype
-        return weight.new_zeros((), dtype=torch.promote_types(weight.dtype, torch.float32)).expand(
-            weight.shape
-        )
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.to(ctx.dtype)
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, weight_sum: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden, weight)
-        ctx.dtype = weight_sum.dtype
-        return nn.functional.linear(hidden, weight)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
-        hidden, weight = ctx.saved_tensors
-        of_hidden = gradient @ weight if ctx.needs_input_grad[0] else None
-        of_weight = (gradient.T @ hidden).to(ctx.dtype) if ctx.needs_input_grad[2] else None
-        return of_hidden, None, of_weight

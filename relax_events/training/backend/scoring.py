@@ -19,9 +19,9 @@ from relax_events.events.routed_experts import ExpertShape
 from relax_events.events.types import SampleRolledOut
 from relax_events.media.library import MediaLibrary
 from relax_events.models.causal_lm import choose_device
+from relax_events.training.backend.determinism import make_deterministic
 from relax_events.training.backend.policy_model import PolicyModel
 from relax_events.training.backend.protocol import SampleScores
-from relax_events.training.backend.torch_backend import make_deterministic
 from relax_events.training.batch.packing import PackedBatch, micro_batch_slices, pack
 from relax_events.training.batch.row_layout import (
     TokenSequence,

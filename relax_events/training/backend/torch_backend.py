@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from relax_events.algorithms.objective import Objective
-from relax_events.config import RunConfig, TrainerConfig
-from relax_events.config.inventory import num_threads
+from relax_events.config import RunConfig
 from relax_events.errors import RunFailed, StepNotFinite
 from relax_events.events.routed_experts import ExpertShape
 from relax_events.events.types import SampleReady
@@ -22,7 +21,14 @@ from relax_events.media.library import MediaLibrary
 from relax_events.models.causal_lm import choose_device
 from relax_events.models.families import freeze
 from relax_events.runtime.failpoints import failpoint
+from relax_events.training.backend.determinism import (
+    GENERATORS,
+    generator_states,
+    make_deterministic,
+    restore_generators,
+)
 from relax_events.training.backend.flat_parameters import FlatParameters
+from relax_events.training.backend.learning_rate import compute_policy_learning_rate
 from relax_events.training.backend.policy_model import PolicyModel
 from relax_events.training.backend.protocol import Critic, Scorer, StepMetrics, TrainerState
 from relax_events.training.backend.step_sums import (
@@ -34,15 +40,11 @@ from relax_events.training.backend.step_sums import (
     gather_totals,
     sum_micro_batch,
 )
-from relax_events.training.batch.loss_batch import LossBatch
+from relax_events.training.batch.loss_batch import LossBatch, whiten_step
 from relax_events.training.batch.mini_batches import MiniBatchBuffer
 from relax_events.training.batch.packing import cut_by_cells
 from relax_events.training.batch.sample_intake import SampleMedia
-from relax_events.training.batch.step_statistics import (
-    compute_reward_scaling,
-    compute_second_moment_cutoff,
-    compute_whitening,
-)
+from relax_events.training.batch.step_statistics import compute_second_moment_cutoff
 from relax_events.training.ranks import Ranks
 
 log = structlog.get_logger()
@@ -156,26 +158,6 @@ class TorchBackend:
             return loss_batch
         return replace(loss_batch, batch=self._media.add_to(loss_batch.batch, samples))
 
-    def _whiten_deferred(self) -> None:
-        """Whiten the advantages of deferred micro-batches over the whole step; collective."""
-        algorithm = self._config.algorithm
-        if algorithm.whiten_advantages == "none":
-            return
-        advantages = [
-            (deferred.values["advantages"], deferred.batch.num_loss_tokens)
-            for deferred in self._deferred
-        ]
-        given = {} if algorithm.std_correction is None else {"correction": algorithm.std_correction}
-        if algorithm.whiten_advantages == "rewards":
-            whitening = compute_reward_scaling(
-                [deferred.rewards for deferred in self._deferred], ranks=self._ranks, **given
-            )
-        else:
-            whitening = compute_whitening(
-                advantages, over=algorithm.whiten_advantages, ranks=self._ranks, **given
-            )
-        self._deferred = [deferred.whiten(whitening) for deferred in self._deferred]
-
     def _mini_batches(self) -> Iterator[tuple[int, list[LossBatch]]]:
         """Yield the micro-batches of each optimizer step, and its pass. The start is collective."""
         if not self._config.trainer.has_mini_batches:
@@ -244,7 +226,9 @@ class TorchBackend:
         """Reduce, normalise, clip, update; see `TrainerBackend`."""
         learning_rate = compute_policy_learning_rate(self._config, step=self.policy_version)
         try:
-            self._whiten_deferred()
+            self._deferred = whiten_step(
+                self._deferred, algorithm=self._config.algorithm, ranks=self._ranks
+            )
             updates, pass_metrics = self._take_updates(learning_rate)
         except RunFailed:
             self.discard()
@@ -365,11 +349,9 @@ class TorchBackend:
         """Show weights in master precision, AdamW's moments and generators; see
         `TrainerBackend`.
         """
-        generators = {"rng.torch": torch.get_rng_state()}
-        if self._model.device.type == "cuda":
-            generators["rng.cuda"] = torch.cuda.get_rng_state(self._model.device)
         return TrainerState(
-            policy_version=self.policy_version, tensors=self._flat.tensors() | generators
+            policy_version=self.policy_version,
+            tensors=self._flat.tensors() | generator_states(self._model.device),
         )
 
     def load_state(self, state: TrainerState) -> None:
@@ -377,21 +359,18 @@ class TorchBackend:
         ignored.
         """
         tensors = dict(state.tensors)
-        generators = {name: tensors.pop(name) for name in list(tensors) if name.startswith("rng.")}
+        generators = {
+            name: tensors.pop(name) for name in list(tensors) if name.startswith(GENERATORS)
+        }
         self._flat.load(tensors)
         self._reset_step()
         self.policy_version = state.policy_version
-        if "rng.torch" in generators:
-            torch.set_rng_state(generators["rng.torch"].cpu())
-        if "rng.cuda" in generators and self._model.device.type == "cuda":
-            torch.cuda.set_rng_state(generators["rng.cuda"].cpu(), self._model.device)
+        restore_generators(generators, self._model.device)
 
     @staticmethod
     def open_scorer(config: RunConfig) -> Scorer:
         """Load the initial model for scoring alone; see `TrainerBackend`."""
-        from relax_events.training.backend.scoring import (
-            LogprobScorer,  # which imports this module
-        )
+        from relax_events.training.backend.scoring import LogprobScorer
 
         model, trainer = config.model, config.trainer
         library = MediaLibrary(config)
@@ -409,46 +388,3 @@ class TorchBackend:
         from relax_events.training.backend.torch_critic import TorchCritic
 
         return TorchCritic(config)
-
-
-def compute_policy_learning_rate(config: RunConfig, *, step: int) -> float:
-    """Return the policy's learning rate in a step: 0 while only the critic learns, and its schedule
-    from then on.
-    """
-    if step < config.first_policy_step:
-        return 0.0
-    waited = config.critic.warmup_steps if config.algorithm.needs_critic else 0
-    return compute_scheduled_learning_rate(
-        config.trainer, step=step - waited, num_steps=config.run.num_steps - waited
-    )
-
-
-def compute_scheduled_learning_rate(trainer: TrainerConfig, *, step: int, num_steps: int) -> float:
-    """Return the learning rate of a step.
-
-    Args:
-        trainer: Peak rate, warm-up and schedule.
-        step: From 0.
-        num_steps: Steps of the run; later steps of an extended run keep the last
-            rate.
-    """
-    warmup = min(1.0, (step + 1) / max(1, trainer.warmup_steps))
-    if trainer.schedule == "constant":
-        return trainer.learning_rate * warmup
-    left = (num_steps - min(step, num_steps - 1)) / max(1, num_steps - trainer.warmup_steps)
-    return trainer.learning_rate * min(warmup, left)
-
-
-def make_deterministic(device: torch.device, *, threads: int) -> None:
-    """Set the number of threads, and deterministic kernels on the CPU, for the process.
-
-    Args:
-        device: On a GPU deterministic kernels would fail or slow down some operations.
-        threads: CPU threads; 0 takes all processors that the process may use.
-    """
-    torch.set_num_threads(num_threads(threads))
-    if device.type == "cpu":
-        torch.use_deterministic_algorithms(True)
-        # Filling costs a pass over each new tensor, and nothing here reads one before it is
-        # written.
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # set through a module class

@@ -18,13 +18,11 @@ from relax_events.errors import RunFailed, StepNotFinite
 from relax_events.events.types import SampleReady
 from relax_events.media.library import MediaLibrary
 from relax_events.models.causal_lm import choose_device
+from relax_events.training.backend.determinism import make_deterministic
 from relax_events.training.backend.flat_parameters import FlatParameters
+from relax_events.training.backend.learning_rate import compute_scheduled_learning_rate
 from relax_events.training.backend.protocol import TrainerState, ValueMetrics
 from relax_events.training.backend.scoring import score_in_own_rows
-from relax_events.training.backend.torch_backend import (
-    compute_scheduled_learning_rate,
-    make_deterministic,
-)
 from relax_events.training.backend.value_model import ValueModel
 from relax_events.training.batch.loss_batch import mask_truncated_samples
 from relax_events.training.batch.mini_batches import MiniBatchBuffer

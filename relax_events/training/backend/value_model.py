@@ -14,7 +14,7 @@ from relax_events.config import ModelConfig
 from relax_events.media.model_inputs import MediaInputs
 from relax_events.models.causal_lm import load_causal_lm
 from relax_events.models.families import Family, read_family
-from relax_events.training.backend.policy_model import NEIGHBOURS, build_probe, is_isolated
+from relax_events.training.backend.packing_probe import NEIGHBOURS, build_probe, is_isolated
 from relax_events.training.batch.packing import PackedBatch
 
 

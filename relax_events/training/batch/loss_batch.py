@@ -25,7 +25,12 @@ from relax_events.training.batch.packing import (
     require_whole_prompt_groups,
 )
 from relax_events.training.batch.row_layout import PromptSharing, TokenSets, read_array
-from relax_events.training.batch.step_statistics import Whitening
+from relax_events.training.batch.step_statistics import (
+    Whitening,
+    compute_reward_scaling,
+    compute_whitening,
+)
+from relax_events.training.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +153,36 @@ class LossBatch:
             result.id_logprobs,
             torch.from_numpy(self.token_sets.teacher_logprobs).to(result.id_logprobs),
         )
+
+
+def whiten_step(
+    loss_batches: Sequence[LossBatch], *, algorithm: AlgorithmConfig, ranks: Ranks
+) -> list[LossBatch]:
+    """Whiten the advantages of a step as the algorithm requires. Collective.
+
+    Args:
+        loss_batches: All of this rank.
+        algorithm: Whether and how to whiten.
+        ranks: All of them.
+    """
+    if algorithm.whiten_advantages == "none":
+        return list(loss_batches)
+    given = {} if algorithm.std_correction is None else {"correction": algorithm.std_correction}
+    if algorithm.whiten_advantages == "rewards":
+        whitening = compute_reward_scaling(
+            [loss_batch.rewards for loss_batch in loss_batches], ranks=ranks, **given
+        )
+    else:
+        whitening = compute_whitening(
+            [
+                (loss_batch.values["advantages"], loss_batch.batch.num_loss_tokens)
+                for loss_batch in loss_batches
+            ],
+            over=algorithm.whiten_advantages,
+            ranks=ranks,
+            **given,
+        )
+    return [loss_batch.whiten(whitening) for loss_batch in loss_batches]
 
 
 def mask_truncated_samples(

@@ -1,5 +1,5 @@
-"""Recovers by replay: reads the recorded batches from the log and trains them again in recorded
-order.
+"""Recovers a trainer: loads the newest checkpoint, reads the recorded batches since then from the
+log, and trains them again in recorded order.
 
 No rollout is generated twice, and the other roles continue. On the CPU the resulting weights equal
 the published ones bit for bit, which the digest of each step verifies. A step whose update was
@@ -15,13 +15,24 @@ from itertools import groupby
 import structlog
 
 from relax_events.errors import RunFailed
+from relax_events.events.parts import CheckpointRef
 from relax_events.events.types import TrainStepCommitted
 from relax_events.kafka.log_reader import LogReader
+from relax_events.objects import ObjectStore
+from relax_events.projections.training_history import TrainingHistory
 from relax_events.runtime.failpoints import failpoint
+from relax_events.runtime.run_description import ParentRun
 from relax_events.runtime.worker import Worker
 from relax_events.training.backend.protocol import TrainerBackend
+from relax_events.training.checkpoint.checkpoints import Checkpoints
+from relax_events.training.publishing import StepPublisher
 from relax_events.training.ranks import Ranks
 from relax_events.training.replay.recorded_batches import RecordedBatch, RecordedBatches
+from relax_events.training.replay.start_weights import (
+    is_newest_lost,
+    load_parent_weights,
+    load_published_weights,
+)
 from relax_events.weights.artifact_writer import weights_digest
 
 log = structlog.get_logger()
@@ -94,3 +105,87 @@ class Replay:
             self._worker.lifecycle.record_progress()
         with self._worker.lifecycle.piece("replay an optimizer step"):
             self._backend.step()
+
+
+class Recovery:
+    """Brings a trainer's backend to the newest version on the log. Collective: every rank calls
+    every method, in order.
+    """
+
+    def __init__(
+        self,
+        history: TrainingHistory,
+        worker: Worker,
+        backend: TrainerBackend,
+        ranks: Ranks,
+        *,
+        store: ObjectStore,
+    ) -> None:
+        self._history, self._worker, self._backend = history, worker, backend
+        self._ranks, self._store = ranks, store
+
+    def load_start(
+        self, checkpoints: Checkpoints, *, source: ParentRun | None
+    ) -> CheckpointRef | None:
+        """Load the newest checkpoint; without one, the weights of the parent run.
+
+        Returns:
+            The checkpoint of the loaded state; None where the model's own weights are the start.
+        Raises:
+            RunFailed: Without a checkpoint, the log must hold all steps, and it does not.
+        """
+        history = self._history
+        restored = checkpoints.load_newest(history.checkpoints())
+        if restored is not None:
+            self._backend.load_state(restored.state)
+            history.apply_checkpoint(restored.extra)
+            log.info("checkpoint.loaded", policy_version=self._backend.policy_version)
+            return restored.reference
+        history.require_steps_from(self._worker.config.first_version)
+        if source is None:
+            return None
+        return load_parent_weights(
+            source, self._worker, self._backend, ranks=self._ranks, checkpoints=checkpoints
+        )
+
+    def train_missing_steps(self, batches: RecordedBatches | None) -> None:
+        """Train the committed steps since the loaded version again; where their weights differ from
+        the published ones, load those.
+
+        Args:
+            batches: Of a replay; None reads this run's own.
+        """
+        missing = [
+            step for step in self._history.steps if step.train_step >= self._backend.policy_version
+        ]
+        replay = Replay(self._worker, self._backend, self._ranks, batches=batches)
+        if not replay.run(missing):
+            with self._worker.lifecycle.transfer("read the published weights"):
+                load_published_weights(
+                    self._history,
+                    self._backend,
+                    run_id=self._worker.config.run.id,
+                    store=self._store,
+                )
+
+    def publish_missing_weights(self, publisher: StepPublisher | None) -> None:
+        """Publish the first version of a fresh run, or write the newest version again where its
+        objects are lost; then prune old weights.
+
+        Args:
+            publisher: Of rank 0; None on the others.
+        """
+        history = self._history
+        with self._worker.lifecycle.transfer("write the first weights"):
+            is_lost = not history.is_fresh and is_newest_lost(
+                history.published[-1], store=self._store, ranks=self._ranks
+            )
+            tensors = self._backend.weights() if history.is_fresh or is_lost else {}
+            if publisher is None:
+                return
+            publisher.resume(history)
+            if history.is_fresh:
+                publisher.publish_initial(tensors, policy_version=self._worker.config.first_version)
+            elif is_lost:
+                publisher.rewrite_newest_weights(history.published[-1], tensors)
+            publisher.prune_weights(self._backend.policy_version)

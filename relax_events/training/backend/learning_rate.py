@@ -1,0 +1,33 @@
+"""Learning rates of policy and critic in each train step."""
+
+from __future__ import annotations
+
+from relax_events.config import RunConfig, TrainerConfig
+
+
+def compute_policy_learning_rate(config: RunConfig, *, step: int) -> float:
+    """Return the policy's learning rate in a step: 0 while only the critic learns, and its schedule
+    from then on.
+    """
+    if step < config.first_policy_step:
+        return 0.0
+    waited = config.critic.warmup_steps if config.algorithm.needs_critic else 0
+    return compute_scheduled_learning_rate(
+        config.trainer, step=step - waited, num_steps=config.run.num_steps - waited
+    )
+
+
+def compute_scheduled_learning_rate(trainer: TrainerConfig, *, step: int, num_steps: int) -> float:
+    """Return the learning rate of a step.
+
+    Args:
+        trainer: Peak rate, warm-up and schedule.
+        step: From 0.
+        num_steps: Steps of the run; later steps of an extended run keep the last
+            rate.
+    """
+    warmup = min(1.0, (step + 1) / max(1, trainer.warmup_steps))
+    if trainer.schedule == "constant":
+        return trainer.learning_rate * warmup
+    left = (num_steps - min(step, num_steps - 1)) / max(1, num_steps - trainer.warmup_steps)
+    return trainer.learning_rate * min(warmup, left)

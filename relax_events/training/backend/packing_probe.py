@@ -1,0 +1,58 @@
+"""Tests at a model's start whether packed samples attend to each other.
+
+A short sample is run alone, in the layout, and where it attends to its neighbours; the layout is
+accepted where its difference from the sample alone is rounding.
+"""
+
+from __future__ import annotations
+
+import structlog
+import torch
+from torch import Tensor
+
+log = structlog.get_logger()
+MAX_LEAK_RATIO = 0.25
+"""Largest difference of a packed sample from the sample alone, relative to the difference when it
+attends to its neighbours. Rounding is far below it."""
+NEIGHBOURS = [0, 1, 2, 3, 4, 0, 1, 2], [0, 1, 2]
+"""Positions of two samples in one row, and of the second of them alone."""
+BRANCHES = [0, 1, 2, 3, 4, 3, 4, 5], [0, 0, 0, 1, 1, 2, 2, 2], [0, 1, 2, 5, 6, 7]
+"""Positions and branches of two completions behind one prompt, and the positions of the second one
+and the prompt."""
+
+
+def is_isolated(
+    shared: str, *, alone_output: Tensor, layout_output: Tensor, leaking_output: Tensor
+) -> bool:
+    """Return whether a layout changes outputs by rounding only, compared with a leak; log both
+    differences.
+
+    Args:
+        shared: What samples share in the layout, for the log.
+        alone_output: The model's output for a sample alone, in at least float32.
+        layout_output: The output in the layout.
+        leaking_output: The output where the sample attends to its neighbours.
+    """
+    difference, leak = (
+        float((values - alone_output).square().mean().sqrt())
+        for values in (layout_output, leaking_output)
+    )
+    found = difference < MAX_LEAK_RATIO * leak
+    log.info(
+        "packing.probed",
+        shared=shared,
+        is_apart=found,
+        difference=difference,
+        difference_of_a_leak=leak,
+    )
+    return found
+
+
+def build_probe(
+    positions: list[int], *, vocab_size: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return token and position ids of one row, to test a model."""
+    # Counting down, so that a sequence at the end of a row has the same ids as one alone.
+    position_ids = torch.tensor([positions], device=device)
+    ids = torch.arange(len(positions), 0, -1, device=device)[None] % vocab_size
+    return ids, position_ids
