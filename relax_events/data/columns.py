@@ -189,9 +189,8 @@ class ColumnReader:
             return "\n".join(value)
         if not isinstance(value, str | int | float):
             raise ConfigError(
-                f"{location}: {key} is {_describe_type(value)}; data.prompt_template takes "
-                "strings, "
-                "numbers and lists of strings"
+                f"{location}: {key} is {_describe_type(value)}; data.prompt_template accepts "
+                "strings, numbers and lists of strings"
             )
         return str(value)
 
@@ -206,10 +205,10 @@ class ColumnReader:
     def _metadata(self, columns: dict[str, Any], location: str) -> str:
         keys = self._config.metadata_keys
         if keys is None:
-            chosen = {key: value for key, value in columns.items() if key not in self._used_keys}
+            metadata = {key: value for key, value in columns.items() if key not in self._used_keys}
         else:
-            chosen = {key: self._column(columns, key, "metadata_keys", location) for key in keys}
-        return _json(chosen, f"{location}: the metadata") if chosen else "{}"
+            metadata = {key: self._column(columns, key, "metadata_keys", location) for key in keys}
+        return _json(metadata, f"{location}: the metadata") if metadata else "{}"
 
     def _column(self, columns: dict[str, Any], key: str, setting: str, location: str) -> Any:
         value: Any = columns
@@ -282,14 +281,14 @@ def _tools(tools: Any, location: str) -> str:
 
 
 def _json(value: Any, location: str) -> str:
-    def refuse(part: Any) -> NoReturn:
+    def reject(part: Any) -> NoReturn:
         raise ConfigError(
-            f"{location} holds a {type(part).__name__}, which JSON has no form for; name the "
-            "columns to keep in metadata_keys"
+            f"{location} holds a {type(part).__name__}, which JSON can't represent; set "
+            "metadata_keys to the columns to keep"
         )
 
     try:
-        return orjson.dumps(value, default=refuse, option=orjson.OPT_NON_STR_KEYS).decode()
+        return orjson.dumps(value, default=reject, option=orjson.OPT_NON_STR_KEYS).decode()
     except orjson.JSONEncodeError as error:
         raise (
             error.__cause__

@@ -1,6 +1,5 @@
-"""Match the placeholders in a prompt's text with its media: pure functions over conversations.
-
-Split the messages of a row into prompt and completion: pure functions over conversations.
+"""Match the placeholders in a prompt's text with its media, and split the messages of a row into
+prompt and completion. All functions are pure.
 """
 
 from __future__ import annotations
@@ -37,25 +36,28 @@ def split_at_placeholders(
     Raises:
         ConfigError: The numbers of placeholders and media items differ.
     """
-    parted = [
+    split_messages = [
         replace(
             message, parts=[piece for part in message.parts for piece in _split_part(part, items)]
         )
         for message in messages
     ]
     kinds: list[Modality] = [
-        part.kind for message in parted for part in message.parts if part.kind is not Modality.TEXT
+        part.kind
+        for message in split_messages
+        for part in message.parts
+        if part.kind is not Modality.TEXT
     ]
     counts = Counter(kinds)
-    for modality, brought in items.items():
-        if counts[modality] != len(brought):
+    for modality, files in items.items():
+        if counts[modality] != len(files):
             rule = (
                 f"the prompt has {counts[modality]} {PLACEHOLDERS[modality]} and the row has "
-                f"{len(brought)} of modality {modality.value}"
+                f"{len(files)} of modality {modality.value}"
             )
             raise ConfigError(f"{location}: {rule}; there must be one placeholder for each")
-    waiting = {modality: deque(brought) for modality, brought in items.items()}
-    return parted, [waiting[kind].popleft() for kind in kinds]
+    remaining = {modality: deque(files) for modality, files in items.items()}
+    return split_messages, [remaining[kind].popleft() for kind in kinds]
 
 
 def _split_part(
@@ -73,12 +75,12 @@ def insert_media(
     messages: Sequence[ChatMessage], references: Sequence[MediaRef]
 ) -> list[ChatMessage]:
     """Put media references into the empty parts that `split_at_placeholders` made."""
-    waiting = iter(references)
+    remaining = iter(references)
     return [
         replace(
             message,
             parts=[
-                part if part.kind is Modality.TEXT else replace(part, media=next(waiting))
+                part if part.kind is Modality.TEXT else replace(part, media=next(remaining))
                 for part in message.parts
             ],
         )
@@ -130,21 +132,21 @@ def split_preference_pair(
     Raises:
         ConfigError: There is no prompt, a completion is invalid, or both are equal.
     """
-    shared = prompt or _common_prefix(chosen, rejected)
-    if not shared:
+    prefix = prompt or _common_prefix(chosen, rejected)
+    if not prefix:
         raise ConfigError(
             f"{location} has no prompt: chosen and rejected have no common prefix; "
             "set data.prompt_key"
         )
     pair = [
-        answer[len(shared) :] if answer[: len(shared)] == shared else answer
+        answer[len(prefix) :] if answer[: len(prefix)] == prefix else answer
         for answer in (chosen, rejected)
     ]
     if pair[0] == pair[1]:
         raise ConfigError(
             f"{location} has the same completion as chosen and rejected; a pair must differ"
         )
-    return shared, [
+    return prefix, [
         check_completion(answer, location=f"{location}: {name}")
         for name, answer in zip(("chosen", "rejected"), pair, strict=True)
     ]
@@ -170,9 +172,9 @@ def _common_prefix(one: Messages, other: Messages) -> Messages:
     if they don't.
     """
     count = 0
-    for index, (mine, its) in enumerate(zip(one, other, strict=False)):
-        if mine.role == its.role == ASSISTANT:
+    for index, (left, right) in enumerate(zip(one, other, strict=False)):
+        if left.role == right.role == ASSISTANT:
             count = index
-        if mine != its:
+        if left != right:
             break
     return one[:count]

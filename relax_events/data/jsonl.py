@@ -21,7 +21,7 @@ from relax_events.regular_files import open_regular
 COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 BLOCK_BYTES = 1024**2
 MIN_CHECKED_BYTES = 64 * 1024**2
-"""Below this size the ratio is not checked: a short file of similar lines is no attack."""
+"""Below this size the ratio is not checked: a short file of similar lines is legitimate."""
 ALL_ROWS = slice(None)
 
 
@@ -46,7 +46,7 @@ class JsonlSource:
         Raises:
             ConfigError: The file can't be read or has no rows, or more rows are invalid than
                 allowed; the text names file and line.
-            EnvironmentProblem: It is compressed, and pyarrow is not installed.
+            EnvironmentProblem: The file is compressed, and pyarrow is not installed.
         """
         self._path, self._section, self._config = path, section, config
         self._columns = ColumnReader(config, section=section)
@@ -92,7 +92,7 @@ class JsonlSource:
         unpacked = tempfile.TemporaryFile()  # noqa: SIM115  # closed with this source
         block = memoryview(
             bytearray(BLOCK_BYTES)
-        )  # pyarrow's `read` loses the block that it allocates if the file is damaged
+        )  # pyarrow's `read` leaks its block if the file is damaged
         try:
             with pa.CompressedInputStream(packed, COMPRESSED[self._path.suffix]) as stream:
                 while num_bytes := stream.readinto(block):
@@ -111,16 +111,16 @@ class JsonlSource:
 
     def _check_unpacked_size(self, num_bytes: int, *, packed_bytes: int) -> None:
         """Reject a file that unpacks to far more bytes than it has."""
-        most, ratio = self._config.max_unpacked_bytes, self._config.max_unpacked_ratio
-        if num_bytes > most:
-            rule = f"{self._section}.max_unpacked_bytes = {most}"
+        limit, ratio = self._config.max_unpacked_bytes, self._config.max_unpacked_ratio
+        if num_bytes > limit:
+            rule = f"{self._section}.max_unpacked_bytes = {limit}"
         elif num_bytes > max(ratio * packed_bytes, MIN_CHECKED_BYTES):
             rule = f"{self._section}.max_unpacked_ratio = {ratio} times its {packed_bytes} bytes"
         else:
             return
         raise ConfigError(
-            f"data file {self._path} unpacks to more than {rule}; set that higher if the "
-            "file really holds so much"
+            f"data file {self._path} unpacks to more than {rule}; raise the limit if the "
+            "file is trusted"
         )
 
     def _read_error(self, error: OSError) -> ConfigError:

@@ -33,7 +33,7 @@ __all__ = ["pa", "parquet"]
 
 
 ALL_ROWS = slice(None)
-ROWS_AT_ONCE = 1024
+BATCH_ROWS = 1024
 CACHE_BYTES = 32 * 1024**2
 
 
@@ -49,7 +49,7 @@ class RowGroup:
 
 
 class ParquetSource:
-    """Rows of Parquet files, read on demand. Memory: the most recent row groups, up to 32 MiB or
+    """Rows of Parquet files, read on demand. The most recent row groups are cached, up to 32 MiB or
     one group.
 
     Every row is checked when the files are opened, in batches, so that an invalid row stops a run
@@ -67,8 +67,8 @@ class ParquetSource:
             span: The rows to use.
             section: Section of the run file that names the path, for errors.
         Raises:
-            ConfigError: There is no such file, it is not Parquet or has no rows, or more rows are
-                invalid than allowed.
+            ConfigError: The file is missing, is not Parquet, has no rows, or has more invalid rows
+                than allowed.
         """
         self._path, self._section = path, section
         self._columns = ColumnReader(config, section=section)
@@ -78,7 +78,7 @@ class ParquetSource:
         self._first_rows = [group.first_row for group in self._groups]
         total = sum(group.num_rows for group in self._groups)
         self._start, self._stop, _ = span.indices(total)
-        self._left_out = array("Q")
+        self._num_valid_before = array("Q")
         """For each invalid row, the number of valid rows before it."""
         self._check()
         if self.num_rows < 1:
@@ -91,13 +91,13 @@ class ParquetSource:
     @property
     def num_rows(self) -> int:
         """Number of rows."""
-        return max(self._stop - self._start, 0) - len(self._left_out)
+        return max(self._stop - self._start, 0) - len(self._num_valid_before)
 
     def row(self, index: int) -> PromptRow:
         """Read one row, with the row group that contains it."""
         if not 0 <= index < self.num_rows:
             raise IndexError(f"row {index} of {self._path}: it has {self.num_rows} rows")
-        position = self._start + index + bisect_right(self._left_out, index)
+        position = self._start + index + bisect_right(self._num_valid_before, index)
         number = bisect_right(self._first_rows, position) - 1
         group = self._groups[number]
         offset = position - group.first_row
@@ -142,22 +142,22 @@ class ParquetSource:
             )
         while (
             self._cache
-            and table.nbytes + sum(kept.nbytes for kept in self._cache.values()) > CACHE_BYTES
+            and table.nbytes + sum(cached.nbytes for cached in self._cache.values()) > CACHE_BYTES
         ):
             self._cache.popitem(last=False)
         self._cache[number] = table
         return table
 
     def _check(self) -> None:
-        num_good = 0
+        num_valid = 0
         for location, columns in self._all_columns():
             try:
                 self._columns.read_row(columns, location)
             except ConfigError as error:
                 self.invalid_rows.add(error)
-                self._left_out.append(num_good)
+                self._num_valid_before.append(num_valid)
             else:
-                num_good += 1
+                num_valid += 1
 
     def _all_columns(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield location and columns of every row of the span, with one batch in memory at a
@@ -170,7 +170,7 @@ class ParquetSource:
                 names = self._columns.required_columns(file.schema_arrow.names)
                 row = group.first_row
                 for batch in file.iter_batches(
-                    ROWS_AT_ONCE, row_groups=[group.number], columns=names
+                    BATCH_ROWS, row_groups=[group.number], columns=names
                 ):
                     for columns in batch.to_pylist():
                         if self._start <= row < self._stop:
@@ -183,11 +183,11 @@ def parquet_files(path: Path, split: str, *, section: str) -> list[Path]:
 
     Args:
         path: A file, or a folder in Hugging Face layout: `train-00000-of-00002.parquet`, also in
-            folders below, or `train/0000.parquet`.
+            subfolders, or `train/0000.parquet`.
         split: Selects the files whose name begins with it, or whose folder has that name.
         section: Section of the run file that names the path, for errors.
     Raises:
-        ConfigError: There are none; the text lists the known splits.
+        ConfigError: There are no such files; the text lists the known splits.
     """
     if path.is_file():
         return [path]
@@ -203,14 +203,14 @@ def parquet_files(path: Path, split: str, *, section: str) -> list[Path]:
         )
     if irregular := next((file for file in files if file.exists() and not file.is_file()), None):
         raise ConfigError(f"data file {irregular} is not a regular file; remove it from {path}")
-    chosen = [file for file in files if not split or split in splits_of(file.relative_to(path))]
-    if not chosen:
+    selected = [file for file in files if not split or split in splits_of(file.relative_to(path))]
+    if not selected:
         known = sorted({splits_of(file.relative_to(path))[0] for file in files})
         raise ConfigError(
             f"data folder {path} has no split {split!r}, only {', '.join(known)}; set "
             f"{section}.split"
         )
-    return chosen
+    return selected
 
 
 def splits_of(file: Path) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
 """Filter and rank prompts: by length, by earlier rewards, or by a user function.
 
 A filter is called for a row that could be issued next. It returns the row's rank (lower first) or
-the reason to skip it. It depends only on the row, its recorded rewards, and the train step, so a
-restarted prompter decides the same.
+the reason to skip it. It depends only on the row, its recorded rewards and the train step, so a
+restarted prompter gets the same result.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FilterResult = float | str
 
 
 class PromptFilter(Protocol):
-    """Decides about a row; see the module's docstring."""
+    """Ranks or skips a row; see the module's docstring."""
 
     def __call__(
         self, row: PromptRow, *, mean_rewards: Sequence[float], train_step: int
@@ -47,8 +47,8 @@ class PromptFilter(Protocol):
 
 
 class RewardHistory:
-    """The newest `MAX_REWARDS_PER_ROW` mean rewards of each row, in the log order of the group
-    outcomes.
+    """The newest `MAX_REWARDS_PER_ROW` mean rewards of each row, in the log order of the prompt
+    groups' ends.
     """
 
     def __init__(self) -> None:
@@ -68,8 +68,8 @@ class RewardHistory:
 
 
 class LengthFilter:
-    """Skips prompts that are too short, too long or rejected by the chat template, and prompts
-    whose targets are.
+    """Skips prompts that are too short, too long or rejected by the chat template, or whose targets
+    are too long or rejected.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class LengthFilter:
     def __call__(
         self, row: PromptRow, *, mean_rewards: Sequence[float], train_step: int
     ) -> FilterResult:
-        """See `Judge`."""
+        """See `PromptFilter`."""
         try:
             num_tokens = len(
                 self._renderer.prompt_tokens(self._read_messages(row), tools=row.tools)
@@ -126,7 +126,7 @@ class PassRateFilter:
     def __call__(
         self, row: PromptRow, *, mean_rewards: Sequence[float], train_step: int
     ) -> FilterResult:
-        """See `Judge`."""
+        """See `PromptFilter`."""
         if not mean_rewards or self._low <= mean_rewards[-1] <= self._high:
             return 0.0
         return "pass_rate_too_low" if mean_rewards[-1] < self._low else "pass_rate_too_high"
@@ -150,10 +150,10 @@ class FunctionFilter:
     def __call__(
         self, row: PromptRow, *, mean_rewards: Sequence[float], train_step: int
     ) -> FilterResult:
-        """See `Judge`.
+        """See `PromptFilter`.
 
         Raises:
-            ConfigError: The function fails, or returns something else.
+            ConfigError: The function fails, or returns a value of another type.
         """
         prompt = "\n".join(message.text for message in row.messages)
         facts: Mapping[str, Any] = {
@@ -162,22 +162,20 @@ class FunctionFilter:
             "mean_rewards": list(mean_rewards),
         }
         try:
-            given = self._function(prompt, **facts, train_step=train_step)
-        except (
-            Exception
-        ) as error:  # The user's function may raise anything; this is the boundary to it.
+            result = self._function(prompt, **facts, train_step=train_step)
+        except Exception as error:  # the user's function may raise any exception
             raise ConfigError(
                 f"data.prompt_filter {self._name} failed with {type(error).__name__}: {error} on "
                 f"prompt {prompt!r:.80}"
             ) from error
-        if given is None or given is False:
+        if result is None or result is False:
             return "prompt_filter"
-        if not isinstance(given, int | float) or given != given:
+        if not isinstance(result, int | float) or result != result:
             raise ConfigError(
-                f"data.prompt_filter {self._name} returned {given!r:.60} for prompt "
+                f"data.prompt_filter {self._name} returned {result!r:.60} for prompt "
                 f"{prompt!r:.80}; it must return a number, True, False or None"
             )
-        return 0.0 if given is True else float(given)
+        return 0.0 if result is True else float(result)
 
 
 def find_hook(name: str) -> EntryPoint | FilePlugin:

@@ -1,4 +1,4 @@
-"""Select the next rows of the prompt stream, given those that were issued or skipped."""
+"""Select the next rows of the prompt stream, excluding rows that were issued or skipped."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class PromptSampler:
             filters: Each may skip a row; the ranks that they return are added.
             block_rows: Rows that are ranked together.
             first_row: First row of the stream; the rows before it belong to another run.
-            heartbeat: Called once for each block that is filtered, which may take long.
+            heartbeat: Called before each block is filtered, which may take long.
         """
         self._stream, self._filters, self._heartbeat = stream, filters, heartbeat
         self._block_rows = block_rows
@@ -84,7 +84,7 @@ class PromptSampler:
         """
         size = self._block_rows
         self._floor = max(self._floor, row if size == 1 else (row // size + 1) * size)
-        self._used_rows = {known for known in self._used_rows if known >= self._floor}
+        self._used_rows = {used for used in self._used_rows if used >= self._floor}
         self._advance_floor()
 
     def _advance_floor(self) -> None:
@@ -102,9 +102,9 @@ class PromptSampler:
 
         Args:
             count: Number of rows.
-            train_step: The step that they are for.
+            train_step: The train step that the rows are for.
         Raises:
-            ConfigError: The filters skip everything.
+            ConfigError: The filters skip all rows.
         """
         selected: list[SelectedRow] = []
         skipped: dict[int, str] = {}

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ANSWER_MARK = "\ue000"
-"""Placeholder for a completion whose text does not matter: a character that no prompt contains."""
+"""Placeholder for a completion that is not rendered: a character that no prompt contains."""
 
 
 class PromptRenderer:
@@ -56,10 +56,12 @@ class PromptRenderer:
         if config.chat_template and not tokenizer.chat_template:
             raise ConfigError(
                 f"the tokenizer of {tokenizer.name_or_path} has no chat template; use one "
-                "that has, or set data.chat_template = false"
+                "with a template, or set data.chat_template = false"
             )
-        own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys([*own, *stop_token_ids]))
+        tokenizer_stops = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        self.stop_token_ids: tuple[int, ...] = tuple(
+            dict.fromkeys([*tokenizer_stops, *stop_token_ids])
+        )
         if not self.stop_token_ids:
             raise ConfigError(
                 f"the tokenizer of {tokenizer.name_or_path} names no end token; set "
@@ -84,7 +86,7 @@ class PromptRenderer:
         """
         if not path.is_dir():
             raise ConfigError(
-                f"model folder {path} does not exist; set model.path, or make the folder "
+                f"model folder {path} does not exist; set model.path, or create the folder "
                 "with: relax models prepare CONFIG"
             )
         layout = None if media is None else MediaLayout.from_folder(path, media)
@@ -120,9 +122,9 @@ class PromptRenderer:
         self, before: Sequence[ChatMessage], reply: ChatMessage, *, tools: str = ""
     ) -> NDArray[np.int32]:
         """Render the tokens between a completion's stop token and the next completion: the end of
-        its message, the reply, the head of the next message.
+        its message, the reply, and the head of the next message.
 
-        The template gets a mark in place of the completion, and the output before the mark is
+        The template receives a mark instead of the completion, and the output before the mark is
         discarded: sampled tokens are never rendered again.
 
         Args:
@@ -164,10 +166,10 @@ class PromptRenderer:
         return self._config.chat_template
 
     def apply_template(
-        self, messages: Sequence[ChatMessage], *, tools: str = "", is_whole: bool = False
+        self, messages: Sequence[ChatMessage], *, tools: str = "", is_complete: bool = False
     ) -> str:
         """Render a conversation by the chat template: up to the start of the completion, or with
-        `is_whole` up to the end of its last message.
+        `is_complete` up to the end of its last message.
 
         Raises:
             PoisonSample: The template rejects the conversation; the text says why.
@@ -176,13 +178,13 @@ class PromptRenderer:
             {"role": message.role, "content": _content(message)} for message in messages
         ]
         options = self._config.chat_template_options
-        shown = json.loads(tools) if tools else None
+        parsed_tools = json.loads(tools) if tools else None
         try:
             return str(
                 self._tokenizer.apply_chat_template(
                     turns,
-                    tools=shown,
-                    add_generation_prompt=not is_whole,
+                    tools=parsed_tools,
+                    add_generation_prompt=not is_complete,
                     tokenize=False,
                     **options,
                 )
@@ -211,18 +213,18 @@ def load_judge_renderer(judge: JudgeConfig, data: DataConfig) -> PromptRenderer:
     """Load the renderer of the judge model: its own tokenizer with its own chat template.
 
     Raises:
-        ConfigError: There is none, or it can't be used.
+        ConfigError: The judge has no model, or its tokenizer can't be used.
     """
     if judge.model_path is None:
         raise ConfigError(
             "the judge role has no model; set judge.model_path to the folder of its checkpoint"
         )
-    own = {
+    overrides = {
         "chat_template": True,
         "chat_template_file": None,
         "chat_template_options": judge.chat_template_options,
     }
-    return PromptRenderer.from_folder(judge.model_path, data.model_copy(update=own))
+    return PromptRenderer.from_folder(judge.model_path, data.model_copy(update=overrides))
 
 
 def _content(message: ChatMessage) -> str | list[dict[str, str]]:

@@ -1,6 +1,5 @@
-"""Rows of prompt sources, and the protocol of a source.
-
-Check and store the media of rows before the rows are issued.
+"""Rows of prompt sources, the protocol of a source, and checking and storing the media of rows
+before they are issued.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ class PromptRow:
 
     `completions` are SFT or DPO targets, each the messages that follow the prompt: one, or a chosen
     and a rejected one. A target of a single message is the `answer`; it is repeated here only if
-    the reference answer differs. `media` are the items of the empty parts in the messages, in
-    order; none has been read.
+    the reference answer differs. `media` are the items for the empty parts of the messages, in
+    order; they are not read yet.
     """
 
     messages: list[ChatMessage]
@@ -49,14 +48,14 @@ class PromptSource(Protocol):
 
     @property
     def invalid_rows(self) -> InvalidRows:
-        """The rows that were left out as invalid."""
+        """The rows that were skipped as invalid."""
 
     def row(self, index: int) -> PromptRow:
-        """Read or generate row `index`, with 0 <= index < rows.
+        """Read or generate row `index`, with 0 <= index < num_rows.
 
         Raises:
             IndexError: There is no such row.
-            ConfigError: The row can't be used; the text names it.
+            ConfigError: The row is invalid; the text names it.
         """
 
 
@@ -73,13 +72,13 @@ class InvalidRows:
         """Count a row.
 
         Raises:
-            ConfigError: There are more than the run file allows.
+            ConfigError: There are more invalid rows than the run file allows.
         """
         self.count += 1
         if len(self.examples) < MAX_EXAMPLES:
             self.examples.append(str(error))
         if self.count > self.max_count:
-            more = (
+            count_text = (
                 (
                     f"; it is invalid row number {self.count}, and "
                     f"{self.section}.max_invalid_rows is "
@@ -88,11 +87,11 @@ class InvalidRows:
                 if self.max_count
                 else ""
             )
-            raise ConfigError(f"{error}{more}")
+            raise ConfigError(f"{error}{count_text}")
 
 
 def add_system_prompt(messages: list[ChatMessage], system_prompt: str) -> list[ChatMessage]:
-    """Put the system prompt first; a conversation with its own keeps it."""
+    """Put a system prompt first, unless the conversation has its own."""
     if not system_prompt or (messages and messages[0].role == "system"):
         return messages
     return [ChatMessage.of_text("system", system_prompt), *messages]
@@ -122,7 +121,7 @@ class PromptSourceKind(Protocol):
 
 log = structlog.get_logger()
 MessageReader = Callable[[PromptRow], list[ChatMessage]]
-"""Returns a row's messages with its media stored; raises MediaError if an item is invalid."""
+"""Returns a row's messages with its media stored; raises `MediaError` if an item is invalid."""
 
 
 def plain_messages(row: PromptRow) -> list[ChatMessage]:
@@ -159,8 +158,8 @@ def build_checking_reader(library: MediaLibrary) -> MessageReader:
 
 
 class MediaFilter:
-    """Skips rows whose media are missing, malicious or not readable for the model; see
-    `PromptFilter`.
+    """A `PromptFilter` that skips rows whose media are missing, malicious or not supported by the
+    model.
     """
 
     def __init__(self, read_messages: MessageReader) -> None:

@@ -1,6 +1,4 @@
-"""Tokenize the SFT and DPO targets of rows as if the model had generated them: tokens and loss
-mask.
-"""
+"""Tokenize the SFT and DPO targets of rows like generated samples: tokens and loss mask."""
 
 from __future__ import annotations
 
@@ -48,14 +46,12 @@ def tokenize_group_targets(
     """Tokenize the targets of a prompt group, one for each sample.
 
     Raises:
-        PoisonSample: The numbers of targets and samples differ, or as `tokenize_targets`.
+        PoisonSample: The numbers of targets and samples differ, or as for `tokenize_targets`.
     """
     targets = tokenize_targets(issued, renderer=renderer)
     if len(targets) != issued.samples_per_prompt:
-        rule = f"{issued.samples_per_prompt} samples need as many targets"
-        raise PoisonSample(
-            f"{rule}, and the prompt has {len(targets)}; is the data section that of the run?"
-        )
+        rule = f"{issued.samples_per_prompt} samples need the same number of targets"
+        raise PoisonSample(f"{rule}, got {len(targets)}; is the data section that of the run?")
     return targets
 
 
@@ -69,8 +65,8 @@ def tokenize_completion(
     """Tokenize the messages that follow a prompt.
 
     The chat template renders the conversation up to the start and up to the end of each assistant
-    message. The text between both, up to its last stop token, is trained on; template text after it
-    and other messages have loss mask 0. Each piece is tokenized alone, as in generation. If the
+    message. The text between the two, up to its last stop token, is trained on; template text after
+    it and other messages have loss mask 0. Each piece is tokenized alone, as in generation. If the
     template puts no stop token after the last message, one is added.
 
     Args:
@@ -83,38 +79,40 @@ def tokenize_completion(
             added.
     """
     if any(not message.text.strip() for message in completion if message.role == ASSISTANT):
-        raise PoisonSample("an assistant message of the target is empty; leave the row out")
+        raise PoisonSample("an assistant message of the target is empty; remove the row")
     if not renderer.has_template:
-        return _plain(completion, renderer)
+        return _tokenize_without_template(completion, renderer)
     pieces: list[NDArray[np.int32]] = []
     masks: list[NDArray[np.uint8]] = []
-    written = renderer.apply_template(prompt, tools=tools)
+    rendered = renderer.apply_template(prompt, tools=tools)
     for index, message in enumerate(completion):
         if message.role != ASSISTANT:
             continue
         before = (
             renderer.apply_template([*prompt, *completion[:index]], tools=tools)
             if index
-            else written
+            else rendered
         )
         after = renderer.apply_template(
-            [*prompt, *completion[: index + 1]], tools=tools, is_whole=True
+            [*prompt, *completion[: index + 1]], tools=tools, is_complete=True
         )
-        between = renderer.encode(_appended_text(before, written, len(prompt) + index))
+        between = renderer.encode(_appended_text(before, rendered, len(prompt) + index))
         turn = renderer.encode(_appended_text(after, before, len(prompt) + index + 1))
-        num_chosen = _num_loss_tokens(turn, renderer.stop_token_ids)
+        num_loss = _num_loss_tokens(turn, renderer.stop_token_ids)
         pieces += [between, turn]
         masks += [
             np.zeros(len(between), np.uint8),
-            (np.arange(len(turn)) < num_chosen).astype(np.uint8),
+            (np.arange(len(turn)) < num_loss).astype(np.uint8),
         ]
-        written = after
+        rendered = after
     tokens, mask = np.concatenate(pieces), np.concatenate(masks)
     num_kept = int(np.flatnonzero(mask)[-1]) + 1
     return _end_with_stop_token(tokens[:num_kept], mask[:num_kept], renderer.stop_token_ids)
 
 
-def _plain(completion: Sequence[ChatMessage], renderer: PromptRenderer) -> TokenizedTarget:
+def _tokenize_without_template(
+    completion: Sequence[ChatMessage], renderer: PromptRenderer
+) -> TokenizedTarget:
     if len(completion) > 1:
         raise PoisonSample(
             f"a completion of {len(completion)} messages needs a chat template to separate "

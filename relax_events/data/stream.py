@@ -1,5 +1,5 @@
-"""Order prompts in an endless stream: position -> dataset and row, with a new permutation every
-epoch and no table of rows.
+"""Order prompts in an endless stream: map a position to a dataset row, with a new permutation every
+epoch, without a table of rows.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class PromptStream:
 
 
 def count_turns(weights: Sequence[float]) -> list[int]:
-    """Return the number of positions of each dataset in a cycle: at least one, and exactly
-    proportional if a cycle of 10,000 positions allows it.
+    """Return the number of positions of each dataset in a cycle: at least one, and proportional to
+    the weights, exactly if 10,000 positions are enough.
     """
     exact = [Fraction(str(weight)) for weight in weights]
     unit = lcm(*(fraction.denominator for fraction in exact))

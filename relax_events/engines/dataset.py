@@ -25,9 +25,7 @@ from relax_events.weights import Weights
 
 
 class DatasetEngine:
-    """Implements `engines.protocol.Engine`; the tokens of a sample are those it was submitted
-    with.
-    """
+    """Implements `engines.protocol.Engine`: returns each sample with the tokens of its request."""
 
     def __init__(
         self, model_path: Path, *, config: EngineConfig, model: ModelConfig, policy_version: int = 0
@@ -36,9 +34,9 @@ class DatasetEngine:
 
         Args:
             model_path: Ignored.
-            config: The bound on prompt and completion together.
+            config: `max_context_tokens` limits prompt and completion together.
             model: Ignored.
-            policy_version: Served until another one is loaded.
+            policy_version: The version until another one is loaded.
         """
         del model_path, model
         self.policy_version = policy_version
@@ -58,7 +56,7 @@ class DatasetEngine:
         return len(self._waiting)
 
     def submit(self, request: GenerationRequest) -> None:
-        """Take a prompt group's samples.
+        """Queue a prompt group's samples.
 
         Raises:
             PoisonSample: A sample has no completion, or one too long for `max_context_tokens`;
@@ -66,13 +64,15 @@ class DatasetEngine:
         """
         for sample in request.samples:
             self._check(request, sample)
-        self._waiting |= {sample.sample_id: _whole(request, sample) for sample in request.samples}
+        self._waiting |= {
+            sample.sample_id: _to_generated(request, sample) for sample in request.samples
+        }
 
     def _check(self, request: GenerationRequest, sample: SampleRequest) -> None:
         if not len(request.prompt_tokens) or not len(sample.tokens):
             raise PoisonSample(
                 f"sample {sample.sample_id}: engine 'dataset' needs a prompt and a completion; "
-                "algorithms that generate need another engine"
+                "algorithms that generate samples need another engine"
             )
         if (length := len(request.prompt_tokens) + len(sample.tokens)) > self._max_context_tokens:
             rule = f"raise engine.max_context_tokens = {self._max_context_tokens} or drop the row"
@@ -122,7 +122,7 @@ class DatasetEngine:
         self._waiting = {}
 
 
-def _whole(request: GenerationRequest, sample: SampleRequest) -> GeneratedSample:
+def _to_generated(request: GenerationRequest, sample: SampleRequest) -> GeneratedSample:
     return GeneratedSample(
         sample_id=sample.sample_id,
         prompt_group_id=request.prompt_group_id,

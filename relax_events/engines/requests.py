@@ -1,7 +1,7 @@
-"""Check a generation request and turn it into samples, before anything of it is queued.
+"""Check a generation request and build its samples, before any of them is queued.
 
-A sample in an engine, from its submission to its result; shared by `transformers` and
-`sglang`.
+`SampleState` is a sample in an engine, from its submission to its result. The engines
+`transformers` and `sglang` share this module.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from relax_events.media.token_layout import MediaLayout
 
 @dataclass(slots=True, eq=False)
 class SampleState:
-    """A sample in an engine: waiting with its tokens so far, or running in a row that holds
-    more.
+    """A sample in an engine. It waits with its tokens so far, or runs in a row of the engine, which
+    has the newer tokens.
     """
 
     order: int
@@ -39,8 +39,8 @@ class SampleState:
     tokens: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     segments: tuple[VersionSegment, ...]
-    is_given: NDArray[np.bool_]
-    """Which of the prompt's tokens the policy did not sample."""
+    is_input: NDArray[np.bool_]
+    """True for each prompt token that the policy did not sample."""
     top_tokens: NDArray[np.int32] = field(default_factory=lambda: np.zeros((0, 0), np.int32))
     """The most probable ids at each of the tokens, if requested."""
     experts: NDArray[np.generic] = field(default_factory=lambda: np.zeros((0, 0, 0), np.uint8))
@@ -51,8 +51,8 @@ class SampleState:
     tokens.
     """
     version_marks: list[tuple[int, int, bool]] = field(default_factory=list)
-    """While running: token count from which a policy version applies, the version, and whether the
-    cache is older.
+    """While running: the token count from which a policy version applies, the version, and whether
+    the cache was computed by an older one.
     """
 
     @property
@@ -99,16 +99,16 @@ def merge_segments(
 
 
 class ServedModel(Protocol):
-    """What an engine knows about its model before it runs."""
+    """The properties of an engine's model that determine which requests are valid."""
 
     @property
     def vocab_size(self) -> int:
-        """Token ids lie below this."""
+        """Number of token ids."""
         ...
 
     @property
     def layout(self) -> MediaLayout | None:
-        """How media are written into the tokens; None if the engine feeds its model text only."""
+        """Layout of media in the token sequence; None if the engine accepts only text."""
         ...
 
     @property
@@ -128,11 +128,11 @@ def build_samples(
     """Build the samples of a request.
 
     Args:
-        request: From the worker.
+        request: The worker's request.
         first_order: Index of the first sample in the order of submission.
         running_ids: Ids of samples in the engine.
-        model: Its vocabulary size, media layout and experts.
-        max_context_tokens: Bound on prompt and completion together.
+        model: Vocabulary size, media layout and expert shape of the model.
+        max_context_tokens: Maximum length of prompt and completion together.
     Raises:
         PoisonSample: The request can't be generated; the text says why.
     """
@@ -142,10 +142,10 @@ def build_samples(
     num_prompt_tokens = len(request.prompt_tokens)
     if num_prompt_tokens == 0:
         raise PoisonSample(f"{name}: the prompt is empty; it needs at least one token")
-    if len(request.is_given) != num_prompt_tokens:
+    if len(request.is_input) != num_prompt_tokens:
         raise PoisonSample(
             f"{name}: is_sampled must have an entry for each of {num_prompt_tokens} prompt "
-            f"tokens, got {len(request.is_given)}"
+            f"tokens, got {len(request.is_input)}"
         )
     if num_prompt_tokens >= max_context_tokens:
         raise PoisonSample(
@@ -164,26 +164,28 @@ def build_samples(
         _build_sample(request, sample, first_order + index, max_new_tokens, vocab_size)
         for index, sample in enumerate(request.samples)
     ]
-    for sample, given in zip(samples, request.samples, strict=True):
+    for sample, requested in zip(samples, request.samples, strict=True):
         sample.position_shift = shift
         if model.experts is not None:
-            sample.experts = _known_experts(given, model.experts, num_read=len(sample.sequence) - 1)
+            sample.experts = _recorded_experts(
+                requested, model.experts, max_tokens=len(sample.sequence) - 1
+            )
     return samples
 
 
-def _known_experts(
-    sample: SampleRequest, shape: ExpertShape, *, num_read: int
+def _recorded_experts(
+    sample: SampleRequest, shape: ExpertShape, *, max_tokens: int
 ) -> NDArray[np.generic]:
     """Return the experts of a sample's first tokens that earlier attempts recorded."""
-    if (known := sample.routed_experts) is None:
+    if (recorded := sample.routed_experts) is None:
         return shape.nothing()
-    if known.shape[1:] != (shape.num_layers, shape.top_k) or len(known) > num_read:
-        rule = f"at most {num_read} tokens, {shape.num_layers} layers and {shape.top_k} experts"
+    if recorded.shape[1:] != (shape.num_layers, shape.top_k) or len(recorded) > max_tokens:
+        rule = f"at most {max_tokens} tokens, {shape.num_layers} layers and {shape.top_k} experts"
         raise PoisonSample(
             f"sample {sample.sample_id}: the prefix's routed_experts must be of {rule}, got "
-            f"shape {known.shape}"
+            f"shape {recorded.shape}"
         )
-    return shape.compact(known)
+    return shape.compact(recorded)
 
 
 def _position_shift(request: GenerationRequest, model: ServedModel, name: str) -> int:
@@ -192,14 +194,14 @@ def _position_shift(request: GenerationRequest, model: ServedModel, name: str) -
     """
     layout, media = model.layout, [piece.reference for piece in request.media]
     if layout is None:
-        remedy = "take engine 'transformers' and a model that reads media"
+        remedy = "use engine 'transformers' and a model that reads media"
         raise PoisonSample(
-            f"{name} brings {len(media)} media files, and the engine feeds its model "
-            f"text only; {remedy}"
+            f"{name} has {len(media)} media files, and the engine passes text only to its "
+            f"model; {remedy}"
         )
     num_tokens = len(request.prompt_tokens)
-    cells = layout.find_media_tokens(request.prompt_tokens, request.is_given, media)
-    return int(layout.rotary_positions(num_tokens, cells, media).max()) + 1 - num_tokens
+    indices = layout.find_media_tokens(request.prompt_tokens, request.is_input, media)
+    return int(layout.rotary_positions(num_tokens, indices, media).max()) + 1 - num_tokens
 
 
 def _build_sample(
@@ -225,7 +227,8 @@ def _build_sample(
         )
     if len(sample.tokens) > max_new_tokens:
         raise PoisonSample(
-            f"{name}: the prefix has {len(sample.tokens)} tokens and may have {max_new_tokens}"
+            f"{name}: the prefix must have at most {max_new_tokens} tokens, got "
+            f"{len(sample.tokens)}"
         )
     num_top = request.num_top_tokens
     top_tokens = (
@@ -248,7 +251,7 @@ def _build_sample(
         logprobs=sample.logprobs.astype(np.float32, copy=False),
         segments=sample.segments,
         top_tokens=top_tokens.astype(np.int32, copy=False),
-        is_given=request.is_given,
+        is_input=request.is_input,
         media=request.media,
     )
 
@@ -257,7 +260,7 @@ def _check_tokens(tokens: NDArray[np.int32], name: str, vocab_size: int) -> None
     outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
     if len(outside):
         raise PoisonSample(
-            f"{name} has token id {outside[0]}, and the vocabulary has ids 0 to {vocab_size - 1}"
+            f"{name} has token id {outside[0]}; the vocabulary has ids 0 to {vocab_size - 1}"
         )
 
 
@@ -265,5 +268,5 @@ def _check_ids(samples: tuple[SampleRequest, ...], running_ids: Collection[str],
     ids = [sample.sample_id for sample in samples]
     if repeated := sorted(set(ids) & set(running_ids) | {one for one in ids if ids.count(one) > 1}):
         raise PoisonSample(
-            f"{name}: sample {repeated[0]} is running already; give every sample an id of its own"
+            f"{name}: sample {repeated[0]} is already running; give every sample its own id"
         )

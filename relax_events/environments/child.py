@@ -25,20 +25,20 @@ FILES = "files"
 ARGUMENTS = ("messages", "answer", "metadata")
 MODALITIES = ("image", "audio", "video")
 MAX_PIECES = 64
-"""Media files of one reply."""
+"""Maximum number of media files of one reply."""
 MAX_ERROR_CHARACTERS = 600
 
 
 def main() -> int:
-    """Serve until stdin ends: report what was loaded, then return the environment's replies."""
+    """Serve until stdin ends: report the loaded function, then return the environment's replies."""
     answers, requests = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(0), "rb")
     os.dup2(2, 1)  # user code must neither print into the responses nor read the requests
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     setup = orjson.loads(requests.readline())
     resource.setrlimit(resource.RLIMIT_AS, (setup["memory_bytes"], setup["memory_bytes"]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    asked = read_requests(requests)
-    next(asked)
+    questions = read_requests(requests)
+    next(questions)
     try:
         function = load_environment(setup["function"], setup["options"])
     except (RelaxError, MemoryError) as error:
@@ -52,7 +52,7 @@ def main() -> int:
         return 2
     respond(answers, {"takes_files": _has_parameter(function, FILES)})
     with raise_failures(answers):
-        for question, content in asked:
+        for question, content in questions:
             respond(
                 answers,
                 *_call_environment(
@@ -72,13 +72,13 @@ def load_environment(name: str, options: Mapping[str, Any]) -> Callable[..., Any
     function = find_plugin(
         ENVIRONMENTS, name, what=f"environment.function = {name!r}", accepts=FUNCTION
     ).load()
-    given = dict.fromkeys(ARGUMENTS) | ({FILES: None} if _has_parameter(function, FILES) else {})
+    keywords = dict.fromkeys(ARGUMENTS) | ({FILES: None} if _has_parameter(function, FILES) else {})
     try:
-        inspect.signature(function).bind("", **given, **options)
+        inspect.signature(function).bind("", **keywords, **options)
     except TypeError as error:
         rule = (
-            "it takes (completion, *, messages, answer, metadata), files if it wants them, and "
-            "its options"
+            "its parameters must be (completion, *, messages, answer, metadata), optionally "
+            "files, and its options"
         )
         raise ConfigError(
             f"environment.function = {name!r} can't be called with environment.options "
@@ -109,19 +109,19 @@ def _call_environment(
         return _encode_reply(function(question["completion"], **fields, **files), max_item_bytes)
     except (
         BaseException
-    ) as error:  # User code may raise anything, even SystemExit; only this sample fails.
-        place = traceback.extract_tb(error.__traceback__)[-1]
+    ) as error:  # user code may raise any exception, even SystemExit; only this sample fails
+        frame = traceback.extract_tb(error.__traceback__)[-1]
         text = (
             str(error)
             if isinstance(error, RelaxError)
-            else f"raised {type(error).__name__}: {error} ({place.filename}:{place.lineno})"
+            else f"raised {type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
         )
         return {"error": text[:MAX_ERROR_CHARACTERS]}, ()
 
 
 def _encode_reply(reply: object, max_item_bytes: int) -> tuple[dict[str, Any], Sequence[bytes]]:
-    """Encode a reply for the pipe: data URIs and bytes follow the header, distinguished by
-    `kinds`.
+    """Encode a reply for the pipe: the header, then the media files; `kinds` separates bytes from
+    data URIs.
     """
     if reply is None:
         return {"reply": None}, ()
@@ -133,11 +133,9 @@ def _encode_reply(reply: object, max_item_bytes: int) -> tuple[dict[str, Any], S
         or not isinstance(reply.role, str)
     ):
         return {
-            "error": (
-                f"returned {type(reply).__name__}; it must return a text, a Reply of texts, or None"
-            )
+            "error": (f"returned {type(reply).__name__}; it must return a string, a Reply, or None")
         }, ()
-    pieces = [(modality, piece) for modality, some in reply.media.items() for piece in some]
+    pieces = [(modality, piece) for modality, files in reply.media.items() for piece in files]
     if len(pieces) > MAX_PIECES:
         return {
             "error": f"replied with {len(pieces)} media files; at most {MAX_PIECES} are allowed"

@@ -39,7 +39,7 @@ ReplyCallback = Callable[["Future[ProcessedReply | None]"], None]
 
 class EnvironmentPool:
     """`environment.processes` children, each with a thread that also fetches, checks, stores and
-    decodes their media.
+    decodes the media of its replies.
 
     Use it from one thread.
     """
@@ -51,7 +51,7 @@ class EnvironmentPool:
 
         Args:
             config: The run; its environment has a function.
-            libraries: Opens another library of the run's media; each child's thread has one.
+            libraries: Opens a library of the run's media; each child's thread has its own.
         Raises:
             ConfigError: The function can't be loaded; the text says why.
         """
@@ -81,7 +81,7 @@ class EnvironmentPool:
 
         Args:
             sample_id: For errors.
-            task: Of its prompt.
+            task: The row of its prompt.
             turns: The policy's turns and the replies so far, ending with a turn of the policy.
             on_reply: Receives the reply, from another thread; None when the sample is over, a
                 `PoisonSample` when the environment or its media failed.
@@ -125,13 +125,13 @@ class _EnvironmentChild:
             response, _ = child.request({}, seconds=START_SECONDS)
         except ChildProcessLost as lost:
             self._child = None
-            how = (
+            reason = (
                 f"took longer than {START_SECONDS:g} s to load"
                 if lost.is_late
                 else f"died before it was loaded ({lost.ending})"
             )
             raise ConfigError(
-                f"environment {self._environment.function} {how}; see environment.memory_bytes"
+                f"environment {self._environment.function} {reason}; see environment.memory_bytes"
             ) from None
         if "load_error" in response:
             raise ConfigError(response["load_error"])
@@ -198,12 +198,12 @@ class _EnvironmentChild:
     def _process_reply(
         self, reply: dict[str, Any], contents: Sequence[bytes], where: str
     ) -> ProcessedReply:
-        brought: dict[Modality, list[bytes | str]] = {Modality(name): [] for name in reply["media"]}
+        files: dict[Modality, list[bytes | str]] = {Modality(name): [] for name in reply["media"]}
         for (name, is_file), content in zip(reply["kinds"], contents, strict=True):
-            brought[Modality(name)].append(content if is_file else content.decode())
+            files[Modality(name)].append(content if is_file else content.decode())
         items = {
             modality: read_items(pieces, modality=modality, location=f"{where}: {modality.value}")
-            for modality, pieces in brought.items()
+            for modality, pieces in files.items()
         }
         try:
             messages, ordered = split_at_placeholders(

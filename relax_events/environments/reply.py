@@ -1,5 +1,5 @@
-"""The protocol of an environment and its reply. Imports nothing heavy: environments need only this
-module.
+"""The protocol of an environment and its reply. An environment needs to import only this module,
+which imports no large library.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ class Reply:
     """An environment's reply to a turn of the policy.
 
     Attributes:
-        text: Each `<image>`, `<audio>` or `<video>` in it stands for one file of `media`, in order,
-            as in a prompt.
-        media: Files as bytes or data URIs, by modality. The text has no placeholders of a modality
-            that is missing here.
-        role: Of the message, as the chat template knows it.
+        text: The text. Each `<image>`, `<audio>` or `<video>` in it is the placeholder of one file
+            of `media`, in order, as in a prompt.
+        media: Files as bytes or data URIs, by modality. In a modality that is not a key,
+            placeholders are ordinary text.
+        role: The message's role in the chat template.
     """
 
     text: str
@@ -49,9 +49,9 @@ class Environment(Protocol):
 
         Args:
             completion: The policy's last turn, without special tokens.
-            messages: The conversation before, as `role` and `content`; media are `<image>`,
+            messages: The earlier conversation, as `role` and `content`; media are `<image>`,
                 `<audio>` or `<video>` in the content.
             answer: The reference answer of the prompt.
-            metadata: Of the prompt, from its data source.
+            metadata: The row's metadata.
             files: The media of `messages`, in order, unprocessed.
         """

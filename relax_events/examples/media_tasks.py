@@ -1,5 +1,5 @@
-"""Questions about media that are made on demand: images of `synthetic_images`, `synthetic_videos`
-and `synthetic_audio`, each a file as anybody's would be.
+"""The prompt sources `synthetic_images`, `synthetic_videos` and `synthetic_audio`: questions about
+media files that are generated on demand.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ ItemGenerator = Callable[[np.random.Generator, Any], SyntheticItem]
 
 @dataclass(frozen=True, slots=True)
 class SyntheticKind:
-    """What is made.
+    """A kind of prompt source: the modality of its files, and its tasks.
 
     Attributes:
-        modality: Modality of the files. options: Schema of `data.options`. tasks: Question and
-            generator of each task, by name.
+        modality: Modality of the files.
+        options: Schema of `data.options`.
+        tasks: Question and generator of each task, by name.
     """
 
     modality: Modality
@@ -62,12 +63,12 @@ class SyntheticSource:
     def __init__(
         self, name: str, kind: SyntheticKind, task: str, config: RowsConfig, *, seed: int
     ) -> None:
-        """Choose a task.
+        """Create the source of one task.
 
         Args:
             name: Name of the kind in run files.
-            kind: The kind of media.
-            task: A task of the kind.
+            kind: The kind.
+            task: Name of a task of the kind.
             config: Number of rows, options and system prompt.
             seed: The run's seed.
         Raises:
@@ -82,8 +83,7 @@ class SyntheticSource:
             self._options = kind.options.model_validate(config.options)
         except ValidationError as error:
             raise ConfigError(
-                f"{name}:{task} does not take data.options {config.options}: "
-                f"{error.errors()[0]['msg']}"
+                f"{name}:{task} rejects data.options {config.options}: {error.errors()[0]['msg']}"
             ) from None
         self.invalid_rows = InvalidRows("data")
         self._name, self._kind, self._task, self._config, self._seed = (

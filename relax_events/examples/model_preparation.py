@@ -30,10 +30,10 @@ Report = Callable[[str], None]
 
 
 def prepare_model(config: RunConfig, *, report: Report = print) -> Path:
-    """Make the model of `model.path` where there is none: a tiny model by `model.tiny`, then the
-    SFT warm-up.
+    """Create the model of `model.path` if the folder has none: a tiny model as `model.tiny`
+    describes it, then the SFT warm-up.
 
-    An existing folder is not changed; if it was made from other settings, the report says so. The
+    An existing model is not changed; if it was made from other settings, the report says so. The
     folder is written atomically.
 
     Args:
@@ -50,18 +50,18 @@ def prepare_model(config: RunConfig, *, report: Report = print) -> Path:
         recipe = path / RECIPE_FILE
         changed = recipe.is_file() and recipe.read_bytes() != _recipe(config)
         report(
-            f"model {path} is there"
-            + (", made from other settings; remove it to have it made again" if changed else "")
+            f"model {path} exists"
+            + (", made from other settings; remove it to make it again" if changed else "")
         )
         return path
     return warm_up_model(config, report=report)
 
 
 def warm_up_model(config: RunConfig, *, output: Path | None = None, report: Report = print) -> Path:
-    """Give a model its supervised start and write it to `output`, or in place of the old one.
+    """Run the SFT warm-up of a model and write the result to `output`, or over the old model.
 
     Args:
-        config: The run file; where its `model.path` does not exist the tiny model is made first.
+        config: The run file; if its `model.path` does not exist, the tiny model is made first.
         output: The folder to write; `model.path` when None.
         report: Called with a line for each stage.
     Returns:
@@ -96,8 +96,8 @@ def _check_writable(folder: Path) -> None:
         folder.rmdir()
     except OSError as error:
         raise EnvironmentProblem(
-            f"model folder {folder.parent} can't be written: {error.strerror}; give "
-            "model.path in one that can"
+            f"model folder {folder.parent} can't be written: {error.strerror}; set "
+            "model.path to a path in a writable folder"
         ) from None
 
 
@@ -105,7 +105,7 @@ def make_tiny_for(
     data: DataConfig, path: Path, *, tiny: TinyModelConfig, seed: int, assistant_turns_key: str = ""
 ) -> Path:
     """Write a tiny model whose tokenizer is trained on the prompts and answers of a run's data,
-    those under `assistant_turns_key` among them.
+    including the assistant turns under `assistant_turns_key`.
 
     The constant text around the problems of each dataset becomes one token: see `constant_phrases`.
     """
@@ -177,11 +177,11 @@ def _train(config: RunConfig, path: Path, report: Report) -> None:
         use_safetensors=True,
     )
     size = config.sft_warmup.batch_size
-    with closing(WarmupConversations(config, model_path=path)) as played:
+    with closing(WarmupConversations(config, model_path=path)) as conversations:
         sft_warmup(
             model,
             batch=lambda step: [
-                played.build_example(stream[step * size + offset]) for offset in range(size)
+                conversations.build_example(stream[step * size + offset]) for offset in range(size)
             ],
             config=config.sft_warmup,
             report=lambda step, loss: _report_step(step, loss, config.sft_warmup, report),
@@ -189,7 +189,7 @@ def _train(config: RunConfig, path: Path, report: Report) -> None:
         )
         first_unseen = config.sft_warmup.steps * size
         unseen = [
-            played.build_example(stream[first_unseen + offset])
+            conversations.build_example(stream[first_unseen + offset])
             for offset in range(NUM_CHECKED_PROMPTS)
         ]
     accuracy = count_correct(model, unseen, family=family) / NUM_CHECKED_PROMPTS

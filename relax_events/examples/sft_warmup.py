@@ -88,9 +88,9 @@ def count_correct(
 ) -> int:
     """Count the examples that greedy decoding completes correctly."""
     batch = pad_left(examples, device=model.device, family=family)
-    wanted = batch.labels[:, 1:]
-    likeliest = _logits(model, batch, family)[:, :-1].argmax(-1)
-    return int(((likeliest == wanted) | (wanted == IGNORED)).all(dim=1).sum())
+    targets = batch.labels[:, 1:]
+    predicted = _logits(model, batch, family)[:, :-1].argmax(-1)
+    return int(((predicted == targets) | (targets == IGNORED)).all(dim=1).sum())
 
 
 def pad_left(
@@ -113,19 +113,19 @@ def pad_left(
     positions = (mask.cumsum(axis=1) - 1).clip(min=0)
     sequences = [_sequence(example, row, width) for row, example in enumerate(examples)]
     media = family.build_inputs(sequences, position_ids=positions)
-    input_ids, attention_mask, position_ids, wanted = (
+    input_ids, attention_mask, position_ids, targets = (
         torch.from_numpy(array).to(device) for array in (tokens, mask, positions, labels)
     )
-    return PaddedBatch(input_ids, attention_mask, position_ids, wanted, media)
+    return PaddedBatch(input_ids, attention_mask, position_ids, targets, media)
 
 
 def _sequence(example: SupervisedExample, row: int, width: int) -> MediaSequence:
     tokens = np.concatenate([example.prompt_tokens, example.answer_tokens])
-    given = np.append(np.ones(len(example.prompt_tokens), bool), ~example.loss_mask)
+    is_input = np.append(np.ones(len(example.prompt_tokens), bool), ~example.loss_mask)
     return MediaSequence(
         f"example {row}",
         tokens,
-        given,
+        is_input,
         example.media,
         (row + 1) * width - len(tokens) + np.arange(len(tokens)),
     )
@@ -140,13 +140,13 @@ def _answer_loss(model: PreTrainedModel, batch: PaddedBatch, family: Family) -> 
 
 def _logits(model: PreTrainedModel, batch: PaddedBatch, family: Family) -> Tensor:
     if batch.media is None:
-        whole = model(
+        output = model(
             input_ids=batch.input_ids,
             attention_mask=batch.attention_mask,
             position_ids=batch.position_ids,
             use_cache=False,
         )
-        logits: Tensor = whole.logits
+        logits: Tensor = output.logits
         return logits
     hidden = family.hidden_states(
         model,
@@ -156,5 +156,5 @@ def _logits(model: PreTrainedModel, batch: PaddedBatch, family: Family) -> Tenso
         attention_mask=batch.attention_mask,
         use_cache=False,
     )
-    made: Tensor = model.get_output_embeddings()(hidden)
-    return made
+    media_logits: Tensor = model.get_output_embeddings()(hidden)
+    return media_logits

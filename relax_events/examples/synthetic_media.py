@@ -1,8 +1,7 @@
-"""Synthetic images: tasks on the colour, number and position of shapes.
+"""Synthetic media tasks.
 
-Synthetic audio: tasks on the pitch of a tone and on the order of tones.
-
-Synthetic videos: tasks on the direction of a movement and on the order of scenes.
+Images: colour, number and position of squares. Audio: the pitch of a tone, the order of tones.
+Videos: the direction of a movement, the order of colours.
 """
 
 from __future__ import annotations
@@ -37,19 +36,19 @@ QUESTIONS = {
     "where": "Where is the square?",
 }
 GREY = 180
-NOISE, SHADE = 60, 15
+MAX_NOISE, MAX_SHADE = 60, 15
 """Maximum brightness of the background noise, and maximum deviation of a square's colour."""
 Canvas = UInt8[np.ndarray, "side side 3"]
 
 
-class SceneOptions(Section):
-    """What `data.options` may hold."""
+class ImageOptions(Section):
+    """The keys of `data.options`."""
 
     pixels: Annotated[int, Field(ge=16, le=1024)] = 32
-    """Pixels of a side."""
+    """Width and height in pixels."""
 
 
-def _colour(generator: np.random.Generator, options: SceneOptions) -> SyntheticItem:
+def _colour(generator: np.random.Generator, options: ImageOptions) -> SyntheticItem:
     name, canvas = (
         list(COLOURS)[generator.integers(len(COLOURS))],
         background(generator, options.pixels),
@@ -58,11 +57,11 @@ def _colour(generator: np.random.Generator, options: SceneOptions) -> SyntheticI
     return SyntheticItem(name, _png(canvas))
 
 
-def _count(generator: np.random.Generator, options: SceneOptions) -> SyntheticItem:
+def _count(generator: np.random.Generator, options: ImageOptions) -> SyntheticItem:
     number = int(generator.integers(len(COUNTS)))
     canvas, cell = background(generator, options.pixels), options.pixels // 4
-    for place in generator.choice(16, number + 1, replace=False):
-        y, x = divmod(int(place), 4)
+    for cell_index in generator.choice(16, number + 1, replace=False):
+        y, x = divmod(int(cell_index), 4)
         fill(
             generator,
             canvas[y * cell + 1 : (y + 1) * cell - 1, x * cell + 1 : (x + 1) * cell - 1],
@@ -71,10 +70,10 @@ def _count(generator: np.random.Generator, options: SceneOptions) -> SyntheticIt
     return SyntheticItem(COUNTS[number], _png(canvas))
 
 
-def _where(generator: np.random.Generator, options: SceneOptions) -> SyntheticItem:
+def _where(generator: np.random.Generator, options: ImageOptions) -> SyntheticItem:
     corner = int(generator.integers(len(CORNERS)))
     canvas, half = background(generator, options.pixels), options.pixels // 2
-    y, x = (half * place for place in divmod(corner, 2))
+    y, x = (half * index for index in divmod(corner, 2))
     fill(
         generator,
         canvas[y + 2 : y + half - 2, x + 2 : x + half - 2],
@@ -83,16 +82,17 @@ def _where(generator: np.random.Generator, options: SceneOptions) -> SyntheticIt
     return SyntheticItem(CORNERS[corner], _png(canvas))
 
 
-def _zoom(generator: np.random.Generator, options: SceneOptions) -> SyntheticItem:
-    """Draw a square in a quarter of an image, and a small image of the whole, in grey: only the
-    zoomed image shows the colour.
+def _zoom(generator: np.random.Generator, options: ImageOptions) -> SyntheticItem:
+    """Generate an image with a coloured square in one quarter, and a small grey copy of it.
+
+    The prompt shows the grey copy: only the zoomed quarter shows the colour.
     """
     name, corner = (
         list(COLOURS)[generator.integers(len(COLOURS))],
         int(generator.integers(len(CORNERS))),
     )
     canvas, half = background(generator, options.pixels * 2), options.pixels
-    y, x = (half * place for place in divmod(corner, 2))
+    y, x = (half * index for index in divmod(corner, 2))
     _square(generator, canvas[y : y + half, x : x + half], name)
     small, quarter = np.repeat(background(generator, half)[..., :1], 3, axis=-1), half // 2
     small[y // 2 + 2 : y // 2 + quarter - 2, x // 2 + 2 : x // 2 + quarter - 2] = GREY
@@ -113,8 +113,8 @@ def _square(generator: np.random.Generator, area: Canvas, colour: str) -> None:
 
 
 def background(generator: np.random.Generator, pixels: int) -> Canvas:
-    """Generate dark noise."""
-    return generator.integers(0, NOISE, (pixels, pixels, 3)).astype(np.uint8)
+    """Generate a square image of dark noise."""
+    return generator.integers(0, MAX_NOISE, (pixels, pixels, 3)).astype(np.uint8)
 
 
 def fill(
@@ -122,7 +122,7 @@ def fill(
 ) -> None:
     """Paint an area in a shade of a colour."""
     area[:] = np.clip(
-        np.array(COLOURS[colour]) + generator.integers(-SHADE, SHADE, area.shape), 0, 255
+        np.array(COLOURS[colour]) + generator.integers(-MAX_SHADE, MAX_SHADE, area.shape), 0, 255
     )
 
 
@@ -141,7 +141,7 @@ def _png(canvas: Canvas) -> bytes:
 
 SYNTHETIC_IMAGES = SyntheticKind(
     Modality.IMAGE,
-    SceneOptions,
+    ImageOptions,
     {
         "colour": (QUESTIONS["colour"], _colour),
         "count": (QUESTIONS["count"], _count),
@@ -153,22 +153,23 @@ SYNTHETIC_IMAGES = SyntheticKind(
 
 NOTES = {"do": 262.0, "re": 392.0, "mi": 587.0, "fa": 880.0, "sol": 1319.0, "la": 1976.0}
 """Frequencies in hertz, a fifth apart."""
-LOUDNESS, AUDIO_NOISE, DETUNING = 0.3, 0.02, 0.02
+AMPLITUDE, AUDIO_NOISE, DETUNING = 0.3, 0.02, 0.02
+"""Amplitude of a tone, amplitude of its noise, and relative deviation of its frequency."""
 
 
-class ToneOptions(Section):
-    """What `data.options` may hold."""
+class AudioOptions(Section):
+    """The keys of `data.options`."""
 
     seconds: Annotated[float, Field(ge=0.05, le=60)] = 0.4
     """Duration of a tone."""
 
 
-def _pitch(generator: np.random.Generator, options: ToneOptions) -> SyntheticItem:
+def _pitch(generator: np.random.Generator, options: AudioOptions) -> SyntheticItem:
     name = list(NOTES)[generator.integers(len(NOTES))]
     return SyntheticItem(name, encode_wav(_tone(generator, NOTES[name], options.seconds)))
 
 
-def _order(generator: np.random.Generator, options: ToneOptions) -> SyntheticItem:
+def _order(generator: np.random.Generator, options: AudioOptions) -> SyntheticItem:
     """Generate two tones in sequence; the answer is the second."""
     first, last = generator.choice(list(NOTES), 2, replace=False)
     return SyntheticItem(
@@ -184,15 +185,15 @@ def _order(generator: np.random.Generator, options: ToneOptions) -> SyntheticIte
 def _tone(generator: np.random.Generator, hertz: float, seconds: float) -> Samples:
     """Generate a slightly detuned note with noise."""
     time = np.arange(round(seconds * RATE_HERTZ)) / RATE_HERTZ
-    played = hertz * (1 + DETUNING * generator.standard_normal())
-    begin = generator.random() * 2 * np.pi
-    tone = LOUDNESS * np.sin(2 * np.pi * played * time + begin)
+    frequency = hertz * (1 + DETUNING * generator.standard_normal())
+    phase = generator.random() * 2 * np.pi
+    tone = AMPLITUDE * np.sin(2 * np.pi * frequency * time + phase)
     return tone + AUDIO_NOISE * generator.standard_normal(len(time))
 
 
 SYNTHETIC_AUDIO = SyntheticKind(
     Modality.AUDIO,
-    ToneOptions,
+    AudioOptions,
     {"pitch": ("Which note is it?", _pitch), "order": ("Which note is the last?", _order)},
 )
 
@@ -201,17 +202,17 @@ DIRECTIONS = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}
 FRAMES_PER_SECOND = 2
 
 
-class ClipOptions(Section):
-    """What `data.options` may hold."""
+class VideoOptions(Section):
+    """The keys of `data.options`."""
 
     pixels: Annotated[int, Field(ge=16, le=1024, multiple_of=2)] = 32
-    """Pixels of a side."""
+    """Width and height in pixels."""
     frames: Annotated[int, Field(ge=4, le=1024, multiple_of=2)] = 4
-    """Of a clip, two a second."""
+    """Number of frames of a video, at two per second."""
 
 
-def _direction(generator: np.random.Generator, options: ClipOptions) -> SyntheticItem:
-    """Generate a square that moves from one side to the other."""
+def _direction(generator: np.random.Generator, options: VideoOptions) -> SyntheticItem:
+    """Generate a video of a square that moves from one side to the other."""
     name = list(DIRECTIONS)[generator.integers(len(DIRECTIONS))]
     pixels, colour = options.pixels, list(COLOURS)[generator.integers(len(COLOURS))]
     side = pixels // 3
@@ -227,8 +228,8 @@ def _direction(generator: np.random.Generator, options: ClipOptions) -> Syntheti
     return SyntheticItem(name, encode_video(frames))
 
 
-def _video_order(generator: np.random.Generator, options: ClipOptions) -> SyntheticItem:
-    """Generate a square of one colour and then of another; the answer is the second."""
+def _video_order(generator: np.random.Generator, options: VideoOptions) -> SyntheticItem:
+    """Generate a video of a square in two colours in sequence; the answer is the second colour."""
     first, last = generator.choice(list(COLOURS), 2, replace=False)
     side = options.pixels // 2
     frames = []
@@ -271,7 +272,7 @@ def encode_video(frames: list[UInt8[np.ndarray, "side side 3"]]) -> bytes:
 
 SYNTHETIC_VIDEOS = SyntheticKind(
     Modality.VIDEO,
-    ClipOptions,
+    VideoOptions,
     {
         "direction": ("Where does the square move?", _direction),
         "order": ("What colour is the last square?", _video_order),

@@ -34,7 +34,7 @@ EXPERTS: dict[str, Any] = {
     "norm_topk_prob": True,
     "decoder_sparse_step": 1,
 }
-THREE_POSITIONS: dict[str, Any] = {
+MROPE: dict[str, Any] = {
     "rope_parameters": {
         "rope_type": "default",
         "rope_theta": 10_000.0,
@@ -43,7 +43,7 @@ THREE_POSITIONS: dict[str, Any] = {
     }
 }
 HYBRID: dict[str, Any] = {
-    "head_dim": 2 * HEAD_DIM,  # a quarter of it is rotary
+    "head_dim": 2 * HEAD_DIM,  # RoPE rotates a quarter of it
     "full_attention_interval": 2,
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": HEAD_DIM,
@@ -58,13 +58,13 @@ HYBRID: dict[str, Any] = {
         "mrope_interleaved": True,
     },
 }
-"""Every second layer has full attention, the others linear."""
+"""Every second layer has full attention, the others have linear attention."""
 FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "qwen3_moe": EXPERTS,
-    "qwen3_vl": THREE_POSITIONS,
-    "qwen3_vl_moe": EXPERTS | THREE_POSITIONS,
-    "qwen3_omni_moe_thinker": EXPERTS | THREE_POSITIONS,
+    "qwen3_vl": MROPE,
+    "qwen3_vl_moe": EXPERTS | MROPE,
+    "qwen3_omni_moe_thinker": EXPERTS | MROPE,
     "qwen3_5": HYBRID,
     "qwen3_5_moe": EXPERTS | HYBRID | {"shared_expert_intermediate_size": 32},
 }
@@ -77,7 +77,7 @@ PREPROCESSOR: dict[str, Any] = {
     "image_std": [0.5, 0.5, 0.5],
     "size": {"shortest_edge": 1024, "longest_edge": 4_194_304},
 }
-"""How a tiny model's images and frames are cut: 16 x 16 pixels a token."""
+"""The image and video preprocessor of a tiny model: a token is 16 x 16 pixels."""
 AUDIO_EXTRACTOR: dict[str, Any] = {
     "feature_extractor_type": "WhisperFeatureExtractor",
     "feature_size": 128,
@@ -89,7 +89,7 @@ AUDIO_EXTRACTOR: dict[str, Any] = {
     "dither": 0.0,
     "return_attention_mask": True,
 }
-"""How spectra are computed from its audio, as for the full-size model."""
+"""The audio feature extractor of a tiny model, the same as that of the full-size model."""
 
 NAMED_TOKENS = {
     "image_token": "<|image_pad|>",
@@ -124,7 +124,7 @@ def make_tiny(
         path: The folder; made if missing.
         corpus: Texts that the tokenizer is trained on.
         family: `qwen3` or `qwen3_moe`; `qwen3_vl`, `qwen3_vl_moe`, `qwen3_5` or `qwen3_5_moe`,
-            which read images and videos; `qwen3_omni_moe_thinker`, which hears as well.
+            which read images and videos; `qwen3_omni_moe_thinker`, which also reads audio.
         hidden_size: Width of the model, a multiple of 32.
         num_layers: Decoder layers.
         vocab_size: Byte symbols and merges of the tokenizer; special tokens and phrases come on
@@ -132,11 +132,11 @@ def make_tiny(
         phrases: Texts that become one token each.
         seed: Seed of the random weights.
     Raises:
-        ConfigError: The family is not known, or a size does not fit.
+        ConfigError: The family is unknown, or a size is invalid.
     """
     if family not in FAMILY_SETTINGS:
         raise ConfigError(
-            f"model family {family!r} is not known; choose one of {', '.join(FAMILY_SETTINGS)}"
+            f"model family {family!r} is unknown; choose one of {', '.join(FAMILY_SETTINGS)}"
         )
     if hidden_size < 2 * HEAD_DIM or hidden_size % (2 * HEAD_DIM):
         raise ConfigError(
@@ -194,7 +194,7 @@ def _config(
         **FAMILY_SETTINGS[family],
     }
     settings = (
-        _with_towers(language, tokenizer, hears=_reads_audio(family))
+        _add_towers(language, tokenizer, reads_audio=_reads_audio(family))
         if family in MEDIA_FAMILIES
         else language
     )
@@ -202,8 +202,8 @@ def _config(
     return config
 
 
-def _with_towers(
-    language: dict[str, Any], tokenizer: Qwen2Tokenizer, *, hears: bool
+def _add_towers(
+    language: dict[str, Any], tokenizer: Qwen2Tokenizer, *, reads_audio: bool
 ) -> dict[str, Any]:
     """Return the settings of a language model with a vision tower and optionally an audio tower."""
     names = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
@@ -213,7 +213,7 @@ def _with_towers(
             f"audio{part}_token_id": f"<|audio_{part[1:] or 'pad'}|>"
             for part in ("", "_start", "_end")
         }
-        if hears
+        if reads_audio
         else {}
     )
     width = language["hidden_size"] // 2
@@ -238,16 +238,16 @@ def _with_towers(
         "tie_word_embeddings": False,
         **tokens,
     }
-    if hears:
+    if reads_audio:
         settings |= {
-            "audio_config": _audio_tower(width, language["hidden_size"]),
+            "audio_config": _audio_config(width, language["hidden_size"]),
             "position_id_per_seconds": 13,
         }
         settings |= {"initializer_range": language["initializer_range"]}
     return settings
 
 
-def _audio_tower(width: int, output_width: int) -> dict[str, Any]:
+def _audio_config(width: int, output_width: int) -> dict[str, Any]:
     return {
         "num_mel_bins": AUDIO_EXTRACTOR["feature_size"],
         "encoder_layers": 2,
@@ -277,10 +277,12 @@ def _random_model(
 
 def _build_model(config: PreTrainedConfig) -> PreTrainedModel:
     if config.model_type not in MEDIA_FAMILIES:
-        plain: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        return plain
+        text_model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return text_model
     if _reads_audio(config.model_type):  # no auto class supports the thinker alone
-        hearing: PreTrainedModel = Qwen3OmniMoeThinkerForConditionalGeneration(config)
-        return hearing
-    seeing: PreTrainedModel = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-    return seeing
+        omni_model: PreTrainedModel = Qwen3OmniMoeThinkerForConditionalGeneration(config)
+        return omni_model
+    vision_model: PreTrainedModel = AutoModelForImageTextToText.from_config(
+        config, dtype=torch.float32
+    )
+    return vision_model

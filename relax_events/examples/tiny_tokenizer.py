@@ -47,8 +47,8 @@ def train_tokenizer(
 ) -> Qwen2Tokenizer:
     """Train a byte-level BPE tokenizer with Qwen's special tokens and chat template.
 
-    A corpus too small for `vocab_size` gives fewer merges. The same corpus gives the same
-    tokenizer.
+    A corpus too small for `vocab_size` results in fewer merges. The same corpus always gives the
+    same tokenizer.
 
     Args:
         corpus: Texts to learn merges from.
@@ -96,8 +96,8 @@ def train_tokenizer(
 def constant_phrases(prompts: Sequence[str]) -> list[str]:
     """Find the common prefix and suffix of all prompts.
 
-    As one token each, they leave one token per character for the problem, which a model of 0.1
-    million parameters can attend to; learned merges would split the problem's own words. Fewer than
+    Each becomes one token. The problem itself keeps one token per character, which a model of 0.1
+    million parameters can attend to; learned merges would split its words irregularly. Fewer than
     two different prompts have no constant part.
     """
     if len(set(prompts)) < 2:
@@ -108,7 +108,7 @@ def constant_phrases(prompts: Sequence[str]) -> list[str]:
 
 
 def _common_prefix(texts: Sequence[str]) -> str:
-    # Only the first and the last in sorted order can differ earliest.
+    # The common prefix of the smallest and the largest text is the common prefix of all.
     first, last = min(texts), max(texts)
     length = next(
         (

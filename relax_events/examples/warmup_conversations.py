@@ -62,9 +62,9 @@ class WarmupConversations:
         """Build the example of a row.
 
         Raises:
-            ConfigError: It does not bring its answers, or the environment ends the sample before
+            ConfigError: The row has no assistant turns, or the environment ends the sample before
                 the last of them.
-            PoisonSample: The environment failed; or the chat template rejects the conversation.
+            PoisonSample: The environment failed, or the chat template rejects the conversation.
         """
         answers = read_assistant_turns(row, key=self._config.sft_warmup.assistant_turns_key)
         references = [self._library.add(item) for item in row.media]
@@ -79,30 +79,30 @@ class WarmupConversations:
         turns = [ChatMessage.of_text(ASSISTANT, answers[0])]
         pieces = [self._renderer.answer_tokens(answers[0])]
         for number, answer in enumerate(answers[1:], 1):
-            if (said := self._said(task, turns)) is None:
+            if (observation := self._request_reply(task, turns)) is None:
                 raise ConfigError(
                     f"the environment ends the sample at answer {number} of {len(answers)}: "
                     f"{answers}; see sft_warmup.assistant_turns_key"
                 )
             reply = self._renderer.reply_tokens(
-                (*task.messages, *turns[:-1]), said.message, tools=task.tools
+                (*task.messages, *turns[:-1]), observation.message, tools=task.tools
             )
-            turns += [said.message, ChatMessage.of_text(ASSISTANT, answer)]
+            turns += [observation.message, ChatMessage.of_text(ASSISTANT, answer)]
             pieces += [reply, self._renderer.answer_tokens(answer)]
-            media += said.media
-        chosen = [np.full(len(piece), index % 2 == 0) for index, piece in enumerate(pieces)]
+            media += observation.media
+        loss_masks = [np.full(len(piece), index % 2 == 0) for index, piece in enumerate(pieces)]
         return SupervisedExample(
-            prompt, np.concatenate(pieces), np.concatenate(chosen), tuple(media)
+            prompt, np.concatenate(pieces), np.concatenate(loss_masks), tuple(media)
         )
 
-    def _said(
+    def _request_reply(
         self, task: EnvironmentContext, turns: Sequence[ChatMessage]
     ) -> ProcessedReply | None:
         if self._pool is None:
             return None
-        answered: queue.SimpleQueue[Future[ProcessedReply | None]] = queue.SimpleQueue()
-        self._pool.request_reply("of the SFT warm-up", task, turns, on_reply=answered.put)
-        return answered.get().result()
+        replies: queue.SimpleQueue[Future[ProcessedReply | None]] = queue.SimpleQueue()
+        self._pool.request_reply("of the SFT warm-up", task, turns, on_reply=replies.put)
+        return replies.get().result()
 
 
 def read_assistant_turns(row: PromptRow, *, key: str) -> list[str]:
@@ -111,7 +111,7 @@ def read_assistant_turns(row: PromptRow, *, key: str) -> list[str]:
     Args:
         row: A row with a reference answer, and optionally a list of assistant turns in its
             metadata.
-        key: Of that list, see `sft_warmup.assistant_turns_key`; empty for the reference answer
+        key: Key of that list, see `sft_warmup.assistant_turns_key`; empty for the reference answer
             alone.
     Raises:
         ConfigError: The metadata has no list of texts under that key.

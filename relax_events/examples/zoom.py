@@ -1,4 +1,6 @@
-"""An environment that shows a part of an image: the policy names a quarter, and sees it closer."""
+"""An environment for zooming: the policy names a quarter of an image and receives that quarter as a
+new image.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +24,20 @@ def zoom(
     files: list[bytes],
     question: str = "",
 ) -> Reply | None:
-    """Show the quarter of an image that the answer names, `top left` to `bottom right`; an answer
-    that names none ends the sample.
+    """Reply with the quarter of an image that the completion names, `top left` to `bottom right`.
+
+    A completion that names no quarter ends the sample.
 
     Args:
-        completion: What the policy wrote.
-        messages: What was said before.
-        answer: Not looked at.
-        metadata: Where it has `original`, this is the image: a data URI, or the number of one of
-            the prompt's. Samples without it end.
-        files: The images so far.
-        question: Put behind the quarter; a row's own `then` in its metadata stands in for it.
+        completion: Text of the policy's turn.
+        messages: The conversation before it; ignored.
+        answer: The reference answer; ignored.
+        metadata: `original` is the image to cut: a data URI, or the index of one of the prompt's
+            images. A row without it ends the sample.
+        files: The images of the conversation so far.
+        question: Text after the quarter; `then` in a row's metadata replaces it.
+    Raises:
+        PoisonSample: `original` is neither a data URI nor an index of `files`.
     """
     del messages, answer
     named, original = QUARTER.search(completion), metadata.get("original")
@@ -41,7 +46,7 @@ def zoom(
     row, column = named[1].lower() == "bottom", named[2].lower() == "right"
     return Reply(
         f"<image>{metadata.get('then', question)}",
-        {"image": [quarter(_file(original, files), row=int(row), column=int(column))]},
+        {"image": [quarter(_read_original(original, files), row=int(row), column=int(column))]},
     )
 
 
@@ -63,12 +68,12 @@ def quarter(image: bytes, *, row: int, column: int) -> bytes:
     return cut.getvalue()
 
 
-def _file(original: object, files: list[bytes]) -> bytes:
+def _read_original(original: object, files: list[bytes]) -> bytes:
     if isinstance(original, int) and 0 <= original < len(files):
         return files[original]
     if isinstance(original, str) and (comma := original.find(";base64,")) > 0:
         return base64.b64decode(original[comma + len(";base64,") :])
-    rule = f"a data URI of base64, or the number of one of the prompt's {len(files)} images"
+    rule = f"a base64 data URI, or the index of one of the prompt's {len(files)} images"
     raise PoisonSample(
         f"the row's metadata has original = {str(original)[:40]!r}; it must be {rule}"
     )

@@ -17,17 +17,17 @@ from relax_events.errors import MediaError
 from relax_events.regular_files import open_regular
 
 MAX_MEMBERS = 200_000
-"""Members of an archive; one with more is rejected."""
+"""An archive with more members is rejected."""
 MAX_HEAD_BYTES = 1024**2
 """Largest header read, long names included."""
-OPEN_ARCHIVES = 64
+MAX_CACHED_ARCHIVES = 64
 """Archives whose index is cached."""
 BLOCK = 512
 
 
 @dataclass(frozen=True, slots=True)
 class ArchiveMember:
-    """Position of a member's bytes. `kind` describes a member that is no file."""
+    """Position of a member's bytes. `kind` describes a member that is not a regular file."""
 
     start: int
     size: int
@@ -36,8 +36,8 @@ class ArchiveMember:
 
 @dataclass(frozen=True, slots=True)
 class ArchiveIndex:
-    """An archive's members by name; of two with one name the later, as in tar. `damage` describes
-    why the index may be incomplete.
+    """An archive's members by name; of two with the same name the later one, as in tar. `damage`
+    describes why the index may be incomplete.
     """
 
     members: dict[str, ArchiveMember]
@@ -48,14 +48,14 @@ def read_member(file: BinaryIO, name: str, *, path: Path, max_bytes: int, locati
     """Return a member's content.
 
     Args:
-        file: The archive, open.
-        name: Of the member.
-        path: Of the archive.
-        max_bytes: A larger member is rejected unread.
-        location: For errors.
+        file: The open archive.
+        name: Name of the member.
+        path: Path of the archive.
+        max_bytes: A larger member is rejected without reading it.
+        location: File and row, for errors.
     Raises:
-        MediaError: There is no such member, it is no regular file, its name is unsafe, it is too
-            large, or the archive is damaged, too full or compressed.
+        MediaError: There is no such member, it is not a regular file, its name is unsafe, it is too
+            large, or the archive is damaged, compressed or has too many members.
     """
     if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
         _refuse(
@@ -65,24 +65,24 @@ def read_member(file: BinaryIO, name: str, *, path: Path, max_bytes: int, locati
             "members must have relative names without ..",
             "unsafe_name",
         )
-    contents = _read_index(path, path.stat().st_size, path.stat().st_mtime_ns)
-    member = contents.members.get(name)
+    index = _read_index(path, path.stat().st_size, path.stat().st_mtime_ns)
+    member = index.members.get(name)
     if member is None:
         _refuse(
             location,
             path,
             name,
-            contents.damage or "there is no such member",
-            "truncated" if contents.damage else "missing",
+            index.damage or "there is no such member",
+            "truncated" if index.damage else "missing",
         )
     if member.kind:
-        _refuse(location, path, name, f"it is {member.kind}, and must be a file", "no_file")
+        _refuse(location, path, name, f"it is {member.kind}; it must be a file", "no_file")
     if member.size > max_bytes:
         _refuse(
             location,
             path,
             name,
-            f"it claims {member.size} bytes, and may have model.media.max_item_bytes = {max_bytes}",
+            f"it claims {member.size} bytes; model.media.max_item_bytes is {max_bytes}",
             "too_large",
         )
     file.seek(member.start)
@@ -104,7 +104,7 @@ def _refuse(location: str, path: Path, name: str, why: str, reason: str) -> NoRe
     )
 
 
-@lru_cache(maxsize=OPEN_ARCHIVES)
+@lru_cache(maxsize=MAX_CACHED_ARCHIVES)
 def _read_index(path: Path, num_bytes: int, changed: int) -> ArchiveIndex:
     """Read the headers of an archive, once until its size or modification time changes."""
     del changed
@@ -118,14 +118,14 @@ def _read_index(path: Path, num_bytes: int, changed: int) -> ArchiveIndex:
                     )
                     if len(members) > MAX_MEMBERS:
                         return ArchiveIndex(
-                            {}, f"the archive has more than {MAX_MEMBERS} members; part it"
+                            {}, f"the archive has more than {MAX_MEMBERS} members; split it"
                         )
                 end = archive.offset
         except (tarfile.TarError, ValueError, OverflowError, RecursionError, MemoryError) as error:
             rule = (
                 "it must be a plain tar file, not a compressed one"
                 if not members
-                else f"it can't be read behind {len(members)} members"
+                else f"it can't be read after {len(members)} members"
             )
             return ArchiveIndex(members, f"{rule} ({error})")
         file.seek(end)
@@ -135,13 +135,13 @@ def _read_index(path: Path, num_bytes: int, changed: int) -> ArchiveIndex:
         ""
         if is_whole
         else (
-            f"the archive of {num_bytes} bytes is cut off or damaged behind {len(members)} members"
+            f"the archive of {num_bytes} bytes is truncated or damaged after {len(members)} members"
         ),
     )
 
 
 def _describe_non_file(info: tarfile.TarInfo) -> str:
-    """Describe a member that is no regular file; empty for a file."""
+    """Describe a member that is not a regular file; empty for a file."""
     if info.issym() or info.islnk():
         return f"a link to {info.linkname[:80]!r}"
     if info.issparse():

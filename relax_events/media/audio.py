@@ -1,7 +1,4 @@
-"""Check and decode audio files: count samples, resample and mix to one channel.
-
-Write audio as WAV.
-"""
+"""Check and decode audio files: count samples, resample and mix to one channel. Write WAV files."""
 
 from __future__ import annotations
 
@@ -28,8 +25,8 @@ def inspect_audio(data: bytes, *, limits: MediaConfig, location: str) -> MediaFa
     """Check an audio file and count its samples, which compressed formats don't store.
 
     Raises:
-        MediaError: See `av_files.open_stream`; or it is too long, truncated, damaged, or of an
-            unsupported rate.
+        MediaError: As for `av_files.open_stream`, or the file is too long, truncated, damaged, or
+            of an unsupported rate.
     """
     with open_stream(data, Modality.AUDIO, limits=limits, location=location) as found:
         rate, total = _read_rate(found, location), 0
@@ -45,8 +42,8 @@ def inspect_audio(data: bytes, *, limits: MediaConfig, location: str) -> MediaFa
 def decode_audio(
     data: bytes, *, plan: DecodePlan, limits: MediaConfig, location: str
 ) -> Float32[np.ndarray, " samples"]:
-    """Decode an audio file, mixed to one channel, at the plan's rate; the end is cut or filled with
-    silence.
+    """Decode an audio file, mixed to one channel, at the plan's rate; the end is truncated or
+    padded with silence.
 
     Raises:
         MediaError: As for `inspect_audio`.
@@ -63,7 +60,7 @@ def decode_audio(
 def decode_samples(
     data: bytes, *, num_samples: int, rate_hertz: int, limits: MediaConfig, location: str
 ) -> Float32[np.ndarray, " samples"]:
-    """Decode a number of samples of an audio file or of a video's audio.
+    """Decode the first `num_samples` samples of an audio file or of a video's audio.
 
     Raises:
         MediaError: As for `inspect_audio`.

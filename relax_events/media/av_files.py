@@ -1,7 +1,7 @@
 """Open audio and video files strictly by the format of their first bytes.
 
-The library would try over a hundred formats, including playlists of files and URLs; here only a few
-formats are accepted, and no name in a file is followed.
+The library supports over a hundred formats, including playlists that name files and URLs. Only a
+few formats are accepted here, and names within a file are ignored.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 WEBM = b"webm"
 HEAD_BYTES = 4096
 MICROSECONDS = 1_000_000
-FIRST_LENIENT = 19  # release of PyAV
-CLAIMED_SHARE, CLAIMED_SECONDS = 0.95, 0.25
-"""How much of the header's claimed duration must be there; headers round, and codecs begin with
-silence.
+FIRST_LENIENT_VERSION = 19  # of PyAV
+MIN_CLAIMED_RATIO, CLAIMED_TOLERANCE_SECONDS = 0.95, 0.25
+"""The minimum share of the duration in the header, and a tolerance: headers round, and codecs begin
+with silence.
 """
 NAMES = {
     "mov": "mp4",
@@ -49,8 +49,8 @@ class OpenedStream:
 
     Attributes:
         container: The file.
-        stream: Of the requested modality.
-        media_type: Of the file, for that modality.
+        stream: The stream of the requested modality.
+        media_type: Media type of the file, for that modality.
         claimed_seconds: Duration in the file's header; 0 if it has no reliable one.
     """
 
@@ -84,8 +84,8 @@ def detect_format(head: bytes) -> str | None:
 def open_stream(
     data: bytes, modality: Modality, *, limits: MediaConfig, location: str
 ) -> Iterator[OpenedStream]:
-    """Open a file and find its audio or video stream; library errors while it is open become a
-    truncated or damaged file.
+    """Open a file and find its audio or video stream; library errors while it is open are reported
+    as a truncated or damaged file.
 
     Args:
         data: The file.
@@ -107,8 +107,8 @@ def open_stream(
     if kind is None:
         raise MediaError(
             (
-                f"{location} begins with {data[:8]!r}, which is no {modality.value} of the formats "
-                f"{KINDS[modality]}"
+                f"{location} begins with {data[:8]!r}, which is not {modality.value} of the "
+                f"formats {KINDS[modality]}"
             ),
             reason="wrong_type",
         )
@@ -128,10 +128,14 @@ def open_stream(
 
 
 def _open_options(version: str) -> dict[str, Any]:
-    """Return the options that let PyAV open a file whose tags are not UTF-8; from version 19 on it
-    needs none.
+    """Return the options with which PyAV opens a file whose tags are not UTF-8; none from version
+    19 on.
     """
-    return {"metadata_errors": "ignore"} if int(version.partition(".")[0]) < FIRST_LENIENT else {}
+    return (
+        {"metadata_errors": "ignore"}
+        if int(version.partition(".")[0]) < FIRST_LENIENT_VERSION
+        else {}
+    )
 
 
 def _find_stream(
@@ -172,7 +176,7 @@ def require_whole(found: OpenedStream, seconds: float, *, location: str) -> None
     Raises:
         MediaError: It is truncated.
     """
-    if seconds < found.claimed_seconds * CLAIMED_SHARE - CLAIMED_SECONDS:
+    if seconds < found.claimed_seconds * MIN_CLAIMED_RATIO - CLAIMED_TOLERANCE_SECONDS:
         raise broken_file(
-            location, f"its header claims {found.claimed_seconds:g} s, and it has {seconds:g} s"
+            location, f"its header claims {found.claimed_seconds:g} s, but it has {seconds:g} s"
         )

@@ -15,7 +15,7 @@ from relax_events.media.preprocessing import DecodePlan
 from relax_events.runtime.subprocess_rpc import ChildProcessLost, SubprocessRpc
 
 START_SECONDS = 60.0
-"""Extra time for the first file, for the process to start."""
+"""Additional time for the first file, in which the process starts."""
 
 
 class Decoder:
@@ -27,7 +27,7 @@ class Decoder:
         """Create the decoder; the child starts later.
 
         Args:
-            limits: Of files and decoding.
+            limits: Limits of files and of decoding.
         """
         self._limits = limits
         self._child: SubprocessRpc | None = None
@@ -43,14 +43,14 @@ class Decoder:
         Args:
             data: The file.
             modality: The expected modality.
-            location: For errors.
+            location: File and row, for errors.
         Raises:
-            MediaError: It is too large, too long, of no supported format, truncated or damaged, or
-                decoding it needs too much time or memory.
+            MediaError: The file is too large, too long, of no supported format, truncated or
+                damaged, or decoding needs too much time or memory.
             EnvironmentProblem: A library is not installed.
         """
-        answer, _ = self._request(data, modality, None, location)
-        return MediaFacts(**answer["facts"])
+        response, _ = self._request(data, modality, None, location)
+        return MediaFacts(**response["facts"])
 
     def decode(self, data: bytes, modality: Modality, plan: DecodePlan, *, location: str) -> bytes:
         """Decode a file by a plan; errors as for `inspect`.
@@ -71,13 +71,13 @@ class Decoder:
             setup=self._limits.model_dump(mode="json"),
             is_confined=True,
         )
-        question = {
+        request = {
             "modality": modality,
             "location": location,
             "plan": None if plan is None else asdict(plan),
         }
         try:
-            head, content = child.request(question, [data], seconds=seconds)
+            head, content = child.request(request, [data], seconds=seconds)
         except ChildProcessLost as lost:
             self._child = None
             raise self._lost_error(lost, location) from None
@@ -90,9 +90,7 @@ class Decoder:
     def _lost_error(self, lost: ChildProcessLost, location: str) -> MediaError:
         if lost.is_late:
             rule = f"model.media.decode_seconds = {self._limits.decode_seconds:g}"
-            return MediaError(
-                f"{location} must be decoded within {rule}, and was not", reason="too_slow"
-            )
+            return MediaError(f"{location} was not decoded within {rule}", reason="too_slow")
         return MediaError(
             f"{location} ended the process that decoded it ({lost.ending})",
             reason="crashed_decoder",

@@ -53,7 +53,9 @@ def _answer(answers: BinaryIO, question: dict[str, Any], data: bytes, limits: Me
     arrays: list[NDArray[Any]] = []
     try:
         if question["plan"] is None:
-            said = {"facts": asdict(INSPECTORS[modality](data, limits=limits, location=location))}
+            response = {
+                "facts": asdict(INSPECTORS[modality](data, limits=limits, location=location))
+            }
         else:
             arrays = decode(
                 data,
@@ -62,17 +64,17 @@ def _answer(answers: BinaryIO, question: dict[str, Any], data: bytes, limits: Me
                 limits=limits,
                 location=location,
             )
-            said = {}
+            response = {}
     except MediaError as error:
-        said = {"error": {"text": str(error), "reason": error.reason}}
+        response = {"error": {"text": str(error), "reason": error.reason}}
     except EnvironmentProblem as error:
-        said = {"problem": {"text": str(error)}}
+        response = {"problem": {"text": str(error)}}
     except MemoryError:
-        need = (
+        text = (
             f"{location} needs more than model.media.decode_bytes = {limits.decode_bytes} to decode"
         )
-        said = {"error": {"text": need, "reason": "too_much_memory"}}
-    respond(answers, said, [np.ascontiguousarray(array).data for array in arrays])
+        response = {"error": {"text": text, "reason": "too_much_memory"}}
+    respond(answers, response, [np.ascontiguousarray(array).data for array in arrays])
 
 
 def decode(
@@ -81,7 +83,7 @@ def decode(
     """Decode a file by its plan.
 
     Raises:
-        MediaError: It doesn't match the plan, or is truncated or damaged.
+        MediaError: The file doesn't match the plan, or is truncated or damaged.
     """
     if modality is Modality.IMAGE:
         return [

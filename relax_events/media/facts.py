@@ -10,8 +10,10 @@ from relax_events.errors import MediaError
 
 @dataclass(frozen=True, slots=True)
 class MediaFacts:
-    """Facts of a file, as in its reference; width and height in upright orientation, frames of a
-    video or samples of audio.
+    """Facts of a file, as in its reference.
+
+    Width and height are those of the upright image. `num_frames` and `rate_hertz` are of a video's
+    frames, or of audio samples.
     """
 
     media_type: str

@@ -22,17 +22,15 @@ from relax_events.errors import MediaError
 SCHEMES = {"http": 80, "https": 443}
 MAX_REDIRECTS = 3
 UNICAST = ipaddress.IPv6Network("2000::/3")
-SPECIAL = (ipaddress.ip_network("192.88.99.0/24"), ipaddress.ip_network("3fff::/20"))
-"""Relays of 6to4 (RFC 7526) and addresses for documentation (RFC 9637), which Python's ipaddress
-calls public.
+NOT_PUBLIC = (ipaddress.ip_network("192.88.99.0/24"), ipaddress.ip_network("3fff::/20"))
+"""6to4 relays (RFC 7526) and documentation addresses (RFC 9637), which Python's ipaddress treats as
+public.
 """
 REDIRECTS = (301, 302, 303, 307, 308)
 
 
 def is_public(address: str) -> bool:
-    """Return whether an address is public: not of this machine, nor of a private or special
-    network.
-    """
+    """Return whether an address is public: not of this machine, not private or special."""
     found = ipaddress.ip_address(address)
     if found.version == 6 and (
         found not in UNICAST or found.sixtofour or found.teredo
@@ -41,7 +39,7 @@ def is_public(address: str) -> bool:
     return (
         found.is_global
         and not found.is_multicast
-        and not any(found in network for network in SPECIAL)
+        and not any(found in network for network in NOT_PUBLIC)
     )
 
 
@@ -51,10 +49,10 @@ class WebFetcher:
 
     Attributes:
         hosts: Allowed hosts.
-        max_bytes: Of a file.
-        seconds: For a file, from name resolution to the last byte.
-        may_connect: Checks an address; tests pass their own.
-        tls: How certificates are checked.
+        max_bytes: Maximum size of a file.
+        seconds: Deadline of a file, from name resolution to the last byte.
+        may_connect: Returns whether an address is allowed; tests pass their own.
+        tls: TLS settings; None for the system's default.
     """
 
     hosts: Collection[str]
@@ -67,8 +65,8 @@ class WebFetcher:
         """Return the file at a URL.
 
         Args:
-            url: Of scheme http or https.
-            location: For errors.
+            url: An http or https URL.
+            location: File and row, for errors.
         Raises:
             MediaError: Its host or address is not allowed, it is too large or too slow, or the
                 download fails.
@@ -77,16 +75,16 @@ class WebFetcher:
         for _ in range(MAX_REDIRECTS + 1):
             parts = self._parse_allowed(url, location)
             try:
-                answer = self._request(parts, deadline, location)
+                response = self._request(parts, deadline, location)
             except (OSError, http.client.HTTPException) as error:  # a timeout is an OSError too
                 raise MediaError(
                     f"{location}: {_without_query(url)} can't be downloaded: "
                     f"{error or type(error).__name__}",
                     reason="not_fetched",
                 ) from None
-            if isinstance(answer, bytes):
-                return answer
-            url = urljoin(url, answer)
+            if isinstance(response, bytes):
+                return response
+            url = urljoin(url, response)
         raise MediaError(
             f"{location}: {_without_query(url)} redirects again after {MAX_REDIRECTS} redirects",
             reason="not_fetched",
@@ -98,7 +96,7 @@ class WebFetcher:
             host, _ = parts.hostname, parts.port
         except ValueError as error:
             raise MediaError(
-                f"{location}: {_without_query(url)} is no URL: {error}",
+                f"{location}: {_without_query(url)} is not a URL: {error}",
                 reason="forbidden_address",
             ) from None
         if parts.scheme not in SCHEMES or host is None or parts.username is not None:
@@ -109,7 +107,7 @@ class WebFetcher:
         if host not in self.hosts:
             allowed = ", ".join(sorted(self.hosts)) or "none"
             raise MediaError(
-                f"{location}: {_without_query(url)} is of host {host!r}; "
+                f"{location}: {_without_query(url)} has host {host!r}; "
                 f"media_hosts allows {allowed}",
                 reason="forbidden_address",
             )
@@ -171,7 +169,7 @@ class WebFetcher:
         )
         if forbidden := [address for address in found if not self.may_connect(address)]:
             raise MediaError(
-                f"{location}: host {host!r} is at {forbidden[0]}, which is no public address",
+                f"{location}: host {host!r} is at {forbidden[0]}, which is not a public address",
                 reason="forbidden_address",
             )
         return found[0]

@@ -21,7 +21,7 @@ KNOWN_PROCESSORS = (
 
 @dataclass(frozen=True, slots=True)
 class ImageGeometry:
-    """How a model cuts an image into patches, and how many of them make a token.
+    """The patch size of a model's images, and the number of patches per token.
 
     Sides are resized to multiples of `side_multiple` pixels; 0 leaves an image unchanged.
     """
@@ -37,8 +37,8 @@ class ImageGeometry:
 
     @classmethod
     def from_settings(cls, processor: Mapping[str, Any], config: MediaConfig) -> Self:
-        """Take the patches from a model's `preprocessor_config.json`, and the limits from the run
-        file.
+        """Read the patch sizes from a model's `preprocessor_config.json`, and the limits from the
+        run file.
 
         Raises:
             ConfigError: The model's image processor is not supported.
@@ -47,7 +47,7 @@ class ImageGeometry:
         if name not in KNOWN_PROCESSORS:
             raise ConfigError(
                 f"the model's image processor is a {name}; supported are "
-                f"{', '.join(KNOWN_PROCESSORS)}: take a model of their family"
+                f"{', '.join(KNOWN_PROCESSORS)}; use a model of their family"
             )
         patch, merge = int(processor["patch_size"]), int(processor["merge_size"])
         token_pixels = (patch * merge) ** 2
@@ -72,7 +72,7 @@ class ImageGeometry:
 
     @property
     def token_side(self) -> int:
-        """Pixels of a token's side."""
+        """Side of a token in pixels."""
         return self.patch_size * self.merge_size
 
     @property
@@ -84,7 +84,8 @@ class ImageGeometry:
         """Return height and width of the preprocessed image.
 
         Raises:
-            ValueError: Its aspect ratio is too large, or it must not be resized and doesn't fit.
+            ValueError: The aspect ratio is too large, or the image must not be resized and its
+                sides are not multiples of a token's side.
         Source: `smart_resize` of Qwen2-VL's image processor.
         """
         if max(width, height) > MAX_ASPECT_RATIO * min(width, height):

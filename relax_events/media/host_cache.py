@@ -13,10 +13,10 @@ from blake3 import blake3
 
 DIGEST_BYTES = 32
 LOW_WATER = 3 / 4
-"""Share of the limit that trimming leaves."""
+"""Share of the limit that remains after trimming."""
 TRIM_CHECK_SHARE = 1 / 32
-"""Share of the limit that one worker adds before it checks the whole folder: eight workers together
-stay within the limit.
+"""Share of the limit that one worker adds before it checks the folder's size: with it, eight
+workers together stay within the limit.
 """
 
 
@@ -29,20 +29,19 @@ class HostCache:
         """Use a folder; it is created with the first file.
 
         Args:
-            folder: Of this cache alone.
-            max_bytes: Of all files together; near it the least recently read ones are deleted.
+            folder: A folder that only this cache uses.
+            max_bytes: Limit for all files together; near it the least recently read are deleted.
         """
         self._folder, self._max_bytes = folder, max_bytes
         self._num_added_bytes = (
-            max_bytes  # so that the first addition checks the files of earlier runs
+            max_bytes  # then the first addition checks the size, which includes earlier runs
         )
 
     def get(self, name: str, make: Callable[[], bytes]) -> bytes | memoryview:
-        """Return the file of a name, or compute it; a worker that needs a file that another one
-        computes waits.
+        """Return a file, or compute it; a worker waits for a file that another worker computes.
 
         Args:
-            name: Of the file; similar names must differ at the beginning.
+            name: Name of the file. Its first two characters select its lock and subfolder.
             make: Computes the content; on an error nothing is stored.
         """
         if (found := self._read(name)) is not None:
@@ -50,9 +49,9 @@ class HostCache:
         with self._locked(name):
             if (found := self._read(name)) is not None:
                 return found
-            made = make()
-            self._write(name, made)
-            return made
+            content = make()
+            self._write(name, content)
+            return content
 
     def contains(self, name: str) -> bool:
         """Return whether there is a file of this name."""

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """Accepted formats; Pillow's other decoders never read untrusted bytes."""
-ORIENTATION = 0x0112
-SIDEWAYS = (5, 6, 7, 8)
-UNTURNED = ("PNG",)
-"""Formats that store an orientation, if any, after the pixels; it is ignored, since the header
-alone must give width and height.
+ORIENTATION_TAG = 0x0112
+SIDEWAYS_ORIENTATIONS = (5, 6, 7, 8)
+WITHOUT_ORIENTATION = ("PNG",)
+"""Formats whose orientation is ignored: they store it after the pixels, but width and height must
+follow from the header.
 """
-BROKEN = (
+DECODING_ERRORS = (
     OSError,
     SyntaxError,
     ValueError,
@@ -49,37 +49,38 @@ def inspect_image(data: bytes, *, limits: MediaConfig, location: str) -> MediaFa
     Args:
         data: The file.
         limits: Limits of bytes and pixels.
-        location: For errors.
+        location: File and row, for errors.
     Raises:
-        MediaError: It is too large, claims too many pixels, or has no supported format.
+        MediaError: The file is too large, claims too many pixels, or has no supported format.
     """
     with _open_image(data, limits, location) as image:
-        width, height = image.size[::-1] if _orientation(image) in SIDEWAYS else image.size
+        width, height = (
+            image.size[::-1] if _orientation(image) in SIDEWAYS_ORIENTATIONS else image.size
+        )
         return MediaFacts(f"image/{(image.format or '').lower()}", width, height)
 
 
 def decode_image(
     data: bytes, *, size: tuple[int, int], limits: MediaConfig, location: str
 ) -> Pixels:
-    """Decode an image, upright, without transparency, at the given size; of several frames the
-    first.
+    """Decode an image, upright, without transparency, at a size; of several frames only the first.
 
     Args:
         data: The file.
         size: Height and width of the result.
-        limits: Bounds of bytes and pixels.
-        location: For errors.
+        limits: Limits of bytes and pixels.
+        location: File and row, for errors.
     Raises:
-        MediaError: As for `inspect_image`, or it is truncated or damaged.
+        MediaError: As for `inspect_image`, or the file is truncated or damaged.
     """
     from PIL import ImageOps
 
     with _open_image(data, limits, location) as image:
         try:
             upright = (
-                image if image.format in UNTURNED else ImageOps.exif_transpose(image)
+                image if image.format in WITHOUT_ORIENTATION else ImageOps.exif_transpose(image)
             ).convert("RGB")
-        except BROKEN as error:
+        except DECODING_ERRORS as error:
             raise broken_file(location, error) from None
         return resize(upright, size)
 
@@ -89,12 +90,12 @@ def resize(image: Image, size: tuple[int, int]) -> Pixels:
     from PIL.Image import Resampling
 
     height, width = size
-    fitting = (
+    resized = (
         image
         if image.size == (width, height)
         else image.resize((width, height), Resampling.BICUBIC)
     )
-    return np.asarray(fitting, np.uint8)
+    return np.asarray(resized, np.uint8)
 
 
 @contextmanager
@@ -109,17 +110,17 @@ def _open_image(data: bytes, limits: MediaConfig, location: str) -> Iterator[Ima
     with warnings.catch_warnings():
         warnings.simplefilter(
             "ignore"
-        )  # we apply our own limit, and ignore Pillow's warnings about odd headers
+        )  # require_pixels has the limit; other warnings are about unusual headers
         try:
             image = Image.open(BytesIO(data), formats=FORMATS)
         except Image.DecompressionBombError as error:
             raise MediaError(
                 f"{location} claims too many pixels: {error}", reason="too_many_pixels"
             ) from None
-        except (UnidentifiedImageError, *BROKEN):
+        except (UnidentifiedImageError, *DECODING_ERRORS):
             raise MediaError(
                 (
-                    f"{location} begins with {data[:8]!r}, which is no image of the formats "
+                    f"{location} begins with {data[:8]!r}, which is not an image of the formats "
                     f"{', '.join(FORMATS)}"
                 ),
                 reason="wrong_type",
@@ -130,4 +131,6 @@ def _open_image(data: bytes, limits: MediaConfig, location: str) -> Iterator[Ima
 
 
 def _orientation(image: Image) -> int:
-    return 1 if image.format in UNTURNED else int(image.getexif().get(ORIENTATION, 1))
+    return (
+        1 if image.format in WITHOUT_ORIENTATION else int(image.getexif().get(ORIENTATION_TAG, 1))
+    )

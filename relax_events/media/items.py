@@ -1,4 +1,4 @@
-"""A media file as a dataset row names it: a path, a tar member, a URL, a data URI or bytes. Read on
+"""The media files of dataset rows: a path, a tar member, a URL, a data URI or bytes, read on
 demand.
 """
 
@@ -26,7 +26,7 @@ MediaKey = tuple[bytes, str, Modality, Path | None]
 
 @dataclass(frozen=True, slots=True)
 class MediaAccess:
-    """What rows may refer to.
+    """The files and hosts that rows may refer to.
 
     Attributes:
         root: Base folder of paths, outside of which nothing is read; None if rows must not name
@@ -49,7 +49,7 @@ class MediaItem:
         modality: The expected modality.
         source: The bytes, a data URI, a URL, or a path.
         location: File, row and column, for errors.
-        access: What it may refer to.
+        access: The files and hosts that `source` may refer to.
         member: Member of the tar file at the path; empty for the file itself.
     """
 
@@ -75,7 +75,8 @@ class MediaItem:
         Args:
             limits: Larger files are rejected before they are read, and slower downloads cancelled.
         Raises:
-            MediaError: It is missing, too large, an invalid data URI, or at a forbidden location.
+            MediaError: The file is missing or too large, the data URI is invalid, or the location
+                is forbidden.
         """
         max_bytes = limits.max_item_bytes
         if isinstance(self.source, bytes):
@@ -112,14 +113,14 @@ class MediaItem:
             )
         except binascii.Error as error:
             raise MediaError(
-                f"{self.location} is no base64 after {head!r}: {error}", reason="bad_data_uri"
+                f"{self.location} is not base64 after {head!r}: {error}", reason="bad_data_uri"
             ) from None
 
     def _read_path(self, path: str, max_bytes: int) -> bytes:
         if self.access.root is None:
             raise MediaError(
                 (
-                    f"{self.location} names the file {path!r}, and rows may not name files; set "
+                    f"{self.location} names the file {path!r}, but rows may not name files; set "
                     "media_root next to multimodal_keys"
                 ),
                 reason="no_root",
@@ -167,7 +168,7 @@ def read_items(
     """Read a column's value: one media file, a list of them, or null for none.
 
     Raises:
-        MediaError: It is something else; the text names it.
+        MediaError: The value is none of these; the text names it.
     """
     values = value if isinstance(value, list) else [] if value is None else [value]
     return [

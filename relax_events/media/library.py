@@ -33,13 +33,12 @@ from relax_events.objects.store import ObjectStore
 
 MEMORY_BYTES = 256 * 1024**2
 """Preprocessed media that one worker keeps in memory."""
-MAX_REMEMBERED = 4096
-"""References of added files that are remembered: a row is read when it is filtered, and again when
-it is issued.
+MAX_CACHED_REFERENCES = 4096
+"""Cached references of added files: a row is read when it is filtered, and again when it is issued.
 """
 CACHE_FOLDER = "media-cache"
-OWN_ROOT = ""
-"""Key of the run's own store among the stores of references."""
+RUN_STORE = ""
+"""Key of the run's object store among the open stores."""
 
 
 class MediaLibrary:
@@ -57,51 +56,52 @@ class MediaLibrary:
 
         Args:
             config: The run.
-            model_path: Another model than the run's.
-            store: The run's object store, if it is open already; else it is opened when needed.
+            model_path: A model other than the run's.
+            store: The run's open object store; if None, it is opened when needed.
             folder: Returns the store's folder for the next file.
         Raises:
             ConfigError: The model's settings for media are missing or not supported.
         """
-        self._config, self._bounds = config, config.model.media
-        self._layout = MediaLayout.from_folder(model_path or config.model.path, self._bounds)
-        self._decoder = Decoder(self._bounds)
+        self._config, self._limits = config, config.model.media
+        self._layout = MediaLayout.from_folder(model_path or config.model.path, self._limits)
+        self._decoder = Decoder(self._limits)
         self._cache = HostCache(
-            config.run.directory / CACHE_FOLDER, max_bytes=self._bounds.cache_bytes
+            config.run.directory / CACHE_FOLDER, max_bytes=self._limits.cache_bytes
         )
-        self._stores = {} if store is None else {OWN_ROOT: store}
+        self._stores = {} if store is None else {RUN_STORE: store}
         self._memory: OrderedDict[str, ProcessedMedia] = OrderedDict()
         self._folder = folder
         self._added: OrderedDict[tuple[str, MediaKey], MediaRef] = OrderedDict()
 
     def add(self, item: MediaItem) -> MediaRef:
-        """Check a media file and put it into the store, unless it is there already.
+        """Check a media file and store it, unless the store has it already.
 
         Raises:
-            MediaError: It is missing, invalid, or not supported by the model; the text names it.
+            MediaError: The file is missing, invalid, or not supported by the model; the text names
+                it.
             ObjectError: The store failed.
         """
         folder = self._folder()
         if (known := self._added.get((folder, item.key))) is not None:
             return known
-        data = item.read(self._bounds)
+        data = item.read(self._limits)
         facts = self._check_and_process(data, item).reference
-        stored = self._open_store(OWN_ROOT).put(
+        stored = self._open_store(RUN_STORE).put(
             data, suffix=mimetypes.guess_extension(facts.media_type) or "", folder=folder
         )
         self._added[folder, item.key] = reference = replace(facts, uri=stored.uri)
-        if len(self._added) > MAX_REMEMBERED:
+        if len(self._added) > MAX_CACHED_REFERENCES:
             self._added.popitem(last=False)
         return reference
 
     def preprocess(self, item: MediaItem) -> ProcessedMedia:
-        """Check and preprocess a media file without storing it; its reference has its location in
-        the data as URI.
+        """Check and preprocess a media file without storing it; the URI of its reference is its
+        location in the data.
 
         Raises:
             MediaError: As for `add`.
         """
-        return self._check_and_process(item.read(self._bounds), item)
+        return self._check_and_process(item.read(self._limits), item)
 
     def _check_and_process(self, data: bytes, item: MediaItem) -> ProcessedMedia:
         """Check and preprocess; a truncated file fails here, before its row is issued."""
@@ -116,7 +116,8 @@ class MediaLibrary:
         """Return a preprocessed media file.
 
         Raises:
-            MediaError: It is gone, was modified, or doesn't match its reference; the text names it.
+            MediaError: The file is missing, was modified, or doesn't match its reference; the text
+                names it.
             ObjectError: The store failed.
         """
         name = self._cache_key(reference)
@@ -130,7 +131,7 @@ class MediaLibrary:
         return processed
 
     def prefetch(self, references: Iterable[MediaRef]) -> None:
-        """Preprocess media files into this machine's cache, unless they are there; errors as for
+        """Preprocess media files into this machine's cache, unless it has them; errors as for
         `load`.
         """
         for reference in references:
@@ -141,27 +142,27 @@ class MediaLibrary:
     def require_fit(
         self,
         tokens: NDArray[np.generic],
-        given: Bool[np.ndarray, " tokens"],
+        is_input: Bool[np.ndarray, " tokens"],
         media: Sequence[MediaRef],
     ) -> None:
         """Reject a token sequence whose placeholders don't match its media.
 
         Args:
             tokens: Prompt and completion.
-            given: Which of them the policy did not sample.
-            media: In the order of the sequence.
+            is_input: True for each token that the policy did not sample.
+            media: The media files, in the order of the sequence.
         Raises:
-            PoisonSample: The placeholders are more, fewer, or of other modalities; or the model
-                reads text only.
+            PoisonSample: There are more or fewer placeholders than media tokens, or of other
+                modalities, or the model reads text only.
         """
         if media:
-            self._require_layout().find_media_tokens(tokens, given, media)
+            self._require_layout().find_media_tokens(tokens, is_input, media)
 
     def _require_layout(self) -> MediaLayout:
         if self._layout is None:
             raise MediaError(
                 (
-                    "the model reads text only, and the prompt has media; take a model of a "
+                    "the model reads text only, and the prompt has media; use a model of a "
                     "family that reads them"
                 ),
                 reason="text_model",
@@ -173,8 +174,8 @@ class MediaLibrary:
 
     def _cache_key(self, reference: MediaRef) -> str:
         """Build the cache key: content, facts of the reference, and preprocessing settings."""
-        said = (reference.width, reference.height, reference.num_frames, reference.rate_hertz)
-        facts = "x".join(str(value) for value in said if value is not None)
+        values = (reference.width, reference.height, reference.num_frames, reference.rate_hertz)
+        facts = "x".join(str(value) for value in values if value is not None)
         return f"{reference.digest.hex()}-{facts}-{self._preprocessor_for(reference).digest}"
 
     def _process(self, reference: MediaRef, data: bytes | None = None) -> ProcessedMedia:
@@ -191,10 +192,10 @@ class MediaLibrary:
 
     def fetch_file(self, reference: MediaRef) -> bytes:
         """Fetch an original file and verify it; errors as for `load`."""
-        if reference.num_bytes > self._bounds.max_item_bytes:
-            bound = f"model.media.max_item_bytes = {self._bounds.max_item_bytes}"
+        if reference.num_bytes > self._limits.max_item_bytes:
+            limit = f"model.media.max_item_bytes = {self._limits.max_item_bytes}"
             raise MediaError(
-                f"{reference.uri} must be at most {bound}, got {reference.num_bytes} bytes",
+                f"{reference.uri} must be at most {limit}, got {reference.num_bytes} bytes",
                 reason="too_large",
             )
         root = next(
@@ -203,7 +204,7 @@ class MediaLibrary:
                 for root in self._config.objects.allowed_roots
                 if reference.uri.startswith(root.rstrip("/") + "/")
             ),
-            OWN_ROOT,
+            RUN_STORE,
         )
         try:
             data = self._open_store(root).get(
@@ -224,12 +225,12 @@ class MediaLibrary:
         return data
 
     def _require_match(self, reference: MediaRef, data: bytes) -> None:
-        """Reject a file that differs from its reference, from which its tokens were counted."""
+        """Reject a file that differs from its reference, which determined its number of tokens."""
         facts = self._decoder.inspect(data, modality_of(reference), location=reference.uri)
         found = replace(reference, **asdict(facts)).extent
         if found != reference.extent:
             raise MediaError(
-                f"{reference.uri} is {found}, and its reference has {reference.extent}",
+                f"{reference.uri} is {found}, but its reference has {reference.extent}",
                 reason="wrong_size",
             )
 
@@ -246,9 +247,9 @@ def _split_arrays(
     reference: MediaRef, plan: DecodePlan, content: bytes | memoryview
 ) -> ProcessedMedia:
     """Split the decoder's output into arrays; they are writable, as torch requires."""
-    whole = bytearray(content)
-    first = np.frombuffer(whole, plan.dtype, count=int(np.prod(plan.shape))).reshape(plan.shape)
+    buffer = bytearray(content)
+    first = np.frombuffer(buffer, plan.dtype, count=int(np.prod(plan.shape))).reshape(plan.shape)
     if modality_of(reference) is Modality.AUDIO:
         return ProcessedMedia(reference, samples=first)
-    samples = np.frombuffer(whole, np.float32, offset=plan.num_bytes) if plan.num_samples else None
+    samples = np.frombuffer(buffer, np.float32, offset=plan.num_bytes) if plan.num_samples else None
     return ProcessedMedia(reference, pixels=first, samples=samples)

@@ -1,5 +1,5 @@
-"""Media inputs of a forward: which features replace which cells, and all rotary positions. Only
-numpy.
+"""Media inputs of a forward pass: the features that replace placeholder embeddings, and all rotary
+positions. Uses only numpy.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class ProcessedMedia:
     """A preprocessed media file.
 
     Attributes:
-        reference: Its URI and facts.
-        pixels: Of an image, or of the selected frames of a video, at their final size.
-        samples: Of audio, or of a video's audio, from -1 to 1 at the model's rate.
+        reference: Reference with URI and facts.
+        pixels: Pixels of an image, or of the selected frames of a video, at their final size.
+        samples: Samples of audio, or of a video's audio, from -1 to 1 at the model's rate.
     """
 
     reference: MediaRef
@@ -33,7 +33,7 @@ class ProcessedMedia:
 
     @property
     def nbytes(self) -> int:
-        """Memory that its arrays take."""
+        """Size of its arrays."""
         return sum(array.nbytes for array in (self.pixels, self.samples) if array is not None)
 
 
@@ -42,16 +42,17 @@ class MediaSequence:
     """A token sequence in a forward.
 
     Attributes:
-        name: For errors.
+        name: Name of the sequence, for errors.
         tokens: Prompt and completion.
-        given: Which of them the policy did not sample.
-        media: In the order of the sequence.
-        cells: Cell of each token, counted through all rows concatenated.
+        is_input: True for each token that the policy did not sample; only these can be media
+            placeholders.
+        media: The media files, in the order of the sequence.
+        cells: Index of each token in all rows of the forward pass, concatenated.
     """
 
     name: str
     tokens: NDArray[Any]
-    is_given: Bool[np.ndarray, " tokens"]
+    is_input: Bool[np.ndarray, " tokens"]
     media: Sequence[ProcessedMedia]
     cells: Int64[np.ndarray, " tokens"]
 
@@ -64,24 +65,25 @@ class MediaSequence:
         """Return the indices of the sequence's media tokens.
 
         Raises:
-            PoisonSample: It has more or fewer placeholders than its media have tokens; the text
-                names the sequence.
+            PoisonSample: The numbers of placeholders and of media tokens differ; the text names the
+                sequence.
         """
         try:
-            return layout.find_media_tokens(self.tokens, self.is_given, self.references)
+            return layout.find_media_tokens(self.tokens, self.is_input, self.references)
         except PoisonSample as error:
             raise PoisonSample(f"{self.name}: {error}") from None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MediaInputs:
-    """Inputs of a forward besides token ids.
+    """Inputs of a forward pass in addition to token ids.
 
     Attributes:
         positions: Rotary positions: time, row and column of every cell.
-        cells: Where features replace embeddings, ascending.
-        features: Index of the feature for each of those cells, counted through all of `media`.
-        media: Every file once, however often it occurs in the forward.
+        cells: Indices of the cells whose embeddings are replaced by features, ascending.
+        features: Index of the feature for each of those cells, in the concatenated features of
+            `media`.
+        media: Every file once, even if it occurs several times.
     """
 
     positions: Int64[np.ndarray, "3 rows length"]
@@ -96,16 +98,17 @@ def build_media_inputs(
     layout: MediaLayout,
     position_ids: Int64[np.ndarray, "rows length"],
 ) -> MediaInputs:
-    """Build the media inputs of one forward.
+    """Build the media inputs of one forward pass.
 
     A cell that several sequences share, such as a common prompt, is filled once.
 
     Args:
-        sequences: Each with its cells in the rows.
-        layout: Of the model.
-        position_ids: Of the rows without media; cells outside all sequences keep them.
-        Raises: PoisonSample: A sequence has more or fewer placeholders than its media have tokens;
-            the text names it.
+        sequences: The token sequences, with their cells.
+        layout: The model's media layout.
+        position_ids: Positions of the rows without media; cells outside all sequences keep them.
+    Raises:
+        PoisonSample: The numbers of placeholders and of media tokens differ in a sequence; the text
+            names it.
     """
     positions = np.tile(position_ids.reshape(-1), (3, 1))
     first_rows: dict[tuple[bytes, str], int] = {}  # a file may occur as video and as audio
@@ -113,11 +116,11 @@ def build_media_inputs(
     num_rows = 0
     cells, features = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for sequence in sequences:
-        here = sequence.find_media_tokens(layout)
+        indices = sequence.find_media_tokens(layout)
         positions[:, sequence.cells] = layout.rotary_positions(
-            len(sequence.tokens), here, sequence.references
+            len(sequence.tokens), indices, sequence.references
         )
-        cells.append(sequence.cells[here])
+        cells.append(sequence.cells[indices])
         for piece in sequence.media:
             blocks, key = (
                 layout.blocks(piece.reference),

@@ -1,6 +1,4 @@
-"""How images, video and audio are preprocessed for a model, determined by a file's reference alone.
-Pure arithmetic.
-"""
+"""Compute how media are preprocessed for a model, from the reference of a file only."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from relax_events.events.parts import MediaRef
 from relax_events.media.geometry import ImageGeometry
 
 AUDIO_CHUNK_TOKENS = 13
-"""Tokens that Qwen3-Omni's audio tower makes of a full window."""
+"""Tokens that Qwen3-Omni's audio tower outputs for a full window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +25,10 @@ class DecodePlan:
     Attributes:
         shape: Height, width and 3 colours of an image; for a video the number of frames before
             them; for audio the number of samples.
-        dtype: Eight bits per colour, or float32 from -1 to 1.
+        dtype: uint8 for colours, or float32 for audio samples from -1 to 1.
         frames: Indices of a video's frames, in presentation order.
         num_samples: Samples of a video's audio, as a second array; 0 if it is not used.
-        rate_hertz: Of audio.
+        rate_hertz: Sampling rate of audio.
     """
 
     shape: tuple[int, ...]
@@ -74,15 +72,15 @@ class ImagePreprocessor:
 
     @property
     def digest(self) -> str:
-        """See `Showing`."""
+        """See `MediaPreprocessor`."""
         return _digest(self)
 
     def plan(self, media: MediaRef) -> DecodePlan:
-        """See `Showing`."""
+        """See `MediaPreprocessor`."""
         return DecodePlan((*self._size(media), 3), "uint8")
 
     def grid(self, media: MediaRef) -> tuple[int, int, int]:
-        """See `Showing`."""
+        """See `MediaPreprocessor`."""
         height, width = self._size(media)
         return 1, height // self.geometry.token_side, width // self.geometry.token_side
 
@@ -105,7 +103,7 @@ class AudioPreprocessor:
     """Resamples audio to one rate and one channel; the model reads its log-mel spectrogram.
 
     Attributes:
-        rate_hertz: Of the samples.
+        rate_hertz: Sampling rate.
         hop: Samples from one frame of the spectrogram to the next.
         window: Samples of a frame.
         chunk: Frames that the tower processes together.
@@ -120,11 +118,11 @@ class AudioPreprocessor:
     def from_settings(
         cls, extractor: Mapping[str, Any], tower: Mapping[str, Any], config: MediaConfig
     ) -> Self:
-        """Take the spectrogram from a model's `preprocessor_config.json`, and the tower's window
-        from its `config.json`.
+        """Read the spectrogram settings from a model's `preprocessor_config.json`, and the tower's
+        window from its `config.json`.
 
         Raises:
-            ConfigError: The model needs another rate than the run file has.
+            ConfigError: The model needs another rate than the run file sets.
         """
         rate = int(extractor.get("sampling_rate", 16_000))
         if rate != config.audio_sample_rate:
@@ -139,15 +137,15 @@ class AudioPreprocessor:
 
     @property
     def digest(self) -> str:
-        """See `Showing`."""
+        """See `MediaPreprocessor`."""
         return hashlib.sha256(f"sound/{self.rate_hertz}".encode()).hexdigest()[:16]
 
     def plan(self, media: MediaRef) -> DecodePlan:
-        """See `Showing`."""
+        """See `MediaPreprocessor`."""
         return DecodePlan((self.num_samples(media),), "float32", rate_hertz=self.rate_hertz)
 
     def grid(self, media: MediaRef) -> tuple[int, int, int]:
-        """See `Showing`."""
+        """See `MediaPreprocessor`."""
         return self.num_tokens(self.num_samples(media)), 1, 1
 
     def num_samples(self, media: MediaRef) -> int:
@@ -157,7 +155,7 @@ class AudioPreprocessor:
         total, rate = _frames_and_rate(media)
         num_samples = -int(-total * self.rate_hertz // rate)
         if num_samples < self.window:
-            need = f"must have {self.window / self.rate_hertz:g} s at least"
+            need = f"must have at least {self.window / self.rate_hertz:g} s"
             raise MediaError(
                 f"{media.uri} can't be read by the model: audio {need}, got {total / rate:g} s",
                 reason="bad_shape",
@@ -176,8 +174,8 @@ class AudioPreprocessor:
 
 @dataclass(frozen=True, slots=True)
 class VideoPreprocessor:
-    """Samples frames evenly over a video; several frames make the tokens of one temporal patch.
-    `audio` is used if set.
+    """Samples frames evenly over a video; several frames make the tokens of one temporal patch. If
+    `audio` is set, it preprocesses the video's audio.
     """
 
     frame: ImagePreprocessor
@@ -204,18 +202,20 @@ class VideoPreprocessor:
         Raises:
             ConfigError: The number of frames would not fit the model.
         """
-        together, token_pixels = (
+        frames_per_patch, token_pixels = (
             image.geometry.temporal_patch_size,
             image.geometry.token_side**2,
         )
-        if config.frame_factor % together:
-            rule = f"must be a multiple of the model's {together} frames per temporal patch"
+        if config.frame_factor % frames_per_patch:
+            rule = f"must be a multiple of the model's {frames_per_patch} frames per temporal patch"
             raise ConfigError(f"model.media.frame_factor {rule}, got {config.frame_factor}")
-        fewest, most = (
+        min_pixels, max_pixels = (
             config.video_min_token_num * token_pixels,
             config.video_max_token_num * token_pixels,
         )
-        frame = ImagePreprocessor(replace(image.geometry, min_pixels=fewest, max_pixels=most))
+        frame = ImagePreprocessor(
+            replace(image.geometry, min_pixels=min_pixels, max_pixels=max_pixels)
+        )
         return cls(
             frame,
             config.video_fps,
@@ -227,11 +227,11 @@ class VideoPreprocessor:
 
     @property
     def digest(self) -> str:
-        """See `Showing`."""
+        """See `MediaPreprocessor`."""
         return _digest(self)
 
     def plan(self, media: MediaRef) -> DecodePlan:
-        """See `Showing`."""
+        """See `MediaPreprocessor`."""
         frames = self._frames(media)
         shape = (len(frames), *self.frame.plan(media).shape)
         if self.audio is None:
@@ -245,7 +245,7 @@ class VideoPreprocessor:
         )
 
     def grid(self, media: MediaRef) -> tuple[int, int, int]:
-        """See `Showing`."""
+        """See `MediaPreprocessor`."""
         _, rows, columns = self.frame.grid(media)
         return len(self._frames(media)) // self.frame.geometry.temporal_patch_size, rows, columns
 
@@ -264,16 +264,19 @@ class VideoPreprocessor:
         """Return the time of each temporal patch from the start of the video: half way between its
         first and last frame.
         """
-        together, (_, rate) = self.frame.geometry.temporal_patch_size, _frames_and_rate(media)
+        frames_per_patch, (_, rate) = (
+            self.frame.geometry.temporal_patch_size,
+            _frames_and_rate(media),
+        )
         frames = self._frames(media)
         return [
-            (frames[first] / rate + frames[first + together - 1] / rate) / 2
-            for first in range(0, len(frames), together)
+            (frames[first] / rate + frames[first + frames_per_patch - 1] / rate) / 2
+            for first in range(0, len(frames), frames_per_patch)
         ]
 
     def _frames(self, media: MediaRef) -> tuple[int, ...]:
-        """Choose frames. Source: `smart_nframes` of qwen-vl-utils; a video with too few frames
-        repeats them.
+        """Choose frames; a video with too few repeats them. Source: `smart_nframes` of
+        qwen-vl-utils.
         """
         total, rate = _frames_and_rate(media)
         wanted = min(max(total / rate * self.fps, self.min_frames), self.max_frames, total)

@@ -1,9 +1,9 @@
-"""How a model family writes media into a token sequence, and the rotary positions of its tokens.
-Only numpy, no torch.
+"""The layout of media in the token sequence of a model family, and the rotary positions of its
+tokens. Uses numpy, not torch.
 
-An image of r rows and c columns has r * c placeholder tokens. They share the first coordinate of
-their position, and count rows and columns in the two others; the text after it continues max(r, c)
-positions further, not r * c:
+An image of r rows and c columns has r * c placeholder tokens. Their rotary
+positions have a common time, and count rows and columns. The text after the image continues at
+max(r, c) positions further, not r * c:
 
     token      a  b  [ 2 x 3 ........ ]  d  e
     time       0  1  2  2  2  2  2  2    5  6
@@ -14,7 +14,7 @@ Qwen3-VL writes a video as one image per temporal patch, each after its time as 
 seconds>` and a block, repeated. Qwen3-Omni writes it as one block whose first coordinate increases
 with time; audio is a line of tokens there, with positions like text.
 
-Placeholders that the policy sampled are ordinary tokens: only given ones stand for media.
+A placeholder token that the policy sampled is an ordinary token; only input tokens can be media.
 """
 
 from __future__ import annotations
@@ -47,10 +47,11 @@ class MediaBlock:
     """A run of placeholders.
 
     Attributes:
-        ids: Their tokens.
+        ids: Their token ids.
         offsets: Time, row and column of each, relative to the start of the block.
-        features: Index of the file's feature that each stands for.
-        first_ending: The text continues one after the largest offset from this index on.
+        features: Index of the file's feature that replaces each.
+        first_ending: Index of the first placeholder that determines where the text continues: one
+            after the largest offset from there on.
     """
 
     ids: Int64[np.ndarray, " cells"]
@@ -64,7 +65,7 @@ class MediaBlock:
 
     @property
     def extent(self) -> int:
-        """Positions that it takes."""
+        """Number of positions that the block advances."""
         return int(self.offsets[:, self.first_ending :].max()) + 1
 
 
@@ -94,15 +95,15 @@ def visual_block(
 
 def audio_block(token: int, num_tokens: int, *, first_feature: int = 0) -> MediaBlock:
     """Lay out audio: one token after the other, like text."""
-    line = np.arange(num_tokens)
-    return MediaBlock(np.full(num_tokens, token), np.tile(line, (3, 1)), first_feature + line)
+    offsets = np.arange(num_tokens)
+    return MediaBlock(np.full(num_tokens, token), np.tile(offsets, (3, 1)), first_feature + offsets)
 
 
 def interleave_by_time(visual: MediaBlock, audio: MediaBlock) -> MediaBlock:
     """Interleave visual and audio tokens by time; visual tokens come first at equal positions.
 
-    After one of them has ended, only the rest of the other determines where the text continues, as
-    the model was trained.
+    After one modality has ended, only the rest of the other determines where the text continues, as
+    in the model's training.
 
     Source: `Qwen3OmniMoeProcessor` and `get_rope_index` of transformers.
     """
@@ -112,8 +113,8 @@ def interleave_by_time(visual: MediaBlock, audio: MediaBlock) -> MediaBlock:
     )
     order = np.argsort(offsets[0], kind="stable")
     is_visual = order < len(visual)
-    first_last = int(np.flatnonzero(is_visual != is_visual[-1])[-1]) + 1
-    return MediaBlock(ids[order], offsets[:, order], features[order], first_last)
+    first_ending = int(np.flatnonzero(is_visual != is_visual[-1])[-1]) + 1
+    return MediaBlock(ids[order], offsets[:, order], features[order], first_ending)
 
 
 VIDEO_PLACEHOLDER = re.compile(r"<\|vision_start\|><\|video_pad\|><\|vision_end\|>|<\|video_pad\|>")
@@ -130,8 +131,8 @@ def modality_of(media: MediaRef) -> Modality:
     if kind not in (Modality.IMAGE, Modality.AUDIO, Modality.VIDEO):
         raise MediaError(
             (
-                f"{media.uri} is of type {media.media_type!r}; image/, audio/ or video/ "
-                "something is supported"
+                f"{media.uri} is of type {media.media_type!r}; supported are image/*, audio/* "
+                "and video/*"
             ),
             reason="wrong_type",
         )
@@ -140,7 +141,7 @@ def modality_of(media: MediaRef) -> Modality:
 
 @dataclass(frozen=True, slots=True)
 class MediaLayout:
-    """Layout of a model: an image is a block, and so is each temporal patch of a video.
+    """Media layout of a model: an image is a block, and so is each temporal patch of a video.
     `placeholders` are its token ids by modality.
     """
 
@@ -166,7 +167,7 @@ class MediaLayout:
             return family.from_settings(settings, processor, config)
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"the settings for media in {path} can't be used: {error!r}; take the "
+                f"the settings for media in {path} can't be used: {error!r}; use the "
                 "model's folder as it was published"
             ) from None
 
@@ -178,12 +179,12 @@ class MediaLayout:
 
         Raises:
             ConfigError: They contradict each other.
-            KeyError, TypeError, ValueError: Something is missing, or of another type.
+            KeyError, TypeError, ValueError: A setting is missing, or of another type.
         """
         if config.use_audio_in_video:
             raise ConfigError(
-                "model.media.use_audio_in_video needs a model that reads audio; take one of "
-                "Qwen3-Omni's family, or leave it out"
+                "model.media.use_audio_in_video needs a model that reads audio; use one of "
+                "Qwen3-Omni's family, or remove the key"
             )
         images = ImagePreprocessor(ImageGeometry.from_settings(processor, config))
         return cls(
@@ -229,10 +230,10 @@ class MediaLayout:
         """Replace the video placeholders of a rendered prompt by the family's text for them;
         `expand_placeholders` rejects more or fewer.
         """
-        waiting = iter(
+        texts = iter(
             [self._video_text(piece) for piece in media if modality_of(piece) is Modality.VIDEO]
         )
-        return VIDEO_PLACEHOLDER.sub(lambda found: next(waiting, found[0]), text)
+        return VIDEO_PLACEHOLDER.sub(lambda found: next(texts, found[0]), text)
 
     def _video_text(self, video: MediaRef) -> str:
         return "".join(
@@ -247,77 +248,82 @@ class MediaLayout:
 
         Args:
             tokens: A rendered prompt after `expand_videos`, with one placeholder for each block.
-            media: In the order of the prompt.
+            media: The media files, in the order of the prompt.
         Raises:
             PoisonSample: There are more or fewer placeholders than the files need, or of other
                 modalities.
         """
         blocks = list(self._blocks_of(media))
-        places = np.flatnonzero(np.isin(tokens, list(self.placeholders.values())))
-        if len(places) != len(blocks):
-            rule = (
-                f"the prompt renders to {len(places)} media placeholders and has {len(media)} files"
+        indices = np.flatnonzero(np.isin(tokens, list(self.placeholders.values())))
+        if len(indices) != len(blocks):
+            raise PoisonSample(
+                f"the prompt renders to {len(indices)} media placeholders, but its {len(media)} "
+                f"files need {len(blocks)}; does its text contain one?"
             )
-            raise PoisonSample(f"{rule}, which need {len(blocks)}; does its text contain one?")
-        if any(tokens[place] not in block.ids for place, block in zip(places, blocks, strict=True)):
+        if any(
+            tokens[index] not in block.ids for index, block in zip(indices, blocks, strict=True)
+        ):
             raise PoisonSample(
                 "the prompt's media placeholders are of other modalities than its media; does its "
                 "text contain one?"
             )
         counts = np.ones(len(tokens), np.int64)
-        counts[places] = [len(block) for block in blocks]
-        whole = np.repeat(tokens, counts)
+        counts[indices] = [len(block) for block in blocks]
+        expanded = np.repeat(tokens, counts)
         is_placeholder = np.zeros(len(tokens), bool)
-        is_placeholder[places] = True
-        whole[np.repeat(is_placeholder, counts)] = _ids(blocks)
-        return whole
+        is_placeholder[indices] = True
+        expanded[np.repeat(is_placeholder, counts)] = _ids(blocks)
+        return expanded
 
     def find_media_tokens(
-        self, tokens: NDArray[Any], given: Bool[np.ndarray, " tokens"], media: Sequence[MediaRef]
+        self, tokens: NDArray[Any], is_input: Bool[np.ndarray, " tokens"], media: Sequence[MediaRef]
     ) -> Int64[np.ndarray, " media_tokens"]:
         """Return the indices of a sequence's media tokens, all files in order.
 
         Args:
             tokens: The sequence.
-            given: Which of them the policy did not sample.
-            media: In the order of the sequence.
+            is_input: True for each token that the policy did not sample.
+            media: The media files, in the order of the sequence.
         Raises:
             PoisonSample: There are more or fewer placeholders than media tokens, or of other
                 modalities.
         """
         if not media:
             return np.zeros(0, np.int64)
-        cells = np.flatnonzero(np.isin(tokens, list(self.placeholders.values())) & given)
+        indices = np.flatnonzero(np.isin(tokens, list(self.placeholders.values())) & is_input)
         ids = _ids(list(self._blocks_of(media)))
-        if len(cells) != len(ids):
+        if len(indices) != len(ids):
             raise PoisonSample(
                 f"{len(media)} media files have {len(ids)} tokens, and the sequence "
-                f"has {len(cells)} placeholders for them"
+                f"has {len(indices)} placeholders for them"
             )
-        if not np.array_equal(tokens[cells], ids):
+        if not np.array_equal(tokens[indices], ids):
             raise PoisonSample(
                 "the sequence's media placeholders are of other modalities than its media, or in "
                 "another order"
             )
-        return cells
+        return indices
 
     def rotary_positions(
-        self, num_tokens: int, cells: Int64[np.ndarray, " media_tokens"], media: Sequence[MediaRef]
+        self,
+        num_tokens: int,
+        media_tokens: Int64[np.ndarray, " media_tokens"],
+        media: Sequence[MediaRef],
     ) -> Int64[np.ndarray, "3 tokens"]:
         """Return the rotary positions of a sequence.
 
         Args:
-            num_tokens: Of the whole sequence.
-            cells: From `find_media_tokens`.
-            media: In the order of the sequence.
+            num_tokens: Length of the whole sequence.
+            media_tokens: The result of `find_media_tokens`.
+            media: The media files, in the order of the sequence.
         """
         positions = np.tile(np.arange(num_tokens, dtype=np.int64), (3, 1))
         first = 0
         for block in self._blocks_of(media):
-            here = cells[first : first + len(block)]
-            begin = positions[:, here[0]].copy()
-            positions[:, here[-1] + 1 :] += block.extent - len(block)
-            positions[:, here] = begin[:, None] + block.offsets
+            indices = media_tokens[first : first + len(block)]
+            begin = positions[:, indices[0]].copy()
+            positions[:, indices[-1] + 1 :] += block.extent - len(block)
+            positions[:, indices] = begin[:, None] + block.offsets
             first += len(block)
         return positions
 
@@ -327,7 +333,7 @@ class MediaLayout:
 
 @dataclass(frozen=True, slots=True)
 class OmniLayout(MediaLayout):
-    """Layout of a model that reads audio: a video is one block, with its audio if
+    """Media layout of a model that reads audio: a video is one block, with its audio if
     `use_audio_in_video` is set.
 
     `temporal_patch_positions` is the number of rotary positions between two temporal patches of a
@@ -364,7 +370,7 @@ class OmniLayout(MediaLayout):
             )
             raise ConfigError(
                 f"model.media.video_fps = {config.video_fps} {rule}; set it to 1, 2 or "
-                "another that fits"
+                "another value with an integer result"
             )
         return cls(
             _tokens(thinker, cls.MODALITIES), images, videos, audio, int(temporal_patch_positions)

@@ -1,5 +1,5 @@
-"""Encode media with a model's vision and audio towers: features for the first layer and, for images
-and video, the next ones.
+"""Encode media with a model's vision and audio towers: features for the first decoder layer and,
+for images and video, for the next layers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from relax_events.media.model_inputs import ProcessedMedia
 
 MAX_PIXEL_VALUE = 255.0
 Layers = list[Float[Tensor, "features hidden"]]
-"""Features of a file: the input of the first layer, then the additions after each of the next ones.
+"""Features of a file: the input of the first decoder layer, then those added after the next layers.
 """
 
 
@@ -69,8 +69,8 @@ class VisionTower:
 class AudioTower:
     """The audio tower; encodes audio of equal length together, or each `separately`.
 
-    It would pad different lengths to the longest window, and its convolutions read the padding, so
-    features would depend on the other audio in the batch.
+    The tower pads different lengths to the longest window, and its convolutions read the padding:
+    then features would depend on the other audio in the batch.
     """
 
     tower: Any
@@ -78,7 +78,7 @@ class AudioTower:
     separately: bool
 
     def encode(self, pieces: Sequence[ProcessedMedia]) -> list[Layers]:
-        """Return the layers of each file: one."""
+        """Return the layers of each file; audio has one layer."""
         weight = next(self.tower.parameters())
         spectra = [
             log_mel_spectrogram(piece, self.extractor).to(weight.device, weight.dtype)
@@ -105,8 +105,8 @@ def _batches_of_equal_length(lengths: Sequence[int], *, separately: bool) -> Ite
     if separately:
         return ([index] for index in range(len(lengths)))
     return (
-        [index for index, length in enumerate(lengths) if length == chosen]
-        for chosen in dict.fromkeys(lengths)
+        [index for index, length in enumerate(lengths) if length == batch_length]
+        for batch_length in dict.fromkeys(lengths)
     )
 
 
@@ -136,7 +136,7 @@ def log_mel_spectrogram(piece: ProcessedMedia, extractor: Any) -> Float[Tensor, 
     """Compute the log-mel spectrogram of a file's audio, with the extractor of
     `load_feature_extractor`.
     """
-    made = extractor(
+    output = extractor(
         piece.samples,
         sampling_rate=extractor.sampling_rate,
         padding=True,
@@ -144,31 +144,31 @@ def log_mel_spectrogram(piece: ProcessedMedia, extractor: Any) -> Float[Tensor, 
         return_attention_mask=True,
         return_tensors="pt",
     )
-    spectrum: Tensor = made["input_features"][0][:, made["attention_mask"][0].bool()]
+    spectrum: Tensor = output["input_features"][0][:, output["attention_mask"][0].bool()]
     return spectrum
 
 
 def cut_patches(
     frames: UInt8[Tensor, "frames height width 3"], geometry: ImageGeometry
 ) -> Float[Tensor, "patches values"]:
-    """Cut frames into normalised patches, those of a token adjacent, one temporal patch after the
-    other; a single frame is repeated to fill its temporal patch.
+    """Cut frames into normalised patches, ordered by temporal patch, with the patches of a token
+    adjacent; a single frame is repeated to fill its temporal patch.
 
     Source: `Qwen2VLImageProcessor` and `Qwen3VLVideoProcessor` of transformers.
     """
-    patch, merge, indices = geometry.patch_size, geometry.merge_size, geometry.temporal_patch_size
+    patch, merge, depth = geometry.patch_size, geometry.merge_size, geometry.temporal_patch_size
     mean, std = (
         torch.tensor(values, device=frames.device) for values in (geometry.mean, geometry.std)
     )
     normal = (frames.float() / MAX_PIXEL_VALUE - mean) / std
     if len(normal) == 1:
-        normal = normal.expand(indices, -1, -1, -1)
+        normal = normal.expand(depth, -1, -1, -1)
     num_patches, rows, columns = (
-        len(normal) // indices,
+        len(normal) // depth,
         frames.shape[1] // (patch * merge),
         frames.shape[2] // (patch * merge),
     )
-    cut = normal.view(num_patches, indices, rows, merge, patch, columns, merge, patch, 3).permute(
+    patches = normal.view(num_patches, depth, rows, merge, patch, columns, merge, patch, 3).permute(
         0, 2, 5, 3, 6, 8, 1, 4, 7
     )
-    return cut.reshape(num_patches * rows * columns * merge * merge, -1)
+    return patches.reshape(num_patches * rows * columns * merge * merge, -1)

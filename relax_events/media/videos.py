@@ -20,8 +20,8 @@ from relax_events.media.preprocessing import DecodePlan
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-QUARTERS = {0: None, 90: "ROTATE_90", 180: "ROTATE_180", 270: "ROTATE_270"}
-"""Rotation of the camera in degrees, and Pillow's name of the reverse rotation; both count
+REVERSE_ROTATIONS = {0: None, 90: "ROTATE_90", 180: "ROTATE_180", 270: "ROTATE_270"}
+"""Pillow's name of the reverse rotation, by the rotation of the camera in degrees, both
 counterclockwise.
 """
 MAX_RATE_HERTZ = 1_000
@@ -32,7 +32,7 @@ class FrameTable:
     """A video's frames in presentation order.
 
     Attributes:
-        times: Of each frame, in the stream's unit.
+        times: Time of each frame, in the stream's unit.
         keys: Times of key frames, ascending.
     """
 
@@ -44,8 +44,8 @@ def inspect_video(data: bytes, *, limits: MediaConfig, location: str) -> MediaFa
     """Check a video, count its frames, and decode the first one for its orientation.
 
     Raises:
-        MediaError: See `av_files.open_stream`; or it has too many frames or pixels, is too long,
-            truncated or damaged.
+        MediaError: As for `av_files.open_stream`, or the file has too many frames or pixels, is too
+            long, truncated or damaged.
     """
     with open_stream(data, Modality.VIDEO, limits=limits, location=location) as found:
         _require_size(found, limits, location)
@@ -77,7 +77,7 @@ def decode_video(
         wanted = sorted(set(plan.frames))
         if wanted[-1] >= len(table.times):
             raise MediaError(
-                f"{location} has {len(table.times)} frames, and its reference has more",
+                f"{location} has {len(table.times)} frames, but its reference has more",
                 reason="wrong_size",
             )
         for index, frame in _decode_frames(found, table, wanted, location):
@@ -99,7 +99,7 @@ def _read_frame_table(found: OpenedStream, limits: MediaConfig, location: str) -
     if not times or (found.stream.frames and len(times) < found.stream.frames):
         raise broken_file(
             location,
-            f"its header claims {found.stream.frames or 'some'} frames, and it has {len(times)}",
+            f"its header claims {found.stream.frames or 'some'} frames, but it has {len(times)}",
         )
     return FrameTable(sorted(times), sorted(keys))
 
@@ -147,8 +147,8 @@ def rotate_upright(frame: Any) -> Image:
             f"video needs the package pillow ({error}); install relax-events[media]"
         ) from None
     image: Image = frame.to_image()
-    turn = QUARTERS.get(int(frame.rotation) % 360)
-    return image if turn is None else image.transpose(Transpose[turn])
+    rotation = REVERSE_ROTATIONS.get(int(frame.rotation) % 360)
+    return image if rotation is None else image.transpose(Transpose[rotation])
 
 
 def _require_size(found: OpenedStream, limits: MediaConfig, location: str) -> None:

@@ -1,3 +1,3 @@
-"""Model folders and families: loading, checkpoint facts, tokenizers, and the routers of mixtures of
+"""Model folders and families: loading, checkpoint facts, tokenizers, routers of mixtures of
 experts.
 """

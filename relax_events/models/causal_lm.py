@@ -16,11 +16,10 @@ from relax_events.regular_files import require_regular_files
 
 
 def choose_device(name: str, *, local_rank: int = 0) -> torch.device:
-    """Turn `auto` into this rank's GPU, or the CPU if there is none; other names are used as they
-    are.
+    """Return the device of a name; `auto` is this rank's GPU, or the CPU if there is none.
 
     Raises:
-        ConfigError: torch knows no such device, or it is not available; the text names it.
+        ConfigError: torch does not know the device, or it is not available; the text names it.
     """
     num_gpus = torch.cuda.device_count()
     if name == "auto":
@@ -29,15 +28,15 @@ def choose_device(name: str, *, local_rank: int = 0) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(
-            f"model.device = {name!r} is no device that torch knows ({error}); set "
+            f"model.device = {name!r} is not a device that torch knows ({error}); set "
             "model.device = 'auto'"
         ) from error
     if device.type == "cuda" and (device.index or 0) >= num_gpus:
         build = "with CUDA" if torch.backends.cuda.is_built() else "without CUDA"
-        reason = f"torch {torch.__version__}, built {build}, sees {num_gpus} of them"
+        reason = f"torch {torch.__version__}, built {build}, sees {num_gpus} GPUs"
         raise ConfigError(
             f"model.device = {name!r} asks for a GPU that is not available: {reason}; give the "
-            "process one, or set model.device = 'auto'"
+            "process a GPU, or set model.device = 'auto'"
         )
     return device
 
@@ -55,15 +54,15 @@ def load_causal_lm(
     Args:
         path: A folder in Hugging Face layout.
         attention: Name of an attention implementation that transformers knows.
-        dtype: Of the weights.
-        device: Of the weights.
+        dtype: Dtype of the weights.
+        device: Device of the weights.
         loader: The auto class of transformers for the model's family.
     Raises:
         ConfigError: The folder is missing or holds no causal language model.
     """
     if not (path / "config.json").is_file():
         raise ConfigError(
-            f"model.path = {path} holds no config.json; give a folder in Hugging Face "
+            f"model.path = {path} holds no config.json; set it to a folder in Hugging Face "
             "layout, or create one with `relax models prepare`"
         )
     require_regular_files(path, key="model.path")
@@ -100,9 +99,9 @@ def replace_weights(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     Raises:
         WeightsError: A tensor is missing, unknown or of another shape; the text names it.
     """
-    mine = dict(module.state_dict())
+    current = dict(module.state_dict())
     known = dict(module.named_parameters())
-    if unknown := sorted(tensors.keys() - mine.keys()):
+    if unknown := sorted(tensors.keys() - current.keys()):
         raise WeightsError(
             f"the model has no tensor {unknown[0]} ({len(unknown)} unknown in all); publish "
             "weights of the model in model.path"
@@ -113,11 +112,11 @@ def replace_weights(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             "of the model in model.path"
         )
     for name, tensor in tensors.items():
-        if tensor.shape != mine[name].shape:
+        if tensor.shape != current[name].shape:
             raise WeightsError(
-                f"{name} must be {tuple(mine[name].shape)} as in the model, got "
+                f"{name} must be {tuple(current[name].shape)} as in the model, got "
                 f"{tuple(tensor.shape)}"
             )
     with torch.no_grad():
         for name, tensor in tensors.items():
-            mine[name].copy_(tensor)
+            current[name].copy_(tensor)

@@ -25,10 +25,10 @@ DTYPES = {
     "BF16": "bfloat16",
     "F16": "bfloat16",
 }
-"""Compute dtype of a run, by the dtype name in `config.json` and headers; gradients would overflow
-float16.
+"""The compute dtype of a run, by the dtype name in `config.json` and file headers. float16 becomes
+bfloat16, because gradients would overflow float16.
 """
-DEFAULT_POSITIONS = 4096
+DEFAULT_MAX_POSITIONS = 4096
 MAX_HEADER_BYTES = 100_000_000
 TINY_HEAD_DIM, TINY_POSITIONS, TINY_EXPERTS_PER_TOKEN, TINY_EXPERT_SIZE = 16, 4096, 2, 32
 
@@ -40,8 +40,8 @@ def read_facts(path: Path) -> CheckpointFacts:
         ConfigError: `config.json` or a file's header can't be read or lacks sizes; the text names
             the file.
     """
-    whole = read_model_json(path / "config.json")
-    config = get_text_config(whole)
+    settings = read_model_json(path / "config.json")
+    config = get_text_config(settings)
     try:
         hidden, num_heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         known = CheckpointFacts(
@@ -54,26 +54,28 @@ def read_facts(path: Path) -> CheckpointFacts:
             num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
             head_dim=int(config.get("head_dim") or hidden // num_heads),
             mlp_size=_mlp_size(config),
-            max_position_embeddings=int(config.get("max_position_embeddings") or DEFAULT_POSITIONS),
+            max_position_embeddings=int(
+                config.get("max_position_embeddings") or DEFAULT_MAX_POSITIONS
+            ),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{path / 'config.json'} does not describe the model: {error}; take the "
+            f"{path / 'config.json'} does not describe the model: {error}; use the "
             "model's folder as it was published"
         ) from None
-    counts = _parameters(path, prefix="thinker." if "thinker_config" in whole else "")
+    counts = _parameters(path, prefix="thinker." if "thinker_config" in settings else "")
     named = next(
         (
             str(name)
-            for part in (config, get_thinker_config(whole), whole)
+            for part in (config, get_thinker_config(settings), settings)
             if (name := part.get("dtype") or part.get("torch_dtype"))
         ),
         None,
     )
-    commonest = counts.most_common(1)[0][0] if counts else "F32"
+    most_common = counts.most_common(1)[0][0] if counts else "F32"
     return replace(
         known,
-        dtype=DTYPES.get(named or commonest, "float32"),
+        dtype=DTYPES.get(named or most_common, "float32"),
         num_parameters=counts.total() or _estimate(known, config),
     )
 
@@ -102,7 +104,7 @@ def tiny_facts(tiny: TinyModelConfig) -> CheckpointFacts:
 
 
 def _mlp_size(config: Mapping[str, Any]) -> int:
-    """Return the feed-forward width per token; for a mixture that of the selected experts."""
+    """Return the feed-forward width per token; in a mixture of experts, of the selected ones."""
     if experts := int(config.get("num_experts_per_tok") or 0):
         return experts * int(config["moe_intermediate_size"]) + int(
             config.get("shared_expert_intermediate_size") or 0
@@ -128,13 +130,13 @@ def _header(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield from ((name, tensor) for name, tensor in tree.items() if name != "__metadata__")
     except (OSError, ValueError, struct.error, AttributeError) as error:
         raise ConfigError(
-            f"{file} is no safetensors file: {error}; take the model's folder as it was published"
+            f"{file} is not a safetensors file: {error}; use the model's folder as it was published"
         ) from None
 
 
 def _estimate(known: CheckpointFacts, config: Mapping[str, Any]) -> int:
-    """Estimate the number of parameters from the sizes, if there are no files to count."""
-    hidden, attended = (
+    """Estimate the number of parameters from the sizes, for a model without files."""
+    hidden, attention_width = (
         known.hidden_size,
         (2 * known.num_heads + 2 * known.num_kv_heads) * known.head_dim,
     )
@@ -143,4 +145,6 @@ def _estimate(known: CheckpointFacts, config: Mapping[str, Any]) -> int:
         or known.mlp_size
     )
     heads = 1 if config.get("tie_word_embeddings", True) else 2
-    return heads * known.vocab_size * hidden + known.num_layers * hidden * (attended + 3 * mlp)
+    return heads * known.vocab_size * hidden + known.num_layers * hidden * (
+        attention_width + 3 * mlp
+    )

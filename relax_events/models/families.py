@@ -1,6 +1,6 @@
-"""Model families behind one interface: loading, freezable parts, and forwards with media.
+"""Model families behind one interface: loading, freezable parts, and forward passes with media.
 
-A text family uses token ids and positions as they are. A media family encodes each file once with
+A text family passes token ids and positions unchanged. A media family encodes each file once with
 its towers, replaces the placeholders' embeddings by the features, and passes four rows of
 positions: with fewer, transformers silently lets packed sequences attend to each other.
 """
@@ -47,8 +47,9 @@ class Family:
     """Models that read text only.
 
     Attributes:
-        layout: How media are written into a sequence; None if they can't be.
-        separately: Encode each media file on its own, so that its shape depends on no other file.
+        layout: Layout of media in a token sequence; None for text models.
+        separately: Whether each media file is encoded alone, so that shapes do not depend on other
+            files.
         loader: The auto class of transformers.
         parts: Prefixes of parameter names by part; the longest match decides.
     """
@@ -61,7 +62,7 @@ class Family:
     def build_inputs(
         self, sequences: Sequence[MediaSequence], *, position_ids: NDArray[np.int64]
     ) -> MediaInputs | None:
-        """Build the media inputs of a forward; None without media. For arguments and errors see
+        """Build the media inputs of a forward pass, or None without media; see
         `build_media_inputs`.
 
         Raises:
@@ -72,7 +73,7 @@ class Family:
             return None
         if self.layout is None:
             raise PoisonSample(
-                f"{named} has media, and the model reads text only; take a model of a "
+                f"{named} has media, but the model reads text only; use a model of a "
                 "family that reads media"
             )
         return build_media_inputs(sequences, layout=self.layout, position_ids=position_ids)
@@ -96,14 +97,14 @@ class Family:
         media: MediaInputs | None = None,
         **settings: Any,
     ) -> Float[Tensor, "rows length hidden"]:
-        """Run a forward without the output head.
+        """Run a forward pass without the output head.
 
         Args:
-            module: Of this family.
+            module: A model of this family.
             input_ids: The rows.
-            position_ids: Of text: they count from 0 in each sequence of a row.
+            position_ids: Positions of text, which count from 0 in each sequence of a row.
             media: Replacements of placeholders; None without media.
-            settings: For the forward, such as the mask and the cache.
+            settings: Arguments of the forward pass, such as mask and cache.
         """
         assert media is None, "media were passed to a text family; requests are checked earlier"
         states: Tensor = self.language_model(module)(
@@ -117,7 +118,7 @@ class Family:
         """Return the position ids of one more token in each row.
 
         Args:
-            positions: Their indices in the rows.
+            positions: Index of each token in its row.
             shifts: Rotary position minus index, because of earlier media.
         """
         del shifts
@@ -126,14 +127,14 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class MediaFamily(Family):
-    """Models with a vision tower and perhaps an audio tower. In Qwen3-VL visual features are also
-    added in the first layers.
+    """Models with a vision tower, and optionally an audio tower. Qwen3-VL also adds visual features
+    after its first layers.
 
     Attributes:
-        language_name: Module that computes hidden states from embeddings.
-        vision_name: The vision tower.
-        audio_name: The audio tower.
-        extractor: Computes the spectrograms for the audio tower; None without one.
+        language_name: Name of the module that computes hidden states from embeddings.
+        vision_name: Name of the vision tower.
+        audio_name: Name of the audio tower; empty without one.
+        extractor: Audio feature extractor; None without an audio tower.
     """
 
     loader: Any = AutoModelForImageTextToText
@@ -150,7 +151,7 @@ class MediaFamily(Family):
     extractor: Any = None
 
     def language_model(self, module: Any) -> nn.Module:
-        """Return the model without its towers."""
+        """Return the language model without the towers."""
         language: nn.Module = module.get_submodule(self.language_name)
         return language
 
@@ -167,7 +168,7 @@ class MediaFamily(Family):
         media: MediaInputs | None = None,
         **settings: Any,
     ) -> Float[Tensor, "rows length hidden"]:
-        """Run a forward without the output head; see `Family`."""
+        """Run a forward pass without the output head; see `Family`."""
         if media is None:
             return Family.hidden_states(self, module, input_ids, position_ids, **settings)
         device = input_ids.device
@@ -271,10 +272,10 @@ def read_family(path: Path, config: MediaConfig, *, separately: bool = False) ->
 
     Args:
         path: A folder in Hugging Face layout.
-        config: How media are preprocessed.
+        config: Preprocessing settings of media.
         separately: See `Family`.
     Raises:
-        ConfigError: It reads media, and its settings for them are missing or not supported.
+        ConfigError: The model reads media, and its settings for them are missing or not supported.
     """
     layout = MediaLayout.from_folder(path, config)
     if layout is None:
@@ -294,15 +295,15 @@ def freeze(module: nn.Module, parts: Sequence[str], *, family: Family) -> None:
     """
     if unknown := [part for part in parts if part not in family.parts]:
         raise ConfigError(
-            f"model.frozen names {unknown[0]!r}, and the model's parts are "
-            f"{', '.join(family.parts)}; leave it out"
+            f"model.frozen names {unknown[0]!r}, but the model's parts are "
+            f"{', '.join(family.parts)}; remove it"
         )
-    starts = sorted(
-        ((start, part) for part, some in family.parts.items() for start in some),
+    prefixes = sorted(
+        ((prefix, part) for part, names in family.parts.items() for prefix in names),
         key=lambda pair: -len(pair[0]),
     )
     for name, parameter in module.named_parameters():
-        part = next((part for start, part in starts if name.startswith(start)), "language")
+        part = next((part for prefix, part in prefixes if name.startswith(prefix)), "language")
         parameter.requires_grad_(part not in parts)
     if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise ConfigError(f"model.frozen = {list(parts)} leaves nothing to train; leave a part out")
+        raise ConfigError(f"model.frozen = {list(parts)} leaves nothing to train; remove a part")

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from relax_events.errors import ConfigError
 from relax_events.events.routed_experts import ExpertShape
 
-OWNED = ("top_k", "num_experts", "weight")
-"""Attributes that only a router has."""
+ROUTER_ATTRIBUTES = ("top_k", "num_experts", "weight")
+"""Attributes by which a router is recognised."""
 REMEDY = "set model.routing_replay = 'none'"
 
 
@@ -41,35 +41,36 @@ class Routers:
 
         Args:
             language: Module that computes hidden states from embeddings.
-            path: Of the model, for errors.
+            path: The model's folder, for errors.
         Raises:
-            ConfigError: There is none, or they are of several kinds.
+            ConfigError: The model has no router, or routers with different numbers of experts.
         """
         self._path = path
         self._routers: list[Any] = [
-            part for part in language.modules() if all(hasattr(part, name) for name in OWNED)
+            part
+            for part in language.modules()
+            if all(hasattr(part, name) for name in ROUTER_ATTRIBUTES)
         ]
         if not self._routers:
             raise ConfigError(
-                "model.routing_replay replays the choice of a mixture of experts, and the "
-                f"model in {path} has none; {REMEDY}"
+                "model.routing_replay needs a mixture of experts, but the "
+                f"model in {path} is not one; {REMEDY}"
             )
         kinds = {(router.top_k, router.num_experts) for router in self._routers}
         if len(kinds) > 1:
             raise ConfigError(
-                "model.routing_replay needs the same number of experts in all layers, and the "
-                "model "
-                f"in {path} has {sorted(kinds)}; {REMEDY}"
+                "model.routing_replay needs the same number of experts in all layers, but the "
+                f"model in {path} has {sorted(kinds)}; {REMEDY}"
             )
         top_k, num_experts = kinds.pop()
         self.shape = ExpertShape(len(self._routers), top_k, num_experts)
         self._latest: list[Any] = [None] * len(self._routers)
-        self._given: tuple[Tensor, Tensor] | None = None
-        for place, router in enumerate(self._routers):
-            router.register_forward_hook(partial(self._routed, place))
+        self._replayed: tuple[Tensor, Tensor] | None = None
+        for layer, router in enumerate(self._routers):
+            router.register_forward_hook(partial(self._on_forward, layer))
 
     def take_choices(self) -> Integer[np.ndarray, "tokens layers top_k"]:
-        """Return the choices of the last forward and clear them: for each token, padding included,
+        """Return and clear the choices of the last forward pass: for each token, padding included,
         rows concatenated.
         """
         chosen = torch.stack([output[2] for output in self._latest], dim=1)
@@ -77,33 +78,35 @@ class Routers:
         return self.shape.compact(chosen.cpu().numpy())
 
     def clear(self) -> None:
-        """Clear the choices of the last forward."""
+        """Clear the choices of the last forward pass."""
         self._latest = [None] * len(self._routers)
 
     @contextmanager
     def replay(
         self,
         chosen: Integer[np.ndarray, "tokens layers top_k"],
-        is_given: Bool[np.ndarray, " tokens"],
+        is_replayed: Bool[np.ndarray, " tokens"],
     ) -> Iterator[None]:
-        """Replay choices in the forwards of this context; routers choose for tokens without one.
+        """Replay choices in the forward passes of this context; for tokens without one the routers
+        choose.
 
         Args:
-            chosen: For each token of the forward, padding included, rows concatenated.
-            is_given: Which tokens have a choice.
+            chosen: The choice for each token of the forward pass, padding included, rows
+                concatenated.
+            is_replayed: True for each token that has a recorded choice.
         """
         device = self._routers[0].weight.device
-        experts, mask = (torch.from_numpy(array).to(device) for array in (chosen, is_given))
-        self._given = experts, mask[:, None]
+        experts, mask = (torch.from_numpy(array).to(device) for array in (chosen, is_replayed))
+        self._replayed = experts, mask[:, None]
         try:
             yield
         finally:
-            self._given = None
+            self._replayed = None
             self.clear()
 
     @torch.no_grad()
     def require_known_rule(self, forward: Callable[[], object]) -> None:
-        """Check on a forward that the routers weigh experts as `expert_weights` does.
+        """Check in a forward pass that the routers weigh experts as `expert_weights` does.
 
         Raises:
             ConfigError: They do not.
@@ -114,25 +117,24 @@ class Routers:
                 expert_weights(router, logits, chosen).to(weights.dtype), weights
             ):
                 rule = (
-                    "supports only routers that weigh the experts with the highest softmax "
-                    "probabilities "
-                    "by these probabilities"
+                    "supports only routers that weigh the experts of highest softmax probability "
+                    "by that probability"
                 )
                 raise ConfigError(
-                    f"model.routing_replay {rule}, and {type(router).__name__} of the model "
+                    f"model.routing_replay {rule}, but {type(router).__name__} of the model "
                     f"in {self._path} does not; {REMEDY}"
                 )
         self.clear()
 
-    def _routed(
-        self, place: int, router: nn.Module, _: object, output: tuple[Tensor, Tensor, Tensor]
+    def _on_forward(
+        self, layer: int, router: nn.Module, _: object, output: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        self._latest[place] = output
-        if self._given is None:
+        self._latest[layer] = output
+        if self._replayed is None:
             return output
-        logits, weights, own = output
-        experts, is_given = self._given
-        chosen = torch.where(is_given, experts[:, place].to(own.dtype), own)
+        logits, weights, routed = output
+        experts, is_replayed = self._replayed
+        chosen = torch.where(is_replayed, experts[:, layer].to(routed.dtype), routed)
         return logits, expert_weights(router, logits, chosen).to(weights.dtype), chosen
 
 
@@ -140,9 +142,11 @@ def expert_weights(
     router: Any, logits: Float[Tensor, "tokens experts"], chosen: Int[Tensor, "tokens top_k"]
 ) -> Float[Tensor, "tokens top_k"]:
     """Weigh chosen experts by the router's current probabilities, in the order of the choice."""
-    picked = logits.softmax(-1, dtype=torch.float).gather(-1, chosen)
+    weights = logits.softmax(-1, dtype=torch.float).gather(-1, chosen)
     return (
-        picked / picked.sum(-1, keepdim=True) if getattr(router, "norm_topk_prob", True) else picked
+        weights / weights.sum(-1, keepdim=True)
+        if getattr(router, "norm_topk_prob", True)
+        else weights
     )
 
 

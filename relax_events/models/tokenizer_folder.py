@@ -1,9 +1,7 @@
 """A model folder's tokenizer without transformers, whose import takes seconds and loads torch.
 
-`tokenizer.json` has everything for encoding and decoding; the chat template is rendered as in
-transformers.
-
-Read token ids and texts from a tokenizer's file, without loading a model library.
+`tokenizer.json` is enough for encoding, decoding and the vocabulary; the chat template is rendered
+as in transformers.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ SPECIAL_NAMES = (
     "cls_token",
     "mask_token",
 )
-TRACKED = re.compile(r"{%-?\s*generation")
+GENERATION_TAG = re.compile(r"{%-?\s*generation")
 
 
 class FolderTokenizer:
@@ -53,10 +51,10 @@ class FolderTokenizer:
         """Create the tokenizer from parsed files.
 
         Args:
-            tokenizer: Of `tokenizer.json`.
-            settings: Of `tokenizer_config.json`.
-            name: For errors.
-            chat_template: Its source.
+            tokenizer: The content of `tokenizer.json`.
+            settings: The content of `tokenizer_config.json`.
+            name: Name of the folder, for errors.
+            chat_template: Source of the chat template.
         """
         self._tokenizer = tokenizer
         self._specials = {
@@ -72,8 +70,8 @@ class FolderTokenizer:
         """Load a folder's tokenizer; None if only transformers can read it.
 
         Args:
-            folder: Of a model.
-            chat_template: Replaces the folder's own.
+            folder: The model's folder.
+            chat_template: Replaces the folder's chat template.
         Raises:
             ValueError: A file is not JSON.
             TemplateError: The chat template is invalid.
@@ -85,13 +83,15 @@ class FolderTokenizer:
             text = read_regular_text(folder / "tokenizer.json")
         except OSError:
             return None
-        json.loads(text)  # for a ValueError: tokenizers raises a bare Exception for a damaged file
+        json.loads(text)  # raises a ValueError; tokenizers would raise a bare Exception
         tokenizer = Tokenizer.from_str(text)
         file = folder / "chat_template.jinja"
-        own = file.read_text() if file.is_file() else settings.get("chat_template")
-        template = own if chat_template is None else chat_template
-        plain = template is None or (isinstance(template, str) and not TRACKED.search(template))
-        if not plain or settings.get("clean_up_tokenization_spaces"):
+        from_folder = file.read_text() if file.is_file() else settings.get("chat_template")
+        template = from_folder if chat_template is None else chat_template
+        is_supported = template is None or (
+            isinstance(template, str) and not GENERATION_TAG.search(template)
+        )
+        if not is_supported or settings.get("clean_up_tokenization_spaces"):
             return None
         return cls(tokenizer, settings, name=str(folder), chat_template=template)
 
@@ -153,35 +153,37 @@ def _raise(message: str) -> NoReturn:
 
 
 def require_same_vocabulary(policy: Path, teacher: Path) -> None:
-    """Reject a teacher whose token ids stand for other tokens than the policy's: its
-    log-probabilities would be of other texts.
+    """Reject a teacher whose token ids have other tokens than the policy's: its log-probabilities
+    would be of other texts.
 
     Only ids and tokens are compared. How text is tokenized does not matter, since the teacher reads
     the policy's ids.
 
     Args:
         policy: Folder of the policy's model.
-        teacher: Folder of the teacher's.
+        teacher: Folder of the teacher's model.
     Raises:
-        ConfigError: A folder has no readable tokenizer.json, or the two differ; the text names the
-            first id that does.
+        ConfigError: A folder has no readable tokenizer.json, or the vocabularies differ; the text
+            names the first id that differs.
     """
-    ours, theirs = read_vocabulary(policy), read_vocabulary(teacher)
-    if ours == theirs:
+    policy_tokens, teacher_tokens = read_vocabulary(policy), read_vocabulary(teacher)
+    if policy_tokens == teacher_tokens:
         return
     at = min(
-        number for number in ours.keys() | theirs.keys() if ours.get(number) != theirs.get(number)
+        number
+        for number in policy_tokens.keys() | teacher_tokens.keys()
+        if policy_tokens.get(number) != teacher_tokens.get(number)
     )
-    remedy = "give a teacher of the policy's family, with the same tokenizer"
+    remedy = "use a teacher of the policy's family, with the same tokenizer"
     difference = (
-        f"token id {at} is {theirs.get(at)!r} in teacher.model_path = {teacher} and "
-        f"{ours.get(at)!r} in model.path = {policy}"
+        f"token id {at} is {teacher_tokens.get(at)!r} in teacher.model_path = {teacher} and "
+        f"{policy_tokens.get(at)!r} in model.path = {policy}"
     )
     raise ConfigError(f"teacher and policy must have the same vocabulary: {difference}; {remedy}")
 
 
 def read_vocabulary(folder: Path) -> dict[int, str]:
-    """Return the tokens of a model's tokenizer by their ids, those that were added later included.
+    """Return the tokens of a model's tokenizer by their ids, including added tokens.
 
     Raises:
         ConfigError: The folder has no valid tokenizer.json.
@@ -200,13 +202,12 @@ def read_vocabulary(folder: Path) -> dict[int, str]:
         }
     except FileNotFoundError:
         raise ConfigError(
-            f"{folder} has no tokenizer.json, by which vocabularies are compared; save its "
+            f"{folder} has no tokenizer.json, which is needed to compare vocabularies; save its "
             "tokenizer as a fast one"
         ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{path} is no tokenizer as the tokenizers library writes it ({error!r}); save "
-            "the tokenizer again"
+            f"{path} is not a file of the tokenizers library ({error!r}); save the tokenizer again"
         ) from error
 
 
@@ -214,13 +215,13 @@ def token_texts(folder: Path, tokens: Sequence[int]) -> list[str]:
     """Return the text of each single token; incomplete UTF-8 becomes replacement characters.
 
     Args:
-        folder: Of the model; its `tokenizer.json` is read.
+        folder: The model's folder, which has a `tokenizer.json`.
         tokens: Token ids.
     Raises:
         ConfigError: The folder has no such file, or it can't be read.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise ConfigError(f"{path} does not exist, so tokens have no text; set model.path")
+        raise ConfigError(f"{path} does not exist, so tokens can't be decoded; set model.path")
     tokenizer = Tokenizer.from_file(str(path))
     return tokenizer.decode_batch([[token] for token in tokens], skip_special_tokens=False)

@@ -1,5 +1,6 @@
-"""Forwards alerts from Alertmanager's webhook through Apprise. It stores nothing: Alertmanager
-repeats alerts that a service did not accept.
+"""Forward alerts from Alertmanager's webhook through Apprise.
+
+The receiver stores nothing: Alertmanager repeats alerts that a service did not accept.
 """
 
 from __future__ import annotations
@@ -29,34 +30,34 @@ class Target(Protocol):
     name: str
 
     def send(self, *, title: str, body: str, kind: str) -> None:
-        """Send a text, or raise `DeliveryError`."""
+        """Send a message, or raise `DeliveryError`."""
 
 
 def parse_alerts(posted: bytes) -> dict[str, str]:
     """Parse an alert group that Alertmanager posted into title, body and kind.
 
     Raises:
-        ValueError: The body is not such a group; the text says what is missing.
+        ValueError: The body is not an alert group; the text says what is missing.
     Source: Alertmanager's webhook, version 4 (prometheus.io/docs/alerting/latest/configuration).
     """
     try:
         return _build_message(orjson.loads(posted))
     except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"this is not what Alertmanager posts to a webhook: {type(error).__name__}: {error}"
+            f"the body is not an alert group of Alertmanager: {type(error).__name__}: {error}"
         ) from None
 
 
 def _build_message(group: Mapping[str, Any]) -> dict[str, str]:
     alerts = [(alert["status"], alert["labels"], alert["annotations"]) for alert in group["alerts"]]
     name = ", ".join(sorted({labels["alertname"] for _, labels, _ in alerts}))
-    firing = [labels for is_firing, labels, _ in alerts if is_firing != RESOLVED]
+    firing = [labels for status, labels, _ in alerts if status != RESOLVED]
     kind = min(
         (KINDS.get(labels.get("severity", ""), "warning") for labels in firing),
         key=list(KINDS.values()).index,
         default="success",
     )
-    title = f"{name}: {'over' if group['status'] == RESOLVED else f'{len(firing)} firing'}"
+    title = f"{name}: {RESOLVED if group['status'] == RESOLVED else f'{len(firing)} firing'}"
     return {
         "title": title,
         "body": "\n".join(_format_alert(*alert) for alert in alerts),
@@ -69,7 +70,7 @@ def _format_alert(status: str, labels: Mapping[str, str], annotations: Mapping[s
         f"{name}={value}" for name, value in sorted(labels.items())
     )
     if status == RESOLVED:
-        return f"over: {text}"
+        return f"{RESOLVED}: {text}"
     return f"{text} See {annotations['runbook']}" if "runbook" in annotations else text
 
 
@@ -84,36 +85,37 @@ class AlertReceiver(ThreadingHTTPServer):
         """Start listening.
 
         Raises:
-            EnvironmentProblem: The address is taken, or belongs to another machine.
+            EnvironmentProblem: The address is in use, or belongs to another machine.
         """
         self.targets = targets
         try:
             super().__init__(address, _Handler)
         except OSError as error:
             raise EnvironmentProblem(
-                f"can't listen on {address[0]}:{address[1]}: {error.strerror}; give another "
+                f"can't listen on {address[0]}:{address[1]}: {error.strerror}; set another "
                 "--host or --port"
             ) from None
 
     def forward(self, posted: bytes) -> tuple[int, str]:
-        """Send an alert to all recipients; return the response's status and text."""
+        """Send an alert group to all recipients; return the response's status and text."""
         try:
-            text = parse_alerts(posted)
+            message = parse_alerts(posted)
         except ValueError as error:
             log.warning("alert.rejected", error=str(error))
             return 400, str(error)
-        missed = [name for name in (self._send_to(target, text) for target in self.targets) if name]
+        missed = [target.name for target in self.targets if not self._is_sent(target, message)]
         log.info(
-            "alert.forwarded", title=text["title"], num_targets=len(self.targets), missed=missed
+            "alert.forwarded", title=message["title"], num_targets=len(self.targets), missed=missed
         )
-        return (502, f"not taken by {', '.join(missed)}") if missed else (200, "sent")
+        return (502, f"not accepted by {', '.join(missed)}") if missed else (200, "sent")
 
-    def _send_to(self, target: Target, text: Mapping[str, str]) -> str:
+    def _is_sent(self, target: Target, message: Mapping[str, str]) -> bool:
+        """Send a message to a recipient; return whether it was accepted."""
         try:
-            target.send(title=text["title"], body=text["body"], kind=text["kind"])
+            target.send(title=message["title"], body=message["body"], kind=message["kind"])
         except DeliveryError:
-            return target.name
-        return ""
+            return False
+        return True
 
 
 class _Handler(TextHandler):
@@ -123,12 +125,12 @@ class _Handler(TextHandler):
         self._respond(200, "ok")
 
     def do_POST(self) -> None:  # noqa: N802 likewise
-        said = self.headers.get("Content-Length", "")
-        length = int(said) if LENGTH.fullmatch(said) else 0
+        header = self.headers.get("Content-Length", "")
+        length = int(header) if LENGTH.fullmatch(header) else 0
         if not 0 < length <= MAX_BYTES:
             self._respond(
                 413 if length > MAX_BYTES else 400,
-                f"a body of 1 to {MAX_BYTES} bytes is expected, got {length}",
+                f"the body must have 1 to {MAX_BYTES} bytes, got {length}",
             )
             return
         self._respond(*self.server.forward(self.rfile.read(length)))

@@ -21,11 +21,12 @@ class Notification:
     """A message about a run.
 
     Attributes:
-        key: The same whenever the log is read: no target gets a notification twice.
-        kind: As Apprise has them.
-        title: With the run's id.
-        body: What happened, and why.
-        at: When, in microseconds since the epoch.
+        key: Identifies the notification, the same each time the log is read: no service gets a
+            notification twice.
+        kind: Apprise's notification type.
+        title: One line, which includes the run's id.
+        body: The event and its reason.
+        at: Time of the event, in microseconds since the epoch.
     """
 
     key: str
@@ -36,55 +37,52 @@ class Notification:
 
 
 class NotificationBuilder:
-    """Feed it every control event, in log order. At most ten notices in ten minutes are given out;
-    the end of the run always is.
+    """Builds notifications from the control events, which must be applied in log order.
+
+    At most ten notifications per ten minutes are returned, but the run's end is always reported.
     """
 
     def __init__(self, run_id: str, *, first_version: int = 0) -> None:
         self._run_id, self._first_version = run_id, first_version
-        self._is_begun = False
-        self._num_steps = self._num_held = 0
+        self._has_begun = False
+        self._num_steps = self._num_suppressed = 0
         self._restored_at = 0
         self._seen: set[str] = set()
-        self._given: deque[int] = deque(maxlen=MAX_NOTIFICATIONS)
+        self._sent_at: deque[int] = deque(maxlen=MAX_NOTIFICATIONS)
 
     def apply(self, event: Event) -> Notification | None:
-        """Take in an event, and give the notice that is due."""
-        notice = self._build(event)
-        if notice is None or notice.key in self._seen:
+        """Apply an event, and return the notification that it causes, if any."""
+        notification = self._build(event)
+        if notification is None or notification.key in self._seen:
             return None
-        self._seen.add(notice.key)
-        is_end = notice.key.startswith("ended/")
+        self._seen.add(notification.key)
+        is_end = notification.key.startswith("ended/")
         if (
             not is_end
-            and len(self._given) == MAX_NOTIFICATIONS
-            and notice.at - self._given[0] < WINDOW_MICROS
+            and len(self._sent_at) == MAX_NOTIFICATIONS
+            and notification.at - self._sent_at[0] < WINDOW_MICROS
         ):
-            self._num_held += 1
+            self._num_suppressed += 1
             return None
-        self._given.append(notice.at)
-        held, self._num_held = self._num_held, 0
-        return (
-            replace(
-                notice,
-                body=f"{notice.body}\n({held} notices before this one were held back; see the log)",
-            )
-            if held
-            else notice
-        )
+        self._sent_at.append(notification.at)
+        num_suppressed, self._num_suppressed = self._num_suppressed, 0
+        if not num_suppressed:
+            return notification
+        hint = f"({num_suppressed} earlier notifications were not sent; see the log)"
+        return replace(notification, body=f"{notification.body}\n{hint}")
 
     def _build(self, event: Event) -> Notification | None:
         if isinstance(event, TrainStepCommitted):
             return self._build_for_step(event)
         if isinstance(event, RunCommanded):
             return self._build_for_command(event)
-        if isinstance(event, RunDescribed) and not self._is_begun:
-            self._is_begun = True
+        if isinstance(event, RunDescribed) and not self._has_begun:
+            self._has_begun = True
             return self._create(
                 "begun",
                 "info",
                 "began",
-                "Its controller is there, and its workers start.",
+                "Its controller is running, and its workers start.",
                 at=event.described_at,
             )
         return None
@@ -99,24 +97,24 @@ class NotificationBuilder:
             return self._create(
                 f"skipped/{event.train_step}",
                 "failure",
-                "has a step that is not finite",
+                "skipped a non-finite train step",
                 body,
                 at=event.committed_at,
             )
-        restored, self._restored_at = self._restored_at, 0
-        if not restored or event.committed_at <= restored:
-            self._restored_at = restored
+        restored_at, self._restored_at = self._restored_at, 0
+        if not restored_at or event.committed_at <= restored_at:
+            self._restored_at = restored_at
             return None
         body = f"Train step {event.train_step} is committed, the first one since the restore."
         return self._create(
-            f"recovered/{restored}", "success", "has recovered", body, at=event.committed_at
+            f"recovered/{restored_at}", "success", "has recovered", body, at=event.committed_at
         )
 
     def _build_for_command(self, event: RunCommanded) -> Notification | None:
-        at, act = event.commanded_at, Intervention.from_command(event)
+        at, intervention = event.commanded_at, Intervention.from_command(event)
         if (
-            act is not None and act.level is RecoveryLevel.PIPELINE_RESTART
-        ):  # one command for each worker, and one notice
+            intervention is not None and intervention.level is RecoveryLevel.PIPELINE_RESTART
+        ):  # one command per worker, but one notification in all
             self._restored_at = at
             return self._create(
                 f"restored/{at}",
@@ -125,11 +123,11 @@ class NotificationBuilder:
                 f"All its workers restart. {event.reason}",
                 at=at,
             )
-        if act is not None:
+        if intervention is not None:
             return self._create(
-                f"restarted/{act.worker_id}/{at}",
+                f"restarted/{intervention.worker_id}/{at}",
                 "warning",
-                f"has {act.worker_id} restarted",
+                f"has {intervention.worker_id} restarted",
                 f"It {event.reason}.",
                 at=at,
             )

@@ -1,8 +1,7 @@
-"""Sends texts to chats, mail and pagers through Apprise. URLs contain secrets: they come from a
-file or the environment, and are never shown.
+"""Sends each notification of a run to each configured service (chat, mail, pager) by Apprise.
 
-Sends each notification of a run once to each configured service, across restarts of the metrics
-role.
+A notification is sent once, across restarts of the metrics role. Service URLs contain secrets: they
+come from a file or the environment, and are never printed or logged.
 """
 
 from __future__ import annotations
@@ -25,24 +24,25 @@ VARIABLE = "RELAX_NOTIFICATION_URLS"
 
 
 class DeliveryError(Exception):
-    """A service did not accept a text. Apprise gives no reason, or one that contains the URL."""
+    """A service did not accept a message. Apprise gives no reason, or one that contains the URL."""
 
 
 class AppriseTarget:
-    """One service URL. `name` is the part that may be shown."""
+    """The service at one URL. `name` is the part of the URL that may be logged."""
 
     def __init__(self, url: str, *, number: int) -> None:
         """Parse the URL.
 
         Raises:
-            ConfigError: Apprise does not support the URL, or is not installed; the text gives the
-                URL's number, not its content.
+            ConfigError: Apprise does not support the URL, or is not installed; the error names the
+                URL by its number, not its content.
         """
         try:
             import apprise
         except ImportError:
             raise ConfigError(
-                "notices need apprise; pip install 'relax-events[notifications]', or name no URLs"
+                "notifications need the package apprise; install relax-events[notifications], or "
+                "remove the notification URLs"
             ) from None
         logging.getLogger("apprise").disabled = True  # it logs URLs
         hide(url)
@@ -50,21 +50,22 @@ class AppriseTarget:
         self._target: Any = apprise.Apprise()
         if not self._target.add(url):
             raise ConfigError(
-                f"notice URL number {number} is none that Apprise knows; see its list of services"
+                f"notification URL number {number} is not supported by Apprise; see its list of "
+                "services"
             )
 
     def send(self, *, title: str, body: str, kind: str) -> None:
-        """Send a text; Apprise waits 4 s for a connection and 4 s for a response.
+        """Send a message; Apprise waits 4 s for a connection and 4 s for a response.
 
         Raises:
-            NotDelivered: The service is unavailable, or refused the text.
+            DeliveryError: The service is unavailable, or rejected the message.
         """
         if not self._target.notify(title=title, body=body, notify_type=kind):
-            raise DeliveryError(f"{self.name} did not take it")
+            raise DeliveryError(f"{self.name} did not accept the message")
 
 
 def notification_urls(config: TelemetryConfig) -> list[str]:
-    """Return the URLs, one a line or between blanks; none where neither file nor variable is given.
+    """Return the URLs, which are separated by white space; an empty list without file and variable.
 
     Raises:
         ConfigError: The file can't be read.
@@ -97,15 +98,20 @@ history."""
 class Notifier:
     """Sends notifications to one service."""
 
-    def __init__(self, target: AppriseTarget, memory: DeliveryProgress) -> None:
-        self._target, self._memory = target, memory
+    def __init__(self, target: AppriseTarget, progress: DeliveryProgress) -> None:
+        self._target, self._progress = target, progress
 
-    def send(self, notice: Notification) -> None:
-        """Send a notification, unless it was sent before or is too old; raises as the service."""
-        if self._memory.get_note(notice.key) or now_micros() - notice.at > MAX_AGE_MICROS:
+    def send(self, notification: Notification) -> None:
+        """Send a notification, unless it was sent before or is too old.
+
+        Raises:
+            DeliveryError: The service did not accept it.
+        """
+        is_too_old = now_micros() - notification.at > MAX_AGE_MICROS
+        if is_too_old or self._progress.get_note(notification.key):
             return
-        self._target.send(title=notice.title, body=notice.body, kind=notice.kind)
-        self._memory.set_note(notice.key, "sent")
+        self._target.send(title=notification.title, body=notification.body, kind=notification.kind)
+        self._progress.set_note(notification.key, "sent")
 
 
 def open_notifiers(

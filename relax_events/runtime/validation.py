@@ -1,4 +1,4 @@
-"""What must hold for a sample before anyone computes with it."""
+"""Check prompt groups, samples and ends of prompt groups before a role uses them."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ MAX_SAMPLES_PER_PROMPT = 4096
 
 
 def check_issued(event: Event) -> PromptGroupIssued:
-    """Return an issued prompt group that can be generated.
+    """Check that an event is an issued prompt group that can be generated, and return it.
 
     Raises:
-        PoisonSample: It can't; the text names the field and the value.
+        PoisonSample: It is not; the text names the field and the value.
     """
     if not isinstance(event, PromptGroupIssued):
         raise PoisonSample(f"expected PromptGroupIssued, got {type(event).__name__}")
@@ -42,21 +42,25 @@ def check_issued(event: Event) -> PromptGroupIssued:
 
 
 def require_allowed_event(entity: str, event: Event) -> None:
-    """Check that an event stands on a topic, given without its run, that holds its kind.
+    """Check that a topic may hold an event.
 
+    Args:
+        entity: The topic's name without the prefix of the run.
+        event: The event.
     Raises:
-        ForeignRecord: It does not; the roles that write there may not say it.
+        ForeignRecord: The topic's writers may not produce this event.
     """
     if not belongs_on(entity, event):
         raise ForeignRecord(
-            f"{entity} does not hold this {type(event).__name__}: the roles that write there "
-            "may not say it"
+            f"{entity} must not hold this {type(event).__name__}: the roles that write there "
+            "may not produce it"
         )
 
 
 def allowed_outcomes(entity: str) -> tuple[Outcome, ...]:
-    """Return the outcomes that a role may ask for on a topic: whether a prompt group is filtered,
-    the role that writes samples says alone.
+    """Return the outcomes that a role may request on a topic.
+
+    Only the role that writes training samples may request that a prompt group is filtered.
     """
     return (
         (Outcome.FILTERED, Outcome.EXPIRED, Outcome.FAILED)
@@ -66,14 +70,13 @@ def allowed_outcomes(entity: str) -> tuple[Outcome, ...]:
 
 
 def check_ended(event: PromptGroupEnded, *, allowed: Sequence[Outcome]) -> PromptGroupEnded:
-    """Return an end that a role may ask the trainer for.
+    """Check that a role may request this end of a prompt group from the trainer, and return it.
 
     Args:
-        event: As decoded.
-        allowed: Outcomes that its writers may ask for; none may say that a prompt group was
-            trained.
+        event: The decoded event.
+        allowed: Outcomes that its writers may request; never that a prompt group was trained.
     Raises:
-        ForeignRecord: It names no prompt group, or an outcome that isn't allowed.
+        ForeignRecord: The prompt group id is invalid, or the outcome is not allowed.
     """
     try:
         _require_own_id(event, what="end of prompt group")
@@ -88,25 +91,26 @@ def check_ended(event: PromptGroupEnded, *, allowed: Sequence[Outcome]) -> Promp
 
 
 def _require_own_id(event: PromptGroupIssued | PromptGroupEnded, *, what: str) -> None:
-    """Check that a prompt group's id names the step, index and attempt that its event carries."""
+    """Check that a prompt group's id agrees with the step, index and attempt of its event."""
     try:
         issued = IssuedGroup.parse(event.prompt_group_id)
     except CorruptRecord as error:
         raise PoisonSample(str(error)) from None
-    named, written = (
+    in_id, in_event = (
         (issued.slot.train_step, issued.slot.group_index, issued.attempt),
         (event.train_step, event.group_index, event.attempt),
     )
-    if named != written:
-        rule = f"the id must name train_step, group_index and attempt {written}, got {named}"
+    if in_id != in_event:
+        rule = f"the id must name train_step, group_index and attempt {in_event}, got {in_id}"
         raise PoisonSample(f"{what} {event.prompt_group_id}: {rule}")
 
 
 def check_sample(event: Event) -> SampleRolledOut:
-    """Return a rolled-out sample whose arrays agree and whose numbers are finite.
+    """Check that an event is a rolled-out sample with matching shapes and finite numbers, and
+    return it.
 
     Raises:
-        PoisonSample: Something doesn't hold; the text names the sample, the field and the value.
+        PoisonSample: A check failed; the text names the sample, the field and the value.
     """
     if not isinstance(event, SampleRolledOut):
         raise PoisonSample(f"expected SampleRolledOut, got {type(event).__name__}")
@@ -117,8 +121,10 @@ def check_sample(event: Event) -> SampleRolledOut:
 
 
 def check_ready(event: Event) -> SampleReady:
-    """Return a ready sample whose arrays agree and whose numbers are finite; raises as
-    `check_sample`.
+    """Check that an event is a ready sample with matching shapes and finite numbers, and return it.
+
+    Raises:
+        PoisonSample: A check failed; the text names the sample, the field and the value.
     """
     if not isinstance(event, SampleReady):
         raise PoisonSample(f"expected SampleReady, got {type(event).__name__}")
@@ -149,16 +155,16 @@ def check_trainable(
     max_abs_advantage: float = math.inf,
     experts: ExpertShape | None = None,
 ) -> SampleReady:
-    """Return a ready sample that an algorithm and a model can be trained on.
+    """Check that an algorithm can train a model on a ready sample, and return the sample.
 
     Args:
-        sample: As `check_ready` lets it through.
-        algorithm: Says which log-probabilities it must carry.
-        max_abs_advantage: Bound of a token's advantage, either way.
-        vocab_size: Bound of the token ids that the model takes.
-        experts: Of a model that replays the engine's routing.
+        sample: A sample that passed `check_ready`.
+        algorithm: Determines which log-probabilities the sample must have.
+        max_abs_advantage: Highest absolute value of a token's advantage.
+        vocab_size: Size of the model's vocabulary.
+        experts: Shape of the routed experts, if the model replays the engine's routing.
     Raises:
-        PoisonSample: It can't; the text says why.
+        PoisonSample: A check failed; the text names the sample, the field and the value.
     """
     needed = {
         "actor_logprobs": algorithm.old_logprobs == "actor",
@@ -180,7 +186,10 @@ def check_trainable(
             f"got {highest}"
         )
     if (largest := float(np.abs(np.asarray(sample.advantages)).max())) > max_abs_advantage:
-        rule = f"advantages must lie within trainer.max_abs_advantage = {max_abs_advantage:g}"
+        rule = (
+            f"advantages must be at most trainer.max_abs_advantage = {max_abs_advantage:g} in "
+            "magnitude"
+        )
         raise PoisonSample(
             f"sample {sample.sample_id}: {rule}, got {largest:g}; raise it if rewards are "
             "that large"
@@ -193,8 +202,8 @@ def check_trainable(
 
 
 def _check_used_token_sets(sample: SampleReady, *, num_ids: int, vocab_size: int) -> None:
-    """Check the token ids at which policy and teacher are compared, and what the teacher says of
-    them.
+    """Check the token ids at which policy and teacher are compared, and the teacher's
+    log-probabilities of them.
     """
     where, (ids, teacher) = (
         f"sample {sample.sample_id}",
@@ -272,13 +281,12 @@ def _check_arrays(event: SampleRolledOut | SampleReady, fields: tuple[str, ...])
         _check_array(getattr(event, name), tokens.shape, f"{where}: {name}")
     if not isinstance(event.loss_mask, StoredArray) and event.loss_mask[0]:
         raise PoisonSample(
-            f"{where}: loss_mask must be 0 at the first token, since nothing stands before "
-            "it to predict it from"
+            f"{where}: loss_mask must be 0 at the first token, since no token before it predicts it"
         )
 
 
 def _check_token_sets(event: SampleRolledOut | SampleReady, fields: tuple[str, ...]) -> None:
-    """Check arrays that have a row of token ids, or of values of them, for each loss token."""
+    """Check arrays with one row of token ids, or of their log-probabilities, per loss token."""
     given = {name: array for name in fields if (array := getattr(event, name)) is not None}
     if isinstance(event.loss_mask, StoredArray):
         return
@@ -305,10 +313,10 @@ def _check_token_sets(event: SampleRolledOut | SampleReady, fields: tuple[str, .
 def _check_routed_experts(event: SampleRolledOut | SampleReady) -> None:
     if (experts := event.routed_experts) is None:
         return
-    rule, num_read = f"sample {event.sample_id}: routed_experts must be", event.tokens.shape[0] - 1
-    if len(experts.shape) != 3 or experts.shape[0] != num_read:
+    rule, num_rows = f"sample {event.sample_id}: routed_experts must be", event.tokens.shape[0] - 1
+    if len(experts.shape) != 3 or experts.shape[0] != num_rows:
         raise PoisonSample(
-            f"{rule} [{num_read}, layers, top_k], a row for all tokens but the last, got "
+            f"{rule} [{num_rows}, layers, top_k], a row for each token but the last, got "
             f"shape {experts.shape}"
         )
     if np.dtype(experts.dtype).kind not in "iu":

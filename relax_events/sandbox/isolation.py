@@ -26,7 +26,7 @@ from relax_events.sandbox.inside import landlock, seccomp
 
 ENTRY = Path(inside.__file__).parent / "entry.py"
 SYSTEM_PYTHON = "/usr/bin/python3"
-"""Tried when the program's user can't reach our interpreter."""
+"""The interpreter to try when the program's user can't access ours."""
 PROBE_SECONDS = 20.0
 FIRST_SPARE_USER, NUM_SPARE_USERS = 61_000, 4_000
 NAMESPACES = ("--net", "--pid", "--ipc", "--fork", "--kill-child")
@@ -58,22 +58,22 @@ class Isolation:
     """The user to switch to, if we are root."""
     python: str = sys.executable
     binds: tuple[tuple[str, str], ...] = ()
-    """Interpreter folders that the user can't reach, and the names in the sandbox's folder where
-    they are mounted."""
+    """Interpreter folders that the user can't access, each with the name in the sandbox's folder
+    under which it is mounted."""
 
     @property
     def guards_files(self) -> bool:
-        """Whether the program cannot access this machine's files."""
+        """Whether the program is denied access to this machine's files."""
         return self.has_private_root or self.landlock > 0
 
     @property
     def guards_network(self) -> bool:
-        """Whether the program cannot access the network."""
+        """Whether the program is denied access to the network."""
         return self.has_namespaces or self.filters
 
     @property
     def guards_processes(self) -> bool:
-        """Whether the program cannot access other processes."""
+        """Whether the program is denied access to other processes."""
         return self.has_namespaces or self.filters
 
     @property
@@ -95,10 +95,10 @@ class Isolation:
             "namespaces": self.has_namespaces,
             f"user {self.user}": self.user is not None,
         }
-        return ", ".join(name for name, stands in parts.items() if stands) or "nothing"
+        return ", ".join(name for name, is_active in parts.items() if is_active) or "nothing"
 
 
-def list_readable_paths(walls: Isolation, folder: Path) -> list[str]:
+def list_readable_paths(isolation: Isolation, folder: Path) -> list[str]:
     """Return the paths that a program may read and run: system software and the interpreter with
     its packages.
     """
@@ -108,7 +108,7 @@ def list_readable_paths(walls: Isolation, folder: Path) -> list[str]:
         *DEVICES,
         *list_interpreter_folders(),
         str(ENTRY.parent),
-        *(str(folder / name) for _, name in walls.binds),
+        *(str(folder / name) for _, name in isolation.binds),
     ]
 
 
@@ -131,12 +131,12 @@ def find_isolation() -> Isolation:
     """Return the strongest isolation in which a test program runs on this machine.
 
     Raises:
-        EnvironmentProblem: The interpreter starts in no isolation.
+        EnvironmentProblem: The interpreter does not start in any isolation.
     """
-    found = next((walls for walls in _candidates() if _works(walls)), None)
+    found = next((candidate for candidate in _candidates() if _works(candidate)), None)
     if found is None:
         as_root = (
-            "run it as another user than root, or give it the capabilities "
+            "run it as a user other than root, or give it the capabilities "
             f"{', '.join(CAPABILITIES)}"
         )
         remedy = as_root if os.geteuid() == 0 else "install bubblewrap"
@@ -159,25 +159,27 @@ def require_isolation(*, allow_unprotected: bool = False) -> Isolation:
     found = find_isolation()
     if found.is_sufficient or allow_unprotected:
         return found
-    guards = {
-        "files (that takes bubblewrap, or Landlock)": found.guards_files,
-        "the network (that takes seccomp, or namespaces)": found.guards_network,
-        "other processes (that takes seccomp, or namespaces)": found.guards_processes,
+    is_isolated_from = {
+        "files (requires bubblewrap or Landlock)": found.guards_files,
+        "the network (requires seccomp or namespaces)": found.guards_network,
+        "other processes (requires seccomp or namespaces)": found.guards_processes,
     }
-    missing = " and ".join(name for name, stands in guards.items() if not stands)
+    missing = " and ".join(
+        name for name, is_isolated in is_isolated_from.items() if not is_isolated
+    )
     raise EnvironmentProblem(
-        f"programs that a model wrote are not run here: nothing isolates them from {missing}. "
+        f"programs that a model wrote can't run here: nothing isolates them from {missing}. "
         "Install bubblewrap, use a kernel with Landlock (5.13 or"
         " newer) and, in a container, a seccomp profile that lets Landlock through, as "
-        "Docker's own does, or accept the risk, on a machine that"
-        f" holds nothing of value, with {ALLOW_UNPROTECTED}"
+        "Docker's own does, or accept the risk, on a machine "
+        f"without valuable data, with {ALLOW_UNPROTECTED}"
     )
 
 
 def _candidates() -> list[Isolation]:
     is_root = os.geteuid() == 0
     user = FIRST_SPARE_USER + os.getpid() % NUM_SPARE_USERS if is_root else None
-    known, filters = landlock.version(), platform.machine() in seccomp.ARCHITECTURES
+    landlock_version, filters = landlock.version(), platform.machine() in seccomp.ARCHITECTURES
     unshare = ("unshare", *(() if is_root else ("--user", "--map-current-user")), *NAMESPACES)
     pythons = [
         python
@@ -198,21 +200,21 @@ def _candidates() -> list[Isolation]:
                 (bwrap,),
                 has_namespaces=True,
                 has_private_root=True,
-                landlock=known,
+                landlock=landlock_version,
                 filters=filters,
             )
         )
     for command in ((*unshare, "--mount-proc"), unshare, ()):
-        shown = binds if "--mount-proc" in command else ()
+        used_binds = binds if "--mount-proc" in command else ()
         candidates += [
             Isolation(
                 command,
                 bool(command),
-                landlock=known,
+                landlock=landlock_version,
                 filters=filters,
                 user=user,
                 python=python,
-                binds=shown,
+                binds=used_binds,
             )
             for python in pythons
         ]
@@ -225,23 +227,23 @@ def _is_world_accessible(folder: str) -> bool:
     return all(one.stat().st_mode & 0o001 for one in (path, *path.parents))
 
 
-def _works(walls: Isolation) -> bool:
+def _works(isolation: Isolation) -> bool:
     """Return whether a test program can import and print in this isolation."""
     from relax_events.sandbox.sandbox import Limits, Sandbox, Verdict
 
     try:
-        with Sandbox(PROBE, Limits(seconds=PROBE_SECONDS), walls=walls) as sandbox:
+        with Sandbox(PROBE, Limits(seconds=PROBE_SECONDS), isolation=isolation) as sandbox:
             return sandbox.run_with_input("") == (Verdict.PASSED, "here\n")
     except (OSError, EnvironmentProblem, RewardError, subprocess.SubprocessError):
         return False
 
 
-def build_bubblewrap_command(walls: Isolation, *, folder: Path) -> list[str]:
+def build_bubblewrap_command(isolation: Isolation, *, folder: Path) -> list[str]:
     """Return the bubblewrap command for a private root: system software, the interpreter, and one
     writable folder.
     """
     arguments = [
-        *walls.command,
+        *isolation.command,
         "--unshare-all",
         "--die-with-parent",
         "--new-session",
@@ -260,7 +262,7 @@ def build_bubblewrap_command(walls: Isolation, *, folder: Path) -> list[str]:
 
 
 def build_setup(
-    walls: Isolation,
+    isolation: Isolation,
     *,
     folder: Path,
     limits: dict[str, int],
@@ -272,14 +274,14 @@ def build_setup(
     setup: dict[str, object] = {
         "limits": limits,
         "processes": processes,
-        "filters": walls.filters,
-        "may_signal": walls.may_signal,
-        "user": walls.user,
+        "filters": isolation.filters,
+        "may_signal": isolation.may_signal,
+        "user": isolation.user,
         "ready": ready,
         "task": task,
-        "binds": [[source, str(folder / name)] for source, name in walls.binds],
+        "binds": [[source, str(folder / name)] for source, name in isolation.binds],
     }
-    if walls.landlock:
-        setup["readable"] = list_readable_paths(walls, folder)
+    if isolation.landlock:
+        setup["readable"] = list_readable_paths(isolation, folder)
         setup["writable"] = [str(folder), "/dev/null"]
     return orjson.dumps(setup).decode()

@@ -17,34 +17,34 @@ from relax_events.sandbox.sandbox import Limits, Sandbox, Verdict
 
 CHECK_SECONDS = 30.0
 ESCAPES = {
-    "read a file of the account's": "open(outside['file']).read()",
-    "write to a file of the account's": "open(outside['file'], 'w')",
-    "list the account's home": "os.listdir(outside['home'])",
+    "read a file of this account": "open(outside['file']).read()",
+    "write to a file of this account": "open(outside['file'], 'w')",
+    "list the home of this account": "os.listdir(outside['home'])",
     "write to shared memory": "os.close(os.open('/dev/shm', os.O_TMPFILE | os.O_RDWR))",
     "read this process's environment": "open('/proc/%d/environ' % outside['pid']).read()",
     "signal this process": "os.kill(outside['pid'], 0)",
     "connect to a port": "socket.create_connection(('127.0.0.1', outside['port']), 2)",
-    "connect to a socket on a path": "socket.socket(socket.AF_UNIX).connect(outside['socket'])",
-    "send to a socket on a path": (
+    "connect to a Unix socket": "socket.socket(socket.AF_UNIX).connect(outside['socket'])",
+    "send to a Unix socket": (
         "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0].sendto(b'', outside['socket'])"
     ),
-    "make a namespace": (
+    "create a namespace": (
         "os.waitstatus_to_exitcode(subprocess.run(['unshare', '--user', 'true'], "
         "check=True).returncode)"
     ),
-    "make an anonymous file": "os.memfd_create('relax')",
+    "create an anonymous file": "os.memfd_create('relax')",
 }
 PROGRAM = """
 import json, os, socket, subprocess, sys
-outside, ways = json.loads(sys.stdin.readline()), json.loads(sys.stdin.readline())
-open_ways = []
-for name, code in ways.items():
+outside, escapes = json.loads(sys.stdin.readline()), json.loads(sys.stdin.readline())
+succeeded = []
+for name, code in escapes.items():
     try:
         eval(code)
     except Exception:
         continue
-    open_ways.append(name)
-print(json.dumps(open_ways))
+    succeeded.append(name)
+print(json.dumps(succeeded))
 """
 
 
@@ -55,22 +55,24 @@ def check_isolation(*, allow_unprotected: bool = False) -> str:
         EnvironmentProblem: There is no sufficient isolation.
         CheckFailed: An escape succeeds; the text names it.
     """
-    walls = require_isolation(allow_unprotected=allow_unprotected)
+    isolation = require_isolation(allow_unprotected=allow_unprotected)
     with (
-        _create_targets() as things,
-        Sandbox(PROGRAM, Limits(seconds=CHECK_SECONDS), walls=walls) as sandbox,
+        _create_targets() as targets,
+        Sandbox(PROGRAM, Limits(seconds=CHECK_SECONDS), isolation=isolation) as sandbox,
     ):
         verdict, printed = sandbox.run_with_input(
-            f"{orjson.dumps(things).decode()}\n{orjson.dumps(ESCAPES).decode()}\n"
+            f"{orjson.dumps(targets).decode()}\n{orjson.dumps(ESCAPES).decode()}\n"
         )
     if verdict is not Verdict.PASSED:
         raise CheckFailed(
-            f"the program that tests the isolation ({walls.describe()}) failed: {verdict}"
+            f"the program that tests the isolation ({isolation.describe()}) failed: {verdict}"
         )
-    if open_ways := orjson.loads(printed):
-        raise CheckFailed(f"a program isolated by {walls.describe()} can {', '.join(open_ways)}")
+    if succeeded := orjson.loads(printed):
+        raise CheckFailed(
+            f"a program isolated by {isolation.describe()} can {', '.join(succeeded)}"
+        )
     return (
-        f"programs are isolated by {walls.describe()}; {len(ESCAPES)} known escapes tried, "
+        f"programs are isolated by {isolation.describe()}; {len(ESCAPES)} known escapes tried, "
         "none succeeds"
     )
 

@@ -37,7 +37,7 @@ MAX_FILE_BYTES = 16 * 1024**2
 MAX_FOLDER_BYTES = 64 * 1024**2
 SETUP_SECONDS = 30.0
 END_SECONDS = 5.0
-LEAVE_SECONDS = 0.5
+SOLUTION_EXIT_SECONDS = 0.5
 KILL_POLL_SECONDS = 0.005
 FIRST_CHECK_SECONDS = 0.1
 CHECK_SECONDS = 0.05
@@ -47,7 +47,7 @@ SHARED_BYTES = 16 * 1024**2
 """The interpreter's memory, which is counted for each process although it is shared."""
 SOLUTION_GONE_EXIT_CODE = 78
 READABLE = 0o644
-"""The mode of files that a program of another user must read, independent of our umask."""
+"""The mode of files that another user's program must read, whatever our umask is."""
 
 
 class Verdict(StrEnum):
@@ -71,17 +71,19 @@ class Sandbox:
     manager.
     """
 
-    def __init__(self, solution: str, limits: Limits, *, walls: Isolation | None = None) -> None:
+    def __init__(
+        self, solution: str, limits: Limits, *, isolation: Isolation | None = None
+    ) -> None:
         """Write the solution into a temporary folder; nothing runs yet.
 
         Args:
             solution: Python source.
             limits: The limits of each run.
-            walls: The isolation; by default the strongest of this machine.
+            isolation: The isolation; by default the strongest of this machine.
         Raises:
             EnvironmentProblem: This machine has no sufficient isolation.
         """
-        self._limits, self._walls = limits, walls or require_isolation()
+        self._limits, self._isolation = limits, isolation or require_isolation()
         self._folder = Path(tempfile.mkdtemp(prefix="relax-sandbox-"))
         self._folder.chmod(0o711)  # the program's user must reach the folder of its run
         self._solution = self._folder / "solution.py"
@@ -94,18 +96,18 @@ class Sandbox:
     def __exit__(self, *_: object) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def run_with_input(self, given: str) -> tuple[Verdict, str]:
+    def run_with_input(self, stdin_text: str) -> tuple[Verdict, str]:
         """Run the solution with a text on stdin; return its verdict and its stdout."""
         with (
-            _open_temporary_file(given.encode(errors="replace")) as stdin,
+            _open_temporary_file(stdin_text.encode(errors="replace")) as stdin,
             _open_temporary_file() as stdout,
-            self._box("run") as folder,
+            self._run_folder("run") as folder,
         ):
             process = _Process(
-                self._walls,
+                self._isolation,
                 self._limits,
                 folder,
-                {"program": self._copy(folder)},
+                {"program": self._copy_solution(folder)},
                 stdin=stdin.fileno(),
                 stdout=stdout.fileno(),
             )
@@ -121,62 +123,68 @@ class Sandbox:
         the verdict.
         """
         with contextlib.ExitStack() as stack:
-            box, court = (
-                stack.enter_context(self._box("solution")),
-                stack.enter_context(self._box("tests")),
+            solution_folder, tests_folder = (
+                stack.enter_context(self._run_folder("solution")),
+                stack.enter_context(self._run_folder("tests")),
             )
-            (court / "tests.py").write_text(tests, errors="replace")
-            (court / "tests.py").chmod(READABLE)
-            to_solution, to_judge, to_us = _Pipe(stack), _Pipe(stack), _Pipe(stack)
-            served = {"serve": self._copy(box)}
-            solution = _Process(
-                self._walls,
+            (tests_folder / "tests.py").write_text(tests, errors="replace")
+            (tests_folder / "tests.py").chmod(READABLE)
+            to_solution, to_tests, verdict_pipe = _Pipe(stack), _Pipe(stack), _Pipe(stack)
+            solution_task = {"serve": self._copy_solution(solution_folder)}
+            solution_process = _Process(
+                self._isolation,
                 self._limits,
-                box,
-                served,
+                solution_folder,
+                solution_task,
                 stdin=to_solution.read.fileno(),
-                stdout=to_judge.write.fileno(),
+                stdout=to_tests.write.fileno(),
             )
-            stack.callback(solution.end)
-            ends = (to_judge.read.fileno(), to_solution.write.fileno(), to_us.write.fileno())
-            judged = {
-                "judge": str(court / "tests.py"),
-                **dict(zip(("requests", "answers", "verdict"), ends, strict=True)),
+            stack.callback(solution_process.end)
+            test_fds = (
+                to_tests.read.fileno(),
+                to_solution.write.fileno(),
+                verdict_pipe.write.fileno(),
+            )
+            test_task = {
+                "tests": str(tests_folder / "tests.py"),
+                **dict(zip(("requests", "answers", "verdict"), test_fds, strict=True)),
             }
-            judge = _Process(self._walls, self._limits, court, judged, pass_fds=ends)
+            test_process = _Process(
+                self._isolation, self._limits, tests_folder, test_task, pass_fds=test_fds
+            )
             for end in (
                 to_solution.read,
                 to_solution.write,
-                to_judge.read,
-                to_judge.write,
-                to_us.write,
+                to_tests.read,
+                to_tests.write,
+                verdict_pipe.write,
             ):
-                end.close()  # so that a reader sees the end of a process
-            until = time.monotonic() + self._limits.seconds
-            decided = judge.finish(until)
-            has_passed = to_us.read.read(1) == b"1"
-            is_gone = judge.code == SOLUTION_GONE_EXIT_CODE
-            ending = solution.finish(
-                until if is_gone else time.monotonic() + LEAVE_SECONDS
-            )  # it ends by itself once the tests have ended
+                end.close()  # otherwise a reader would not see that the writing process exited
+            deadline = time.monotonic() + self._limits.seconds
+            tests_verdict = test_process.finish(deadline)
+            has_passed = verdict_pipe.read.read(1) == b"1"
+            is_gone = test_process.code == SOLUTION_GONE_EXIT_CODE
+            solution_verdict = solution_process.finish(
+                deadline if is_gone else time.monotonic() + SOLUTION_EXIT_SECONDS
+            )  # it exits by itself after the tests
             if has_passed:
                 return Verdict.PASSED
-            decided = ending if is_gone else decided
-            return Verdict.FAILED if decided is Verdict.PASSED else decided
+            verdict = solution_verdict if is_gone else tests_verdict
+            return Verdict.FAILED if verdict is Verdict.PASSED else verdict
 
     @contextlib.contextmanager
-    def _box(self, name: str) -> Iterator[Path]:
+    def _run_folder(self, name: str) -> Iterator[Path]:
         """Create a folder that one run may write to, and delete it afterwards."""
         folder = self._folder / name
         folder.mkdir()
         try:
-            if self._walls.user is not None:
-                os.chown(folder, self._walls.user, self._walls.user)
+            if self._isolation.user is not None:
+                os.chown(folder, self._isolation.user, self._isolation.user)
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _copy(self, folder: Path) -> str:
+    def _copy_solution(self, folder: Path) -> str:
         return str(shutil.copy(self._solution, folder / "solution.py"))
 
 
@@ -185,7 +193,7 @@ class _Process:
 
     def __init__(
         self,
-        walls: Isolation,
+        isolation: Isolation,
         limits: Limits,
         folder: Path,
         task: Mapping[str, object],
@@ -194,26 +202,26 @@ class _Process:
         stdout: int = subprocess.DEVNULL,
         pass_fds: Sequence[int] = (),
     ) -> None:
-        self._walls, self._limits, self._folder = walls, limits, folder
+        self._isolation, self._limits, self._folder = isolation, limits, folder
         self.code: int | None = None
         """The exit code, once the program has ended by itself."""
         started, ready = os.pipe()
         setup = build_setup(
-            walls,
+            isolation,
             folder=folder,
             limits=self._resource_limits(),
             processes=MAX_PROCESSES,
             ready=ready,
             task=task,
         )
-        leading = (
-            build_bubblewrap_command(walls, folder=folder)
-            if walls.has_private_root
-            else list(walls.command)
+        prefix = (
+            build_bubblewrap_command(isolation, folder=folder)
+            if isolation.has_private_root
+            else list(isolation.command)
         )
         try:
             self._process = subprocess.Popen(
-                [*leading, walls.python, "-I", "-B", str(ENTRY), setup],
+                [*prefix, isolation.python, "-I", "-B", str(ENTRY), setup],
                 stdin=stdin,
                 stdout=stdout,
                 stderr=subprocess.DEVNULL,
@@ -243,26 +251,28 @@ class _Process:
                 f"{self._process.returncode})"
             )
 
-    def finish(self, until: float) -> Verdict:
-        """Wait for the program's end, and end it at the deadline or when it exceeds the limits;
+    def finish(self, deadline: float) -> Verdict:
+        """Wait until the program ends, or end it at the deadline or when it exceeds the limits;
         return its verdict.
 
         Args:
-            until: The deadline on the monotonic clock.
+            deadline: The deadline, on the monotonic clock.
         """
         try:
-            return self._watch(until)
+            return self._watch(deadline)
         finally:
             self.end()
 
-    def _watch(self, until: float) -> Verdict:
-        look = FIRST_CHECK_SECONDS
+    def _watch(self, deadline: float) -> Verdict:
+        interval = FIRST_CHECK_SECONDS
         while True:
             try:
-                self.code = code = self._process.wait(max(0.0, min(look, until - time.monotonic())))
+                self.code = code = self._process.wait(
+                    max(0.0, min(interval, deadline - time.monotonic()))
+                )
             except subprocess.TimeoutExpired:
-                look = CHECK_SECONDS
-                if self._exceeds_limits() or time.monotonic() >= until:
+                interval = CHECK_SECONDS
+                if self._exceeds_limits() or time.monotonic() >= deadline:
                     return Verdict.OUT_OF_LIMITS
             else:
                 if code == 0:
@@ -297,16 +307,16 @@ class _Process:
         if self._process.poll() is not None:
             return  # the first process inside ends last
         left = self._descendants()
-        if not self._walls.has_namespaces:
+        if not self._isolation.has_namespaces:
             self._process.terminate()  # it ends its descendants, and then itself
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(END_SECONDS)
         self._process.kill()
         self._process.wait()
-        until = time.monotonic() + END_SECONDS
+        deadline = time.monotonic() + END_SECONDS
         while (
             left := [process for process in left if _is_alive(process)]
-        ) and time.monotonic() < until:
+        ) and time.monotonic() < deadline:
             for process in left:
                 with contextlib.suppress(psutil.Error):
                     process.kill()
@@ -347,7 +357,7 @@ def _open_temporary_file(content: bytes = b"") -> IO[bytes]:
 
 
 class _Pipe:
-    """A pipe whose ends are closed with the stack at the latest."""
+    """A pipe whose ends are closed by the exit stack, if not before."""
 
     def __init__(self, stack: contextlib.ExitStack) -> None:
         read, write = os.pipe()

@@ -1,5 +1,5 @@
-"""Staleness as an offset policy: admission, window and skip, as pure functions over versions and
-offsets.
+"""Staleness as an offset policy: admission, window and skipping are pure functions over versions
+and offsets.
 """
 
 from relax_events.staleness.admission import (

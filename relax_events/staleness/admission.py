@@ -1,4 +1,4 @@
-"""Which prompt groups may be issued, given what was issued and what became of it."""
+"""Decide which prompt groups may be issued, from the issued prompt groups and their outcomes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from relax_events.events.types import PromptGroupEnded
 
 ID_PATTERN = re.compile("([0-9]{6,12})-([0-9]{4,12})-([0-9]{1,12})")
 FIRST_EXTERNAL_INDEX = 1_000_000
-"""A `group_index` that no batch reaches: from here on the batch slots belong to producers other
-than the prompter."""
+"""The first `group_index` of external prompt groups. It exceeds the size of every train batch."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -41,25 +40,25 @@ class IssuedGroup:
 
     @classmethod
     def parse(cls, prompt_group_id: str) -> IssuedGroup:
-        """Read slot and attempt back from an id; the row is not in it and comes back as -1.
+        """Parse batch slot and attempt from an id, which does not contain the row: it becomes -1.
 
         Raises:
-            CorruptRecord: The text is no prompt group id.
+            CorruptRecord: The text is not a prompt group id.
         """
         match = ID_PATTERN.fullmatch(prompt_group_id)
         group = match and cls(BatchSlot(int(match[1]), int(match[2])), int(match[3]), -1)
         if group is None or group.prompt_group_id != prompt_group_id:
             raise CorruptRecord(
-                f"{prompt_group_id[:64]!r} is no prompt group id; they look like 000012-0003-0"
+                f"{prompt_group_id[:64]!r} is not a prompt group id; an example is 000012-0003-0"
             )
         return group
 
 
 def is_external(prompt_group_id: str) -> bool:
-    """Tell whether a prompt group was issued by a producer other than the prompter: it is generated
-    and scored, never trained.
+    """Return whether a prompt group was issued by a producer other than the prompter.
 
-    A text that is no prompt group id belongs to no producer, external or not.
+    An external prompt group is generated and scored, never trained. A text that is not a prompt
+    group id is not external.
     """
     match = ID_PATTERN.fullmatch(prompt_group_id)
     return match is not None and int(match[2]) >= FIRST_EXTERNAL_INDEX
@@ -74,10 +73,10 @@ def build_group_end(
     reason: str = "",
     mean_reward: float | None = None,
 ) -> PromptGroupEnded:
-    """Return the end of a prompt group whose id is all that is left of it: its row comes out as -1.
+    """Build the end of a prompt group of which only the id is known; its row is -1.
 
     Raises:
-        CorruptRecord: The text is no prompt group id.
+        CorruptRecord: The text is not a prompt group id.
     """
     group = IssuedGroup.parse(prompt_group_id)
     return PromptGroupEnded(
@@ -98,9 +97,9 @@ def admitted_steps(published_version: int, *, max_staleness: int, num_steps: int
     """Return the train steps whose prompt groups may be issued once `published_version` is
     published.
 
-    Step s is admitted when version s - max_staleness is out: a sample that starts on that version
-    is then at most max_staleness behind when step s trains it. Before the first version nothing is
-    admitted.
+    Step s is admitted when version s - max_staleness is published: a sample that starts on that
+    version is then at most max_staleness behind when step s trains it. Before the first version no
+    step is admitted.
     """
     return range(
         0 if published_version < 0 else min(published_version + max_staleness + 1, num_steps)
@@ -110,24 +109,24 @@ def admitted_steps(published_version: int, *, max_staleness: int, num_steps: int
 def find_unissued_slots(
     issued: Iterable[BatchSlot], *, steps: range, prompts_per_step: int
 ) -> list[BatchSlot]:
-    """Return the batch slots of the admitted steps that no prompt group was ever issued for, in
+    """Return the batch slots of the admitted steps for which no prompt group was ever issued, in
     order.
     """
-    taken = set(issued)
+    used = set(issued)
     return [
-        place
+        slot
         for step in steps
         for index in range(prompts_per_step)
-        if (place := BatchSlot(step, index)) not in taken
+        if (slot := BatchSlot(step, index)) not in used
     ]
 
 
 def build_reissue(ended: IssuedGroup, *, outcome: Outcome, next_row: int) -> IssuedGroup | None:
-    """Return the prompt group that takes the batch slot of one that ended untrained, or None when
-    it was trained.
+    """Return the next attempt for the batch slot of an untrained prompt group, or None if it was
+    trained.
 
-    What expired is issued again with the same prompt, so that slow prompts are not selected
-    against. What was filtered or failed gives way to the next prompt of the stream.
+    An expired prompt group is issued again with the same prompt, so that slow prompts are not
+    selected against. After a filtered or failed one, the slot gets the next prompt of the stream.
     """
     if outcome is Outcome.TRAINED:
         return None

@@ -1,6 +1,5 @@
-"""Which versions a trainer may train on, and where a consumer may skip to.
-
-Which complete prompt groups a train step takes.
+"""The versions that a trainer may train on, the offsets that a consumer may skip to, and the
+complete prompt groups of a train step.
 """
 
 from __future__ import annotations
@@ -21,22 +20,21 @@ def compute_staleness(policy_version: int, *, trainer_version: int) -> int:
 
 
 def is_expired(policy_version: int, *, trainer_version: int, max_staleness: int) -> bool:
-    """Tell whether a sample of this version may no longer be trained."""
+    """Return whether a sample of this version is too stale to be trained."""
     return compute_staleness(policy_version, trainer_version=trainer_version) > max_staleness
 
 
 def find_skip_targets(
     positions: Mapping[int, int], start_offsets: Iterable[tuple[int, int]]
 ) -> dict[int, int]:
-    """Return where to seek when a version takes over its slot: partition -> offset, for partitions
-    that are behind.
+    """Return the offset to seek to, by partition, when a version takes over its slot.
 
-    One seek passes any number of stale records; a partition that is already past the start stays
-    where it is.
+    Only partitions whose position is before the version's first record are included. One seek
+    skips any number of stale records.
 
     Args:
         positions: Next offset to be read, by assigned partition.
-        start_offsets: (partition, offset) at which the new version's records begin.
+        start_offsets: (partition, offset) of the new version's first record.
     """
     return {
         partition: offset
@@ -51,7 +49,7 @@ SampleOrder = Literal["fifo", "ready_first"]
 @dataclass(frozen=True, slots=True, order=True)
 class ReadyGroup:
     """A prompt group whose samples are all ready; ordered by the step it was issued for, then by
-    its place in it.
+    its index in the batch.
     """
 
     train_step: int
@@ -66,10 +64,10 @@ def select_groups(
 ) -> list[ReadyGroup]:
     """Return at most `count` prompt groups for the step at `trainer_version`, oldest first.
 
-    `"fifo"` takes only prompt groups that were issued for this step or an earlier one: since
-    exactly as many are issued for each step as it takes, none is overtaken and so none expires for
-    being slow. `ready_first` takes whatever
-    is complete: the step never waits for a straggler, and a straggler may expire.
+    `fifo` selects only prompt groups that were issued for this step or an earlier one. Each step
+    trains as many prompt groups as were issued for it, so no slow one is overtaken and expires.
+    `ready_first` selects any complete prompt group: the step never waits for a straggler, and a
+    straggler may expire.
     """
     eligible = [
         group for group in ready if order == "ready_first" or group.train_step <= trainer_version

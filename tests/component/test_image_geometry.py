@@ -149,7 +149,9 @@ def test_prompt_expands_image_placeholders_and_rejects_an_extra_one() -> None:
         *[pad] * 5,
         9,
     ]
-    with pytest.raises(PoisonSample, match="renders to 2 media placeholders and has 1 files"):
+    with pytest.raises(
+        PoisonSample, match="renders to 2 media placeholders, but its 1 files need 1"
+    ):
         layout().expand_placeholders(np.array([7, pad, 8, pad], np.int32), media[:1])
 
 

@@ -83,7 +83,7 @@ CONTAINERS = (
     Container(
         "as root, without capabilities",
         {"user": "root"},
-        refused="run it as another user than root",
+        refused="run it as a user other than root",
     ),
 )
 

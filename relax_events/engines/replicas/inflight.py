@@ -16,16 +16,16 @@ class InflightSample:
     """One sample.
 
     Attributes:
-        request: The request that it came with.
+        request: The request of its prompt group.
         sample: Its next request to an engine, with the tokens that earlier replicas generated.
-        member: The replica that has it; None while it waits for one.
+        replica: The replica that generates it; None while it waits for one.
     """
 
     request: GenerationRequest
     sample: SampleRequest
     replica: Replica | None = None
 
-    def take_partial(self, partial: GeneratedSample) -> None:
+    def add_partial(self, partial: GeneratedSample) -> None:
         """Keep the tokens that a replica generated before it was lost."""
         self.sample = replace(
             self.sample,
@@ -37,7 +37,7 @@ class InflightSample:
         )
 
     def to_generated(self, reason: FinishReason, *, error: str = "") -> GeneratedSample:
-        """Return the sample as it is."""
+        """Return the sample with its tokens so far as a result."""
         sample = self.sample
         return GeneratedSample(
             sample_id=sample.sample_id,
@@ -80,8 +80,7 @@ class InflightSamples:
             if (sample_id := entry.sample.sample_id) in self._all or sample_id in added:
                 name = f"prompt group {entry.request.prompt_group_id}"
                 raise PoisonSample(
-                    f"{name}: sample {sample_id} is running already; give every sample an id "
-                    "of its own"
+                    f"{name}: sample {sample_id} is already running; give every sample its own id"
                 )
             added[sample_id] = entry
         self._all |= added
@@ -97,7 +96,7 @@ class InflightSamples:
     def finish(
         self, samples: Iterable[GeneratedSample], replica: Replica
     ) -> Iterator[GeneratedSample]:
-        """Remove the samples that a replica finished; yield those it had."""
+        """Remove the samples that a replica finished; yield those that were assigned to it."""
         for sample in samples:
             entry = self._all.get(sample.sample_id)
             if entry is not None and entry.replica is replica:
@@ -108,20 +107,22 @@ class InflightSamples:
     def finish_waiting(
         self, entries: Iterable[InflightSample], reason: FinishReason, *, error: str = ""
     ) -> list[GeneratedSample]:
-        """Remove samples that no replica has."""
-        to_generated = [entry.to_generated(reason, error=error) for entry in entries]
-        for sample in to_generated:
+        """Remove samples that no replica has, and return them as results."""
+        results = [entry.to_generated(reason, error=error) for entry in entries]
+        for sample in results:
             del self._all[sample.sample_id], self._waiting[sample.sample_id]
-        return to_generated
+        return results
 
     def unassign(self, replica: Replica, partial: Iterable[GeneratedSample]) -> int:
-        """Let all samples of a replica wait, with the tokens it returned; return how many."""
+        """Let all samples of a lost replica wait, with the tokens that it returned; return their
+        number.
+        """
         returned = {sample.sample_id: sample for sample in partial}
         unassigned = {name: entry for name, entry in self._all.items() if entry.replica is replica}
         for name, entry in unassigned.items():
             entry.replica = None
             if (sample := returned.get(name)) is not None:
-                entry.take_partial(sample)
+                entry.add_partial(sample)
         self._waiting |= unassigned
         replica.num_samples = 0
         return len(unassigned)

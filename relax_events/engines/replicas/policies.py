@@ -1,6 +1,4 @@
-"""Pure rules of the router: circuit breaker, choice of an engine, and how long to wait for a weight
-update.
-"""
+"""The router's policies: circuit breaker, choice of an engine, deadline of a weight update."""
 
 from __future__ import annotations
 
@@ -19,8 +17,8 @@ MAX_PAUSE_SECONDS = 60.0
 class CircuitBreaker:
     """Counts consecutive failures of an engine, without a finished sample in between.
 
-    closed --lost--> open: nothing is sent; a pause, longer each time --opened--> half open: one
-    prompt group --a sample finished--> closed
+    closed --engine lost--> open: no requests; a pause, longer each time --engine opened-->
+    half open: one prompt group --sample finished--> closed
     """
 
     def __init__(self) -> None:
@@ -28,7 +26,7 @@ class CircuitBreaker:
 
     @property
     def is_half_open(self) -> bool:
-        """Whether the engine has failed and not finished a sample since."""
+        """Whether the engine has failed, and has not finished a sample since."""
         return self.num_failures > 0
 
     def record_failure(self) -> float:
@@ -54,7 +52,7 @@ one in order.
 
 def rank_engines(key: str, names: Iterable[str]) -> list[str]:
     """Order the engines for a prompt group by rendezvous hashing: if an engine is removed, only its
-    own groups move.
+    prompt groups move.
 
     Source: rendezvous hashing, Thaler and Ravishankar, "Using name-based mappings to increase hit
     rates" (1998).
@@ -67,13 +65,14 @@ def rank_engines(key: str, names: Iterable[str]) -> list[str]:
 
 
 def max_samples_per_engine(num_samples: int, *, num_new: int, num_engines: int) -> int:
-    """Return how many samples an engine may have once the new ones are assigned; some engine always
-    has room.
+    """Return the maximum number of samples of an engine after the new ones are assigned.
+
+    At least one engine always has room for them.
 
     Args:
-        num_samples: In all engines.
-        num_new: Of the prompt group to assign.
-        num_engines: Serving engines.
+        num_samples: Samples in all engines.
+        num_new: Samples of the prompt group to assign.
+        num_engines: Number of serving engines.
     Source: consistent hashing with bounded loads, Mirrokni, Thorup and Zadimoghaddam (arXiv
     1608.01350).
     """
@@ -81,14 +80,14 @@ def max_samples_per_engine(num_samples: int, *, num_new: int, num_engines: int) 
 
 
 GRACE_SECONDS = 5.0
-"""How much longer than twice the fastest engine's time another one may take to start or to load a
-version, before the router continues without it.
+"""The router waits twice the fastest engine's time, plus this, for the others to start or to load a
+version; then it continues without them.
 """
 
 
 def wait_for_most(loads: Collection[Future[None]]) -> set[Future[None]]:
-    """Wait until one load has succeeded, then as long again plus `GRACE_SECONDS`; return the loads
-    that are not done.
+    """Wait until one load has succeeded, then that time once more plus `GRACE_SECONDS`; return the
+    unfinished loads.
     """
     started = time.monotonic()
     left = set(loads)
@@ -100,15 +99,16 @@ def wait_for_most(loads: Collection[Future[None]]) -> set[Future[None]]:
 
 
 def choose_error(policy_version: int, errors: Sequence[BaseException | None]) -> BaseException:
-    """Choose the error to raise if no engine loaded a version: an unexpected one first, then a
-    rejection of the weights, then the loss of all engines.
+    """Choose the error to raise if no engine loaded a version.
+
+    An unexpected error comes first, then a rejection of the weights, then the loss of all engines.
     """
     unexpected = [
         error for error in errors if error is not None and not isinstance(error, RelaxError)
     ]
     rejections = [error for error in errors if isinstance(error, WeightsError)]
     lost = WeightsError(
-        f"policy version {policy_version} is not served: every engine was lost over it "
-        f"({errors[0]})"
+        f"policy version {policy_version} is not served: every engine was lost while loading "
+        f"it ({errors[0]})"
     )
     return next(iter([*unexpected, *rejections]), lost)

@@ -1,4 +1,4 @@
-"""One engine of a router, opened and used by a thread of its own, and reopened after a failure.
+"""One engine of a router, opened and used by one thread, and reopened after a failure.
 
     router's thread    submit, abort, load, sleep, wake --> calls ---+
     replica's thread   open --> calls, poll --> ... --> lost         | executed or rejected
@@ -34,7 +34,7 @@ from relax_events.weights import Weights
 POLL_SECONDS = 60.0
 """A poll is interrupted by a call."""
 IDLE_SECONDS = 1.0
-"""How often an idle engine is polled for failure."""
+"""Interval at which an idle engine is polled, to detect its failure."""
 CLOSE_SECONDS = 10.0
 Result = TypeVar("Result")
 
@@ -46,11 +46,11 @@ class WeightsOverwritten(WeightsError):
 class ReplicaState(Enum):
     """State of a replica, as its router sees it."""
 
-    OPENING = "coming"
+    OPENING = "opening"
     LOADING = "loading"
     SERVING = "serving"
     IDLE = "idle"
-    """Open, and waits for the next version: the tensors of the served one are no longer in memory.
+    """Open without the router's version, whose tensors are no longer in memory; waits for the next.
     """
     LOST = "lost"
 
@@ -72,8 +72,8 @@ class SamplesFinished:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLost:
-    """A replica's engine is lost or did not open, and is reopened. Its samples come back with the
-    tokens that are known.
+    """A replica's engine is lost or did not open, and will be reopened. `samples` are its
+    unfinished samples with the tokens received so far.
     """
 
     replica: Replica
@@ -83,7 +83,7 @@ class ReplicaLost:
 
 @dataclass(frozen=True, slots=True)
 class WeightsLoaded:
-    """A replica that joins has loaded a version or rejected it."""
+    """A replica that catches up has loaded a version, or rejected it."""
 
     replica: Replica
     policy_version: int
@@ -140,7 +140,7 @@ class Replica:
 
     @property
     def usage(self) -> EngineUsage:
-        """What the engine is doing, and the totals of it and its predecessors."""
+        """The engine's samples, and the token totals of it and its predecessors."""
         with self._lock:
             return (
                 self._past_usage
@@ -152,16 +152,16 @@ class Replica:
         """Submit samples to the engine.
 
         Raises:
-            PoisonSample: As `Engine.submit`.
+            PoisonSample: As for `Engine.submit`.
             EngineFailed: The engine is lost; nothing of the request is queued.
         """
         self._call(lambda engine: engine.submit(request)).result()
 
     def abort(self, sample_ids: Collection[str]) -> list[GeneratedSample]:
-        """Remove samples and return them as they are.
+        """Remove samples and return them with their tokens so far.
 
         Raises:
-            EngineFailed: The engine is lost; its samples come with `ReplicaLost`.
+            EngineFailed: The engine is lost; the event `ReplicaLost` has its samples.
         """
         return self._call(lambda engine: engine.abort(sample_ids)).result()
 
@@ -186,12 +186,12 @@ class Replica:
         """
 
         def verify(_: Engine) -> None:
-            from relax_events.weights.artifact_writer import weights_digest  # which loads torch
+            from relax_events.weights.artifact_writer import weights_digest  # imports torch
 
             load.result()
             if weights_digest(weights.tensors) != weights.digest:
                 raise WeightsOverwritten(
-                    f"policy version {weights.policy_version} is not in memory any more"
+                    f"policy version {weights.policy_version} is no longer in memory"
                 )
 
         return self._call(verify)
@@ -249,7 +249,7 @@ class Replica:
             pause_seconds = 0.0
             while self._pause(pause_seconds):
                 pause_seconds = self._run_engine()
-        except BaseException as error:  # the router raises it in the worker's own thread
+        except BaseException as error:  # the router raises it in the worker's thread
             self._on_event(ReplicaCrashed(error))
 
     def _pause(self, seconds: float) -> bool:
@@ -259,7 +259,7 @@ class Replica:
             while not self._is_closing and (left := until - time.monotonic()) > 0:
                 self._calls.get(
                     timeout=left
-                )  # calls are rejected while there is no engine: this can only be the end
+                )  # calls are rejected while there is no engine: only `close` puts an entry
         return not self._is_closing
 
     def _run_engine(self) -> float:
@@ -335,8 +335,8 @@ class Replica:
         with suppress(EngineFailed):
             samples = engine.abort()
         with suppress(EngineFailed):
-            if to_generated := engine.poll(timeout_seconds=0.0):
-                self._on_event(SamplesFinished(self, to_generated))
+            if finished := engine.poll(timeout_seconds=0.0):
+                self._on_event(SamplesFinished(self, finished))
         return samples
 
 

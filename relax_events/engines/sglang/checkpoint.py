@@ -1,5 +1,5 @@
-"""Model folders as a server reads them: names and shapes of the tensors, and a folder of the same
-form for every policy version.
+"""Model folders as a server reads them: tensor names and shapes, and a folder of the same layout
+for every policy version.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MEDIA_MODELS = ("qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe_thinker", "qwen3_omn
 audio as well. Tests compare each with the trainer (`tests/engines`).
 """
 GPU_KERNELS_ONLY = (
-    "whose linear attention SGLang computes by GPU kernels, which were not compared with "
+    "whose linear attention SGLang computes only by GPU kernels, which were not compared with "
     "the trainer"
 )
 UNTESTED_MEDIA_MODELS = {"qwen3_5": GPU_KERNELS_ONLY, "qwen3_5_moe": GPU_KERNELS_ONLY}
@@ -45,12 +45,12 @@ UNTESTED_MEDIA_MODELS = {"qwen3_5": GPU_KERNELS_ONLY, "qwen3_5_moe": GPU_KERNELS
 
 
 FUSED_EXPERTS = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)$")
-"""All experts of a layer in one tensor, as in transformers; a checkpoint has one tensor per expert,
-or the fused one transposed.
+"""Names of tensors with all experts of a layer, as in transformers. A checkpoint has one tensor per
+expert, or the fused one transposed.
 """
 OMNI_PART, THINKER = re.compile(r"(thinker|talker|code2wav)\."), "thinker."
-"""Parts of a complete Qwen3-Omni checkpoint; its thinker is the model, and other folders hold only
-that.
+"""Name prefixes of a complete Qwen3-Omni checkpoint. Its thinker is the model; other folders have
+only the thinker.
 """
 ROUTER = re.compile(r".*layers\.(\d+)\.mlp\.gate\.weight$")
 HEADER_LENGTH_BYTES = 8
@@ -64,18 +64,18 @@ class ModelFolder:
     """Facts about a model's folder, read without loading the model.
 
     Attributes:
-        path: Hugging Face layout.
-        shapes: Of every tensor, by its name in the folder, one per expert; a thinker's without
-            prefix.
+        path: The folder, in Hugging Face layout.
+        shapes: Shape of every tensor, by its name in the folder, one tensor per expert; a
+            thinker's names have no prefix.
         hidden_size: Width of the decoder.
-        vocab_size: Token ids lie below this.
-        max_context_tokens: Of the model.
-        num_layers: Of its decoder.
-        has_tied_head: Whether the output layer has no weights of its own.
-        layout: How media are written into the tokens; None if servers get text only for the model.
-        extractor: Computes the spectrograms of its audio.
+        vocab_size: Number of token ids.
+        max_context_tokens: The model's maximum context; 0 if unknown.
+        num_layers: Layers of the decoder.
+        has_tied_head: Whether the output layer shares the weights of the embedding.
+        layout: Layout of media in the token sequence; None if the servers receive only text.
+        extractor: Audio feature extractor; None if the model reads no audio.
         experts: Shape of recorded expert choices; None if they are not recorded.
-        expert_layers: Which layers have experts.
+        expert_layers: Indices of the layers that have experts.
     """
 
     path: Path
@@ -97,12 +97,12 @@ class ModelFolder:
         """Read the facts from the folder.
 
         Args:
-            path: Of the folder.
-            media: How media are preprocessed.
-            records_experts: Whether its servers record the experts of each token.
+            path: The folder.
+            media: Preprocessing settings of media.
+            records_experts: Whether servers record the experts of each token.
         Raises:
-            ConfigError: It is missing, holds no language model in safetensors, or has no experts to
-                record.
+            ConfigError: The folder is missing, has no language model in safetensors, or has no
+                experts to record.
         """
         settings = read_model_json(path / "config.json")
         layout = (
@@ -119,7 +119,7 @@ class ModelFolder:
         if not empty or not {"vocab_size", "hidden_size"} <= text.keys():
             raise ConfigError(
                 f"model.path = {path} holds no language model in *.safetensors; engine "
-                "'sglang' reads no other form"
+                "'sglang' reads no other format"
             )
         folder = cls(
             path=path,
@@ -146,11 +146,11 @@ class ModelFolder:
         )
         if mixture is None or not layers:
             rule = (
-                "the experts of a mixture that engine 'sglang' supports, and the model in "
-                f"{self.path} has none"
+                "a mixture of experts that engine 'sglang' supports, but the model in "
+                f"{self.path} is not one"
             )
             raise ConfigError(
-                f"model.routing_replay replays {rule}; set model.routing_replay = 'none'"
+                f"model.routing_replay needs {rule}; set model.routing_replay = 'none'"
             )
         num_experts, top_k = mixture
         return replace(
@@ -161,18 +161,18 @@ class ModelFolder:
         """Decode the experts that a server returns for each token: [tokens, layers with experts,
         top_k].
         """
-        assert self.experts is not None, "asked of a folder that records no experts"
-        of_all_layers = np.frombuffer(b64decode(data), "<i4").reshape(
+        assert self.experts is not None, "called for a folder without recorded experts"
+        all_layers = np.frombuffer(b64decode(data), "<i4").reshape(
             -1, self.num_layers, self.experts.top_k
         )
-        return self.experts.compact(of_all_layers[:, self.expert_layers])
+        return self.experts.compact(all_layers[:, self.expert_layers])
 
     def encode_experts(self, chosen: NDArray[np.generic]) -> str:
         """Encode the experts of each token as a server does; layers without experts have zeros."""
-        assert self.experts is not None, "asked of a folder that records no experts"
-        of_all_layers = np.zeros((len(chosen), self.num_layers, self.experts.top_k), "<i4")
-        of_all_layers[:, self.expert_layers] = chosen
-        return b64encode(of_all_layers.data).decode()
+        assert self.experts is not None, "called for a folder without recorded experts"
+        all_layers = np.zeros((len(chosen), self.num_layers, self.experts.top_k), "<i4")
+        all_layers[:, self.expert_layers] = chosen
+        return b64encode(all_layers.data).decode()
 
     @property
     def max_expert_bytes_per_token(self) -> int:
@@ -184,7 +184,7 @@ class ModelFolder:
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        """Load the folder's own weights, by the names of `shapes`."""
+        """Load the folder's weights, by the names in `shapes`."""
         files = (
             safetensors.torch.load_file(file) for file in sorted(self.path.glob("*.safetensors"))
         )
@@ -201,14 +201,14 @@ class ModelFolder:
         checked here.
 
         Args:
-            tensors: By Hugging Face name, experts fused or one by one.
+            tensors: Tensors by Hugging Face name; experts may be fused or separate.
         Raises:
             WeightsError: A tensor is missing, unknown or of another shape; the text names it.
         """
         given = {
             name: part
-            for whole, tensor in tensors.items()
-            for name, part in split_experts(whole, tensor)
+            for fused, tensor in tensors.items()
+            for name, part in split_experts(fused, tensor)
         }
         if self.has_tied_head and "lm_head.weight" not in self.shapes:
             given.pop("lm_head.weight", None)
@@ -231,8 +231,8 @@ class ModelFolder:
         """Write a folder that a server can load or start from, and return it.
 
         Args:
-            tensors: From `match_tensors`.
-            folder: Is created; must not exist.
+            tensors: The result of `match_tensors`.
+            folder: The folder to create; it must not exist.
         Raises:
             WeightsError: There is no space, or no permission to write.
         """
@@ -245,12 +245,12 @@ class ModelFolder:
             for number, names in enumerate(
                 split_into_files(tensors, max_file_bytes=MAX_FILE_BYTES)
             ):
-                own = {
+                contiguous = {
                     name: tensors[name].clone(memory_format=torch.contiguous_format)
                     for name in names
                 }
                 safetensors.torch.save_file(
-                    own,
+                    contiguous,
                     folder / (file_name := f"model-{number:05}.safetensors"),
                     metadata={"format": "pt"},
                 )
@@ -267,9 +267,7 @@ class ModelFolder:
 
 
 def find_non_finite(tensors: Mapping[str, Tensor]) -> str | None:
-    """Return the name of the first tensor with a non-finite value; such a value crashes a
-    server.
-    """
+    """Return the name of the first tensor with a non-finite value, which would crash a server."""
     return next(
         (
             name
@@ -281,7 +279,7 @@ def find_non_finite(tensors: Mapping[str, Tensor]) -> str | None:
 
 
 def split_experts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield the checkpoint tensors that a tensor of transformers holds: one per expert if it is
+    """Yield the checkpoint tensors that a transformers tensor contains: one per expert if it is
     fused.
     """
     if (found := FUSED_EXPERTS.match(name)) is None or tensor.ndim != 3:
@@ -304,7 +302,7 @@ def folder_tensors(
 
     Args:
         named: Name and tensor, as in the folder.
-        hidden_size: Of the decoder.
+        hidden_size: Width of the decoder.
     """
     for name, tensor in named:
         if (part := OMNI_PART.match(name)) is not None and part[0] != THINKER:
@@ -323,8 +321,8 @@ def to_transformers_layout(name: str, tensor: Tensor, *, hidden_size: int) -> Te
     """
     if (found := FUSED_EXPERTS.match(name)) is None or tensor.ndim != 3:
         return tensor
-    is_turned = tensor.shape[2 if found[2] == "gate_up_proj" else 1] != hidden_size
-    return tensor.transpose(1, 2) if is_turned else tensor
+    is_transposed = tensor.shape[2 if found[2] == "gate_up_proj" else 1] != hidden_size
+    return tensor.transpose(1, 2) if is_transposed else tensor
 
 
 def _header(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -338,18 +336,17 @@ def _header(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _extractor(path: Path) -> Any:
-    """Load the audio feature extractor; require that the folder names the audio placeholder, which
-    SGLang's processor reads.
+    """Load the audio feature extractor, and check that the folder names the audio placeholder,
+    which SGLang's processor reads.
     """
     settings = read_model_json(path / "tokenizer_config.json")
-    more = settings.get("extra_special_tokens")
-    if "audio_token" not in settings | (more if isinstance(more, dict) else {}):
+    special = settings.get("extra_special_tokens")
+    if "audio_token" not in settings | (special if isinstance(special, dict) else {}):
         remedy = (
-            "take the model's folder as it was published, or delete a tiny one, so that it is "
+            "use the model's folder as it was published, or delete a tiny one, so that it is "
             "created again"
         )
         raise ConfigError(
-            f"{path / 'tokenizer_config.json'} names no audio_token, which SGLang asks for; "
-            f"{remedy}"
+            f"{path / 'tokenizer_config.json'} has no audio_token, which SGLang needs; {remedy}"
         )
     return load_feature_extractor(path)

@@ -29,22 +29,22 @@ class SGLangEngine(Router):
 
         Args:
             model_path: A folder in Hugging Face layout.
-            config: Bounds on samples and context, and the servers' own section.
+            config: Limits on samples and context, and the servers' section.
             model: Dtype and device.
-            policy_version: Of the weights in the folder.
+            policy_version: Version of the weights in the folder.
         Raises:
             ConfigError: The model can't be served, or a server is not supported.
             EnvironmentProblem: No server starts; the text ends with the log of the first.
         """
 
-        def maker(section: SGLangConfig) -> Callable[[], SGLangServer]:
-            own = config.model_copy(update={"sglang": section})
+        def factory(section: SGLangConfig) -> Callable[[], SGLangServer]:
+            server_config = config.model_copy(update={"sglang": section})
             return lambda: SGLangServer(
-                model_path, config=own, model=model, policy_version=policy_version
+                model_path, config=server_config, model=model, policy_version=policy_version
             )
 
-        makers = {name: maker(section) for name, section in servers(config.sglang).items()}
-        super().__init__(makers, policy_version=policy_version)
+        factories = {name: factory(section) for name, section in servers(config.sglang).items()}
+        super().__init__(factories, policy_version=policy_version)
 
 
 def servers(config: SGLangConfig) -> dict[str, SGLangConfig]:
@@ -54,8 +54,8 @@ def servers(config: SGLangConfig) -> dict[str, SGLangConfig]:
             url: config.model_copy(update={"urls": (url,), "num_servers": len(config.urls)})
             for url in config.urls
         }
-    own = config.server_arguments or ((),) * config.num_servers
+    by_server = config.server_arguments or ((),) * config.num_servers
     return {
-        f"server-{place}": config.model_copy(update={"arguments": (*config.arguments, *more)})
-        for place, more in enumerate(own)
+        f"server-{index}": config.model_copy(update={"arguments": (*config.arguments, *more)})
+        for index, more in enumerate(by_server)
     }

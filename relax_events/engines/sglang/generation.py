@@ -1,9 +1,9 @@
-"""Generate samples on a server until each has finished, whatever happens to its requests.
+"""Generate samples on a server until each has finished, even if its requests fail.
 
 A sample is finished when its `SampleState.finish_reason` is set. If a request ends earlier, for
-whatever reason, the sample keeps its tokens so far and is sent again:
+any reason, the sample keeps its tokens so far and is sent again:
 
-    add --> waits for the gate --> request --> tokens arrive --> finished: handed out
+    add --> waits for the gate --> request --> tokens arrive --> finished: `on_result`
                   ^                                  |
                   +-- aborted, server lost, ended ---+
 
@@ -46,9 +46,9 @@ class ServedVersion:
     """A policy version in a server.
 
     Attributes:
-        policy_version: Which.
+        policy_version: The version.
         name: The server's name of it, unique to each load; it also separates prefix caches.
-        folder: Of its weights.
+        folder: The folder of its weights.
     """
 
     policy_version: int
@@ -70,7 +70,7 @@ class Generation:
         *,
         served: ServedVersion,
         model: ModelFolder,
-        hand_out: Callable[[GeneratedSample], None],
+        on_result: Callable[[GeneratedSample], None],
     ) -> None:
         self.gate = asyncio.Event()
         self.served = served
@@ -79,13 +79,13 @@ class Generation:
         self._num_prefilled = self._num_cached = self._num_recomputed = 0
         self.is_lost = False
         self.distrust_reason = ""
-        """Why the server can no longer be trusted."""
-        self._client, self._model, self._hand_out = client, model, hand_out
+        """Why the server's results can no longer be trusted; empty while they can."""
+        self._client, self._model, self._on_result = client, model, on_result
         self._samples: dict[str, SampleState] = {}
         self._requests: dict[str, InflightRequest] = {}
         self._versions = {served.name: served.policy_version}
         self._swapped: set[int] = set()
-        self._leaving: set[str] = set()
+        self._removed: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._rejection = ""
 
@@ -132,44 +132,44 @@ class Generation:
             self._end(sample, FinishReason.ERROR, error=error)
 
     async def remove(self, sample_ids: Iterable[str] | None) -> list[SampleState]:
-        """Remove the named samples, or all of them without ids, with their tokens; those that
-        finish meanwhile are handed out.
+        """Remove the named samples, or all of them without ids, and return them with their tokens;
+        those that finish meanwhile become results.
         """
         wanted = {
             name
             for name in (self._samples if sample_ids is None else sample_ids)
             if name in self._samples
         }
-        self._leaving |= wanted
+        self._removed |= wanted
         try:
             await self.abort_requests(lambda request: request.sample.sample_id in wanted)
         except (ServerUnavailable, ServerRejected) as error:
-            log.warning(
-                "samples.truncated", error=str(error)
-            )  # tokens still at the server are lost; it aborts when the stream closes
+            # Tokens that the server has not sent are lost; it aborts when the stream closes.
+            log.warning("samples.truncated", error=str(error))
             for request in [
                 one for one in self._requests.values() if one.sample.sample_id in wanted
             ]:
                 self._finish_request(request)
-        self._leaving -= wanted
+        self._removed -= wanted
         return [self._samples.pop(name) for name in sorted(wanted & self._samples.keys())]
 
-    async def abort_requests(self, chosen: Callable[[InflightRequest], bool]) -> None:
-        """Abort requests, and wait for their last tokens. While the gate is open, their samples are
-        sent again.
+    async def abort_requests(self, is_selected: Callable[[InflightRequest], bool]) -> None:
+        """Abort the selected requests, and wait for their last tokens. While the gate is open,
+        their samples are sent again.
 
         Raises:
             ServerUnavailable, ServerRejected: The server did not end them in time.
         """
         if self.is_lost:
-            raise ServerUnavailable("the server is lost, and with it the last tokens")
+            raise ServerUnavailable("the server is lost, and its last tokens with it")
         deadline = time.monotonic() + ABORT_SECONDS
-        while requests := [request for request in self._requests.values() if chosen(request)]:
+        while requests := [request for request in self._requests.values() if is_selected(request)]:
             if time.monotonic() > deadline:
                 raise ServerUnavailable(
                     f"{len(requests)} aborted requests did not end within {ABORT_SECONDS:g} s"
                 )
-            for request in requests:  # repeatedly: an abort that arrives before its request is lost
+            # Repeated, because the server ignores an abort that arrives before its request.
+            for request in requests:
                 await self._client.abort(request.rid)
             await asyncio.sleep(CHECK_SECONDS)
 
@@ -192,11 +192,11 @@ class Generation:
             self.distrust_reason = f"its response could not be parsed: {error!r}"
 
     async def _generate(self, samples: list[SampleState], *, num_empty: int) -> None:
-        """Send requests for samples until each has finished, was removed or continues in a task of
-        its own.
+        """Send requests for samples until each has finished, was removed or continues in another
+        task.
 
         Args:
-            samples: Samples that continue in tasks of their own are removed from it.
+            samples: The samples; those that continue in another task are removed from the list.
             num_empty: Consecutive requests for them that ended without a token.
         """
         while True:
@@ -206,7 +206,7 @@ class Generation:
             samples[:] = [
                 one
                 for one in samples
-                if self._samples.get(one.sample_id) is one and one.sample_id not in self._leaving
+                if self._samples.get(one.sample_id) is one and one.sample_id not in self._removed
             ]
             if not samples:
                 return
@@ -216,18 +216,18 @@ class Generation:
                     f"the server ended {MAX_EMPTY_REQUESTS} requests for it without a token",
                 )
                 continue
-            describe_exit = await self._request_once(samples, num_empty=num_empty)
-            num_empty = num_empty + 1 if describe_exit == "nothing" else 0
-            if samples and describe_exit != "tokens":
+            outcome = await self._request_once(samples, num_empty=num_empty)
+            num_empty = num_empty + 1 if outcome == "empty" else 0
+            if samples and outcome != "tokens":
                 await asyncio.sleep(PAUSE_SECONDS)
 
     async def _request_once(
         self, samples: list[SampleState], *, num_empty: int
-    ) -> Literal["tokens", "nothing", "gone"]:
-        """Send one request for samples and add its tokens; return whether there were any, or the
-        server was unavailable.
+    ) -> Literal["tokens", "empty", "unavailable"]:
+        """Send one request for samples and add its tokens; return whether it had any, or the server
+        was unavailable.
         """
-        served, first, is_there = self.served, samples[0], True
+        served, first, is_available = self.served, samples[0], True
         requests = {
             request.rid: request
             for request in (
@@ -263,7 +263,7 @@ class Generation:
                         )
         except ServerUnavailable as error:
             log.warning("request.failed", num_samples=len(samples), error=str(error))
-            is_there = False
+            is_available = False
         except ServerRejected as error:
             self._fail(samples, str(error))
         finally:
@@ -271,10 +271,10 @@ class Generation:
                 self._finish_request(request)
         if any(request.tokens for request in requests.values()):
             return "tokens"
-        return "nothing" if is_there else "gone"
+        return "empty" if is_available else "unavailable"
 
     def _finish_request(self, request: InflightRequest) -> None:
-        """Add a request's tokens to its sample, once, and hand the sample out if it is finished."""
+        """Add a request's tokens to its sample, once; a finished sample becomes a result."""
         if self._requests.pop(request.rid, None) is None:
             return
         sample = request.sample
@@ -292,8 +292,8 @@ class Generation:
                 sample,
                 FinishReason.ERROR,
                 error=(
-                    f"policy version {version} gave no finite log-probability; are its weights "
-                    "finite?"
+                    f"policy version {version} returned a non-finite log-probability; are its "
+                    "weights finite?"
                 ),
             )
         elif (
@@ -301,17 +301,17 @@ class Generation:
             and self._client.records_experts
             and len(sample.experts) != len(sample.sequence) - 1
         ):
-            known = f"{len(sample.experts)} of {len(sample.sequence) - 1} tokens"
+            recorded = f"{len(sample.experts)} of {len(sample.sequence) - 1} tokens"
             self._end(
                 sample,
                 FinishReason.ERROR,
-                error=f"the server recorded the experts of {known}",
+                error=f"the server recorded the experts of only {recorded}",
             )
         elif reason is not None:
             self._end(sample, reason)
         elif request.rejection:
             self._end(
-                sample, FinishReason.ERROR, error=f"the server refused it: {request.rejection}"
+                sample, FinishReason.ERROR, error=f"the server rejected it: {request.rejection}"
             )
 
     def _fail(self, samples: Iterable[SampleState], error: str) -> None:
@@ -320,8 +320,8 @@ class Generation:
 
     def _end(self, sample: SampleState, reason: FinishReason, *, error: str = "") -> None:
         if self._samples.get(sample.sample_id) is sample:
-            self._hand_out(
+            self._on_result(
                 sample.to_generated(reason, error=error)
-            )  # first, so that the sample is always either in the engine or handed out
+            )  # before the deletion, so that a sample is always in the engine or in the results
             self.num_finished += 1
             del self._samples[sample.sample_id]

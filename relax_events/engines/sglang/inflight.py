@@ -1,5 +1,5 @@
-"""In-flight requests to a server: the tokens received of each, and which of them are certain if the
-server is lost.
+"""In-flight requests to a server: the tokens received, and which of them have a known policy
+version if the server is lost.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BAD_REQUEST = 400
 
 
 class UnknownVersion(Exception):
-    """A server reports tokens of weights that it was never given."""
+    """A server reports tokens of weights that the engine never loaded into it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -27,18 +27,21 @@ class InflightRequest:
 
     Attributes:
         sample: The sample, with the tokens of all earlier requests.
-        rid: Its id in the server.
-        policy_version: Served when it was sent.
-        tokens: Received so far.
-        logprobs: Of each.
-        top_tokens: Most probable ids with each, if requested.
-        version_spans: Runs of tokens by the name of their weights, once the server has reported
-            them.
-        num_certain: Tokens received before other weights were loaded; None while none were.
-        num_prompt_tokens: Length of the prompt by the server's count; 0 before its first event.
-        num_cached_tokens: How many of these the server did not compute.
-        experts: Of the tokens of prompt and completion, all but the last, and the index of the
-            first one; if the server records them.
+        rid: The request's id in the server.
+        policy_version: The version that was served when the request was sent.
+        tokens: Tokens received so far.
+        logprobs: Log-probability of each token, in nats.
+        top_tokens: The most probable ids at each token, if requested.
+        version_spans: Spans of tokens by the name of their weights; None until the server reports
+            them with its last event.
+        has_finished: Whether the last event has arrived.
+        num_certain: Tokens received before other weights were loaded, and so of `policy_version`;
+            None if none were loaded.
+        num_prompt_tokens: Length of the prompt as the server counts it; 0 before its first event.
+        num_cached_tokens: Prompt tokens that the server took from its cache.
+        experts: The index of the first token with experts, and the experts of all tokens from there
+            to the last but one; None if the server does not record them.
+        rejection: Why the server rejected the request; empty if it did not.
     """
 
     sample: SampleState
@@ -100,14 +103,14 @@ class InflightRequest:
         )
         num_sent = len(self.sample.sequence)
         if self.num_prompt_tokens not in (0, num_sent):
-            remedy = "run servers that take prompts as they are"
+            remedy = "use servers that do not change prompts"
             self.rejection = (
-                f"the server read {self.num_prompt_tokens} tokens, and the prompt has {num_sent}; "
+                f"the server read {self.num_prompt_tokens} tokens, but the prompt has {num_sent}; "
                 f"{remedy}"
             )
 
     def mark_weight_update(self) -> None:
-        """Mark that other weights are about to be loaded: only the server knows the version of
+        """Record that other weights are about to be loaded: only the server knows the version of
         later tokens.
         """
         if self.num_certain is None:
@@ -118,10 +121,10 @@ class InflightRequest:
         certain ones.
 
         Args:
-            versions: Policy versions by the names that the server was given for them.
+            versions: Policy version by the name under which the server loaded it.
             swapped: Versions loaded while samples ran and kept their cache.
         Raises:
-            UnknownVersion: The server names another.
+            UnknownVersion: The server reports another name.
         """
         version_spans = self._segments(versions, swapped)
         sample, count = self.sample, sum(span.num_tokens for span in version_spans)
@@ -133,9 +136,7 @@ class InflightRequest:
             tops = np.array(self.top_tokens[:count], np.int32).reshape(count, num_top)
             sample.top_tokens = np.concatenate([sample.top_tokens, tops])
         sample.segments = merge_segments(sample.segments, version_spans)
-        if (
-            self.experts is not None
-        ):  # without this, the next server records them when it prefills the tokens
+        if self.experts is not None:  # else the next server records them in its prefill
             start, experts = self.experts
             sample.experts = np.concatenate(
                 [sample.experts, experts[len(sample.experts) - start :]]
@@ -163,6 +164,6 @@ class InflightRequest:
             (versions[span["version"]], span["end"] - span["start"]) for span in self.version_spans
         ]
         return [
-            VersionSegment(version, count, place > 0 and version in swapped)
-            for place, (version, count) in enumerate(runs)
+            VersionSegment(version, count, index > 0 and version in swapped)
+            for index, (version, count) in enumerate(runs)
         ]

@@ -3,9 +3,9 @@ interpreter with SGLang.
 
     launch.py FOLDER TEMPORARY ARGUMENTS...
 
-Its stdin is a pipe without data: when it closes, the parent has closed it or died. Then the server
+Its stdin is a pipe without data, which closes when the parent closes it or dies. Then the server
 kills all its processes and deletes FOLDER, TEMPORARY (its temporary files) and its shared memory.
-ARGUMENTS are SGLang's; without an accelerator those that a CPU needs are added.
+ARGUMENTS are SGLang's; without an accelerator, `CPU_ARGUMENTS` are added.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ engines on the same cores fell to 2 tokens/s.
 """
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 the kernel's mount point
 SHARED_PREFIX = "sglang_"
-"""Prefix of shared memory that SGLang creates without multiprocessing; it stays when a server is
-killed.
+"""Prefix of shared memory that SGLang creates without multiprocessing; it is not deleted when a
+server is killed.
 """
 TRACKER = b"multiprocessing.resource_tracker"
-"""In the command line of the process that deletes multiprocessing's shared memory, after the
-processes that share it.
+"""Part of the command line of the process that deletes multiprocessing's shared memory after the
+processes that share it have ended.
 """
 END_SECONDS = 10.0
 PAUSE_SECONDS = 0.02
@@ -51,16 +51,16 @@ PAUSE_SECONDS = 0.02
 def main(folder: str, temporary: str, arguments: list[str]) -> None:
     """Run the server in this process."""
     threading.Thread(target=_end_with_parent, args=(folder, temporary), daemon=True).start()
-    # the usual folder, so that the next server reuses the compiled code
-    kept = f"{tempfile.gettempdir()}/torchinductor_{getuser()}"
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", kept)
+    # torch's default folder, so that the next server reuses the compiled code
+    cache = f"{tempfile.gettempdir()}/torchinductor_{getuser()}"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
     os.environ["TMPDIR"] = tempfile.tempdir = temporary
     try:
         version("sglang")
     except PackageNotFoundError:
         sys.exit(
-            f"{sys.executable} has no sglang; install relax-events[sglang] there, or name an "
-            "interpreter that has it in engine.sglang.python"
+            f"{sys.executable} has no sglang; install relax-events[sglang] there, or set "
+            "engine.sglang.python to an interpreter that has it"
         )
     import torch
 
@@ -91,8 +91,8 @@ def find_shared_memory(process_group: int) -> set[Path]:
 
 
 def kill_processes(process_group: int) -> None:
-    """Kill the other processes of a group, and wait for the resource trackers of multiprocessing
-    that can end by now.
+    """Kill the other processes of a group, and wait for multiprocessing's resource trackers among
+    them.
     """
     deadline = time.monotonic() + END_SECONDS
     while time.monotonic() < deadline:
@@ -101,13 +101,13 @@ def kill_processes(process_group: int) -> None:
             for process in _processes_of_group(process_group)
             if int(process.name) != os.getpid()
         ]
-        doomed = [process for process in others if TRACKER not in _read(process / "cmdline")]
+        killed = [process for process in others if TRACKER not in _read(process / "cmdline")]
         for process in others:
             with contextlib.suppress(
                 ProcessLookupError
             ):  # a tracker may have been stopped together with the others
-                os.kill(int(process.name), signal.SIGKILL if process in doomed else signal.SIGCONT)
-        if not doomed and (
+                os.kill(int(process.name), signal.SIGKILL if process in killed else signal.SIGCONT)
+        if not killed and (
             not others or process_group == os.getpgrp()
         ):  # our own tracker ends after this process
             break
@@ -139,10 +139,10 @@ def _end_with_parent(folder: str, temporary: str) -> None:
     os.read(0, 1)
     shared = find_shared_memory(os.getpgrp())
     kill_processes(os.getpgrp())
-    for path in shared:
-        path.unlink(missing_ok=True)
-    for left in (folder, temporary):
-        shutil.rmtree(left, ignore_errors=True)
+    for file in shared:
+        file.unlink(missing_ok=True)
+    for path in (folder, temporary):
+        shutil.rmtree(path, ignore_errors=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

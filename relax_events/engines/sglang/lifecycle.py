@@ -28,7 +28,7 @@ from relax_events.errors import ConfigError, EngineFailed, EnvironmentProblem, W
 
 log = structlog.get_logger()
 CHECK_SECONDS = 0.2
-HandOut = Callable[[GeneratedSample | None], None]
+ResultCallback = Callable[[GeneratedSample | None], None]
 """Receives finished samples; None when the server is lost."""
 
 
@@ -45,15 +45,15 @@ class ServerLifecycle:
         config: SGLangConfig,
         served: ServedVersion,
         model: ModelFolder,
-        hand_out: HandOut,
+        on_result: ResultCallback,
     ) -> None:
-        self.generation = Generation(client, served=served, model=model, hand_out=hand_out)
+        self.generation = Generation(client, served=served, model=model, on_result=on_result)
         self.failure: EngineFailed | None = None
-        self._client, self._process, self._config, self._hand_out = (
+        self._client, self._process, self._config, self._on_result = (
             client,
             process,
             config,
-            hand_out,
+            on_result,
         )
         self._checksums = WeightChecksums({}, dtype=torch.float32)
         self._expected: Mapping[str, str] = {}
@@ -65,13 +65,13 @@ class ServerLifecycle:
         """Start the server on the model's folder, and infer how its weights are verified.
 
         Raises:
-            ConfigError: It is of another version, or its weights can't be verified.
-            EnvironmentProblem: It does not start; the text ends with its log.
+            ConfigError: The server's version is not supported, or its weights can't be verified.
+            EnvironmentProblem: The server does not start; the text ends with its log.
         """
         try:
             await self._start()
             await self._client.require_supported(takes_media=model.layout is not None)
-            if self._process is None:  # an earlier run may have left other weights
+            if self._process is None:  # an external server may hold the weights of an earlier run
                 await self._client.load_weights(
                     model.path, name=self.generation.served.name, flush_cache=True
                 )
@@ -94,10 +94,10 @@ class ServerLifecycle:
         *,
         on_running: Literal["swap", "restart"],
     ) -> None:
-        """Load weights while samples run; on an error the old ones serve, or the server is lost.
+        """Load weights while samples run; on an error the server keeps the old ones, or is lost.
 
         Raises:
-            WeightsError: The server is lost, rejected the weights, or holds others.
+            WeightsError: The server is lost, rejected the weights, or reports other checksums.
         """
         generation, keeps_cache = self.generation, False
         if not self._is_ready:
@@ -154,7 +154,7 @@ class ServerLifecycle:
             self._mark_ready()
 
     async def close(self) -> None:
-        """Close everything but the server."""
+        """Close the client and all requests; the server continues."""
         if self._watch_task is not None:
             self._watch_task.cancel()
             await asyncio.gather(self._watch_task, return_exceptions=True)
@@ -168,7 +168,7 @@ class ServerLifecycle:
             self.generation.gate.set()
 
     async def _start(self) -> None:
-        """Start the server, if it is our own, and wait for it."""
+        """Start the server, unless it is external, and wait until it is ready."""
         served, deadline = self.generation.served, time.monotonic() + self._config.start_seconds
         if self._process is not None:
             self._process.start(served.folder, name=served.name)
@@ -179,10 +179,10 @@ class ServerLifecycle:
             ):
                 raise EnvironmentProblem(exit_text)
             if time.monotonic() > deadline:
-                said = f"; the end of its log:\n{self._process.log_tail()}" if self._process else ""
+                tail = f"; the end of its log:\n{self._process.log_tail()}" if self._process else ""
                 limit = f"engine.sglang.start_seconds = {self._config.start_seconds:g}"
                 raise EnvironmentProblem(
-                    f"the SGLang server at {self._client.url} was not ready within {limit}{said}"
+                    f"the SGLang server at {self._client.url} was not ready within {limit}{tail}"
                 )
             await asyncio.sleep(CHECK_SECONDS)
         if self._process is not None:
@@ -195,8 +195,8 @@ class ServerLifecycle:
         self._expected = self._checksums.compute(tensors)
         if unverified and self._config.on_unverified_weights == "refuse":
             rule = (
-                f"the server's checksums can't be computed here: not of {unverified[0]} "
-                f"({len(unverified)} tensors in all)"
+                f"the server's checksums can't be verified for {len(unverified)} tensors, such as "
+                f"{unverified[0]}"
             )
             raise ConfigError(
                 f"{rule}; set engine.sglang.on_unverified_weights = 'accept' to load weights "
@@ -212,45 +212,49 @@ class ServerLifecycle:
             ServerRejected: One differs; the text names the tensor.
             ServerUnavailable: The call failed.
         """
-        held = await self._client.checksums()
-        if wrong := next(
-            (name for name, digest in expected.items() if held.get(name) != digest), None
+        reported = await self._client.checksums()
+        if different := next(
+            (name for name, digest in expected.items() if reported.get(name) != digest), None
         ):
-            raise ServerRejected(f"the server holds other values in {wrong}")
+            raise ServerRejected(f"the server has other values in {different}")
 
     async def _roll_back(self) -> None:
-        """Continue with the old version after a failed load; if the server no longer holds it, it
-        is lost.
+        """Continue with the old version after a failed load; a server that no longer has it is
+        lost.
         """
         with suppress(ServerUnavailable, ServerRejected):
             await self._verify(self._expected)
             await self._client.resume()
             self._mark_ready()
             return
-        self._is_ready, self._loss_reason = False, "a load of weights left it with neither version"
+        self._is_ready = False
+        self._loss_reason = "after a failed load of weights it has neither version"
 
     async def _watch(self) -> None:
-        """Watch the server until it is lost; then kill it if it is our own."""
-        while not (trouble := self._find_failure()):
+        """Watch the server until it is lost; then kill it, unless it is external."""
+        while not (failure := self._find_failure()):
             await asyncio.sleep(CHECK_SECONDS)
         self.generation.gate.clear()
         self.generation.is_lost = True
         if self._process is not None:
             self._process.kill()
-        self.failure = EngineFailed(f"the SGLang server at {self._client.url} is lost: {trouble}")
-        self._hand_out(None)
+        self.failure = EngineFailed(f"the SGLang server at {self._client.url} is lost: {failure}")
+        self._on_result(None)
 
     def _find_failure(self) -> str:
         generation = self.generation
         if generation.distrust_reason:
-            return f"it can't be trusted, don't use it for other runs: {generation.distrust_reason}"
+            return (
+                "its results can't be trusted, don't use it for other runs: "
+                f"{generation.distrust_reason}"
+            )
         if self._process is not None and (exit_text := self._process.describe_exit()) is not None:
             return exit_text
-        silent_seconds = time.monotonic() - generation.last_progress
+        idle_seconds = time.monotonic() - generation.last_progress
         if (
             generation.gate.is_set()
             and generation.sample_ids
-            and silent_seconds > self._config.stall_seconds
+            and idle_seconds > self._config.stall_seconds
         ):
-            return f"no token for {silent_seconds:.0f} s (engine.sglang.stall_seconds)"
+            return f"no token for {idle_seconds:.0f} s (engine.sglang.stall_seconds)"
         return self._loss_reason

@@ -1,7 +1,7 @@
 """Encode preprocessed images, video and audio for a server, which never processes a file itself.
 
-A request has each array once, with its first prompt. Every prompt has the token ranges of the
-arrays and all rotary positions, so the server expands no placeholder.
+A request contains each array once, with its first prompt. Every prompt contains the token ranges of
+the arrays and all rotary positions, so the server does not expand placeholders.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from relax_events.media.token_layout import MediaLayout, modality_of
 from relax_events.media.towers import log_mel_spectrogram
 
 FORMAT = "relax-events.media.3"
-"""Format and version of the data."""
+"""Name and version of the format."""
 PREFIX = f"{FORMAT}:"
-"""Precedes the JSON: SGLang rejects objects with unknown keys, but accepts any text as an address.
+"""Prefix of the JSON text. SGLang rejects objects with unknown keys, but accepts any text as a URL.
 """
 GEOMETRY = ("patch_size", "merge_size", "temporal_patch_size", "mean", "std")
 TokenRange = tuple[int, int]
@@ -42,8 +42,8 @@ class MediaArray:
         modality: Image, video, or audio, also for the audio of a video.
         values: Pixels of the image or of the video's frames; for audio the spectrogram, [mels,
             frames].
-        geometry: How pixels are cut into patches; None for audio.
-        identity: SHA-256 of everything that determines the tower's features, including the name of
+        geometry: Geometry of the patches; None for audio.
+        identity: SHA-256 of all inputs that determine the tower's features, including the name of
             the weights.
     """
 
@@ -73,20 +73,20 @@ class MediaArray:
         )
 
     @classmethod
-    def parse(cls, given: Mapping[str, Any]) -> MediaArray:
-        """Parse what `_encode_array` has written."""
+    def parse(cls, encoded: Mapping[str, Any]) -> MediaArray:
+        """Parse the output of `_encode_array`."""
         geometry = None
-        if (cut := given["geometry"]) is not None:
+        if (fields := encoded["geometry"]) is not None:
             known: dict[str, Any] = {
                 name: tuple(value) if isinstance(value, list) else value
-                for name, value in cut.items()
+                for name, value in fields.items()
             }
             geometry = ImageGeometry(**known, min_pixels=0, max_pixels=0, side_multiple=0)
         return cls(
-            Modality(given["modality"]),
-            _decode_array(given["values"]),
+            Modality(encoded["modality"]),
+            _decode_array(encoded["values"]),
             geometry,
-            bytes.fromhex(given["identity"]),
+            bytes.fromhex(encoded["identity"]),
         )
 
 
@@ -105,10 +105,10 @@ class MediaPlacement:
     shift: int
 
     @classmethod
-    def parse(cls, given: Mapping[str, Any]) -> MediaPlacement:
-        """Parse what `_encode_placement` has written."""
-        runs = [[(int(first), int(last)) for first, last in one] for one in given["runs"]]
-        return cls(runs, _decode_array(given["positions"]), int(given["shift"]))
+    def parse(cls, encoded: Mapping[str, Any]) -> MediaPlacement:
+        """Parse the output of `_encode_placement`."""
+        runs = [[(int(first), int(last)) for first, last in one] for one in encoded["runs"]]
+        return cls(runs, _decode_array(encoded["positions"]), int(encoded["shift"]))
 
 
 def build_image_data(
@@ -117,10 +117,9 @@ def build_image_data(
     """Return a request's `image_data`, one text per prompt; the first one has the arrays.
 
     Args:
-        samples: Of one prompt group, and so with the same media.
+        samples: Samples of one prompt group, and so with the same media.
         model: The served model.
-        weights: Name of the loaded weights: the server caches features, which must not be used with
-            others.
+        weights: Name of the loaded weights; the server must not use cached features of others.
     """
     layout = model.layout
     assert layout is not None, (
@@ -145,8 +144,8 @@ def build_image_data(
 
 
 def parse_image_data(sent: Sequence[str]) -> list[tuple[list[MediaArray], MediaPlacement]]:
-    """Parse what `build_image_data` has returned: the arrays, shared by all prompts, and their
-    token ranges in each.
+    """Parse the output of `build_image_data`: the arrays, shared by all prompts, and their token
+    ranges in each prompt.
 
     Raises:
         KeyError, TypeError, ValueError: It has another format.
@@ -185,27 +184,27 @@ def _encode_placement(
 ) -> dict[str, Any]:
     """Encode the token ranges of a prompt's arrays; `kinds` are the modalities of each file."""
     tokens, references = sample.sequence, [piece.reference for piece in sample.media]
-    given = np.append(sample.is_given, np.zeros(len(sample.tokens), bool))
-    cells = layout.find_media_tokens(tokens, given, references)
+    is_input = np.append(sample.is_input, np.zeros(len(sample.tokens), bool))
+    indices = layout.find_media_tokens(tokens, is_input, references)
     runs, first = [], 0
     for piece, modalities in zip(sample.media, kinds, strict=True):
-        here = cells[first : first + sum(map(len, layout.blocks(piece.reference)))]
+        of_piece = indices[first : first + sum(map(len, layout.blocks(piece.reference)))]
         runs += [
-            _token_ranges(here[tokens[here] == layout.placeholders[modality]])
+            _token_ranges(of_piece[tokens[of_piece] == layout.placeholders[modality]])
             for modality in modalities
         ]
-        first += len(here)
+        first += len(of_piece)
     return {
         "runs": runs,
-        "positions": _base64(layout.rotary_positions(len(tokens), cells, references)),
+        "positions": _base64(layout.rotary_positions(len(tokens), indices, references)),
         "shift": sample.position_shift,
     }
 
 
-def _token_ranges(cells: NDArray[np.int64]) -> list[TokenRange]:
-    """Return the first and last of each run of neighbours."""
-    ends = np.flatnonzero(np.diff(cells) > 1)
-    firsts, lasts = cells[np.append(0, ends + 1)], cells[np.append(ends, len(cells) - 1)]
+def _token_ranges(indices: NDArray[np.int64]) -> list[TokenRange]:
+    """Return the first and last index of each consecutive run."""
+    ends = np.flatnonzero(np.diff(indices) > 1)
+    firsts, lasts = indices[np.append(0, ends + 1)], indices[np.append(ends, len(indices) - 1)]
     return list(zip(firsts.tolist(), lasts.tolist(), strict=True))
 
 
@@ -217,6 +216,6 @@ def _base64(values: NDArray[Any]) -> dict[str, Any]:
     }
 
 
-def _decode_array(given: Mapping[str, Any]) -> NDArray[Any]:
-    data = bytearray(base64.b64decode(given["data"], validate=True))
-    return np.frombuffer(data, np.dtype(given["dtype"])).reshape(given["shape"])
+def _decode_array(encoded: Mapping[str, Any]) -> NDArray[Any]:
+    data = bytearray(base64.b64decode(encoded["data"], validate=True))
+    return np.frombuffer(data, np.dtype(encoded["dtype"])).reshape(encoded["shape"])

@@ -1,4 +1,4 @@
-"""The process of our own server: start, watch and kill it; it ends with the worker."""
+"""Start, watch and kill a server process; it ends with the worker."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from relax_events.errors import EnvironmentProblem
 from relax_events.kafka.embedded.ports import HOST, choose_port
 from relax_events.runtime.subprocess_rpc import build_child_environment
 
-MEMORY = Path("/dev/shm")  # noqa: S108 for the weights of a version, if they fit into memory
+MEMORY = Path("/dev/shm")  # noqa: S108 holds the weights of a version, if they fit into memory
 MODELS_IN_MEMORY = 3.0
 """Models that must fit into memory: the served version, the next one, and a reserve."""
 LOG_NAME = "server.log"
@@ -37,12 +37,12 @@ SERVER_PREFIXES = (
 )
 """Prefixes of environment variables passed to a server."""
 CONTEXT_MARGIN = 16
-"""Tokens that a server needs beyond a request's own."""
+"""Tokens of context that a server needs in addition to a request's tokens."""
 
 
 class ServerProcess:
-    """One server at a time. Its log lies in the folder, which is deleted with the last of server
-    and worker.
+    """One server at a time. Its log is in `folder`, which is deleted when both server and worker
+    have ended.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class ServerProcess:
         self.url = f"http://{HOST}:{self._port}"
 
     def start(self, path: Path, *, name: str) -> None:
-        """Start a server on a folder of weights, with the name that its tokens report; it is not
-        ready yet.
+        """Start a server on a folder of weights; it reports `name` with its tokens. It is not ready
+        yet.
 
         Raises:
             EnvironmentProblem: The interpreter can't be run.
@@ -84,7 +84,7 @@ class ServerProcess:
         except OSError as error:
             self._temporary.rmdir()
             raise EnvironmentProblem(
-                f"engine.sglang.python = {python!r} can't be run: {error}; name an "
+                f"engine.sglang.python = {python!r} can't be run: {error}; set it to an "
                 "interpreter that has SGLang"
             ) from error
 
@@ -165,8 +165,8 @@ class ServerProcess:
 
 
 def make_weights_folder(model: ModelFolder, config: SGLangConfig) -> Path:
-    """Create the folder for a server's weights: in memory if some versions fit, unless
-    `weights_directory` is set.
+    """Create the folder for a server's weights: in `weights_directory` if that is set, else in
+    memory if there is room.
     """
     num_bytes = sum(file.stat().st_size for file in model.path.glob("*.safetensors"))
     has_room = (

@@ -2,7 +2,7 @@
 lost, the engine fails.
 
     caller's thread   submit, poll, abort, load_weights --> calls and samples --+
-    loop's thread     requests, tokens, lifecycle                 <-------------+--> HTTP --> server
+    loop's thread     requests, tokens, lifecycle           <-------------------+--> HTTP --> server
 
 The server samples tokens itself: a sample that is generated again differs, and `SampleRequest.seed`
 has no effect. Its log-probabilities are those of the protocol: of the tempered distribution before
@@ -46,10 +46,9 @@ class SGLangServer:
 
         Args:
             model_path: A folder in Hugging Face layout.
-            config: Bounds on samples and context, and the server's own section, of which this
-                server is the only one.
+            config: Limits on samples and context, and the section of this server.
             model: Dtype and device.
-            policy_version: Of the weights in the folder.
+            policy_version: Version of the weights in the folder.
         Raises:
             ConfigError: The model can't be served, or the server is not supported.
             EnvironmentProblem: The server does not start; the text ends with its log.
@@ -85,7 +84,7 @@ class SGLangServer:
                 config=config.sglang,
                 served=served,
                 model=self._model,
-                hand_out=self._results.put,
+                on_result=self._results.put,
             )
             stack.callback(lambda: self._loop.run(self._lifecycle.close()))
             self._loop.run(self._lifecycle.open(self._model, model))
@@ -180,9 +179,7 @@ class SGLangServer:
         tensors, version = self._model.match_tensors(weights.tensors), weights.policy_version
         if (name := find_non_finite(tensors)) is not None:
             self._loop.run(
-                self._lifecycle.reject(
-                    f"policy version {version} has a value in {name} that is no finite number"
-                )
+                self._lifecycle.reject(f"policy version {version} has a non-finite value in {name}")
             )
         else:
             served = ServedVersion.new(version, self._folder / f"{version}-{time.monotonic_ns()}")
@@ -212,7 +209,7 @@ class SGLangServer:
         self._asleep = False
 
     def close(self) -> None:
-        """Drop what still runs, and end the server if it is our own."""
+        """Drop the running samples, and end the server if this process started it."""
         self._cleanup.close()
         self._running.clear()
 
@@ -229,7 +226,7 @@ class SGLangServer:
 
 
 class LoopThread:
-    """An event loop in a thread of its own."""
+    """An event loop in its own thread."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -245,7 +242,7 @@ class LoopThread:
         self._loop.close()
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Run a coroutine and wait for it; its calls have deadlines of their own."""
+        """Run a coroutine and wait for it; its calls have deadlines."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def call_soon(self, work: Callable[[], object]) -> None:

@@ -1,10 +1,9 @@
-"""Verify that a server holds the weights it was given: compare its checksums with our own.
+"""Verify that a server has loaded the right weights: compare its checksums with expected ones.
 
-A server reports a digest for each of its tensors, which concatenate those of a checkpoint: the
-projections of attention, all experts of a layer, the vocabulary rounded up. In memory each is the
-bytes of its parts in order, then zeros. The parts of a tensor are guessed from its name, and
-confirmed with the weights that the server was started on: a guess with the server's digest is
-right.
+A server reports a digest of each of its tensors. Each is a concatenation of checkpoint tensors (the
+projections of attention, all experts of a layer, the padded vocabulary), followed by zeros. The
+parts of a tensor are guessed from its name. A guess is confirmed if it reproduces the server's
+digest of the weights that it was started on.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class TensorRecipe:
 
 
 class WeightChecksums:
-    """The checksums that a server must report for given weights."""
+    """Computes the checksums that a server must report for its weights."""
 
     def __init__(self, recipes: Mapping[str, TensorRecipe], *, dtype: torch.dtype) -> None:
         self._recipes, self._dtype = recipes, dtype
@@ -65,24 +64,24 @@ class WeightChecksums:
         Args:
             checksums: The server's, by its own names.
             tensors: The checkpoint that it holds.
-            dtype: Of the server's tensors.
+            dtype: Dtype of the server's tensors.
         Returns:
             The inferred recipes, and the unverified names: server tensors that no recipe
             reproduces, and checkpoint tensors in none of them.
         """
         recipes: dict[str, TensorRecipe] = {}
-        held = {name: digest for name, digest in checksums.items() if not NO_WEIGHTS.search(name)}
-        for name, seen in held.items():
-            fitting = (
+        weights = {name: value for name, value in checksums.items() if not NO_WEIGHTS.search(name)}
+        for name, digest in weights.items():
+            matching = (
                 recipe
                 for recipe in _candidates(name, tensors)
-                if recipe.digest(tensors, dtype=dtype) == seen
+                if recipe.digest(tensors, dtype=dtype) == digest
             )
-            if (recipe := next(fitting, None)) is not None:
+            if (recipe := next(matching, None)) is not None:
                 recipes[name] = recipe
         used = {part for recipe in recipes.values() for part in recipe.parts}
         return cls(recipes, dtype=dtype), sorted(
-            (held.keys() - recipes.keys()) | (tensors.keys() - used)
+            (weights.keys() - recipes.keys()) | (tensors.keys() - used)
         )
 
     def compute(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -97,16 +96,16 @@ def _candidates(name: str, tensors: Mapping[str, Tensor]) -> Iterator[TensorReci
     """Yield the possible recipes of a server's tensor, by its name."""
     names = [name, "model.embed_tokens.weight"] if name == "lm_head.weight" else [name]
     names += [
-        other + one.removeprefix(begin)
+        checkpoint_prefix + one.removeprefix(server_prefix)
         for one in names
-        for begin, other in PREFIXES.items()
-        if one.startswith(begin)
+        for server_prefix, checkpoint_prefix in PREFIXES.items()
+        if one.startswith(server_prefix)
     ]
     others = [
-        (one.replace(here, there),)
+        (one.replace(server_part, checkpoint_part),)
         for one in names
-        for here, there in TOWER_NAMES.items()
-        if here in one
+        for server_part, checkpoint_part in TOWER_NAMES.items()
+        if server_part in one
     ]
     for parts in [_parts(one, tensors) for one in names] + others:
         if parts and all(part in tensors for part in parts):
@@ -129,7 +128,7 @@ def _parts(name: str, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
             for expert in experts
             for part in EXPERT_PARTS[found[2]]
         )
-    for whole, parts in FUSED_PARTS.items():
-        if f".{whole}." in name:
-            return tuple(name.replace(whole, part) for part in parts)
+    for fused, parts in FUSED_PARTS.items():
+        if f".{fused}." in name:
+            return tuple(name.replace(fused, part) for part in parts)
     return (name,)

@@ -1,4 +1,4 @@
-"""A causal language model as the engine calls it: prefill, decode, weight update. Only this module
+"""The causal language model of the engine: prefill, decoding, weight updates. Only this module
 calls the model.
 """
 
@@ -35,8 +35,8 @@ FULL, LINEAR = "full_attention", "linear_attention"
 LINEAR_MODELS = ("qwen3_5_text", "qwen3_5_moe_text")
 """Model types with linear attention whose states the engine's cache can hold."""
 VECTOR_BYTES = 128
-"""Widest vector of a CPU's element-wise kernels; they compute the remainder one by one, and round
-`sigmoid` and the like differently there.
+"""Widest vector of a CPU's element-wise kernels. They compute the remainder element by element, and
+round functions such as `sigmoid` differently there.
 """
 
 
@@ -75,9 +75,7 @@ class CausalModel:
 
     @property
     def pads_prompts(self) -> bool:
-        """Whether padding after a prompt leaves its cache unchanged; it would change a recurrent
-        state.
-        """
+        """Whether prompts can be padded: padding after a prompt would change a recurrent state."""
         return attention_kinds(self._module) == {FULL}
 
     @property
@@ -97,7 +95,7 @@ class CausalModel:
 
     @property
     def layout(self) -> MediaLayout | None:
-        """How media are written into the tokens; None if the model reads text only."""
+        """Layout of media in the token sequence; None if the model reads text only."""
         return self.family.layout
 
     @property
@@ -123,8 +121,7 @@ class CausalModel:
         token, and the cache.
 
         Args:
-            input_ids: Prompts; padding is ignored if the model `pads_prompts`, else there must be
-                none.
+            input_ids: Prompts. They may be padded only if the model `pads_prompts`.
             last: Index of each prompt's last token.
             sequences: The same prompts with their media; empty if no prompt has any.
         """
@@ -150,10 +147,10 @@ class CausalModel:
         """Decode one token in each row; return the logits after it.
 
         Args:
-            tokens: A multiple of `row_block` many: CPU kernels round one to three rows differently
-                than more.
+            tokens: The newest token of each row. Their number must be a multiple of `row_block`:
+                CPU kernels round one to three rows differently than more.
             positions: Index of each token in its row.
-            cache: Holds every earlier token of the rows; these are added.
+            cache: The earlier tokens of the rows; `tokens` are added to it.
             num_tokens: Attention length; a multiple of 16 above all positions.
             shifts: Rotary position minus index, because of media.
         """
@@ -174,10 +171,10 @@ class CausalModel:
         hidden = self.family.language_model(self._module)(
             input_ids=tokens[None], use_cache=False
         ).last_hidden_state[0, :-1]
-        picked: Tensor = (
+        logprobs: Tensor = (
             self._logits(hidden).float().log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
         )
-        return picked
+        return logprobs
 
     def tensors(self) -> dict[str, Tensor]:
         """Return views of the weights, by Hugging Face name."""
@@ -226,11 +223,11 @@ class CausalModel:
     @torch.inference_mode()
     def _require_linear_head(self, path: Path) -> None:
         ids = torch.arange(5, device=self.device)[None] % self.vocab_size
-        whole = self._module(input_ids=ids, use_cache=False).logits
+        expected = self._module(input_ids=ids, use_cache=False).logits
         hidden = self.family.language_model(self._module)(
             input_ids=ids, use_cache=False
         ).last_hidden_state
-        if not torch.allclose(self._head(hidden), whole, rtol=1e-3, atol=1e-3):
+        if not torch.allclose(self._head(hidden), expected, rtol=1e-3, atol=1e-3):
             raise ConfigError(
                 f"the model in {path} computes its logits by more than a linear head (scaling, "
                 "soft caps), which the engine does not support"
@@ -243,11 +240,11 @@ def _require_known_attention(module: PreTrainedModel, path: Path) -> None:
     )
     if other := attention_kinds(module) - known:
         rule = (
-            f"engine 'transformers' serves {FULL} alone, and {LINEAR} as "
-            f"{' and '.join(LINEAR_MODELS)} have it"
+            f"engine 'transformers' supports {FULL}, and {LINEAR} for models of type "
+            f"{' and '.join(LINEAR_MODELS)}"
         )
         raise ConfigError(
-            f"the model in {path} has layers of type {min(other)}, and {rule}; choose "
+            f"the model in {path} has layers of type {min(other)}, but {rule}; choose "
             "another engine"
         )
 

@@ -2,16 +2,16 @@
 rounding least.
 
 Matrix kernels may sum in another order for another number of rows, or another row index. The
-measurement runs the same probe row among others: on one CPU thread any multiple of eight rows
-mostly gives the same bits, or any above a small number; in float32 on several threads even the row
-index matters; other devices may be anywhere between.
+measurement runs the same probe row among others. On one CPU thread any multiple of eight rows
+mostly gives the same bits, or any multiple above a small number. In float32 on several threads even
+the row index matters. Other devices may behave like either.
 
-A few probes are no proof: a kernel may round differently for batch sizes, lengths or indices that
-were not probed. A sample that is prefilled again (after an abort, in another engine, under new
-weights) is computed by other kernels than those that sampled it, which the measurement ignores. So
-only the cost of a step depends on it: how many rows a step is padded to, and whether prompts are
-prefilled together. No guarantee and no decision about data depends on it. Bits are equal only if
-one computation is repeated: see `max_running_samples` of one.
+A few probes are not a proof: a kernel may round differently for batch sizes, lengths or indices
+that were not probed. A sample that is prefilled again (after an abort, in another engine, under new
+weights) is computed by other kernels than those that sampled it; the measurement ignores this. So
+only the cost of a step depends on the result: how many rows a step is padded to, and whether
+prompts are prefilled together. No guarantee and no decision about data depends on it. Only
+`max_running_samples = 1` makes bits reproducible.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ PROBE_SEED = 20_260_101
 
 @dataclass(frozen=True, slots=True)
 class PaddingRule:
-    """How many rows to compute at once."""
+    """The number of rows and prompts to compute at once."""
 
     agrees: bool
-    """Whether the probe row came out the same at every probed length and index, with `max_rows`
+    """Whether the probe row had the same bits at every probed length and index, with `max_rows`
     rows.
     """
     min_rows: int
@@ -56,19 +56,19 @@ def measure_invariance(model: CausalModel, *, max_rows: int) -> PaddingRule:
     """Measure how to pad batches; see the module's docstring for what may depend on the result.
 
     Args:
-        model: On its device, with the threads that it will have.
-        max_rows: Samples that run at once, a multiple of the model's `row_block`.
+        model: The model, on its device and with its final number of threads.
+        max_rows: Maximum number of running samples, a multiple of the model's `row_block`.
     """
-    at_most = [
+    full_batches = [
         _probe_rows(model, num_rows=max_rows, num_tokens=length)
         for length in PROBE_ATTENTION_LENGTHS
     ]
-    expected = at_most[0][0]
+    expected = full_batches[0][0]
 
     def is_same(rows: Sequence[Tensor]) -> bool:
         return all(torch.equal(row, expected) for row in rows)
 
-    if all(map(is_same, at_most)):
+    if all(map(is_same, full_batches)):
         together = all(
             is_same(_probe_rows(model, num_rows=max_rows, num_prompts=count))
             for count in PROBE_PROMPTS
@@ -94,7 +94,9 @@ def measure_invariance(model: CausalModel, *, max_rows: int) -> PaddingRule:
 
 
 def _counts_below(max_rows: int, block: int) -> list[int]:
-    """Return the numbers of rows to try, largest first: halves, and one that is no power of two."""
+    """Return the numbers of rows to probe, largest first: halves, and one that is not a power of
+    two.
+    """
     halves = (max_rows >> shift for shift in range(1, max_rows.bit_length()))
     return sorted(
         {count // block * block for count in (*halves, 5 * block) if block <= count < max_rows},
@@ -114,15 +116,15 @@ def _probe_rows(
 
     Args:
         model: The model to probe.
-        num_rows: Of the decoding step.
-        num_prompts: Of the prefill.
+        num_rows: Rows of the decoding step.
+        num_prompts: Prompts of the prefill.
         num_tokens: Attention length.
     """
     generator = torch.Generator().manual_seed(PROBE_SEED + num_rows)
     tokens = torch.randint(model.vocab_size, (num_prompts, PROBE_LENGTH), generator=generator)
-    places = sorted({0, num_rows // 2, num_rows - 1})
+    probe_rows = sorted({0, num_rows // 2, num_rows - 1})
     sources = [row % num_prompts for row in range(num_rows)]
-    tokens[[sources[place] for place in places]] = torch.arange(PROBE_LENGTH) * 7 % model.vocab_size
+    tokens[[sources[row] for row in probe_rows]] = torch.arange(PROBE_LENGTH) * 7 % model.vocab_size
     tokens = tokens.to(model.device)
     prefilled, prompts = model.prefill(
         tokens, torch.full((num_prompts,), PROBE_LENGTH - 1, device=model.device)
@@ -137,4 +139,4 @@ def _probe_rows(
         num_tokens=num_tokens,
         shifts=torch.zeros_like(positions),
     )
-    return [torch.cat([prefilled[sources[place]], decoded[place]]) for place in places]
+    return [torch.cat([prefilled[sources[row]], decoded[row]]) for row in probe_rows]

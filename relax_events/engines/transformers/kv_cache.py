@@ -75,19 +75,19 @@ class RowCache(Cache):
         prompt.
 
         Args:
-            rows: Targets.
+            rows: The target rows.
             prompts: The cache of the prefill.
             sources: Row in `prompts` for each of `rows`.
-            num_tokens: The longest prompt; what follows a shorter one is masked until it is
-                overwritten.
+            num_tokens: Length of the longest prompt. The padding of a shorter one is masked until
+                it is overwritten.
         """
         self._reserve(prompts, num_rows=max(rows) + 1, num_tokens=num_tokens)
-        for mine, theirs in zip(self._layers, _layer_states(prompts), strict=True):
+        for layer, prefilled in zip(self._layers, _layer_states(prompts), strict=True):
             for stored, prompt in zip(
-                mine.first_tokens(num_tokens), theirs.first_tokens(num_tokens), strict=True
+                layer.first_tokens(num_tokens), prefilled.first_tokens(num_tokens), strict=True
             ):
                 target, source = (
-                    torch.tensor(places, device=stored.device) for places in (rows, sources)
+                    torch.tensor(indices, device=stored.device) for indices in (rows, sources)
                 )
                 stored[target] = prompt[source]
 
@@ -127,9 +127,9 @@ class RowCache(Cache):
         """Store the states after the step's tokens; the convolution's state was written in
         place.
         """
-        shown: Any = self.layers[layer_idx]
-        kept: Tensor = shown.recurrent_states[0].copy_(recurrent_states)
-        return kept
+        layer: Any = self.layers[layer_idx]
+        stored: Tensor = layer.recurrent_states[0].copy_(recurrent_states)
+        return stored
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return 0: rows differ in length, and positions are passed with each step."""
@@ -137,7 +137,7 @@ class RowCache(Cache):
 
     @torch.inference_mode()
     def move(self, sources: Sequence[int], targets: Sequence[int], *, num_tokens: int) -> None:
-        """Copy rows onto others that are free."""
+        """Copy rows to free rows."""
         for layer in self._layers:
             for stored in layer.first_tokens(num_tokens):
                 stored[list(targets)] = stored[list(sources)]
@@ -160,30 +160,28 @@ class RowCache(Cache):
 
     def _reserve(self, prompts: DynamicCache, *, num_rows: int, num_tokens: int) -> None:
         if not self._layers:
-            for theirs in _layer_states(prompts):
-                first, second = theirs.first_tokens(0)
+            for prefilled in _layer_states(prompts):
+                first, second = prefilled.first_tokens(0)
                 self._layers.append(
-                    LayerState((first[:0].contiguous(), second[:0].contiguous()), theirs.is_state)
+                    LayerState(
+                        (first[:0].contiguous(), second[:0].contiguous()), prefilled.is_state
+                    )
                 )
         self._grow(num_rows=num_rows, num_tokens=num_tokens)
 
     def _grow(self, *, num_rows: int, num_tokens: int) -> None:
-        have_rows = len(self._layers[0].tensors[0])
-        have_tokens = next(
+        old_rows = len(self._layers[0].tensors[0])
+        old_tokens = next(
             (layer.tensors[0].shape[2] for layer in self._layers if not layer.is_state), num_tokens
         )
         rows = (
-            have_rows
-            if num_rows <= have_rows
-            else min(max(num_rows, 2 * have_rows), self._max_rows)
+            old_rows if num_rows <= old_rows else min(max(num_rows, 2 * old_rows), self._max_rows)
         )
-        blocks = -(-max(num_tokens, 2 * have_tokens) // TOKEN_BLOCK)
+        blocks = -(-max(num_tokens, 2 * old_tokens) // TOKEN_BLOCK)
         tokens = (
-            have_tokens
-            if num_tokens <= have_tokens
-            else min(blocks * TOKEN_BLOCK, self._max_tokens)
+            old_tokens if num_tokens <= old_tokens else min(blocks * TOKEN_BLOCK, self._max_tokens)
         )
-        if (rows, tokens) != (have_rows, have_tokens):
+        if (rows, tokens) != (old_rows, old_tokens):
             for (
                 layer
             ) in self._layers:  # one at a time: the old storage is freed as the new is allocated
@@ -205,7 +203,7 @@ def _layer_states(prompts: DynamicCache) -> list[LayerState]:
 def _enlarge(
     stored: Float[Tensor, "rows heads *_"], rows: int, tokens: int | None
 ) -> Float[Tensor, "_ _ *_"]:
-    # Zeros, not uninitialised memory: that might be NaN, see `clear`.
+    # Zeros, because uninitialised memory may contain NaN; see `clear`.
     larger = (
         stored.new_zeros(rows, *stored.shape[1:])
         if tokens is None

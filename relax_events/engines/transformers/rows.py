@@ -28,9 +28,9 @@ class RowTable:
         self.next_tokens = np.zeros(max_rows, np.int64)
         """The newest token of each row, which the next step reads."""
         self.positions = np.zeros(max_rows, np.int64)
-        """Its index: the number of tokens in the row's cache."""
+        """Index of that token: the number of tokens in the row's cache."""
         self.position_shifts = np.zeros(max_rows, np.int64)
-        """Its rotary position minus its index."""
+        """Rotary position of that token minus its index."""
         self._seeds = np.zeros(max_rows, np.uint64)
         self._counts = np.zeros(max_rows, np.int64)
         self._limits = np.zeros(max_rows, np.int64)
@@ -52,9 +52,7 @@ class RowTable:
 
     @property
     def num_top_tokens(self) -> int:
-        """How many most probable tokens each row records: the largest number requested by any
-        sample.
-        """
+        """Number of most probable tokens that a row records: the largest requested by a sample."""
         return self._top_tokens.shape[2]
 
     def sampling_inputs(
@@ -104,11 +102,11 @@ class RowTable:
         """Append a token to each of the rows; return the rows that finished, ascending.
 
         Args:
-            rows: That were decoded.
-            tokens: Sampled in each.
-            logprobs: Of these.
-            top_tokens: The `num_top_tokens` most probable ones.
-            experts: Of the input token of each row.
+            rows: The decoded rows.
+            tokens: The sampled token of each row.
+            logprobs: Log-probability of each sampled token, in nats.
+            top_tokens: The `num_top_tokens` most probable tokens of each row.
+            experts: The experts of each row's input token.
         """
         index, counts = np.arange(rows.start, rows.stop), self._counts[rows]
         self._tokens[index, counts], self._logprobs[index, counts] = tokens, logprobs
@@ -120,13 +118,13 @@ class RowTable:
         self.positions[rows] += 1
         self.next_tokens[rows] = tokens
         stopped = (self._stops[rows] == tokens[:, None]).any(axis=1)
-        ended: NDArray[np.int64] = index[
+        finished: NDArray[np.int64] = index[
             stopped | (self._counts[rows] >= self._limits[rows]) | ~np.isfinite(logprobs)
         ]
-        return ended
+        return finished
 
     def mark_version(self, policy_version: int) -> None:
-        """Mark that tokens from here on come from another version, with a cache of earlier ones."""
+        """Record that later tokens are sampled by another version, with an older one's cache."""
         for sample, count in zip(self.samples, self._counts[: self.num_rows], strict=True):
             sample.version_marks.append((int(count), policy_version, True))
 
@@ -137,17 +135,17 @@ class RowTable:
             The samples with all their tokens, and the moves to repeat in the cache: sources and
             targets.
         """
-        left = [self.snapshot(row) for row in rows]
-        kept = self.num_rows - len(rows)
-        gone = set(rows)
-        targets = sorted(row for row in gone if row < kept)
-        sources = [row for row in range(kept, self.num_rows) if row not in gone]
+        snapshots = [self.snapshot(row) for row in rows]
+        num_kept = self.num_rows - len(rows)
+        removed = set(rows)
+        targets = sorted(row for row in removed if row < num_kept)
+        sources = [row for row in range(num_kept, self.num_rows) if row not in removed]
         for array in self._arrays():
             array[targets] = array[sources]
         for source, target in zip(sources, targets, strict=True):
             self.samples[target] = self.samples[source]
-        del self.samples[kept:]
-        return left, sources, targets
+        del self.samples[num_kept:]
+        return snapshots, sources, targets
 
     def snapshot(self, row: int) -> SampleState:
         """Return a copy of the sample in a row, with all its tokens; the row continues."""
@@ -166,7 +164,7 @@ class RowTable:
         )
 
     def _arrays(self) -> tuple[NDArray[np.generic], ...]:
-        places = (self.next_tokens, self.positions, self.position_shifts)
+        inputs = (self.next_tokens, self.positions, self.position_shifts)
         scalars = (
             self._seeds,
             self._counts,
@@ -176,7 +174,7 @@ class RowTable:
             self._top_ks,
         )
         return (
-            *places,
+            *inputs,
             *scalars,
             self._stops,
             self._tokens,

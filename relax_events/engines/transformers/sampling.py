@@ -1,4 +1,4 @@
-"""Sample tokens for many rows at once, each with a random stream of its own.
+"""Sample tokens for many rows at once, each with its own random stream.
 
 A token depends on the row's logits, its seed and the token's index in the completion, and not on
 other rows: the random number is a hash of seed and index (a counter-based generator), and the token
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 MAX_ELEMENTS = 2**24
-"""Logits processed at once: float64 copies of more rows would outgrow the logits themselves."""
+"""Logits processed at once; it limits the memory of their float64 copies."""
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
@@ -36,7 +36,7 @@ class RowSampling:
 
     @property
     def restricts(self) -> bool:
-        """Whether some row leaves out unlikely tokens."""
+        """Whether any row uses top-k or top-p."""
         return bool((self.top_ps < 1).any() or (self.top_ks > 0).any())
 
 
@@ -104,7 +104,7 @@ def top_tokens(logits: Float[Tensor, "rows vocabulary"], *, num_tokens: int) -> 
 
     Args:
         logits: Output of the model.
-        num_tokens: Of each row.
+        num_tokens: Number of tokens per row.
     """
     found: NDArray[np.int32] = logits.topk(num_tokens, dim=-1).indices.int().cpu().numpy()
     return found

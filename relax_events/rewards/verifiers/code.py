@@ -74,8 +74,8 @@ def code(
     program = python_block(completion)
     if program is None:
         return {"reward": 0.0, "passed": 0.0, "has_code": 0.0}
-    walls = require_isolation(allow_unprotected=allow_unprotected)
-    with Sandbox(program, Limits(test_seconds, memory_bytes), walls=walls) as sandbox:
+    isolation = require_isolation(allow_unprotected=allow_unprotected)
+    with Sandbox(program, Limits(test_seconds, memory_bytes), isolation=isolation) as sandbox:
         num_passed = _num_passed(sandbox, tests, stops_early=not partial)
     if num_passed is None:
         if limit_reward is None:

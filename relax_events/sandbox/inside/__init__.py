@@ -1,3 +1,4 @@
-"""What runs inside of the sandbox: standard library alone, started as a file, never imported by the
-library but for names and tests.
+"""The code that runs inside the sandbox.
+
+It uses only the standard library and is started as a file; the library imports only its names.
 """

@@ -1,19 +1,23 @@
 """The first process inside the sandbox: it isolates and starts the program, and finally kills all
 its processes.
 
-Standard library alone. Its argument is a JSON object: `limits` by the names of the resource module,
-`processes` that the program may have at a time, `readable` and `writable` paths for Landlock
-(absent where another wall stands around files), `may_signal`, `user` to become or null, `ready`, a
-pipe that gets one byte once the walls stand, and `task`, one of
+It uses only the standard library. Its argument is a JSON object:
 
-    {"program": FILE}                                       run it; stdin and stdout are its own
-    {"serve": FILE}                                         run it, then serve the tests' requests
-    {"judge": FILE, "requests": 5, "answers": 6, "verdict": 7}   run tests against a served solution
+    limits      resource limits, by their names in the module resource
+    processes   how many processes the program may have at a time
+    readable, writable   paths for Landlock; absent if it is not used
+    filters     whether to install the seccomp filter
+    may_signal  whether the program may send signals
+    user        the user to switch to, or null
+    binds       folders of the interpreter that the user can't access, with their mount points
+    ready       a pipe, which receives one byte when the isolation is complete
+    task        one of
+        {"program": FILE}     run it with this process's stdin and stdout
+        {"serve": FILE}       run it, then serve the requests of the tests
+        {"tests": FILE, "requests": 5, "answers": 6, "verdict": 7}   run tests of a served solution
 
-`binds` are folders of the interpreter that `user` can't reach, and names under which it can.
-
-Exit code 0 is success, 77 a limit that the program ran into or a signal that ended it, 78 tests
-whose solution is gone, everything else a failure.
+Exit codes: 0 for success, 77 for an exceeded limit or a signal, 78 for tests whose solution exited,
+any other for a failure.
 """
 
 from __future__ import annotations
@@ -36,19 +40,19 @@ import landlock
 import seccomp
 
 LIMIT_EXIT_CODE = 77
-MAX_COUNTED = 1 << 20
+MAX_PROCESSES = 1 << 20
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 MS_READ_ONLY, MS_NO_SUID, MS_REMOUNT, MS_BIND, MS_RECURSIVE = 1, 2, 32, 4096, 16384
 
 
-class Ended(Exception):
-    """The grader asks the program to end."""
+class Terminated(Exception):
+    """SIGTERM arrived: the library ends the program."""
 
 
 def main(setup: dict[str, Any]) -> int:
     """Start the program, wait for it, kill its remaining processes; return the exit code."""
     libc = ctypes.CDLL(None)
-    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGTERM, _on_sigterm)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphaned processes become children of this one
     for source, target in setup["binds"]:
@@ -60,10 +64,10 @@ def main(setup: dict[str, Any]) -> int:
     try:
         _, status = os.waitpid(child, 0)
         code = os.waitstatus_to_exitcode(status)
-    except Ended:
+    except Terminated:
         code = LIMIT_EXIT_CODE
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _end_children()
+    _kill_children()
     return LIMIT_EXIT_CODE if code < 0 else code
 
 
@@ -72,8 +76,8 @@ def _bind(source: str, target: str) -> None:
     Path(target).mkdir()
     libc = ctypes.CDLL(None, use_errno=True)
     flags = (MS_BIND | MS_RECURSIVE, MS_BIND | MS_REMOUNT | MS_READ_ONLY | MS_NO_SUID)
-    for one in flags:
-        if libc.mount(source.encode(), target.encode(), None, one, None):
+    for flag in flags:
+        if libc.mount(source.encode(), target.encode(), None, flag, None):
             raise OSError(ctypes.get_errno(), f"mount {source}")
     for paths in (
         sys.path,
@@ -92,14 +96,14 @@ def _bind(source: str, target: str) -> None:
     sys.path_importer_cache.clear()
 
 
-def _end(*_: object) -> None:
-    raise Ended
+def _on_sigterm(*_: object) -> None:
+    raise Terminated
 
 
-def _end_children() -> None:
-    """Kill children until there are none; grandchildren become children as their parents die."""
+def _kill_children() -> None:
+    """Kill children until none is left; an orphaned grandchild becomes a child of this process."""
     if os.getpid() == 1:
-        return  # the namespace ends with us
+        return  # the kernel ends a PID namespace with its first process
     while True:
         for pid in _children():
             with contextlib.suppress(ProcessLookupError):
@@ -126,14 +130,14 @@ def _run(setup: dict[str, Any]) -> int:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         with contextlib.suppress(PermissionError):
             os.setsid()
-        _build(setup)
+        _isolate(setup)
         os.write(setup["ready"], b"1")
         os.close(setup["ready"])
-        _do(setup["task"])
+        _run_task(setup["task"])
     except MemoryError:
         return LIMIT_EXIT_CODE
-    except SystemExit as leaving:
-        code = leaving.code if isinstance(leaving.code, int) else 0 if leaving.code is None else 1
+    except SystemExit as ending:
+        code = ending.code if isinstance(ending.code, int) else 0 if ending.code is None else 1
     except OSError as error:
         return LIMIT_EXIT_CODE if error.errno in (errno.EAGAIN, errno.ENOMEM) else 1
     except BaseException as error:
@@ -145,18 +149,18 @@ def _run(setup: dict[str, Any]) -> int:
     return code
 
 
-def _build(setup: dict[str, Any]) -> None:
+def _isolate(setup: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(
             "1000"
-        )  # if memory runs out, the kernel kills this process first
+        )  # if memory is exhausted, the kernel kills this process first
     for name, limit in setup["limits"].items():
-        _limit(getattr(resource, name), limit)
+        _set_limit(getattr(resource, name), limit)
     if setup["user"] is not None:
         os.setgroups([])
         os.setresgid(*[setup["user"]] * 3)
         os.setresuid(*[setup["user"]] * 3)
-    _limit(resource.RLIMIT_NPROC, _num_counted() + setup["processes"])
+    _set_limit(resource.RLIMIT_NPROC, _count_processes() + setup["processes"])
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if "readable" in setup:
         landlock.restrict(readable=setup["readable"], writable=setup["writable"])
@@ -164,30 +168,30 @@ def _build(setup: dict[str, Any]) -> None:
         seccomp.restrict(may_signal=setup["may_signal"], may_start_processes=True)
 
 
-def _limit(kind: int, wanted: int) -> None:
+def _set_limit(kind: int, wanted: int) -> None:
     """Set a limit, unless a lower one is set."""
     _, hard = resource.getrlimit(kind)
     limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     resource.setrlimit(kind, (limit, limit))
 
 
-def _num_counted() -> int:
-    """Return how many processes and threads the kernel counts for this user: the highest limit
-    under which no more can be started.
+def _count_processes() -> int:
+    """Return the number of processes and threads that the kernel counts for this user.
 
-    It counts those of other containers too, which can't be seen from this one.
+    It is the highest limit under which no process can be started. It includes those of other
+    containers, which are not visible here.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
-    highest = MAX_COUNTED if hard == resource.RLIM_INFINITY else hard
-    few, enough = 0, 1
-    while not _can_start(enough, hard):
-        if enough == highest:
+    highest = MAX_PROCESSES if hard == resource.RLIM_INFINITY else hard
+    low, high = 0, 1
+    while not _can_start(high, hard):
+        if high == highest:
             return highest
-        few, enough = enough, min(enough * 2, highest)
-    while enough - few > 1:
-        middle = (few + enough) // 2
-        few, enough = (few, middle) if _can_start(middle, hard) else (middle, enough)
-    return few
+        low, high = high, min(high * 2, highest)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _can_start(middle, hard) else (middle, high)
+    return low
 
 
 def _can_start(limit: int, hard: int) -> bool:
@@ -202,7 +206,7 @@ def _can_start(limit: int, hard: int) -> bool:
     return True
 
 
-def _do(task: dict[str, Any]) -> None:
+def _run_task(task: dict[str, Any]) -> None:
     if "program" in task:
         runpy.run_path(task["program"], run_name="__main__")
     elif "serve" in task:
@@ -210,9 +214,9 @@ def _do(task: dict[str, Any]) -> None:
 
         serve(task["serve"])
     else:
-        from judge import judge
+        from run_tests import run_tests
 
-        judge(task["judge"], task["requests"], task["answers"], task["verdict"])
+        run_tests(task["tests"], task["requests"], task["answers"], task["verdict"])
 
 
 if __name__ == "__main__":

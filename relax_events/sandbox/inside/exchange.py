@@ -1,5 +1,5 @@
-"""Messages between the process that holds a solution and the one that holds the tests: each may
-call objects of the other.
+"""The protocol between the process of a solution and the process of its tests: each may call
+objects of the other.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from typing import IO, Any
 
-from values import MUTABLE, decode, encode, replace  # started as a file: siblings lie next to it
+from values import MUTABLE, decode, encode, replace  # a file of this folder, see entry.py
 
 MAX_MESSAGE_BYTES = 64 * 1024**2
 
@@ -33,28 +33,28 @@ class Exchange(ABC):
         Args:
             requests: The pipe to read from.
             answers: The pipe to write to.
-            serves: Operations that the other side may request. The side of the tests only lets its
-                functions be called: with attribute access a solution could reach everything.
+            serves: Operations that the other side may request. The tests' side serves only calls:
+                with attribute access a solution could reach every object.
         """
         self._serves = {name: OPERATIONS[name] for name in serves}
         self._read, self._write = requests, answers
-        self._kept: dict[int, Any] = {}
+        self._objects: dict[int, Any] = {}
         self._numbers: dict[int, int] = {}
-        self._stand_ins: dict[int, int] = {}
+        self._proxies: dict[int, int] = {}
 
     @abstractmethod
-    def stand_in(self, number: int, description: dict[str, Any]) -> Any:
+    def make_proxy(self, number: int, description: dict[str, Any]) -> Any:
         """Return a proxy for an object of the other side, given its number and description."""
 
     @abstractmethod
-    def error(self, description: dict[str, Any]) -> BaseException:
-        """Return the exception for one that the other side raised."""
+    def make_error(self, description: dict[str, Any]) -> BaseException:
+        """Return the local exception for one that the other side raised."""
 
     def call(self, operation: str, number: int, *arguments: Any, **named: Any) -> Any:
         """Run an operation on an object of the other side; return the result.
 
         Raises:
-            Gone: The other side exited.
+            Gone: The other side exited, or sent an invalid message.
         """
         self.send(
             {
@@ -70,24 +70,24 @@ class Exchange(ABC):
                 self.serve(message)
                 continue
             if "raised" in message:
-                self._take_changes(arguments, message)
-                raise self.error(self._checked(dict, message["raised"]))
-            returned = self._checked(self.decoded, message.get("returned"))
-            self._take_changes(arguments, message)
+                self._apply_changes(arguments, message)
+                raise self.make_error(self._decode_untrusted(dict, message["raised"]))
+            returned = self._decode_untrusted(self.decoded, message.get("returned"))
+            self._apply_changes(arguments, message)
             return returned
 
-    def _take_changes(self, arguments: Sequence[Any], message: dict[str, Any]) -> None:
-        """Copy the call's changes back into the mutable arguments."""
+    def _apply_changes(self, arguments: Sequence[Any], message: dict[str, Any]) -> None:
+        """Apply the call's changes to its mutable arguments."""
         for old, new in zip(
-            arguments, self._checked(list, message.get("changed", ())), strict=False
+            arguments, self._decode_untrusted(list, message.get("changed", ())), strict=False
         ):
             if new is not None:
-                replace(old, self._checked(self.decoded, new))
+                replace(old, self._decode_untrusted(self.decoded, new))
 
-    def _checked(self, make: Callable[[Any], Any], data: Any) -> Any:
+    def _decode_untrusted(self, decoder: Callable[[Any], Any], data: Any) -> Any:
         """Decode untrusted data of the other side; invalid data raises `Gone`."""
         try:
-            return make(data)
+            return decoder(data)
         except (
             ArithmeticError,
             AttributeError,
@@ -101,7 +101,7 @@ class Exchange(ABC):
 
     def serve(self, message: dict[str, Any]) -> None:
         """Execute one call of the other side, and send the result."""
-        target, operation, arguments, named = self._checked(self._asked, message)
+        target, operation, arguments, named = self._decode_untrusted(self._parse_request, message)
         try:
             answer: dict[str, Any] = {
                 "returned": self.encoded(operation(target, *arguments, **named))
@@ -109,14 +109,14 @@ class Exchange(ABC):
         except BaseException as error:
             answer = {"raised": description(error)}
         answer["changed"] = [
-            self.encoded(one) if type(one) in MUTABLE else None for one in arguments
+            self.encoded(argument) if type(argument) in MUTABLE else None for argument in arguments
         ]
         self.send(answer)
 
-    def _asked(
+    def _parse_request(
         self, message: dict[str, Any]
     ) -> tuple[Any, Callable[..., Any], list[Any], dict[str, Any]]:
-        target, operation = self._kept[message["with"]], self._serves[message["do"]]
+        target, operation = self._objects[message["with"]], self._serves[message["do"]]
         return (
             target,
             operation,
@@ -147,23 +147,23 @@ class Exchange(ABC):
         """Keep an object, and return the number by which the other side refers to it."""
         number = self._numbers.get(id(value))
         if number is None:
-            number = self._numbers[id(value)] = len(self._kept)
-            self._kept[number] = value
+            number = self._numbers[id(value)] = len(self._objects)
+            self._objects[number] = value
         return number
 
-    def stands_for(self, stand_in: Any, number: int) -> None:
+    def register_proxy(self, proxy: Any, number: int) -> None:
         """Register a proxy of an object of the other side, so that it is sent back as that
         object.
         """
-        self._stand_ins[id(stand_in)] = number
-        self.keep(stand_in)
+        self._proxies[id(proxy)] = number
+        self.keep(proxy)
 
     def encoded(self, value: Any) -> Any:
         """Return JSON for a value."""
         return encode(value, self._refer)
 
     def _refer(self, value: Any) -> list[Any]:
-        if (number := self._stand_ins.get(id(value))) is not None:
+        if (number := self._proxies.get(id(value))) is not None:
             return ["yours", number]
         kind = value if isinstance(value, type) else type(value)
         description = {
@@ -181,10 +181,10 @@ class Exchange(ABC):
 
     def _resolve(self, data: list[Any]) -> Any:
         if data[0] == "yours":
-            return self._kept[data[1]]
+            return self._objects[data[1]]
         if data[0] == "mine":
-            return self.stand_in(int(data[1]), dict(data[2]))
-        raise ValueError(f"{data[0]!r} is no kind of value")
+            return self.make_proxy(int(data[1]), dict(data[2]))
+        raise ValueError(f"{data[0]!r} is not a kind of reference")
 
 
 def description(error: BaseException) -> dict[str, Any]:

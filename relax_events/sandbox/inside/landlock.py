@@ -1,5 +1,5 @@
-"""Landlock: a process gives up the file system, TCP and signals for itself and all its children.
-Needs no privileges.
+"""Landlock: a process gives up access to files, TCP and signals, for itself and all its children.
+It needs no privileges.
 
 Source: Documentation/userspace-api/landlock.rst of the Linux kernel.
 """
@@ -17,7 +17,7 @@ ASK_FOR_VERSION, RULE_PATH_BENEATH = 1, 1
 PR_SET_NO_NEW_PRIVS = 38
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
 TRUNCATE, IOCTL_DEV = 1 << 14, 1 << 15
-OF_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV
+FILE_RIGHTS = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV
 """Rights that apply to files; the others apply to folders only."""
 READ = EXECUTE | READ_FILE | READ_DIR
 RIGHTS_BY_VERSION = {
@@ -45,22 +45,22 @@ def restrict(*, readable: Sequence[str], writable: Sequence[str]) -> None:
         readable: Folders and files that may be read and executed; missing ones are ignored.
         writable: Folders with all rights except creating devices and sockets, and writable files.
     Raises:
-        OSError: The kernel has no Landlock, or refused.
+        OSError: The kernel has no Landlock, or refused the call.
     """
-    known = version()
-    rights = RIGHTS_BY_VERSION.get(min(known, max(RIGHTS_BY_VERSION)), 0)
-    tcp = BIND_AND_CONNECT_TCP if known >= TCP_VERSION else 0
-    scoped = ABSTRACT_SOCKETS_AND_SIGNALS if known >= SCOPE_VERSION else 0
-    size = 24 if known >= SCOPE_VERSION else 16 if known >= TCP_VERSION else 8
+    kernel_version = version()
+    rights = RIGHTS_BY_VERSION.get(min(kernel_version, max(RIGHTS_BY_VERSION)), 0)
+    tcp = BIND_AND_CONNECT_TCP if kernel_version >= TCP_VERSION else 0
+    scoped = ABSTRACT_SOCKETS_AND_SIGNALS if kernel_version >= SCOPE_VERSION else 0
+    size = 24 if kernel_version >= SCOPE_VERSION else 16 if kernel_version >= TCP_VERSION else 8
     attributes = struct.pack("=QQQ", rights, tcp, scoped)[:size]
-    ruleset = _checked(_libc().syscall(CREATE_RULESET, attributes, size, 0))
+    ruleset = _check_result(_libc().syscall(CREATE_RULESET, attributes, size, 0))
     try:
         for path in readable:
             _allow(ruleset, path, READ & rights)
         for path in writable:
             _allow(ruleset, path, rights & ~_MAKE_DEVICES_AND_SOCKETS)
-        _checked(_libc().prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
-        _checked(_libc().syscall(RESTRICT_SELF, ruleset, 0))
+        _check_result(_libc().prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+        _check_result(_libc().syscall(RESTRICT_SELF, ruleset, 0))
     finally:
         os.close(ruleset)
 
@@ -75,8 +75,8 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
         return
     try:
         if not stat.S_ISDIR(os.fstat(parent).st_mode):
-            rights &= OF_FILES
-        _checked(
+            rights &= FILE_RIGHTS
+        _check_result(
             _libc().syscall(
                 ADD_RULE, ruleset, RULE_PATH_BENEATH, struct.pack("=Qi", rights, parent), 0
             )
@@ -89,7 +89,7 @@ def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 
 
-def _checked(result: int) -> int:
+def _check_result(result: int) -> int:
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"Landlock: {os.strerror(number)}")

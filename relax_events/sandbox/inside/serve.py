@@ -11,12 +11,13 @@ from exchange import OPERATIONS, Exchange, Gone, description
 
 
 def serve(solution: str) -> None:
-    """Run a solution and serve the tests until they end; the solution's stdin and stdout are
-    /dev/null.
+    """Run a solution, and serve the requests of the tests until they end.
+
+    The solution's stdin and stdout are /dev/null.
     """
-    requests, answers, nothing = os.dup(0), os.dup(1), os.open(os.devnull, os.O_RDWR)
+    requests, answers, null = os.dup(0), os.dup(1), os.open(os.devnull, os.O_RDWR)
     for number in (0, 1):
-        os.dup2(nothing, number)
+        os.dup2(null, number)
     with os.fdopen(requests, "rb") as reading, os.fdopen(answers, "wb") as writing:
         exchange = _ToTests(reading, writing, serves=OPERATIONS)
         try:
@@ -24,11 +25,11 @@ def serve(solution: str) -> None:
         except BaseException as error:
             with contextlib.suppress(
                 OSError, Gone
-            ):  # a fork of this process may have sent it before, and the tests may be over
+            ):  # a fork of this process may have sent it already, or the tests may have ended
                 exchange.send({"failed": description(error)})
             with contextlib.suppress(
                 OSError
-            ):  # closed here, so that what could not be sent is not raised in place of the error
+            ):  # closed here, so that a failed flush does not replace the error
                 writing.close()
             raise
         names = {name: value for name, value in defined.items() if not name.startswith("__")}
@@ -40,11 +41,11 @@ def serve(solution: str) -> None:
             return
 
 
-class _ToTests(Exchange):  # type: ignore[misc]  # it is found when this is started as a file
-    def stand_in(self, number: int, description: dict[str, Any]) -> Any:
+class _ToTests(Exchange):  # type: ignore[misc]  # mypy does not find it: this is started as a file
+    def make_proxy(self, number: int, description: dict[str, Any]) -> Any:
         return _Callback(self, number)
 
-    def error(self, description: dict[str, Any]) -> BaseException:
+    def make_error(self, description: dict[str, Any]) -> BaseException:
         return RuntimeError(f"{description.get('name')}: {description.get('text')}")
 
 
@@ -53,7 +54,7 @@ class _Callback:
 
     def __init__(self, exchange: Exchange, number: int) -> None:
         self._exchange, self._number = exchange, number
-        exchange.stands_for(self, number)
+        exchange.register_proxy(self, number)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         return self._exchange.call("call", self._number, *arguments, **named)

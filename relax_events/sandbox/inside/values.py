@@ -2,8 +2,8 @@
 objects become references.
 
 Plain data are the builtin types and a few of the standard library's; a copy behaves by its own
-type's rules, whatever the solution has redefined. Everything else is a reference to an object of
-the other process.
+type's rules, even if the solution has redefined them. Every other value is a reference to an object
+of the other process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CONTAINERS: dict[str, type] = {
 }
 MAPPINGS: dict[str, type] = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}
 MUTABLE = (list, dict, set, bytearray, deque)
-BUILT: dict[str, Callable[..., Any]] = {
+CONSTRUCTORS: dict[str, Callable[..., Any]] = {
     "Decimal": Decimal,
     "Fraction": Fraction,
     "datetime": datetime,
@@ -56,7 +56,7 @@ SHARED_BUILTINS = {
         "sum",
     )
 }
-"""Those that each side has of its own; what runs code is not among them."""
+"""Builtins that each process has itself, sent by name. Those that run code are excluded."""
 
 Refer = Callable[[Any], list[Any]]
 Resolve = Callable[[list[Any]], Any]
@@ -76,7 +76,7 @@ def encode(value: Any, refer: Refer) -> Any:
     if kind in (bytes, bytearray):
         return [kind.__name__, value.hex()]
     if (arguments := _arguments(value)) is not None:
-        return [kind.__name__, *(encode(one, refer) for one in arguments)]
+        return [kind.__name__, *(encode(argument, refer) for argument in arguments)]
     fields = getattr(kind, "_fields", None)
     if issubclass(kind, tuple) and isinstance(fields, tuple):
         return [
@@ -125,20 +125,20 @@ def _encode_subclass(value: Any, refer: Refer) -> Any:
         return _encode_container("Counter", value, refer)
     if isinstance(value, dict):
         return _encode_container("dict", value, refer)
-    walks: dict[type, Callable[[Any], Any]] = {
+    iterators: dict[type, Callable[[Any], Any]] = {
         list: list.__iter__,
         tuple: tuple.__iter__,
         set: set.__iter__,
         frozenset: frozenset.__iter__,
     }
-    for container, walk in walks.items():
+    for container, iterate in iterators.items():
         if isinstance(value, container):
-            return [container.__name__, [encode(one, refer) for one in walk(value)]]
+            return [container.__name__, [encode(one, refer) for one in iterate(value)]]
     return refer(value)
 
 
 def _arguments(value: Any) -> tuple[Any, ...] | None:
-    """Return the constructor arguments of a value of a `BUILT` type, or None."""
+    """Return the constructor arguments of a value of a `CONSTRUCTORS` type, or None."""
     kind = type(value)
     if kind is Decimal:
         return (str(value),)
@@ -175,7 +175,7 @@ def decode(data: Any, resolve: Resolve) -> Any:
     """
     if not isinstance(data, list):
         if isinstance(data, Mapping):
-            raise TypeError("a value is no JSON object")
+            raise TypeError("a value must not be a JSON object")
         return data
     name, *rest = data
     if name == "int":
@@ -183,8 +183,8 @@ def decode(data: Any, resolve: Resolve) -> Any:
     if name in ("bytes", "bytearray"):
         content = bytes.fromhex(rest[0])
         return content if name == "bytes" else bytearray(content)
-    if name in BUILT:
-        return BUILT[name](*(decode(one, resolve) for one in rest))
+    if name in CONSTRUCTORS:
+        return CONSTRUCTORS[name](*(decode(one, resolve) for one in rest))
     if name in CONTAINERS:
         return CONTAINERS[name](decode(one, resolve) for one in rest[0])
     if name in MAPPINGS:

@@ -89,7 +89,7 @@ def test_generated_source_names_the_tasks_when_one_is_unknown() -> None:
 
 @pytest.mark.parametrize("options", [{"min_len": 3}, {"min_word_len": 5, "max_word_len": 4}])
 def test_generated_source_names_options_that_the_task_rejects(options: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match=r"task 'spell_backward' does not take data.options"):
+    with pytest.raises(ConfigError, match=r"task 'spell_backward' rejects data.options"):
         open_source(DataConfig(source="reasoning_gym:spell_backward", options=options), seed=0)
 
 

@@ -67,7 +67,7 @@ def test_renderer_decodes_invalid_utf8_with_a_replacement_character(folder: Path
 def test_renderer_rejects_a_folder_that_is_missing_or_empty(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"nowhere does not exist; set model.path, or make the folder with: relax models prepare",
+        match=r"nowhere does not exist; set model.path, or create the folder with: relax models prepare",
     ):
         PromptRenderer.from_folder(tmp_path / "nowhere", CHAT)
     with pytest.raises(ConfigError, match=r"has no usable tokenizer"):
@@ -79,7 +79,7 @@ def test_renderer_rejects_a_tokenizer_without_a_chat_template() -> None:
     tokenizer.chat_template = None
     with pytest.raises(
         ConfigError,
-        match=r"has no chat template; use one that has, or set data.chat_template = false",
+        match=r"has no chat template; use one with a template, or set data.chat_template = false",
     ):
         PromptRenderer(tokenizer, CHAT)
     assert PromptRenderer(tokenizer, RAW).stop_token_ids == (tokenizer.eos_token_id,)

@@ -191,11 +191,11 @@ def test_jsonl_reads_compressed_files(tmp_path: Path, suffix: str) -> None:
     [
         (
             {},
-            r"unpacks to more than data\.max_unpacked_ratio = 200 times its \d+ bytes; set that higher if the file really holds so much",
+            r"unpacks to more than data\.max_unpacked_ratio = 200 times its \d+ bytes; raise the limit if the file is trusted",
         ),
         (
             {"max_unpacked_ratio": 10**9, "max_unpacked_bytes": 2**20},
-            r"unpacks to more than data\.max_unpacked_bytes = 1048576; set that higher",
+            r"unpacks to more than data\.max_unpacked_bytes = 1048576; raise the limit",
         ),
     ],
 )

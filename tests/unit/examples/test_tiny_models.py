@@ -84,7 +84,7 @@ def test_tokenizer_of_an_audio_model_names_the_media_placeholder_tokens(
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"family": "gpt5"}, "model family 'gpt5' is not known; choose one of qwen3, qwen3_moe"),
+        ({"family": "gpt5"}, "model family 'gpt5' is unknown; choose one of qwen3, qwen3_moe"),
         ({"hidden_size": 40}, "hidden_size must be a multiple of 32, got 40"),
         ({"vocab_size": 255}, "vocab_size must be >= 256"),
     ],

@@ -177,7 +177,7 @@ def test_replace_weights_keeps_the_old_weights_when_the_new_ones_do_not_match(ch
 
 
 def test_choose_device_error_names_an_unknown_device():
-    with pytest.raises(ConfigError, match=r"model.device = 'abacus' is no device"):
+    with pytest.raises(ConfigError, match=r"model.device = 'abacus' is not a device"):
         choose_device("abacus")
     assert choose_device("cpu") == CPU
 
@@ -187,7 +187,7 @@ def test_choose_device_refuses_a_gpu_that_is_not_here(
     name: str, num_gpus: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-    text = rf"model.device = '{name}' asks for a GPU that is not available: torch .* sees {num_gpus} of them; give the process one"
+    text = rf"model.device = '{name}' asks for a GPU that is not available: torch .* sees {num_gpus} GPUs; give the process a GPU"
     with pytest.raises(ConfigError, match=text):
         choose_device(name)
     assert choose_device("auto", local_rank=0).type == ("cuda" if num_gpus else "cpu")

@@ -13,7 +13,7 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 
-class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # SGLang is not there where types are checked
+class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # mypy runs without SGLang
     """A CPU without kernels, graphs or Triton."""
 
     _enum = PlatformEnum.OOT

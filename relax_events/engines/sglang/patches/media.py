@@ -1,9 +1,9 @@
 """Let a server accept media that the worker has preprocessed. Imported only by SGLang's processes,
 through `plugin`.
 
-SGLang itself downloads and processes files, and expands a prompt's placeholders by the result.
-Other settings there would give other tokens, and tokenizing a prompt again may change it. Its
-interface for preprocessed data takes tensors, which HTTP can't carry.
+SGLang itself downloads and processes files, and expands a prompt's placeholders accordingly. With
+other settings it would make other tokens, and tokenizing a prompt again may change it. Its own
+interface for preprocessed data accepts tensors, which HTTP can't carry.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def read_request(request: Any) -> None:
         ]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"media of format {FORMAT} can't be read: {error!r}; are server and worker of "
-            "one version?"
+            f"media of format {FORMAT} can't be read: {error!r}; do server and worker have the "
+            "same version?"
         ) from None
 
 
@@ -85,8 +85,9 @@ async def process_media(
     tokens: list[int] = input_text
     if placement.positions.shape != (3, len(tokens)) or len(placement.runs) != len(arrays):
         raise ValueError(
-            f"positions of shape {placement.positions.shape} and {len(placement.runs)} places "
-            f"don't fit {len(tokens)} tokens"
+            f"positions of shape {placement.positions.shape} and token ranges of "
+            f"{len(placement.runs)} arrays don't match {len(tokens)} tokens and {len(arrays)} "
+            "arrays"
         )
     items = [
         _build_item(array, runs, num_tokens=len(tokens))
@@ -134,7 +135,7 @@ def _build_item(
         0 <= first <= last < num_tokens for first, last in runs
     ):
         raise ValueError(
-            f"{num_features} features ({array.modality.value}) don't fit into the places "
+            f"{num_features} features ({array.modality.value}) don't match the token ranges "
             f"{list(runs)} of {num_tokens} tokens"
         )
     item = MultimodalDataItem(
@@ -166,7 +167,7 @@ def _visual_features(
 
 
 def _audio_features(array: MediaArray) -> tuple[Tensor, int, dict[str, Tensor]]:
-    """Return the same for a spectrogram."""
+    """Return a spectrogram, the number of its features, and the tower's other inputs."""
     num_frames = array.values.shape[1]
     num_features = int(_get_feat_extract_output_lengths(torch.tensor(num_frames)))
     return (

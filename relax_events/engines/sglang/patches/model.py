@@ -23,16 +23,16 @@ from relax_events.engines.sglang.checkpoint import (
     to_transformers_layout,
 )
 
-WHOLE_CLASS = "Qwen3OmniMoeForConditionalGeneration"
+OMNI_CLASS = "Qwen3OmniMoeForConditionalGeneration"
 
 
 def wrap_thinker_config(config: Any, *_: Any, **__: Any) -> Any:
-    """Wrap the settings of a thinker in those of a complete model that uses nothing else."""
+    """Wrap the settings of a thinker in those of a complete model that uses only the thinker."""
     if not isinstance(config, Qwen3OmniMoeThinkerConfig):
         return config
     return Qwen3OmniMoeConfig(
         thinker_config=config.to_dict(),
-        architectures=[WHOLE_CLASS],
+        architectures=[OMNI_CLASS],
         dtype=config.dtype,
         enable_audio_output=False,
     )
@@ -78,7 +78,7 @@ def set_deepstack_layers(_: None, model: Any, *__: Any, **___: Any) -> None:
     """Set the layers that get deepstack features from the vision tower's number of them; SGLang
     assumes three.
     """
-    if hasattr(model, "model"):  # a server of towers alone has no layers
+    if hasattr(model, "model"):  # a server that runs only the towers has no layers
         model.model.deepstack_embed_to_decoder_layer = range(model.num_deepstack_embeddings)
 
 

@@ -1,8 +1,9 @@
-"""Runs the tests in a process that the solution can't reach; they see its results as copies.
+"""Runs the tests in a process that the solution can't access; results arrive as copies.
 
 Values of builtin types are compared in this process by the rules of their type. An object of one of
 the solution's classes stays in the solution's process. A test may use it through a proxy, but it
-never decides a comparison with a value of the test: it equals none, and can't be ordered or added.
+never decides a comparison with a value of the test: it equals no such value, and can't be ordered
+or added with one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, ClassVar, TypeVar
 
 from exchange import Exchange, Gone
 
-OF_BUILTINS = frozenset(
+BUILTIN_METHODS = frozenset(
     name for kind in (str, bytes, list, tuple, dict, set, int, float) for name in dir(kind)
 )
 """Methods of builtin types. A result of another type with these methods could decide the test's
@@ -26,57 +27,55 @@ Plain = TypeVar("Plain")
 
 
 class SolutionError(Exception):
-    """The solution raised what no builtin exception stands for, or answered with what tests can't
-    use.
-    """
+    """The solution raised an exception that has no builtin base class of `Exception`."""
 
 
-def judge(tests_path: str, requests: int, answers: int, verdict: int) -> None:
-    """Run tests against a solution on the other side; write one byte once they have passed."""
+def run_tests(tests_path: str, requests: int, answers: int, verdict: int) -> None:
+    """Run tests against a served solution; write one byte to `verdict` if all pass."""
     with os.fdopen(requests, "rb") as reading, os.fdopen(answers, "wb") as writing:
         solution = _ToSolution(reading, writing, serves=("call",))
-        defined = solution.defined()
+        defined = solution.receive_definitions()
         sys.modules["solution"] = module = types.ModuleType("solution")
         vars(module).update(defined)
         scope = {**defined, "__name__": "tests"}
         with open(tests_path, encoding="utf-8", errors="replace") as file:
             code = compile(file.read(), "tests.py", "exec")
-        exec(code, scope)  # noqa: S102 they are the data's
+        exec(code, scope)  # noqa: S102 the tests come from the data
         os.write(verdict, b"1")
-        os._exit(0)  # nothing that stands for an object is asked again
+        os._exit(0)  # no destructor or exit handler calls the solution again
 
 
-class _ToSolution(Exchange):  # type: ignore[misc]  # it is found when this is started as a file
+class _ToSolution(Exchange):  # type: ignore[misc]  # mypy does not find it: this is started as a file
     """The connection to the solution's process, with proxies of its objects."""
 
     _errors: ClassVar[dict[str, type[Exception]]] = {}
 
-    def defined(self) -> dict[str, Any]:
-        """Return the solution's definitions, by name."""
+    def receive_definitions(self) -> dict[str, Any]:
+        """Receive the solution's definitions, by name."""
         message = self.receive()
         if "defined" not in message:
             raise Gone(f"the solution could not be run: {message.get('failed')}")
-        found = {
-            name: self._checked(self.decoded, value)
-            for name, value in self._checked(dict, message["defined"]).items()
+        definitions = {
+            name: self._decode_untrusted(self.decoded, value)
+            for name, value in self._decode_untrusted(dict, message["defined"]).items()
         }
-        for name, value in found.items():
+        for name, value in definitions.items():
             if isinstance(value, Remote):
                 object.__setattr__(value, "_makes_objects", name[:1].isupper())
-        return found
+        return definitions
 
-    def stand_in(self, number: int, description: dict[str, Any]) -> Any:
+    def make_proxy(self, number: int, description: dict[str, Any]) -> Any:
         """Return a proxy for an object of the solution; for an exception class, a local class."""
         if description.get("raises"):
             return self._error_class(str(description["type"]), str(description["raises"]))
         remote = Remote(
             self, number, str(description.get("type")), is_class=bool(description.get("is_class"))
         )
-        self.stands_for(remote, number)
+        self.register_proxy(remote, number)
         return remote
 
-    def error(self, description: dict[str, Any]) -> BaseException:
-        """Return the exception for one that the solution raised."""
+    def make_error(self, description: dict[str, Any]) -> BaseException:
+        """Return the local exception for one that the solution raised."""
         name, text = str(description.get("name")), str(description.get("text"))
         return self._error_class(name, str(description.get("builtin")))(text)
 
@@ -105,94 +104,96 @@ class Remote:
         object.__setattr__(self, "_makes_objects", is_class)
         object.__setattr__(self, "_is_object", True)
 
-    def _ask(self, operation: str, *arguments: Any, **named: Any) -> Any:
+    def _request(self, operation: str, *arguments: Any, **named: Any) -> Any:
         return self._exchange.call(operation, self._number, *arguments, **named)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """Call it in the solution's process."""
-        result = self._ask("call", *arguments, **named)
+        """Call the object in the solution's process."""
+        result = self._request("call", *arguments, **named)
         if isinstance(result, Remote) and not self._makes_objects:
             object.__setattr__(result, "_is_object", False)
         return result
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or (not self._is_object and name in OF_BUILTINS):
+        if name.startswith("__") or (not self._is_object and name in BUILTIN_METHODS):
             raise AttributeError(
-                f"a result of type {self._kind} of the solution's has no attribute {name!r} here"
+                f"a result of type {self._kind} of the solution has no attribute {name!r} here"
             )
-        found = self._ask("get", name)
+        found = self._request("get", name)
         if isinstance(found, Remote):
             object.__setattr__(found, "_makes_objects", self._is_object)
         return found
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self._ask("set", name, value)
+        self._request("set", name, value)
 
     def __delattr__(self, name: str) -> None:
-        self._ask("delete", name)
+        self._request("delete", name)
 
     def __getitem__(self, key: Any) -> Any:
-        return self._ask("item", key)
+        return self._request("item", key)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self._ask("set item", key, value)
+        self._request("set item", key, value)
 
     def __delitem__(self, key: Any) -> None:
-        self._ask("delete item", key)
+        self._request("delete item", key)
 
     def __len__(self) -> int:
-        return _of(int, self._ask("length"))
+        return _require_type(int, self._request("length"))
 
     def __iter__(self) -> Any:
-        walker = self._ask("iterate")
-        if not isinstance(walker, Remote):
-            return iter(walker)
-        return _walked(walker)
+        iterator = self._request("iterate")
+        if not isinstance(iterator, Remote):
+            return iter(iterator)
+        return _iterate(iterator)
 
     def __next__(self) -> Any:
-        return self._ask("next")
+        return self._request("next")
 
     def __contains__(self, value: Any) -> bool:
         return any(
             one is value or one == value for one in self
-        )  # asked here: over there the answer could be anything
+        )  # compared here: in its own process the solution could return any answer
 
     def __bool__(self) -> bool:
-        return _of(bool, self._ask("truth"))
+        return _require_type(bool, self._request("truth"))
 
     def __str__(self) -> str:
-        return _of(str, self._ask("text"))
+        return _require_type(str, self._request("text"))
 
     def __repr__(self) -> str:
-        return _of(str, self._ask("shown"))
+        return _require_type(str, self._request("shown"))
 
     def __int__(self) -> int:
-        return _of(int, self._ask("integer"))
+        return _require_type(int, self._request("integer"))
 
     def __float__(self) -> float:
-        return _of(float, self._ask("float"))
+        return _require_type(float, self._request("float"))
 
     def __abs__(self) -> Any:
-        return self._ask("absolute")
+        return self._request("absolute")
 
     def __neg__(self) -> Any:
-        return self._ask("negative")
+        return self._request("negative")
 
     def __enter__(self) -> Any:
-        return self._ask("enter")
+        return self._request("enter")
 
     def __exit__(self, *_: object) -> None:
-        self._ask("leave")
+        self._request("leave")
 
     def __instancecheck__(self, value: Any) -> bool:
-        return isinstance(value, Remote) and _of(bool, self._ask("is instance", value))
+        return isinstance(value, Remote) and _require_type(
+            bool, self._request("is instance", value)
+        )
 
     def __hash__(self) -> int:
         return hash(("solution", self._number))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Remote) and (
-            other._number == self._number or _of(bool, self._ask("is same", other))
+            other._number == self._number or _require_type(bool, self._request("is same", other))
         )
 
     def __ne__(self, other: object) -> bool:
@@ -200,30 +201,30 @@ class Remote:
 
     def __lt__(self, other: Any) -> Any:
         return (
-            _of(bool, self._ask("is less", other)) if isinstance(other, Remote) else NotImplemented
+            _require_type(bool, self._request("is less", other))
+            if isinstance(other, Remote)
+            else NotImplemented
         )
 
     def __add__(self, other: Any) -> Any:
-        return self._ask("add", other) if isinstance(other, Remote) else NotImplemented
+        return self._request("add", other) if isinstance(other, Remote) else NotImplemented
 
     def __sub__(self, other: Any) -> Any:
-        return self._ask("subtract", other) if isinstance(other, Remote) else NotImplemented
+        return self._request("subtract", other) if isinstance(other, Remote) else NotImplemented
 
     def __mul__(self, other: Any) -> Any:
-        return self._ask("multiply", other) if isinstance(other, Remote) else NotImplemented
+        return self._request("multiply", other) if isinstance(other, Remote) else NotImplemented
 
 
-def _walked(walker: Remote) -> Any:
+def _iterate(iterator: Remote) -> Any:
     while True:
         try:
-            yield next(walker)
+            yield next(iterator)
         except StopIteration:
             return
 
 
-def _of(kind: type[Plain], value: Any) -> Plain:
+def _require_type(kind: type[Plain], value: Any) -> Plain:
     if type(value) is not kind:
-        raise TypeError(
-            f"the solution answered with {type(value).__name__} where {kind.__name__} is due"
-        )
+        raise TypeError(f"the solution returned {type(value).__name__}, expected {kind.__name__}")
     return value
