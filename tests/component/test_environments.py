@@ -113,7 +113,7 @@ class Talk:
 
     @property
     def stops(self) -> tuple[int, ...]:
-        """The tokenizer's own, and so many characters that answers end soon."""
+        """The tokenizer's stop tokens, and so many characters that responses end early."""
         return (*self.renderer.stop_token_ids, *range(0, 256, 3))
 
     def request(
@@ -355,8 +355,8 @@ def record_forwards(engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch)
 def check_logprobs(
     one: Talk, policy: PolicyModel, media: SampleMedia, samples: list[SampleReady]
 ) -> None:
-    """Trainer and scorers say of every token what the engine said: packed, padded, and with prompts
-    shared."""
+    """Trainer and scorers compute the engine's log-probability of every token: packed, padded, and
+    with shared prompts."""
     sampled = torch.from_numpy(
         np.concatenate(
             [

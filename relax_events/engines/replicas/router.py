@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import queue
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, suppress
@@ -26,13 +25,8 @@ import structlog
 
 from relax_events.engines.protocol import Engine, EngineUsage, GeneratedSample, GenerationRequest
 from relax_events.engines.replicas.inflight import InflightSample, InflightSamples
-from relax_events.engines.replicas.policies import (
-    GRACE_SECONDS,
-    choose_error,
-    max_samples_per_engine,
-    rank_engines,
-    wait_for_most,
-)
+from relax_events.engines.replicas.placement import PromptGroupPlacement
+from relax_events.engines.replicas.policies import GRACE_SECONDS, choose_error, wait_for_most
 from relax_events.engines.replicas.replica import (
     Replica,
     ReplicaCrashed,
@@ -55,9 +49,6 @@ MAX_CONSECUTIVE_FAILURES = 3
 """Consecutive failures of every engine, without a finished sample in between, after which the
 router fails.
 """
-MAX_REMEMBERED_GROUPS = 8192
-"""Prompt groups whose engine is remembered: between two turns no engine has samples of the group.
-"""
 OnRunning = Literal["swap", "restart"]
 
 
@@ -75,17 +66,17 @@ class Router:
         Args:
             factories: Each opens an engine with the weights of the model's folder; their names
                 decide which engine a prompt group prefers.
-            policy_version: Of the weights in the folder.
+            policy_version: Version of the weights in the folder.
         Raises:
             ConfigError: An engine rejects its settings.
-            EnvironmentProblem, EngineFailed: No engine started; the error of the first.
+            EnvironmentProblem, EngineFailed: No engine started; this is the first one's error.
         """
         self.policy_version = policy_version
         self._metrics: ReplicaMetrics | None = None
         self._events: queue.SimpleQueue[ReplicaEvent | None] = queue.SimpleQueue()
         self._inflight = InflightSamples()
         self._finished: list[GeneratedSample] = []
-        self._replica_of_group: OrderedDict[str, Replica] = OrderedDict()
+        self._placement = PromptGroupPlacement()
         self._weights: Weights | None = None
         self._is_asleep = self._is_interrupted = self._is_without_engines = False
         self._failure: BaseException | None = None
@@ -125,7 +116,7 @@ class Router:
 
         Raises:
             PoisonSample: As `Engine`; nothing is queued.
-            EngineFailed: All engines are lost for good.
+            EngineFailed: All engines are permanently lost.
         """
         self._handle_events()
         self._require_engines()
@@ -239,7 +230,7 @@ class Router:
         self._handle_events()
 
     def close(self) -> None:
-        """Close all engines; samples that still run are dropped."""
+        """Close all engines; running samples are dropped."""
         for replica in self._replicas:
             replica.close()
         for replica in self._replicas:
@@ -394,38 +385,18 @@ class Router:
             PoisonSample: The request can't be generated.
         """
         key, samples = request.prompt_group_id, tuple(entry.sample for entry in entries)
-        for replica in self._candidates(key, len(samples)):
+        serving = self._serving
+        if not serving:
+            self._log_no_engine()
+        for replica in self._placement.candidates(key, serving, num_new=len(samples)):
             with suppress(EngineFailed):  # its `ReplicaLost` event follows
                 replica.submit(replace(request, samples=samples))
                 self._inflight.assign(entries, replica)
-                self._replica_of_group[key] = replica
-                self._replica_of_group.move_to_end(key)
-                if len(self._replica_of_group) > MAX_REMEMBERED_GROUPS:
-                    self._replica_of_group.popitem(last=False)
+                self._placement.remember(key, replica)
                 return
 
-    def _candidates(self, key: str, num_new: int) -> list[Replica]:
-        """Order the engines that may take samples of a prompt group: the one that had some, those
-        with room in the group's order, then the least busy.
-        """
-        serving = {
-            replica.name: replica
-            for replica in self._serving
-            if not (replica.circuit_breaker.is_half_open and replica.num_samples)
-        }
-        if not serving:
-            self._log_no_engine()
-            return []
-        num_samples = sum(replica.num_samples for replica in serving.values())
-        most = max_samples_per_engine(num_samples, num_new=num_new, num_engines=len(serving))
-        order = [serving[name] for name in rank_engines(key, serving)]
-        rest = sorted(order, key=lambda replica: replica.num_samples)
-        has_room = [replica for replica in order if replica.num_samples + num_new <= most]
-        known = [replica for replica in order if replica is self._replica_of_group.get(key)]
-        return list(dict.fromkeys([*known, *has_room, *rest]))
-
     def _log_no_engine(self) -> None:
-        if not self._serving and not self._is_without_engines:
+        if not self._is_without_engines:
             self._is_without_engines = True
             log.warning(
                 "engines.unavailable",

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
@@ -41,22 +41,23 @@ from relax_events.engines.requests import SampleState, build_samples
 from relax_events.engines.transformers.causal_model import CausalModel
 from relax_events.engines.transformers.invariance import measure_invariance
 from relax_events.engines.transformers.kv_cache import RowCache
+from relax_events.engines.transformers.prefill_inputs import (
+    PrefillInputs,
+    PrefixGroup,
+    group_prefills,
+    round_up,
+)
 from relax_events.engines.transformers.rows import RowTable
 from relax_events.engines.transformers.sampling import sample_tokens, top_tokens, uniforms
 from relax_events.events.parts import FinishReason
-from relax_events.media.model_inputs import MediaSequence
 from relax_events.weights import Weights
 
 TOKEN_BLOCK = 16
 """Attention lengths, and prompts of models that allow padding, are padded to multiples of this."""
-MAX_PREFILL_TOKENS = 8192
-"""Tokens, padding included, of one prefill forward; a longer prompt is prefilled alone."""
 MAX_WAITED_STEPS = 4
 """Decoding steps that samples wait for others to be prefilled together; about the cost of a small
 prefill.
 """
-PrefixGroup = list[SampleState]
-"""Samples that continue the same tokens and media, and share one prefill."""
 
 
 class TransformersEngine:
@@ -71,7 +72,7 @@ class TransformersEngine:
             model_path: A folder in Hugging Face layout.
             config: Bounds on rows and context; `threads` applies to the whole process.
             model: Dtype, device and attention.
-            policy_version: Of the weights in the folder.
+            policy_version: Version of the weights in the folder.
         Raises:
             ConfigError: The model can't be loaded or served.
         """
@@ -81,8 +82,8 @@ class TransformersEngine:
         self._model = CausalModel(model_path, config=model)
         self._row_block = self._model.row_block
         max_rows, max_tokens = (
-            _round_up(config.max_running_samples, self._row_block),
-            _round_up(config.max_context_tokens, TOKEN_BLOCK),
+            round_up(config.max_running_samples, self._row_block),
+            round_up(config.max_context_tokens, TOKEN_BLOCK),
         )
         self._cache = RowCache(max_rows=max_rows, max_tokens=max_tokens)
         self._table = RowTable(
@@ -106,7 +107,7 @@ class TransformersEngine:
 
     @property
     def usage(self) -> EngineUsage:
-        """What the engine is doing and has done."""
+        """Samples in the engine, and tokens processed so far."""
         return EngineUsage(
             num_decoding=self._table.num_rows,
             num_waiting=len(self._waiting),
@@ -118,12 +119,12 @@ class TransformersEngine:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids lie below this."""
+        """Number of token ids."""
         return self._model.vocab_size
 
     @property
     def cache_bytes(self) -> int:
-        """Memory that the key-value cache takes now."""
+        """Current size of the key-value cache in bytes."""
         return self._cache.num_bytes
 
     def submit(self, request: GenerationRequest) -> None:
@@ -165,8 +166,8 @@ class TransformersEngine:
         self._interrupted.set()
 
     def abort(self, sample_ids: Collection[str] | None = None) -> list[GeneratedSample]:
-        """Remove the named samples, or all of them without `sample_ids`, and return them as they
-        are.
+        """Remove the named samples, or all of them without `sample_ids`, and return them with their
+        tokens so far.
         """
         wanted = None if sample_ids is None else set(sample_ids)
         rows = [
@@ -242,7 +243,7 @@ class TransformersEngine:
             self._asleep = False
 
     def close(self) -> None:
-        """Drop what still runs and free the device memory."""
+        """Drop the running samples and free the device memory."""
         self.sleep()
         self._waiting.clear()
 
@@ -250,7 +251,7 @@ class TransformersEngine:
     def _step(self) -> None:
         """Prefill waiting samples, then decode a token in every row."""
         if self._waiting and not self._table.num_rows:
-            # so that one long sample does not set the cache's length for the rest of the run
+            # Otherwise one long sample would determine the cache's length for the rest of the run.
             self._cache.release()
         if self._should_prefill():
             self._num_waited_steps = 0
@@ -269,54 +270,23 @@ class TransformersEngine:
         )
 
     def _take_prefills(self) -> Iterator[list[PrefixGroup]]:
-        """Take waiting samples while there is room, oldest first, and yield them by prefill: equal
-        sequences once, equal padded lengths together.
-        """
+        """Take waiting samples while there is room, oldest first, and yield them by prefill."""
         room = self._config.max_running_samples - self._table.num_rows
-        by_length: defaultdict[int, dict[tuple[bytes, ...], PrefixGroup]] = defaultdict(dict)
-        for _ in range(min(room, len(self._waiting))):
-            sample = self._waiting.popleft()
-            sequence = sample.sequence
-            content = (
-                sequence.tobytes(),
-                sample.is_given.tobytes(),
-                *(piece.reference.digest for piece in sample.media),
-            )
-            by_length[_round_up(len(sequence), self._prompt_block)].setdefault(content, []).append(
-                sample
-            )
-        for length, groups in by_length.items():
-            # Unpadded prompts prefilled together would round differently than each alone.
-            size = (
-                max(1, MAX_PREFILL_TOKENS // length)
-                if self._rule.prefills_together and self._prompt_block > 1
-                else 1
-            )
-            waiting = list(groups.values())
-            yield from (waiting[start : start + size] for start in range(0, len(waiting), size))
+        taken = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
+        # Unpadded prompts prefilled together would round differently than each alone.
+        together = self._rule.prefills_together and self._prompt_block > 1
+        return group_prefills(taken, prompt_block=self._prompt_block, together=together)
 
     def _prefill(self, groups: list[PrefixGroup]) -> None:
         """Compute the cache of sequences of equal padded length, and sample the next token of every
         sample.
         """
-        arrays = [samples[0].sequence for samples in groups]
-        lengths = np.array([len(array) for array in arrays])
-        ids = np.zeros((len(arrays), _round_up(int(lengths.max()), self._prompt_block)), np.int64)
-        for row, array in enumerate(arrays):
-            ids[row, : len(array)] = array
-        brings_media = any(samples[0].media for samples in groups)
-        sequences = (
-            [
-                _build_media_sequence(samples[0], row * ids.shape[1])
-                for row, samples in enumerate(groups)
-            ]
-            if brings_media
-            else []
-        )
+        inputs = PrefillInputs.from_groups(groups, prompt_block=self._prompt_block)
+        lengths = inputs.lengths
         logits, prompts = self._model.prefill(
-            self._tensor(ids), self._tensor(lengths - 1), sequences
+            self._tensor(inputs.token_ids), self._tensor(lengths - 1), inputs.media
         )
-        experts = self._model.routed_experts(num_rows=len(arrays))
+        experts = self._model.routed_experts(num_rows=len(lengths))
         first = self._table.num_rows
         for row, samples in enumerate(groups):
             self._count_prefill(samples)
@@ -348,11 +318,11 @@ class TransformersEngine:
 
     def _decode(self) -> None:
         num_rows, table = self._table.num_rows, self._table
-        padded = max(self._rule.min_rows, _round_up(num_rows, self._row_block))
+        padded = max(self._rule.min_rows, round_up(num_rows, self._row_block))
         table.next_tokens[num_rows:padded] = table.positions[
             num_rows:padded
         ] = table.position_shifts[num_rows:padded] = 0
-        num_tokens = _round_up(int(table.positions[:num_rows].max()) + 1, TOKEN_BLOCK)
+        num_tokens = round_up(int(table.positions[:num_rows].max()) + 1, TOKEN_BLOCK)
         tokens, positions, shifts = (
             self._tensor(values[:padded])
             for values in (table.next_tokens, table.positions, table.position_shifts)
@@ -368,12 +338,12 @@ class TransformersEngine:
         )
 
     def _record(self, rows: slice, logits: Tensor, experts: np.ndarray | None) -> None:
-        """Sample a token for each of the rows, and return the samples that finish.
+        """Sample a token for each of the rows; finished samples become results.
 
         Args:
-            rows: That were computed.
-            logits: After the last token of each.
-            experts: Of that token.
+            rows: The computed rows.
+            logits: Logits after the last token of each row.
+            experts: Experts of that token.
         """
         seeds, counts, sampling = self._table.sampling_inputs(rows)
         tokens, logprobs = sample_tokens(logits, uniforms(seeds, counts), sampling=sampling)
@@ -390,8 +360,8 @@ class TransformersEngine:
                 )
             else:
                 error = (
-                    f"policy version {self.policy_version} gave no finite log-probability at "
-                    f"token {len(sample.tokens)}; are its weights finite?"
+                    f"policy version {self.policy_version} returned a non-finite log-probability "
+                    f"at token {len(sample.tokens)}; are its weights finite?"
                 )
                 self._finished.append(sample.to_generated(FinishReason.ERROR, error=error))
 
@@ -408,19 +378,3 @@ class TransformersEngine:
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._model.device)
-
-
-def _build_media_sequence(sample: SampleState, first_cell: int) -> MediaSequence:
-    tokens = sample.sequence
-    given = np.append(sample.is_given, np.zeros(len(sample.tokens), bool))
-    return MediaSequence(
-        f"sample {sample.sample_id}",
-        tokens,
-        given,
-        sample.media,
-        first_cell + np.arange(len(tokens)),
-    )
-
-
-def _round_up(count: int, block: int) -> int:
-    return -(-count // block) * block
