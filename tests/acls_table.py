@@ -12,12 +12,14 @@ ROW = re.compile(
 )
 
 
-def writes_by_page(roles: tuple[str, ...], *, with_letters: tuple[str, ...]) -> dict[str, set[str]]:
+def writes_by_page(
+    roles: tuple[str, ...], *, with_dead_letters: tuple[str, ...]
+) -> dict[str, set[str]]:
     """Return what each role may write by the page.
 
     Args:
-        roles: All that there are; `ROLE` in a topic stands for each of them.
-        with_letters: Those that keep dead letters.
+        roles: All roles; `ROLE` in a topic is replaced by each of them.
+        with_dead_letters: Roles with a dead-letter topic.
     """
     writes: dict[str, set[str]] = {role: set() for role in roles}
     section = PAGE.read_text().partition(HEADING)[2].partition("\n## ")[0]
@@ -25,7 +27,7 @@ def writes_by_page(roles: tuple[str, ...], *, with_letters: tuple[str, ...]) -> 
         named = {
             "all roles": roles,
             "its role": roles,
-            "its role, where it keeps dead letters": with_letters,
+            "its role, where it keeps dead letters": with_dead_letters,
         }
         for role in named.get(row["who"], row["who"].split(", ")):
             writes[role].add(row["topic"].replace("ROLE", role))

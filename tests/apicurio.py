@@ -29,8 +29,8 @@ STOP_SECONDS = 60
 
 @contextmanager
 def serve_apicurio(folder: Path) -> Iterator[str]:
-    """Give the address of Confluent's interface of a registry in memory; the folder takes the
-    unpacked program."""
+    """Yield the address of the Confluent API of a registry in memory; the program is unpacked into
+    the folder."""
     (archive,) = ensure_files(
         [ARCHIVE],
         locate_cache(read_jar_lock()).parent / "apicurio",

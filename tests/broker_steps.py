@@ -40,7 +40,7 @@ def fill(producer: RecordProducer, topic: str, values: list[bytes], *, partition
 
 
 def fetch_until(consumer: Any, done: Callable[[list[Record]], bool]) -> list[Record]:
-    """Fetch until the condition holds for all that came; fail at the timeout."""
+    """Fetch until the condition holds for all fetched records; fail at the timeout."""
     deadline = time.monotonic() + TIMEOUT_SECONDS
     records: list[Record] = []
     while not done(records):

@@ -104,7 +104,7 @@ def gate_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def sglang_python(tmp_path_factory: pytest.TempPathFactory, gate_file: Path) -> str:
-    """Give an interpreter that has SGLang, and the gate before it."""
+    """Return an interpreter that has SGLang, and the gate before it."""
     from sglang_gate import gated_interpreter
 
     if not SGLANG_PYTHON.exists() and find_spec("sglang") is None:
@@ -122,7 +122,7 @@ def pytest_runtest_teardown() -> None:
 def pytest_runtest_makereport(
     item: pytest.Item,
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Show what the broker said last with a failure."""
+    """Add the broker's last log lines to a failure report."""
     report = yield
     log_path = item.config.stash.get(BROKER_LOG, None)
     if (
@@ -147,7 +147,7 @@ def run_id() -> str:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch, gate_file: Path) -> Iterator[Gate]:
-    """Give a gate, open at first, before all engines of this process and all servers that tests
+    """Yield a gate, open at first, before all engines of this process and all servers that tests
     start."""
     from engine_gate import Gate
 
@@ -158,8 +158,8 @@ def gate(monkeypatch: pytest.MonkeyPatch, gate_file: Path) -> Iterator[Gate]:
 
 @pytest.fixture
 def make_run_config(run_id: str, tmp_path: Path) -> RunConfigFactory:
-    """Return a maker of run configurations: `make_run_config(run={"max_staleness": 0}, ...)` lays
-    sections over the test's own."""
+    """Return a maker of run configurations: `make_run_config(run={"max_staleness": 0}, ...)` overrides
+    sections of the test's own."""
 
     def make(**sections: dict[str, Any]) -> RunConfig:
         tree: dict[str, dict[str, Any]] = {

@@ -16,7 +16,7 @@ HELD_POLL_SECONDS = 0.05
 
 
 class Gate:
-    """While it is shut, every engine stops drawing once each of its samples has some tokens; a
+    """While it is shut, every engine stops sampling once each of its samples has some tokens; a
     sample that joins later gets as many.
 
     It stands in `TransformersEngine.poll`, so it holds our own servers and routed engines too as

@@ -62,7 +62,7 @@ def make_prompt(seed: int, num_tokens: int | None = None) -> NDArray[np.int32]:
 
 
 def fresh_sample(sample_id: str, seed: int) -> SampleRequest:
-    """Ask for a sample from its start."""
+    """Request a sample from its start."""
     return SampleRequest(
         sample_id=sample_id,
         seed=seed,
@@ -81,7 +81,7 @@ def make_request(
     num_top: int = 0,
     **sampling: Any,
 ) -> GenerationRequest:
-    """Ask for a prompt group; its number decides everything in it."""
+    """Request a prompt group; its number determines all its contents."""
     return GenerationRequest(
         prompt_group_id=f"g{number}",
         prompt_tokens=make_prompt(number) if prompt is None else prompt,
@@ -96,7 +96,7 @@ def make_request(
 
 
 def continued(request: GenerationRequest, partial: list[GeneratedSample]) -> GenerationRequest:
-    """Ask to continue with aborted samples."""
+    """Request the continuation of aborted samples."""
     seeds = {sample.sample_id: sample.seed for sample in request.samples}
     samples = tuple(
         SampleRequest(
@@ -151,7 +151,7 @@ def step(engine: Engine, times: int = 1) -> None:
 
 
 def bits(sample: GeneratedSample) -> tuple[bytes, bytes]:
-    """Give what is equal to the last bit where one computation is repeated: the same requests, in
+    """Return what is equal to the last bit where one computation is repeated: the same requests, in
     the same order, at the same steps."""
     return sample.tokens.tobytes(), sample.logprobs.tobytes()
 
@@ -188,8 +188,8 @@ def check_draws(
     logprob_error: float = 1e-4,
     draw_error: float = 1e-4,
 ) -> None:
-    """Hold samples next to whole forwards in float64: their log-probabilities, and that their own
-    seeds drew their tokens.
+    """Compare samples with whole forwards in float64: their log-probabilities, and that their own
+    seeds sampled their tokens.
 
     That is what an engine promises whatever else runs and wherever a sample began. Two computations
     round differently, so bits are compared only where one computation is repeated.
@@ -227,7 +227,7 @@ def check_draws(
 def other_weights(
     policy_version: int, *, seed: int = 4, family: str = "qwen3"
 ) -> tuple[Weights, Path]:
-    """Give the weights of another tiny model of the same shape, and its folder."""
+    """Return the weights of another tiny model of the same shape, and its folder."""
     path = tiny_model(family, seed=seed)
     tensors = {
         name: parameter.detach().clone()

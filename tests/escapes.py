@@ -325,8 +325,8 @@ OTHER_TESTS = {
 
 
 def programs_left() -> list[str]:
-    """Return the command lines of programs of ours, or of no one's any more, that have not ended
-    within a few seconds; others run their own."""
+    """Return the command lines of our programs, or of orphans, that have not ended within a few
+    seconds; other users' programs are ignored."""
     deadline = time.monotonic() + LEFT_SECONDS
     while (found := _programs()) and time.monotonic() < deadline:
         time.sleep(0.05)

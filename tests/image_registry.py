@@ -24,12 +24,11 @@ TOKEN = "of-one-call"
 
 @dataclass
 class ImageRegistry:
-    """What the server holds and asks for, and what it was asked.
+    """Contents and login of the server, and the requests that it received.
 
     Args:
         asks: `nothing`, `token` or `password`.
-        login: User and password that the server of tokens, or the registry itself, wants; none is
-            anybody.
+        login: User and password of the token server or the registry; none accepts anyone.
         realm: Where tokens are had; empty is the server itself.
         named_digest: What every answer names as its digest; empty is the true one.
         redirect: Where manifests lie, when elsewhere.
@@ -74,8 +73,8 @@ class ImageRegistry:
     def answer(
         self, path: str, query: dict[str, list[str]], accept: list[str], authorization: str
     ) -> tuple[int, dict[str, str], bytes]:
-        """Answer as the specification says: 401 and a challenge first, then what the client accepts
-        most readily."""
+        """Respond as the specification says: 401 and a challenge first, then the content type that
+        the client prefers."""
         self.requests.append((path, authorization))
         basic = f"Basic {base64.b64encode(self.login.encode()).decode()}"
         if path == "/token":
@@ -113,7 +112,7 @@ class ImageRegistry:
 
     @property
     def token_answer(self) -> bytes:
-        """What the server of tokens says to whom it knows."""
+        """The response of the token server to a known user."""
         return json.dumps({self.token_key: TOKEN, "expires_in": 60}).encode()
 
     def _repository(self) -> str:
@@ -129,7 +128,7 @@ class ImageRegistry:
 
 @contextmanager
 def serve_images(**settings: str) -> Iterator[ImageRegistry]:
-    """Give a registry that listens on a free port of this machine."""
+    """Yield a registry that listens on a free port of this machine."""
     registry = ImageRegistry(**settings)
 
     class Handler(BaseHTTPRequestHandler):
@@ -148,7 +147,7 @@ def serve_images(**settings: str) -> Iterator[ImageRegistry]:
             self.wfile.write(body)
 
         def log_message(self, *words: object) -> None:
-            """Say nothing."""
+            """Log nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         registry.host = f"127.0.0.1:{server.server_port}"

@@ -68,7 +68,7 @@ class Leftovers:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None]:
-        """Look last of all, when all fixtures are torn down and the workers are gone."""
+        """Check after all fixtures are torn down and the workers have exited."""
         if self._is_worker:  # whose report is sent by the hooks inside of this one
             session._setupstate.teardown_exact(None)
             self._config.workeroutput["leftovers"] = _still_listening()  # type: ignore[attr-defined]
@@ -122,7 +122,7 @@ def _still_listening() -> list[str]:
 
 
 def _left_running(mark: str) -> list[psutil.Process]:
-    """Give the session's processes that don't end within the grace, the session itself apart."""
+    """Return the session's processes that don't end within the grace, the session itself apart."""
     deadline = time.monotonic() + GRACE_SECONDS
     while (left := list(_marked(mark))) and time.monotonic() < deadline:
         psutil.wait_procs(left, timeout=LOOK_SECONDS)
@@ -143,10 +143,9 @@ def _marked(mark: str) -> Iterator[psutil.Process]:
 
 
 def _is_orphan_of_ours(process: psutil.Process) -> bool:
-    """Return whether a process without a parent has come up in our folder since we began: a new
-    title overwrites the variables of a forked worker.
-
-    One that has its variables and no mark among them was started by someone else.
+    """Return whether a process without a parent was started in our folder during the session. The
+    environment can't be read for a forked worker, whose new title overwrites it; a process with an
+    environment and no mark in it was started by another session.
     """
     return (
         process.ppid() == 1

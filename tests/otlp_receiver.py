@@ -23,7 +23,7 @@ SpanKey = tuple[bytes, bytes]
 
 @dataclass(frozen=True)
 class ReceivedSpan:
-    """A span as it came."""
+    """A received span."""
 
     service: str
     name: str
@@ -39,7 +39,7 @@ class ReceivedSpan:
 
 @dataclass
 class Collector:
-    """What came."""
+    """The received spans."""
 
     endpoint: str = ""
     spans: list[ReceivedSpan] = field(default_factory=list)
@@ -59,7 +59,7 @@ class Collector:
 
 @contextmanager
 def collecting() -> Iterator[Collector]:
-    """Serve a collector on a free port; after it no one listens there."""
+    """Serve a collector on a free port, and close it afterwards."""
     collector = Collector()
 
     class Handler(BaseHTTPRequestHandler):
@@ -73,7 +73,7 @@ def collecting() -> Iterator[Collector]:
             self.wfile.write(answer)
 
         def log_message(self, *_: object) -> None:
-            """Say nothing."""
+            """Log nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         collector.endpoint = f"http://127.0.0.1:{server.server_port}/v1/traces"

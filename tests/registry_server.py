@@ -24,7 +24,7 @@ Answer = tuple[int, Any]
 
 @dataclass
 class Registry:
-    """What the server holds, and what it was asked."""
+    """Contents of the server, and the requests that it received."""
 
     login: str = ""
     schemas: list[str] = field(default_factory=list)
@@ -112,7 +112,7 @@ def readable(one: Any, other: Any) -> bool:
 
 @contextmanager
 def serve_registry(login: str = "") -> Iterator[Registry]:
-    """Give a registry that listens on a free port of this machine; with a login it asks for it."""
+    """Yield a registry that listens on a free port of this machine; with a login it asks for it."""
     registry = Registry(login)
 
     class Handler(BaseHTTPRequestHandler):

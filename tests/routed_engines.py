@@ -22,8 +22,7 @@ LONGEST_LOAD_SECONDS, HELD_SECONDS = 30.0, 0.05
 
 
 class Fragile:
-    """An engine with a server that can be lost: then it gives out what it has, and does nothing
-    else any more."""
+    """An engine whose server can be lost: then it returns what it has, and does nothing more."""
 
     def __init__(self, engine: Engine, site: Site) -> None:
         self._engine, self._site = engine, site

@@ -16,8 +16,8 @@ from torch.nn.functional import linear, silu
 
 
 def mixed(layer: Any, hidden: Tensor, chosen: Tensor | None, top_k: int) -> tuple[Tensor, Tensor]:
-    """Send each token through its experts, one token and one expert at a time; give the outputs and
-    the choice."""
+    """Send each token through its experts, one token and one expert at a time; return the outputs
+    and the choice."""
     probabilities = torch.exp(hidden @ layer.gate.weight.T)
     probabilities = probabilities / probabilities.sum(-1, keepdim=True)
     chosen = torch.argsort(-probabilities, dim=-1)[:, :top_k] if chosen is None else chosen
@@ -42,7 +42,7 @@ def routed_logprobs(
     transformers.
 
     Args:
-        model: Qwen3-MoE of transformers, in float64; it is given back as it was.
+        model: Qwen3-MoE of transformers, in float64; unchanged afterwards.
         tokens: The sequence.
         experts: [tokens - 1, layers, top_k]; none to route by the model's own weights. The last
             token always routes so.
@@ -88,5 +88,5 @@ def routed_logprobs(
 
 
 def chosen_by(path: Path, tokens: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Give the experts that a model's own weights choose for all tokens but the last."""
+    """Return the experts that a model's own weights choose for all tokens but the last."""
     return routed_logprobs(plain_model(path), tokens)[1][:-1]

@@ -46,7 +46,7 @@ def gated_interpreter(python: str, folder: Path, file: Path) -> str:
 
 
 def stand_before_steps() -> None:
-    """Stand before each step of a scheduler. (Entry point in `sglang.srt.plugins`.)"""
+    """Wait before each step of a scheduler. (Entry point in `sglang.srt.plugins`.)"""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(

@@ -29,7 +29,7 @@ def started_server(
 
     Args:
         path: The model's folder.
-        folder: For what it writes.
+        folder: For its files.
         python: Of the environment that SGLang is installed in.
         arguments: Further ones of the server's.
     """
@@ -55,7 +55,7 @@ def started_server(
 def engines_at(
     url: str, *, path: Path | None = None, **model_settings: Any
 ) -> Iterator[MakeEngine]:
-    """Give a maker of engines that take a server over, and close them.
+    """Yield a maker of engines that attach to a server, and close them.
 
     Args:
         url: The server's.

@@ -100,7 +100,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Note how a test came out, where all reports come together."""
+    """Record a test's result in the process that collects all reports."""
     if "PYTEST_XDIST_WORKER" not in os.environ and (report.failed or report.when == "teardown"):
         note("failed" if report.failed else "done", report.nodeid.partition("@")[0])
 
@@ -185,7 +185,7 @@ def end(session: subprocess.Popen[bytes]) -> None:
 
 
 def main() -> int:
-    """Run what the command line says."""
+    """Run the shard that the command line names."""
     parser = argparse.ArgumentParser(description="Run one shard of the long tests.")
     parser.add_argument(
         "shard", help="k/N, k from 1 to N", type=lambda text: "/".join(map(str, shard_named(text)))

@@ -28,6 +28,6 @@ SMALL: Mapping[str, Any] = {
 
 
 def small_run(tree: Any) -> RunConfig:
-    """Return what a run file says, with small settings for what it leaves out."""
+    """Return the configuration of a run file, with small settings for the keys that it leaves out."""
     config = RunConfig.model_validate(tree)
     return with_values(config, {key: SMALL[key] for key in missing_keys(config)})

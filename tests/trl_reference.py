@@ -32,7 +32,7 @@ CLIPS = {"epsilon": 0.2, "epsilon_high": 0.28}
 
 
 def engine(mode: str, low: float | None, high: float) -> dict[str, Any]:
-    """Give the settings that correct what the engine's log-probabilities differ by."""
+    """Return the settings that correct the difference of the engine's log-probabilities."""
     return {
         f"vllm_importance_sampling_{name}": value
         for name, value in (("mode", mode), ("clip_min", low), ("clip_max", high))
@@ -160,7 +160,7 @@ def inputs() -> dict[str, Any]:
 
 
 def completions(given: Mapping[str, Any]) -> list[list[int]]:
-    """Give tokens for the samples: the end stands where one was not cut off."""
+    """Return tokens for the samples, with an end token where a sample was not truncated."""
     return [
         [3 + at for at in range(len(row) - 1)] + [3 if cut else EOS]
         for row, cut in zip(given["rollout"], given["is_truncated"], strict=True)
@@ -200,7 +200,7 @@ def save_model(folder: Path) -> None:
 
 
 def common(folder: Path) -> dict[str, Any]:
-    """Give the settings of every trainer."""
+    """Return the settings of every trainer."""
     return {
         "output_dir": str(folder / "out"),
         "bf16": False,
@@ -223,8 +223,8 @@ def reward_functions(given: Mapping[str, Any]) -> list[Any]:
 
 
 def give_logprobs(trainer: Any, given: Mapping[str, Any]) -> Any:
-    """Let the forward passes of a trainer give the inputs' log-probabilities, and return those that
-    are trained."""
+    """Make the forward passes of a trainer return the inputs' log-probabilities, and return those
+    that are trained."""
     import torch
 
     current = tables(given, "current").requires_grad_()
@@ -242,7 +242,7 @@ def give_logprobs(trainer: Any, given: Mapping[str, Any]) -> Any:
 
 
 def rows_of(given: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Give a row of the dataset for each sample."""
+    """Return a row of the dataset for each sample."""
     return [{"prompt": "a"} for _ in given["rollout"]]
 
 
@@ -444,7 +444,7 @@ def distillation(given: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def model_folder() -> Iterator[Path]:
-    """Give a folder with the model."""
+    """Yield a folder with the model."""
     with tempfile.TemporaryDirectory(prefix="relax-trl-") as name:
         save_model(Path(name))
         yield Path(name)

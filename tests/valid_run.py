@@ -77,7 +77,7 @@ class ValidRun:
         raise AssertionError(f"{entity} has no event with {fields}")
 
     def items(self) -> Iterator[tuple[TopicOffset, Event]]:
-        """Give all events with their offsets."""
+        """Yield all events with their offsets."""
         for (entity, partition), events in self.log.items():
             for offset, event in enumerate(events):
                 yield TopicOffset(self.plan.topic(entity), partition, offset), event
@@ -205,7 +205,7 @@ def _drop(run: ValidRun, entity: str, **fields: Any) -> None:
 
 
 def _older_tokens(run: ValidRun) -> None:
-    """The tokens are of version 2, every record about them says 3: the trainer's counts would
+    """The tokens are of version 2, every record about them names 3: the trainer's counts would
     agree."""
     _change_sample(
         run,
@@ -331,8 +331,8 @@ def _leave_open(run: ValidRun) -> None:
 
 
 def _pass_over(run: ValidRun) -> None:
-    """The end that the advantage role asked for lies below what the trainer has consumed, and never
-    came."""
+    """The end that the advantage role requested is before the offsets that the trainer has
+    consumed, and never came."""
     group = LATE
     run.issue(group)
     partition = run.plan.partition(group, 4)

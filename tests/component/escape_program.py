@@ -46,7 +46,7 @@ def walls_of(kind: str) -> Isolation | None:
 
 @contextmanager
 def outside() -> Iterator[dict[str, Any]]:
-    """Give things that no program may get at."""
+    """Yield resources that no program may reach."""
     with (
         tempfile.TemporaryDirectory() as name,
         socket.create_server(("127.0.0.1", 0)) as server,
@@ -141,7 +141,7 @@ def find(kind: str) -> Isolation | None:
 
 
 def main(kind: str, what: str = "ways") -> None:
-    """Print what came of it."""
+    """Run the attempts and print the results."""
     watch = threading.Timer(SECONDS[what], lambda: os._exit(9))
     watch.daemon = True
     watch.start()

@@ -92,7 +92,7 @@ def chat() -> Iterator[tuple[str, list[dict[str, Any]]]]:
             self.end_headers()
 
         def log_message(self, *_: Any) -> None:
-            """Say nothing."""
+            """Log nothing."""
 
     with serving(ThreadingHTTPServer(("127.0.0.1", 0), Chat)) as address:
         yield address, reported

@@ -56,7 +56,7 @@ finally:
 
 
 def subcommands(parent: App = app, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Give the words of every command, the groups' own included."""
+    """Yield the words of every command, the groups' own included."""
     for name in parent:
         if not name.startswith("-"):
             yield (*words, name)
@@ -231,12 +231,14 @@ def test_run_file_that_is_missing_is_a_usage_error(tmp_path: Path) -> None:
     "arguments", [["--help"], ["algorithms", "list"], ["algorithms", "show", "grpo"]]
 )
 def test_command_exits_silently_when_its_output_pipe_is_closed(arguments: list[str]) -> None:
-    heard, said = os.pipe()
-    os.close(heard)
+    read_end, write_end = os.pipe()
+    os.close(read_end)
     with subprocess.Popen(
-        [sys.executable, "-m", "relax_events.cli", *arguments], stdout=said, stderr=subprocess.PIPE
+        [sys.executable, "-m", "relax_events.cli", *arguments],
+        stdout=write_end,
+        stderr=subprocess.PIPE,
     ) as process:
-        os.close(said)
+        os.close(write_end)
         _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (141, b"")
 

@@ -219,7 +219,7 @@ def test_finding_of_a_failed_check_carries_its_text(make_data: MakeRunConfig) ->
 def test_doctor_runs_no_data_or_reward_code_for_a_replay(
     make_data: MakeRunConfig, tmp_path: Path
 ) -> None:
-    """In its run file stands what the log of its source names, and no one was asked about it."""
+    """Its run file contains code that the parent's log names, and the user has not agreed to run it."""
     trace = tmp_path / "trace"
     (tmp_path / "evil.py").write_text(
         f"open({str(trace)!r}, 'w')\ndef f(*given, **named):\n    return 1.0\n"

@@ -37,7 +37,7 @@ LEAVING = replace(WANTED, desired_state=DesiredState.LEAVING)
 
 @pytest.fixture
 def supervisor(make_run_config: MakeRunConfig, tmp_path: Path) -> Iterator[Supervisor]:
-    """Give a supervisor that has started no one yet."""
+    """Yield a supervisor without started workers."""
     made = Supervisor(
         make_run_config(workers={"max_restarts": 0}, telemetry={"metrics_port": 9100}),
         tmp_path / "run.json",
@@ -48,7 +48,7 @@ def supervisor(make_run_config: MakeRunConfig, tmp_path: Path) -> Iterator[Super
 
 
 def started(supervisor: Supervisor, *deed: str, monkeypatch: pytest.MonkeyPatch) -> ManagedProcess:
-    """Have a program stand in for the elastic worker, and wait until it has said something."""
+    """Replace the elastic worker by a program, and wait for its first output."""
     plain = Supervisor._build_elastic
 
     def stand_in(self: Supervisor, worker: ElasticWorker) -> ManagedProcess:
@@ -69,7 +69,7 @@ def started(supervisor: Supervisor, *deed: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def gone(supervisor: Supervisor, worker: ElasticWorker) -> tuple[ExitReason, str]:
-    """Wait until a worker is gone, and return how and why."""
+    """Wait until a worker has exited, and return how and why."""
     deadline = time.monotonic() + 60
     while not (found := supervisor.reconcile([worker])):
         assert time.monotonic() < deadline
@@ -153,7 +153,7 @@ def test_metrics_ports_of_departed_workers_are_reused(supervisor: Supervisor) ->
 
 
 class Written:
-    """Takes what a session says on the log."""
+    """Collects the records that a session writes."""
 
     def __init__(self) -> None:
         self.records: list[ProducerRecord] = []
@@ -193,10 +193,10 @@ def test_run_records_departed_workers_and_their_missing_final_heartbeats(
     for _ in range(2):
         session._reconcile(supervisor)
     codec = EventCodec()
-    said = [codec.decode(record.value) for record in written.records]
-    goodbye, first, second = said
-    assert isinstance(goodbye, WorkerHeartbeat)
-    assert (goodbye.worker_id, goodbye.state, goodbye.num_in_flight) == (
+    written_events = [codec.decode(record.value) for record in written.records]
+    drained, first, second = written_events
+    assert isinstance(drained, WorkerHeartbeat)
+    assert (drained.worker_id, drained.state, drained.num_in_flight) == (
         "rollout-1",
         WorkerState.STOPPED,
         0,
@@ -243,10 +243,10 @@ def test_run_writes_final_heartbeat_of_dead_workers_only_if_it_is_alone(
         supervisor.stop(timeout_seconds=0)
         assert not managed.is_running
         session._send_goodbyes(supervisor)
-    said = [EventCodec().decode(record.value) for record in written.records]
+    written_events = [EventCodec().decode(record.value) for record in written.records]
     assert [
         (event.worker_id, event.state, event.num_in_flight)
-        for event in said
+        for event in written_events
         if isinstance(event, WorkerHeartbeat)
     ] == [("rollout-1", WorkerState.STOPPED, 0)] * is_alone
     assert [record.key for record in written.records] == ["rollout-1"] * is_alone

@@ -49,7 +49,7 @@ class Buffer(bytearray):
     def find(
         self, part: Any, start: SupportsIndex | None = 0, end: SupportsIndex | None = None
     ) -> int:
-        """Find a part, and count the bytes that were looked at."""
+        """Find a substring, and count the bytes that were read."""
         found = super().find(part, start, end)
         Counted.num_bytes += (len(self) if found < 0 else found + len(part)) - int(start or 0)
         return found
@@ -125,7 +125,7 @@ def folder(experts: ExpertShape | None = None) -> ModelFolder:
 
 
 async def generated(status: int, piece: bytes, *, sent: list[int]) -> None:
-    """Ask a server that answers with a status and the same piece for ever."""
+    """Request a server that responds with a status and the same chunk repeatedly."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")

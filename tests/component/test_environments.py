@@ -142,7 +142,7 @@ class Talk:
 
 
 @contextmanager
-def talk(folder: Path, function: str, **settings: Any) -> Iterator[Talk]:
+def conversation(folder: Path, function: str, **settings: Any) -> Iterator[Talk]:
     opened = Talk(folder, function, **settings)
     try:
         yield opened
@@ -182,7 +182,7 @@ def render_by_hand(
 
 
 def test_policy_and_environment_alternate_turns_until_environment_ends(tmp_path: Path) -> None:
-    with talk(tmp_path, "echo_twice") as one:
+    with conversation(tmp_path, "echo_twice") as one:
         request = one.request()
         one.engine.submit(request)
         ended = finish(one.engine)
@@ -204,7 +204,7 @@ def test_policy_and_environment_alternate_turns_until_environment_ends(tmp_path:
 
 
 def test_observation_tokens_match_the_chat_template_between_two_responses(tmp_path: Path) -> None:
-    with talk(tmp_path, "echo_twice") as one:
+    with conversation(tmp_path, "echo_twice") as one:
         request = one.request()
         one.engine.submit(request)
         sample = next(sample for sample in finish(one.engine).values() if len(sample.turns) > 1)
@@ -214,18 +214,18 @@ def test_observation_tokens_match_the_chat_template_between_two_responses(tmp_pa
             one.renderer.encode("<|im_end|>\n"),
             one.renderer.encode("<|im_start|>assistant\n"),
         )
-        said = [
+        expected_replies = [
             one.renderer.encode(f"<|im_start|>user\n{message.text}")
             for message in sample.turns[1::2]
         ]
-        for tokens, expected in zip(replies, said, strict=True):
+        for tokens, expected in zip(replies, expected_replies, strict=True):
             assert tokens.tolist() == [*end[1:], *expected, *end, *start]
 
 
 def test_environment_leaves_first_turn_unchanged_and_later_turns_get_own_seeds(
     tmp_path: Path,
 ) -> None:
-    with talk(tmp_path, "echo_twice") as one:
+    with conversation(tmp_path, "echo_twice") as one:
         request = one.request()
         one.inner.submit(request)
         alone = {sample.sample_id: sample for sample in one.inner.poll(timeout_seconds=30)}
@@ -246,7 +246,7 @@ def test_environment_leaves_first_turn_unchanged_and_later_turns_get_own_seeds(
 def test_trainer_forward_inputs_match_the_engine_in_multi_turn_samples(
     tmp_path: Path, reads_audio: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with talk(
+    with conversation(
         tmp_path, "show_all" if reads_audio else "show_images", reads_audio=reads_audio
     ) as one:
         kinds = (
@@ -395,7 +395,7 @@ def check_logprobs(
 def test_aborted_multi_turn_sample_resumes_from_its_prefix_to_the_same_result(
     tmp_path: Path, reads_audio: bool
 ) -> None:
-    with talk(tmp_path, "show_images", reads_audio=reads_audio) as one:
+    with conversation(tmp_path, "show_images", reads_audio=reads_audio) as one:
         request = one.request(references=[one.library.add(item_of(Modality.IMAGE, (32, 32)))])
         one.engine.submit(request)
         whole = finish(one.engine)
@@ -478,7 +478,7 @@ TOLD = {
 
 
 def test_environment_failure_affects_only_its_own_sample(tmp_path: Path) -> None:
-    with talk(tmp_path, "hostile", timeout_seconds=5.0) as one:
+    with conversation(tmp_path, "hostile", timeout_seconds=5.0) as one:
         for number, what in enumerate(TOLD):
             request = one.request(what, num_samples=1, seed=number)
             assert request.environment_context is not None
@@ -502,7 +502,7 @@ def test_environment_failure_affects_only_its_own_sample(tmp_path: Path) -> None
 
 
 def test_environment_samples_respect_turn_and_token_limits(tmp_path: Path) -> None:
-    with talk(tmp_path, "echo_always", max_turns=3) as one:
+    with conversation(tmp_path, "echo_always", max_turns=3) as one:
         one.engine.submit(one.request("g0", max_new_tokens=60))
         assert {
             sum(message.role == "assistant" for message in sample.turns)
@@ -562,7 +562,7 @@ def write(path: Path, data: bytes) -> Path:
 
 def test_prompt_group_without_environment_context_is_rejected(tmp_path: Path) -> None:
     with (
-        talk(tmp_path, "echo_twice") as one,
+        conversation(tmp_path, "echo_twice") as one,
         pytest.raises(PoisonSample, match="g0 has no context"),
     ):
         one.engine.submit(replace(one.request(), environment_context=None))

@@ -125,7 +125,7 @@ def test_fault_injection_guide_names_existing_failpoints_and_tests() -> None:
 
 
 def passed_points() -> Iterator[str]:
-    """Give the points that the code passes; those of map roles stand there once for all roles."""
+    """Yield the failpoints in the code; those of sample roles are listed once for all roles."""
     for path in (*(ROOT / "relax_events").rglob("*.py"), *(ROOT / "workers").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if (

@@ -30,7 +30,7 @@ SECONDS = 60.0
 
 @pytest.fixture
 def starter(tmp_path: Path) -> Iterator[ForkServer]:
-    """Give a starter that ends with its test."""
+    """Yield a fork server that ends with its test."""
     made = ForkServer(os.environ, tmp_path / "starter.log")
     yield made
     made.close()
@@ -39,14 +39,14 @@ def starter(tmp_path: Path) -> Iterator[ForkServer]:
 def ordered(
     *words: str, environment: dict[str, str] | None = None, needs: list[str] | None = None
 ) -> SpawnRequest:
-    """Order the stand-in to do something."""
+    """Return a spawn request for the stand-in program."""
     return SpawnRequest(
         STAND_IN, list(words), dict(os.environ) if environment is None else environment, needs or []
     )
 
 
 def started(starter: ForkServer, log: Path, *words: str) -> ForkedWorker:
-    """Start the stand-in, and wait until it has said something."""
+    """Start the stand-in program, and wait for its first output."""
     worker, deadline = starter.spawn(ordered(*words), log_path=log), time.monotonic() + SECONDS
     while not log.read_text():
         assert worker.poll() is None

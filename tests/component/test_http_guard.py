@@ -23,7 +23,7 @@ Headers = dict[str, str]
 
 
 class Echo:
-    """Answers with the body's length, and counts what it is asked."""
+    """Responds with the body's length, and counts requests."""
 
     def __init__(self) -> None:
         self.num_calls = 0
@@ -49,8 +49,8 @@ class Served:
             connection.close()
 
     def raw(self, head: str) -> str:
-        """Send the head of a request, and nothing behind it; return what comes until the server
-        hangs up."""
+        """Send the head of a request without a body; return the response until the server closes
+        the connection."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=60) as connection:
             connection.sendall(head.encode())
             return b"".join(iter(lambda: connection.recv(4096), b"")).decode()
@@ -132,7 +132,7 @@ def test_same_origin_page_may_call_the_server(serve: Any) -> None:
 
 
 def test_token_is_checked_before_a_body_is_read(serve: Any) -> None:
-    """The body never comes: the refusal does not wait for it."""
+    """The body is never sent: the rejection does not wait for it."""
     served = serve()
     head = "POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999999999\r\n\r\n"
     assert served.raw(head).startswith("HTTP/1.1 401 ")

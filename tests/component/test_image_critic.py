@@ -27,7 +27,7 @@ from tests.unit.image_model import (
 
 
 def rolled_out(folder: Path) -> list[SampleReady]:
-    """Give four samples of two prompts, one about two images and one about none; their values are
+    """Return four samples of two prompts, one about two images and one about none; their values are
     0, their returns 1."""
     engine, library = image_engine(), MediaLibrary(image_run(folder))
     requests = [request_for(number, library) for number in (1, 2)]

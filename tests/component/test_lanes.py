@@ -59,8 +59,8 @@ class Message:
 
 
 class Consumers:
-    """Makes share consumers that poll what the script says, one entry each, and then nothing for a
-    little while."""
+    """Makes share consumers whose polls return the entries of a script, one each, and then nothing
+    for a while."""
 
     def __init__(self, *script: list[Message] | KafkaException) -> None:
         self._script = iter(script)
@@ -191,7 +191,7 @@ def test_worker_ends_with_an_error_when_the_share_group_stays_full(
 
     class Refused:
         def __init__(self, _: object) -> None:
-            """Join; the broker's answer comes with the first poll."""
+            """Join; the broker's response arrives with the first poll."""
 
         def subscribe(self, _: list[str]) -> None: ...
 

@@ -21,7 +21,7 @@ LIMITS = MediaConfig()
 
 
 def tar_of(path: Path, *members: tuple[str, bytes | tarfile.TarInfo], kind: str = "w") -> Path:
-    """Write an archive by Python's own means."""
+    """Write an archive with Python's tarfile."""
     with tarfile.open(path, kind) as archive:  # type: ignore[call-overload]
         for name, content in members:
             info = content if isinstance(content, tarfile.TarInfo) else tarfile.TarInfo(name)

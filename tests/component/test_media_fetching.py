@@ -46,7 +46,7 @@ class Host(BaseHTTPRequestHandler):
             self.wfile.write(CONTENT)
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
     def handle(self) -> None:
         try:

@@ -95,9 +95,9 @@ def test_workers_of_a_machine_fetch_and_process_an_image_once(
     assert library.load(reference).pixels is pixels
     for file in object_files(tmp_path):
         file.unlink()
-    neighbour = MediaLibrary(image_run(tmp_path))
-    neighbour.prefetch([reference])
-    assert np.array_equal(neighbour.load(reference).pixels, pixels)
+    other_worker = MediaLibrary(image_run(tmp_path))
+    other_worker.prefetch([reference])
+    assert np.array_equal(other_worker.load(reference).pixels, pixels)
     assert len(cached_files(tmp_path)) == 1
 
 

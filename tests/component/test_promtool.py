@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def promtool(*words: str) -> None:
-    """Run it, and show what it says where it fails."""
+    """Run promtool, and show its output when it fails."""
     done = subprocess.run(
         [str(PROMTOOL), *words],
         cwd=ALERTS,

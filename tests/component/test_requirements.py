@@ -30,7 +30,7 @@ SEVEN_ROLES = (
 
 
 def whole_model(folder: Path) -> Path:
-    """Make a folder that looks like a checkpoint."""
+    """Make a folder with the files of a checkpoint."""
     folder.mkdir()
     for name in ("config.json", "tokenizer_config.json", "model.safetensors"):
         (folder / name).touch()
@@ -210,7 +210,8 @@ def test_teacher_must_be_complete_and_share_the_policy_vocabulary(
     (teacher / "tokenizer.json").unlink()
     write_vocabulary(policy, "a", "b")
     with pytest.raises(
-        ConfigError, match=f"{teacher} has no tokenizer.json, which is needed to compare vocabularies"
+        ConfigError,
+        match=f"{teacher} has no tokenizer.json, which is needed to compare vocabularies",
     ):
         require_teacher(config)
     (teacher / "model.safetensors").unlink()
@@ -279,7 +280,7 @@ def test_metrics_address_of_another_machine_is_rejected(make_run_config: MakeRun
 def test_model_folder_with_a_pipe_is_refused(
     make_run_config: MakeRunConfig, tmp_path: Path, name: str
 ) -> None:
-    """A library that opens it would wait for ever."""
+    """A library that opens it would block without end."""
     folder = tmp_path / "model"
     folder.mkdir()
     for file in ("config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors"):

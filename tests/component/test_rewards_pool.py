@@ -254,8 +254,8 @@ def test_child_ends_with_its_parent_even_in_a_call_that_hangs(function: str) -> 
 
 
 def test_pool_scores_many_samples_together() -> None:
-    """Each costs a small part of what it would cost alone: 8,600 a second on a busy core, where 290
-    a second came one by one."""
+    """Batching makes each call cheap: 8,600 a second on a busy core, against 290 a second one by
+    one."""
     batch = [RewardItem(f"{number}", "word", "word", prompt="x" * 200) for number in range(5_000)]
     with RewardPool(RewardConfig(function="exact_match")) as pool:
         assert rewards(pool.score_batch(batch)) == [1.0] * len(batch)

@@ -31,8 +31,7 @@ PROMPT = np.arange(5, 15, dtype=np.int32)
 
 
 class Stage:
-    """A rollout worker's loop over an engine of its own; the leases that it settled, and the
-    samples that it wrote."""
+    """A rollout worker's loop over its own engine; its acknowledged leases and written samples."""
 
     def __init__(self, config: RunConfig, store: ObjectStore) -> None:
         self.settled: list[bool] = []

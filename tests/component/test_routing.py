@@ -74,7 +74,7 @@ def wait_for(router: Router, condition: Callable[[], bool]) -> None:
 
 
 def home_of(sites: list[Site], number: int) -> Site:
-    """Give the site that a prompt group goes to first."""
+    """Return the site that a prompt group is sent to first."""
     first = rank_engines(f"g{number}", [site.name for site in sites])[0]
     return next(site for site in sites if site.name == first)
 

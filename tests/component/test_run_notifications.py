@@ -85,7 +85,7 @@ def test_notifications_are_rate_limited_but_the_final_one_is_always_sent() -> No
 
 
 class Service:
-    """A chat of our own, which may be down for its first requests."""
+    """A chat service that may be down for its first requests."""
 
     def __init__(self, *, refusals: int) -> None:
         self.got: list[dict[str, Any]] = []
@@ -102,7 +102,7 @@ class Service:
                 self.end_headers()
 
             def log_message(self, *_: Any) -> None:
-                """Say nothing."""
+                """Log nothing."""
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.server.serve_forever, daemon=True).start()

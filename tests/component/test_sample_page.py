@@ -40,7 +40,7 @@ def config(tmp_path: Path) -> RunConfig:
 
 
 def log_of(config: RunConfig) -> RunLog:
-    """Stand in for what a page needs of a run's log."""
+    """Return a fake of the run's log with what a page needs."""
     return cast("RunLog", SimpleNamespace(config=config, newest_version=3))
 
 

@@ -32,7 +32,7 @@ SECONDS = 115
 def run_program(
     kind: str, *, home: Path, python: str = sys.executable, command: tuple[str, ...] = ()
 ) -> dict[str, object]:
-    """Try all ways out, and return what the program says."""
+    """Run all escape attempts, and return the program's output."""
     paths = [
         str(ROOT / "tests"),
         str(PROGRAM.parent),
@@ -54,16 +54,16 @@ def run_program(
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    said: dict[str, object] = json.loads(result.stdout)
-    return said
+    report: dict[str, object] = json.loads(result.stdout)
+    return report
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_sandbox_escape_succeeds(kind: str, tmp_path: Path) -> None:
-    said = run_program(kind, home=tmp_path)
-    if said["walls"] is None:
+    report = run_program(kind, home=tmp_path)
+    if report["walls"] is None:
         pytest.skip(f"this machine builds no walls of {kind}")
-    assert said["escaped"] == []
+    assert report["escaped"] == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -73,10 +73,10 @@ def test_no_sandbox_escape_succeeds_for_an_unprivileged_user(
     home = tmp_path_factory.getbasetemp().parent / f"home-of-{ORDINARY_USER}"
     home.mkdir(exist_ok=True)
     command, python = as_ordinary_user(home)
-    said = run_program(kind, home=home, python=python, command=command)
-    if said["walls"] is None:
+    report = run_program(kind, home=home, python=python, command=command)
+    if report["walls"] is None:
         pytest.skip(f"this machine builds no walls of {kind} for an ordinary user")
-    assert said["escaped"] == []
+    assert report["escaped"] == []
 
 
 def test_many_sandbox_escapes_succeed_without_isolation(
@@ -87,10 +87,10 @@ def test_many_sandbox_escapes_succeed_without_isolation(
     home.mkdir(exist_ok=True)
     command, python = as_ordinary_user(home)
     try:
-        said = run_program("nothing", home=home, python=python, command=command)
+        report = run_program("nothing", home=home, python=python, command=command)
     finally:
         Path("/dev/shm/relax-escape").unlink(missing_ok=True)
-    escaped = said["escaped"]
+    escaped = report["escaped"]
     assert isinstance(escaped, list)
     assert len([line for line in escaped if line.startswith("ESCAPED")]) > len(ESCAPES) // 4
 

@@ -35,7 +35,7 @@ from tests.unit.run_events import make_heartbeat, run_config
 
 @dataclass
 class Served:
-    """An API, and what stands in for the controller's loop behind it."""
+    """An API, and a fake of the controller's loop behind it."""
 
     config: RunConfig
     service: ScalingService

@@ -35,8 +35,8 @@ NO_RESTART = {"max_restarts": 0}
 
 @pytest.fixture
 def ended(tmp_path: Path) -> Iterator[MakeEnded]:
-    """Give a maker of supervisors whose workers have all said why they can't continue, and ended
-    with a code, or with an error."""
+    """Yield a maker of supervisors whose workers have all reported their error, and ended with an
+    exit code or an error."""
     made: list[Supervisor] = []
 
     def make(config: RunConfig, how: int | str) -> Supervisor:

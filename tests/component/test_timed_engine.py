@@ -80,7 +80,7 @@ def make_engine(folder: Path, timing: Timing = TIMING, **settings: Any) -> Timed
 def request(
     number: int, seeds: list[int], *, so_far: list[GeneratedSample] | None = None, **sampling: Any
 ) -> GenerationRequest:
-    """Ask for samples, or to continue with aborted ones."""
+    """Request samples, or the continuation of aborted ones."""
     empty = SampleRequest(
         sample_id="",
         seed=0,

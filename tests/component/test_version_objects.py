@@ -41,7 +41,7 @@ def starts_of(version: int, offset: int) -> PolicyVersionPublished:
 
 
 def begins_at(offset_of_version: Mapping[int, int]) -> dict[tuple[str, int], int]:
-    """Say that the records of each slot begin where this version's do."""
+    """Set the first offsets of each slot to those of this version."""
     return {
         (PLAN.topic("rollout.samples"), partition): offset
         for version, offset in offset_of_version.items()
@@ -71,7 +71,7 @@ def test_version_has_records_until_its_slot_starts_at_the_next_version() -> None
 
 
 def stored_sample(store: ObjectStore, version: int, *, size: int) -> SampleRolledOut:
-    """Make a sample whose routed experts lie in the store, as a role that writes it does."""
+    """Make a sample whose routed experts are in the store, as its writer does."""
     experts = np.random.default_rng(version).integers(0, 128, (3, size, 8)).astype(np.uint8)
     sample = rolled_out(f"{version:06d}-0000-0", version=version, routed_experts=experts)
     return check_in(
@@ -84,8 +84,7 @@ def num_bytes(folder: Path) -> int:
 
 
 def test_store_size_stays_bounded_in_a_long_run(store: ObjectStore, tmp_path: Path) -> None:
-    """A step's records refer to arrays and to an image of the data set that comes again every few
-    steps."""
+    """A step's records refer to arrays and to an image of the dataset that recurs every few steps."""
     size, largest, samples = 500, 0, {}
     images = [store.put(bytes([number]) * 1000, suffix=".png") for number in range(3)]
     for version in range(60):

@@ -25,7 +25,7 @@ MakeRunConfig = Callable[..., RunConfig]
 def published(
     make_run_config: MakeRunConfig, tmp_path: Path
 ) -> tuple[RunConfig, PolicyVersionPublished]:
-    """Give a run that has published its model as version 7."""
+    """Return a run that has published its model as version 7."""
     config = make_run_config()
     make_tiny(config.model.path, corpus=["12=21"], hidden_size=32)
     tensors = load_file(config.model.path / "model.safetensors")

@@ -42,7 +42,7 @@ def event(at: int, name: str, level: str = "info", **more: object) -> bytes:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Give the folder of a run with logs of two workers and of `relax run`."""
+    """Return the folder of a run with logs of two workers and of `relax run`."""
     logs = tmp_path / "runs" / "demo" / "logs"
     logs.mkdir(parents=True)
     failed = b"Traceback (most recent call last):\n\n" + event(

@@ -92,10 +92,10 @@ def run_file(tmp_path: Path, prepared: Path, run_id: str) -> Path:
 def finished_run(
     prepared: Path, bootstrap_servers: str, tmp_path_factory: pytest.TempPathFactory
 ) -> FinishedRun:
-    """Return a finished run of three steps, made once for all tests that look back at one. Look,
-    don't write: others look too.
+    """Return a finished run of three steps, run once for all tests that read one. Tests must not
+    change it.
 
-    The first test that asks waits for it, so all that ask need `pytest.mark.timeout(300)`.
+    The first test that uses it waits for it, so all of them need `pytest.mark.timeout(300)`.
     """
     folder = tmp_path_factory.mktemp("finished")
     run_file, notification_urls = folder / "run.toml", folder / "notification_urls"

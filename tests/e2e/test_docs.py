@@ -31,7 +31,7 @@ REQUIRED: dict[str, Any] = {
 
 
 def blocks(language: str) -> Iterator[Any]:
-    """Give each code block of a language, named by its page and line."""
+    """Yield each code block of a language, named by its page and line."""
     for page in PAGES:
         text = page.read_text()
         for found in FENCE.finditer(text):
@@ -41,7 +41,7 @@ def blocks(language: str) -> Iterator[Any]:
 
 
 def commands() -> Iterator[Any]:
-    """Give each command line of the bash blocks, without what leads to it and what comments on
+    """Yield each command line of the bash blocks, without what leads to it and what comments on
     it."""
     for block in blocks("bash"):
         for line in block.values[0].splitlines():

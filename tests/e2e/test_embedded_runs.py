@@ -26,7 +26,7 @@ LOOK_SECONDS = 0.2
 
 @pytest.fixture
 def broker(tmp_path: Path) -> Iterator[EmbeddedBroker]:
-    """Give the broker of the test's folder, which the test itself never starts."""
+    """Yield the broker of the test's folder, which the test itself never starts."""
     broker = EmbeddedBroker(tmp_path / ".relax" / "broker")
     try:
         yield broker

@@ -30,8 +30,8 @@ target_loss = 0.002
 """
 
 
-def spoilt(answer: str, chance: random.Random) -> str:
-    """Return something like an answer: with other characters, fewer, or more."""
+def alter(answer: str, chance: random.Random) -> str:
+    """Return a variant of an answer: with other, fewer or more characters."""
     characters = list(answer)
     for _ in range(chance.choice((1, 1, 1, 2, 4))):
         characters[chance.randrange(len(characters))] = chance.choice("ABCDE")
@@ -53,7 +53,7 @@ def judgement(answer: str, completion: str) -> str:
 
 
 def judgements(count: int) -> list[dict[str, Any]]:
-    """Make questions to a judge about the quickstart's problems, with what it should say."""
+    """Make judge prompts about the quickstart's problems, with the expected judgements."""
     problems, chance = (
         create_task("string_insertion", size=count, seed=5, options=TASK),
         random.Random(0),
@@ -61,7 +61,7 @@ def judgements(count: int) -> list[dict[str, Any]]:
     rows = []
     for number in range(count):
         answer = problems[number]["answer"]
-        completion = answer if chance.random() < 0.5 else spoilt(answer, chance)
+        completion = answer if chance.random() < 0.5 else alter(answer, chance)
         rows.append(
             {
                 "prompt": TEMPLATE.format(answer=answer, completion=completion),

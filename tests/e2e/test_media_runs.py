@@ -286,7 +286,7 @@ from relax_events.environments.reply import Reply
 def show(completion, *, messages, answer, metadata, files):
     if len(messages) > 1:
         return None
-    return Reply("<image>and this?", {"image": [b"no image" if metadata["spoilt"] else files[-1]]})
+    return Reply("<image>and this?", {"image": [b"no image" if metadata["is_invalid"] else files[-1]]})
 """
 
 
@@ -301,7 +301,7 @@ def test_run_with_image_environment_loses_only_prompt_group_of_a_bad_image(
             "prompt": "<image>what is it?",
             "images": [f"{row % 2}.png"],
             "answer": "a",
-            "spoilt": row == 1,
+            "is_invalid": row == 1,
         }
         for row in range(5)
     ]

@@ -133,8 +133,8 @@ def test_external_java_producer_gets_samples_of_its_own_prompts(
 def test_external_reader_without_schema_registry_reads_a_run_that_uses_one(
     ask: Callable[..., Asked], relax: Relax, run_file: Path, bootstrap_servers: str, tmp_path: Path
 ) -> None:
-    """All roles write Confluent's framing, the external producer the other one; the ids of the
-    schemas stand on the log, which outlives the registry."""
+    """All roles write Confluent's framing, the external producer the other one; the schema ids are
+    on the log, so reading it does not need the registry."""
     with serve_apicurio(tmp_path / "apicurio") as url, SchemaRegistryClient({"url": url}) as client:
         client.set_compatibility(level="FULL_TRANSITIVE")
         asked = ask(f"broker.schema_registry={url}")

@@ -27,7 +27,7 @@ TRUST = "--trust-source"
 
 
 def location_options(source: FinishedRun, folder: Path) -> tuple[str, ...]:
-    """Say where the finished run is, and that new runs are to lie in the test's folder."""
+    """Return options that name the finished run's broker, and the test's folder for new runs."""
     return (
         "--bootstrap-servers",
         source.config.broker.bootstrap_servers,
@@ -264,7 +264,7 @@ def test_second_learner_replays_a_fork_while_the_fork_is_running(
 
 
 def until_described(connection: Connection, run_id: str, process: subprocess.Popen[bytes]) -> None:
-    """Wait until a run's log says what the run is."""
+    """Wait until a run's log has its description."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while (run := read_runs(connection, [run_id]).get(run_id)) is None or run.description is None:
         assert time.monotonic() < deadline, (

@@ -64,7 +64,7 @@ def tap_with_kcat(bootstrap_servers: str, topic: str) -> list[Pair]:
 
 
 def split_lengths(stream: io.BytesIO) -> Iterator[Pair]:
-    """Take apart what kcat wrote; -1 stands for null."""
+    """Split the output of kcat; a length of -1 means null."""
     while head := stream.readline():
         key_bytes, value_bytes = (max(int(text), 0) for text in head.split())
         yield stream.read(key_bytes), stream.read(value_bytes)
@@ -121,7 +121,7 @@ def plain(schema_json: bytes) -> avro.schema.Schema:
 
 
 def listed(value: Any) -> Any:
-    """Make tuples into lists, which is what a foreign reader gives."""
+    """Convert tuples to lists, as a foreign reader returns them."""
     if isinstance(value, dict):
         return {key: listed(item) for key, item in value.items()}
     return [listed(item) for item in value] if isinstance(value, list | tuple) else value
@@ -162,8 +162,7 @@ def test_records_decoded_by_hand_match_the_project_codec(
 
 
 def check_numbers(sample: dict[str, Any]) -> None:
-    """See that a foreign reader gets at a sample's arrays with what the record itself says about
-    them."""
+    """Check that a foreign reader can decode a sample's arrays from the record's own metadata."""
     tokens, mask, logprobs = (
         np.frombuffer(sample[name]["data"], sample[name]["dtype"])
         for name in ("tokens", "loss_mask", "rollout_logprobs")

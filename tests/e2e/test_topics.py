@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def topics(run: FinishedRun, verb: str, *arguments: str | Path) -> Finished:
-    """Call `relax topics VERB` with the run's file, JSON asked for."""
+    """Call `relax topics VERB` with the run's file and JSON output."""
     return call_relax(
         "topics", verb, *arguments, "--output", "json", cwd=run.run_file.parent, timeout_seconds=200
     )

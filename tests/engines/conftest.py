@@ -18,7 +18,7 @@ from sglang_servers import BOUNDS, engines_at, started_server
 def server_url(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[str]:
-    """Give the address of the session's server, which was started on the tiny model."""
+    """Yield the address of the session's server, which was started on the tiny model."""
     if given := request.config.getoption("--sglang-url"):
         yield given
         return
@@ -31,7 +31,7 @@ def server_url(
 
 @pytest.fixture(scope="session")
 def our_url() -> Iterator[str]:
-    """Give the address of our own server of the tiny model, which speaks as SGLang does."""
+    """Yield the address of our own server of the tiny model, which has SGLang's API."""
     with served(is_incremental=True) as url:
         yield url
 

@@ -41,10 +41,10 @@ NEED_KNOWLEDGE = {
 
 
 class Alive:
-    """Stands for the server's process, which the kits ask whether it still runs."""
+    """Replaces the server's process, which the kits poll."""
 
     def poll(self) -> None:
-        """Say that it does: another test calls it, and it answers."""
+        """Report it as running: another test sends it requests."""
 
 
 class Kits(*KITS, unittest.TestCase):

@@ -50,7 +50,7 @@ class ServerLike(RouterLike):
 
 @contextmanager
 def answering(handler: type[RouterLike]) -> Iterator[str]:
-    """Give the address of something that answers."""
+    """Yield the address of a server that responds."""
     with HTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()

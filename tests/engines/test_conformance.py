@@ -51,7 +51,7 @@ def begin(engine: Engine, request: GenerationRequest, gate: Gate) -> None:
 
 
 def token_counts(engine: Engine) -> list[int]:
-    """Give how many tokens the samples of an engine have that are under way."""
+    """Return how many tokens the samples of an engine have that are under way."""
     if isinstance(engine, Router):
         return [
             count
@@ -71,7 +71,7 @@ def token_counts(engine: Engine) -> list[int]:
 
 
 def runs(sample: GeneratedSample) -> list[tuple[VersionSegment, slice]]:
-    """Give the segments of a sample, each with the slice of its tokens."""
+    """Return the segments of a sample, each with the slice of its tokens."""
     ends = np.cumsum([segment.num_tokens for segment in sample.segments]).tolist()
     assert ends[-1] == len(sample.tokens) == len(sample.logprobs)
     return [

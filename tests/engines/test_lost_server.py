@@ -80,7 +80,7 @@ def server_processes(directory: Path) -> list[psutil.Process]:
 
 
 def command_of(process: psutil.Process) -> list[str]:
-    """Give a process's command line; none of one that has ended."""
+    """Return a process's command line; none of one that has ended."""
     try:
         command: list[str] = process.cmdline()
     except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
@@ -90,13 +90,13 @@ def command_of(process: psutil.Process) -> list[str]:
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Give the folder where the server's weights and log lie."""
+    """Return the folder of the server's weights and log."""
     return tmp_path_factory.mktemp("weights")
 
 
 @pytest.fixture(scope="module")
 def shared_engine(sglang_python: str, directory: Path) -> Iterator[SGLangEngine]:
-    """Give an engine whose server every test of the file may hurt."""
+    """Yield an engine whose server every test of the file may break."""
     engine = open_engine(sglang_python, directory, stall_seconds=40.0)
     yield engine
     engine.close()
@@ -104,14 +104,14 @@ def shared_engine(sglang_python: str, directory: Path) -> Iterator[SGLangEngine]
 
 @pytest.fixture
 def engine(shared_engine: SGLangEngine) -> SGLangEngine:
-    """Give the engine with weights of a version of its own, and nothing running."""
+    """Return the engine with weights of a new version and no running samples."""
     shared_engine.abort()
     shared_engine.load_weights(other_weights(shared_engine.policy_version + 1)[0])
     return shared_engine
 
 
 def begin(engine: SGLangEngine) -> dict[str, list[int]]:
-    """Have samples generated until some of their tokens have arrived, and give those."""
+    """Generate samples until some of their tokens have arrived, and return those."""
     request = make_request(1, num_samples=4, max_new_tokens=LONG)
     engine.submit(request)
     while True:
@@ -266,14 +266,14 @@ def test_samples_of_a_killed_server_continue_on_the_other_server(
 
 
 def lifecycle_of(member: Replica) -> ServerLifecycle:
-    """Give what tends the server of a member."""
+    """Return the server lifecycle of a replica."""
     server = member._engine
     assert isinstance(server, SGLangServer)
     return server._lifecycle
 
 
 def begun_in(member: Replica) -> dict[str, list[int]]:
-    """Give the tokens that have come of each sample that a member has."""
+    """Return the received tokens of each sample of a replica."""
     requests = lifecycle_of(member).generation._requests.values()
     return {
         request.sample.sample_id: [*request.sample.tokens.tolist(), *request.tokens]

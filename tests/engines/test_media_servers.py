@@ -88,8 +88,8 @@ Model = Callable[..., Path]
 
 @cache
 def deep_omni_model(seed: int = 3) -> Path:
-    """Write a tiny model that reads images, video and audio, with a layer more than its vision
-    tower gives something for."""
+    """Write a tiny model that reads images, video and audio, with one layer more than its vision
+    tower feeds."""
     sizes = {"hidden_size": 32, "num_layers": 3}
     return make_tiny(
         kept_folder("media") / "model",
@@ -116,7 +116,7 @@ def model(request: pytest.FixtureRequest) -> Model:
 def url(
     model: Model, sglang_python: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[str]:
-    """Give the address of a server on the tiny model; it reads prompts in pieces, which end within
+    """Yield the address of a server on the tiny model; it reads prompts in pieces, which end within
     images."""
     arguments = ("--chunked-prefill-size", "48", *((EXPERTS,) if has_experts(model()) else ()))
     with started_server(
@@ -134,13 +134,13 @@ def make(url: str, model: Model) -> Iterator[MakeEngine]:
 
 @pytest.fixture
 def library(tmp_path: Path, model: Model) -> MediaLibrary:
-    """Give a library that shows frames of the tests' size."""
+    """Return a library that shows frames of the tests' size."""
     return MediaLibrary(media_run(tmp_path, model()))
 
 
 @pytest.fixture
 def layout(model: Model) -> MediaLayout:
-    """Give the model's layout of media."""
+    """Return the model's layout of media."""
     found = ModelFolder.read(model(), media=BOUNDS).layout
     assert found is not None
     return found
@@ -257,8 +257,7 @@ def check(
 def chosen_by(
     path: Path, request: GenerationRequest, tokens: NDArray[np.int32]
 ) -> NDArray[np.int64]:
-    """Compute by hand through which experts all tokens but the last go, the rest by
-    transformers."""
+    """Compute the experts of all tokens but the last by hand, the rest by transformers."""
     found: list[Any] = []
 
     def note(layer: Any, args: tuple[Any, ...], _: Any) -> None:
@@ -278,7 +277,7 @@ def chosen_by(
 
 
 def weights_of(path: Path, policy_version: int) -> Weights:
-    """Give the weights of another tiny model of the same shape, as a trainer publishes them."""
+    """Return the weights of another tiny model of the same shape, as a trainer publishes them."""
     tensors = {
         name.removeprefix("thinker."): tensor
         for file in sorted(path.glob("*.safetensors"))
@@ -402,7 +401,7 @@ def test_aborted_samples_with_media_continue_from_their_last_token(
 def test_images_of_the_same_patches_and_another_shape_share_no_cache(
     make: MakeEngine, model: Model, library: MediaLibrary
 ) -> None:
-    """One colour cuts into the same patches whatever its shape; only the positions differ."""
+    """A single colour has the same patches in any shape; only the positions differ."""
     engine, requests = make(), []
     for number, size in enumerate([(96, 32), (32, 96), (96, 32)]):
         file = BytesIO()

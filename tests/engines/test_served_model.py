@@ -39,7 +39,7 @@ LONGEST = {"max_new_tokens": 4000, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """Give the address of a served model, whose streamed events have all so far."""
+    """Yield the address of a served model whose streamed events contain all tokens so far."""
     with served(max_context_tokens=4096, max_running_samples=32) as address:
         yield address
 
@@ -59,7 +59,7 @@ def generate(
     sampling: dict[str, Any] | None = None,
     **body: Any,
 ) -> Any:
-    """Ask SGLang's way."""
+    """Request in SGLang's format."""
     prompt = {} if "text" in body else {"input_ids": PROMPT}
     return ask(
         url,

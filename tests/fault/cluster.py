@@ -40,8 +40,8 @@ FAST_FAILOVER = {
 
 
 class Cluster:
-    """Three combined nodes with static voters. It is used where a run has an embedded broker.
-    No one logs in to it."""
+    """Three combined nodes with static voters. It replaces a run's embedded broker. Clients
+    connect without login."""
 
     password_file: Path | None = None
 
@@ -117,7 +117,7 @@ class Cluster:
             admin.close()
 
     def cut_off(self, number: int) -> None:
-        """Carry nothing between one node and the other two, and don't say so."""
+        """Drop all traffic between one node and the other two, without closing connections."""
         self._cut_off = number
         self._reset()
 

@@ -20,7 +20,7 @@ NUM_OUTPUT_LINES = 40
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give whole runs the time they need."""
+    """Set the timeout of whole runs."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.timeout(TEST_SECONDS))
@@ -36,7 +36,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def broker(directory: Path) -> Iterator[EmbeddedBroker]:
-    """Give the session's broker; a test may kill it, since `relax run` starts it again."""
+    """Yield the session's broker; a test may kill it, since `relax run` starts it again."""
     with EmbeddedBroker(directory / "broker") as started:
         try:
             yield started

@@ -30,7 +30,7 @@ class BatchOnDisk:
 
 
 def batches(partition_folder: Path) -> Iterator[BatchOnDisk]:
-    """Give the record batches of a partition in order; the zeros behind the last one are none."""
+    """Yield the record batches of a partition in order; the zeros after the last one are not a batch."""
     for file in sorted(partition_folder.glob("*.log")):
         data, at = file.read_bytes(), 0
         while at + HEADER_BYTES <= len(data):

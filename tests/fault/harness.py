@@ -79,8 +79,8 @@ def command(*arguments: str | Path) -> list[str]:
 
 
 class FaultRun:
-    """A run in a folder of its own: `relax run` as a process, and the control log as its witness.
-    Leaving it ends all its processes."""
+    """A run in its own folder: `relax run` as a process, watched through the control log. Leaving
+    the context ends all its processes."""
 
     def __init__(
         self, config: RunConfig, broker: EmbeddedBroker | Node, link: Link | None = None
@@ -156,7 +156,7 @@ class FaultRun:
             if str(self.folder / "run.json") in (process.info["cmdline"] or ())
         ]
 
-    def living(self) -> dict[str, psutil.Process]:
+    def running_workers(self) -> dict[str, psutil.Process]:
         """Return the workers of this run that live, by id."""
         found = {}
         for process in self.worker_processes():
@@ -214,7 +214,7 @@ class FaultRun:
         )
 
     def arm(self, *points: str) -> None:
-        """Have whatever is started from now on pass these crash points, given as `name[:n]=action`;
+        """Arm these failpoints for every process started from now on, given as `name[:n]=action`;
         they may fire again."""
         self.variables[VARIABLE] = ",".join(points)
         for point in points:
@@ -226,8 +226,8 @@ class FaultRun:
         return {path.name for path in folder.iterdir()} if folder.exists() else set()
 
     def slowness(self) -> float:
-        """How many times as long as usual anything takes here: by how long the run's own start
-        took, and by how many processes want a core."""
+        """Slowdown factor of this machine: from the time of the run's own start, and from the
+        number of processes per core."""
         start_seconds = max(self._first_step_at - self._began_at, 0.0)
         return max(
             1.0, start_seconds / USUAL_START_SECONDS, os.getloadavg()[0] / (os.cpu_count() or 1)
@@ -341,8 +341,8 @@ class FaultRun:
         return report
 
     def ledger(self) -> dict[str, Any]:
-        """Run `relax ledger check` and return its totals; fail when a promise was broken. A broker
-        that did not answer in time is asked again."""
+        """Run `relax ledger check` and return its totals; fail when a promise was broken. The
+        command is repeated when the broker did not respond in time."""
         for _ in range(NUM_ASKED):
             ended = subprocess.run(
                 command("ledger", "check", self.run_file, "--output", "json"),

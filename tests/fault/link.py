@@ -69,7 +69,7 @@ class Link:
         self._loop.close()
 
     def fall_silent(self) -> None:
-        """Carry nothing any more, and don't say so: connections stay, and new ones are taken."""
+        """Stop relaying, without closing connections; new ones are accepted."""
         self._loop.call_soon_threadsafe(self._speaks.clear)
 
     def reset(self) -> int:

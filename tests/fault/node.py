@@ -30,10 +30,9 @@ def choose_ports(number: int) -> list[int]:
 
 
 class Node:
-    """One Kafka node in a folder. Clients connect to `port`; `properties` lays out the rest.
-
-    It is used where a run has an embedded broker: it starts, is killed, and keeps its records and
-    ports. No one logs in to it.
+    """One Kafka node in a folder. Clients connect to `port`; `properties` configures the rest. It
+    replaces a run's embedded broker: it is started and killed, and keeps its records and ports.
+    Clients connect without login.
     """
 
     password_file: Path | None = None
@@ -62,7 +61,7 @@ class Node:
 
     @property
     def data(self) -> Path:
-        """Where its records lie."""
+        """The folder of its records."""
         return self.directory / "data"
 
     @property

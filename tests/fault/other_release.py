@@ -34,7 +34,7 @@ def of_release(release: str, schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Give the codec that release's schema, and continue as `relax`."""
+    """Set that release's schema in the codec, and run `relax`."""
     release, *arguments = sys.argv[1:]
     schemas = dict(codec.current_schemas())
     schemas[CHANGED] = of_release(release, schemas[CHANGED])

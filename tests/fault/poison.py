@@ -27,7 +27,7 @@ NAN = np.array([0, 0, np.nan, -0.25], np.float32)
 
 
 def with_shape(event: Event, field: str, shape: list[int]) -> bytes:
-    """Encode an event with an array whose shape is a lie, which our own code refuses to write."""
+    """Encode an event with an array of a wrong shape, which our own code refuses to write."""
     header, schema, to_record = CODEC._writers[type(event)]
     record = to_record(event)
     record[field] = {**record[field], "shape": shape}
@@ -37,7 +37,7 @@ def with_shape(event: Event, field: str, shape: list[int]) -> bytes:
 
 
 def poisoned(event: Event) -> Iterator[tuple[str, bytes]]:
-    """Give bytes that no worker can use, with the class of error that each deserves."""
+    """Yield bytes that no worker can use, with the class of error that each deserves."""
     whole = CODEC.encode(event)
     yield CorruptRecord.__name__, b"garbage"
     yield CorruptRecord.__name__, b""

@@ -159,7 +159,7 @@ def lay_out(folder: Path) -> None:
 
 def make_model(folder: Path) -> Path:
     """Make a random model, as `relax models prepare` does, and return its path; the folder that it
-    gives to a run's objects is removed."""
+    creates for a run's objects is removed."""
     tree = {
         "run": {"id": "prepare", "directory": str(folder)},
         "model": {
@@ -228,5 +228,5 @@ def judge_config(folder: Path, **judge: Any) -> dict[str, dict[str, Any]]:
 def merge_config(
     tree: dict[str, dict[str, Any]], sections: dict[str, dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """Return the tree with the keys of these sections laid over its own."""
+    """Return the tree with its keys overridden by these sections."""
     return tree | {name: tree.get(name, {}) | keys for name, keys in sections.items()}

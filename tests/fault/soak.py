@@ -127,7 +127,7 @@ class Soak:
         broker: EmbeddedBroker | Node,
         link: Link | None,
     ) -> None:
-        """Give a fault that ends its run a run of its own."""
+        """Inject a fault that ends its run into a separate run."""
         config = self._settings(number, random, link, suffix=f"-{kind}", max_restarts=2)
         begun_at = time.monotonic()
         with FaultRun(config, broker, link) as run:
@@ -268,8 +268,8 @@ class Soak:
         self.seconds_left -= time.monotonic() - begun_at
 
     def _next_kind(self, possible: list[str], random: Random) -> str:
-        """Draw a kind that this run can have: over all runs, each comes once before any comes
-        again."""
+        """Choose a kind of fault that this run supports; over all runs, each kind occurs once
+        before any repeats."""
         if not any(kind in possible for kind in self.due):
             sampled = [
                 kind
@@ -333,8 +333,7 @@ class Soak:
 
 @contextmanager
 def local_broker(folder: Path) -> Iterator[EmbeddedBroker]:
-    """Give a broker that runs start again by themselves, and end it, whichever process started it
-    last."""
+    """Yield a broker that runs restart themselves, and end it, whichever process started it last."""
     with EmbeddedBroker(folder) as broker:
         try:
             yield broker
@@ -344,8 +343,8 @@ def local_broker(folder: Path) -> Iterator[EmbeddedBroker]:
 
 @contextmanager
 def linked_broker(folder: Path) -> Iterator[tuple[Node, Link]]:
-    """Give a broker that a run reaches over a link, and others without it; no one but a fault
-    starts it again."""
+    """Yield a broker that a run reaches over a link, and other clients directly; only a fault
+    restarts it."""
     port, linked_port = choose_ports(2)
     with (
         Link(linked_port) as link,
@@ -424,7 +423,7 @@ def show(summary: dict[str, Any]) -> None:
 
 
 def main(words: list[str] | None = None) -> int:
-    """Read the command line, soak, say what came of it, and return the exit code."""
+    """Read the command line, soak, report the results, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument(
         "--minutes",

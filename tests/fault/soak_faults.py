@@ -66,26 +66,25 @@ class Fault:
 
 def kill_workers(run: FaultRun, random: Random) -> str:
     """Kill one to three workers at once, as a crash would."""
-    living = run.living()
-    chosen = random.sample(sorted(living), min(random.randint(1, 3), len(living)))
+    running_workers = run.running_workers()
+    chosen = random.sample(sorted(running_workers), min(random.randint(1, 3), len(running_workers)))
     for worker_id in chosen:
         with suppress(psutil.NoSuchProcess):
-            living[worker_id].kill()
+            running_workers[worker_id].kill()
     return ", ".join(chosen)
 
 
 def pause_worker(run: FaultRun, random: Random) -> str:
-    """Stop a worker past its session, and let it come back."""
-    living = run.living()
-    worker_id = random.choice(sorted(living))
-    with paused(living[worker_id].pid):
+    """Suspend a worker past its session timeout, and resume it."""
+    running_workers = run.running_workers()
+    worker_id = random.choice(sorted(running_workers))
+    with paused(running_workers[worker_id].pid):
         run.follow_for(PAUSE_SECONDS)
     return worker_id
 
 
 def kill_broker(run: FaultRun, random: Random) -> str:
-    """Kill the broker; `relax run` starts its own again, one that it was given has to be started
-    for it."""
+    """Kill the broker; `relax run` restarts its embedded one, any other is restarted here."""
     run.broker.kill()
     if run.link is not None:
         run.follow_for(random.uniform(0.0, PAUSE_SECONDS))
@@ -94,7 +93,7 @@ def kill_broker(run: FaultRun, random: Random) -> str:
 
 
 def pause_broker(run: FaultRun, random: Random) -> str:
-    """Stop the broker for as long as sessions last, and let it come back."""
+    """Suspend the broker for a session timeout, and resume it."""
     pid = run.broker.pid
     if pid is None:
         return "broker, which was down"
@@ -104,10 +103,12 @@ def pause_broker(run: FaultRun, random: Random) -> str:
 
 
 def second_trainer(run: FaultRun, random: Random) -> str:
-    """Stop the trainer, have another one take over, let the first come back and be fenced, end the
+    """Suspend the trainer, start another one, resume the first until it is fenced, then end the
     other."""
-    run.wait_until(lambda: "trainer-0" in run.living(), "there is a trainer to be replaced")
-    zombie = run.living()["trainer-0"].pid
+    run.wait_until(
+        lambda: "trainer-0" in run.running_workers(), "there is a trainer to be replaced"
+    )
+    zombie = run.running_workers()["trainer-0"].pid
     num_fenced = len(run.logged("run", "worker.fenced"))
     with paused(zombie):
         second = run.start_worker("trainer", index=0)
@@ -163,7 +164,7 @@ def damage_weights(run: FaultRun, random: Random) -> str:
     """Alter the newest artifact before the engines have read it, for a while."""
     rollouts = [
         process.pid
-        for worker_id, process in run.living().items()
+        for worker_id, process in run.running_workers().items()
         if worker_id.startswith("rollout")
     ]
     with paused(*rollouts):
@@ -178,12 +179,12 @@ def damage_weights(run: FaultRun, random: Random) -> str:
 
 
 def kill_run(run: FaultRun, random: Random) -> str:
-    """Kill `relax run` itself, and give the same command again."""
+    """Kill `relax run` itself, and run the same command again."""
     return restart(run, signal.SIGKILL)
 
 
 def drain_run(run: FaultRun, random: Random) -> str:
-    """Ask `relax run` to end, and give the same command again."""
+    """Drain `relax run`, and run the same command again."""
     return restart(run, signal.SIGTERM)
 
 
@@ -213,12 +214,13 @@ def join_and_leave(run: FaultRun, random: Random) -> str:
 
 
 def slow_step(run: FaultRun, random: Random) -> str:
-    """Let one call of the trainer take longer than any worker may be silent; no one may be taken
-    for hung, or be started again."""
+    """Let one call of the trainer take longer than the heartbeat timeout; no worker may count as
+    hung, or be restarted."""
     call, activity = random.choice(sorted(CALLS.items()))
     seconds = SLOW_FACTOR * run.config.workers.heartbeat_timeout_seconds
     run.wait_until(
-        lambda: "trainer-0" in run.living() and run.is_ready("trainer-0"), "there is a trainer"
+        lambda: "trainer-0" in run.running_workers() and run.is_ready("trainer-0"),
+        "there is a trainer",
     )
     restarts = commanded_restarts(run), len(run.logged("run", "worker.died"))
     pid, order = run.pid("trainer-0"), run.folder / SLOW_STEP
@@ -379,7 +381,7 @@ def slow_link(run: FaultRun, random: Random) -> str:
 
 
 def silent_link(run: FaultRun, random: Random) -> str:
-    """Let the link carry nothing for a while, and not say so."""
+    """Let the link drop all traffic for a while, without closing connections."""
     link = linked(run)
     link.fall_silent()
     run.follow_for(PAUSE_SECONDS)
@@ -432,7 +434,7 @@ FAULTS = {
 
 
 def commanded_restarts(run: FaultRun) -> int:
-    """Return how often the health manager had a worker started again."""
+    """Return how often the health manager restarted a worker."""
     events = [run.decode(record) for record in run.records("control.commands")]
     return sum(bool(getattr(event, "arguments", {}).get("tier")) for event in events)
 
@@ -455,8 +457,8 @@ def neighbour_of(config: RunConfig) -> RunConfig:
 
 
 def delete(run: FaultRun) -> None:
-    """Delete a run that has ended, as a person does, and see that its topics and objects are
-    gone."""
+    """Delete a run that has ended by `relax runs delete`, and check that its topics and objects
+    are deleted."""
     words = command("runs", "delete", run.config.run.id, "--config", run.run_file, "--yes")
     seconds = DELETE_SECONDS * run.patience
     try:
@@ -501,7 +503,7 @@ def stamps(folder: Path) -> dict[Path, tuple[int, int]]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file that no one sees half of."""
+    """Write a file atomically."""
     unseen = path.with_name(f"{path.name}.new")
     unseen.write_text(text)
     unseen.replace(path)
@@ -514,7 +516,7 @@ def linked(run: FaultRun) -> Link:
 
 
 def restart(run: FaultRun, number: int) -> str:
-    """End `relax run` by a signal, see its workers gone, and start it again."""
+    """End `relax run` by a signal, check that its workers exit, and start it again."""
     workers = run.worker_processes()
     run.process.send_signal(number)
     run.wait_until_ended(run.process, timeout_seconds=60 * run.patience)
@@ -525,7 +527,7 @@ def restart(run: FaultRun, number: int) -> str:
 
 @contextmanager
 def paused(*pids: int) -> Iterator[None]:
-    """Stop processes for the length of the block; one that is gone is passed over."""
+    """Suspend processes for the length of the block; an exited one is skipped."""
     for pid in pids:
         _signal(pid, signal.SIGSTOP)
     try:
@@ -542,7 +544,7 @@ def _signal(pid: int, number: int) -> None:
 
 @contextmanager
 def foreign_producer(run: FaultRun) -> Iterator[RecordProducer]:
-    """Give a producer that is none of the run's."""
+    """Yield a producer that does not belong to the run."""
     producer = RecordProducer(run.connection)
     try:
         yield producer

@@ -40,7 +40,7 @@ def this_worker() -> str:
 
 
 def die_if_commanded(worker_id: str) -> None:
-    """Raise what ends the worker, if the run's folder says so, and count it there first."""
+    """Raise an error that ends the worker, if a file in the run's folder requests it, and count it there first."""
     path = Path(deaths_of(worker_id))
     if not path.exists():
         return

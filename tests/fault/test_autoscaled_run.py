@@ -27,7 +27,7 @@ QUICK = {
 
 
 def asked(run: FaultRun, kind: Kind) -> list[ScaleRequest]:
-    """Return the requests that no one but the autoscaler can have made."""
+    """Return the requests that only the autoscaler can have made."""
     requests = state_of(run).requests.values()
     return [
         request

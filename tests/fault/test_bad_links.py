@@ -19,7 +19,7 @@ DOWN_SECONDS = 6.0
 
 @pytest.fixture
 def link() -> Iterator[Link]:
-    """Give the link between the run and its broker."""
+    """Yield the link between the run and its broker."""
     (linked_port,) = choose_ports(1)
     with Link(linked_port) as opened:
         yield opened
@@ -27,7 +27,7 @@ def link() -> Iterator[Link]:
 
 @pytest.fixture
 def broker(directory: Path, run_id: str, link: Link) -> Iterator[Node]:
-    """Give a broker that the run reaches over the link only, and the test without it."""
+    """Yield a broker that the run reaches only over the link, and the test directly."""
     (port,) = choose_ports(1)
     with node_behind_link(
         directory / f"{run_id}-node", port=port, linked_port=link.target_port, link_port=link.port

@@ -14,7 +14,7 @@ from harness import BROKER_SECONDS, EVERYTHING_SECONDS, FaultRun, assert_ledger_
 
 @pytest.fixture
 def broker(directory: Path, run_id: str) -> Iterator[Cluster]:
-    """Give three brokers that only the test starts and kills."""
+    """Yield three brokers that only the test starts and kills."""
     with Cluster(directory / f"{run_id}-cluster") as cluster:
         yield cluster
 
@@ -59,8 +59,8 @@ def test_run_continues_when_the_leader_crashes_and_a_broker_is_lost_for_good(
 def test_run_continues_when_the_leader_is_partitioned_from_other_brokers(
     start_run: Callable[..., FaultRun], broker: Cluster
 ) -> None:
-    """Every client still reaches it, and it still believes that it leads: what it takes must not
-    count, and no one may wait for it long."""
+    """Every client still reaches it, and it still believes that it leads: records that it accepts
+    must not count, and no client may wait for it long."""
     run = start_run(
         run={"num_steps": 40},
         broker={"bootstrap_servers": broker.bootstrap_servers, "replication_factor": 3},

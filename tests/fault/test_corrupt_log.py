@@ -32,7 +32,7 @@ PILE_UP_SECONDS = 2.0
 
 @pytest.fixture
 def broker(directory: Path, run_id: str) -> Iterator[Node]:
-    """Give a broker that no one but the test starts and stops."""
+    """Yield a broker that only the test starts and stops."""
     port, controller_port = choose_ports(2)
     with Node(
         directory / f"{run_id}-node", port=port, controller_port=controller_port, properties={}

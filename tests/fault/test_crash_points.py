@@ -156,8 +156,8 @@ def assert_evaluated_once(run: FaultRun) -> None:
 
 
 def assert_broadcast_again(run: FaultRun) -> None:
-    """Assert that engine and trainer came together again after each of them had died, and that
-    every life of the engine began by the store."""
+    """Assert that engine and trainer reconnected after each of them had died, and that each
+    process of the engine first loaded weights from the store."""
     codec = EventCodec()
     lists = [
         event

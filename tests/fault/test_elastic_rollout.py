@@ -70,7 +70,7 @@ def test_rollout_scales_to_three_workers_and_back_without_losing_samples(
         {},
         ["rollout-1", "rollout-2"],
     )
-    assert set(run.living()) == set(run.worker_ids), (
+    assert set(run.running_workers()) == set(run.worker_ids), (
         "no worker is left behind, and those of the start stay"
     )
     assert [run.state.workers[f"rollout-{index}"].state for index in (1, 2)] == [
@@ -112,7 +112,7 @@ def test_judge_scales_to_two_workers_and_back_without_losing_samples(
     code, shrunk = scale(run, "in", "--model", "judge", "--replicas", "1", "--yes")
     assert (code, shrunk["selected_engines"]) == (0, ["judge-1"])
     assert wait_until_over(run, shrunk["request_id"]) is Status.COMPLETED
-    assert set(run.living()) == set(run.worker_ids)
+    assert set(run.running_workers()) == set(run.worker_ids)
     run.signal(signal.SIGCONT, "trainer-0")
 
     assert run.wait_until_ended(run.process) == 0

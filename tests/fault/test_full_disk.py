@@ -30,7 +30,7 @@ class SmallDisk:
 
     @property
     def complaint(self) -> str:
-        """What the operating system says when it is full."""
+        """The operating system's error when it is full."""
         return NO_SPACE if self.is_mounted else TOO_LARGE
 
     def fill(self, run: FaultRun) -> None:
@@ -61,7 +61,7 @@ class SmallDisk:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[SmallDisk]:
-    """Give an empty disk for the object store."""
+    """Yield an empty disk for the object store."""
     folder = tmp_path / "disk"
     folder.mkdir()
     opened = SmallDisk(folder)

@@ -20,7 +20,7 @@ WORKERS = {"heartbeat_seconds": 0.2, "heartbeat_timeout_seconds": 10.0}
 
 
 def asked(run: FaultRun, worker_id: str, path: str) -> str:
-    """Ask a worker's endpoint, and return what it says."""
+    """Request a worker's endpoint, and return the response."""
     try:
         with urlopen(
             f"http://127.0.0.1:{run.state.workers[worker_id].metrics_port}{path}", timeout=60
@@ -120,16 +120,18 @@ def test_calls_longer_than_the_heartbeat_timeout_do_not_restart_the_trainer(
         health=health,
     )
     run.start()
-    inside = set[str]()
+    activities = set[str]()
 
-    def looks() -> bool:
+    def observe_activity() -> bool:
         heartbeat = run.state.workers.get("trainer-0")
-        inside.update({heartbeat.activity} if heartbeat else ())
+        activities.update({heartbeat.activity} if heartbeat else ())
         return run.process.poll() is not None
 
-    run.wait_until(lambda: looks() or run.state.num_steps == 2, "the slow step is committed")
+    run.wait_until(
+        lambda: observe_activity() or run.state.num_steps == 2, "the slow step is committed"
+    )
     assert run.wait_until_ended(run.process) == 0
-    assert inside >= {"train a micro-batch", "step the optimizer", "write weights"}
+    assert activities >= {"train a micro-batch", "step the optimizer", "write weights"}
     assert commanded(run) == []
     assert_ledger_balances(run)
 

@@ -71,7 +71,7 @@ def test_scaling_completes_when_the_controller_is_killed_in_any_state(
     )
     left = state_of(run)
     assert ([*left.requests], left.workers) == ([grown, shrunk], {})
-    assert set(run.living()) == set(run.worker_ids)
+    assert set(run.running_workers()) == set(run.worker_ids)
     assert run.wait_until_ended(run.process) == 0
     ledger = assert_ledger_balances(run)
     assert (ledger["rollouts_regenerated"], ledger["outcomes"]["failed"]) == (0, 0)

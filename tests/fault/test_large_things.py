@@ -25,7 +25,7 @@ CLAIM_CHECK_THRESHOLD_BYTES = 64
 
 
 def rolled_out(run: FaultRun) -> dict[str, Path]:
-    """Return where the tokens of a sample of each prompt group lie."""
+    """Return the object references of the tokens of one sample of each prompt group."""
     codec = EventCodec()
     events = [
         codec.decode(record.value)

@@ -58,7 +58,7 @@ def test_poison_is_dead_lettered_and_the_run_continues(start_run: Callable[..., 
         "poison killed no worker"
     )
     assert (ledger["outcomes"]["failed"], ledger["outcomes"]["issued"]) == (0, 16 * 8), (
-        "no honest prompt group was hurt"
+        "valid prompt groups are unaffected"
     )
     assert ledger["samples_foreign"] > 0
     expected = Counter(name for name, _ in poisoned(sample) for _ in range(2))

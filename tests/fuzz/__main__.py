@@ -18,7 +18,7 @@ SUMMARY = ROOT / ".relax" / "fuzz.json"
 
 
 def main() -> int:
-    """Do what the command line says."""
+    """Run the targets that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument(

@@ -111,13 +111,13 @@ class Chunks:
         self._pieces = [data[at : at + size] for at in range(0, len(data), size)]
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        """Give the pieces."""
+        """Yield the pieces."""
         for piece in self._pieces:
             yield piece
 
 
 def stream(data: bytes) -> None:
-    """Read a server's stream in pieces of several sizes: the same events come out of all."""
+    """Read a server's stream in chunks of several sizes: all yield the same events."""
     from relax_events.engines.sglang.inflight import (
         InflightRequest,  # loads torch, which no other target needs
     )

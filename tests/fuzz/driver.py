@@ -197,7 +197,7 @@ def _bound_memory(process: psutil.Process) -> None:
 
 
 def run_target(target: Target, *, seconds: float, seed: int) -> Report:
-    """Fuzz one target in a child, and return what it says, or what it died of."""
+    """Fuzz one target in a child, and return its report, or the cause of its death."""
     with tempfile.TemporaryDirectory() as folder:
         board, said = Blackboard.fresh(Path(folder) / "input"), Path(folder) / "report.json"
         began = time.monotonic()

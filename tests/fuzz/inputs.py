@@ -50,7 +50,7 @@ SEEDS = st.integers(0, 2**48)
 
 
 def mutated(seeds: Sequence[bytes], *, most: int = 8) -> st.SearchStrategy[bytes]:
-    """Give seeds with up to so many changes to their bytes."""
+    """Return seeds with up to so many changes to their bytes."""
     return st.builds(
         _mutated,
         st.sampled_from(list(seeds)),
@@ -129,7 +129,7 @@ BYTE_CHANGES: list[Callable[[bytearray, Random, tuple[bytes, ...]], None]] = [
 def documents(
     seeds: Sequence[Any], *, odd: Sequence[Any] = (), most: int = 6
 ) -> st.SearchStrategy[Any]:
-    """Give JSON trees with up to so many changed nodes; `odd` are values that are put into them
+    """Return JSON trees with up to so many changed nodes; `odd` are values that are put into them
     besides numbers and texts."""
     texts = [json.dumps(seed) for seed in seeds]
     return st.builds(
@@ -140,12 +140,12 @@ def documents(
 
 
 def as_json(tree: Any) -> bytes:
-    """Write a tree as anybody may send it, lone surrogates included."""
+    """Encode a tree as an unknown client may send it, lone surrogates included."""
     return json.dumps(tree).encode()
 
 
 def json_bytes(seeds: Sequence[Any], *, odd: Sequence[Any] = ()) -> st.SearchStrategy[bytes]:
-    """Give JSON texts: trees that were changed, and texts of which bytes were."""
+    """Return JSON texts: trees that were changed, and texts of which bytes were."""
     return documents(seeds, odd=odd).map(as_json) | mutated([as_json(seed) for seed in seeds])
 
 

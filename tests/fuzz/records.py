@@ -186,7 +186,7 @@ def read_headers(data: bytes) -> None:
 
 
 def reference(data: bytes) -> None:
-    """Look up a reference: what is accepted lies in the store's folder."""
+    """Resolve a reference: every accepted one is in the store's folder."""
     uri = data.decode(errors="surrogateescape")
     store, roots = _local_store()
     if roots._contains(uri):

@@ -30,7 +30,7 @@ def shown(data: bytes) -> None:
 
 
 def budget(data: bytes) -> None:
-    """Print within a budget: no more comes out than it allows, however it is cut."""
+    """Print within a budget: the output never exceeds it, however the text is split."""
     printed = PrintBudget(now=0.0)
     pieces = [data[at : at + 97] for at in range(0, len(data), 97)]
     assert sum(

@@ -40,7 +40,7 @@ def admin(connection: Connection) -> Admin:
 
 @pytest.fixture
 def producer(connection: Connection) -> Iterator[RecordProducer]:
-    """Give a producer that sends at once."""
+    """Yield a producer that sends at once."""
     opened = RecordProducer(connection)
     yield opened
     opened.close()

@@ -45,9 +45,9 @@ def train(ranks, model_path, bounds, algorithm=PLAIN):
     return all_metrics, backend.weights()
 
 
-def talk(ranks):
+def use_collectives(ranks):
     """Use every collective, and report what each rank received."""
-    heard = {
+    received = {
         "gathered": ranks.all_gather(np.array([[ranks.rank, 10]], np.int32)).tolist(),
         "floats": ranks.all_gather(np.array([ranks.rank + 0.5])).tolist(),
         "bytes": [data.hex() for data in ranks.all_gather_bytes(b"\x00\xff" * ranks.rank)],
@@ -55,7 +55,7 @@ def talk(ranks):
         "broadcast": ranks.broadcast(b"abc" if ranks.rank == 1 else None, source=1).decode(),
         "broadcast_empty": ranks.broadcast(b"" if ranks.rank == 0 else None).decode(),
     }
-    return [json.loads(text) for text in ranks.all_gather_bytes(json.dumps(heard).encode())]
+    return [json.loads(text) for text in ranks.all_gather_bytes(json.dumps(received).encode())]
 
 
 def diverge(ranks, model_path):
@@ -93,7 +93,7 @@ def save(ranks, folder):
 
 
 def lose_a_rank(ranks):
-    """Let rank 1 go without a word; return what rank 0 raised."""
+    """End rank 1 silently; return what rank 0 raised."""
     if ranks.rank == 1:
         os._exit(0)
     try:
@@ -112,7 +112,7 @@ def main(folder):
             results[f"{name}_whole"], tensors[f"{name}_whole"] = train(
                 ranks, folder / "model", bounds, WHOLE_STEP
             )
-        results["talk"] = talk(ranks)
+        results["use_collectives"] = use_collectives(ranks)
         results["diverge"] = diverge(ranks, folder / "model")
         results["save"], tensors["save"] = save(ranks, folder)
         results["lose_a_rank"] = lose_a_rank(ranks)

@@ -59,7 +59,7 @@ def tensors_of(version: int, *, num_rows: int = 64) -> dict[str, Tensor]:
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
-    """Wait for a condition; fail when it does not come."""
+    """Wait for a condition; fail at the timeout."""
     deadline = Deadline(PATIENCE_SECONDS)
     while not condition():
         assert not deadline.passed, f"not within {PATIENCE_SECONDS:g} s: {what}"
@@ -93,7 +93,7 @@ class Trainer:
             listener(enlisted)
 
     def notify(self, listener: Callable[[BroadcastMembership], object]) -> None:
-        """Give a listener the newest list and those to come."""
+        """Send a listener the newest membership and later ones."""
         self.listeners.append(listener)
         listener(self.lists[-1])
 
@@ -146,7 +146,7 @@ class Engine:
         return weights.transport
 
     def until_arrived(self, version: int) -> None:
-        """Wait until a version has come by broadcast."""
+        """Wait until a version has arrived by broadcast."""
         until(
             lambda: getattr(self.receiver._received, "policy_version", -1) == version,
             f"version {version} has arrived",
@@ -157,7 +157,7 @@ class Engine:
 
 
 class EngineProcess:
-    """A rollout worker's side in a process of its own."""
+    """The rollout worker's side in its own process."""
 
     def __init__(self, store: ObjectStore, worker_id: str, *, folder: Path, failpoint: str) -> None:
         words = [
@@ -241,7 +241,7 @@ def make_engine(store: ObjectStore, trainer: Trainer, opened: ExitStack) -> Call
 
 
 def failures(metrics: WorkerMetrics) -> dict[str, float]:
-    """Give how many broadcasts failed, by reason."""
+    """Return how many broadcasts failed, by reason."""
     name = "relax_weights_broadcast_failures_total"
     return {
         sample.labels["reason"]: sample.value

@@ -31,7 +31,7 @@ END_SECONDS = 60.0
 
 @pytest.fixture
 def broker(tmp_path: Path) -> Iterator[EmbeddedBroker]:
-    """Give a broker that no one has started yet."""
+    """Yield a broker that is not started yet."""
     broker = EmbeddedBroker(tmp_path / "node")
     try:
         yield broker

@@ -261,8 +261,8 @@ def test_follower_ignores_events_that_their_writer_is_not_allowed_to_send(
     producer: RecordProducer,
     publish: Callable[[str, Event], None],
 ) -> None:
-    """Reward may write its own heartbeats and metrics; so nothing counts there but what they say of
-    its own workers."""
+    """Reward may write its own heartbeats and metrics, so only those about its own workers count
+    there."""
     idle: dict[str, Any] = {
         "host": "h",
         "pid": 1,

@@ -69,7 +69,7 @@ def open_worker(written: WrittenRun, tmp_path: Path) -> Callable[[str], Worker]:
 
 @pytest.fixture
 def dead_letter(written: WrittenRun, open_worker: Callable[[str], Worker]) -> Callable[..., None]:
-    """Return what has a role refuse every record that lies on a sample topic."""
+    """Return a function that makes a role dead-letter every record of a sample topic."""
 
     def refuse(role: str, entity: str, error: RelaxError) -> None:
         with open_worker(role) as worker:

@@ -47,8 +47,8 @@ def grade(completion, *, answer, metadata, prompt):
 
 
 class CountingEngine:
-    """Writes the sample's number as its completion, or one more token than fits; says how many
-    samples are enough before it calls out."""
+    """Returns the sample's number as its completion, or one token too many; calls back after a
+    number of samples."""
 
     def __init__(
         self, digits: list[int], *, call_after: int = 10**9, call: Callable[[], None] = lambda: None
@@ -175,7 +175,7 @@ class Session:
         self._stack.close()
 
     def drain(self) -> None:
-        """Ask for the end of the loop, and wait for it."""
+        """Request the end of the loop, and wait for it."""
         self.worker.drain.start()
         self.drained()
 

@@ -165,10 +165,10 @@ def test_comparing_rewards_uses_no_untrusted_settings_from_the_log(
 def test_fork_uses_the_object_store_that_the_user_accepted(
     hostile: Hostile, connection: Connection, bootstrap_servers: str, tmp_path: Path
 ) -> None:
-    """The log may say something else by the time at which the workers start."""
-    honest = orjson.loads(build_run_description(hostile.config).config)
-    honest["run"]["directory"] = str(tmp_path / "theirs")
-    hostile.describe(honest)
+    """The log may change before the workers start."""
+    valid_config = orjson.loads(build_run_description(hostile.config).config)
+    valid_config["run"]["directory"] = str(tmp_path / "theirs")
+    hostile.describe(valid_config)
     cluster = Cluster.from_options(
         config=None, bootstrap_servers=bootstrap_servers, directory=tmp_path / "mine"
     )
@@ -184,8 +184,8 @@ def test_fork_uses_the_object_store_that_the_user_accepted(
     )
     assert config.parent.objects_uri == source.config.objects_uri
     assert resolve_parent(config).parent.objects_uri == source.config.objects_uri
-    honest["run"]["directory"] = str(tmp_path / "evil")
-    hostile.describe(honest)
+    valid_config["run"]["directory"] = str(tmp_path / "evil")
+    hostile.describe(valid_config)
     again = ParentRun.read(connection, hostile.config.run.id, own=config)
     assert again.config.objects_uri != again.objects_uri == config.parent.objects_uri
     with pytest.raises(

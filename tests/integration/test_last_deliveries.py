@@ -106,8 +106,8 @@ def at_work(config: RunConfig, engine: object, *, index: int) -> Iterator[Rollou
 def generating(
     config: RunConfig, producer: RecordProducer, *, settle: Callable[[bool], None]
 ) -> Iterator[tuple[Gated, RolloutLoop]]:
-    """Give two workers: one that generates the prompt group, and another that is given the same
-    record, at its last delivery."""
+    """Yield two workers: one that generates the prompt group, and another that receives the same
+    record at its last delivery."""
     first = Gated(image_engine())
     with at_work(config, first, index=0) as holder:
         producer.write(

@@ -59,8 +59,8 @@ def write(config: RunConfig, producer: RecordProducer) -> Callable[[ValidRun], N
 
 @pytest.fixture(params=["one block", "many blocks"])
 def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Have the log read in one block, or in the smallest; give how much the ledger held when each
-    was settled."""
+    """Read the log in one block, or in the smallest blocks; return how much the ledger held after
+    each block."""
     held: list[int] = []
 
     def finalize(self: Ledger, below: int) -> None:

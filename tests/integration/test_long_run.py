@@ -24,7 +24,7 @@ START_SECONDS = 120
 
 
 def started(config: RunConfig, folder: Path, *roles: str) -> dict[str, dict[str, Any]]:
-    """Start roles in a process of their own, and return what it printed of each."""
+    """Start roles in their own process, and return its output for each."""
     path = folder / "run.json"
     path.write_text(config.model_dump_json())
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
@@ -71,8 +71,8 @@ def long_run(
 def test_startup_reads_and_memory_do_not_grow_with_the_number_of_steps(
     apply_run: Callable[..., RunConfig], run_id: str, tmp_path: Path
 ) -> None:
-    """Both runs stand behind a checkpoint alike; the longer one has more than twice as many steps,
-    ends, prompts and reports."""
+    """Both runs have the same distance to their last checkpoint; the longer one has more than
+    twice as many steps, outcomes, prompts and reports."""
     found: dict[int, dict[str, dict[str, Any]]] = {}
     for num_steps in (SHORT, LONG):
         config = long_run(

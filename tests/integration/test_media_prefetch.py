@@ -131,7 +131,7 @@ def session(
 
 
 def about_an_image(session: Session) -> PromptGroupIssued:
-    """Ask about an image that is in the store, and not yet on the worker's machine."""
+    """Issue a prompt group about an image in the store that is not yet on the worker's machine."""
     elsewhere = session.config.model_copy(
         update={
             "run": session.config.run.model_copy(update={"directory": Path("elsewhere").absolute()})

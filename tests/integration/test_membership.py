@@ -22,7 +22,7 @@ QUIET_SECONDS = 4.0
 
 @pytest.fixture(autouse=True)
 def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let members look often."""
+    """Let members check their membership often."""
     monkeypatch.setattr(membership, "CHECK_SECONDS", 1.0)
 
 

@@ -74,7 +74,7 @@ def test_two_ranks_train_like_one_for_any_split_of_samples(
 
 
 def test_ranks_exchange_values_and_bytes(results):
-    heard = {
+    received = {
         "gathered": [[[0, 10]], [[1, 10]]],
         "floats": [[0.5], [1.5]],
         "bytes": ["", "00ff"],
@@ -82,7 +82,7 @@ def test_ranks_exchange_values_and_bytes(results):
         "broadcast": "abc",
         "broadcast_empty": "",
     }
-    assert results["talk"] == [heard, heard]
+    assert results["collectives"] == [received, received]
 
 
 def test_non_finite_loss_on_one_rank_stops_both_with_the_same_error(results):

@@ -34,7 +34,9 @@ def supervisor_of(config: RunConfig, *, failing: int, deed: str) -> Supervisor:
     trainer = supervisor._processes["trainer-0"]
     arguments = [str(failing), deed]
     trainer.requests = {
-        name: replace(order, module="tests.integration.failing_ranks", imports=[], arguments=arguments)
+        name: replace(
+            order, module="tests.integration.failing_ranks", imports=[], arguments=arguments
+        )
         for name, order in trainer.requests.items()
     }
     return supervisor
@@ -42,13 +44,13 @@ def supervisor_of(config: RunConfig, *, failing: int, deed: str) -> Supervisor:
 
 @pytest.fixture
 def two_ranks(make_run_config: MakeRunConfig) -> RunConfig:
-    """Give a run whose trainer has two ranks, and that is given up at the first death."""
+    """Return a run whose trainer has two ranks, and that is aborted at the first death."""
     return make_run_config(trainer={"ranks": 2}, workers={"max_restarts": 0})
 
 
 @pytest.fixture
 def started(two_ranks: RunConfig) -> Iterator[MakeSupervisor]:
-    """Give a maker of supervisors whose ranks run."""
+    """Yield a maker of supervisors whose ranks run."""
     made: list[Supervisor] = []
 
     def make(*, failing: int, deed: str) -> Supervisor:

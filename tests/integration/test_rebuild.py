@@ -33,7 +33,7 @@ LAYOUTS = {
 
 @pytest.fixture
 def writer(connection: Connection, run_id: str) -> Iterator[PartitionWriter]:
-    """Give a writer of partitions."""
+    """Yield a writer of partitions."""
     opened = PartitionWriter(connection, transactional_id=f"{run_id}.import")
     yield opened
     opened.close()

@@ -81,8 +81,8 @@ def test_confluent_deserializer_reads_records_of_the_codec(registry: Registry) -
 
 
 def test_codec_reads_records_of_the_confluent_serializer(registry: Registry) -> None:
-    """An unknown producer's schema: fewer fields, one of its own, registered by the serializer and
-    published nowhere else."""
+    """An unknown producer's schema: fewer fields and an additional one, registered by the
+    serializer and published nowhere else."""
     schema = json.loads(json.dumps(SCHEMAS[NAME]))
     schema["fields"] = [field for field in schema["fields"] if field["name"] != "mean_reward"]
     schema["fields"].append({"name": "judge", "type": "string", "default": ""})
@@ -100,7 +100,7 @@ def test_codec_reads_records_of_the_confluent_serializer(registry: Registry) -> 
 
 
 def test_both_record_framings_are_readable_with_and_without_registry(registry: Registry) -> None:
-    """The ids stand on control.schemas, so no one needs the registry to read a log."""
+    """The ids are on control.schemas, so a reader of the log does not need the registry."""
     framed, plain = open_codec(config_of(registry)), EventCodec()
     for schema in framed.published_form().values():
         plain.learn(schema)
@@ -119,16 +119,16 @@ def test_both_record_framings_are_readable_with_and_without_registry(registry: R
 def test_registry_resolves_a_schema_id_that_a_forged_schema_claimed_first(
     registry: Registry,
 ) -> None:
-    honest, forged = dict(SCHEMAS[NAME]), dict(SCHEMAS["relax.events.sample.SampleScored"])
-    honest["fields"] = [
-        *honest["fields"],
+    valid, forged = dict(SCHEMAS[NAME]), dict(SCHEMAS["relax.events.sample.SampleScored"])
+    valid["fields"] = [
+        *valid["fields"],
         {"name": "judge", "type": "string", "doc": "New.", "default": ""},
     ]
     client = RegistryClient(registry.url, timeout_seconds=5.0)
-    schema_id = client.register("of.others", json.dumps(honest))
+    schema_id = client.register("of.others", json.dumps(valid))
     codec = open_codec(config_of(registry))
     codec.learn(json.dumps(forged | {"registry_schema_ids": [schema_id]}))
-    codec.learn(json.dumps(honest | {"registry_schema_ids": [schema_id]}))
+    codec.learn(json.dumps(valid | {"registry_schema_ids": [schema_id]}))
     assert codec.event_name(b"\0" + schema_id.to_bytes(4, "big") + b"body") == "PromptGroupEnded"
     with pytest.raises(SchemaError, match="stands for schema"):
         codec.learn(json.dumps(forged | {"registry_schema_ids": [schema_id]}))

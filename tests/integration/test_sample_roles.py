@@ -51,8 +51,8 @@ def plan(config: RunConfig) -> TopicPlan:
 
 @pytest.fixture
 def role(config: RunConfig, tmp_path: Path) -> Callable[[], AbstractContextManager[Worker]]:
-    """Return what runs the reference role, with a forward pass that gives zeros, until the block
-    ends."""
+    """Return a context manager that runs the reference role, with a forward pass that returns
+    zeros."""
 
     @contextmanager
     def run() -> Iterator[Worker]:
@@ -283,7 +283,7 @@ def test_published_version_seeks_the_consumer_past_stale_records_of_its_slot(
     connection: Connection,
     admin: Admin,
 ) -> None:
-    """Version 3 takes over the slot of version 0; ten records of version 0 lie before its own."""
+    """Version 3 reuses the slot of version 0; ten records of version 0 precede its own."""
     announce(producer, plan, 0)
     write(producer, plan, *(rolled_out(f"000000-{index:04d}-0", version=0) for index in range(10)))
     for version in (1, 2):

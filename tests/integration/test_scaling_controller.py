@@ -114,7 +114,7 @@ class Run:
         )
 
     def until(self, request_id: str, status: Status) -> ScaleState:
-        """Wait until a request is in a status by the log, and return what else that says."""
+        """Wait until the log has a status of a request, and return the record."""
         reader, state, deadline = (
             LogReader(self._connection),
             ScaleState(),

@@ -176,7 +176,7 @@ class SecuredRun:
 
     @property
     def plan(self) -> TopicPlan:
-        """With the topics of all roles, whatever the run needs."""
+        """With the topics of all roles, whether the run needs them or not."""
         return replace(TopicPlan.from_config(self.config), roles=ROLES)
 
     def as_(self, principal: str, *, worker: str = "") -> Connection:
@@ -306,7 +306,8 @@ def test_roles_may_write_exactly_the_documented_topics(mine: SecuredRun) -> None
     """Each cell of role and topic, tried on the broker."""
     found = {role: writable(mine, role) for role in ROLES}
     assert found == writes_by_page(
-        ROLES, with_letters=tuple(role for role in ROLES if f"{role}.dead-letters" in WRITES[role])
+        ROLES,
+        with_dead_letters=tuple(role for role in ROLES if f"{role}.dead-letters" in WRITES[role]),
     )
     assert found == {
         role: COMMON_WRITES | {f"control.heartbeats.{role}", f"control.metrics.{role}"} | entities
@@ -707,15 +708,14 @@ def test_throttling_one_run_does_not_slow_another(mine: SecuredRun, neighbour: S
 
 
 def until_bound(run: SecuredRun, entity: QuotaEntity, quotas: dict[str, float]) -> None:
-    """Wait until the broker that is asked has heard of a change from the controller."""
+    """Wait until the queried broker has received a change from the controller."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while (found := read_quotas(quota_connection(run.config), [entity]).get(entity, {})) != quotas:
         assert time.monotonic() < deadline, found
 
 
 def seconds_held_back(run: SecuredRun, *, num_bytes: int) -> float:
-    """Write records one by one and sum up for how long the broker says that it holds the answers
-    back."""
+    """Write records one by one and sum the throttle times of the responses."""
     pauses: list[float] = []
     settings = run.as_("rollout").settings() | {
         "throttle_cb": lambda event: pauses.append(event.throttle_time)

@@ -125,7 +125,7 @@ def commit(
 def test_committed_step_is_readable_without_the_object_store(
     worker: Worker, store: ObjectStore
 ) -> None:
-    """Samples may lie in the store; what was decided about them must not."""
+    """Samples may be in the store; outcomes may not."""
     with Worker(
         "trainer", worker.config, claim_check=StoreClaimCheck(store, claim_check_threshold_bytes=1)
     ) as tight:
@@ -320,8 +320,8 @@ def test_replay_refuses_a_record_that_is_not_the_one_that_was_trained(
 def test_replay_redistributes_shards_when_the_number_of_ranks_changed(
     worker: Worker, open_committer: Callable[[], StepCommitter]
 ) -> None:
-    """Two ranks replay what one trained: together everything, each its own shards, micro-batches
-    kept apart."""
+    """Two ranks replay the batch of one: all samples together, each rank its own shards,
+    micro-batches unchanged."""
     placed = write_groups(worker, [f"000000-{index:04d}-0" for index in range(6)])
     commit(open_committer(), share_of(worker, list(placed.values())))
     steps = history_of(worker, num_steps=1).steps
@@ -382,7 +382,7 @@ def test_step_is_committed_on_retry_when_the_first_try_failed(
 def test_trainer_ends_when_another_committed_its_step_meanwhile(
     worker: Worker, open_committer: Callable[[], StepCommitter]
 ) -> None:
-    """A zombie that was unsure must not continue from weights that no one published."""
+    """A zombie with an uncommitted step must not continue from unpublished weights."""
     placed = write_groups(worker, ["000000-0000-0", "000000-0001-0"])
     mine, others = placed.values()
     zombie = open_committer()

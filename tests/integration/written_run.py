@@ -120,7 +120,7 @@ class WrittenRun:
                 )
 
     def train(self, step: int, *group_ids: str) -> None:
-        """Train prompt groups in a step, and publish what comes out."""
+        """Train prompt groups in a step, and publish its version."""
         sample_ids = sorted(name for name in self._ready if name.rpartition("/")[0] in group_ids)
         partitions, offsets, versions = zip(
             *(self._ready[name] for name in sample_ids), strict=True
@@ -147,7 +147,7 @@ class WrittenRun:
         self.publish(step + 1)
 
     def commit(self, step: int, **fields: Any) -> TrainStepCommitted:
-        """Commit a step of which a test says everything, and publish what comes out."""
+        """Commit a step with fields chosen by the test, and publish its version."""
         event = committed(step, **fields)
         self._control("control.train-steps", event)
         self.publish(step + 1)
@@ -184,7 +184,7 @@ class WrittenRun:
         )
 
     def write_bytes(self, entity: str, value: bytes, *, group_id: str, version: int) -> None:
-        """Write any bytes where a sample's record would lie."""
+        """Write any bytes to the partition of a sample's record."""
         partition, headers = (
             self.plan.partition(group_id, version),
             {POLICY_VERSION_HEADER: str(version)},

@@ -33,8 +33,8 @@ class Killed(BaseException):
 
 @dataclass(slots=True)
 class Process:
-    """Who makes broker calls. Each call passes it twice, and it dies at the pass that `passes_left`
-    counts down to."""
+    """A process that makes broker calls. Each call passes it twice, and it dies when `passes_left`
+    reaches 0."""
 
     name: str
     is_dead: bool = False
@@ -78,7 +78,7 @@ class Transaction:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What lies at an offset: a record, or the marker that ends a transaction."""
+    """The entry at an offset: a record, or the marker that ends a transaction."""
 
     topic_partition: PartitionKey
     offset: int
@@ -167,7 +167,7 @@ class MemoryKafka:
         return next(open_ones, len(self.partitions[topic_partition]))
 
     def visible(self, topic_partition: PartitionKey, offset: int) -> Iterator[Entry]:
-        """Give the committed records from an offset on."""
+        """Yield the committed records from an offset on."""
         for entry in self.partitions[topic_partition][offset : self.stable_end(topic_partition)]:
             if not entry.is_marker and (
                 entry.transaction is None or entry.transaction.state == "committed"
@@ -201,7 +201,7 @@ class MemoryKafka:
 
 
 class MemoryAdmin:
-    """What the trainer asks of the admin client."""
+    """The admin calls of the trainer."""
 
     def __init__(self, kafka: MemoryKafka) -> None:
         self._kafka, self._process = kafka, kafka.current
@@ -285,7 +285,7 @@ class MemoryProducer:
     def send_offsets_to_transaction(
         self, positions: Sequence[TopicPartition], group: str, timeout: float
     ) -> None:
-        """Called in a thread of its own, so it can't kill: the next call will."""
+        """Called in its own thread, so it can't kill the process: the next call does."""
         if self._kafka.epochs[self._id] == self._epoch:
             offsets = {
                 (position.topic, position.partition): position.offset for position in positions
@@ -334,7 +334,7 @@ class MemoryConsumer:
             return [message for _, message in zip(range(count), self._messages(), strict=False)]
 
     def _messages(self) -> Iterator[MemoryMessage]:
-        """Give what there is, and move on as each is taken."""
+        """Yield what there is, and move on as each is taken."""
         for topic_partition in [
             topic_partition
             for topic_partition in self._positions
@@ -349,8 +349,7 @@ class MemoryConsumer:
                 yield MemoryMessage(topic_partition, failure=KafkaError(KafkaError._PARTITION_EOF))
 
     def _rebalance(self) -> None:
-        """Take part in one round: give back what others should have, then take what no one
-        holds."""
+        """Take part in one round: release the partitions of others, then take the free ones."""
         members = self._kafka.members[self._group]
         held = set(self._positions)
         if self not in members:

@@ -83,7 +83,7 @@ TURN_SECONDS = 100.0
 
 
 class Endpoint:
-    """Serves no one."""
+    """Serves nothing."""
 
     port = 0
 
@@ -161,8 +161,8 @@ class SimulatedProcess:
 
 
 def is_untrainable(sample: SampleReady) -> bool:
-    """Tell whether the backend refuses a sample that no one before it did: in some prompt groups
-    the last one."""
+    """Return whether the backend rejects a sample that passed all earlier checks: in some prompt
+    groups the last one."""
     return (
         sample.key.sample_index == sample.key.samples_per_prompt - 1
         and zlib.crc32(sample.prompt_group_id.encode()) % 5 == 0
@@ -236,8 +236,8 @@ class Prompts:
 
 
 class LateWriter:
-    """Stands for the thread that writes weights while the next step runs: what it is given is done
-    when someone asks for the second time."""
+    """Replaces the thread that writes weights while the next step runs: a write is done at the
+    second query."""
 
     def __init__(self, **_: Any) -> None:
         pass
@@ -288,7 +288,7 @@ class RememberingLedger(Ledger):
 
 
 class SimulatedRun:
-    """The processes of a run, and what lies on its log."""
+    """The processes of a run, and its log."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, *, overlap: bool = False, **run: Any
@@ -351,7 +351,7 @@ class SimulatedRun:
         return Worker(role, self.config, claim_check=claim_check, index=index, follow=follow)
 
     def start(self, role: str, index: int = 0) -> str:
-        """Start a process of a role; one of the same name that lives on becomes no one's."""
+        """Start a process of a role; an existing one of the same name becomes a zombie."""
         mains = {
             "prompter": self._prompter,
             "reward": self._reward,
@@ -408,7 +408,7 @@ class SimulatedRun:
         """Committed steps."""
         return len(self.ledger.steps)
 
-    def look(self) -> None:
+    def update_ledger(self) -> None:
         """Take what is new on the log into the ledger, and the queue's new prompt groups into the
         open leases."""
         for entity in LEDGER_TOPICS:
@@ -432,7 +432,7 @@ class SimulatedRun:
         ]
 
     def decoded(self, value: bytes | None) -> Event | None:
-        """Return a record's event; None for what no one can read."""
+        """Return a record's event; None if it can't be decoded."""
         try:
             return self.codec.decode(value or b"")
         except (CorruptRecord, SchemaError):
@@ -479,8 +479,8 @@ class SimulatedRun:
 
 
 def _tick(self: Lifecycle, *, working: bool) -> None:
-    """Stand in for `Lifecycle.tick`: the round is over, someone else's turn; then take in what
-    control says, as the follower's thread would."""
+    """Stand in for `Lifecycle.tick`: end the round and pass the turn; then process control
+    records, as the follower's thread would."""
     running = SimulatedProcess.running
     assert running is not None
     running.hand_back()

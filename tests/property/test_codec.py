@@ -245,8 +245,8 @@ def test_cut_off_record_is_corrupt(cut: int) -> None:
 @given(data=st.data())
 @settings(max_examples=400)
 def test_altered_record_is_corrupt_or_another_event(data: st.DataObject) -> None:
-    """Whatever the bytes: an event comes out or CorruptRecord, nothing else, and no gigabyte is
-    allocated."""
+    """Any bytes decode to an event or raise CorruptRecord, nothing else, and never allocate a
+    gigabyte."""
     encoded = bytearray(CODEC.encode(rolled_out()))
     for _ in range(data.draw(st.integers(1, 3))):
         encoded[data.draw(st.integers(HEADER_BYTES, len(encoded) - 1))] = data.draw(

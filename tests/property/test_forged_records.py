@@ -32,7 +32,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedRun]:
 def everyone_works(run: SimulatedRun) -> None:
     for process in run.processes.values():
         process.turn()
-    run.look()
+    run.update_ledger()
 
 
 def due(run: SimulatedRun) -> dict[int, PromptGroupIssued]:

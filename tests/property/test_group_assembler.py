@@ -29,13 +29,13 @@ TopicPartition = tuple[str, int]
 
 
 def partition_of(group_id: str, version: int) -> int:
-    """Version 0 and 2 share a slot of a ring of two, as close as versions may lie."""
+    """Versions 0 and 2 share a slot of a ring of two, the smallest allowed distance."""
     return version % 2 * SHARDS + int(group_id[10]) % SHARDS
 
 
 @st.composite
 def logs(draw: st.DrawFn) -> list[tuple[Record, Item]]:
-    """Draw the records of both topics: prompt groups, some generated again at a later version, some
+    """Generate the records of both topics: prompt groups, some generated again at a later version, some
     doubled, some with an end, some asked to end."""
     events: list[tuple[TopicPartition, Item]] = []
     for index in range(4):

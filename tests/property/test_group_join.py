@@ -63,8 +63,8 @@ def arrivals(draw: st.DrawFn) -> list[tuple[Record, Sample]]:
 
 
 def generated_twice(digest: str, *, num_samples: int = 2) -> list[tuple[str, Sample]]:
-    """All that belongs to one of two generations of a prompt group under the same ids; each value
-    says of which."""
+    """The events of one of two generations of a prompt group under the same ids; each value
+    identifies its generation."""
     number = {"a": 1, "b": 2}[digest]
     events: list[tuple[str, Sample]] = []
     for index in range(num_samples):
@@ -177,7 +177,7 @@ def test_low_watermark_stays_below_open_groups_and_reaches_the_end_when_all_are_
 def test_crash_at_any_point_loses_no_group(
     sequence: list[tuple[Record, Sample]], data: st.DataObject
 ) -> None:
-    """A successor that starts at the committed marks completes whatever the dead worker did not."""
+    """A successor that starts at the committed offsets completes the prompt groups that the dead worker did not."""
     crash = data.draw(st.integers(0, len(sequence)))
     join, emitted = PromptGroupJoin(logprob_roles=LOGPROB_ROLES), set()
     for record, event in sequence[:crash]:

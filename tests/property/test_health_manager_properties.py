@@ -31,7 +31,7 @@ WELL = 10**9
 def inside(
     heartbeat: WorkerHeartbeat, activity: str, *, since_seconds: float, deadline_seconds: float
 ) -> WorkerHeartbeat:
-    """Let a heartbeat come from inside a long call."""
+    """Send a heartbeat from inside a long call."""
     since = int(since_seconds * 10**6)
     return replace(
         heartbeat,
@@ -96,9 +96,9 @@ class World:
             clock=lambda: self.now * 10**6,
         )
         for event in (*self.commands, *self.steps, *self.heartbeats.values()):
-            self.hear(event)
+            self.observe(event)
 
-    def hear(self, event: Event) -> None:
+    def observe(self, event: Event) -> None:
         self.state.apply(event)
 
     def turn(self, *, broker: bool = True) -> list[RunCommanded]:
@@ -111,18 +111,18 @@ class World:
             ]
             for heard in (make_heartbeat("controller-0", at_seconds=self.now), *said):
                 self.heartbeats[heard.worker_id] = heard
-                self.hear(heard)
+                self.observe(heard)
             if self.commits and {
                 patient.worker_id.rpartition("-")[0]
                 for patient in self.patients
                 if not patient.is_ill
             } == set(ROLES):
                 self.steps.append(train_step(len(self.steps), at_seconds=self.now))
-                self.hear(self.steps[-1])
+                self.observe(self.steps[-1])
         given_now = decide(self.state, LIMITS, now=self.now * 10**6)
         for command in given_now:
             self.commands.append(command)
-            self.hear(command)
+            self.observe(command)
             for patient in self.patients:
                 if patient.worker_id == command.worker_id:
                     patient.start_again()
@@ -239,7 +239,7 @@ def test_restart_reason_names_the_call_of_a_worker_without_heartbeats() -> None:
     world = World(
         workers(trainer=Patient("trainer-0", num_starts_needed=WELL, incubation=0, age=-1))
     )
-    world.hear(
+    world.observe(
         inside(
             make_heartbeat("trainer-0", at_seconds=world.now),
             "publish weights",
@@ -265,7 +265,7 @@ def test_starting_worker_may_take_longer_than_any_call_while_it_heartbeats() -> 
     for late in (False, True):
         for heartbeat in starting:
             since = world.now - (LIMITS.start_timeout / 10**6 + 1) * late
-            world.hear(
+            world.observe(
                 inside(
                     heartbeat,
                     "start",
@@ -300,7 +300,7 @@ def test_absent_worker_is_restarted_only_once_while_its_peer_works() -> None:
 
 
 def waiting(world: World) -> None:
-    """Let all breathe and wait for each other."""
+    """Send heartbeats of all workers, each waiting for another."""
     for patient in world.patients:
         patient.turn = lambda now, name=patient.worker_id: WorkerHeartbeat(  # type: ignore[method-assign]
             worker_id=name, role=name.rpartition("-")[0], host="here", pid=1, state=WorkerState.IDLE,
@@ -329,7 +329,7 @@ def test_standstill_timeout_starts_anew_after_a_long_train_step() -> None:
     world = World(workers(), commits=False)
     waiting(world)
     world.run(STUCK // TURN)
-    world.hear(train_step(0, at_seconds=world.now))
+    world.observe(train_step(0, at_seconds=world.now))
     world.run(STUCK // TURN)
     assert world.commands == []
     world.run(2)
@@ -338,16 +338,16 @@ def test_standstill_timeout_starts_anew_after_a_long_train_step() -> None:
 
 def test_paused_run_is_no_standstill_and_a_resumed_run_resets_the_counts() -> None:
     world = World(workers(), commits=False)
-    world.hear(RunCommanded(command=Command.PAUSE, reason="maintenance"))
+    world.observe(RunCommanded(command=Command.PAUSE, reason="maintenance"))
     waiting(world)
     world.run(500)
     assert world.commands == []
-    world.hear(RunCommanded(command=Command.RESUME, reason="done"))
+    world.observe(RunCommanded(command=Command.RESUME, reason="done"))
     world.run(2000)
     assert world.state.is_aborted
     resumed = RunCommanded(command=Command.RESUME, reason="relax run")
     world.commands = [resumed]
-    world.hear(resumed)
+    world.observe(resumed)
     assert (world.state.interventions, world.state.is_over, world.state.is_aborted) == (
         [],
         False,

@@ -27,7 +27,7 @@ def test_ledger_is_the_same_for_any_block_size(
         machine.everyone_works(3, num_rolled_out=4)
         machine._finish()
         run = machine.run
-        run.look()
+        run.update_ledger()
         config = run.config.model_copy(
             update={"objects": run.config.objects.model_copy(update={"uri": tmp_path.as_uri()})}
         )

@@ -107,8 +107,8 @@ CHANGES = st.sampled_from(list(CORRECTIONS))
 
 @dataclass(frozen=True)
 class LinearSample:
-    """A sample of a softmax-linear policy: features and sampled tokens, and what others said of
-    them."""
+    """A sample of a softmax-linear policy: features, sampled tokens, and their recorded
+    log-probabilities and advantages."""
 
     features: torch.Tensor
     tokens: torch.Tensor

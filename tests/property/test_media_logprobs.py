@@ -102,8 +102,8 @@ class Setup:
         return scorer
 
     def load_media(self, pieces: Sequence[Piece]) -> tuple[ProcessedMedia, ...]:
-        """Put files into the library, and load them as the inputs of the model; what the family
-        can't hear is left out."""
+        """Put files into the library, and load them as model inputs; audio is left out for
+        families without it."""
         known = self.engine._model.layout.MODALITIES
         items = [
             item_of(modality, size, seed=index)

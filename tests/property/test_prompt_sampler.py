@@ -21,7 +21,7 @@ SIZES = st.integers(min_value=1, max_value=60)
 
 @dataclass
 class Numbers:
-    """A source whose rows answer their own number."""
+    """A source whose rows have their own number as answer."""
 
     num_rows: int
     invalid_rows: InvalidRows = field(default_factory=lambda: InvalidRows("data"))

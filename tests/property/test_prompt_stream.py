@@ -24,7 +24,7 @@ SEEDS = st.integers(min_value=0, max_value=2**31 - 1)
 
 @dataclass(frozen=True)
 class Numbers:
-    """A source whose rows answer their own number."""
+    """A source whose rows have their own number as answer."""
 
     num_rows: int
 

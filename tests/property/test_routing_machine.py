@@ -39,13 +39,13 @@ PAUSE_SECONDS = 0.01
 
 
 def folder_of(policy_version: int) -> Path:
-    """Give the folder of the model whose weights a version has."""
+    """Return the folder of the model whose weights a version has."""
     return tiny_model(seed=3 + policy_version % 2)
 
 
 @cache
 def weights_of(policy_version: int) -> Weights:
-    """Give the tensors of a version."""
+    """Return the tensors of a version."""
     return other_weights(policy_version, seed=3 + policy_version % 2)[0]
 
 
@@ -65,7 +65,7 @@ def tokens_of(number: int, num_samples: int, policy_version: int) -> dict[str, l
 
 
 def opened(index: int) -> Callable[[], Engine]:
-    """Return what gives an engine as if it were new: it holds nothing, and has the weights of the
+    """Return a factory of engines in their initial state: no samples, and the weights of the
     model's folder."""
 
     def open_engine() -> Engine:

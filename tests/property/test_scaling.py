@@ -29,7 +29,7 @@ BOUNDS = ScalingBounds.from_config(run_config(), is_supervised=True)
 
 
 def in_time(seconds: int) -> ScalingBounds:
-    """Return bounds by which workers have so long to come up."""
+    """Return bounds with this start timeout of workers."""
     return replace(
         BOUNDS,
         pools={
@@ -43,8 +43,8 @@ OVER = {kind: STAGES[kind][-1] for kind in Kind}
 
 @dataclass
 class World:
-    """A log, a controller and a supervisor over it; each may be killed, and a new one knows what
-    the log holds.
+    """A log, a controller and a supervisor; each may be killed, and its successor recovers from
+    the log.
 
     Attributes:
         behaviour: What becomes of the workers that come, one after the other: `well`, `hangs` in
@@ -55,7 +55,7 @@ class World:
     behaviour: list[str] = field(default_factory=list)
     now: int = 1000
     log: list[Event] = field(default_factory=list)
-    living: dict[str, str] = field(default_factory=dict)
+    alive: dict[str, str] = field(default_factory=dict)
     ages: dict[str, int] = field(default_factory=dict)
     num_controllers: int = 0
 
@@ -76,7 +76,7 @@ class World:
     def new_supervisor(self) -> None:
         """Its workers end with the one before."""
         self.supervisor = self.fold()
-        self.living.clear()
+        self.alive.clear()
 
     def write(self, event: Event) -> None:
         self.log.append(event)
@@ -99,25 +99,25 @@ class World:
         self.now += 1
         for worker in list(self.supervisor.workers.values()):
             self.supervise(worker.worker_id, worker.desired_state)
-        for worker_id, kind in self.living.items():
+        for worker_id, kind in self.alive.items():
             self.send_heartbeat(worker_id, kind)
         for step in decide(self.controller, self.bounds, now=self.now * SECOND):
             self.write(step)
             self.controller.apply(step)  # heard a second time
 
     def supervise(self, worker_id: str, standing: DesiredState) -> None:
-        if standing is DesiredState.RUNNING and worker_id not in self.living:
-            self.living[worker_id] = self.behaviour.pop(0) if self.behaviour else "well"
+        if standing is DesiredState.RUNNING and worker_id not in self.alive:
+            self.alive[worker_id] = self.behaviour.pop(0) if self.behaviour else "well"
             self.ages[worker_id] = 0
-        elif standing is DesiredState.RUNNING and self.living[worker_id] == "breaks":
+        elif standing is DesiredState.RUNNING and self.alive[worker_id] == "breaks":
             self.leave(worker_id, ExitReason.FAILED)
         elif standing is DesiredState.LEAVING:
             self.leave(
-                worker_id, ExitReason.DRAINED if worker_id in self.living else ExitReason.ABSENT
+                worker_id, ExitReason.DRAINED if worker_id in self.alive else ExitReason.ABSENT
             )
 
     def leave(self, worker_id: str, departure: ExitReason) -> None:
-        self.living.pop(worker_id, None)
+        self.alive.pop(worker_id, None)
         self.write(self.supervisor.workers[worker_id].exit_command(departure, "as commanded"))
 
     def send_heartbeat(self, worker_id: str, kind: str) -> None:
@@ -175,7 +175,7 @@ def test_scaling_completes_although_controllers_and_workers_are_killed(
     assert out is not None
     world.run(80, kills=kills, crashes=crashes)
     assert world.status(out) is Status.ACTIVE
-    assert set(world.living) == {f"rollout-{index}" for index in range(1, target)}
+    assert set(world.alive) == {f"rollout-{index}" for index in range(1, target)}
     assert steps(world, out) == [
         Status.CREATING,
         Status.HEALTH_CHECKING,
@@ -187,7 +187,7 @@ def test_scaling_completes_although_controllers_and_workers_are_killed(
     assert back is not None
     world.run(80, kills=kills, crashes=crashes)
     assert world.status(back) is Status.COMPLETED
-    assert (world.living, world.fold().workers) == ({}, {})
+    assert (world.alive, world.fold().workers) == ({}, {})
 
 
 def test_scaling_survives_controller_crashes_in_every_status() -> None:
@@ -239,8 +239,8 @@ def test_scaling_request_whose_workers_fail_to_start_ends_and_removes_them(
     expected = Status.ACTIVE if whole else Status.PARTIAL if keeps and num_well else Status.FAILED
     ended = world.fold().requests[request.request_id]
     assert (ended.status, bool(ended.error)) == (expected, not whole)
-    assert list(world.living.values()) == ["well"] * (num_well if whole or keeps else 0)
-    assert set(world.fold().workers) == set(world.living)
+    assert list(world.alive.values()) == ["well"] * (num_well if whole or keeps else 0)
+    assert set(world.fold().workers) == set(world.alive)
 
 
 @settings(max_examples=30)
@@ -255,7 +255,7 @@ def test_scaling_request_cancelled_at_any_time_leaves_no_workers(
     world.cancel(request.request_id)
     world.run(60, kills=kills)
     assert world.status(request) is Status.CANCELLED
-    assert (world.living, world.fold().workers) == ({}, {})
+    assert (world.alive, world.fold().workers) == ({}, {})
     again = world.ask(kind=Kind.OUT, target=3)
     assert again is not None
     assert set(again.workers).isdisjoint(request.workers), "a worker's name is used once"
@@ -309,4 +309,4 @@ def test_all_readers_agree_and_at_most_one_scaling_request_is_open(
     assert [
         request.request_id for request in world.fold().requests.values() if request.is_open
     ] == []
-    assert set(world.fold().workers) == set(world.living)
+    assert set(world.fold().workers) == set(world.alive)

@@ -81,7 +81,7 @@ class WorkerMachine(RuleBasedStateMachine):
             self.run.start(role)
         while not self._due():
             self._everyone_takes_a_turn()
-            self.run.look()
+            self.run.update_ledger()
 
     @rule(name=names, turns=st.integers(1, 8))
     def work(self, name: str, turns: int) -> None:
@@ -91,15 +91,15 @@ class WorkerMachine(RuleBasedStateMachine):
 
     @rule(turns=st.integers(1, 12), num_rolled_out=st.integers(0, 4))
     def everyone_works(self, turns: int, num_rolled_out: int) -> None:
-        """The run goes its usual way for a while."""
+        """The run proceeds without faults for a while."""
         self._serve(num_rolled_out)
         for _ in range(turns):
             self._everyone_takes_a_turn()
 
     @rule(pick=indices, lag=st.integers(0, 3), is_settled=st.booleans())
     def roll_out(self, pick: int, lag: int, is_settled: bool) -> None:
-        """An engine finishes a prompt group, perhaps on weights of long ago; a lease that it can't
-        settle comes back."""
+        """An engine finishes a prompt group, perhaps on stale weights; a lease that it can't
+        acknowledge is redelivered."""
         due = self._due()
         if due:
             offset, issued = due[pick % len(due)]
@@ -122,8 +122,8 @@ class WorkerMachine(RuleBasedStateMachine):
         turns_of_others=st.integers(0, 4),
     )
     def crash_soon(self, name: str, passes: int, num_rolled_out: int, turns_of_others: int) -> None:
-        """There is work, and the process dies at one of its next broker calls, before or after it
-        took effect."""
+        """The process has work and dies at one of its next broker calls, before or after the call
+        takes effect."""
         process = self._alive(name)
         self._serve(num_rolled_out)
         for _ in range(turns_of_others):
@@ -134,8 +134,8 @@ class WorkerMachine(RuleBasedStateMachine):
 
     @rule(name=names)
     def sessions_lapse(self, name: str) -> None:
-        """A process was silent for longer than its session: its partitions go to others, and its
-        commits are refused."""
+        """A process is silent for longer than its session timeout: its partitions are reassigned,
+        and its commits are rejected."""
         self.run.kafka.lapse(self._alive(name).process)
 
     @rule(name=names)
@@ -177,7 +177,7 @@ class WorkerMachine(RuleBasedStateMachine):
         pick=indices, entity=st.sampled_from(["rollout.samples", "reward.scores", *TRAINER_INPUTS])
     )
     def poison(self, pick: int, entity: str) -> None:
-        """Someone writes what no one can read, under a prompt group's key."""
+        """An unknown producer writes undecodable bytes under a prompt group's key."""
         self._write(entity, self._pick_issued(pick), self.run.published_version, b"\xc3\x01poison")
 
     @rule(
@@ -186,8 +186,8 @@ class WorkerMachine(RuleBasedStateMachine):
         entity=st.sampled_from(TRAINER_INPUTS),
     )
     def stranger_ends_what_is_none(self, name: str, outcome: Outcome, entity: str) -> None:
-        """Someone asks the trainer to end what is no prompt group, or says that one was
-        trained."""
+        """An unknown producer requests the end of a prompt group that does not exist, or reports
+        one as trained."""
         is_trained = outcome is Outcome.TRAINED
         event = (
             ended("000004-0001-7", outcome)
@@ -201,8 +201,8 @@ class WorkerMachine(RuleBasedStateMachine):
     def other_role_says_what_only_the_neighbour_may(
         self, pick: int, outcome: Outcome | None
     ) -> None:
-        """A role writes samples, or an outcome that isn't its to give, where it may ask for
-        ends."""
+        """A role writes samples, or an outcome that it may not write, to the topic of its end
+        requests."""
         name, version = self._pick_issued(pick), max(self.run.published_version, 0)
         samples = [ready(name, index, version=version, tokens=FORGED_TOKENS) for index in range(2)]
         for event in samples if outcome is None else [ended(name, outcome, reason=FORGED)]:
@@ -218,8 +218,8 @@ class WorkerMachine(RuleBasedStateMachine):
         ),
     )
     def forged_sample_does_not_fit_the_issue(self, pick: int, how: str) -> None:
-        """Someone may write the trainer's input, before the honest samples come, but does not know
-        or keep to the terms of the issue."""
+        """An unknown producer writes to the trainer's input before the valid samples, with ids or
+        versions that were not issued."""
         name, version = self._pick_issued(pick), max(self.run.published_version, 0)
         changes = {
             "of one sample": {"samples_per_prompt": 1},
@@ -276,7 +276,7 @@ class WorkerMachine(RuleBasedStateMachine):
 
     @invariant()
     def ledger_is_clean(self) -> None:
-        self.run.look()
+        self.run.update_ledger()
         assert self.run.ledger.problems() == []
         assert self.run.ledger.totals()["staleness_max"] <= self.run.config.run.max_staleness
         assert not any(
@@ -286,8 +286,8 @@ class WorkerMachine(RuleBasedStateMachine):
         )
 
     def offsets_pass_only_what_is_done(self) -> None:
-        """Checked at every commit of offsets: a process that is killed at that moment reads again
-        whatever it has not done."""
+        """Checked at every offset commit: a process that is killed at that moment reads all
+        unfinished records again."""
         self.offsets_never_pass_a_sample_without_its_score()
         self.offsets_never_pass_a_sample_without_its_advantages()
         self.offsets_never_pass_a_prompt_group_without_its_end()
@@ -307,10 +307,8 @@ class WorkerMachine(RuleBasedStateMachine):
         assert all(sample.prompt_group_id in done for sample in self._passed_by("advantage"))
 
     def _passed_by(self, role: str) -> Iterator[SampleRolledOut]:
-        """Give the samples of the window that a role's committed offsets have passed.
-
-        The window is that of the log at this moment: a role may have read of a version that the
-        ledger has not looked at yet.
+        """Yield the samples of the window that a role's committed offsets have passed. The window
+        is that of the log now: a role may have read a version that the ledger has not read yet.
         """
         committed = self.run.kafka.committed.get(self.run.plan.consumer_group(role), {})
         versions = [
@@ -351,8 +349,8 @@ class WorkerMachine(RuleBasedStateMachine):
                 assert not is_passed or (entry.key or b"").decode() in ended
 
     def _is_refused(self, topic: str, event: Event | None) -> bool:
-        """Tell whether an event on the trainer's input is none that its writer may say, so that it
-        ends nothing."""
+        """Return whether an event on the trainer's input is one that its writer may not write, so
+        that it ends nothing."""
         if isinstance(event, SampleReady) and np.array_equal(
             dense(event.tokens, what="tokens"), FORGED_TOKENS
         ):
@@ -505,7 +503,7 @@ def commit_before_output(role: SampleLoop) -> None:
 
 
 def newest_positions(join: PromptGroupJoin) -> list[TopicOffset]:
-    """Return how far was read, whatever is still open."""
+    """Return the newest read positions, including open transactions."""
     return [
         TopicOffset(topic, partition, position)
         for (topic, partition), position in join._positions.items()
@@ -523,7 +521,7 @@ def one_transaction_each(whole: Callable[..., None]) -> Callable[..., None]:
 
 
 def newest_read(assembler: BatchAssembler) -> list[TopicOffset]:
-    """Return how far was read, whatever is still undecided."""
+    """Return the newest read positions, including undecided records."""
     return [
         TopicOffset(*topic_partition, position)
         for topic_partition, position in assembler._positions.items()

@@ -126,8 +126,8 @@ def _row(
 
 
 def _run(engine: ContainerEngine, walls: str, what: str) -> dict[str, Any]:
-    """Run the tests' own program in a new container of the reward service, and return what it
-    says.
+    """Run the tests' escape program in a new container of the reward service, and return its
+    output.
     """
     paths = f"PYTHONPATH=/opt/project:{TESTS}:{TESTS}/component"
     line = [
@@ -267,7 +267,7 @@ def try_all(engine: ContainerEngine) -> None:
 
 
 def main() -> int:
-    """Try what the command line says."""
+    """Try the escapes that the command line names."""
     argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args()

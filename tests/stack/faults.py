@@ -190,7 +190,7 @@ class FaultRun:
         return Injected(service, fault, seconds)
 
     def finish(self) -> str:
-        """Give the run a goal that is near, wait for its end, and return what the ledger says.
+        """Set a near goal, wait for the run's end, and return the ledger's totals.
 
         Raises:
             StackError: It did not end, or the ledger found a broken promise.
@@ -227,7 +227,7 @@ def write_report(injected: list[Injected], ledger: str, num_steps: int) -> None:
 
 
 def main() -> int:
-    """Inject what the command line says."""
+    """Inject the faults that the command line names."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

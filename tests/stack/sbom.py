@@ -113,7 +113,7 @@ def write(tool: Path, file: Path) -> None:
 
 
 def main() -> int:
-    """Do what the command line says."""
+    """Write the file that the command line names."""
     tool, file = sys.argv[1:3]
     return exit_code_of(lambda: write(Path(tool), Path(file)))
 

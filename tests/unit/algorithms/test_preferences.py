@@ -225,7 +225,7 @@ def plain_steps(
 
 
 def padded(samples: Sequence[SampleReady]) -> tuple[Tensor, Tensor, Tensor]:
-    """Give right-padded tokens, the attention mask, and labels as transformers wants them: -100
+    """Return right-padded tokens, the attention mask, and labels as transformers wants them: -100
     where there is no loss."""
     rows = [torch.from_numpy(np.array(sample.tokens)).long() for sample in samples]
     labels = [
@@ -248,7 +248,7 @@ def transformers_loss(model: torch.nn.Module) -> Tensor:
 
 
 def answers(model: torch.nn.Module) -> list[list[tuple[Tensor, Tensor]]]:
-    """Give log-probabilities by the model and by the reference of the loss tokens, pair by pair,
+    """Return log-probabilities by the model and by the reference of the loss tokens, pair by pair,
     each answer by a forward pass of its own."""
     pairs = []
     for pair in zip(SAMPLES[::2], SAMPLES[1::2], strict=True):

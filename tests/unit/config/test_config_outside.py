@@ -19,7 +19,7 @@ NAMING = (str, Path, Any, dict)
 
 
 def types_in(kind: Any) -> Iterator[Any]:
-    """Give the types that a key's values may have."""
+    """Yield the types that a key's values may have."""
     if get_origin(kind) is Literal:
         return
     yield get_origin(kind) or kind

@@ -53,7 +53,7 @@ def renderer_of(
 
 
 def pieces(answer: TokenizedTarget, renderer: PromptRenderer) -> list[tuple[str, int]]:
-    """Give the text of each token with its mask."""
+    """Return the text of each token with its mask."""
     texts = [
         str(renderer._tokenizer.decode([token], skip_special_tokens=False))
         for token in answer.tokens.tolist()

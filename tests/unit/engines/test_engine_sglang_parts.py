@@ -38,7 +38,7 @@ from tests.unit.video_and_audio import expert_model, omni_model, whole_omni_mode
 
 
 def parameters(path: Path, loader: Any = AutoModelForCausalLM) -> dict[str, torch.Tensor]:
-    """Give a model's tensors as a trainer publishes them."""
+    """Return a model's tensors as a trainer publishes them."""
     return {name: value.detach() for name, value in loader.from_pretrained(path).named_parameters()}
 
 
@@ -244,7 +244,7 @@ def test_tensors_without_a_matching_checksum_stay_unverified() -> None:
 
 
 def admitted(num_top: int = 0) -> SampleState:
-    """Give a sample that is to be generated."""
+    """Return a sample that is to be generated."""
     request = make_request(1, num_samples=1, max_new_tokens=9, num_top=num_top)
     return build_samples(
         request,
@@ -261,7 +261,7 @@ def event(
     version_spans: list[tuple[str, int, int]] | None = None,
     reason: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Give what a server sends: some tokens, and at the end whose they are."""
+    """Return what a server sends: some tokens, and at the end whose they are."""
     meta: dict[str, Any] = {
         "output_token_logprobs": [[-float(token), token, None] for token in tokens],
         "finish_reason": reason,

@@ -197,7 +197,7 @@ def test_top_tokens_of_an_aborted_sample_continue_from_its_last_token() -> None:
 
 
 def plain_weights() -> dict[str, torch.Tensor]:
-    """Give the weights of the tiny model itself, which a restart under them changes nothing of."""
+    """Return the weights of the tiny model itself, which a restart under them changes nothing of."""
     return dict(AutoModelForCausalLM.from_pretrained(tiny_model()).named_parameters())
 
 

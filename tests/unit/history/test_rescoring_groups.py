@@ -19,7 +19,7 @@ from relax_events.rewards.scores import Score
 
 pytestmark = pytest.mark.unit
 A, B = "000000-0000-0", "000000-0001-0"
-PLACE, SPAN = ("rollout.samples", 0), (0, 9)
+TOPIC_PARTITION, SPAN = ("rollout.samples", 0), (0, 9)
 
 
 class Pool:
@@ -65,7 +65,7 @@ def rescore(
         ScoreComparison(threshold=0.5),
         RescoringProgress(),
         lambda _: None,
-    ).run(PLACE, SPAN, {})
+    ).run(TOPIC_PARTITION, SPAN, {})
     return pool.asked, written
 
 

@@ -11,7 +11,7 @@ from relax_events.topics.plan import DEAD_LETTER_ROLES, ROLES
 
 
 def test_docs_page_lists_the_writable_topics_of_each_role() -> None:
-    assert writes_by_page(ROLES, with_letters=DEAD_LETTER_ROLES) == {
+    assert writes_by_page(ROLES, with_dead_letters=DEAD_LETTER_ROLES) == {
         role: set(list_writable_topics(role)) for role in ROLES
     }
 

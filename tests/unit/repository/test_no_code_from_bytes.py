@@ -55,7 +55,7 @@ own."""
 
 
 def findings(tree: ast.AST) -> Iterator[str]:
-    """Give each way in which this code could run what it reads."""
+    """Yield each way in which this code could run what it reads."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] in MODULES)

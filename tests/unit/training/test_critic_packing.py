@@ -35,7 +35,7 @@ def rounded(self: ValueNetwork, ids: Tensor, positions: Tensor, media: Any = Non
 
 
 def leaking(self: ValueNetwork, ids: Tensor, positions: Tensor, media: Any = None) -> Tensor:
-    """Give a row's samples the positions of one sample, so that they see each other."""
+    """Return a row's samples the positions of one sample, so that they see each other."""
     return HIDDEN(self, ids, torch.arange(ids.shape[1])[None], media)
 
 

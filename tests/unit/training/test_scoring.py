@@ -68,7 +68,7 @@ def test_score_names_the_sample_that_can_not_be_scored():
 
 
 def whole_logprobs(sample):
-    """Give the log-probabilities of the whole vocabulary at each loss token, from a plain
+    """Return the log-probabilities of the whole vocabulary at each loss token, from a plain
     forward."""
     with torch.no_grad():
         logits = (

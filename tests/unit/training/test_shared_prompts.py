@@ -25,7 +25,7 @@ DEAR = PromptSharing(cell_cost=1e6)
 
 
 def in_groups(samples, sizes):
-    """Give samples the prompt of the first of their prompt group."""
+    """Return samples the prompt of the first of their prompt group."""
     grouped, rest = [], iter(samples)
     for number, size in enumerate(sizes):
         members = [sample for sample, _ in zip(rest, range(size), strict=False)]
