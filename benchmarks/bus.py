@@ -215,23 +215,23 @@ def tables(measured: Measured) -> dict[str, list[dict[str, str]]]:
 
 def aims(measured: Measured) -> list[str]:
     """Say of each aim whether it was reached, with the value."""
-    said = []
+    lines = []
     for size, by_cell in measured.cells.items():
         for cell, results in by_cell.items():
             times = statistics.median(ratios(results[OURS], results[TRANSFER_QUEUE]))
             p99 = statistics.median(one.p99_ms for one in results[OURS])
             if cell == ONE_BY_ONE or cell.startswith("streamed"):
-                said.append(
+                lines.append(
                     f"{size}, {cell}: {times:.1f}x the rate of {TRANSFER_QUEUE}; aim "
                     f"{RATE_AIM:g}x: {verdict(times >= RATE_AIM)}"
                 )
             elif cell.startswith(ONE_BY_ONE):
-                said.append(
+                lines.append(
                     f"{size}, {cell}: p99 {p99:.1f} ms; aim below {P99_AIM_MS:g} ms: "
                     f"{verdict(p99 < P99_AIM_MS)}"
                 )
             elif cell.startswith("batches"):
-                said.append(
+                lines.append(
                     f"{size}, {cell}: {times:.1f}x the rate of {TRANSFER_QUEUE}; aim "
                     f"{BATCH_AIM:g}x: {verdict(times >= BATCH_AIM)}"
                 )
@@ -242,11 +242,11 @@ def aims(measured: Measured) -> list[str]:
         for results in by_cell.values()
         for one in results[OURS]
     )
-    said.append(
+    lines.append(
         f"lost by us in all runs and kills: {sum(lost) + unread}; aim none: "
         f"{verdict(sum(lost) + unread == 0)}"
     )
-    return said
+    return lines
 
 
 def verdict(is_met: bool) -> str:

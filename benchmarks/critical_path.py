@@ -19,7 +19,7 @@ from benchmarks.profiles import Timing
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """What the run file says."""
+    """The settings of the run file."""
 
     num_steps: int
     max_staleness: int

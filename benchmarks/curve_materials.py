@@ -31,7 +31,7 @@ def provide(settings: Iterable[str], folder: Path) -> list[str]:
     """Replace `{materials}` in settings by a folder, and make what they name there.
 
     Raises:
-        CalledProcessError: A model could not be made; what was said stands above.
+        CalledProcessError: A model could not be made; its output is above.
     """
     wanted = list(settings)
     folder.mkdir(parents=True, exist_ok=True)

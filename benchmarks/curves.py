@@ -254,8 +254,8 @@ def main() -> None:
         print(report.table_of(rows_of(learned)))
     if failed:
         raise SystemExit(
-            f"no curve of {', '.join(dict.fromkeys(failed))}; what was said stands above, "
-            "settings stand in benchmarks/curves.py"
+            f"no curve of {', '.join(dict.fromkeys(failed))}; its output is above, "
+            "settings are in benchmarks/curves.py"
         )
 
 

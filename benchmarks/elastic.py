@@ -47,7 +47,7 @@ IN = {"drained": Status.REMOVING, "gone": Status.COMPLETED}
 
 
 class Watched:
-    """A run in which workers come and go, and what its control log says."""
+    """A run whose workers are added and removed, and its control log."""
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
@@ -87,7 +87,7 @@ class Watched:
                 or not (self.run_file.parent / "logs" / "trainer-0.log").exists()
             ):
                 if process.poll() is not None:
-                    raise SystemExit("the run did not start; what it said stands above")
+                    raise SystemExit("the run did not start; its output is above")
                 time.sleep(1.0)
             config = load_run_config(self.run_file)
             connection = Connection.from_config(
@@ -142,7 +142,7 @@ class Watched:
         return called, answer["request_id"], worker_id
 
     def reaches(self, request_id: str, status: Status) -> float:
-        """Wait until a request has come so far; return when that was."""
+        """Wait until a request has reached this status; return its time."""
 
         def has_come() -> bool:
             request = self.scaling.requests.get(request_id)

@@ -64,7 +64,7 @@ def run(name: str, *arguments: str, settings: Mapping[str, str] | None = None) -
         arguments: For the interpreter.
         settings: Environment variables besides this process's own.
     Raises:
-        CalledProcessError: It failed; what it said stands above.
+        CalledProcessError: It failed; its output is above.
         TimeoutExpired: It took longer than a quarter of an hour.
     """
     variables = {**os.environ, **OFFLINE, **(settings or {})}

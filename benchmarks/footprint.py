@@ -28,7 +28,7 @@ processes share are divided among them; what stands here is the median of all lo
 
 @dataclass
 class Watch:
-    """Adds up what the processes of each role used, by the last look at each, and keeps how much
+    """Adds up the resources that the processes of each role used, at their last measurement, and keeps how much
     memory they had at every one."""
 
     seconds: dict[str, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))

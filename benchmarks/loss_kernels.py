@@ -1,8 +1,8 @@
 """Losses and advantages on the same numbers, ours and TRL's own functions: `python -m
 benchmarks.loss_kernels`, in TRL's environment.
 
-Prints JSON: for each kernel the seconds of either side by repetition, and how far the results lie
-    apart.
+Prints JSON: for each kernel the seconds of either side by repetition, and how much the results
+differ.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def timed(sides: Mapping[str, Callable[[], Any]], num_repeats: int) -> dict[str,
 def measure_loss(
     kernel: LossKernel, numbers: Numbers, num_repeats: int, *, lengths: str
 ) -> dict[str, Any]:
-    """Time a loss on both sides, and say how far loss and gradients lie apart."""
+    """Time a loss on both sides, and report how much loss and gradients differ."""
     ours, our_gradient = our_loss(numbers, kernel.ours)
     theirs, their_gradient = trl_loss(numbers, kernel.theirs)
     apart = (our_gradient - their_gradient[numbers.mask]).abs().max() / our_gradient.abs().max()

@@ -26,7 +26,7 @@ def run(
         overrides: section.key=value, laid over the run file.
         run_file: The quickstart's, or another.
     Raises:
-        CalledProcessError: The run did not reach its goal; what it said stands above.
+        CalledProcessError: The run did not reach its goal; its output is above.
         TimeoutExpired: It took longer than a quarter of an hour.
     """
     paths = [f"run.id={run_id}", f"run.directory={folder}", f"model.path={folder / 'model'}"]

@@ -34,7 +34,7 @@ Both sides in turn, medians of {NUM_ROUNDS} rounds; the gradient's norms are com
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Both sides at one pair of lengths: seconds by round, and how far the gradient's norms lie
+    """Both sides at one pair of lengths: seconds by round, and how far the gradient's norms are
     apart, relative to them."""
 
     prompt: int

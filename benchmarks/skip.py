@@ -87,7 +87,7 @@ class Log:
         self.length += count
 
     def go_to(self, offset: int) -> None:
-        """Stand before a record, with what lies behind it fetched ahead."""
+        """Set the position before a record, with later records prefetched."""
         self._seek(offset)
         self._read(lambda version: True)
 
@@ -104,7 +104,7 @@ class Log:
         self._read(lambda version: version == FRESH)
 
     def read_all(self) -> None:
-        """Do without skipping: read from the beginning, look at the header, pass over."""
+        """Read without seeking: from the beginning, checking each header and skipping the record."""
         self._seek(0)
         self._read_to_end(
             lambda version: is_expired(version, trainer_version=FRESH, max_staleness=1)
@@ -115,7 +115,7 @@ class Log:
         self._read_to_end(lambda _: True)
 
     def positions(self) -> None:
-        """Ask where the log ends and where the consumer group stands, as lag is computed and a
+        """Request the end offsets and the committed offsets, as lag is computed and a
         purge is planned."""
         topic_partitions = [
             (self.topic, partition) for partition in range(self._plan.num_sample_partitions)

@@ -148,7 +148,7 @@ class TimedEngine:
         self._interrupted.set()
 
     def abort(self, sample_ids: Collection[str] | None = None) -> list[GeneratedSample]:
-        """Take samples out and give them back with the tokens so far."""
+        """Abort samples and return them with their tokens so far."""
         self._advance()
         everyone = [*(sample for _, _, sample in self._running), *self._waiting]
         wanted = [

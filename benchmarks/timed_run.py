@@ -100,7 +100,7 @@ class TimedRun:
         try:
             if code := process.wait(RUN_SECONDS):
                 raise SystemExit(
-                    f"run {self.run_id} ended with code {code}; what it said stands above"
+                    f"run {self.run_id} ended with code {code}; its output is above"
                 )
         finally:
             process.terminate()  # does nothing to one that has ended

@@ -48,7 +48,7 @@ def versions(learning_rate: float) -> Iterator[dict[str, Tensor]]:
 
 
 class Way:
-    """A store of its own, who writes to it, and who reads."""
+    """A store of its own, with a writer and a reader."""
 
     def __init__(self, folder: Path, full_snapshot_interval: int) -> None:
         self._store = ObjectStore.open(folder.as_uri())

@@ -114,7 +114,7 @@ class Child:
 
 
 def put(writer: Writer, cell: Cell, num_samples: int) -> None:
-    """Put batch after batch, each acknowledged before the next; paced where the cell says so."""
+    """Put batch after batch, each acknowledged before the next; paced if the cell requests it."""
     due = time.monotonic()
     for first in range(0, num_samples, cell.batch):
         if cell.per_second:

@@ -34,13 +34,13 @@ def measure(side: Side) -> Losses:
 
 
 def kill_consumer(side: Side) -> int:
-    """Kill a consumer that has taken samples and not said that they are done; return how many its
+    """Kill a consumer that has fetched samples and not acknowledged them; return how many its
     successor never gets."""
     channel = side.open_channel(PUT.num_tokens)
     side.fill(PUT, NUM_SAMPLES)
     dying = side.process()
     side.tell_reader(dying, "take", channel=channel, consumer="reader", num_samples=NUM_TAKEN)
-    dying.heard()
+    dying.receive()
     dying.kill()
     num_lost, _ = read_rest(side, channel)
     side.drop_channel()
@@ -69,6 +69,6 @@ def read_rest(side: Side, channel: str) -> tuple[int, str]:
         num_samples=NUM_SAMPLES,
         quiet_seconds=QUIET_SECONDS,
     )
-    answer = successor.heard()
+    answer = successor.receive()
     successor.kill()
     return NUM_SAMPLES - int(answer["num_distinct"]), str(answer["failure"])

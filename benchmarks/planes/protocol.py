@@ -50,7 +50,7 @@ class Writer(Protocol):
         """Put samples one by one without waiting for each; return when all are acknowledged."""
 
     def drop(self) -> None:
-        """Delete the channel with what lies in it, and leave."""
+        """Delete the channel with its contents, and disconnect."""
 
 
 class Reader(Protocol):
@@ -70,7 +70,7 @@ class Reader(Protocol):
 
 
 class Server(Protocol):
-    """The process, or processes, that hold what lies between writers and readers."""
+    """The process, or processes, that hold the samples between writers and readers."""
 
     address: str
 

@@ -60,7 +60,7 @@ class RedisServer:
                 connection.sendall(b"PING\r\n")
                 return connection.recv(64).startswith(
                     b"+PONG"
-                )  # while it loads its file it says so instead
+                )  # while it loads its file it responds with an error instead
         except OSError:
             return False
 

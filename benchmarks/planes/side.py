@@ -51,7 +51,7 @@ class Process:
         assert self._process.stdin is not None
         print(json.dumps({"do": do, **arguments}), file=self._process.stdin, flush=True)
 
-    def heard(self) -> dict[str, Any]:
+    def receive(self) -> dict[str, Any]:
         """Wait for an answer; the child itself gives up on what takes too long.
 
         Raises:
@@ -123,18 +123,18 @@ class Side:
         self.writer.send_command(
             "open", address=self.server.address, channel=channel, num_tokens=num_tokens
         )
-        self.writer.heard()
+        self.writer.receive()
         return channel
 
     def fill(self, cell: Cell, num_samples: int) -> dict[str, Any]:
         """Put samples into the open channel."""
         self.writer.send_command("write", cell=dataclasses.asdict(cell), num_samples=num_samples)
-        return self.writer.heard()
+        return self.writer.receive()
 
     def drop_channel(self) -> None:
         """Delete the open channel."""
         self.writer.send_command("drop")
-        self.writer.heard()
+        self.writer.receive()
 
     def tell_reader(
         self, process: Process, do: str, *, channel: str, consumer: str, **arguments: Any
@@ -157,10 +157,10 @@ class Side:
                 num_samples=num_samples,
             )
         for reader in readers:
-            reader.heard()
+            reader.receive()
         cpu_before = self._cpu_seconds()
         written = self.fill(cell, num_samples)
-        read = [reader.heard() for reader in readers]
+        read = [reader.receive() for reader in readers]
         cpu_seconds = self._cpu_seconds() - cpu_before
         self.drop_channel()
         seconds = max(one["ended"] for one in read) - written["started"]

@@ -239,7 +239,7 @@ def _read_head(file: IO[bytes]) -> tuple[dict[str, Any], Schema]:
 
 
 def _read_block(file: IO[bytes], num_bytes: int, *, codec: bytes) -> tuple[int, bytes]:
-    """Return how many records the next block says it has, and their bytes, unpacked.
+    """Return the record count of the next block, and its bytes, unpacked.
 
     Args:
         file: At the block.

@@ -142,7 +142,7 @@ def _named_least(
 
 
 def _full_names(name: str, namespace: str) -> Iterator[str]:
-    """Return what a name may stand for, the likeliest first."""
+    """Return the schemas that a name may refer to, the likeliest first."""
     if "." not in name and namespace:
         yield f"{namespace}.{name}"
     yield name

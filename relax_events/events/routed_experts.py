@@ -21,7 +21,7 @@ MAX_BYTE_EXPERTS = 256
 
 
 class RoutedSample(Protocol):
-    """What is looked at of a sample."""
+    """The fields of a sample that this module reads."""
 
     @property
     def sample_id(self) -> str:

@@ -86,9 +86,7 @@ def _require_avro(name: str, schema: Schema) -> None:
 
 
 def event_schemas(schemas: Mapping[str, Schema]) -> dict[str, Schema]:
-    """Return those that stand on the log by themselves: records outside the namespace of the shared
-    types.
-    """
+    """Return the schemas of events: records outside the namespace of the shared types."""
     return {
         name: schema
         for name, schema in schemas.items()

@@ -28,8 +28,8 @@ SILENT_HEARTBEATS = 10
 
 
 def silent_micros(workers: WorkersConfig) -> int:
-    """Return after how long without a heartbeat a worker is no longer shown as alive: much sooner
-    than it is taken for hung and killed.
+    """Return the time without a heartbeat after which a worker no longer counts as alive: much
+    sooner than it counts as hung and is killed.
     """
     return int(
         min(

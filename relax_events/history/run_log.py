@@ -149,7 +149,7 @@ class RunLog(AbstractContextManager["RunLog"]):
     ) -> dict[TopicPartition, OffsetRange]:
         """Return the offset ranges of the records of these versions on a sample topic.
 
-        A record that was written for a version after its slot had passed on lies among the next
+        A record that was written for a version after its slot was reused is among the next
         owner's records, and is not found.
 
         Args:

@@ -255,7 +255,7 @@ class SubscribedConsumer(BaseConsumer):
                 request, Deadline(self._timeout_seconds), pause_seconds=LEADER_CHANGE_SECONDS
             )
         except BrokerUnavailable as error:
-            # the client would wait for ever for an assignment
+            # the client would wait for an assignment without end
             raise ClientFailed(f"{error}; restart the worker") from error
 
     def _handle_revoked(self, consumer: Any, partitions: list[ClientPartition]) -> None:

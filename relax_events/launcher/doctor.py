@@ -272,7 +272,7 @@ class PromptCheck:
         """
         if (
             config.is_replay
-        ):  # the rest of its run file is what the log of its source says, and is not used
+        ):  # the rest of its run file comes from the parent's log, and is not used
             return "; ".join(self._evaluated(config)) or NO_PROMPTS
         opened = [
             (part.source, open_source(part, seed=config.run.seed, section=section))

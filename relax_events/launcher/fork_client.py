@@ -127,12 +127,12 @@ class ForkServerProcess:
         """Import modules in the process."""
         with contextlib.suppress(
             OSError
-        ):  # the process is gone; the first spawn request restarts it
+        ):  # the process has exited; the first spawn request restarts it
             send(self._channel, {"imports": list(imports)})
 
     def fork(self, request: SpawnRequest, descriptors: Sequence[int]) -> ForkedWorker | None:
         """Fork a worker that writes its output to the first descriptor and inherits the rest;
-        return None if the process is gone.
+        return None if the process has exited.
         """
         with contextlib.suppress(OSError):
             send(self._channel, asdict(request), *descriptors)

@@ -24,7 +24,7 @@ from relax_events.launcher.fork_protocol import SpawnRequest, receive, send
 
 
 def main() -> None:
-    """Serve the supervisor on the descriptor in the command line until the supervisor is gone; in a
+    """Serve the supervisor on the descriptor in the command line until the supervisor exits; in a
     forked process, run the worker.
     """
     with socket.socket(fileno=int(sys.argv[1])) as channel:

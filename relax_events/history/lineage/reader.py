@@ -32,9 +32,7 @@ from relax_events.topics.plan import LOGPROB_TOPICS
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Something that happened, when (microseconds since the epoch), the record that says so, and
-    what it says.
-    """
+    """An event, its time (microseconds since the epoch), its record's location, and its text."""
 
     what: str
     at: int
@@ -193,7 +191,7 @@ def issued_stage(found: DecodedRecord[PromptGroupIssued] | None, row: DataRow) -
 
 
 def rolled_out_stage(view: SampleView) -> Stage:
-    """Describe who generated it on which versions."""
+    """Describe the worker and the policy versions that generated it."""
     sample = view.sample
     facts = {
         "worker_id": sample.worker_id,

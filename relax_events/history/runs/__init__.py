@@ -1,1 +1,1 @@
-"""The runs of a cluster: listed, shown, deleted, replayed, forked."""
+"""Lists, shows, deletes, replays and forks the runs of a cluster."""

@@ -83,7 +83,7 @@ class SampleFilter:
     ) -> VersionRange:
         """Return the versions that can hold matching samples.
 
-        A prompt group lies in one shard. It was generated on no version older than its step allows,
+        A prompt group is in one shard. It was generated on no version older than its step allows,
         and, if it was trained, on the version that its outcome names. A train step takes no version
         outside its window.
         """

@@ -1,7 +1,7 @@
 """Rescores the samples of a run by another reward function, into a topic of its own, and compares
 both.
 
-Each score lies in the partition of its sample, as on `reward.scores`, so that consumers can join
+Each score is in the partition of its sample, as on `reward.scores`, so that consumers can join
 both locally. Scored samples are not scored again: a second call continues where the first stopped.
 """
 
