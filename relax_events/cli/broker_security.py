@@ -204,7 +204,7 @@ def _show_quotas(
     wanted: Mapping[str, float | None],
     output: Output,
 ) -> None:
-    """Show the quotas of each principal as they are, beside those that would be set."""
+    """Show the quotas of each principal as they are, next to those that would be set."""
     from relax_events.cli.output import print_json, print_table
     from relax_events.kafka.protocol.quotas import QUOTA_NAMES
 

@@ -126,7 +126,7 @@ def _problems_with_data(config: RunConfig) -> Iterator[str]:
             )
     if config.data.pass_rate_range is not None:
         yield (
-            f"data.pass_rate_range = {list(config.data.pass_rate_range)} judges by rewards, "
+            f"data.pass_rate_range = {list(config.data.pass_rate_range)} filters by rewards, "
             "and algorithm "
             f"{name} has none; leave it out"
         )
@@ -138,7 +138,7 @@ def _brings_pairs(part: RowsConfig) -> bool:
 
 def _problems_with_engine(config: RunConfig) -> Iterator[str]:
     if config.model.replays_routing:
-        why = f"algorithm {config.algorithm.name} draws no samples"
+        why = f"algorithm {config.algorithm.name} generates no samples"
         yield (
             "model.routing_replay = 'rollout' replays where an engine sent the tokens that it "
             f"drew, and {why}; leave it out"
@@ -146,7 +146,7 @@ def _problems_with_engine(config: RunConfig) -> Iterator[str]:
     sampling, usual = config.engine.sampling, SamplingConfig()
     for key in ("temperature", "top_p", "top_k"):
         if (value := getattr(sampling, key)) != getattr(usual, key):
-            why = f"algorithm {config.algorithm.name} draws no samples"
+            why = f"algorithm {config.algorithm.name} generates no samples"
             yield (
                 f"engine.sampling.{key} = {value} has no use: {why}; leave it out, or set it in "
                 "evaluation.datasets.sampling"

@@ -163,9 +163,9 @@ def _of_memory(
     cells = int(LEFT_RATIO * left / ranks / known.cell_bytes(dtype))
     most = MOST_CELLS_GPU if on_gpu else MOST_CELLS_CPU
     value = max(min(cells // CELL_UNIT * CELL_UNIT, most), CELL_UNIT)
-    place = "the GPU" if on_gpu else "half of the memory"
+    memory_name = "the GPU" if on_gpu else "half of the memory"
     reason = (
-        f"{place} has {_gb(whole)}, parameters, gradients and optimizer take {_gb(static)}, "
+        f"{memory_name} has {_gb(whole)}, parameters, gradients and optimizer take {_gb(static)}, "
         f"the other models there {_gb(others)}; "
         f"a token takes {known.cell_bytes(dtype) / 1e6:.2f} MB"
     )

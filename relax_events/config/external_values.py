@@ -138,16 +138,14 @@ def _default(field: FieldInfo) -> Any:
 def _named(key: str, value: Any, kind: Names) -> Iterator[Named]:
     if kind is Names.OPTIONS:
         yield from (
-            Named(place, leaf, kind)
-            for place, leaf in _leaves(value, key)
-            if _is_telling(place, leaf)
+            Named(path, leaf, kind) for path, leaf in _leaves(value, key) if _is_telling(path, leaf)
         )
     elif kind is Names.ARGUMENTS:
         yield Named(key, value, kind)  # their order matters
     elif kind is not Names.NOTHING:
         yield from (
-            Named(place, leaf, kind)
-            for place, leaf in _leaves(value, key, by_index=False)
+            Named(path, leaf, kind)
+            for path, leaf in _leaves(value, key, by_index=False)
             if _is_outside(leaf, kind)
         )
 

@@ -382,7 +382,7 @@ class RunConfig(Section):
 
     @property
     def has_judge(self) -> bool:
-        """Whether samples are judged by a model of the run's own: then its role scores those whose
+        """Whether an LLM judge of the run scores samples: then its role scores those whose
         reward function is `genrm`.
         """
         return (

@@ -1,7 +1,5 @@
-"""Runs the API server in a thread next to the controller's loop.
-
-The address and the token of a run's API: two files in the run's folder that only their owner may
-read.
+"""Runs the controller's API server in a thread next to its loop, and publishes the API's address
+and token in two files of the run's folder that only their owner may read.
 """
 
 from __future__ import annotations

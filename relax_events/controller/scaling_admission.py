@@ -201,8 +201,8 @@ def _workers_to_add(
                 f"theirs; {remedy}"
             )
         return [
-            ElasticWorker(f"{pool.role}-{first + place}", pool.role, "")
-            for place in range(command.target - num_there)
+            ElasticWorker(f"{pool.role}-{first + index}", pool.role, "")
+            for index in range(command.target - num_there)
         ]
     if pool.model != DEFAULT_MODEL:
         raise RejectedError(
@@ -219,8 +219,8 @@ def _workers_to_add(
     if not new:
         return "all these servers are attached already"
     return [
-        ElasticWorker(f"{pool.role}-{first + place}", pool.role, url)
-        for place, url in enumerate(new)
+        ElasticWorker(f"{pool.role}-{first + index}", pool.role, url)
+        for index, url in enumerate(new)
     ]
 
 

@@ -211,13 +211,13 @@ class ScalingService:
         added = [self._engine(worker.worker_id, url=worker.url or None) for worker in elastic]
         groups = [
             EngineGroup(
-                group_index=place,
+                group_index=group_index,
                 worker_type=pool.role,
                 num_gpus_per_engine=1,
-                num_new_engines=len(added) * place,
+                num_new_engines=len(added) * group_index,
                 engines=engines,
             )
-            for place, engines in enumerate((first, added))
+            for group_index, engines in enumerate((first, added))
             if engines
         ]
         return ModelView(engine_groups=groups, total_engines=len(first) + len(added))

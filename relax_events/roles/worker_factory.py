@@ -25,7 +25,7 @@ array."""
 
 
 class StoreClaimCheck:
-    """The claim check on an object store; rejects references to other places."""
+    """The claim check on an object store; rejects references outside it."""
 
     def __init__(
         self,

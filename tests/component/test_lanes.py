@@ -25,7 +25,7 @@ FATAL = KafkaError(KafkaError._FATAL, "fenced for good", fatal=True)
 
 
 class Message:
-    """A record of the queue, or an error in a record's place."""
+    """A record of the queue, or an error instead of a record."""
 
     def __init__(self, error: KafkaError | None = None) -> None:
         self._error = error

@@ -19,7 +19,7 @@ from benchmarks.planes.side import Result, Side
 
 
 class SessionBroker:
-    """The broker of the test session in the place of one that the benchmark starts itself."""
+    """The broker of the test session, instead of one that the benchmark starts itself."""
 
     environment: Mapping[str, str] = {}
 

@@ -422,7 +422,7 @@ def test_version_whose_upload_failed_is_not_served_by_any_engine(
     until(lambda: len(trainer.lists) >= 4, "the engine has left, and joined again")
     first = engine.receiver._received  # it may have come whole, although the store did not get it
     published = trainer.publish(1)  # trained again
-    until(lambda: engine.receiver._received is not first, "the second one comes in its place")
+    until(lambda: engine.receiver._received is not first, "the second one replaces it")
     engine.until_arrived(1)
     assert engine.fetch(published) == transport
 
