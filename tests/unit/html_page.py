@@ -20,7 +20,7 @@ class Page(HTMLParser):
         self.tags.append((tag, dict(attrs)))
 
     def handle_data(self, data: str) -> None:
-        """Keep what stands between two tags."""
+        """Keep the text between two tags."""
         self.words.append(data)
 
     @property

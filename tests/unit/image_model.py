@@ -72,7 +72,7 @@ def build_image_model(seed: int = 3) -> Path:
 
 
 def image_run(folder: Path, **sections: Mapping[str, Any]) -> RunConfig:
-    """Make the run file of a run on the tiny model; its caches and objects lie in the folder."""
+    """Make the run file of a run on the tiny model; its caches and objects are in the folder."""
     tree: dict[str, Any] = {
         "run": {"id": "images", "directory": folder},
         "model": {"path": build_image_model(), "device": "cpu"},
@@ -104,7 +104,7 @@ def image_item(width: int, height: int, *, seed: int = 0) -> MediaItem:
 
 
 def question(*references: MediaRef) -> list[ChatMessage]:
-    """Ask about media: some text stands before, between and behind them."""
+    """Make a prompt about media, with text before, between and after them."""
     parts = [
         part
         for ref in references
@@ -193,7 +193,7 @@ def plain_logprobs(
 def request_for(
     number: int, library: MediaLibrary, *, num_samples: int = 2, max_new_tokens: int = 6
 ) -> GenerationRequest:
-    """Ask for a prompt group whose number decides everything in it, images included."""
+    """Request a prompt group whose number determines all its contents, images included."""
     media = load_images(library, *SIZES[number], seed=10 * number)
     return request_about(number, media, num_samples=num_samples, max_new_tokens=max_new_tokens)
 
@@ -201,7 +201,7 @@ def request_for(
 def request_about(
     number: int, media: tuple[ProcessedMedia, ...], *, num_samples: int = 2, max_new_tokens: int = 6
 ) -> GenerationRequest:
-    """Ask for a prompt group about images at hand."""
+    """Request a prompt group about these images."""
     return GenerationRequest(
         prompt_group_id=f"g{number}",
         prompt_tokens=prompt_of(media),

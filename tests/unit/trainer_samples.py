@@ -49,7 +49,7 @@ def run_config(
 def make_samples(
     num_samples: int, *, seed: int = 0, temperature: float = 1.0, model_path: Path | None = None
 ) -> list[SampleReady]:
-    """Draw samples of 4 to 20 tokens, with masks that have holes, near a model's own
+    """Generate samples of 4 to 20 tokens, with masks that have holes, near a model's own
     log-probabilities (the tiny one's by default)."""
     generator, model = np.random.default_rng(seed), plain_model(model_path or tiny_model())
     return [_make_sample(generator, model, index, temperature) for index in range(num_samples)]

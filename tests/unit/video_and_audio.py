@@ -230,7 +230,7 @@ def plain_omni(path: Path) -> Any:
 def plain_inputs(
     path: Path, media: Sequence[ProcessedMedia], *, audio_in_video: bool = False
 ) -> dict[str, Any]:
-    """Make what transformers' own forward takes of pieces, of which at most one has audio."""
+    """Make the inputs of transformers' own forward for media items, of which at most one has audio."""
     inputs: dict[str, Any] = {}
     for modality, names in (
         (Modality.IMAGE, ("pixel_values", "image_grid_thw")),
@@ -271,7 +271,7 @@ def plain_inputs(
 
 
 def plain_patches(frames: NDArray[np.uint8]) -> torch.Tensor:
-    """Cut a video's frames by transformers' own processor."""
+    """Make a video's patches by transformers' own processor."""
     videos = (torch.from_numpy(frames).permute(0, 3, 1, 2).double() / 255 - 0.5) / 0.5
     patches, *_ = Qwen3VLVideoProcessor.patchify(
         None, videos[None], patch_size=8, merge_size=2, temporal_patch_size=2

@@ -33,7 +33,7 @@ CORRECTED = {
 def estimate(
     sampled: np.ndarray, logprobs: np.ndarray, estimator: AdvantageEstimator
 ) -> np.ndarray:
-    """Reward the share of token 0 in each sample; give the advantages of all tokens, end to end."""
+    """Reward the ratio of token 0 in each sample; return the advantages of all tokens, concatenated."""
     rewarded = [
         RewardedSample(
             sample_id=str(index),

@@ -204,7 +204,7 @@ def test_second_moment_cutoff_drops_largest_values_until_the_mean_fits():
 
 
 class TwoRanks(SingleRank):
-    """Stands for two ranks of which the other says what the test gives."""
+    """Replaces two ranks; the test sets the values of the other one."""
 
     def __init__(self, *others: np.ndarray) -> None:
         self._others = list(others)

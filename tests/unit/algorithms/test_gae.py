@@ -171,8 +171,7 @@ def test_lambda_adapts_to_the_length_of_each_sample() -> None:
 
 
 def test_critic_returns_are_recomputed_with_its_own_lambda() -> None:
-    """With lambda 1 and gamma 1 its returns are what came: the reward, at every loss token,
-    whatever the values are."""
+    """With lambda 1 and gamma 1 its returns are the reward at every loss token, for any values."""
     values = np.array([0.0, 0.5, 0.25], np.float32)
     recorded = ready(tokens=np.array([1, 2, 3], np.int32), loss_mask=np.array([0, 1, 1], np.uint8), values=values, reward=2.0,
                      rollout_logprobs=np.zeros(3, np.float32), advantages=np.array([0, 9, 9], np.float32))  # fmt: skip

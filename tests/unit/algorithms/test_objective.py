@@ -153,7 +153,7 @@ def token_loss(
 def factor(
     algorithm: AlgorithmConfig, row: dict[str, float], rows: list[dict[str, float]]
 ) -> float:
-    """Say by what corrections and masks multiply a token's policy loss."""
+    """Return the factor of corrections and masks on a token's policy loss."""
     if algorithm.m2_threshold and (row["logprobs"] - row["rollout"]) ** 2 > CUTOFF:
         return 0.0
     if algorithm.opsm_threshold and row["advantages"] < 0:
@@ -182,8 +182,8 @@ def factor(
 
 
 def is_rejected(algorithm: AlgorithmConfig, logs: list[float]) -> bool:
-    """Say whether a sample goes whole, given the old policy's log-probabilities less the
-    engine's."""
+    """Return whether a whole sample is rejected, given the old policy's log-probabilities minus
+    the engine's."""
     if algorithm.veto_low and min(map(math.exp, logs)) < algorithm.veto_low:
         return True
     if algorithm.veto_high and max(map(math.exp, logs)) > algorithm.veto_high:

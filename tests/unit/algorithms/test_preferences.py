@@ -225,7 +225,7 @@ def plain_steps(
 
 
 def padded(samples: Sequence[SampleReady]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return right-padded tokens, the attention mask, and labels as transformers wants them: -100
+    """Return right-padded tokens, the attention mask, and labels as transformers expects them: -100
     where there is no loss."""
     rows = [torch.from_numpy(np.array(sample.tokens)).long() for sample in samples]
     labels = [

@@ -42,7 +42,7 @@ def over(
     before: Observation = CALM,
     **changes: Any,
 ) -> list[Observation]:
-    """Return looks of 300 s, the last so many seconds of them with these changes."""
+    """Return observations of 300 s; the last seconds have these changes."""
     times = [every * index for index in range(int(300 / every) + 1)]
     return [
         replace(

@@ -42,7 +42,7 @@ def opened(state: ScaleState, *, now: int = 10, **asked: Any) -> ScaleRequest:
 
 
 def ended(state: ScaleState, request: ScaleRequest, *statuses: Status) -> ScaleState:
-    """Take a request through these statuses, and let the leaving workers be gone."""
+    """Move a request through these statuses, and let the removed workers exit."""
     for status in statuses:
         state.apply(request.status_command(status, now=20 * SECOND))
     for worker in list(state.workers.values()):

@@ -219,7 +219,7 @@ def test_jsonl_rejects_a_decompression_bomb(
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz"])
 def test_jsonl_rejects_files_that_are_not_regular(tmp_path: Path, name: str) -> None:
-    """Reading a pipe that no one writes to would never end."""
+    """Reading a pipe without a writer would never end."""
     os.mkfifo(tmp_path / name)
     with pytest.raises(ConfigError, match=f"{name} can't be read: it is no regular file"):
         open_source(jsonl(tmp_path / name), seed=0)

@@ -62,7 +62,7 @@ def first_row(config: RunConfig) -> PromptRow:
 
 
 def layout(message: ChatMessage) -> list[Modality | str]:
-    """Return a message's parts in order: texts, and the kinds of what stands between them."""
+    """Return a message's parts in order: texts, and the modalities of the media between them."""
     return [part.text or "" if part.kind is Modality.TEXT else part.kind for part in message.parts]
 
 

@@ -25,7 +25,7 @@ def engine() -> DatasetEngine:
 
 
 def request(*lengths: int, group: str = "g", version: int = 0) -> GenerationRequest:
-    """Ask for answers of so many tokens, after a prompt of two."""
+    """Request completions of these lengths, after a prompt of two tokens."""
     samples = tuple(
         SampleRequest(
             sample_id=f"{group}/{index}",

@@ -135,8 +135,7 @@ def rounding(
     of_step: Any = lambda _: 0.0,
     of_prompts: Any = lambda _: 0.0,
 ) -> CausalModel:
-    """Return a model whose logits are nothing but errors by hand, so that this machine's kernels have
-    no say."""
+    """Return a model whose logits are given errors alone, independent of this machine's kernels."""
     model = CausalModel(
         tiny_model(), config=ModelConfig(dtype="float32", path=tiny_model(), device="cpu")
     )

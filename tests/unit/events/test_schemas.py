@@ -68,7 +68,7 @@ def canonical(node: Any) -> str:
     """Write the Parsing Canonical Form as the specification has it, for schemas whose names are
     full wherever they are used.
 
-    The other library's own form can't stand here: it leaves `{"type": "long"}` and repeats the
+    The other library's own form can't be used here: it leaves `{"type": "long"}` and repeats the
     definition of a fixed.
     """
     if isinstance(node, str):
@@ -185,8 +185,8 @@ def test_fingerprint_follows_the_avro_specification(schema: Schema) -> None:
 
 
 def test_fingerprint_agrees_with_a_known_value() -> None:
-    """The specification's own vector, and the other library on a schema where its canonical form
-    has no flaw."""
+    """The specification's test vector, and the other library on a schema where its canonical form
+    is correct."""
     assert crc64_avro(b'"int"') == struct.pack("<Q", 0x7275D51A3F395C8F)
     schema = SCHEMAS["relax.events.types.MediaRef"]
     assert schema_fingerprint(schema) == avro.schema.parse(json.dumps(schema)).fingerprint(

@@ -111,8 +111,8 @@ def test_incremental_finalization_does_not_change_ledger_findings(tamper: Tamper
 
 
 def in_step(run: ValidRun) -> list[tuple[int, Any]]:
-    """Return the events with how far everything is reported when they come: a group's and a step's
-    own records come together."""
+    """Return the events, each with the step up to which all records are complete: the records of a
+    prompt group and of a step come together."""
 
     def step_of(event: Any) -> int:
         for name in ("trainer_version", "train_step", "policy_version"):
@@ -198,7 +198,7 @@ def test_damaged_record_leaves_its_prompt_group_unverified() -> None:
 
 
 class GrowingLog:
-    """A reader of topics on which a step is committed while their ends are asked for."""
+    """A reader of topics on which a step is committed while their end offsets are queried."""
 
     def __init__(self, *answers: int) -> None:
         self._answers = list(answers)
@@ -208,8 +208,8 @@ class GrowingLog:
 
 
 def test_stable_ranges_are_consistent_when_a_step_is_committed_meanwhile() -> None:
-    """The step's record came after the first answer, its outcomes before the second: taken together
-    they would be a lie."""
+    """The step's record is written after the first query, its outcomes before the second: together
+    they would be inconsistent."""
     reader: Any = GrowingLog(4, 40, 5, 40, 5, 40)
     spans = stable_ranges(reader, [("steps", 0), ("outcomes", 0)])
     assert spans == {("steps", 0): (0, 5), ("outcomes", 0): (0, 40)}

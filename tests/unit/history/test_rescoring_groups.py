@@ -23,7 +23,7 @@ TOPIC_PARTITION, SPAN = ("rollout.samples", 0), (0, 9)
 
 
 class Pool:
-    """Counts what it is asked, prompt group by prompt group."""
+    """Counts its requests by prompt group."""
 
     name, digest, takes_prompt_group = "rank", "d", True
     optional_arguments: tuple[str, ...] = ()
@@ -39,7 +39,7 @@ class Pool:
 def rescore(
     samples: list[SampleRolledOut], scored: list[SampleScored]
 ) -> tuple[list[str], list[str]]:
-    """Return which samples the function was asked about, and whose scores were written."""
+    """Return the samples that the function scored, and those whose scores were written."""
     pool, written = Pool(), []
 
     def found(_: Any, kind: type) -> list[SimpleNamespace]:

@@ -30,7 +30,7 @@ def store(tmp_path: Path) -> ObjectStore:
 
 @pytest.fixture
 def log(tmp_path: Path) -> RunLog:
-    """Stand in for the parts of a run's log that an export needs: the run file, the newest version,
+    """Return a fake of the parts of a run's log that an export needs: the run file, the newest version,
     the count."""
     tree = {
         "run": {"id": "exported"},

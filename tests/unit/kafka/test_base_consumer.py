@@ -53,7 +53,7 @@ def test_permanent_broker_error_ends_the_worker(code: int, expected: type[Broker
 def test_max_poll_interval_is_one_day_whatever_the_run_file_sets(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whatever the run file says of it: who hangs is found by the heartbeats of the worker."""
+    """The run file can't change it: hung workers are detected by their heartbeats."""
     taken: list[dict[str, Any]] = []
     monkeypatch.setattr(
         consumer,

@@ -53,7 +53,7 @@ def test_truncated_or_malformed_batch_is_invalid_and_ends_the_response() -> None
 
 
 class Answers:
-    """Stands for the connection to a partition: gives what a test has laid down."""
+    """Replaces the connection to a partition: returns the batches that a test sets."""
 
     def __init__(self, found: dict[int, RecordBatch]) -> None:
         self.found = found

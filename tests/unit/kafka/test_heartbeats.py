@@ -25,8 +25,8 @@ def statistics(
     broker: str = "UP",
     by_name: bool = False,
 ) -> str:
-    """Say that so many requests went to the coordinator, of which all but the heartbeats are listed
-    by kind."""
+    """Return statistics with this number of requests to the coordinator; all but the heartbeats
+    are listed by kind."""
     heartbeats = f', "ConsumerGroupHeartbeat": {sent - listed}' if by_name else ""
     requests = f'{{"Metadata": {listed - 1}, "ApiVersion": 1, "Fetch": 0{heartbeats}}}'
     return (

@@ -28,8 +28,8 @@ def done(result: Any) -> Future[Any]:
 
 
 class Loading:
-    """A client whose broker answers so often with an error, as each of its calls gives it, and then
-    with the group `relax.t.reward`."""
+    """A client whose broker responds with errors a given number of times, and then with the group
+    `relax.t.reward`."""
 
     def __init__(self, num_errors: int, error: KafkaException = LOADING) -> None:
         self.num_errors, self.error = num_errors, error

@@ -59,7 +59,7 @@ def test_media_item_rejects_symlinks_out_of_the_root(root: Path) -> None:
 
 @pytest.mark.parametrize("member", ["", "a.png"])
 def test_media_item_rejects_non_regular_files(root: Path, member: str) -> None:
-    """Reading a pipe that no one writes to would never end."""
+    """Reading a pipe without a writer would never end."""
     os.mkfifo(root / "pipe")
     one = MediaItem(Modality.IMAGE, "pipe", "row 1", MediaAccess(root), member)
     assert "can't be read: it is no regular file" in check_refused(one, "missing")

@@ -97,8 +97,7 @@ def test_ledger_counts_external_groups_separately() -> None:
 
 
 def test_evicted_external_group_marks_no_step_as_decided(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step in an external producer's id is its producer's word: it may lie far ahead of the
-    trainer's."""
+    """An external producer chooses the step in its id: it may be far ahead of the trainer's."""
     monkeypatch.setattr(assembly, "DEDUP_WINDOW_SIZE", 4)
     decided = assembly.DedupWindow(())
     decided.add("999999-1000000-0")

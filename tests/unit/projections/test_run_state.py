@@ -116,7 +116,7 @@ def test_run_state_counts_consecutive_skipped_updates_since_the_last_resume() ->
 
 
 def test_forged_metrics_reports_do_not_count_as_skipped_updates() -> None:
-    """Anybody may write to control.metrics: what it says must not end a run."""
+    """Every role may write to control.metrics: its records must not end a run."""
     state = RunState()
     for at in range(10):
         forged = MetricsReported(

@@ -25,8 +25,8 @@ class Artifact:
 
 
 class Stage:
-    """Versions that are asked for: which were read from the store, and how many were in memory when
-    one was."""
+    """Requested versions: which were read from the store, and how many were in memory at each
+    read."""
 
     def __init__(self) -> None:
         self.read: list[int] = []

@@ -20,7 +20,7 @@ GROUP = "000004-0000-0"
 
 
 class Sent:
-    """Stands for the worker: keeps what is sent."""
+    """Replaces the worker: keeps sent events."""
 
     def __init__(self, config: Any) -> None:
         self.config, self.ready, self.ended = config, [], []

@@ -31,7 +31,7 @@ GROUP = "000003-0001-0"
 def sample(
     index: int, num_tokens: int, finish_reason: FinishReason, *versions: int
 ) -> GeneratedSample:
-    """Make a sample whose tokens came evenly from these versions."""
+    """Make a sample whose tokens were sampled evenly by these versions."""
     each = num_tokens // max(len(versions), 1)
     return GeneratedSample(
         sample_id=f"{GROUP}/{index}",

@@ -40,7 +40,7 @@ BY_ROUTE = {
 
 
 class Speaking:
-    """An engine that writes down what it is asked, and answers what the test sets."""
+    """An engine that records its requests, and returns the responses that the test sets."""
 
     def __init__(self, config: RunConfig) -> None:
         self.renderer = load_judge_renderer(config.judge, config.data)

@@ -24,7 +24,7 @@ TOP = {"distill_placement": "loss", "distill_top_k": 2}
 
 
 class Scripted:
-    """A scorer that writes down what it is asked."""
+    """A scorer that records its requests."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, bool]] = []
@@ -44,7 +44,7 @@ class Scripted:
 
 
 def worker_of(config: Any) -> Any:
-    """Stand for the worker: give back the event of a record."""
+    """Return a fake of the worker that decodes a record to its event."""
     metrics = SimpleNamespace(count_tokens=lambda count: None)
     return SimpleNamespace(
         config=config,

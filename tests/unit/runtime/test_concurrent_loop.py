@@ -26,8 +26,8 @@ GROUP = "000000-0000-0"
 
 
 class Stage:
-    """A role with the records that wait for it, and what it began, sent and committed. `done` is
-    what the work gives next."""
+    """A role with its pending records, and what it submitted, sent and committed. `done` holds the
+    next finished samples."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.waiting: list[Record] = []

@@ -126,7 +126,7 @@ def test_loading_time_is_not_counted_as_time_without_progress(clocked: Clocked) 
 
 
 def inside(clocked: Clocked, *, after: float) -> WorkerHeartbeat | None:
-    """Let time pass, and have the other thread look; return the heartbeat that it sent."""
+    """Let time pass, and let the other thread check; return the heartbeat that it sent."""
     clocked.now += after
     num_sent = len(clocked.sent)
     clocked.heartbeat.send_inside_activity()

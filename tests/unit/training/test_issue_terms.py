@@ -27,8 +27,7 @@ OWN_PARTITION = TERMS.plan.partition("000001-0002-0", 1)
 def require_met(
     key: str | None = None, partition: int | None = None, trainer_version: int = 1, **changes: Any
 ) -> None:
-    """Check a sample of prompt group 000001-0002-0 that stands where it should, but for what is
-    changed."""
+    """Check a sample of prompt group 000001-0002-0 that is valid except for these changes."""
     sample = changed(ready("000001-0002-0", 1, version=1), **changes)
     key = sample.prompt_group_id if key is None else key
     partition = TERMS.plan.partition(sample.prompt_group_id, 1) if partition is None else partition

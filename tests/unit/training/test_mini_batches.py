@@ -248,7 +248,7 @@ def test_train_step_is_bitwise_independent_of_sample_arrival_order(parts):
 
 
 class Crash(Exception):
-    """Stands for a kill."""
+    """Simulates a kill."""
 
 
 @pytest.mark.parametrize("num_done", [1, 4])

@@ -32,7 +32,7 @@ def step(number: int) -> TrainStepCommitted:
 
 
 class Log:
-    """Gives records, and remembers how many at once."""
+    """Returns records, and counts those of each read."""
 
     def __init__(self) -> None:
         self.num_read: list[int] = []

@@ -48,7 +48,7 @@ class RecordingWorker:
 
 
 class Scorer:
-    """Gives zeros."""
+    """Returns zeros."""
 
     def score(self, samples: Sequence[SampleRolledOut]) -> list[NDArray[np.float32]]:
         return [np.zeros(4, np.float32) for _ in samples]
