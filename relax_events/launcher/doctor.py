@@ -293,7 +293,7 @@ class PromptCheck:
         return "; ".join([*texts, *self._evaluated(config)])
 
     def _evaluated(self, config: RunConfig) -> Iterator[str]:
-        for section, part in named_evaluation_datasets(config):
+        for section, part in named_evaluation_datasets(config.evaluation):
             source = open_source(part, seed=config.run.seed, section=section)
             self._first = self._first or source.row(0)
             yield f"{source.num_rows} to evaluate {part.name} on{_left_out(source)}"

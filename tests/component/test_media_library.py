@@ -189,7 +189,7 @@ def test_store_failure_is_not_reported_as_an_invalid_image(
     cached_files(tmp_path)[0].unlink()
     file = object_files(tmp_path)[0]
     file.unlink()
-    file.symlink_to(file)  # to be followed for ever
+    file.symlink_to(file)  # an endless loop of links
     with pytest.raises(ObjectError):
         MediaLibrary(image_run(tmp_path)).load(reference)
 

@@ -114,7 +114,7 @@ def first_to_go() -> list[psutil.Process]:
         try:
             if int(Path(f"/proc/{process.pid}/oom_score_adj").read_text()) == 1000:
                 found.append(process)
-        except OSError:  # gone
+        except OSError:  # it has exited
             continue
     return found
 

@@ -295,7 +295,7 @@ def test_unreachable_collector_loses_only_spans(
     make_run_config: MakeRunConfig, registry: CollectorRegistry
 ) -> None:
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # no one listens
+        taken.bind(("127.0.0.1", 0))  # nothing listens there
         config = make_run_config(
             telemetry={
                 "traces": {"endpoint": f"http://127.0.0.1:{taken.getsockname()[1]}/v1/traces"}

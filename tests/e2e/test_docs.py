@@ -62,7 +62,7 @@ def test_documentation_has_code_to_check() -> None:
 def test_toml_block_is_valid_in_a_run_file(block: str) -> None:
     tree = tomllib.loads(block)
     whole = {name: REQUIRED.get(name, {}) | tree.get(name, {}) for name in REQUIRED | tree}
-    if "datasets" in whole["data"]:  # which stand in place of the one source
+    if "datasets" in whole["data"]:  # which replace the one source
         del whole["data"]["source"]
     RunConfig.model_validate(whole)
 
@@ -81,7 +81,7 @@ def test_documented_command_exists_with_its_arguments(
         assert signature(command).parameters.keys() >= bound.arguments.keys()
         if isinstance(config, Path) and not config.is_relative_to(
             ".relax"
-        ):  # what lies there an earlier command wrote
+        ):  # an earlier command wrote the files there
             load_run_config(config, bound.arguments.get("overrides", ()), environment={})
 
 

@@ -366,7 +366,7 @@ def test_checksums_of_expert_weights_equal_the_checkpoints(tmp_path: Path) -> No
 
 
 def test_generation_stops_when_the_client_disconnects(url: str, gate: Gate) -> None:
-    gate.shut()  # what no one took out would run until the test ends
+    gate.shut()  # samples that are not aborted would run until the test ends
     asked = {"input_ids": PROMPT, "sampling_params": LONGEST}
     with closing(http.client.HTTPConnection(urlsplit(url).netloc, timeout=SECONDS)) as caller:
         caller.request(

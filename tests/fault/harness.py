@@ -50,7 +50,7 @@ WATCHED = (
 READY = (WorkerState.IDLE, WorkerState.WORKING)
 PATIENCE_SECONDS = 240.0
 """How long anything is waited for: a hang fails, a busy machine does not."""
-# By when a run must have gone on after a fault, on a machine that does as much as two cores do
+# Deadline for a run to continue after a fault, on a machine that does as much as two cores do
 # which have nothing else to do: see `slowness`.
 WORKER_SECONDS = 35.0
 BROKER_SECONDS = 45.0

@@ -21,7 +21,7 @@ from relax_events.kafka.records import ProducerRecord
 from relax_events.topics import TopicPlan
 
 CODEC = EventCodec()
-STRANGE = "900000-0000-0"  # a well-formed id that no one issued
+STRANGE = "900000-0000-0"  # a well-formed id that was not issued
 OVERSIZE_BYTES = 17 * 1024**2  # topics take 16 MiB
 NAN = np.array([0, 0, np.nan, -0.25], np.float32)
 

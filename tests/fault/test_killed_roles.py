@@ -7,8 +7,8 @@ from collections.abc import Callable
 import psutil
 from harness import WORKER_SECONDS, FaultRun, assert_ledger_balances
 
-# Without one of these the run stands still within a few steps, so each can be waited for; metrics
-# and controller are missed by no one but the end.
+# Without one of these the run stalls within a few steps, so tests can wait for its restart; metrics
+# and controller are needed only at the end.
 NEEDED = (
     "prompter-0",
     "rollout-0",

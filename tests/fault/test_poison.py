@@ -67,7 +67,7 @@ def test_poison_is_dead_lettered_and_the_run_continues(start_run: Callable[..., 
         found = Counter(dead_letter.headers["error-class"] for dead_letter in dead_letters)
         if (
             role == "trainer"
-        ):  # it knows that no one issued such a prompt group, before it looks at the numbers
+        ):  # it rejects a prompt group that was not issued before it reads the arrays
             found[PoisonSample.__name__] += found[ForeignRecord.__name__]
         assert all(found[name] >= count for name, count in expected.items()), (role, found)
         assert all(

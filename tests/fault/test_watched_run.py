@@ -45,7 +45,7 @@ class Terminal:
         os.close(self._ours)
 
     def _read(self) -> None:
-        with suppress(OSError):  # the other end is closed when no one is left there
+        with suppress(OSError):  # the other end is closed once its processes have exited
             while data := os.read(self._ours, 65_536):
                 with self._changed:
                     self.shown += data.decode(errors="replace")

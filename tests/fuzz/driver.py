@@ -137,7 +137,7 @@ class Child:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", HypothesisWarning)
                 seeded(seed)(quiet(checked))()
-        # what a target raised is noted already; what hypothesis says of it next to is of no use
+        # the error is recorded already; hypothesis's own report adds nothing
         # here
         except BaseException:
             if not self._raised and time.monotonic() < self._until:

@@ -52,7 +52,7 @@ def rewarded(data: bytes) -> None:
     """Reward a completion by every function that looks at its text alone."""
     completion, _, answer = data.decode(errors="replace").partition("\x01")
     for reward in REWARDS:
-        with suppress(ValueError):  # the row's own answer is refused so, and the text says why
+        with suppress(ValueError):  # an invalid answer of the row is rejected with a reason
             found = reward(
                 completion, answer=answer or "4", metadata={"choices": ["a", "b"]}, prompt="?"
             )

@@ -159,7 +159,7 @@ class Session:
         )
         sources = {
             part.name: open_source(part, seed=0, section=section)
-            for section, part in named_evaluation_datasets(config)
+            for section, part in named_evaluation_datasets(config.evaluation)
         }
         rewards = {name: self._stack.enter_context(RewardPool(config.reward)) for name in sources}
         loop = EvaluatorLoop(

@@ -47,7 +47,7 @@ def test_list_members_returns_joined_members_with_their_partitions(
     )
     deadline = time.monotonic() + QUIET_SECONDS
     while time.monotonic() < deadline:
-        fetch()  # several looks of each, the idle one too: no one fails
+        fetch()  # several checks of each, the idle one too: none fails
     held = {member.client_id: member.partitions for member in list_members(connection, group)}
     assert held == {
         f"reward-{number}": frozenset(consumer.positions)

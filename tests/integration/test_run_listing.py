@@ -205,7 +205,7 @@ def test_deletion_continues_where_it_was_interrupted(
     rest = plan_deletion(connection, mine.run.id)
     assert (len(rest.objects), len(rest.groups)) == (2, 1)
     delete_run(connection, rest)
-    delete_run(connection, whole)  # what is gone counts as deleted
+    delete_run(connection, whole)  # missing topics count as deleted
     turn_until(lambda: not inventory.topics(f"relax.{mine.run.id}."))
     with pytest.raises(
         ConfigError, match=rf"there is no run '{mine.run.id}' on .*; did you mean {mine.run.id}-b"

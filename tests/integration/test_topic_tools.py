@@ -293,7 +293,7 @@ def test_purge_waits_for_groups_and_keeps_what_recovery_needs(run: SmallRun) -> 
     with open_purge(run.config, before_version=4) as purge:
         assert {cut.num_records for cut in purge.ranges if "samples" in cut.topic_partition[0]} == {
             0
-        }  # no one has read anything
+        }  # no group has read anything
     run.commit_all()
     with open_purge(run.config, before_version=4) as purge:
         gone = purge.apply()

@@ -103,7 +103,7 @@ class World:
             self.send_heartbeat(worker_id, kind)
         for step in decide(self.controller, self.bounds, now=self.now * SECOND):
             self.write(step)
-            self.controller.apply(step)  # heard a second time
+            self.controller.apply(step)  # applied a second time
 
     def supervise(self, worker_id: str, standing: DesiredState) -> None:
         if standing is DesiredState.RUNNING and worker_id not in self.alive:

@@ -47,7 +47,7 @@ def resolve_parent(config: RunConfig) -> RunConfig:
     if not config.is_replay:
         return config
     _require_same_rollouts(config, source)
-    newest = _require_records(config, source)
+    newest = _require_records(config.parent, source)
     if config.parent.follow:
         return config
     until = config.parent.until_version if config.parent.until_version >= 0 else newest
@@ -98,7 +98,7 @@ def _require_same_rollouts(config: RunConfig, source: ParentRun) -> None:
             )
 
 
-def _require_records(config: RunConfig, source: ParentRun) -> int:
+def _require_records(parent: ParentSection, source: ParentRun) -> int:
     """Return the parent's newest version, once the records of all steps to train are available."""
     topic = source.plan.topic("advantage.samples")
     topic_partitions = [
@@ -114,7 +114,7 @@ def _require_records(config: RunConfig, source: ParentRun) -> int:
     for step in source.steps():
         newest = step.policy_version
         if (
-            _is_wanted(config.parent, step)
+            _is_wanted(parent, step)
             and (topic_partition := find_missing_record(step, oldest)) is not None
         ):
             begin = f"the log begins at {oldest.get(topic_partition[0], 0)}"
@@ -125,9 +125,7 @@ def _require_records(config: RunConfig, source: ParentRun) -> int:
             )
             earliest = step.policy_version
     if gone:
-        start = (
-            f"run {config.parent.run} can't be replayed from version {config.parent.from_version}"
-        )
+        start = f"run {parent.run} can't be replayed from version {parent.from_version}"
         raise ConfigError(f"{start}: {gone}; take a parent.from_version of {earliest} or later")
     return newest
 

@@ -56,7 +56,7 @@ def test_lambda_interpolates_between_td_errors_and_return_minus_value() -> None:
 
 
 def test_gae_treats_the_loss_tokens_of_all_turns_as_one_sequence() -> None:
-    # What other parties wrote between two turns is passed over, whatever stands in its values.
+    # Observations between two turns are skipped, whatever their values are.
     apart = estimate(
         [sample("a", 1.0, [0, 1, 0, 0, 1], [9.0, 0.5, 9.0, 9.0, 0.25])], gamma=0.5, gae_lambda=0.5
     )

@@ -80,7 +80,7 @@ def verdict(
         (over(30, BUSY, wait=0.01, staleness=0.95), None),  # samples wait for the trainer
         (over(30, BUSY, wait=0.01, staleness=0.5), ("out", 7)),
         (over(30, BUSY, wait=0.2, staleness=0.95), ("out", 7)),
-        (over(30, BUSY, usage=None, queued=None, wait=None), None),  # no one knows
+        (over(30, BUSY, usage=None, queued=None, wait=None), None),  # unknown
         (over(300, BUSY, num_workers=0), None),
         (over(120, IDLE), ("in", 2)),
         (over(110, IDLE), None),

@@ -118,7 +118,7 @@ def test_row_table_is_compacted_when_samples_are_removed() -> None:
 def test_row_positions_include_prompt_and_prefix() -> None:
     table = table_of(sample("a"), sample("b", prefix=(1, 2)))
     record(table, [3, 3])
-    # The newest token stands behind prompt and prefix.
+    # The newest token follows prompt and prefix.
     assert table.positions[:2].tolist() == [3, 5]
 
 

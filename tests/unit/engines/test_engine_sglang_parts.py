@@ -73,7 +73,7 @@ def test_fused_experts_are_read_as_transformers_reads_them(tmp_path: Path, is_tu
     )
     assert {tuple(loaded[name].shape) for name in fused} == {
         (8, 32, 64)
-    }  # as published, however they lie
+    }  # as published, in any layout
     assert all(
         torch.equal(loaded[name], tensors[name] if is_turned else tensors[name].transpose(1, 2))
         for name in fused
@@ -320,7 +320,7 @@ def test_interrupted_request_keeps_only_tokens_of_a_known_version() -> None:
     request = InflightRequest(sample, "next", 4)
     request.add_event(event([3]))
     request.mark_weight_update()
-    request.add_event(event([7]))  # of the old weights or the new ones: no one knows
+    request.add_event(event([7]))  # of the old or the new weights: unknown
     request.update_sample(versions={}, swapped=())
     assert (sample.tokens.tolist(), sample.segments) == ([1, 2, 3], (VersionSegment(4, 3),))
 

@@ -150,7 +150,7 @@ def test_top_tokens_are_returned_with_sampled_tokens_on_request() -> None:
     step(engine)
     for request in requests[
         1:
-    ]:  # which join while others run, and want more than the rows before them
+    ]:  # which join while others run, and need more than the rows before them
         engine.submit(request)
     samples = finish(engine)
     assert [samples[f"g1/{index}"].top_tokens for index in range(2)] == [None, None]

@@ -207,7 +207,7 @@ def test_relabelling_uses_the_rewards_of_a_rescoring() -> None:
 def test_relabelling_applies_another_distillation_coefficient() -> None:
     taught = {
         "teacher_logprobs": np.array([0, 0, -1.5, -0.75], np.float32)
-    }  # the engine said -0.5 and -0.25
+    }  # the engine reported -0.5 and -0.25
     relabelled = AdvantageRelabeller(
         AlgorithmConfig(name="opd", distill_coefficient=2.0), max_new_tokens=8
     )(placed([0.0, 1.0], **taught))

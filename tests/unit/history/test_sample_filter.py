@@ -25,7 +25,7 @@ PLAN = TopicPlan(
     replication_factor=1,
     compression="none",
 )
-# crc32 is odd, so it lies in shard 1 of 2: python3 -c "import zlib;
+# crc32 is odd, so it is in shard 1 of 2: python3 -c "import zlib;
 # print(zlib.crc32(b'000004-0000-0') % 2)"
 GROUP = "000004-0000-0"
 

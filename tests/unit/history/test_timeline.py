@@ -55,7 +55,7 @@ def test_trace_follows_the_trace_event_format() -> None:
         if entry["ph"] == "X" and entry["pid"] == TRACKS["train steps"]
     )
     open_ends: list[float] = []
-    for begin, negative in slices:  # slices of a thread lie inside each other or next to each other
+    for begin, negative in slices:  # slices of a thread are nested or adjacent
         while open_ends and open_ends[-1] <= begin:
             open_ends.pop()
         assert not open_ends or begin - negative <= open_ends[-1]

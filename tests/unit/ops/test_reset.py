@@ -42,7 +42,7 @@ def test_version_offsets_are_the_starts_of_its_slot_and_of_later_versions() -> N
         (ROLLED, 1): 10,
         (ROLLED, 2): 10,
     }
-    # No version from 6 on has owned slot 2 yet: all that lies there is older.
+    # No version from 6 on has owned slot 2 yet: all its records are older.
     assert find_version_offsets(PLAN, events, PLACES, version=6, ends=ends) == {
         (ROLLED, 0): 20,
         (ROLLED, 1): 20,

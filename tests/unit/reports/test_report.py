@@ -372,7 +372,7 @@ def test_report_lists_evaluations_by_version_and_counts_skipped_rows(
         (0, "b", None),
         (2, "a", 0.25),
         (2, "b", 0.5),
-    ]  # what an evaluator says twice counts once
+    ]  # an evaluation that is reported twice counts once
     assert report["evaluations"][0]["pass_at_k"] == {"2": 0.75}
     assert report["prompts_skipped"] == {HOSTILE: 1, "too_long": 2}
     assert json.loads(json.dumps(report["evaluations"])) == report["evaluations"]

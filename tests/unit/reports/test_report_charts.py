@@ -44,7 +44,7 @@ def test_line_chart_has_a_point_per_step_with_its_exact_step_and_value() -> None
     across = [float(circle.get("cx", "nan")) for circle in circles]
     down = [float(circle.get("cy", "nan")) for circle in circles]
     assert across == [58.0, 263.0, 468.0]
-    assert down[1] < down[0] < down[2]  # higher values lie higher
+    assert down[1] < down[0] < down[2]  # higher values are higher up
     assert (down[0] - down[1]) / (down[2] - down[0]) == pytest.approx(2.0, abs=0.01)
 
 

@@ -91,7 +91,7 @@ def test_top_k_token_ids_are_chosen_by_the_teacher_or_taken_from_the_sample(
 
 
 def test_teacher_uses_its_own_settings_and_weights(make_run_config: Any, tmp_path: Path) -> None:
-    policy = tmp_path / "policy"  # whose weights no one reads
+    policy = tmp_path / "policy"  # whose weights are not read
     policy.mkdir()
     shutil.copy(tiny_model() / "tokenizer.json", policy)
     config = make_run_config(

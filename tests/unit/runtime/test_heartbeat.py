@@ -105,7 +105,7 @@ def test_heartbeat_reports_time_without_progress_only_while_there_is_work(
 
     assert busy_micros(WorkerState.IDLE) is None
     assert busy_micros(WorkerState.WORKING) == 0
-    wall -= 3_600_000_000  # a step of the wall clock makes no one look stuck
+    wall -= 3_600_000_000  # a step of the wall clock makes no worker look stuck
     assert busy_micros(WorkerState.WORKING, after=4.0) == 4_000_000
     assert clocked.heartbeat.seconds_without_progress == 4.0
     clocked.heartbeat.advance_to(0)
