@@ -47,7 +47,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
     store = open_store(config)
     sources = {
         part.name: open_source(part, seed=config.run.seed, section=section)
-        for section, part in named_evaluation_datasets(config)
+        for section, part in named_evaluation_datasets(config.evaluation)
     }
     with ExitStack() as stack:
         rewards = {

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 import structlog
 
-from relax_events.config import DataConfig, EvaluationDatasetConfig, RowsConfig, RunConfig
+from relax_events.config import DataConfig, EvaluationConfig, EvaluationDatasetConfig, RowsConfig
 from relax_events.data.jsonl import JsonlSource
 from relax_events.data.rows import (
     InvalidRows,
@@ -183,11 +183,13 @@ def named_sources(config: DataConfig) -> list[tuple[str, RowsConfig]]:
     return [(f"data.datasets[{number}]", dataset) for number, dataset in enumerate(config.datasets)]
 
 
-def named_evaluation_datasets(config: RunConfig) -> list[tuple[str, EvaluationDatasetConfig]]:
+def named_evaluation_datasets(
+    evaluation: EvaluationConfig,
+) -> list[tuple[str, EvaluationDatasetConfig]]:
     """Return the evaluation datasets of a run, each with its section name in the run file."""
     return [
         (f"evaluation.datasets[{number}]", dataset)
-        for number, dataset in enumerate(config.evaluation.datasets)
+        for number, dataset in enumerate(evaluation.datasets)
     ]
 
 

@@ -50,7 +50,7 @@ def _check_rows(config: RunConfig) -> None:
     """
     prompts, evaluated = (
         [] if config.is_replay else named_sources(config.data),
-        named_evaluation_datasets(config),
+        named_evaluation_datasets(config.evaluation),
     )
     if prompts or evaluated:
         read_chat_template(config.data)
