@@ -430,7 +430,7 @@ PPO = AlgorithmSpec(
         "kl_estimator": "k1",
     },
     reward_kl="token",
-    notes="The critic's own settings stand in `[critic]`. For the KL in the reward the last of "
+    notes="The critic's own settings are in `[critic]`. For the KL in the reward the last of "
     "these papers takes `kl_coefficient = 0.05`. "
     "A sample that was cut off by its length ends like any other, unless "
     "`bootstrap_truncated` puts the value at its last loss token in the "
