@@ -1,1 +1,1 @@
-"""Rewards: the hub of reward functions, and the child processes that run them."""
+"""Rewards: the registry of reward functions, and the child processes that run them."""
