@@ -51,7 +51,7 @@ def make_data(make_run_config: MakeRunConfig, tmp_path: Path) -> MakeRunConfig:
     (tmp_path / "rewards.py").write_text(REWARDS)
 
     def make(reward_name: str = "exact", **sections: dict[str, object]) -> RunConfig:
-        reward = {"function": f"{tmp_path / 'reward_name.py'}:{reward_name}", "timeout_seconds": 5}
+        reward = {"function": f"{tmp_path / 'rewards.py'}:{reward_name}", "timeout_seconds": 5}
         return make_run_config(
             **{"data": {"source": f"jsonl:{tmp_path / 'rows.jsonl'}"}, "reward": reward} | sections
         )
