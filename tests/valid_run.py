@@ -297,7 +297,7 @@ def _drop_all(run: ValidRun, entity: str, group_id: str) -> None:
             ]
 
 
-def _step_at(run: ValidRun, step: int, **changes: Any) -> None:
+def change_step(run: ValidRun, step: int, **changes: Any) -> None:
     run.change("control.train-steps", step, **changes)
 
 
@@ -315,12 +315,14 @@ def _below_consumed(run: ValidRun) -> None:
     partition = int(step.partitions[0])
     topic = run.plan.topic("advantage.samples")
     consumed = [position for position in _step(run, 2).consumed if position.partition != partition]
-    _step_at(run, 2, consumed=[*consumed, TopicOffset(topic, partition, int(step.offsets[0]) + 1)])
+    change_step(
+        run, 2, consumed=[*consumed, TopicOffset(topic, partition, int(step.offsets[0]) + 1)]
+    )
 
 
 def _consumed_back(run: ValidRun) -> None:
     position = _step(run, 3).consumed[0]
-    _step_at(
+    change_step(
         run, 5, consumed=[*_step(run, 5).consumed, replace(position, offset=position.offset - 1)]
     )
 
@@ -340,7 +342,7 @@ def _pass_over(run: ValidRun) -> None:
     consumed = TopicOffset(
         run.plan.topic("advantage.samples"), partition, len(run.at("advantage.samples", partition))
     )
-    _step_at(run, 5, consumed=[consumed])
+    change_step(run, 5, consumed=[consumed])
 
 
 def _guest_trained(run: ValidRun) -> None:
@@ -356,7 +358,7 @@ def _guest_trained(run: ValidRun) -> None:
                 events[index] = changed(event, **changes)
     step = _step(run, 3)
     names = [name.replace("000003-0000-0", external_id) for name in step.sample_ids]
-    _step_at(run, 3, prompt_group_ids=[external_id, step.prompt_group_ids[1]], sample_ids=names)
+    change_step(run, 3, prompt_group_ids=[external_id, step.prompt_group_ids[1]], sample_ids=names)
 
 
 def _again(run: ValidRun, entity: str, index: int, **changes: Any) -> None:
@@ -384,12 +386,14 @@ TAMPERINGS: dict[str, Tampering] = {
         run, "prompt.groups", prompt_group_id="000003-0000-0"
     ),
     "external prompt group trained": _guest_trained,
-    "train step reports wrong staleness counts": lambda run: _step_at(run, 3, staleness_counts=[4]),
+    "train step reports wrong staleness counts": lambda run: change_step(
+        run, 3, staleness_counts=[4]
+    ),
     "train step that skipped its update committed other weights": lambda run: (
-        _step_at(run, 2, weights_digest=b"1" * 32),
-        _step_at(run, 3, update_skipped=True, weights_digest=b"2" * 32),
+        change_step(run, 2, weights_digest=b"1" * 32),
+        change_step(run, 3, update_skipped=True, weights_digest=b"2" * 32),
     )[0],
-    "train step contradicts itself": lambda run: _step_at(
+    "train step contradicts itself": lambda run: change_step(
         run, 3, prompt_group_ids=_step(run, 3).prompt_group_ids[:1]
     ),
     "prompt group trained without an outcome on control.prompt-group-outcomes": lambda run: (

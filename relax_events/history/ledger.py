@@ -321,7 +321,7 @@ class LedgerReader:
             self._unreadable[record.topic] += 1
             log.debug("record.decode_failed", location=record.location, error=str(error))
             return
-        self._ledger.apply(event, at)
+        self._ledger.apply(event, at, key=record.key)
         self._weights.apply(event)
         self._record_progress(topic_partition, event)
 

@@ -103,20 +103,22 @@ class Ledger:
         """Number of prompt groups and train steps in memory."""
         return sum(map(len, self._groups.values())) + len(self._steps)
 
-    def apply(self, event: Event, at: TopicOffset) -> None:
+    def apply(self, event: Event, at: TopicOffset, *, key: str = "") -> None:
         """Apply an event.
 
         Args:
             event: Of any topic that the ledger reads. Other events have no effect, nor has an event
                 on a topic that doesn't hold its kind.
             at: The position of its record.
+            key: The key of its record, "" if unknown. The trainer rejects a sample under the key of
+                another prompt group, so its offsets may pass such a record.
         """
         if not belongs_on(TopicPlan.parse_entity(at.topic), event):
             return
         if isinstance(event, PromptGroupIssued):
             self._apply_issue(event)
         elif isinstance(event, SampleRolledOut | SampleScored | SampleReady):
-            self._apply_sample(event, at)
+            self._apply_sample(event, at, key)
         elif isinstance(event, PromptGroupEnded):
             self._apply_outcome(event, at)
         elif isinstance(event, PolicyVersionPublished):
@@ -239,7 +241,7 @@ class Ledger:
             )
 
     def _apply_sample(
-        self, event: SampleRolledOut | SampleScored | SampleReady, at: TopicOffset
+        self, event: SampleRolledOut | SampleScored | SampleReady, at: TopicOffset, key: str
     ) -> None:
         group = self._group(event.prompt_group_id)
         if isinstance(event, SampleRolledOut):
@@ -257,7 +259,8 @@ class Ledger:
                 )
         elif group is not None and isinstance(event, SampleReady):
             group.ready[at.partition, at.offset] = Ready.from_event(event)
-            group.newest_records[TRAINING_SAMPLES, at.partition] = at.offset
+            if key in ("", event.prompt_group_id):
+                group.newest_records[TRAINING_SAMPLES, at.partition] = at.offset
 
     def _apply_outcome(self, event: PromptGroupEnded, at: TopicOffset) -> None:
         group = self._group(event.prompt_group_id)

@@ -271,8 +271,8 @@ class RememberingLedger(Ledger):
         self.skipped: list[int] = []
         self.not_finite: list[int] = []
 
-    def note(self, event: Event, at: TopicOffset) -> None:
-        super().apply(event, at)
+    def apply(self, event: Event, at: TopicOffset, *, key: str = "") -> None:
+        super().apply(event, at, key=key)
         if isinstance(event, PromptGroupIssued):
             self.issued.add(event.prompt_group_id)
         elif isinstance(event, SampleRolledOut):
@@ -419,7 +419,11 @@ class SimulatedRun:
                     self._read[topic_partition] = entry.offset + 1
                     event = self.decoded(entry.stored)
                     if event is not None:
-                        self.ledger.note(event, TopicOffset(*topic_partition, entry.offset))
+                        self.ledger.apply(
+                            event,
+                            TopicOffset(*topic_partition, entry.offset),
+                            key=(entry.key or b"").decode(),
+                        )
                     if isinstance(event, PromptGroupIssued):
                         self.open_leases[entry.offset] = event
 

@@ -6,10 +6,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from event_samples import ended, rolled_out
-from valid_run import SEVERAL, TAMPERINGS, Tampering, ValidRun
+from event_samples import ended, ready, rolled_out
+from valid_run import SEVERAL, TAMPERINGS, Tampering, ValidRun, change_step
 
-from relax_events.events.parts import Outcome
+from relax_events.events.parts import Outcome, TopicOffset
+from relax_events.events.types import SampleReady
 from relax_events.history.ledger import stable_ranges
 from relax_events.projections.ledger import Ledger
 from relax_events.projections.ledger_findings import REMEDIES, Rule
@@ -166,6 +167,31 @@ def test_request_to_end_a_prompt_group_is_not_an_outcome(entity: str) -> None:
     run.at(entity, 0).append(ended("000007-0000-0", Outcome.FILTERED))
     ledger = run.ledger()
     assert (ledger.problems(), ledger.totals()["outcomes"]["in_flight"]) == ([], 1)
+
+
+@pytest.mark.parametrize(
+    ("key", "broken"),
+    [
+        ("000007-0000-0", {"committed offsets passed a prompt group without an outcome"}),
+        ("000000-0000-0", set()),
+    ],
+)
+def test_consumed_sample_of_an_open_prompt_group_is_found_unless_its_key_is_foreign(
+    key: str, broken: set[str]
+) -> None:
+    run, group = ValidRun(6), "000007-0000-0"
+    run.issue(group)
+    partition = run.plan.partition(group, 6)
+    run.at("advantage.samples", partition).append(ready(group, 0, version=6))
+    consumed = TopicOffset(
+        run.plan.topic("advantage.samples"), partition, len(run.at("advantage.samples", partition))
+    )
+    change_step(run, 5, consumed=[consumed])
+    ledger = Ledger(1)
+    for at, event in run.items():
+        is_sample = isinstance(event, SampleReady) and event.prompt_group_id == group
+        ledger.apply(event, at, key=key if is_sample else "")
+    assert rules(ledger) == broken
 
 
 def test_open_prompt_group_is_allowed_until_the_end_for_unordered_batches() -> None:
