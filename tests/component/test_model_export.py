@@ -22,7 +22,7 @@ from transformers import (
     Qwen3OmniMoeThinkerForConditionalGeneration,
 )
 
-from relax_events.errors import ConfigError, WeightsError
+from relax_events.errors import ConfigError, ObjectError, WeightsError
 from relax_events.events.parts import ObjectRef
 from relax_events.media.token_layout import MEDIA_FAMILIES
 from relax_events.objects import ObjectStore
@@ -62,9 +62,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("source", ["weights", "checkpoint"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_exported_model_has_the_trainers_logprobs(
-    tmp_path: Path, family: str, source: str
-) -> None:
+def test_exported_model_has_the_trainers_logprobs(tmp_path: Path, family: str, source: str) -> None:
     run = TrainedRun(tmp_path / "run", make_base(tmp_path / "base", family))
     if source == "checkpoint":
         run.delete_weights(2)
@@ -136,9 +134,12 @@ def test_tied_head_is_left_out_or_repeated_as_in_the_base_folder(tmp_path: Path)
     exported(run, tmp_path / "out")
     assert "lm_head.weight" not in tensors_of(tmp_path / "out")
     assert torch.allclose(token_logprobs(load(tmp_path / "out")), run.logprobs(), atol=1e-5)
-    rewrite(base, lambda tensors: tensors.update(
-        {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
-    ))
+    rewrite(
+        base,
+        lambda tensors: tensors.update(
+            {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+        ),
+    )
     exported(run, tmp_path / "repeated")
     repeated = tensors_of(tmp_path / "repeated")
     assert torch.equal(repeated["lm_head.weight"], repeated["model.embed_tokens.weight"])
@@ -180,7 +181,9 @@ def test_transposed_experts_are_written_transposed(tmp_path: Path) -> None:
     rewrite(base, turn)
     exported(run, tmp_path / "out")
     name = "model.language_model.layers.0.mlp.experts.gate_up_proj"
-    assert torch.equal(tensors_of(tmp_path / "out")[name].transpose(1, 2), run.backend.weights()[name])
+    assert torch.equal(
+        tensors_of(tmp_path / "out")[name].transpose(1, 2), run.backend.weights()[name]
+    )
     assert torch.allclose(
         token_logprobs(load(tmp_path / "out", "qwen3_vl_moe")), run.logprobs(), atol=1e-5
     )
@@ -213,7 +216,9 @@ def test_template_that_the_run_trained_with_is_exported(tmp_path: Path) -> None:
 def test_version_that_is_gone_names_what_is_left(tmp_path: Path) -> None:
     run = TrainedRun(tmp_path / "run", make_base(tmp_path / "base"))
     run.delete_weights(1)
-    with pytest.raises(WeightsError, match=r"weights of versions 0, 2, and checkpoints of versions 2"):
+    with pytest.raises(
+        WeightsError, match=r"weights of versions 0, 2, and checkpoints of versions 2"
+    ):
         exported(run, tmp_path / "out", version=1)
     assert not (tmp_path / "out").exists()
     assert {path.name for path in tmp_path.iterdir()} == {"run", "base"}
@@ -223,9 +228,7 @@ def test_altered_weights_are_refused_and_the_checkpoint_is_taken(tmp_path: Path)
     run = TrainedRun(tmp_path / "run", make_base(tmp_path / "base"))
     for version in (1, 2):
         key = next(
-            key
-            for key in run.store.list(f"weights/{version:08d}/")
-            if key.endswith(".safetensors")
+            key for key in run.store.list(f"weights/{version:08d}/") if key.endswith(".safetensors")
         )
         data = bytearray(run.store.get_at(key))
         data[-1] ^= 1
@@ -290,9 +293,7 @@ def test_killed_export_leaves_nothing_under_the_folders_name(tmp_path: Path) -> 
         check=False,
     )
     assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
-    assert (tmp_path / ".out.part" / "model-00001-of-00005.safetensors").exists() or any(
-        (tmp_path / ".out.part").glob("model-00001-*")
-    )
+    assert list((tmp_path / ".out.part").glob("model-00001-*"))
     assert not (tmp_path / "out").exists()
     run = TrainedRun(tmp_path / "run2", tmp_path / "base")
     exported(run, tmp_path / "out")
@@ -309,6 +310,6 @@ def test_object_is_copied_in_parts_where_it_can_not_be_linked(
     reference = store.put_at("large", data)
     assert download(store, reference, tmp_path / "copy").read_bytes() == data
     wrong = ObjectRef(reference.uri, b"0" * 32, reference.num_bytes)
-    with pytest.raises(Exception, match="was altered: its SHA-256"):
+    with pytest.raises(ObjectError, match="was altered: its SHA-256"):
         download(store, wrong, tmp_path / "other")
     assert not (tmp_path / "other").exists()

@@ -5,6 +5,7 @@ weights come from, and how they learned.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -25,6 +26,8 @@ PRIVATE_SETTINGS = ("model", "data", "objects")
 """Left out of the settings: paths of one machine, and what has a section of its own."""
 MAX_CURVE_ROWS = 20
 CURVE_METRICS = ("reward_mean", "loss", "kl_estimate", "entropy", "completion_tokens_mean")
+LOCAL_FOLDERS = re.compile(r"(?<![\w./])(?:file://)?/(?:[^/\s:,]+/)+")
+"""Absolute paths of one machine, of which the card shows the last part."""
 PACKAGES = ("torch", "transformers")
 MICROS = 1e6
 
@@ -130,14 +133,14 @@ def _base_rows(base: BaseModel) -> list[tuple[str, object]]:
 def _data_rows(config: RunConfig) -> list[tuple[object, ...]]:
     weights = config.data.weights
     return [
-        (part.source, f"{weight:g}")
+        (without_local_folders(part.source), f"{weight:g}")
         for part, weight in zip(config.data.parts, weights, strict=True)
     ]
 
 
 def _setting_rows(config: RunConfig) -> list[tuple[str, object]]:
     rows: list[tuple[str, object]] = [
-        (name.replace("_", " "), value)
+        (name.replace("_", " "), without_local_folders(str(value)))
         for name, value in highlights(config).items()
         if name not in PRIVATE_SETTINGS
     ]
@@ -192,6 +195,13 @@ def _use(lineage: Lineage) -> str:
         f'model = {model}.from_pretrained("FOLDER", dtype="auto")\n```\n\n'
         "```bash\nrelax serve FOLDER\npython -m sglang.launch_server --model-path FOLDER\n```"
     )
+
+
+def without_local_folders(text: str) -> str:
+    """Return a setting without the folders of absolute paths: `jsonl:/home/me/rows.jsonl` becomes
+    `jsonl:rows.jsonl`.
+    """
+    return LOCAL_FOLDERS.sub("", text)
 
 
 def _section(title: str, body: str) -> str:

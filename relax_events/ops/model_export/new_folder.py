@@ -62,7 +62,7 @@ def write_folder(target: Path, *, replaces: bool = False) -> Iterator[Path]:
             try:
                 yield part
                 require_free(target, replaces=replaces)
-                _put_in_place(part, target)
+                _rename(part, target)
             except BaseException:
                 shutil.rmtree(part, ignore_errors=True)
                 raise
@@ -96,7 +96,7 @@ def _clear(folder: Path) -> None:
             path.unlink()
 
 
-def _put_in_place(part: Path, target: Path) -> None:
+def _rename(part: Path, target: Path) -> None:
     """Rename the folder, and sync its parent, so that the name outlives a power failure."""
     old = target.with_name(f".{target.name}.old")
     if target.is_dir() and any(target.iterdir()):
