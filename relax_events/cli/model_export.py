@@ -12,10 +12,13 @@ from cyclopts import Parameter
 if TYPE_CHECKING:
     from relax_events.config import RunConfig
     from relax_events.ops.model_export.export import Export
+    from relax_events.ops.model_export.versions import PublishedVersions
 
 SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[KMGT]?)(?P<binary>i?)B", re.IGNORECASE)
 UNITS = ("", "K", "M", "G", "T")
 HOME = Path(".relax")
+ATTEMPTS = 5
+"""Newest versions that are tried while a running trainer deletes them."""
 
 
 def export(
@@ -92,22 +95,45 @@ def export(
 def _export(
     settings: RunConfig, to: Path, *, version: int | None, best: str, **options: Any
 ) -> Export:
+    """Export the version that was asked for; the newest is chosen again where a running trainer has
+    replaced it meanwhile.
+    """
+    # before the log is read: a fast run would delete the newest version during the import
+    from relax_events.ops.model_export.export import export_version
+    from relax_events.ops.model_export.run_settings import as_described
+    from relax_events.ops.model_export.sources import VersionLost
+    from relax_events.ops.model_export.versions import choose_version
+
+    tried: set[int] = set()
+    while True:
+        versions = _read_versions(settings)
+        chosen = choose_version(versions, version=version, best=best)
+        described = as_described(settings, versions.state)
+        try:
+            return export_version(described, versions, chosen, to, report=_say, **options)
+        except VersionLost:
+            tried.add(chosen)
+            is_newest = version is None and not best
+            if not is_newest or len(tried) == ATTEMPTS or _newest(settings) in tried:
+                raise
+
+
+def _read_versions(settings: RunConfig) -> PublishedVersions:
     from relax_events.cli.run_reader import note_unreadable
     from relax_events.history.run_log import RunLog
-    from relax_events.ops.model_export.run_settings import as_described
-    from relax_events.ops.model_export.versions import choose_version, read_versions
+    from relax_events.ops.model_export.versions import read_versions
 
     with RunLog(settings, name="export") as log:
         versions = read_versions(log)
         note_unreadable(log)
-    chosen = choose_version(versions, version=version, best=best)
-    from relax_events.ops.model_export.export import (
-        export_version,  # only now, as it takes seconds: what is wrong so far is said at once
-    )
+    return versions
 
-    return export_version(
-        as_described(settings, versions.state), versions, chosen, to, report=_say, **options
-    )
+
+def _newest(settings: RunConfig) -> int:
+    from relax_events.history.run_log import RunLog
+
+    with RunLog(settings, name="export") as log:
+        return log.newest_version
 
 
 def _with_base(settings: RunConfig, base: Path) -> RunConfig:

@@ -28,6 +28,9 @@ MAX_CURVE_ROWS = 20
 CURVE_METRICS = ("reward_mean", "loss", "kl_estimate", "entropy", "completion_tokens_mean")
 LOCAL_FOLDERS = re.compile(r"(?<![\w./])(?:file://)?/(?:[^/\s:,]+/)+")
 """Absolute paths of one machine, of which the card shows the last part."""
+THINKER_CLASS = "Qwen3OmniMoeThinkerForConditionalGeneration"
+MODEL_CLASSES = dict.fromkeys(("qwen3_omni_moe", "qwen3_omni_moe_thinker"), THINKER_CLASS)
+"""Of models that no auto class loads."""
 PACKAGES = ("torch", "transformers")
 MICROS = 1e6
 
@@ -184,13 +187,12 @@ def _evaluations(lineage: Lineage) -> str:
 
 
 def _use(lineage: Lineage) -> str:
+    reader, model = "AutoTokenizer", "AutoModelForCausalLM"
     if lineage.base.is_multimodal:
-        python = "AutoModelForImageTextToText, AutoProcessor"
-    else:
-        python = "AutoModelForCausalLM, AutoTokenizer"
-    model, reader = python.split(", ")
+        reader = "AutoProcessor"
+        model = MODEL_CLASSES.get(lineage.base.model_type, "AutoModelForImageTextToText")
     return (
-        f"```python\nfrom transformers import {python}\n\n"
+        f"```python\nfrom transformers import {reader}, {model}\n\n"
         f'reader = {reader}.from_pretrained("FOLDER")\n'
         f'model = {model}.from_pretrained("FOLDER", dtype="auto")\n```\n\n'
         "```bash\nrelax serve FOLDER\npython -m sglang.launch_server --model-path FOLDER\n```"

@@ -101,20 +101,25 @@ def export_version(
         report: Called with a line for each stage.
     Raises:
         ConfigError: The folder is not empty, or the base model's is not there.
-        WeightsError: The version is not left, or does not fit the base model.
+        VersionLost: The version is not left.
+        WeightsError: The version does not fit the base model.
         EnvironmentProblem: The folder can't be written.
     """
     base = config.model.path
     if target.resolve() == base.resolve():
         raise ConfigError(f"--to {target} is the base model's folder; give another one")
-    parameters, base_tensors = read_parameters(base, config.model), open_base_tensors(base)
+    base_tensors = open_base_tensors(base)
     with write_folder(target, replaces=replaces) as folder:
         opened = folder / OPENED_FOLDER
         opened.mkdir()
         report(f"reading version {version} of run {config.run.id}")
+        # first of all, because a running trainer soon deletes what is not among the newest
         weights = open_weights(config, versions, version, opened)
         planned = plan_tensors(
-            base_tensors.layouts, weights.tensors.layouts, parameters, dtype=config.model.dtype
+            base_tensors.layouts,
+            weights.tensors.layouts,
+            read_parameters(base, config.model),
+            dtype=config.model.dtype,
         )
         shards = list(split_into_shards(planned, max_shard_bytes=max_shard_bytes))
         lineage = Lineage(

@@ -21,6 +21,12 @@ from relax_events.weights.tensor_files import Tensors
 log = structlog.get_logger()
 
 
+class VersionLost(WeightsError):
+    """Neither the weights nor a checkpoint of a version can be read; the text lists the versions
+    that are left.
+    """
+
+
 @dataclass(frozen=True, slots=True)
 class VersionWeights:
     """The verified weights of a version; `kind` is `weights` or `checkpoint`, `uri` that of the
@@ -46,8 +52,7 @@ def open_weights(
         folder: Where files are copied to; exists, and stays until the last tensor is read.
     Raises:
         ConfigError: The object store is not there.
-        WeightsError: Neither artifact nor checkpoint is left, or they differ from what was
-            committed; the text lists the versions that are left.
+        VersionLost: Neither artifact nor checkpoint is left as it was committed.
         EnvironmentProblem: The folder can't be written.
     """
     store = open_existing_store(config)
@@ -66,7 +71,7 @@ def open_weights(
             return _open_checkpoint(store, config, versions, version, folder)
         except WeightsError as error:
             problems.append(str(error))
-    raise WeightsError(_format_lost(store, versions, version, problems))
+    raise VersionLost(_format_lost(store, versions, version, problems))
 
 
 def _open_artifact(
