@@ -24,7 +24,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from relax_events.runtime.failpoints import VARIABLE
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(
+    600
+)  # four commands, each of which loads torch or a broker's client
 START_SECONDS = 120.0
 END_SECONDS = 60.0
 NUM_TOKENS = 6
@@ -49,6 +51,7 @@ def running(run_file: Path, *overrides: str) -> Iterator[subprocess.Popen[bytes]
             process.wait(END_SECONDS)
         finally:
             process.kill()
+            process.wait()
 
 
 def wait_for_version(process: subprocess.Popen[bytes], weights: Path, version: int) -> None:
@@ -123,8 +126,6 @@ def test_model_is_exported_during_the_run_and_after_it_and_served(
         missing.code,
         "has no version 99999; it has published versions 0 to" in missing.err,
     ) == (2, True)
-    unknown = relax("models", "export", "nothing", "--to", "third", *servers)
-    assert (unknown.code, "there is no run 'nothing'" in unknown.err) == (2, True)
     assert not (tmp_path / "third").exists()
 
     folder = tmp_path / second["folder"]
