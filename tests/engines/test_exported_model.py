@@ -37,7 +37,9 @@ def url(request: pytest.FixtureRequest, run: TrainedRun, tmp_path: Path) -> Iter
     with ExitStack() as stack:
         if request.param == "sglang":
             python = request.getfixturevalue("sglang_python")
-            yield stack.enter_context(started_server(folder, tmp_path / "server", python=python))
+            server = tmp_path / "server"
+            server.mkdir()
+            yield stack.enter_context(started_server(folder, server, python=python))
         else:
             yield stack.enter_context(served(folder))
 
