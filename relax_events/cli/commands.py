@@ -93,7 +93,7 @@ COMMANDS = {
     ),
     "models": (
         "relax_events.cli.models:app",
-        "Make small models for experiments: prepare, sft-warmup, make-tiny.",
+        "Export a run's model; make small ones: export, prepare, sft-warmup, make-tiny.",
     ),
     "serve": (
         "relax_events.cli.serve:serve",

@@ -1,17 +1,23 @@
-"""`relax models`: small models made on this machine, and their supervised start."""
+"""`relax models`: small models made on this machine, their supervised start, and the export of a
+run's model.
+"""
 
 import sys
 from pathlib import Path
 
 from cyclopts import App
 
+from relax_events.cli.model_export import export
+
 app = App(
     name="models",
     help=(
-        "Make small models for trying things out.\n\nExample: relax models prepare "
-        "configs/quickstart.toml"
+        "Export the model of a run, and make small models for trying things out.\n\nExample: "
+        "relax models prepare configs/quickstart.toml"
     ),
+    version_flags=[],  # --version names a policy version
 )
+app.command(export)
 
 
 @app.command

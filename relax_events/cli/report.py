@@ -40,6 +40,7 @@ def report(config: Path, *overrides: str) -> int:
         f"{written['num_steps']}: {written['reason']}"
     )
     print(settings.run_directory / "report.html")
+    print(f"export the model: {written['export_command']}")
     for problem in ledger.problems():
         print(f"BROKEN  {problem}")
     return 6 if ledger.problems() else 0

@@ -58,6 +58,7 @@ def run(config: Path, *overrides: str, accept_changes: bool = False) -> None:
             raise
         report = RunSession(settings, accepts_changes=True).run()
     print(format_closing_line(report, settings.run_directory))
+    print(f"export the model: {report['export_command']}")
 
 
 def worker(role: str, config: Path, *overrides: str, index: int | Literal["host"] = 0) -> None:

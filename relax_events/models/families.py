@@ -287,6 +287,15 @@ def read_family(path: Path, config: MediaConfig, *, separately: bool = False) ->
     )
 
 
+def find_part(name: str, *, family: Family) -> str:
+    """Return the part of a model that a parameter belongs to, by the longest matching prefix."""
+    starts = sorted(
+        ((start, part) for part, some in family.parts.items() for start in some),
+        key=lambda pair: -len(pair[0]),
+    )
+    return next((part for start, part in starts if name.startswith(start)), "language")
+
+
 def freeze(module: nn.Module, parts: Sequence[str], *, family: Family) -> None:
     """Freeze parts of a model.
 
@@ -298,12 +307,7 @@ def freeze(module: nn.Module, parts: Sequence[str], *, family: Family) -> None:
             f"model.frozen names {unknown[0]!r}, but the model's parts are "
             f"{', '.join(family.parts)}; remove it"
         )
-    prefixes = sorted(
-        ((prefix, part) for part, names in family.parts.items() for prefix in names),
-        key=lambda pair: -len(pair[0]),
-    )
     for name, parameter in module.named_parameters():
-        part = next((part for prefix, part in prefixes if name.startswith(prefix)), "language")
-        parameter.requires_grad_(part not in parts)
+        parameter.requires_grad_(find_part(name, family=family) not in parts)
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ConfigError(f"model.frozen = {list(parts)} leaves nothing to train; remove a part")

@@ -143,6 +143,19 @@ class ObjectStore:
         """
         return self._call("read", self._require_key(key), lambda: self._read(key))
 
+    def get_range(self, key: str, *, start: int, end: int) -> bytes:
+        """Read the bytes `start` to `end` (exclusive) of a named object without verification.
+
+        Raises:
+            ObjectError: The object is missing or unreadable.
+        """
+        name = self._require_key(key)
+        return self._call(
+            "read",
+            name,
+            lambda: bytes(obstore.get_range(self._storage, name, start=start, end=end)),
+        )
+
     def exists(self, key: str) -> bool:
         """Return whether an object has this name."""
         return self.num_bytes(key) is not None

@@ -43,6 +43,7 @@ prompts_skipped: Rows of the prompt stream that were not issued, by reason.
 evaluations: One for each version and dataset, oldest version first, as `PolicyEvaluated` has it,
     less the digests.
 weights_digests: SHA-256 of the weights that each step published, hexadecimal.
+export_command: The command that exports the newest version as a model folder.
 ledger_problems: Broken promises that the ledger found; none is the proof.
 config, config_digest: The run file as resolved, less the raw client settings; SHA-256 of it without
     the broker's address, so that equal digests mean equal runs. These are the last settings:
@@ -69,6 +70,7 @@ from relax_events.events.parts import now_micros
 from relax_events.events.types import PolicyEvaluated, TrainStepCommitted
 from relax_events.projections.ledger import Ledger
 from relax_events.projections.run_state import RunState, count_samples, max_sample_staleness
+from relax_events.reports.export_command import build_export_command
 from relax_events.reports.report_page import render_report
 from relax_events.runtime.private_files import write_private
 from relax_events.runtime.run_description import digest_config
@@ -179,6 +181,7 @@ def build_report(
         "source": source,
         "evaluations": evaluation_rows(state.evaluations.values()),
         "weights_digests": [step.weights_digest.hex() for step in steps],
+        "export_command": build_export_command(config),
         "ledger_problems": ledger.problems(),
         "config": config.model_dump(mode="json", exclude=SECRET_KEYS),
         "config_digest": digest_config(config),

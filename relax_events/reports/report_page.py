@@ -116,7 +116,8 @@ def render_header(report: Mapping[str, Any]) -> str:
     )
     return (
         f"<header><h1>Run {escape(report['run_id'])}{verdict}</h1><p>{escape(report['reason'])}</p>"
-        f'<p class="faint">ended {escape(report["ended_at"])}; {escape(machine)}</p></header>'
+        f'<p class="faint">ended {escape(report["ended_at"])}; {escape(machine)}</p>'
+        f"<p>export the model: <code>{escape(report['export_command'])}</code></p></header>"
     )
 
 

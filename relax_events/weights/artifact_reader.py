@@ -89,7 +89,7 @@ def read_weights(
             manifest says; the text names it.
     """
     try:
-        chain = _chain(store, reference, cached)
+        chain = read_chain(store, reference, cached)
         tensors: Mapping[str, RawTensor] = (
             cached.tensors.raw if cached is not None and chain[0].base is not None else {}
         )
@@ -122,11 +122,15 @@ def is_stored(store: ObjectStore, reference: ObjectRef) -> bool:
         return False
 
 
-def _chain(
-    store: ObjectStore, reference: ObjectRef, cached: CachedWeights | None
+def read_chain(
+    store: ObjectStore, reference: ObjectRef, cached: CachedWeights | None = None
 ) -> list[WeightManifest]:
     """Return the manifests that have to be read one on top of the other, the oldest first.
 
+    Args:
+        store: The store that holds them.
+        reference: Of the newest manifest.
+        cached: Weights at which the chain ends.
     Raises:
         ObjectError: One is gone.
         WeightsError: One is unreadable, or they lead back for ever.

@@ -237,8 +237,7 @@ def test_prompt_with_a_literal_placeholder_token_in_its_text_is_rejected(tmp_pat
     with pytest.raises(
         PoisonSample,
         match=(
-            "renders to 2 media placeholders, but its 1 files need 1; does its text "
-            "contain one"
+            "renders to 2 media placeholders, but its 1 files need 1; does its text contain one"
         ),
     ):
         renderer.prompt_tokens(insert_media(source.row(0).messages, [reference]))

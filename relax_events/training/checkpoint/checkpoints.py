@@ -118,12 +118,10 @@ class Checkpoints:
         Raises:
             ObjectError: An object is missing, incomplete or altered; the text names it.
         """
-        manifest = self._read_manifest(reference)
+        manifest = read_manifest(self._store, reference)
         tensors: dict[str, Tensor] = {}
-        for shard in manifest["shards"]:
-            tensors |= self._read_shard(
-                ObjectRef(shard["uri"], bytes.fromhex(shard["digest"]), shard["num_bytes"])
-            )
+        for shard in shard_references(manifest):
+            tensors |= self._read_shard(shard)
         if different := sorted(set(manifest["tensors"]) ^ tensors.keys()):
             raise ObjectError(
                 f"checkpoint {reference.uri}: {different[0]} is not in both manifest and "
@@ -166,23 +164,6 @@ class Checkpoints:
                 errors=problems,
             )
         return None
-
-    def _read_manifest(self, reference: CheckpointRef) -> dict[str, Any]:
-        data = self._store.get_at(self._store.key(reference.uri))
-        if (seen := sha256(data).digest()) != reference.digest:
-            raise ObjectError(
-                f"checkpoint manifest {reference.uri} was altered: SHA-256 must be "
-                f"{reference.digest.hex()}, got {seen.hex()}; "
-                "restore from another checkpoint"
-            )
-        manifest: dict[str, Any] = json.loads(data)
-        if manifest["format"] != FORMAT or manifest["policy_version"] != reference.policy_version:
-            raise ObjectError(
-                f"checkpoint manifest {reference.uri} must be of format {FORMAT} and version "
-                f"{reference.policy_version}, "
-                f"got {manifest['format']} and {manifest['policy_version']}"
-            )
-        return manifest
 
     def _read_shard(self, reference: ObjectRef) -> dict[str, Tensor]:
         try:
@@ -249,6 +230,36 @@ class Checkpoints:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def read_manifest(store: ObjectStore, reference: CheckpointRef) -> dict[str, Any]:
+    """Read a checkpoint's manifest and verify it.
+
+    Raises:
+        ObjectError: It is missing or altered, or of another format; the text names it.
+    """
+    data = store.get_at(store.key(reference.uri))
+    if (seen := sha256(data).digest()) != reference.digest:
+        raise ObjectError(
+            f"checkpoint manifest {reference.uri} was altered: SHA-256 must be "
+            f"{reference.digest.hex()}, got {seen.hex()}; restore from another checkpoint"
+        )
+    manifest: dict[str, Any] = json.loads(data)
+    if manifest["format"] != FORMAT or manifest["policy_version"] != reference.policy_version:
+        raise ObjectError(
+            f"checkpoint manifest {reference.uri} must be of format {FORMAT} and version "
+            f"{reference.policy_version}, "
+            f"got {manifest['format']} and {manifest['policy_version']}"
+        )
+    return manifest
+
+
+def shard_references(manifest: Mapping[str, Any]) -> list[ObjectRef]:
+    """Return the objects of a manifest's shards."""
+    return [
+        ObjectRef(shard["uri"], bytes.fromhex(shard["digest"]), shard["num_bytes"])
+        for shard in manifest["shards"]
+    ]
 
 
 def _assign_tensors(tensors: Mapping[str, Tensor], *, rank: int, size: int) -> list[str]:

@@ -1,0 +1,182 @@
+"""What an exported folder takes from the base model's folder: its tensors' names, its small files,
+and its licence.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from relax_events.errors import ConfigError, WeightsError
+from relax_events.model_folder import read_model_json
+from relax_events.regular_files import open_regular, read_regular_text
+from relax_events.weights.tensor_files import TensorFiles
+
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+CARD_FILE = "README.md"
+COPIED_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken"}
+COPIED_NAMES = re.compile(r"(LICEN[CS]E|NOTICE|USE_POLICY)", re.IGNORECASE)
+RECIPE_FILE = "relax_events.json"
+"""How `relax models prepare` made the model; the exported model was trained since."""
+TEMPLATES_FOLDER = "additional_chat_templates"
+CACHED_NAME = re.compile(r"models--([^/]+?)--([^/]+)")
+"""A folder in the cache of Hugging Face's hub."""
+FRONT_MATTER = re.compile(r"\A---\n(.*?)\n---", re.DOTALL)
+DTYPE_KEYS = ("dtype", "torch_dtype")
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModel:
+    """The base model as the card names it.
+
+    Attributes:
+        name: `organisation/name` of the hub where it is known, else the folder's name.
+        is_on_hub: Whether `name` is that of the hub.
+        licence: Identifier; empty when unknown.
+        config_digest: SHA-256 of its `config.json`, hexadecimal.
+        model_type: Of its `config.json`.
+        is_multimodal: Whether it reads media.
+    """
+
+    name: str
+    is_on_hub: bool
+    licence: str
+    config_digest: str
+    model_type: str
+    is_multimodal: bool
+
+
+def read_base_model(folder: Path) -> BaseModel:
+    """Read the name and the licence of the model in a folder.
+
+    Raises:
+        ConfigError: Its `config.json` can't be read.
+    """
+    config = read_model_json(folder / "config.json")
+    card = _read_front_matter(folder / CARD_FILE)
+    found = CACHED_NAME.search(str(folder.absolute()))
+    name = f"{found[1]}/{found[2]}" if found else ""
+    return BaseModel(
+        name=name or folder.absolute().name,
+        is_on_hub=bool(name),
+        licence=card.get("license", ""),
+        config_digest=sha256(read_regular_text(folder / "config.json").encode()).hexdigest(),
+        model_type=str(config.get("model_type", "")),
+        is_multimodal=(folder / "preprocessor_config.json").is_file(),
+    )
+
+
+def _read_front_matter(path: Path) -> dict[str, str]:
+    """Return the single-line values at the top of a model card; nothing where there is none."""
+    try:
+        found = FRONT_MATTER.match(read_regular_text(path))
+    except (OSError, UnicodeDecodeError):
+        return {}
+    lines = found[1].splitlines() if found else []
+    pairs = (line.partition(":") for line in lines if re.match(r"\w+:", line))
+    return {key: value.strip().strip("\"'") for key, _, value in pairs}
+
+
+def open_base_tensors(folder: Path) -> TensorFiles:
+    """Map the weights of a model folder: one file, or those that its index names.
+
+    Raises:
+        ConfigError: It has none in safetensors.
+        WeightsError: A file can't be read.
+    """
+    if (folder / SINGLE_FILE).is_file():
+        return TensorFiles([folder / SINGLE_FILE])
+    if not (folder / INDEX_FILE).is_file():
+        raise ConfigError(
+            f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; give a base model in "
+            "safetensors as --base"
+        )
+    index = read_model_json(folder / INDEX_FILE).get("weight_map", {})
+    names = sorted(set(index.values()))
+    if any(Path(name).name != name for name in names):
+        raise ConfigError(f"{folder / INDEX_FILE} names files of other folders")
+    files = TensorFiles(folder / name for name in names)
+    if missing := sorted(index.keys() - files.layouts.keys()):
+        raise WeightsError(
+            f"{folder / INDEX_FILE} names tensor {missing[0]}, which its file does not hold; "
+            "download the base model again"
+        )
+    return files
+
+
+def copy_small_files(base: Path, target: Path, *, chat_template: Path | None = None) -> None:
+    """Copy configuration, tokenizer, chat template, preprocessor and licence.
+
+    Code is not copied, nor are weights in other formats.
+
+    Args:
+        base: The base model's folder.
+        target: The folder to write; exists.
+        chat_template: The template that the run trained with instead of the base model's.
+    Raises:
+        ConfigError: The chat template can't be read.
+        OSError: A file can't be copied.
+    """
+    for path in sorted(base.iterdir()):
+        if path.is_file() and _is_copied(path.name):
+            _copy(path, target / path.name)
+    if (base / TEMPLATES_FOLDER).is_dir():
+        (target / TEMPLATES_FOLDER).mkdir()
+        for path in sorted((base / TEMPLATES_FOLDER).glob("*.jinja")):
+            _copy(path, target / TEMPLATES_FOLDER / path.name)
+    if chat_template is not None:
+        try:
+            text = read_regular_text(chat_template)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"data.chat_template_file = {chat_template} can't be read: {error}; put the "
+                "template that the run trained with there"
+            ) from None
+        (target / "chat_template.jinja").write_text(text)
+
+
+def _is_copied(name: str) -> bool:
+    if name.startswith(".") or name in (RECIPE_FILE, CARD_FILE) or name.endswith(".index.json"):
+        return False
+    return Path(name).suffix in COPIED_SUFFIXES or bool(COPIED_NAMES.match(name))
+
+
+def _copy(path: Path, target: Path) -> None:
+    with open_regular(path) as source, target.open("xb") as file:
+        shutil.copyfileobj(source, file)
+
+
+def set_dtype(folder: Path, dtype: str) -> None:
+    """Let `config.json` name the dtype of the exported weights, where it names another.
+
+    Args:
+        folder: The exported folder.
+        dtype: Of the trained weights.
+    Raises:
+        ConfigError: `config.json` can't be read.
+    """
+    path = folder / "config.json"
+    config = read_model_json(path)
+    changed = _with_dtype(config, dtype)
+    if not any(key in config for key in DTYPE_KEYS):
+        changed = changed | {"dtype": dtype}
+    if changed != config:
+        path.write_bytes(orjson.dumps(changed, option=orjson.OPT_INDENT_2) + b"\n")
+
+
+def _with_dtype(tree: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    return {
+        key: _with_dtype(value, dtype)
+        if isinstance(value, Mapping)
+        else dtype
+        if key in DTYPE_KEYS and value is not None
+        else value
+        for key, value in tree.items()
+    }

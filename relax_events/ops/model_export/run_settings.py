@@ -1,0 +1,36 @@
+"""The settings of a run as its log describes them, which a run file alone may not have."""
+
+from __future__ import annotations
+
+from relax_events.config import RunConfig
+from relax_events.errors import ConfigError
+from relax_events.projections.run_state import RunState
+from relax_events.runtime.run_description import read_described_config
+from relax_events.session.defaults import resolve_defaults
+
+
+def as_described(config: RunConfig, state: RunState) -> RunConfig:
+    """Return a run's settings as its newest description on the log has them, with the broker, the
+    files and the object store of `config`.
+
+    Args:
+        config: The run file, or the log's description itself.
+        state: The folded control log.
+    Raises:
+        ConfigError: The log does not describe the run, and the run file does not fit this machine.
+    """
+    if state.description is None:
+        return resolve_defaults(config)[0]
+    try:
+        known = read_described_config(state.description, run_id=config.run.id, own=config)
+    except ConfigError:  # an earlier release wrote it
+        return resolve_defaults(config)[0]
+    own = {
+        "run": {"directory": config.run.directory},
+        "model": {"path": config.model.path},
+        "data": {"chat_template_file": config.data.chat_template_file},
+    }
+    sections = {
+        name: getattr(known, name).model_copy(update=values) for name, values in own.items()
+    }
+    return known.model_copy(update=sections | {"broker": config.broker, "objects": config.objects})

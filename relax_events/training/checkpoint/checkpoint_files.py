@@ -1,0 +1,68 @@
+"""Reads the weights of a checkpoint tensor by tensor from files of this machine, without the
+optimizer's state and for models that are larger than the memory.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor
+
+from relax_events.errors import ObjectError, WeightsError
+from relax_events.events.parts import CheckpointRef
+from relax_events.objects import ObjectStore
+from relax_events.objects.download import download
+from relax_events.training.checkpoint.checkpoints import read_manifest, shard_references
+from relax_events.weights.tensor_files import TensorFiles, TensorLayout
+
+MODEL = "model."
+"""Prefix of the weights' names in a checkpoint."""
+WIDE_DTYPES = ("float32", "float64")
+
+
+class CheckpointTensors:
+    """The weights of a checkpoint; implements `Tensors`.
+
+    Trained weights are stored in master precision. Their layout has the dtype that the trainer
+    publishes, to which the reader of a tensor converts it.
+    """
+
+    def __init__(
+        self, store: ObjectStore, reference: CheckpointRef, folder: Path, *, dtype: str
+    ) -> None:
+        """Copy the checkpoint's shards into a folder.
+
+        Args:
+            store: The store that holds it.
+            reference: The checkpoint.
+            folder: Exists, and stays until the last tensor is read.
+            dtype: `model.dtype` of the run.
+        Raises:
+            WeightsError: An object is missing or altered; the text names it.
+            EnvironmentProblem: The folder can't be written.
+        """
+        try:
+            manifest = read_manifest(store, reference)
+            self._files = TensorFiles(
+                download(store, shard, folder / f"checkpoint-{number:05d}.safetensors")
+                for number, shard in enumerate(shard_references(manifest))
+            )
+        except (ObjectError, WeightsError, ValueError, KeyError, TypeError) as error:
+            raise WeightsError(f"checkpoint {reference.uri} can't be used: {error}") from error
+        if lost := sorted(set(manifest["tensors"]) ^ self._files.layouts.keys()):
+            raise WeightsError(
+                f"checkpoint {reference.uri} can't be used: {lost[0]} is not in both manifest "
+                "and shards"
+            )
+        self.policy_version = reference.policy_version
+        self.layouts = {
+            name.removeprefix(MODEL): TensorLayout(
+                dtype if layout.dtype in WIDE_DTYPES else layout.dtype, layout.shape
+            )
+            for name, layout in self._files.layouts.items()
+            if name.startswith(MODEL)
+        }
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor in the precision of the checkpoint; see `Tensors`."""
+        return self._files.read(MODEL + name)

@@ -1,0 +1,127 @@
+"""Reads tensors from memory-mapped safetensors files, and writes such files one tensor at a time.
+
+Neither needs memory for more than one tensor, whatever the size of a file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from relax_events.errors import WeightsError
+from relax_events.weights.artifact_reader import DTYPES
+from relax_events.weights.artifact_writer import raw_bytes
+
+HEADER_LENGTH_BYTES = 8
+ALIGNMENT_BYTES = 8
+"""Tensors start at a multiple of this, so the header is padded with spaces."""
+METADATA = {"format": "pt"}
+STORED_DTYPES = {ours: stored for stored, ours in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLayout:
+    """Dtype, named as torch does, and shape of a tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of its values."""
+        num_elements = 1
+        for length in self.shape:
+            num_elements *= length
+        return num_elements * int(getattr(torch, self.dtype).itemsize)
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
+
+class Tensors(Protocol):
+    """Tensors by name, each read when it is asked for."""
+
+    @property
+    def layouts(self) -> Mapping[str, TensorLayout]:
+        """Dtype and shape of each tensor."""
+        ...
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor on the CPU; the caller does not change it."""
+        ...
+
+
+class TensorFiles:
+    """The tensors of several safetensors files, which stay mapped: deleting a file does not disturb
+    its reader.
+    """
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        """Open the files and read their headers.
+
+        Raises:
+            WeightsError: A file is missing or is no safetensors file; the text names it.
+        """
+        self._handles: dict[str, Any] = {}
+        self.layouts: dict[str, TensorLayout] = {}
+        for path in files:
+            try:
+                handle: Any = safe_open(path, framework="pt")
+                for name in handle.keys():  # noqa: SIM118  # it is no mapping
+                    part = handle.get_slice(name)
+                    dtype = part.get_dtype()
+                    self.layouts[name] = TensorLayout(
+                        DTYPES.get(dtype, dtype), tuple(part.get_shape())
+                    )
+                    self._handles[name] = handle
+            except (OSError, SafetensorError) as error:
+                raise WeightsError(f"{path} can't be read as safetensors: {error}") from error
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor as a view of the mapped file."""
+        tensor: Tensor = self._handles[name].get_tensor(name)
+        return tensor
+
+
+def write_tensor_file(
+    path: Path, layouts: Mapping[str, TensorLayout], read: Callable[[str], Tensor]
+) -> None:
+    """Write a safetensors file; it is on the disk when this returns.
+
+    Args:
+        path: The file; must not exist.
+        layouts: The tensors, in the order of the file.
+        read: Returns a tensor of that shape; it is converted to that dtype.
+    Raises:
+        OSError: The file can't be written.
+        WeightsError: A tensor has another shape.
+    """
+    header: dict[str, Any] = {"__metadata__": METADATA}
+    end = 0
+    for name, layout in layouts.items():
+        begin, end = end, end + layout.num_bytes
+        header[name] = {
+            "dtype": STORED_DTYPES[layout.dtype],
+            "shape": list(layout.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT_BYTES)
+    with path.open("xb") as file:
+        file.write(len(text).to_bytes(HEADER_LENGTH_BYTES, "little"))
+        file.write(text)
+        for name, layout in layouts.items():
+            tensor = read(name).to(getattr(torch, layout.dtype))
+            if tuple(tensor.shape) != layout.shape:
+                raise WeightsError(f"{name} must be {list(layout.shape)}, got {list(tensor.shape)}")
+            file.write(raw_bytes(tensor))
+        file.flush()
+        os.fsync(file.fileno())
