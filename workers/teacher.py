@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from relax_events.config import RunConfig
 from relax_events.errors import ConfigError
 from relax_events.events.types import SampleRolledOut
-from relax_events.models.tokenizer_folder import require_same_vocabulary
+from relax_events.models.token_table import require_same_vocabulary
 from relax_events.roles.logprob_processor import LogprobScorer, open_scorer
 from relax_events.roles.worker_factory import open_worker
 from relax_events.runtime.processors import SampleLoop

@@ -22,7 +22,7 @@ from relax_events.errors import ConfigError, EnvironmentProblem, PoisonSample
 from relax_events.http.server import open_listener
 from relax_events.media.token_layout import MEDIA_FAMILIES, MediaLayout
 from relax_events.model_folder import has_experts, read_model_json
-from relax_events.models.tokenizer_folder import require_same_vocabulary
+from relax_events.models.token_table import require_same_vocabulary
 from relax_events.plugins import (
     ENGINES,
     ENVIRONMENTS,

@@ -1,7 +1,7 @@
 """A model folder's tokenizer without transformers, whose import takes seconds and loads torch.
 
-`tokenizer.json` is enough for encoding, decoding and the vocabulary; the chat template is rendered
-as in transformers.
+`tokenizer.json` is enough for encoding and decoding; the chat template is rendered as in
+transformers.
 """
 
 from __future__ import annotations
@@ -20,10 +20,6 @@ from relax_events.regular_files import read_regular_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-import orjson
-from tokenizers import Tokenizer
-
-from relax_events.errors import ConfigError
 
 SPECIAL_NAMES = (
     "bos_token",
@@ -150,78 +146,3 @@ def _to_json(
 
 def _raise(message: str) -> NoReturn:
     raise TemplateError(message)
-
-
-def require_same_vocabulary(policy: Path, teacher: Path) -> None:
-    """Reject a teacher whose token ids have other tokens than the policy's: its log-probabilities
-    would be of other texts.
-
-    Only ids and tokens are compared. How text is tokenized does not matter, since the teacher reads
-    the policy's ids.
-
-    Args:
-        policy: Folder of the policy's model.
-        teacher: Folder of the teacher's model.
-    Raises:
-        ConfigError: A folder has no readable tokenizer.json, or the vocabularies differ; the text
-            names the first id that differs.
-    """
-    policy_tokens, teacher_tokens = read_vocabulary(policy), read_vocabulary(teacher)
-    if policy_tokens == teacher_tokens:
-        return
-    at = min(
-        number
-        for number in policy_tokens.keys() | teacher_tokens.keys()
-        if policy_tokens.get(number) != teacher_tokens.get(number)
-    )
-    remedy = "use a teacher of the policy's family, with the same tokenizer"
-    difference = (
-        f"token id {at} is {teacher_tokens.get(at)!r} in teacher.model_path = {teacher} and "
-        f"{policy_tokens.get(at)!r} in model.path = {policy}"
-    )
-    raise ConfigError(f"teacher and policy must have the same vocabulary: {difference}; {remedy}")
-
-
-def read_vocabulary(folder: Path) -> dict[int, str]:
-    """Return the tokens of a model's tokenizer by their ids, including added tokens.
-
-    Raises:
-        ConfigError: The folder has no valid tokenizer.json.
-    """
-    path = folder / "tokenizer.json"
-    try:
-        tree = orjson.loads(read_regular_text(path))
-        vocabulary, added = tree["model"]["vocab"], tree.get("added_tokens") or []
-        pairs = (
-            vocabulary.items()
-            if isinstance(vocabulary, dict)
-            else ((token, number) for number, (token, _) in enumerate(vocabulary))
-        )
-        return {number: token for token, number in pairs} | {
-            token["id"]: token["content"] for token in added
-        }
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{folder} has no tokenizer.json, which is needed to compare vocabularies; save its "
-            "tokenizer as a fast one"
-        ) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{path} is not a file of the tokenizers library ({error!r}); save the tokenizer again"
-        ) from error
-
-
-def token_texts(folder: Path, tokens: Sequence[int]) -> list[str]:
-    """Return the text of each single token; incomplete UTF-8 becomes replacement characters.
-
-    Args:
-        folder: The model's folder, which has a `tokenizer.json`.
-        tokens: Token ids.
-    Raises:
-        ConfigError: The folder has no such file, or it can't be read.
-    """
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise ConfigError(f"{path} does not exist, so tokens can't be decoded; set model.path")
-    tokenizer = Tokenizer.from_file(str(path))
-    return tokenizer.decode_batch([[token] for token in tokens], skip_special_tokens=False)

@@ -21,7 +21,7 @@ from relax_events.launcher.requirements import (
     require_teacher,
 )
 from relax_events.model_folder import read_model_json
-from relax_events.models.tokenizer_folder import read_vocabulary
+from relax_events.models.token_table import read_vocabulary
 
 MakeRunConfig = Callable[..., RunConfig]
 SEVEN_ROLES = (

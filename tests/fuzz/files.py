@@ -31,7 +31,7 @@ from relax_events.media.audio import inspect_audio
 from relax_events.media.images import decode_image, inspect_image
 from relax_events.media.items import MediaAccess, read_items
 from relax_events.media.videos import inspect_video
-from relax_events.models.tokenizer_folder import read_vocabulary
+from relax_events.models.token_table import read_vocabulary
 from relax_events.objects.marker import MARKER, read_marker
 from relax_events.objects.store import ObjectStore
 from relax_events.ops.export_manifest import MANIFEST, Manifest

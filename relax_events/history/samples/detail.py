@@ -15,7 +15,7 @@ from relax_events.history.run_log import DecodedRecord, RunLog
 from relax_events.history.samples.filter import SampleFilter
 from relax_events.history.samples.reader import read_sample_events, read_samples
 from relax_events.history.samples.view import SampleView
-from relax_events.models.tokenizer_folder import token_texts
+from relax_events.models.token_table import token_texts
 from relax_events.objects import ObjectStore, check_out
 
 

@@ -1,7 +1,5 @@
-"""Opens a worker's traces as configured in the run file, and sends its spans to a collector from a
-separate thread.
-
-An unavailable collector loses spans, which are counted, and never delays the worker.
+"""Sends spans to a collector from a separate thread. An unavailable collector loses spans, which
+are counted, and never delays the worker.
 """
 
 from __future__ import annotations
@@ -9,19 +7,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
-from importlib.util import find_spec
 from typing import Protocol
 
 import structlog
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
-
-from relax_events.config import RunConfig, TracesConfig
-from relax_events.errors import ConfigError
-from relax_events.telemetry.component_metrics import SpanMetrics
-from relax_events.telemetry.traces.api import Traces
 
 log = structlog.get_logger()
 QUEUED_SPANS = 8192
@@ -107,49 +98,3 @@ class SpanQueue(BatchSpanProcessor):
         closing.join(CLOSE_SECONDS)
         if left := self._num_given - self._num_dropped - self._sender.num_taken:
             log.warning("spans.dropped", num_spans=left)
-
-
-PACKAGE = "opentelemetry.exporter.otlp.proto.http"
-
-
-def require_tracing(traces: TracesConfig) -> str:
-    """Describe where traces are sent, after checking that OpenTelemetry is installed.
-
-    Raises:
-        ConfigError: OpenTelemetry is not installed.
-    """
-    if not traces.endpoint:
-        return "none: telemetry.traces.endpoint is empty"
-    if not _is_installed():
-        raise ConfigError(
-            "telemetry.traces.endpoint needs OpenTelemetry; pip install "
-            "'relax-events[tracing]', or leave it empty"
-        )
-    return f"{traces.ratio:.0%} of the prompt groups, to {traces.endpoint}"
-
-
-def _is_installed() -> bool:
-    with suppress(ModuleNotFoundError):  # raised for missing parent packages
-        return find_spec(PACKAGE) is not None
-    return False
-
-
-def open_traces(config: RunConfig, *, role: str, worker_id: str, counts: SpanMetrics) -> Traces:
-    """Open a worker's traces, which record nothing without a collector; raises as
-    `require_tracing`.
-    """
-    traces = config.telemetry.traces
-    require_tracing(traces)
-    if not traces.endpoint:
-        return Traces()
-    from relax_events.telemetry.traces.export import SpanQueue, SpanSender
-    from relax_events.telemetry.traces.recorded import RecordedTraces
-
-    queue = SpanQueue(SpanSender(traces.endpoint, counts), counts)
-    return RecordedTraces(
-        queue,
-        run_id=config.run.id,
-        role=role,
-        worker_id=worker_id,
-        ratio=traces.ratio,
-    )

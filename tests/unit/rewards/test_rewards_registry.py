@@ -78,7 +78,6 @@ def test_built_in_reward_digest_covers_the_packages_it_depends_on() -> None:
     names = (
         "answer_extraction",
         "ifbench_forms",
-        "ifbench_language",
         "ifbench_words",
         "ifeval",
         "ifeval_instructions",
