@@ -20,9 +20,13 @@ from relax_events.config import RunConfig, TracesConfig
 from relax_events.errors import ConfigError
 from relax_events.kafka.records import Record
 from relax_events.telemetry.component_metrics import SpanMetrics
-from relax_events.telemetry.traces import NOT_TRACED, Traces, open_traces, require_tracing
-from relax_events.telemetry.traces import export as opening
-from relax_events.telemetry.traces import export as sending
+from relax_events.telemetry.traces import (
+    NOT_TRACED,
+    Traces,
+    factory,
+    open_traces,
+    require_tracing,
+)
 from relax_events.telemetry.traces.recorded import derive_root, is_sampled
 
 MakeRunConfig = Callable[..., RunConfig]
@@ -379,7 +383,7 @@ def test_error_names_missing_package_with_its_extra(
         require_tracing(config.telemetry.traces)
         == "5% of the prompt groups, to http://127.0.0.1:4318/v1/traces"
     )
-    monkeypatch.setattr(opening, "PACKAGE", "a_package_that_is_not_there.http")
+    monkeypatch.setattr(factory, "PACKAGE", "a_package_that_is_not_there.http")
     with pytest.raises(
         ConfigError,
         match=r"^telemetry.traces.endpoint needs OpenTelemetry; pip install 'relax-events\[tracing\]'",
