@@ -27,6 +27,7 @@ from relax_events.telemetry.traces import (
     open_traces,
     require_tracing,
 )
+from relax_events.telemetry.traces import export as sending
 from relax_events.telemetry.traces.recorded import derive_root, is_sampled
 
 MakeRunConfig = Callable[..., RunConfig]
