@@ -112,7 +112,7 @@ def main(folder):
             results[f"{name}_whole"], tensors[f"{name}_whole"] = train(
                 ranks, folder / "model", bounds, WHOLE_STEP
             )
-        results["use_collectives"] = use_collectives(ranks)
+        results["collectives"] = use_collectives(ranks)
         results["diverge"] = diverge(ranks, folder / "model")
         results["save"], tensors["save"] = save(ranks, folder)
         results["lose_a_rank"] = lose_a_rank(ranks)
