@@ -13,6 +13,7 @@ COSTLY = (
     "component/test_custom_code.py::test_code_of_a_model_folder_is_not_run",
     "component/test_data_memory.py",
     "component/test_leftovers.py",
+    "component/test_model_export.py",
     "component/test_promtool.py",
     "component/test_rewards_trial.py",
     "component/test_rewards_services.py",
