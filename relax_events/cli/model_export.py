@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from cyclopts import Parameter
+from relax_events.cli.output import print_json, print_pairs, print_progress
+from relax_events.cli.parameters import DEFAULT_BROKER, BrokerOptions, Output
 
 if TYPE_CHECKING:
     from relax_events.config import RunConfig
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[KMGT]?)(?P<binary>i?)B", re.IGNORECASE)
 UNITS = ("", "K", "M", "G", "T")
-HOME = Path(".relax")
 ATTEMPTS = 5
 """Newest versions that are tried while a running trainer deletes them."""
 
@@ -25,24 +24,13 @@ def export(
     run: str,
     *,
     to: Path,
-    version: Annotated[int | None, Parameter(help="The policy version.")] = None,
-    best: Annotated[
-        str,
-        Parameter(help="Metric whose best version is exported, as reward_mean or gsm8k/pass_at_4."),
-    ] = "",
-    base: Annotated[Path | None, Parameter(help="The base model's folder.")] = None,
-    max_shard_size: Annotated[
-        str, Parameter(help="Largest size of a weight file, as 5GB or 500MB.")
-    ] = "5GB",
-    force: Annotated[bool, Parameter(help="Replace a model folder that is there.")] = False,
-    config: Annotated[Path | None, Parameter(help="A run file whose broker is meant.")] = None,
-    bootstrap_servers: Annotated[
-        str, Parameter(help="The cluster that is meant, as host:port,host:port.")
-    ] = "",
-    directory: Annotated[
-        Path, Parameter(help="Where runs and the embedded broker keep their files.")
-    ] = HOME,
-    output: Literal["table", "json"] = "table",
+    version: int | None = None,
+    best: str = "",
+    base: Path | None = None,
+    max_shard_size: str = "5GB",
+    force: bool = False,
+    broker: BrokerOptions = DEFAULT_BROKER,
+    output: Output = "table",
 ) -> None:
     """Write the model of a run as a folder that transformers, SGLang and `relax serve` load, during
     the run or after it.
@@ -61,22 +49,14 @@ def export(
         base: The base model's folder, where it is no longer at `model.path`.
         max_shard_size: Largest size of a weight file, as 5GB or 500MB.
         force: Replace a model folder that is there.
-        config: A run file whose broker is meant.
-        bootstrap_servers: The cluster that is meant, as host:port,host:port.
-        directory: Folder of the embedded broker, unless another option names a broker.
-        output: A table to read, or JSON for programs.
     """
     from dataclasses import asdict
 
-    from relax_events.cli.output import print_json, print_pairs
-    from relax_events.cli.run_reader import open_run
     from relax_events.ops.model_export.new_folder import require_free
 
     max_shard_bytes = parse_size(max_shard_size)
     require_free(to.resolve(), replaces=force)
-    with open_run(
-        run, config=config, bootstrap_servers=bootstrap_servers, directory=directory, name="export"
-    ) as settings:
+    with broker.open_run(run, name="export") as settings:
         settings = settings if base is None else _with_base(settings, base)
         done = _export(
             settings,
@@ -110,7 +90,7 @@ def _export(
         chosen = choose_version(versions, version=version, best=best)
         described = as_described(settings, versions.state)
         try:
-            return export_version(described, versions, chosen, to, report=_say, **options)
+            return export_version(described, versions, chosen, to, report=print_progress, **options)
         except VersionLost:
             tried.add(chosen)
             is_newest = version is None and not best
@@ -160,7 +140,3 @@ def parse_size(text: str) -> int:
             f"--max-shard-size must be a size such as 5GB, 500MB or 2GiB, got {text!r}"
         )
     return size
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

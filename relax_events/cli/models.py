@@ -2,12 +2,12 @@
 run's model.
 """
 
-import sys
 from pathlib import Path
 
 from cyclopts import App
 
 from relax_events.cli.model_export import export
+from relax_events.cli.output import print_progress
 
 app = App(
     name="models",
@@ -40,7 +40,7 @@ def prepare(config: Path, *overrides: str) -> None:
     from relax_events.objects.store import ObjectStore
 
     loaded = load_run_config(config, overrides)
-    print(prepare_model(loaded, report=_say))
+    print(prepare_model(loaded, report=print_progress))
     if loaded.objects_uri.startswith("file:"):
         claim_store(ObjectStore.open(loaded.objects_uri, waits=False), run_id=loaded.run.id)
 
@@ -60,7 +60,7 @@ def sft_warmup(config: Path, *overrides: str, output: Path | None = None) -> Non
     from relax_events.config import load_run_config
     from relax_events.examples.model_preparation import warm_up_model
 
-    print(warm_up_model(load_run_config(config, overrides), output=output, report=_say))
+    print(warm_up_model(load_run_config(config, overrides), output=output, report=print_progress))
 
 
 @app.command(name="make-tiny")
@@ -120,7 +120,3 @@ def _from_corpus(path: Path, corpus: Path, seed: int) -> Path:
             f"corpus {corpus} can't be read: {error}; give a text file to --corpus"
         ) from None
     return write_tiny(path, corpus=lines, seed=seed)
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -1,6 +1,5 @@
-"""Asks before a change, unless `--yes` was given.
-
-Data on stdout: tables for people, JSON for pipes.
+"""What commands print: data on stdout, as tables for people or JSON for pipes; progress and
+questions on stderr.
 """
 
 from __future__ import annotations
@@ -50,6 +49,11 @@ def accept_source(refused: UntrustedSettingsError, *, trusts: bool) -> None:
     )
     if not agreed("take all this over?", yes=trusts):
         raise refused
+
+
+def print_progress(line: str) -> None:
+    """Print a line about a command's progress to stderr."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def print_json(data: Any) -> None:

@@ -115,12 +115,7 @@ def export_version(
         report(f"reading version {version} of run {config.run.id}")
         # first of all, because a running trainer soon deletes what is not among the newest
         weights = open_weights(config, versions, version, opened)
-        planned = plan_tensors(
-            base_tensors.layouts,
-            weights.tensors.layouts,
-            read_parameters(base, config.model),
-            dtype=config.model.dtype,
-        )
+        planned = _plan(config, base_tensors, weights.tensors)
         shards = list(split_into_shards(planned, max_shard_bytes=max_shard_bytes))
         lineage = Lineage(
             config, version, weights.digest, weights.kind, read_base_model(base), versions.state
@@ -140,6 +135,12 @@ def export_version(
         num_bytes=sum(tensor.layout.num_bytes for tensor in planned),
         weights_digest=weights.digest.hex(),
     )
+
+
+def _plan(config: RunConfig, base: Tensors, trained: Tensors) -> list[ExportedTensor]:
+    """Plan the folder's tensors: their names, layouts, and whether they come from `trained`."""
+    parameters = read_parameters(config.model.path, config.model)
+    return plan_tensors(base.layouts, trained.layouts, parameters, dtype=config.model.dtype)
 
 
 def _write_small_files(folder: Path, lineage: Lineage) -> None:
