@@ -74,7 +74,7 @@ def server_processes(directory: Path) -> list[psutil.Process]:
     mains = [
         one
         for one, command in commands.items()
-        if "serve.py" in command and str(directory) in command
+        if "launch.py" in command and str(directory) in command
     ]
     return [process for main in mains for process in (main, *main.children(recursive=True))]
 
@@ -137,7 +137,7 @@ def check_whole(engine: SGLangEngine, begun: Mapping[str, list[int]]) -> None:
         )
 
 
-@pytest.mark.parametrize("name", ["serve.py", "sglang::scheduler"])
+@pytest.mark.parametrize("name", ["launch.py", "sglang::scheduler"])
 def test_samples_continue_after_a_server_process_is_killed(
     engine: SGLangEngine, directory: Path, name: str
 ) -> None:
