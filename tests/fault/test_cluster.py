@@ -24,7 +24,7 @@ def test_run_continues_when_the_leader_crashes_and_a_broker_is_lost_for_good(
     start_run: Callable[..., FaultRun], broker: Cluster
 ) -> None:
     run = start_run(
-        run={"num_steps": 30},
+        run={"num_steps": 120},
         broker={"bootstrap_servers": broker.bootstrap_servers, "replication_factor": 3},
     )
     topic = run.plan.topic("control.train-steps")
@@ -62,7 +62,7 @@ def test_run_continues_when_the_leader_is_partitioned_from_other_brokers(
     """Every client still reaches it, and it still believes that it leads: records that it accepts
     must not count, and no client may wait for it long."""
     run = start_run(
-        run={"num_steps": 40},
+        run={"num_steps": 120},
         broker={"bootstrap_servers": broker.bootstrap_servers, "replication_factor": 3},
     )
     topic = run.plan.topic("control.train-steps")
