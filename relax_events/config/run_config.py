@@ -302,14 +302,15 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _ranks_have_shards(self) -> RunConfig:
-        if self.trainer.ranks > self.broker.partitions_per_version:
-            ranks = self.trainer.ranks
+        ranks = self.trainer.topology().data
+        if ranks > self.broker.partitions_per_version:
             need = (
-                f"trainer.ranks = {ranks} needs broker.partitions_per_version >= {ranks}, got "
+                f"trainer.ranks = {self.trainer.ranks} needs broker.partitions_per_version >= "
+                f"{ranks}, got "
                 f"{self.broker.partitions_per_version}"
             )
             raise ValueError(
-                f"every rank reads shards of its own: {need}; set "
+                f"every data-parallel rank reads shards of its own: {need}; set "
                 "broker.partitions_per_version or trainer.ranks"
             )
         return self

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from relax_events.config.base import DERIVED, OrDerived, Positive, Seconds, Section
 from relax_events.config.external_values import Code, Text
+from relax_events.config.topology import Topology
+from relax_events.errors import ConfigError
+
+PARALLEL_KEYS = (
+    "tensor_parallel",
+    "pipeline_parallel",
+    "context_parallel",
+    "expert_parallel",
+    "expert_tensor_parallel",
+)
 
 
 class TrainerConfig(Section):
@@ -16,7 +26,21 @@ class TrainerConfig(Section):
     backend: Code = "torch"
     """Entry point in the group `relax_events.trainer_backends`, or `path/to/file.py:Class`."""
     ranks: Positive = 1
-    """Data-parallel processes on this machine."""
+    """Processes on this machine. Divided by `tensor_parallel`, `pipeline_parallel` and
+    `context_parallel` they are the data-parallel ranks, each of which trains a part of the
+    batch."""
+    tensor_parallel: Positive = 1
+    """Ranks over which each matrix is split. Backend `torch` takes none of the five `_parallel`
+    sizes above 1."""
+    pipeline_parallel: Positive = 1
+    """Stages into which the layers are split."""
+    context_parallel: Positive = 1
+    """Ranks over which each sequence is split."""
+    expert_parallel: Positive = 1
+    """Ranks over which the experts of a layer are distributed. Times `expert_tensor_parallel` it
+    divides the ranks of a pipeline stage."""
+    expert_tensor_parallel: Positive = 1
+    """Ranks over which the matrices of each expert are split."""
     learning_rate: OrDerived[Annotated[float, Field(gt=0)]] = DERIVED
     """AdamW's learning rate. Derived: 1e-6, for training all parameters of a pretrained model; 1e-3
     for a model made by `[model.tiny]`."""
@@ -72,6 +96,38 @@ class TrainerConfig(Section):
     collective_timeout_seconds: Seconds = 1800.0
     """Deadline of a collective between ranks: longer than the slowest rank's part of a step, and
     than rank 0's writing of a version. A dead rank is detected at once, whatever this is."""
+
+    def topology(self, num_ranks: int | None = None) -> Topology:
+        """Return how the ranks are laid out.
+
+        Args:
+            num_ranks: Those that run; by default `ranks`.
+        Raises:
+            ConfigError: The ranks can't be divided so; the text names the smallest changes that
+                fit.
+        """
+        return Topology.of(
+            self.ranks if num_ranks is None else num_ranks,
+            tensor=self.tensor_parallel,
+            pipeline=self.pipeline_parallel,
+            context=self.context_parallel,
+            expert=self.expert_parallel,
+            expert_tensor=self.expert_tensor_parallel,
+        )
+
+    @model_validator(mode="after")
+    def _ranks_fit(self) -> TrainerConfig:
+        try:
+            self.topology()
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        split = [key for key in PARALLEL_KEYS if getattr(self, key) > 1]
+        if self.backend == "torch" and split:
+            raise ValueError(
+                f"trainer.backend = 'torch' keeps each layer whole, and trainer.{split[0]} is "
+                f"{getattr(self, split[0])}; set it to 1, or choose a backend that splits layers"
+            )
+        return self
 
     @property
     def has_mini_batches(self) -> bool:

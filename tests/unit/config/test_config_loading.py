@@ -204,7 +204,7 @@ def test_object_store_defaults_to_the_run_directory(run_file: Path, tmp_path: Pa
         (
             "trainer.ranks=5",
             (
-                "every rank reads shards of its own: trainer.ranks = 5 needs "
+                "every data-parallel rank reads shards of its own: trainer.ranks = 5 needs "
                 "broker.partitions_per_version >= 5, "
                 "got 2; set broker.partitions_per_version or trainer.ranks"
             ),
