@@ -14,7 +14,7 @@ from relax_events.runtime.processors import SampleLoop
 def run(config: RunConfig, *, index: int = 0) -> None:
     """Run the role until it is asked to stop."""
     with open_worker("reference", config, index=index) as worker:
-        scorer = open_scorer(worker, model=config.model.routing_freely)
+        scorer = open_scorer(worker, model=config.model.without_adapters.routing_freely)
         evaluate = LogprobScorer(
             worker,
             scorer,

@@ -59,6 +59,9 @@ def _print_version(found: VersionLineage) -> None:
         f"{found.published_position}"
     )
     print(f"  weights {found.artifact}")
+    if found.base_model:
+        digest = found.base_digest[:DIGEST_SIGNS] or "unknown"
+        print(f"  adapters of the base model {found.base_model}, digest {digest}")
     if found.train_step is None or found.committed_at is None:
         print("  the initial weights: no train step made them")
         return

@@ -11,6 +11,7 @@ from relax_events.config.environment import EnvironmentConfig
 from relax_events.config.evaluation import EvaluationConfig, EvaluationDatasetConfig
 from relax_events.config.judge import JudgeConfig
 from relax_events.config.loading import load_run_config
+from relax_events.config.lora import LoRAConfig
 from relax_events.config.media import MediaConfig
 from relax_events.config.reward import ChosenReward, RewardConfig
 from relax_events.config.run_config import (
@@ -41,6 +42,7 @@ __all__ = [
     "EvaluationDatasetConfig",
     "HealthConfig",
     "JudgeConfig",
+    "LoRAConfig",
     "MediaConfig",
     "ModelConfig",
     "ObjectsConfig",

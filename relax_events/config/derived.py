@@ -16,7 +16,7 @@ from relax_events.config.inventory import COMPUTING_ROLES, CheckpointFacts, Mach
 from relax_events.config.run_config import RunConfig
 from relax_events.config.unset_keys import THREAD_KEYS, missing_keys, with_values
 
-FINE_TUNING_RATE, TINY_RATE = 1e-6, 1e-3
+FINE_TUNING_RATE, ADAPTER_RATE, TINY_RATE = 1e-6, 1e-5, 1e-3
 TINY_CONTEXT_TOKENS, TINY_NEW_TOKENS = 512, 32
 MAX_CONTEXT_TOKENS = 8192
 """What is derived at most: longer samples cost memory and time in proportion, so the run file has
@@ -72,6 +72,12 @@ def _of_training(
     if config.model.tiny is not None:
         yield Derived(
             "trainer.learning_rate", TINY_RATE, "[model.tiny] makes the model: random weights"
+        )
+    elif config.model.lora is not None:
+        yield Derived(
+            "trainer.learning_rate",
+            ADAPTER_RATE,
+            "adapters of a pretrained model are trained",
         )
     else:
         yield Derived(
@@ -153,8 +159,9 @@ def _of_memory(
     on_gpu = bool(machine.gpu_bytes) and config.model.device != "cpu"
     whole = min(machine.gpu_bytes) if on_gpu else machine.memory_bytes // 2
     ranks = 1 if on_gpu else max(machine.roles.get("trainer", 1), 1)
+    rank = config.model.lora.rank if config.model.lora is not None else 0
     static = (
-        known.training_bytes(dtype)
+        known.training_bytes(dtype, adapter_rank=rank)
         + (RESERVED_GPU_BYTES if on_gpu else RESERVED_CPU_BYTES)
         + 4 * known.vocab_size * known.hidden_size
     )

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from relax_events.config.base import DERIVED, OrDerived, Positive, Seconds, Section
 from relax_events.config.external_values import Addresses, Code, FilePath, Names, Text
+from relax_events.config.lora import LoRAConfig
 from relax_events.config.media import MediaConfig
 
 
@@ -58,6 +59,8 @@ class ModelConfig(Section):
     frozen: tuple[Literal["language", "vision", "audio", "projection"], ...] = ()
     """Parts without training: the language model, the vision or audio tower, or the projector from
     a tower to the language model."""
+    lora: LoRAConfig | None = None
+    """Train adapters instead of the weights in `path`; without it all weights are trained."""
     tiny: TinyModelConfig | None = None
     """How `relax models prepare` makes the model where `path` does not exist; without it the folder
     must be there."""
@@ -68,6 +71,20 @@ class ModelConfig(Section):
         it through the same.
         """
         return self.routing_replay == "rollout"
+
+    @model_validator(mode="after")
+    def _adapters_are_all_that_is_trained(self) -> ModelConfig:
+        if self.lora is not None and self.frozen:
+            raise ValueError(
+                f"frozen = {list(self.frozen)} has no use next to [model.lora], which freezes all "
+                "weights and trains adapters of the language model; leave it out"
+            )
+        return self
+
+    @property
+    def without_adapters(self) -> ModelConfig:
+        """The model in `path` alone."""
+        return self.model_copy(update={"lora": None})
 
     @property
     def routing_freely(self) -> ModelConfig:

@@ -62,11 +62,29 @@ class CheckpointFacts:
         """Return what a token takes in the engine's cache of keys and values."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * width_of(dtype)
 
-    def training_bytes(self, dtype: str) -> int:
-        """Return what weights, gradients and AdamW's moments take: 16 bytes a parameter, and 18
-        where the weights have float32 masters.
+    def training_bytes(self, dtype: str, *, adapter_rank: int = 0) -> int:
+        """Return what weights, gradients and AdamW's moments take: 16 bytes a trained parameter,
+        and 18 where the weights have float32 masters.
+
+        Args:
+            dtype: Of the weights.
+            adapter_rank: Rank of the adapters, where only they are trained; 0 for all parameters.
         """
-        return self.num_parameters * (16 if dtype == "float32" else 18)
+        trained = 16 if dtype == "float32" else 18
+        if not adapter_rank:
+            return self.num_parameters * trained
+        return (
+            self.num_parameters * width_of(dtype)
+            + self.num_adapter_parameters(adapter_rank) * trained
+        )
+
+    def num_adapter_parameters(self, rank: int) -> int:
+        """Return the parameters of adapters on all linear layers of a dense model; a mixture has
+        fewer.
+        """
+        query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        widths = 2 * (self.hidden_size + query) + 2 * (self.hidden_size + key)
+        return rank * self.num_layers * (widths + 3 * (self.hidden_size + self.mlp_size))
 
 
 @dataclass(frozen=True, slots=True)

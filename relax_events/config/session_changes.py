@@ -65,6 +65,7 @@ RULES: Mapping[str, tuple[Rule, str]] = {
         "samples under way carry the experts of their tokens, or don't",
     ),
     "model.frozen": (NEVER, "the optimizer's state is that of other parameters"),
+    "model.lora": (NEVER, "the optimizer's state is that of other parameters"),
     "model.tiny": (NEVER, "the model has been made"),
     "data": (NEVER, "rows are numbered by the source: a row would stand for another prompt"),
     "data.max_invalid_rows": (FREE, "when to refuse a file"),

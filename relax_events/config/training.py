@@ -42,8 +42,8 @@ class TrainerConfig(Section):
     expert_tensor_parallel: Positive = 1
     """Ranks over which the matrices of each expert are split."""
     learning_rate: OrDerived[Annotated[float, Field(gt=0)]] = DERIVED
-    """AdamW's learning rate. Derived: 1e-6, for training all parameters of a pretrained model; 1e-3
-    for a model made by `[model.tiny]`."""
+    """AdamW's learning rate. Derived: 1e-6, for training all parameters of a pretrained model; 1e-5
+    for its adapters (`model.lora`); 1e-3 for a model made by `[model.tiny]`."""
     num_epochs: Positive = 1
     """Passes over each train batch, each in a different order derived from `run.seed` and the train
     step."""

@@ -111,6 +111,8 @@ def require_model(config: RunConfig) -> str:
     """
     if missing := [name for name in MODEL_PACKAGES if importlib.util.find_spec(name) is None]:
         raise EnvironmentProblem(f"{missing[0]} is not installed; install relax-events[model]")
+    if config.model.lora is not None and importlib.util.find_spec("peft") is None:
+        raise EnvironmentProblem("[model.lora] needs peft; install relax-events[lora]")
     _require_media_support(config)
     _require_routing_replay(config.model)
     path = config.model.path

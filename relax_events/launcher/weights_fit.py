@@ -16,6 +16,7 @@ from relax_events.errors import ConfigError, ObjectError, WeightsError
 from relax_events.events.types import PolicyVersionPublished
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.schema_registry import open_codec
+from relax_events.models.base_digest import compute_base_digest
 from relax_events.objects import ObjectStore
 from relax_events.runtime.control_follower import ControlFollower
 from relax_events.topics import TopicPlan
@@ -59,6 +60,9 @@ def require_fitting_model(config: RunConfig, newest: PolicyVersionPublished | No
             "weights.comparison_skipped", policy_version=newest.policy_version, error=str(error)
         )
         return f"not compared with policy version {newest.policy_version}: {error}"
+    if manifest.base_digest:
+        _require_base(config, manifest)
+        return f"{path} is the base model of policy version {newest.policy_version}'s adapters"
     trained = {tensor.name: tuple(tensor.shape) for tensor in manifest.tensors}
     if difference := find_difference(read_shapes(path), trained):
         what = (
@@ -69,6 +73,21 @@ def require_fitting_model(config: RunConfig, newest: PolicyVersionPublished | No
             f"{what}; set model.path to the model that the run began with, or take another run.id"
         )
     return f"{path} fits policy version {newest.policy_version}"
+
+
+def _require_base(config: RunConfig, manifest: WeightManifest) -> None:
+    """Require the base model that a version's adapters were trained on.
+
+    Raises:
+        ConfigError: `model.path` holds another one.
+    """
+    path = config.model.path
+    if (seen := compute_base_digest(path)) != manifest.base_digest:
+        raise ConfigError(
+            f"model.path {path} is not the base model of run {config.run.id}'s adapters: its "
+            f"digest is {seen.hex()}, policy version {manifest.policy_version} names "
+            f"{manifest.base_digest.hex()}; set model.path to the model that the run began with"
+        )
 
 
 def read_newest_version(config: RunConfig) -> PolicyVersionPublished | None:

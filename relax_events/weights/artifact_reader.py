@@ -103,7 +103,9 @@ def read_weights(
             f"weights {reference.uri} can't be used: their digest must be "
             f"{newest.digest.hex()}, got {seen.hex()}"
         )
-    return Weights(newest.policy_version, RawTensors(tensors), newest.digest)
+    return Weights(
+        newest.policy_version, RawTensors(tensors), newest.digest, base_digest=newest.base_digest
+    )
 
 
 def is_stored(store: ObjectStore, reference: ObjectRef) -> bool:

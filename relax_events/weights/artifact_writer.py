@@ -79,6 +79,7 @@ def write_weights(
     max_file_bytes: int = MAX_FILE_BYTES,
     previous: WrittenWeights | None = None,
     sent_digest: bytes | None = None,
+    base_digest: bytes = b"",
 ) -> tuple[ObjectRef, bytes]:
     """Write an artifact; return its manifest's reference and the weights' digest.
 
@@ -94,6 +95,7 @@ def write_weights(
         previous: A version against which a tensor is written as a delta where that is smaller.
             A reader of the artifact then needs that version too.
         sent_digest: Its `transit_digest`, where the version is also sent to engines.
+        base_digest: Digest of the base model, where the tensors are its adapters.
     Raises:
         ObjectError: The store failed; no manifest was written.
     """
@@ -124,6 +126,7 @@ def write_weights(
         base,
         frozenset(changed),
         sent_digest,
+        base_digest,
     ).to_json()
     return store.put_at(
         f"{_folder(policy_version)}manifest-{sha256(manifest).hexdigest()[:16]}.json", manifest

@@ -5,6 +5,7 @@ torch is imported.
 from __future__ import annotations
 
 from relax_events.events.types import BroadcastMembership
+from relax_events.models.base_digest import compute_base_digest
 from relax_events.objects import ObjectStore
 from relax_events.runtime.worker import Worker
 from relax_events.weights.transport import (
@@ -22,9 +23,12 @@ def open_weights_publisher(worker: Worker, store: ObjectStore) -> WeightsPublish
     Raises:
         EnvironmentProblem: This machine lacks a requirement of the transport.
     """
-    config = worker.config.weights
+    config, model = worker.config.weights, worker.config.model
+    base_digest = compute_base_digest(model.path) if model.lora is not None else b""
     if config.transport == "store":
-        return StorePublisher(store, full_snapshot_interval=config.full_snapshot_interval)
+        return StorePublisher(
+            store, full_snapshot_interval=config.full_snapshot_interval, base_digest=base_digest
+        )
     from relax_events.weights.broadcast.sender import Broadcaster
     from relax_events.weights.broadcast.transports import BroadcastPublisher
 
@@ -40,7 +44,7 @@ def open_weights_publisher(worker: Worker, store: ObjectStore) -> WeightsPublish
         announce=announce,
         last_list=last.membership_version if last else 0,
     )
-    return BroadcastPublisher(store, broadcaster)
+    return BroadcastPublisher(store, broadcaster, base_digest=base_digest)
 
 
 def open_weights_reader(worker: Worker, store: ObjectStore) -> WeightsReader:

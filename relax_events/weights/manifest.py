@@ -28,6 +28,8 @@ class Weights:
     digest: bytes
     transport: str = "store"
     """Name of the transport that delivered them."""
+    base_digest: bytes = b""
+    """Digest of the base model's folder that adapters belong to; empty for whole weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,8 @@ class WeightManifest:
         changed: Names of the tensors that the files hold as deltas to the base.
         transit_digest: `artifact_writer.transit_digest` of all weights; None where the version was
             not sent to an engine.
+        base_digest: `base_digest.compute_base_digest` of the model that the tensors are adapters
+            of; empty where they are a whole model's.
     """
 
     policy_version: int
@@ -69,6 +73,7 @@ class WeightManifest:
     base: Base | None = None
     changed: frozenset[str] = frozenset()
     transit_digest: bytes | None = None
+    base_digest: bytes = b""
 
     def to_json(self) -> bytes:
         """Return the manifest as JSON; equal manifests give equal bytes."""
@@ -88,6 +93,8 @@ class WeightManifest:
             value["changed"] = sorted(self.changed)
         if self.transit_digest is not None:
             value["in_transit"] = self.transit_digest.hex()
+        if self.base_digest:
+            value["base_model"] = self.base_digest.hex()
         return json.dumps(
             value | {"tensors": [asdict(tensor) for tensor in self.tensors]}, indent=1
         ).encode()
@@ -126,6 +133,7 @@ class WeightManifest:
                 base,
                 changed,
                 transit_digest,
+                bytes.fromhex(value.get("base_model", "")),
             )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise WeightsError(

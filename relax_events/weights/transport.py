@@ -99,14 +99,18 @@ class NullWeightsReader:
 class StorePublisher:
     """Publishes versions to the object store: the default transport."""
 
-    def __init__(self, store: ObjectStore, *, full_snapshot_interval: int = 1) -> None:
+    def __init__(
+        self, store: ObjectStore, *, full_snapshot_interval: int = 1, base_digest: bytes = b""
+    ) -> None:
         """Publish to a store.
 
         Args:
             store: The run's.
             full_snapshot_interval: As `weights.full_snapshot_interval`. Above 1 a copy of the
                 newest version is kept.
+            base_digest: Digest of the base model, where the versions are its adapters.
         """
+        self._base_digest = base_digest
         self._store, self._full_snapshot_interval = store, full_snapshot_interval
         self._written: WrittenWeights | None = None
 
@@ -122,7 +126,11 @@ class StorePublisher:
 
         if self._full_snapshot_interval == 1:
             return write_weights(
-                self._store, tensors, policy_version=policy_version, sent_digest=sent_digest
+                self._store,
+                tensors,
+                policy_version=policy_version,
+                sent_digest=sent_digest,
+                base_digest=self._base_digest,
             )
         # copied from the device once, for the digest, the delta, the files and the next version
         tensors = copy_to_cpu(tensors)
@@ -133,6 +141,7 @@ class StorePublisher:
             policy_version=policy_version,
             previous=previous,
             sent_digest=sent_digest,
+            base_digest=self._base_digest,
         )
         self._written = WrittenWeights(Base(reference, digest), tensors)
         return reference, digest

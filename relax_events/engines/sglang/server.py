@@ -24,6 +24,7 @@ from typing import Any, Literal, TypeVar
 from relax_events.config import EngineConfig, ModelConfig
 from relax_events.engines.protocol import EngineUsage, GeneratedSample, GenerationRequest
 from relax_events.engines.requests import build_samples
+from relax_events.engines.sglang.adapters import AdapterMerge
 from relax_events.engines.sglang.checkpoint import ModelFolder, find_non_finite
 from relax_events.engines.sglang.client import SGLangClient
 from relax_events.engines.sglang.generation import ServedVersion
@@ -47,7 +48,7 @@ class SGLangServer:
         Args:
             model_path: A folder in Hugging Face layout.
             config: Limits on samples and context, and the section of this server.
-            model: Dtype and device.
+            model: Dtype and device, and the adapters, which are merged into the weights.
             policy_version: Version of the weights in the folder.
         Raises:
             ConfigError: The model can't be served, or the server is not supported.
@@ -57,6 +58,7 @@ class SGLangServer:
         self._model = ModelFolder.read(
             model_path, media=model.media, records_experts=model.replays_routing
         )
+        self._merge = None if model.lora is None else AdapterMerge.from_folder(self._model, model)
         self._max_context_tokens = config.max_context_tokens
         self._results: queue.SimpleQueue[GeneratedSample | None] = queue.SimpleQueue()
         self._running: set[str] = set()
@@ -176,7 +178,12 @@ class SGLangServer:
             EngineFailed: The server is lost.
         """
         self._require_server()
-        tensors, version = self._model.match_tensors(weights.tensors), weights.policy_version
+        version = weights.policy_version
+        tensors = (
+            self._model.match_tensors(weights.tensors)
+            if self._merge is None
+            else self._merge.apply(weights)
+        )
         if (name := find_non_finite(tensors)) is not None:
             self._loop.run(
                 self._lifecycle.reject(f"policy version {version} has a non-finite value in {name}")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,8 @@ from relax_events.errors import ConfigError
 from relax_events.events.routed_experts import ExpertShape
 from relax_events.media.model_inputs import MediaSequence
 from relax_events.media.token_layout import MediaLayout
+from relax_events.models.adapter_folder import read_adapter_tensors
+from relax_events.models.adapters import Adapters, published_parameters
 from relax_events.models.causal_lm import (
     attention_kinds,
     choose_device,
@@ -61,6 +64,7 @@ class CausalModel:
             device=self.device,
             loader=self.family.loader,
         )
+        self._adapters = Adapters.for_model(self._module, config, family=self.family, path=path)
         self._head: nn.Module = self._module.get_output_embeddings()
         self.vocab_size = len(self._module.get_input_embeddings().get_parameter("weight"))
         _require_known_attention(self._module, path)
@@ -176,16 +180,25 @@ class CausalModel:
         )
         return logprobs
 
+    def with_effective_adapters(self) -> AbstractContextManager[None]:
+        """Give adapters that have no effect yet one within the block; without adapters this does
+        nothing.
+        """
+        return nullcontext() if self._adapters is None else self._adapters.randomised()
+
     def tensors(self) -> dict[str, Tensor]:
-        """Return views of the weights, by Hugging Face name."""
+        """Return views of the weights, or of the adapters alone, by name."""
         return _parameters(self._module)
 
     def read_weights(self, folder: Path) -> dict[str, Tensor]:
-        """Read the weights of a folder onto the CPU, in this model's dtype.
+        """Read the weights of a folder onto the CPU, in this model's dtype; where this model has
+        adapters, the folder's adapters.
 
         Raises:
-            ConfigError: The folder is missing or holds no model of this family.
+            ConfigError: The folder is missing or holds no model, or no adapters, of this family.
         """
+        if self._adapters is not None:
+            return read_adapter_tensors(folder)
         other = load_causal_lm(
             folder,
             attention="eager",
@@ -195,14 +208,21 @@ class CausalModel:
         )
         return _parameters(other)
 
-    def replace_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load other weights of the same model, by Hugging Face name; on an error the old ones
-        stay.
+    def replace_weights(self, tensors: Mapping[str, Tensor], *, base_digest: bytes = b"") -> None:
+        """Load other weights of the same model, by Hugging Face name, or other adapters of it; on
+        an error the old ones stay.
 
+        Args:
+            tensors: By name.
+            base_digest: Of the adapters' base model; empty for whole weights, or where unknown.
         Raises:
-            WeightsError: A tensor is missing, unknown or of another shape; the text names it.
+            WeightsError: A tensor is missing, unknown or of another shape, or the base model is
+                another one; the text names it.
         """
-        replace_weights(self._module, tensors)
+        if self._adapters is None:
+            replace_weights(self._module, tensors)
+        else:
+            self._adapters.replace(tensors, base_digest=base_digest)
 
     def offload(self) -> None:
         """Move the weights to the CPU and release the device's memory."""
@@ -250,4 +270,4 @@ def _require_known_attention(module: PreTrainedModel, path: Path) -> None:
 
 
 def _parameters(module: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.detach() for name, parameter in module.named_parameters()}
+    return {name: parameter.detach() for name, parameter in published_parameters(module).items()}

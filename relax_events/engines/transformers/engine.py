@@ -89,7 +89,8 @@ class TransformersEngine:
         self._table = RowTable(
             max_rows=max_rows, max_tokens=config.max_context_tokens, experts=self._model.experts
         )
-        self._rule = measure_invariance(self._model, max_rows=max_rows)
+        with self._model.with_effective_adapters():
+            self._rule = measure_invariance(self._model, max_rows=max_rows)
         self._prompt_block = TOKEN_BLOCK if self._model.pads_prompts else 1
         self._waiting: deque[SampleState] = deque()
         self._finished: list[GeneratedSample] = []
@@ -200,7 +201,7 @@ class TransformersEngine:
         return self._model.logprobs(self._tensor(tokens.astype(np.int64))).cpu().numpy()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the loaded weights, by Hugging Face name; the next version overwrites them."""
+        """Return the loaded weights or adapters, by name; the next version overwrites them."""
         return self._model.tensors()
 
     def read_weights(self, folder: Path) -> dict[str, Tensor]:
@@ -219,7 +220,7 @@ class TransformersEngine:
         Raises:
             WeightsError: The weights don't fit the model; the text names the tensor.
         """
-        self._model.replace_weights(weights.tensors)
+        self._model.replace_weights(weights.tensors, base_digest=weights.base_digest)
         self.policy_version = weights.policy_version
         if on_running == "swap":
             self._table.mark_version(weights.policy_version)

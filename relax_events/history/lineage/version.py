@@ -7,11 +7,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from relax_events.errors import ConfigError
+from relax_events.errors import ConfigError, ObjectError, WeightsError
 from relax_events.events.generations import TrajectoryKey, trajectory_of
-from relax_events.events.types import SampleReady, SampleScored, TrainStepCommitted
+from relax_events.events.types import (
+    PolicyVersionPublished,
+    SampleReady,
+    SampleScored,
+    TrainStepCommitted,
+)
 from relax_events.history.lineage.reader import data_rows, find_step, read_advantage
 from relax_events.history.run_log import DecodedRecord, RunLog
+from relax_events.history.runs.details import open_existing_store
+from relax_events.weights.manifest import WeightManifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +53,10 @@ class RewardUse:
 
 @dataclass(frozen=True, slots=True)
 class VersionLineage:
-    """A policy version; the initial weights have no step. Times in microseconds since the epoch."""
+    """A policy version; the initial weights have no step. Times in microseconds since the epoch.
+    `base_model` is the folder and `base_digest` the digest of the model that the version's adapters
+    belong to; empty where it is a whole model, the digest also where its manifest is deleted.
+    """
 
     policy_version: int
     published_at: int
@@ -60,6 +70,8 @@ class VersionLineage:
     prompt_group_ids: list[str] = field(default_factory=list)
     rewards: list[RewardUse] = field(default_factory=list)
     samples: list[TrainedSample] = field(default_factory=list)
+    base_model: str = ""
+    base_digest: str = ""
 
 
 def version_lineage(log: RunLog, policy_version: int) -> VersionLineage:
@@ -83,8 +95,9 @@ def version_lineage(log: RunLog, policy_version: int) -> VersionLineage:
         published.event.artifact.uri,
     )
     step = find_step(log, policy_version - 1)
+    base_model, base_digest = _base_of(log, published.event)
     if step is None:
-        return VersionLineage(*origin)
+        return VersionLineage(*origin, base_model=base_model, base_digest=base_digest)
     samples = _trained_samples(log, step.event)
     return VersionLineage(
         *origin,
@@ -96,7 +109,22 @@ def version_lineage(log: RunLog, policy_version: int) -> VersionLineage:
         prompt_group_ids=list(step.event.prompt_group_ids),
         rewards=reward_uses(samples),
         samples=samples,
+        base_model=base_model,
+        base_digest=base_digest,
     )
+
+
+def _base_of(log: RunLog, published: PolicyVersionPublished) -> tuple[str, str]:
+    """Return the base model's folder and digest of a version that has adapters alone."""
+    if log.config.model.lora is None:
+        return "", ""
+    path = str(log.config.model.path)
+    try:
+        if (store := open_existing_store(log.config)) is None:
+            return path, ""
+        return path, WeightManifest.from_json(store.get(published.artifact)).base_digest.hex()
+    except (ObjectError, WeightsError):
+        return path, ""
 
 
 def _trained_samples(log: RunLog, step: TrainStepCommitted) -> list[TrainedSample]:

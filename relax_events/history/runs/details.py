@@ -235,11 +235,20 @@ def details_as_dict(details: RunDetails) -> dict[str, Any]:
     }
 
 
+def describe_adapters(config: RunConfig) -> dict[str, Any]:
+    """Return what adapters a run trains; nothing where it trains the whole model."""
+    if (lora := config.model.lora) is None:
+        return {}
+    modules = ", ".join(lora.target_modules) or "all linear layers"
+    return {"adapters": f"rank {lora.rank}, alpha {lora.alpha:g}, {modules}"}
+
+
 def highlights(config: RunConfig) -> dict[str, Any]:
     """Return the keys of a run file that distinguish runs."""
     run, algorithm, trainer = config.run, config.algorithm, config.trainer
     return {
         "model": str(config.model.path),
+        **describe_adapters(config),
         "data": ", ".join(part.source for part in config.data.parts),
         "reward": config.reward.function if config.algorithm.has_rewards else "none",
         "steps": (

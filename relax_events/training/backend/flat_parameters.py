@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from relax_events.config import TrainerConfig
 from relax_events.errors import WeightsError
+from relax_events.models.adapters import published_parameters
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -26,21 +27,19 @@ class FlatParameters:
 
     def __init__(self, module: nn.Module, *, config: TrainerConfig) -> None:
         """Move the parameters of a module into flat tensors. Weight decay applies to matrices, not
-        to vectors (norms, biases). Parameters without gradients are left in place.
+        to vectors (norms, biases). Parameters without gradients are left in place. Of a module with
+        adapters, only they belong to the state.
 
         Args:
             module: All its trainable parameters are of one dtype.
             config: AdamW's settings.
         """
+        published = published_parameters(module)
         trainable = [
-            (name, parameter)
-            for name, parameter in module.named_parameters()
-            if parameter.requires_grad
+            (name, parameter) for name, parameter in published.items() if parameter.requires_grad
         ]
         self._frozen = {
-            name: parameter
-            for name, parameter in module.named_parameters()
-            if not parameter.requires_grad
+            name: parameter for name, parameter in published.items() if not parameter.requires_grad
         }
         parameters = sorted(trainable, key=lambda item: item[1].ndim < 2)
         self._parameters = dict(parameters)

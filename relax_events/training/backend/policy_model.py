@@ -22,6 +22,7 @@ from relax_events.config import ModelConfig
 from relax_events.errors import ConfigError
 from relax_events.events.routed_experts import ExpertShape
 from relax_events.media.model_inputs import MediaInputs
+from relax_events.models.adapters import Adapters
 from relax_events.models.causal_lm import attention_kinds, load_causal_lm, replace_weights
 from relax_events.models.families import read_family
 from relax_events.models.routers import Routers
@@ -73,7 +74,7 @@ class PolicyModel:
 
     The constructor tests on two short sequences that packed neighbours do not attend to each other;
     if they do, each sample gets its own row. It also tests two completions of a shared prompt; if
-    that fails, `prompt_sharing` is None.
+    that fails, `prompt_sharing` is None. `adapters` is None without `model.lora`.
     """
 
     def __init__(
@@ -89,14 +90,16 @@ class PolicyModel:
 
         Args:
             path: A folder in Hugging Face layout.
-            config: The attention implementation, and the dtype unless another is given.
+            config: The attention implementation, the adapters, and the dtype unless another is
+                given.
             device: Where the weights go.
             dtype: Of the weights, for tests in float64.
             separate_media: Encode each media item separately, at a shape that does not depend on
                 other items.
         Raises:
             ConfigError: The folder is missing or holds no causal language model, its logits
-                are not a linear head's, or its routing can't be replayed as configured.
+                are not a linear head's, its routing can't be replayed as configured, or it lacks a
+                module that gets adapters.
         """
         self.device = device
         self.dtype = dtype or getattr(torch, config.dtype)
@@ -109,6 +112,7 @@ class PolicyModel:
             device=device,
             loader=self.family.loader,
         )
+        self.adapters = Adapters.for_model(self.module, config, family=self.family, path=path)
         self.vocab_size = len(self.module.get_input_embeddings().get_parameter("weight"))
         self._head: nn.Module = self.module.get_output_embeddings()
         self._routers = self._replaying_routers(path) if config.replays_routing else None
@@ -283,14 +287,21 @@ class PolicyModel:
         ids = logprobs.detach().topk(num_top, dim=-1).indices if num_top else ids
         return logprobs.gather(-1, targets[:, None])[:, 0], entropies, ids, logprobs.gather(-1, ids)
 
-    def replace_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load other weights of the same model, in Hugging Face names; on an error the old ones
-        stay.
+    def replace_weights(self, tensors: Mapping[str, Tensor], *, base_digest: bytes = b"") -> None:
+        """Load other weights of the same model, in Hugging Face names, or other adapters of it; on
+        an error the old ones stay.
 
+        Args:
+            tensors: By name.
+            base_digest: Of the adapters' base model; empty for whole weights.
         Raises:
-            WeightsError: A tensor is missing, unknown or of another shape; the text names it.
+            WeightsError: A tensor is missing, unknown or of another shape, or the base model is
+                another one; the text names it.
         """
-        replace_weights(self.module, tensors)
+        if self.adapters is None:
+            replace_weights(self.module, tensors)
+        else:
+            self.adapters.replace(tensors, base_digest=base_digest)
 
     @torch.no_grad()
     def _require_linear_head(self, path: Path) -> None:

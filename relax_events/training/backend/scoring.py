@@ -144,7 +144,7 @@ class LogprobScorer:
         Raises:
             WeightsError: The weights don't fit the model.
         """
-        self._model.replace_weights(weights.tensors)
+        self._model.replace_weights(weights.tensors, base_digest=weights.base_digest)
         self.policy_version = weights.policy_version
 
 

@@ -18,6 +18,7 @@ from relax_events.errors import RunFailed, StepNotFinite
 from relax_events.events.routed_experts import ExpertShape
 from relax_events.events.types import SampleReady
 from relax_events.media.library import MediaLibrary
+from relax_events.models.adapters import base_state, published_parameters, take_base_state
 from relax_events.models.causal_lm import choose_device
 from relax_events.models.families import freeze
 from relax_events.runtime.failpoints import failpoint
@@ -76,7 +77,10 @@ class TorchBackend:
         self._model = PolicyModel(
             config.model.path, config=config.model, device=device, dtype=dtype
         )
-        freeze(self._model.module, config.model.frozen, family=self._model.family)
+        if self._model.adapters is None:
+            freeze(self._model.module, config.model.frozen, family=self._model.family)
+        else:
+            self._model.adapters.initialise(seed=config.run.seed)
         self._media = SampleMedia(self._model.family, MediaLibrary(config))
         self._flat = FlatParameters(self._model.module, config=config.trainer)
         self._objective = Objective(
@@ -339,10 +343,12 @@ class TorchBackend:
         self.policy_version += 1
 
     def weights(self) -> dict[str, Tensor]:
-        """Snapshot the weights on the CPU, tied tensors once; see `TrainerBackend`."""
+        """Snapshot the weights on the CPU, tied tensors once, or the adapters alone; see
+        `TrainerBackend`.
+        """
         return {
             name: parameter.detach().to("cpu", copy=True)
-            for name, parameter in self._model.module.named_parameters()
+            for name, parameter in published_parameters(self._model.module).items()
         }
 
     def state(self) -> TrainerState:
@@ -351,14 +357,16 @@ class TorchBackend:
         """
         return TrainerState(
             policy_version=self.policy_version,
-            tensors=self._flat.tensors() | generator_states(self._model.device),
+            tensors=self._flat.tensors()
+            | generator_states(self._model.device)
+            | base_state(self._model.adapters),
         )
 
     def load_state(self, state: TrainerState) -> None:
         """Resume from a state; see `TrainerBackend`. The state of a missing device's generator is
         ignored.
         """
-        tensors = dict(state.tensors)
+        tensors = take_base_state(state.tensors, self._model.adapters)
         generators = {
             name: tensors.pop(name) for name in list(tensors) if name.startswith(GENERATORS)
         }

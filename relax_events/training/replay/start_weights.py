@@ -11,6 +11,7 @@ import structlog
 from relax_events.errors import ConfigError, ObjectError, WeightsError
 from relax_events.events.parts import CheckpointRef
 from relax_events.events.types import PolicyVersionPublished
+from relax_events.models.adapters import encode_base_digest
 from relax_events.objects import ObjectStore
 from relax_events.projections.training_history import TrainingHistory
 from relax_events.runtime.run_description import ParentRun
@@ -62,12 +63,11 @@ def read_initial_state(source: ParentRun, version: int, *, ranks: Ranks) -> Init
     for event in published:
         if event.policy_version == version:
             try:
-                tensors = {
-                    f"model.{name}": tensor
-                    for name, tensor in transport.fetch(event).tensors.items()
-                }
+                weights = transport.fetch(event)
             except WeightsError as error:
                 raise _not_left(source, version) from error
+            tensors = {f"model.{name}": tensor for name, tensor in weights.tensors.items()}
+            tensors |= encode_base_digest(weights.base_digest)
             return InitialState("weights", TrainerState(policy_version=version, tensors=tensors))
     raise _not_left(source, version)
 
@@ -107,6 +107,7 @@ def load_parent_weights(
     start = read_initial_state(source, version, ranks=ranks)
     if start is None:
         return None
+    _require_same_adapters(source, worker)
     tensors = {**backend.state().tensors, **start.state.tensors}
     backend.load_state(TrainerState(policy_version=version, tensors=tensors))
     with worker.lifecycle.transfer("write the first checkpoint"):
@@ -119,6 +120,23 @@ def load_parent_weights(
         kind=start.kind,
     )
     return checkpoint
+
+
+def _require_same_adapters(source: ParentRun, worker: Worker) -> None:
+    """Require that this run trains what the parent run does.
+
+    Raises:
+        ConfigError: One trains adapters and the other the whole model, or other adapters.
+    """
+    theirs, mine = source.config.model.lora, worker.config.model.lora
+    if theirs != mine:
+        parent = worker.config.parent
+        raise ConfigError(
+            f"model.lora must be as in run {parent.run} to start from its version "
+            f"{parent.from_version}: it has {theirs or 'none'}, this run has {mine or 'none'}; "
+            "start from version 0, or export that version with `relax models export` and give the "
+            "folder as model.path of a new run"
+        )
 
 
 def load_published_weights(

@@ -25,8 +25,14 @@ from relax_events.weights.transport import StorePublisher, StoreReader
 class BroadcastPublisher(StorePublisher):
     """The trainer's side; see `WeightsPublisher`."""
 
-    def __init__(self, store: ObjectStore, broadcaster: Broadcaster) -> None:
-        super().__init__(store, full_snapshot_interval=broadcaster.config.full_snapshot_interval)
+    def __init__(
+        self, store: ObjectStore, broadcaster: Broadcaster, *, base_digest: bytes = b""
+    ) -> None:
+        super().__init__(
+            store,
+            full_snapshot_interval=broadcaster.config.full_snapshot_interval,
+            base_digest=base_digest,
+        )
         self._broadcaster = broadcaster
 
     def publish(
@@ -78,7 +84,13 @@ class BroadcastReader(StoreReader):
             manifest.policy_version == version
             and (tensors := self._receiver.take(version, manifest.transit_digest)) is not None
         ):
-            return Weights(version, tensors, manifest.digest, transport=self._receiver.transport)
+            return Weights(
+                version,
+                tensors,
+                manifest.digest,
+                transport=self._receiver.transport,
+                base_digest=manifest.base_digest,
+            )
         weights = super().fetch(published)
         self._receiver.loaded_from_store(version, weights.tensors)
         return weights

@@ -1,0 +1,42 @@
+"""The digest of a base model's folder, by which adapters name the model that they were trained on.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+from blake3 import blake3
+
+from relax_events.errors import ConfigError
+
+CONFIG_FILE = "config.json"
+
+
+def compute_base_digest(folder: Path) -> bytes:
+    """Return the BLAKE3 digest of a model folder's `config.json` and safetensors files: their
+    names, sizes and bytes.
+
+    Raises:
+        ConfigError: A file can't be read.
+    """
+    paths = [folder / CONFIG_FILE, *sorted(folder.glob("*.safetensors"))]
+    try:
+        return _compute(
+            tuple((path, path.stat().st_size, path.stat().st_mtime_ns) for path in paths)
+        )
+    except OSError as error:
+        raise ConfigError(
+            f"the base model in {folder} can't be read: {error}; set model.path to its folder"
+        ) from error
+
+
+@lru_cache(maxsize=4)
+def _compute(files: tuple[tuple[Path, int, int], ...]) -> bytes:
+    digest = blake3(max_threads=blake3.AUTO)
+    for path, num_bytes, _ in files:
+        digest.update(f"{path.name}\0{num_bytes}\0".encode())
+        digest.update_mmap(path)
+    return digest.digest()
