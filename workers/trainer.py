@@ -114,7 +114,7 @@ class TrainLoop:
         self._shares: list[RankStepResult] = []
         self._schedule = CheckpointSchedule(self._checkpoints, ranks, self._config.trainer)
         self._began_ns = 0
-        backend.on_progress(self._progress_in_step)
+        backend.on_progress(worker.lifecycle.record_progress)  # until a step can be committed
         self._source = (
             ParentRun.read(worker.connection, self._config.parent.run, own=self._config)
             if self._config.parent.run
@@ -205,6 +205,7 @@ class TrainLoop:
             publisher=self._publisher,
             assembler=self._assembler,
         )
+        self._backend.on_progress(self._progress_in_step)
         self._live = LiveBatches(
             self._worker,
             self._reader,

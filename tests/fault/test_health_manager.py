@@ -184,7 +184,7 @@ def test_pipeline_is_restarted_and_then_the_run_aborted_if_still_stuck(
     assert run.state.ended is not None
     assert run.state.ended.reason.startswith("rollout-0 has had work for ")
     assert run.state.ended.reason.endswith(
-        "1 restarts did not help; and 1 restores were (health.max_pipeline_restarts); see "
+        "1 restarts did not help; nor did 1 pipeline restarts (health.max_pipeline_restarts); see "
         "docs/how-to/alerts/relax-run-aborted.md"
     )
 
