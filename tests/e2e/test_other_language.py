@@ -154,8 +154,11 @@ def check_guests(asked: Asked) -> None:
     Python reads."""
     lines, events = asked.lines, asked.events
     for line in lines:
-        check_same(line, events[line["event"], line.get("sample_id", line["prompt_group_id"])])
-    samples = {line["sample_id"]: line for line in lines if line["event"] == "SampleRolledOut"}
+        key = line.get("key", line)
+        check_same(line, events[line["event"], key.get("sample_id", key["prompt_group_id"])])
+    samples = {
+        line["key"]["sample_id"]: line for line in lines if line["event"] == "SampleRolledOut"
+    }
     ended = {line["prompt_group_id"]: line for line in lines if line["event"] == "PromptGroupEnded"}
     issued = {
         name: event
@@ -174,6 +177,6 @@ def check_guests(asked: Asked) -> None:
     for line in samples.values():
         assert (
             line["messages"][0]["parts"][0]["text"]
-            == issued[line["prompt_group_id"]].messages[0].text
+            == issued[line["key"]["prompt_group_id"]].messages[0].text
         )
         assert sum(line["loss_mask"]) == len(line["tokens"]) - line["num_prompt_tokens"]

@@ -145,13 +145,14 @@ public final class Guest {
         for (ConsumerRecord<byte[], byte[]> record : poll(consumer, "samples of " + open)) {
           String kind = kindOf(record.topic());
           GenericRecord event = decode(kind, record.value());
-          String id = event.get("prompt_group_id").toString();
+          GenericRecord key = event.hasField("key") ? (GenericRecord) event.get("key") : event;
+          String id = key.get("prompt_group_id").toString();
           if (!ids.contains(id)) {
             continue;
           }
           System.out.println(json.writeValueAsString(line(kind, event)));
           if (kind.equals("SampleRolledOut")) {
-            sampled.add(event.get("sample_id").toString());
+            sampled.add(key.get("sample_id").toString());
           } else if (kind.equals("PromptGroupEnded")) {
             open.remove(id);
           }
