@@ -96,9 +96,15 @@ fuzz: setup ## Fuzz everything that decodes: make fuzz MINUTES=60. What breaks a
 	touch $@
 
 lint: .venv/.lint ## Check style, types and import directions
-	$(BIN)/ruff check relax_events workers tests benchmarks compose
+	$(BIN)/ruff check relax_events workers tests benchmarks compose deploy
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+.PHONY: charts
+charts: setup ## Copy the alerts and rights into the Helm chart, render it with every values file, and check it (needs helm)
+	$(BIN)/python -m deploy.generate
+	$(BIN)/python -m deploy.render
+	$(BIN)/python -m pytest -q tests/unit/deploy tests/component/test_chart_rendering.py
 
 bench: setup ## Measure, paired, and write docs/benchmarks
 	$(BIN)/python -m benchmarks

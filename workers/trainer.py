@@ -72,7 +72,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
     store = open_store(config)
     with open_ranks(timeout_seconds=config.trainer.collective_timeout_seconds) as ranks:
         telemetry = config.telemetry.model_copy(
-            update={"metrics_port": config.telemetry.worker_port(ranks.rank)}
+            update={"metrics_port": config.telemetry.worker_port(ranks.local_rank)}
         )
         config = config.model_copy(update={"telemetry": telemetry})
         followed = ("control.evaluations",) if config.weights.keep_best else ()

@@ -101,7 +101,7 @@ def admit(
     pool = _find_pool(bounds, command)
     _require_within_bounds(bounds, pool, command)
     found = (
-        _workers_to_add(state, pool, command)
+        _workers_to_add(state, bounds, pool, command)
         if command.kind is Kind.OUT
         else _workers_to_remove(state, pool, command)
     )
@@ -145,7 +145,15 @@ def _require_within_bounds(bounds: ScalingBounds, pool: WorkerPool, command: Sca
             f"timeout_secs must be >= {pool.least_timeout / MICROS:g}, got "
             f"{command.timeout_seconds:g}: {least}; leave it out"
         )
-    if not bounds.is_supervised:
+    if bounds.is_on_kubernetes and (command.urls or command.force):
+        raise RejectedError(
+            "engine_urls: the pods of a StatefulSet are alike, so none attaches to a server of its "
+            "own; set engine.sglang.urls in the run file"
+            if command.urls
+            else "force: Kubernetes gives every pod its terminationGracePeriodSeconds to drain; "
+            "leave force out"
+        )
+    if not bounds.is_supervised and not bounds.is_on_kubernetes:
         remedy = (
             f"scale the service {pool.role} where it was started, or by KEDA; see "
             "docs/how-to/scaling.md"
@@ -181,12 +189,16 @@ def _find_pool(bounds: ScalingBounds, command: ScaleCommand) -> WorkerPool:
 
 
 def _workers_to_add(
-    state: ScaleState, pool: WorkerPool, command: ScaleCommand
+    state: ScaleState, bounds: ScalingBounds, pool: WorkerPool, command: ScaleCommand
 ) -> list[ElasticWorker] | str:
     """Return the workers to add, or why none is needed."""
     there = state.remaining_workers(pool.role)
     num_there = pool.num_at_start + len(there)
     first = state.next_index(pool.role, num_at_start=pool.num_at_start)
+    if bounds.is_on_kubernetes:
+        first = num_there  # a StatefulSet's next pod
+        if (leaving := state.workers.get(f"{pool.role}-{first}")) is not None:
+            raise ConflictError(f"{leaving.worker_id} still leaves; repeat the call once it has")
     if not command.urls:
         if command.target <= num_there:
             return f"workers of {pool.model} there are: {num_there}"

@@ -59,6 +59,8 @@ class ScalingBounds:
     first_version: int
     is_supervised: bool
     """Whether a `relax run` starts the workers."""
+    is_on_kubernetes: bool = False
+    """Whether this controller scales StatefulSets, whose pods have the indices from 0 on."""
 
     @classmethod
     def from_config(
@@ -81,6 +83,7 @@ class ScalingBounds:
             keeps_partial=scaling.on_partial_failure == "keep",
             first_version=config.first_version,
             is_supervised=is_supervised,
+            is_on_kubernetes=bool(config.scaling.kubernetes_release) and not is_supervised,
         )
 
 

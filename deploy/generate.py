@@ -1,0 +1,69 @@
+"""Write the files of the Helm chart that have their source elsewhere: the alerts, the settings of
+the single broker, and each role's rights on the log.
+
+python -m deploy.generate
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from relax_events.kafka.security.acls import Acl, build_acls, build_username
+
+ROOT = Path(__file__).parents[1]
+CHART = ROOT / "deploy" / "helm" / "relax-events"
+COMPOSE = ROOT / "compose"
+RUN = "RUN"
+"""Stands for the run's id, which the chart puts in."""
+TEMPLATED = {"KAFKA_HEAP_OPTS", "KAFKA_LISTENERS", "KAFKA_ADVERTISED_LISTENERS"}
+"""Settings of the broker that the chart's template gives."""
+RESOURCES = {"transactional_id": "transactionalId"}
+
+
+def build_broker_settings() -> dict[str, str]:
+    """Return the broker's settings of the container stack, without those of the template."""
+    stack = yaml.safe_load((COMPOSE / "docker-compose.yml").read_text())
+    settings: dict[str, str] = stack["services"]["kafka"]["environment"]
+    return {name: value for name, value in settings.items() if name not in TEMPLATED}
+
+
+def build_access(acls: list[Acl]) -> dict[str, list[dict[str, Any]]]:
+    """Return ACLs as Strimzi's KafkaUser has them, by role or person."""
+    operations: dict[tuple[str, str, str, str], list[str]] = defaultdict(list)
+    for acl in acls:
+        operations[acl.username, acl.resource, acl.name, acl.pattern].append(acl.operation)
+    access: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for (username, resource, name, pattern), names in sorted(operations.items()):
+        access[username.removeprefix(build_username(RUN, ""))].append(
+            {
+                "resource": RESOURCES.get(resource, resource),
+                "name": name,
+                "pattern": {"prefixed": "prefix"}.get(pattern, pattern),
+                "operations": ["".join(map(str.title, one.split("_"))) for one in names],
+            }
+        )
+    return dict(access)
+
+
+def build_files() -> dict[str, str]:
+    """Return the generated files of the chart, by name."""
+    return {
+        "alerts.yml": (COMPOSE / "prometheus" / "alerts.yml").read_text(),
+        "broker.yml": yaml.safe_dump(build_broker_settings()),
+        "access.json": json.dumps(build_access(build_acls(RUN)), indent=1) + "\n",
+    }
+
+
+def main() -> None:
+    """Write the files."""
+    for name, text in build_files().items():
+        (CHART / "files" / name).write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+{{- define "relax.labels" -}}
+app.kubernetes.io/name: relax-events
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+{{- end }}
+
+{{- define "relax.selector" -}}
+app.kubernetes.io/name: relax-events
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- /* Roles whose workers share the work; the API can scale them. Those and the ranks have an index for life. */}}
+{{- define "relax.elastic" -}}rollout reward judge reference actor-forward teacher{{- end }}
+{{- define "relax.indexed" -}}{{ include "relax.elastic" . }} trainer{{- end }}
+
+{{- define "relax.claim" -}}{{ .Values.storage.existingClaim | default (printf "%s-files" .Release.Name) }}{{- end }}
+
+{{- define "relax.bootstrapServers" -}}
+{{- if eq .Values.kafka.kind "own" -}}{{ .Release.Name }}-kafka:9092
+{{- else if eq .Values.kafka.kind "strimzi" -}}{{ .Values.kafka.strimzi.cluster }}-kafka-bootstrap:9093
+{{- else -}}{{ required "kafka.bootstrapServers must name the cluster, as kafka.kind is existing" .Values.kafka.bootstrapServers }}
+{{- end -}}
+{{- end }}
+
+{{- define "relax.runFile" -}}{{ required "run.file must hold the run file's text: --set-file run.file=configs/quickstart.toml" .Values.run.file }}{{- end }}
+
+{{- /* Names what has been prepared: changes with the run file, the image and the broker. */}}
+{{- define "relax.prepared" -}}
+{{- printf "%s %s %s %s %s" .Release.Name (include "relax.runFile" .) .Values.images.model (include "relax.bootstrapServers" .) (toJson .Values.run.extraFiles) | sha256sum | trunc 10 -}}
+{{- end }}
+
+{{- define "relax.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 1000
+runAsGroup: 1000
+fsGroup: 1000
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile: {type: RuntimeDefault}
+{{- end }}
+
+{{- define "relax.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]}
+{{- end }}
+
+{{- /* Settings of every worker and command. Takes a dict of root and principal. */}}
+{{- define "relax.environment" -}}
+{{- $root := .root }}{{- $values := .root.Values -}}
+- {name: RELAX_RUN__ID, value: {{ $root.Release.Name | quote }}}
+- {name: RELAX_BROKER__BOOTSTRAP_SERVERS, value: {{ include "relax.bootstrapServers" $root | quote }}}
+- {name: RELAX_BROKER__REPLICATION_FACTOR, value: {{ $values.kafka.replicationFactor | quote }}}
+- {name: RELAX_WORKERS__DRAIN_SECONDS, value: {{ $values.drainSeconds | quote }}}
+- {name: RELAX_TELEMETRY__METRICS_HOST, value: 0.0.0.0}
+- {name: RELAX_TELEMETRY__METRICS_PORT, value: {{ $values.metricsPort | quote }}}
+{{- range $role := splitList " " (printf "%s advantage" (include "relax.elastic" $root)) }}
+{{- $given := index $values.roles $role }}
+{{- if $given.enabled }}
+- {name: RELAX_WORKERS__{{ $role | replace "-" "_" | upper }}, value: {{ $given.replicas | quote }}}
+{{- end }}
+{{- end }}
+- {name: RELAX_TRAINER__RANKS, value: {{ $values.roles.trainer.replicas | quote }}}
+{{- with $values.objects.uri }}
+- {name: RELAX_OBJECTS__URI, value: {{ . | quote }}}
+{{- end }}
+{{- if eq $values.kafka.kind "strimzi" }}
+- {name: RELAX_BROKER__USERNAME, value: relax.{{ $root.Release.Name }}.{{ .principal }}}
+- {name: RELAX_BROKER__PASSWORD_FILE, value: /run/secrets/broker/password}
+- {name: RELAX_BROKER__CA_FILE, value: /run/secrets/broker/ca.crt}
+{{- else if and (eq $values.kafka.kind "existing") $values.kafka.secret }}
+- {name: RELAX_BROKER__USERNAME, value: {{ required "kafka.username must be given with kafka.secret" $values.kafka.username | quote }}}
+- {name: RELAX_BROKER__PASSWORD_FILE, value: /run/secrets/broker/password}
+- {name: RELAX_BROKER__CA_FILE, value: /run/secrets/broker/ca.crt}
+{{- end }}
+{{- range $name, $value := $values.run.environment }}
+- {name: {{ $name }}, value: {{ $value | quote }}}
+{{- end }}
+{{- end }}
+
+{{- define "relax.mounts" -}}
+- {name: files, mountPath: /srv/relax/.relax, readOnly: {{ .readOnly }}}
+- {name: run, mountPath: /srv/relax/configs, readOnly: true}
+- {name: tmp, mountPath: /tmp}
+{{- if or (eq .root.Values.kafka.kind "strimzi") .root.Values.kafka.secret }}
+- {name: broker, mountPath: /run/secrets/broker, readOnly: true}
+{{- end }}
+{{- end }}
+
+{{- define "relax.volumes" -}}
+{{- $values := .root.Values -}}
+- {name: files, persistentVolumeClaim: {claimName: {{ include "relax.claim" .root }}}}
+- {name: run, configMap: {name: {{ .root.Release.Name }}-run}}
+- {name: tmp, emptyDir: {sizeLimit: {{ .tmp | default "2Gi" }}}}
+{{- if eq $values.kafka.kind "strimzi" }}
+- name: broker
+  projected:
+    sources:
+      - secret: {name: relax.{{ .root.Release.Name }}.{{ .principal }}, items: [{key: password, path: password}]}
+      - secret: {name: {{ $values.kafka.strimzi.cluster }}-cluster-ca-cert, items: [{key: ca.crt, path: ca.crt}]}
+{{- else if $values.kafka.secret }}
+- {name: broker, secret: {secretName: {{ $values.kafka.secret }}, defaultMode: 0440}}
+{{- end }}
+{{- end }}

@@ -1,0 +1,180 @@
+"""Every pod of the chart has minimal rights and limits, and starts, reports and ends as its worker
+does."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from typing import Any
+
+import pytest
+import yaml
+
+from deploy.render import CHART, find_values
+from relax_events.config import load_run_config
+from relax_events.controller.scaling_bounds import ELASTIC_ROLES
+from relax_events.plugins import ROLES
+from tests.unit.deploy.manifests import RELEASES, find, find_weaknesses, pods, role_of
+
+VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
+INSTALLED = {role.name for role in entry_points(group=ROLES) if role.value.startswith("workers.")}
+PODS = [pytest.param(manifest, template, id=name) for name, manifest, template in pods()]
+WORKERS = [
+    pytest.param(manifest, template, id=name)
+    for name, manifest, template in pods()
+    if role_of(template) in INSTALLED
+]
+
+
+def test_every_values_file_is_rendered() -> None:
+    assert RELEASES.keys() == find_values().keys() == {"kind", "cluster", "existing"}
+
+
+def test_roles_of_the_chart_are_the_installed_roles() -> None:
+    assert VALUES["roles"].keys() - {"prepare"} == INSTALLED
+    helpers = (CHART / "templates" / "_helpers.tpl").read_text()
+    (elastic,) = re.findall(r'define "relax.elastic" -}}([a-z -]+)\{\{- end', helpers)
+    assert tuple(elastic.split()) == ELASTIC_ROLES
+
+
+def test_roles_enabled_by_default_are_those_of_the_quickstart() -> None:
+    config = load_run_config(CHART.parents[2] / "configs" / "quickstart.toml", environment={})
+    enabled = {name for name, role in VALUES["roles"].items() if role.get("enabled")}
+    assert enabled == set(config.roles())
+
+
+@pytest.mark.parametrize(("manifest", "template"), PODS)
+def test_pod_has_minimal_rights_and_limits(
+    manifest: dict[str, Any], template: dict[str, Any]
+) -> None:
+    spec = copy.deepcopy(template["spec"])
+    if spec["serviceAccountName"].endswith("-controller"):
+        assert spec["automountServiceAccountToken"] is True
+        spec["automountServiceAccountToken"] = False  # the API's controller scales with it
+    assert find_weaknesses(spec) == []
+
+
+def first(change: Callable[[dict[str, Any]], object]) -> list[str]:
+    """Return the weaknesses of a pod that was changed."""
+    spec = copy.deepcopy(next(pods())[2]["spec"])
+    change(spec)
+    return find_weaknesses(spec)
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda spec: spec["securityContext"].pop("runAsNonRoot"), "may run as root"),
+        (lambda spec: spec["securityContext"].pop("seccompProfile"), "seccomp"),
+        (lambda spec: spec.pop("automountServiceAccountToken"), "service account's token"),
+        (lambda spec: spec.update(hostNetwork=True), "hostNetwork"),
+        (
+            lambda spec: spec["volumes"].append({"name": "x", "hostPath": {"path": "/"}}),
+            "host path x",
+        ),
+        (lambda spec: spec["volumes"].append({"name": "x", "emptyDir": {}}), "no size of x"),
+        (
+            lambda spec: spec["containers"][0].update(image="a/b:latest"),
+            "worker has no version",
+        ),
+        (lambda spec: spec["containers"][0].update(image="a/b"), "worker has no version"),
+        (
+            lambda spec: spec["containers"][0]["resources"]["limits"].clear(),
+            "worker has no limit of memory",
+        ),
+        (
+            lambda spec: spec["containers"][0]["securityContext"].update(privileged=True),
+            "worker may gain privileges",
+        ),
+        (
+            lambda spec: spec["containers"][0]["env"].append({"name": "A_TOKEN", "value": "x"}),
+            "worker has the secret A_TOKEN",
+        ),
+    ],
+)
+def test_check_finds_what_a_change_weakens(
+    change: Callable[[dict[str, Any]], object], found: str
+) -> None:
+    assert first(change) == [found]
+
+
+@pytest.mark.parametrize(("manifest", "template"), WORKERS)
+def test_worker_pod_has_probes_and_time_to_drain(
+    manifest: dict[str, Any], template: dict[str, Any]
+) -> None:
+    spec = template["spec"]
+    (worker,) = spec["containers"]
+    environment = {one["name"]: one.get("value") for one in worker["env"]}
+    (port,) = [one["containerPort"] for one in worker["ports"] if one["name"] == "metrics"]
+    assert environment["RELAX_TELEMETRY__METRICS_PORT"] == str(port)
+    assert worker["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "metrics"}
+    assert worker["startupProbe"]["httpGet"] == {"path": "/healthz", "port": "metrics"}
+    assert worker["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "metrics"}
+    drain = float(environment["RELAX_WORKERS__DRAIN_SECONDS"])
+    assert spec["terminationGracePeriodSeconds"] > drain + 10
+    assert f"relax worker {role_of(template)} configs/run.toml" in " ".join(worker["command"])
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_settings_of_the_pods_are_valid(release: str) -> None:
+    for name, _, template in pods():
+        if name.startswith(f"{release}:") and role_of(template) in INSTALLED:
+            worker = template["spec"]["containers"][0]
+            given = {one["name"]: one["value"] for one in worker["env"] if "value" in one}
+            config = load_run_config(
+                CHART.parents[2] / "configs" / "quickstart.toml", environment=given
+            )
+            assert config.run.id == release
+            assert config.telemetry.metrics_port == VALUES["metricsPort"]
+
+
+def test_workers_that_may_be_added_have_an_index_for_life() -> None:
+    for release in RELEASES:
+        indexed = {
+            role_of(one["spec"]["template"]) for one in find(release, "StatefulSet").values()
+        }
+        assert indexed - {"kafka", "trainer"} <= set(ELASTIC_ROLES)
+        for one in find(release, "Deployment").values():
+            assert role_of(one["spec"]["template"]) not in ELASTIC_ROLES
+
+
+def test_reward_pods_read_the_files_and_reach_the_broker_alone() -> None:
+    (spec,) = [
+        template["spec"] for name, _, template in pods() if name == "existing:existing-reward"
+    ]
+    mounts = {one["mountPath"]: one for one in spec["containers"][0]["volumeMounts"]}
+    assert mounts["/srv/relax/.relax"]["readOnly"] is True
+    policies = find("kind", "NetworkPolicy")
+    trusted = policies["kind-trusted"]["spec"]["podSelector"]["matchExpressions"]
+    assert trusted == [
+        {"key": "app.kubernetes.io/component", "operator": "NotIn", "values": ["kafka", "reward"]}
+    ]
+    ports = [
+        one["port"] for rule in policies["kind-workers"]["spec"]["egress"] for one in rule["ports"]
+    ]
+    assert ports == [53, 53, 9092]
+
+
+def test_controller_may_only_scale_the_workers_of_its_release() -> None:
+    (role,) = find("existing", "Role").values()
+    (rule,) = role["rules"]
+    enabled = {name for name, given in VALUES["roles"].items() if given.get("enabled")}
+    assert rule == {
+        "apiGroups": ["apps"],
+        "resources": ["statefulsets/scale"],
+        "resourceNames": [f"existing-{role}" for role in ELASTIC_ROLES if role in enabled],
+        "verbs": ["get", "patch"],
+    }
+    assert not find("kind", "Role")
+    assert not find("cluster", "Role")
+
+
+def test_number_of_workers_is_left_to_what_scales_them() -> None:
+    assert "replicas" not in find("cluster", "StatefulSet")["cluster-rollout"]["spec"]
+    assert find("cluster", "StatefulSet")["cluster-reward"]["spec"]["replicas"] == 1
+    sets = find("existing", "StatefulSet")
+    assert {name for name, found in sets.items() if "replicas" in found["spec"]} == {
+        "existing-trainer"
+    }
