@@ -55,8 +55,10 @@ class Run:
         """Take heartbeats, and do one turn of the controller's loop."""
         for worker_id, worker_state in heartbeats:
             sent_at = now_micros()
-            beat = replace(make_heartbeat(worker_id, at_seconds=sent_at / 1e6), state=worker_state)
-            self.state.apply(replace(beat, sent_at=sent_at + 1_000_000))
+            heartbeat = replace(
+                make_heartbeat(worker_id, at_seconds=sent_at / 1e6), state=worker_state
+            )
+            self.state.apply(replace(heartbeat, sent_at=sent_at + 1_000_000))
         self.service.reconcile()
         self._apply(self.scaler.reconcile())
         self.service.reconcile()
