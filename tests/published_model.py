@@ -73,7 +73,12 @@ class TrainedRun:
         )
         self.store = ObjectStore.open(self.config.objects_uri)
         self.backend = TorchBackend(self.config, ranks=SingleRank())
-        publisher = StorePublisher(self.store, full_snapshot_interval=full_snapshot_interval)
+        adapters = self.backend._model.adapters
+        publisher = StorePublisher(
+            self.store,
+            full_snapshot_interval=full_snapshot_interval,
+            base_digest=adapters.base_digest if adapters is not None else b"",
+        )
         artifacts, digests = {}, {}
         for version in range(num_versions):
             if version:

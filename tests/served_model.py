@@ -15,6 +15,7 @@ from sglang_servers import BOUNDS
 
 from relax_events.config import EngineConfig, ModelConfig
 from relax_events.http.server import build_server_config, build_url, open_listener
+from relax_events.models.adapter_folder import read_adapter_config
 from relax_events.serving.app import build_app
 
 START_SECONDS = 60.0
@@ -28,15 +29,18 @@ def served(
     records_experts: bool = False,
     token: str = "",
     weights_root: Path | None = Path("/"),
+    adapters: Path | None = None,
     **settings: Any,
 ) -> Iterator[str]:
-    """Serve a model on a free port, and give the address."""
+    """Serve a model on a free port, with the adapters of a folder if one is named, and give the
+    address."""
     path = path or tiny_model()
     model = ModelConfig(
         dtype="float32",
         path=path,
         device="cpu",
         routing_replay="rollout" if records_experts else "none",
+        lora=None if adapters is None else read_adapter_config(adapters).config,
     )
     app = build_app(
         model,
@@ -45,6 +49,7 @@ def served(
         is_incremental=is_incremental,
         token=token,
         weights_root=weights_root,
+        adapters=adapters,
     )
     with open_listener("127.0.0.1", 0, remedies=("", ""), what="a test") as listener:
         listener.listen()

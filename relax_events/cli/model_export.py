@@ -28,6 +28,7 @@ def export(
     best: str = "",
     base: Path | None = None,
     max_shard_size: str = "5GB",
+    merged: bool = False,
     force: bool = False,
     broker: BrokerOptions = DEFAULT_BROKER,
     output: Output = "table",
@@ -48,6 +49,8 @@ def export(
             gsm8k/pass_at_4; without a dataset the mean over those that have it.
         base: The base model's folder, where it is no longer at `model.path`.
         max_shard_size: Largest size of a weight file, as 5GB or 500MB.
+        merged: Of a run with model.lora, write the whole model with its adapters merged in, not a
+            folder of adapters.
         force: Replace a model folder that is there.
     """
     from dataclasses import asdict
@@ -65,6 +68,7 @@ def export(
             best=best,
             max_shard_bytes=max_shard_bytes,
             replaces=force,
+            merged=merged,
         )
     if output == "json":
         print_json(asdict(done))

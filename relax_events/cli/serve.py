@@ -11,7 +11,7 @@ from cyclopts import Parameter
 if TYPE_CHECKING:
     from socket import socket
 
-    from relax_events.config import EngineConfig, ModelConfig
+    from relax_events.config import EngineConfig, LoRAConfig, ModelConfig
     from relax_events.http.server import App
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -39,12 +39,13 @@ class EngineOptions:
     enable_return_routed_experts: bool = False
     """Tell who asks which experts each token went through, as `model.routing_replay` needs it."""
 
-    def model_config(self, path: Path) -> ModelConfig:
+    def model_config(self, path: Path, *, lora: LoRAConfig | None = None) -> ModelConfig:
         """Return the section of the model in this folder."""
         from relax_events.config import ModelConfig
 
         return ModelConfig(
             path=path,
+            lora=lora,
             dtype=self.dtype,
             device=self.device,
             routing_replay="rollout" if self.enable_return_routed_experts else "none",
@@ -67,6 +68,7 @@ DEFAULT_ENGINE = EngineOptions()
 def serve(
     model: Path,
     *,
+    base: Path | None = None,
     host: str = "127.0.0.1",
     port: int = 30000,
     served_model_name: str = "",
@@ -81,7 +83,9 @@ def serve(
     Example: relax serve .relax/models/quickstart --port 30000
 
     Args:
-        model: A folder in Hugging Face layout, as `relax models prepare` makes it.
+        model: A folder in Hugging Face layout, as `relax models prepare` makes it, or a folder of
+            LoRA adapters, as `relax models export` and peft make it.
+        base: The base model's folder of adapters, where it is not the one that they name.
         host: Address to listen on; other machines get in only with a token.
         port: 0 takes a free one.
         served_model_name: What OpenAI's clients call it; by default the folder's name.
@@ -97,8 +101,9 @@ def serve(
     _require_packages()
     token = read_secret(token_file, key="--token-file") if token_file else ""
     _require_token(token, host)
+    path, lora = _find_base(model, base)
     if engine.enable_return_routed_experts:
-        _require_experts(model)
+        _require_experts(path)
     remedies = "give another --port, 0 for a free one", "give an address of this machine as --host"
     with open_listener(host, port, remedies=remedies, what="the model") as listener:
         listener.listen()
@@ -107,16 +112,41 @@ def serve(
         )
 
         app = build_app(
-            engine.model_config(model),
+            engine.model_config(path, lora=lora),
             engine.engine_config(),
             model_name=served_model_name or model.resolve().name,
             is_incremental=incremental_streaming_output,
             host=host,
             token=token,
             weights_root=weights_root,
+            adapters=None if lora is None else model,
         )
         print(build_url(listener), flush=True)
         _answer(app, listener)
+
+
+def _find_base(model: Path, base: Path | None) -> tuple[Path, LoRAConfig | None]:
+    """Return the folder of the whole model, and of a folder of adapters their settings.
+
+    Raises:
+        ConfigError: The base model is not on this machine, or a whole model has none.
+    """
+    from relax_events.errors import ConfigError
+
+    if not (model / "adapter_config.json").is_file() or (model / "config.json").is_file():
+        if base is not None:
+            raise ConfigError(f"--base {base} is for folders of adapters, and {model} is none")
+        return model, None
+    from relax_events.models.adapter_folder import read_adapter_config
+
+    found = read_adapter_config(model)
+    path = base or Path(found.base)
+    if not (path / "config.json").is_file():
+        raise ConfigError(
+            f"the adapters in {model} belong to the base model {found.base or '(unnamed)'}, and "
+            f"{path} is no folder of a model; give its folder as --base"
+        )
+    return path, found.config
 
 
 def _require_packages() -> None:

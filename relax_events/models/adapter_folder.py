@@ -34,11 +34,6 @@ class AdapterFolder:
     base: str
 
 
-def is_adapter_folder(folder: Path) -> bool:
-    """Return whether a folder holds adapters and no model."""
-    return (folder / CONFIG_FILE).is_file() and not (folder / "config.json").is_file()
-
-
 def read_adapter_config(folder: Path) -> AdapterFolder:
     """Read the settings of a folder of adapters.
 

@@ -21,6 +21,7 @@ from relax_events.serving.completions import CompletionService
 from relax_events.serving.engine_runner import EngineRunner
 from relax_events.serving.openai_routes import openai_routes
 from relax_events.serving.sglang_routes import sglang_routes
+from relax_events.weights import Weights
 
 SUMMARY = "A model by engine `transformers`, behind SGLang's HTTP API."
 CALLERS = "http"
@@ -29,6 +30,7 @@ BAD, BROKEN = 400, 503
 MAX_BODY_BYTES = 256 * 1024**2
 """Of a request: prompts of many samples, with their media."""
 BODY_SECONDS = 120.0
+TOKENIZER_FILE = "tokenizer_config.json"
 
 
 def build_app(
@@ -40,6 +42,7 @@ def build_app(
     host: str = "127.0.0.1",
     token: str = "",
     weights_root: Path | None = None,
+    adapters: Path | None = None,
 ) -> RequestGuard:
     """Load a model and build the application that serves it; the engine runs while the application
     does.
@@ -53,12 +56,13 @@ def build_app(
         token: Required from every client; empty requires none.
         weights_root: Folder that weights may be loaded from. None allows any folder if a token is
             set, else none.
+        adapters: Folder of adapters of `model.lora`, which are loaded into the model.
     Raises:
         ConfigError: The model can't be loaded or served.
     """
     recorded = ModelFolder.read(model.path, records_experts=True) if model.replays_routing else None
-    runner = EngineRunner(TransformersEngine(model.path, config=engine, model=model))
-    service = CompletionService(runner, _renderer(model.path))
+    runner = EngineRunner(_open_engine(model, engine, adapters))
+    service = CompletionService(runner, _renderer(_tokenizer_folder(model.path, adapters)))
     app = FastAPI(
         title="Relax Events",
         version=__version__,
@@ -89,6 +93,27 @@ def build_app(
         max_body_bytes=MAX_BODY_BYTES,
         body_seconds=BODY_SECONDS,
     )
+
+
+def _open_engine(
+    model: ModelConfig, engine: EngineConfig, adapters: Path | None
+) -> TransformersEngine:
+    """Load the model, and its adapters where there are some.
+
+    Raises:
+        ConfigError: The model or the adapters can't be loaded.
+        WeightsError: The adapters don't fit the model.
+    """
+    opened = TransformersEngine(model.path, config=engine, model=model)
+    if adapters is not None:
+        opened.load_weights(Weights(0, opened.read_weights(adapters), b""))
+    return opened
+
+
+def _tokenizer_folder(model_path: Path, adapters: Path | None) -> Path:
+    """Return the folder with the tokenizer: that of the adapters where they have their own."""
+    has_own = adapters is not None and (adapters / TOKENIZER_FILE).is_file()
+    return adapters if adapters is not None and has_own else model_path
 
 
 def _run_with(runner: EngineRunner) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:

@@ -50,6 +50,7 @@ class ArtifactTensors:
             raise WeightsError(f"weights {reference.uri} can't be used: {error}") from error
         newest = chain[-1]
         self.policy_version, self.digest = newest.policy_version, newest.digest
+        self.base_digest = newest.base_digest
         self.layouts = {
             entry.name: TensorLayout(entry.dtype, entry.shape) for entry in newest.tensors
         }

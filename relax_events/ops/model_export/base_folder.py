@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -111,7 +111,9 @@ def open_base_tensors(folder: Path) -> TensorFiles:
     return files
 
 
-def copy_small_files(base: Path, target: Path, *, chat_template: Path | None = None) -> None:
+def copy_small_files(
+    base: Path, target: Path, *, chat_template: Path | None = None, without: Collection[str] = ()
+) -> None:
     """Copy configuration, tokenizer, chat template, preprocessor and licence.
 
     Code is not copied, nor are weights in other formats.
@@ -120,12 +122,13 @@ def copy_small_files(base: Path, target: Path, *, chat_template: Path | None = N
         base: The base model's folder.
         target: The folder to write; exists.
         chat_template: The template that the run trained with instead of the base model's.
+        without: Names of files to leave out.
     Raises:
         ConfigError: The chat template can't be read.
         OSError: A file can't be copied.
     """
     for path in sorted(base.iterdir()):
-        if path.is_file() and _is_copied(path.name):
+        if path.is_file() and _is_copied(path.name) and path.name not in without:
             _copy(path, target / path.name)
     if (base / TEMPLATES_FOLDER).is_dir():
         (target / TEMPLATES_FOLDER).mkdir()

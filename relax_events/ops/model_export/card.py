@@ -46,6 +46,7 @@ class Lineage:
         kind: `weights` or `checkpoint`.
         base: The base model.
         state: The folded control log, with all steps.
+        content: Of the folder: `model`, `adapters` or `merged model`.
     """
 
     config: RunConfig
@@ -54,6 +55,7 @@ class Lineage:
     kind: str
     base: BaseModel
     state: RunState
+    content: str = "model"
 
     @property
     def steps(self) -> list[TrainStepCommitted]:
@@ -86,7 +88,7 @@ def _front_matter(lineage: Lineage) -> str:
     lines = [
         *([f"license: {_scalar(base.licence)}"] if base.licence else []),
         *([f"base_model: {_scalar(base.name)}"] if base.is_on_hub else []),
-        "library_name: transformers",
+        f"library_name: {'peft' if lineage.content == 'adapters' else 'transformers'}",
         f"pipeline_tag: {task}",
         "tags:",
         "- relax-events",
@@ -105,6 +107,7 @@ def _lineage_rows(lineage: Lineage) -> list[tuple[str, object]]:
     rows: list[tuple[str, object]] = [
         ("run", config.run.id),
         ("policy version", f"{lineage.policy_version} of {config.last_version}"),
+        ("content", lineage.content),
         ("weights, SHA-256", lineage.digest.hex()),
         ("read from", lineage.kind),
         ("run file, SHA-256", digest),
@@ -187,6 +190,8 @@ def _evaluations(lineage: Lineage) -> str:
 
 
 def _use(lineage: Lineage) -> str:
+    if lineage.content == "adapters":
+        return _use_adapters(lineage)
     reader, model = "AutoTokenizer", "AutoModelForCausalLM"
     if lineage.base.is_multimodal:
         reader = "AutoProcessor"
@@ -196,6 +201,20 @@ def _use(lineage: Lineage) -> str:
         f'reader = {reader}.from_pretrained("FOLDER")\n'
         f'model = {model}.from_pretrained("FOLDER", dtype="auto")\n```\n\n'
         "```bash\nrelax serve FOLDER\npython -m sglang.launch_server --model-path FOLDER\n```"
+    )
+
+
+def _use_adapters(lineage: Lineage) -> str:
+    base = lineage.base
+    model = "AutoModelForCausalLM"
+    if base.is_multimodal:
+        model = MODEL_CLASSES.get(base.model_type, "AutoModelForImageTextToText")
+    return (
+        "The folder holds adapters; `BASE` stands for the base model's folder.\n\n"
+        f"```python\nfrom peft import PeftModel\nfrom transformers import {model}\n\n"
+        f'base = {model}.from_pretrained("BASE", dtype="auto")\n'
+        'model = PeftModel.from_pretrained(base, "FOLDER")\n```\n\n'
+        "```bash\nrelax serve FOLDER --base BASE\n```"
     )
 
 

@@ -15,13 +15,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import orjson
 from torch import Tensor
 
 from relax_events.config import RunConfig
 from relax_events.errors import ConfigError
+from relax_events.models.adapter_folder import TENSORS_FILE
 from relax_events.models.parameters import read_parameters
+from relax_events.ops.model_export.adapters import (
+    MODEL_FILES,
+    MergedTensors,
+    leave_unmerged,
+    require_base_folder,
+    write_adapters,
+)
 from relax_events.ops.model_export.base_folder import (
     CARD_FILE,
     INDEX_FILE,
@@ -45,6 +54,7 @@ from relax_events.ops.model_export.versions import PublishedVersions
 from relax_events.weights.tensor_files import Tensors, write_tensor_file
 
 MAX_SHARD_BYTES = 5_000_000_000
+MODEL, ADAPTERS, MERGED = "model", "adapters", "merged model"
 OPENED_FOLDER = ".weights"
 """In the unfinished folder: the files that the weights are read from."""
 Report = Callable[[str], None]
@@ -65,6 +75,7 @@ class Export:
         num_files: Weight files.
         num_bytes: Size of the weights.
         weights_digest: SHA-256 of the version's weights as on the log, hexadecimal.
+        content: `model`; of a run with `model.lora` `adapters` or `merged model`.
     """
 
     folder: str
@@ -77,6 +88,7 @@ class Export:
     num_files: int
     num_bytes: int
     weights_digest: str
+    content: str = MODEL
 
 
 def export_version(
@@ -87,9 +99,11 @@ def export_version(
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     replaces: bool = False,
+    merged: bool = False,
     report: Report = lambda _: None,
 ) -> Export:
-    """Write the model folder of a published version.
+    """Write the model folder of a published version; of a run with `model.lora` a folder of its
+    adapters.
 
     Args:
         config: The run; `model.path` is the base model's folder.
@@ -98,9 +112,11 @@ def export_version(
         target: The folder to write.
         max_shard_bytes: Largest size of a weight file, unless one tensor is larger.
         replaces: Replace a model folder that is there.
+        merged: Write the whole model with the adapters of `model.lora` merged in.
         report: Called with a line for each stage.
     Raises:
-        ConfigError: The folder is not empty, or the base model's is not there.
+        ConfigError: The folder is not empty, the base model's is not there, or the run has nothing
+            to merge.
         VersionLost: The version is not left.
         WeightsError: The version does not fit the base model.
         EnvironmentProblem: The folder can't be written.
@@ -108,6 +124,7 @@ def export_version(
     base = config.model.path
     if target.resolve() == base.resolve():
         raise ConfigError(f"--to {target} is the base model's folder; give another one")
+    content = _choose_content(config, merged=merged)
     base_tensors = open_base_tensors(base)
     with write_folder(target, replaces=replaces) as folder:
         opened = folder / OPENED_FOLDER
@@ -115,13 +132,20 @@ def export_version(
         report(f"reading version {version} of run {config.run.id}")
         # first of all, because a running trainer soon deletes what is not among the newest
         weights = open_weights(config, versions, version, opened)
-        planned = _plan(config, base_tensors, weights.tensors)
-        shards = list(split_into_shards(planned, max_shard_bytes=max_shard_bytes))
+        require_base_folder(config, weights)
         lineage = Lineage(
-            config, version, weights.digest, weights.kind, read_base_model(base), versions.state
+            config,
+            version,
+            weights.digest,
+            weights.kind,
+            read_base_model(base),
+            versions.state,
+            content=content,
         )
-        _write_small_files(folder, lineage)
-        _write_shards(folder, shards, (weights.tensors, base_tensors), report=report)
+        write = _write_adapters if content == ADAPTERS else _write_model
+        sizes = write(
+            folder, lineage, weights.tensors, base_tensors, max_shard_bytes, report=report
+        )
         shutil.rmtree(opened)
     return Export(
         folder=str(target),
@@ -129,18 +153,92 @@ def export_version(
         policy_version=version,
         source=weights.kind,
         base=str(base),
-        num_tensors=len(planned),
-        num_trained=count_trained(planned),
-        num_files=len(shards),
-        num_bytes=sum(tensor.layout.num_bytes for tensor in planned),
+        num_tensors=sizes.num_tensors,
+        num_trained=sizes.num_trained,
+        num_files=sizes.num_files,
+        num_bytes=sizes.num_bytes,
         weights_digest=weights.digest.hex(),
+        content=content,
     )
 
 
-def _plan(config: RunConfig, base: Tensors, trained: Tensors) -> list[ExportedTensor]:
-    """Plan the folder's tensors: their names, layouts, and whether they come from `trained`."""
+def _choose_content(config: RunConfig, *, merged: bool) -> str:
+    """Return what the folder holds.
+
+    Raises:
+        ConfigError: Merging was asked for, and the run trains the whole model.
+    """
+    if config.model.lora is not None:
+        return MERGED if merged else ADAPTERS
+    if merged:
+        raise ConfigError(
+            f"--merged is for runs with [model.lora], and run {config.run.id} trains the whole "
+            "model; leave it out"
+        )
+    return MODEL
+
+
+class Sizes(NamedTuple):
+    """What was written of an `Export`."""
+
+    num_tensors: int
+    num_trained: int
+    num_files: int
+    num_bytes: int
+
+
+def _write_adapters(
+    folder: Path,
+    lineage: Lineage,
+    trained: Tensors,
+    base: Tensors,
+    max_shard_bytes: int,
+    *,
+    report: Report,
+) -> Sizes:
+    """Write a folder of adapters with the tokenizer's files, in one file of any size."""
+    del base, max_shard_bytes
+    config = lineage.config
+    copy_small_files(
+        config.model.path,
+        folder,
+        chat_template=config.data.chat_template_file,
+        without=MODEL_FILES,
+    )
+    (folder / CARD_FILE).write_text(render_card(lineage))
+    report(f"writing {TENSORS_FILE}")
+    num_bytes = write_adapters(
+        folder,
+        trained,
+        read_parameters(config.model.path, config.model),
+        config=config,
+        base=lineage.base,
+    )
+    return Sizes(len(trained.layouts), len(trained.layouts), 1, num_bytes)
+
+
+def _write_model(
+    folder: Path,
+    lineage: Lineage,
+    trained: Tensors,
+    base: Tensors,
+    max_shard_bytes: int,
+    *,
+    report: Report,
+) -> Sizes:
+    """Write a whole model, with adapters merged in where the version has some."""
+    config = lineage.config
     parameters = read_parameters(config.model.path, config.model)
-    return plan_tensors(base.layouts, trained.layouts, parameters, dtype=config.model.dtype)
+    if config.model.lora is not None:
+        dtype = str(config.model.dtype)
+        trained = MergedTensors(base, trained, lora=config.model.lora, dtype=dtype)
+        parameters = leave_unmerged(parameters, trained)
+    planned = plan_tensors(base.layouts, trained.layouts, parameters, dtype=config.model.dtype)
+    shards = list(split_into_shards(planned, max_shard_bytes=max_shard_bytes))
+    _write_small_files(folder, lineage)
+    _write_shards(folder, shards, (trained, base), report=report)
+    num_bytes = sum(tensor.layout.num_bytes for tensor in planned)
+    return Sizes(len(planned), count_trained(planned), len(shards), num_bytes)
 
 
 def _write_small_files(folder: Path, lineage: Lineage) -> None:

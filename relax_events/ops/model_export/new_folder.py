@@ -11,8 +11,8 @@ from pathlib import Path
 
 from relax_events.errors import ConfigError, EnvironmentProblem
 
-MARK = "config.json"
-"""A folder without it is no model folder and is never replaced."""
+MARKS = ("config.json", "adapter_config.json")
+"""A folder without any of them is neither a model's nor adapters', and is never replaced."""
 
 
 def require_free(target: Path, *, replaces: bool) -> None:
@@ -31,9 +31,9 @@ def require_free(target: Path, *, replaces: bool) -> None:
         raise ConfigError(
             f"{target} is not empty; give another folder to --to, or replace it by --force"
         )
-    if not (target / MARK).is_file():
+    if not any((target / mark).is_file() for mark in MARKS):
         raise ConfigError(
-            f"{target} is no model folder, it holds no {MARK}, so --force does not replace it; "
+            f"{target} is no model folder, it holds no {MARKS[0]}, so --force does not replace it; "
             "give another folder to --to"
         )
 

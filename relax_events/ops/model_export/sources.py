@@ -30,13 +30,15 @@ class VersionLost(WeightsError):
 @dataclass(frozen=True, slots=True)
 class VersionWeights:
     """The verified weights of a version; `kind` is `weights` or `checkpoint`, `uri` that of the
-    manifest.
+    manifest. `base_digest` is that of the base model that they are adapters of; empty where they
+    are a whole model's.
     """
 
     kind: str
     uri: str
     tensors: Tensors
     digest: bytes
+    base_digest: bytes = b""
 
 
 def open_weights(
@@ -87,7 +89,7 @@ def _open_artifact(
     digest = _require_digest(
         tensors, versions.digests.get(version, tensors.digest), uri=reference.uri
     )
-    return VersionWeights("weights", reference.uri, tensors, digest)
+    return VersionWeights("weights", reference.uri, tensors, digest, tensors.base_digest)
 
 
 def _open_checkpoint(
@@ -106,7 +108,7 @@ def _open_checkpoint(
         if committed is None
         else _require_digest(tensors, committed, uri=reference.uri)
     )
-    return VersionWeights("checkpoint", reference.uri, tensors, digest)
+    return VersionWeights("checkpoint", reference.uri, tensors, digest, tensors.base_digest)
 
 
 def _require_digest(tensors: Tensors, wanted: bytes, *, uri: str) -> bytes:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from relax_events.errors import ObjectError, WeightsError
 from relax_events.events.parts import CheckpointRef
+from relax_events.models.adapters import BASE_DIGEST
 from relax_events.objects import ObjectStore
 from relax_events.objects.download import download
 from relax_events.training.checkpoint.checkpoints import read_manifest, shard_references
@@ -62,6 +63,11 @@ class CheckpointTensors:
             for name, layout in self._files.layouts.items()
             if name.startswith(MODEL)
         }
+        self.base_digest = (
+            self._files.read(BASE_DIGEST).numpy().tobytes()
+            if BASE_DIGEST in self._files.layouts
+            else b""
+        )
 
     def read(self, name: str) -> Tensor:
         """Return a tensor in the precision of the checkpoint; see `Tensors`."""
