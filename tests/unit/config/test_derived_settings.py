@@ -186,6 +186,21 @@ def test_cpu_threads_are_divided_among_the_computing_roles(
     }
 
 
+def test_adapters_get_a_higher_rate_and_leave_memory_of_gradients_and_moments() -> None:
+    whole, adapted = run_of(), run_of(model={"lora": {"rank": 16}})
+    assert values(whole, MIDDLE)["trainer.learning_rate"] == 1e-6
+    assert values(adapted, MIDDLE)["trainer.learning_rate"] == 1e-5
+    # by hand: rank 16 times 36 layers of q and o (2560 + 4096), k and v (2560 + 1024), and three
+    # matrices of the feed-forward (2560 + 9728)
+    num_adapters = 16 * 36 * (2 * 6656 + 2 * 3584 + 3 * 12_288)
+    assert MIDDLE.num_adapter_parameters(16) == num_adapters == 33_030_144
+    assert (
+        MIDDLE.training_bytes("bfloat16", adapter_rank=16) == 2 * 4_022_468_096 + 18 * num_adapters
+    )
+    here = machine(gpus=(80 * GIB,))
+    assert values(adapted, MIDDLE, here)[MICRO_BATCH] > 4 * values(whole, MIDDLE, here)[MICRO_BATCH]
+
+
 @pytest.mark.parametrize(
     ("facts", "cell_bytes", "training_bytes", "cache_bytes"),
     [
