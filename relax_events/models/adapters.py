@@ -1,5 +1,4 @@
-"""LoRA adapters of a loaded model, by `peft`: added, initialised, replaced and told from the
-model's own weights.
+"""LoRA adapters of a loaded model, by `peft`: adds, initialises, replaces and lists them.
 
 The layers stay apart: a target module computes `W x + alpha / rank * B (A x)`. Merged into bfloat16
 weights, an update smaller than half a rounding step of W would be lost, and trainer and engine

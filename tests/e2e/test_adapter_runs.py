@@ -1,4 +1,4 @@
-"""Whole runs with `model.lora`: the quickstart's task is learnt through killed workers, a run is
+"""Whole runs with `model.lora`: the quickstart's task is learned through killed workers, a run is
 replayed and forked, and its adapters leave it.
 """
 

@@ -83,7 +83,7 @@ def test_trained_adapters_compute_what_merged_weights_do() -> None:
         }
     )
     expected = whole.token_logprobs(batch).logprobs.detach()
-    assert float((expected - base).abs().max()) > 1e-2, "the adapters learnt nothing"
+    assert float((expected - base).abs().max()) > 1e-2, "the adapters learned nothing"
     torch.testing.assert_close(
         ours.token_logprobs(batch).logprobs.detach(), expected, atol=1e-5, rtol=0
     )
@@ -149,8 +149,8 @@ def test_seed_of_the_run_draws_the_first_adapters() -> None:
         TorchBackend(one, ranks=SingleRank()).weights() for one in (config, config, other)
     )
     assert all(torch.equal(tensor, same[name]) for name, tensor in mine.items())
-    drawn = [name for name in mine if ".lora_A." in name]
-    assert not any(torch.equal(mine[name], changed[name]) for name in drawn)
+    initial = [name for name in mine if ".lora_A." in name]
+    assert not any(torch.equal(mine[name], changed[name]) for name in initial)
 
 
 def test_state_of_another_base_model_is_refused(tmp_path: Path) -> None:
