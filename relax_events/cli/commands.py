@@ -20,6 +20,10 @@ COMMANDS = {
         "relax_events.cli.status:status",
         "Show the progress of a run from another shell, live or once.",
     ),
+    "dashboard": (
+        "relax_events.cli.dashboard:dashboard",
+        "Serve a page that shows runs live: curves, samples, workers, dead letters.",
+    ),
     "report": (
         "relax_events.cli.report:report",
         "Write the report of a run from its log, however the run ended.",

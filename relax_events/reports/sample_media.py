@@ -99,16 +99,26 @@ def select_frames(media_input: ProcessedMedia) -> list[Frame]:
 
 def render_image(frame: Frame) -> str:
     """Render a frame as PNG, reduced where it is large."""
+    file = BytesIO()
+    encode_png(frame, file)
+    return f'<img alt="" src="{data_uri("image/png", file.getvalue())}">'
+
+
+def encode_png(frame: Frame, file: BytesIO) -> None:
+    """Write a frame as PNG, reduced where it is large.
+
+    Raises:
+        EnvironmentProblem: Pillow is not installed.
+    """
     try:
         from PIL import Image
     except ImportError as error:
         raise EnvironmentProblem(
             f"images in a page need the package pillow ({error}); install relax-events[media]"
         ) from None
-    image, file = Image.fromarray(frame), BytesIO()
+    image = Image.fromarray(frame)
     image.thumbnail((MAX_SIDE, MAX_SIDE))
     image.save(file, "PNG")
-    return f'<img alt="" src="{data_uri("image/png", file.getvalue())}">'
 
 
 def render_audio(media_input: ProcessedMedia, rate_hertz: int) -> list[str]:

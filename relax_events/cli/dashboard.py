@@ -1,0 +1,47 @@
+"""`relax dashboard`: the live page of runs."""
+
+from __future__ import annotations
+
+from relax_events.cli.parameters import DEFAULT_BROKER, BrokerOptions
+
+PORT = 8321
+
+
+def dashboard(
+    run: str = "",
+    *,
+    port: int = PORT,
+    broker: BrokerOptions = DEFAULT_BROKER,
+) -> None:
+    """Serve a page that shows runs live, or runs that are over, until Ctrl-C. Runs are not touched.
+
+    Example: relax dashboard quickstart
+
+    The page is served on the loopback address; from another machine forward the port, for example
+    with ssh -L 8321:127.0.0.1:8321. What changes a run needs the token of the run's API.
+
+    Args:
+        run: Id of the run to open the page with, or its run file; by default the newest run.
+        port: Port to listen on; 0 uses a free one.
+    """
+    from pathlib import Path
+
+    from relax_events.cli.run_reader import is_run_file, reader_may_leave
+    from relax_events.config import load_run_config
+    from relax_events.dashboard.registry import RunRegistry
+    from relax_events.dashboard.server import build_server, build_url, open_port
+    from relax_events.history.cluster import Cluster
+
+    first = load_run_config(Path(run)) if run and is_run_file(run) else None
+    cluster = broker.cluster() if first is None else Cluster.from_run_file(first)
+    run_id = first.run.id if first else run
+    with cluster.running(by="relax dashboard"), open_port(port) as listener:
+        registry = RunRegistry(cluster, first=first)
+        if run_id:
+            registry.open(run_id)
+        print(f"{build_url(listener)}/{f'?run={run_id}' if run_id else ''}", flush=True)
+        try:
+            with reader_may_leave():
+                build_server(registry).run(sockets=[listener])
+        finally:
+            registry.close()

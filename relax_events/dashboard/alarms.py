@@ -1,0 +1,192 @@
+"""What is wrong with a run now, since when, and the page that says what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from relax_events.dashboard.run_fold import RunFold
+from relax_events.events.parts import WorkerState
+from relax_events.events.types import WorkerHeartbeat
+from relax_events.history.live_run import silent_micros
+
+MICROS = 1e6
+RECENT_STEPS = 20
+STALLED_STEPS = 10.0
+STALLED_SECONDS = 60.0
+STARVED_RATIO = 0.5
+TRUNCATED_RATIO = 0.25
+SIGNALLESS_RATIO = 0.5
+COLLAPSED_RATIO = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """Something wrong: `name` has a text in each language, which `values` fill; `since` in
+    microseconds since the epoch, 0 where that is unknown.
+    """
+
+    name: str
+    severity: str
+    since: int
+    runbook: str = ""
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+def find_alarms(
+    fold: RunFold,
+    *,
+    now: int,
+    truncated: float | None = None,
+    signalless: float | None = None,
+    num_dead_letters: int = 0,
+    oldest_dead_letter_at: int = 0,
+) -> list[dict[str, Any]]:
+    """Return the alarms of a run, the severe ones first.
+
+    Args:
+        fold: The run's state.
+        now: Microseconds since the epoch.
+        truncated: Share of the newest samples that reached their length limit.
+        signalless: Share of the newest prompt groups whose rewards are all equal.
+        num_dead_letters: Open dead letters.
+        oldest_dead_letter_at: When the oldest of them was written.
+    """
+    found = [*_of_the_run(fold), *_of_learning(fold, truncated, signalless)]
+    if num_dead_letters:
+        values = {"count": num_dead_letters}
+        found.append(
+            Alarm(
+                "dead_letters",
+                "warning",
+                oldest_dead_letter_at,
+                "relax-dead-letters-arriving",
+                values,
+            )
+        )
+    if fold.state.ended is None:
+        found += [*_of_workers(fold, now), *_of_progress(fold, now)]
+    found.sort(key=lambda alarm: (alarm.severity != "critical", alarm.since))
+    return [asdict(alarm) for alarm in found]
+
+
+def _of_the_run(fold: RunFold) -> Iterator[Alarm]:
+    ended = fold.state.ended
+    if ended is not None and not ended.succeeded:
+        yield Alarm(
+            "run_failed", "critical", ended.commanded_at, "relax-run-aborted", {"why": ended.reason}
+        )
+    if fold.state.num_consecutive_failures:
+        yield Alarm(
+            "groups_failing",
+            "critical",
+            fold.failing_since,
+            "relax-prompt-groups-failing",
+            {"count": fold.state.num_consecutive_failures, "why": fold.state.last_failure},
+        )
+    if fold.state.num_updates_skipped:
+        yield Alarm(
+            "updates_skipped",
+            "critical" if fold.state.num_consecutive_skips else "warning",
+            fold.skipped_at,
+            "relax-step-not-finite",
+            {"count": fold.state.num_updates_skipped},
+        )
+    for act in fold.health.interventions[-5:]:
+        yield Alarm(
+            "worker_restarted",
+            "warning",
+            act.at,
+            "relax-worker-restarted-often",
+            {"worker": act.worker_id, "why": act.symptom.value},
+        )
+
+
+def _of_learning(
+    fold: RunFold, truncated: float | None, signalless: float | None
+) -> Iterator[Alarm]:
+    committed = fold.curves.committed_at
+    since = committed[-min(RECENT_STEPS, len(committed))] if committed else 0
+    is_over = fold.state.ended is not None
+    if not is_over and truncated is not None and truncated > TRUNCATED_RATIO:
+        yield Alarm("truncated", "warning", since, "", {"ratio": truncated})
+    if not is_over and signalless is not None and signalless > SIGNALLESS_RATIO:
+        yield Alarm("no_signal", "warning", since, "", {"ratio": signalless})
+    rewards = fold.curves.recent("reward_mean", len(committed))
+    if len(rewards) >= 2 * RECENT_STEPS:
+        means = [
+            sum(rewards[at : at + RECENT_STEPS]) / RECENT_STEPS
+            for at in range(0, len(rewards) - RECENT_STEPS + 1, RECENT_STEPS // 2)
+        ]
+        best, newest = max(means), sum(rewards[-RECENT_STEPS:]) / RECENT_STEPS
+        if best > 0 and newest < COLLAPSED_RATIO * best:
+            yield Alarm(
+                "reward_collapsed",
+                "critical",
+                since,
+                "relax-reward-collapsed",
+                {"best": best, "newest": newest},
+            )
+
+
+def _of_workers(fold: RunFold, now: int) -> Iterator[Alarm]:
+    limit = silent_micros(fold.config.workers)
+    alive = set()
+    for beat in fold.state.workers.values():
+        if beat.state is WorkerState.STOPPED or beat.sent_at < fold.state.resumed_at:
+            continue
+        if beat.sent_at >= now - limit:
+            alive.add(beat.role)
+            if beat.activity_deadline_at is not None and now > beat.activity_deadline_at:
+                yield _stuck(beat)
+        elif beat.sent_at >= now - 20 * limit:
+            yield Alarm(
+                "worker_silent",
+                "critical",
+                beat.sent_at,
+                "relax-controller-silent" if beat.role == "controller" else "relax-worker-silent",
+                {"worker": beat.worker_id},
+            )
+    for role in fold.config.roles() if alive else ():
+        if role not in alive:
+            yield Alarm(
+                "role_without_worker", "critical", 0, "relax-role-without-worker", {"role": role}
+            )
+
+
+def _stuck(beat: WorkerHeartbeat) -> Alarm:
+    return Alarm(
+        "worker_stuck",
+        "critical",
+        beat.activity_since or 0,
+        "relax-engine-stuck" if beat.role == "rollout" else "relax-worker-silent",
+        {"worker": beat.worker_id, "activity": beat.activity},
+    )
+
+
+def _of_progress(fold: RunFold, now: int) -> Iterator[Alarm]:
+    committed = fold.curves.committed_at
+    if len(committed) < 2 or fold.state.is_paused:
+        return
+    recent = committed[-RECENT_STEPS:]
+    interval = (recent[-1] - recent[0]) / (len(recent) - 1) / MICROS
+    silent = (now - committed[-1]) / MICROS
+    if silent > max(STALLED_STEPS * interval, STALLED_SECONDS):
+        yield Alarm(
+            "run_stalled",
+            "critical",
+            committed[-1],
+            "relax-run-stalled",
+            {"seconds": silent, "interval": interval},
+        )
+    waits = sum(fold.curves.phases.get("wait", ())[-RECENT_STEPS:])
+    total = sum(sum(column[-RECENT_STEPS:]) for column in fold.curves.phases.values())
+    if total > 0 and waits / total > STARVED_RATIO and len(recent) == RECENT_STEPS:
+        yield Alarm(
+            "trainer_starved",
+            "warning",
+            recent[0],
+            "relax-trainer-starved",
+            {"ratio": waits / total},
+        )

@@ -1,0 +1,272 @@
+"""What pages read from the log on demand: texts and tokens of samples, lineage, dead letters, lag.
+
+Each answer opens the log anew, so that it is up to date, and reads only the records that it needs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+
+from relax_events.config import RunConfig
+from relax_events.dashboard.sample_columns import SampleTable
+from relax_events.errors import ConfigError, EnvironmentProblem, ObjectError
+from relax_events.events.parts import ChatMessage, MediaRef
+from relax_events.events.types import SampleReady, SampleRolledOut, SampleScored
+from relax_events.history.lineage.reader import sample_lineage
+from relax_events.history.lineage.version import version_lineage
+from relax_events.history.run_log import RunLog
+from relax_events.history.samples.detail import token_rows
+from relax_events.history.samples.reader import read_sample_events
+from relax_events.media.audio import encode_wav
+from relax_events.media.library import MediaLibrary
+from relax_events.ops.consumer_lag import read_partition_lag, sum_by_slot
+from relax_events.ops.dead_letters import read_dead_letter, read_dead_letters
+from relax_events.ops.topic_tail import read_record
+from relax_events.reports.sample_media import MAX_SECONDS, encode_png, select_frames
+from relax_events.session.broker_address import open_admin
+
+EXCERPT = 240
+MAX_TOKENS = 4096
+MAX_GAP = 32
+"""Records between two wanted ones that are read over rather than sought."""
+
+
+@contextmanager
+def open_log(config: RunConfig) -> Iterator[RunLog]:
+    """Open a run's log for one answer."""
+    with RunLog(config, name="dashboard-detail") as log:
+        yield log
+
+
+def read_texts(config: RunConfig, table: SampleTable, rows: Sequence[int]) -> dict[int, Any]:
+    """Return the beginning of prompt and completion of these rows; the records that were purged are
+    left out.
+    """
+    positions = {table.position(row): row for row in rows}
+    with open_log(config) as log:
+        return {
+            positions[at]: {
+                "completion": sample.completion[:EXCERPT],
+                "prompt": (sample.messages[-1].text if sample.messages else "")[-EXCERPT:],
+            }
+            for at, sample in read_samples_at(log, positions).items()
+        }
+
+
+def read_samples_at(
+    log: RunLog, positions: Mapping[tuple[int, int], int]
+) -> dict[tuple[int, int], SampleRolledOut]:
+    """Read the samples at these positions, in rounds: near ones together, one span a partition and
+    round.
+    """
+    topic, found = log.plan.topic("rollout.samples"), {}
+    for spans in rounds(list(positions)):
+        ranges = {(topic, partition): span for partition, span in spans.items()}
+        for record in log.records(ranges):
+            at = record.partition, record.offset
+            event = log.decode(record) if at in positions else None
+            if isinstance(event, SampleRolledOut):
+                found[at] = event
+    return found
+
+
+def rounds(positions: Sequence[tuple[int, int]]) -> list[dict[int, tuple[int, int]]]:
+    """Return offset ranges by partition that hold these positions, one a partition and round."""
+    spans: dict[int, list[tuple[int, int]]] = {}
+    for partition, offset in sorted(positions):
+        mine = spans.setdefault(partition, [])
+        if mine and offset - mine[-1][1] <= MAX_GAP:
+            mine[-1] = mine[-1][0], offset + 1
+        else:
+            mine.append((offset, offset + 1))
+    count = max(map(len, spans.values()), default=0)
+    return [
+        {partition: mine[turn] for partition, mine in spans.items() if turn < len(mine)}
+        for turn in range(count)
+    ]
+
+
+def read_sample(config: RunConfig, table: SampleTable, row: int) -> dict[str, Any]:
+    """Return all of a sample: its conversation, its score, its tokens and media."""
+    position = table.position(row)
+    with open_log(config) as log:
+        sample = read_samples_at(log, {position: row}).get(position)
+        if sample is None:
+            raise ConfigError(
+                f"the record of row {row} was purged from the log; see run.retain_versions"
+            )
+        score = next(read_sample_events(log, sample, "reward.scores", SampleScored), None)
+        ready = next(read_sample_events(log, sample, "advantage.samples", SampleReady), None)
+        tokens, why_not = _tokens(log, sample, ready.event if ready else None)
+        return {
+            **table.describe([row])[0],
+            "messages": [_message(message) for message in sample.messages],
+            "turns": [_message(message) for message in sample.turns],
+            "completion": sample.completion,
+            "answer": sample.answer,
+            "metadata": sample.metadata[:20_000],
+            "temperature": sample.temperature,
+            "num_prompt_tokens": sample.num_prompt_tokens,
+            "segments": [asdict(segment) for segment in sample.version_segments],
+            "score": _score(score.event) if score else None,
+            "tokens_table": tokens,
+            "tokens_problem": why_not,
+            "num_tokens": len(sample.tokens),
+            "media": [
+                {"type": media.media_type, "extent": media.extent, "num_bytes": media.num_bytes}
+                for media in media_of(sample)
+            ],
+            "group": table.describe(_group_rows(table, row)),
+        }
+
+
+def _group_rows(table: SampleTable, row: int) -> list[int]:
+    columns = table.columns
+    code = columns["group"][row]
+    same = (columns["group"] == code) & (columns["version"] == columns["version"][row])
+    rows: list[int] = np.flatnonzero(same)[:64].tolist()
+    return sorted(rows, key=lambda other: int(columns["index"][other])) if code >= 0 else [row]
+
+
+def _message(message: ChatMessage) -> dict[str, Any]:
+    return {"role": message.role, "text": message.text}
+
+
+def _score(score: SampleScored) -> dict[str, Any]:
+    return {
+        "reward": score.reward,
+        "components": score.components,
+        "name": score.reward_name,
+        "error": score.error,
+        "judge_response": score.judge_response,
+        "at": score.scored_at // 1000,
+    }
+
+
+def _tokens(
+    log: RunLog, sample: SampleRolledOut, ready: SampleReady | None
+) -> tuple[list[list[Any]], str]:
+    """Return a row for each token, the first `MAX_TOKENS`; or the reason why there are none."""
+    try:
+        rows = token_rows(log, sample, ready)[:MAX_TOKENS]
+    except (ConfigError, EnvironmentProblem, ObjectError) as error:
+        return [], str(error)
+    versions = [None] * sample.num_prompt_tokens + [
+        segment.policy_version
+        for segment in sample.version_segments
+        for _ in range(segment.num_tokens)
+    ]
+    versions += [None] * (len(rows) - len(versions))
+    return [
+        [
+            row.token,
+            row.text,
+            int(row.is_trained),
+            row.rollout_logprob,
+            row.actor_logprob,
+            row.ref_logprob,
+            row.advantage,
+            versions[at],
+        ]
+        for at, row in enumerate(rows)
+    ], ""
+
+
+def media_of(sample: SampleRolledOut) -> list[MediaRef]:
+    """Return the media of a sample's conversation, in order."""
+    return [
+        part.media
+        for message in (*sample.messages, *sample.turns)
+        for part in message.parts
+        if part.media is not None
+    ]
+
+
+def render_media(
+    config: RunConfig, table: SampleTable, row: int, number: int, frame: int
+) -> tuple[str, bytes]:
+    """Return media type and bytes of a frame, or of audio: encoded anew from the model's input,
+    never the file of an untrusted producer.
+
+    Raises:
+        ConfigError: There is no such medium.
+    """
+    position = table.position(row)
+    with open_log(config) as log:
+        sample = read_samples_at(log, {position: row}).get(position)
+    media = media_of(sample) if sample else []
+    if not 0 <= number < len(media):
+        raise ConfigError(f"the sample has {len(media)} media; there is no number {number}")
+    loaded = MediaLibrary(config).load(media[number])
+    if loaded.samples is not None and loaded.pixels is None:
+        rate = config.model.media.audio_sample_rate
+        begin = loaded.samples[: MAX_SECONDS * rate].astype(np.float64)
+        return "audio/wav", encode_wav(begin, rate_hertz=rate)
+    frames = select_frames(loaded)
+    if not 0 <= frame < len(frames):
+        raise ConfigError(f"the medium has {len(frames)} frames; there is no frame {frame}")
+    file = BytesIO()
+    encode_png(frames[frame], file)
+    return "image/png", file.getvalue()
+
+
+def read_lineage_of_sample(config: RunConfig, sample_id: str) -> dict[str, Any]:
+    """Return the stages of a sample, from its prompt to the versions it trained."""
+    with open_log(config) as log:
+        return asdict(sample_lineage(log, sample_id))
+
+
+def read_lineage_of_version(config: RunConfig, version: int) -> dict[str, Any]:
+    """Return where a version comes from: its step, its samples, its rewards."""
+    with open_log(config) as log:
+        found = asdict(version_lineage(log, version))
+    found["num_samples"] = len(found["samples"])
+    found["samples"] = found["samples"][:500]
+    return found
+
+
+def list_dead_letters(config: RunConfig) -> list[dict[str, Any]]:
+    """Return the dead letters, newest first, without their values."""
+    with open_log(config) as log:
+        found = read_dead_letters(log)
+    return [
+        asdict(dead_letter) | {"id": dead_letter.id, "origin": dead_letter.origin}
+        for dead_letter in reversed(found)
+    ]
+
+
+def show_dead_letter(config: RunConfig, name: str) -> dict[str, Any]:
+    """Return a dead letter with what its record holds, as far as it can be decoded."""
+    with open_log(config) as log:
+        found, record = read_dead_letter(log, name)
+        read = read_record(log, record)
+    return asdict(found) | {
+        "holds": read.event,
+        "fields": read.fields,
+        "decoding_error": read.error,
+        "head_hex": record.value[:256].hex(" "),
+    }
+
+
+class LagReader:
+    """Reads the lag of all roles, at most once in a while: it asks the broker for many offsets."""
+
+    def __init__(self, config: RunConfig, *, seconds: float = 2.0) -> None:
+        self._config, self._seconds = config, seconds
+        self._read_at, self._rows = 0.0, list[dict[str, Any]]()
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return a row for each role and slot, with the age of the oldest unread record."""
+        if time.monotonic() - self._read_at > self._seconds:
+            with closing(open_admin(self._config, name="dashboard-lag")) as admin:
+                rows = read_partition_lag(self._config, admin)
+            self._rows = [asdict(row) for row in sum_by_slot(rows, now_ms=int(time.time() * 1e3))]
+            self._read_at = time.monotonic()
+        return self._rows

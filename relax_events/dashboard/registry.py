@@ -1,0 +1,157 @@
+"""The runs of a cluster, each with its reader once a page shows it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from relax_events.config import RunConfig
+from relax_events.dashboard.details import LagReader, list_dead_letters
+from relax_events.dashboard.run_reader import RunReader
+from relax_events.errors import ConfigError
+from relax_events.history.cluster import Cluster
+from relax_events.history.runs.listing import RunSummary, read_run, read_runs
+from relax_events.kafka.connection import Connection
+
+MAX_OPEN = 4
+LIST_SECONDS = 3.0
+DEAD_LETTER_SECONDS = 10.0
+
+
+class OpenRun:
+    """A run that pages show: its reader, its lag and its dead letters."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.reader = RunReader(config).start()
+        self.lag = LagReader(config)
+        self.used_at = time.monotonic()
+        self._lock = threading.Lock()
+        self._letters: list[dict[str, Any]] = []
+        self._letters_at = -DEAD_LETTER_SECONDS
+
+    def dead_letters(self, *, at_most_old: float = DEAD_LETTER_SECONDS) -> list[dict[str, Any]]:
+        """Return the dead letters, read again when they are older than so many seconds."""
+        with self._lock:
+            if time.monotonic() - self._letters_at > at_most_old:
+                self._letters = list_dead_letters(self.config)
+                self._letters_at = time.monotonic()
+            return self._letters
+
+
+class RunRegistry:
+    """Opens runs when they are asked for; the least recently used of too many are closed."""
+
+    def __init__(self, cluster: Cluster, *, first: RunConfig | None = None) -> None:
+        """Connect.
+
+        Args:
+            cluster: The broker whose runs are shown.
+            first: The run that the page opens with, from its run file; None for the newest one.
+        Raises:
+            BrokerUnavailable: The broker does not answer.
+        """
+        self._cluster, self._given = cluster, first
+        self._connection: Connection = cluster.connection(name="dashboard")
+        self._open: dict[str, OpenRun] = {}
+        self._lock = threading.Lock()
+        self._listed: list[dict[str, Any]] = []
+        self._listed_at = -LIST_SECONDS
+
+    @property
+    def first_run(self) -> str:
+        """The run that the page opens with; empty for the newest."""
+        return self._given.run.id if self._given else ""
+
+    def close(self) -> None:
+        """Stop all readers."""
+        for run in self._open.values():
+            run.reader.close()
+
+    def list_runs(self) -> list[dict[str, Any]]:
+        """Return the runs of the cluster, the newest first."""
+        with self._lock:
+            if time.monotonic() - self._listed_at > LIST_SECONDS:
+                found = read_runs(self._connection).values()
+                ordered = sorted(found, key=lambda run: run.started_at, reverse=True)
+                self._listed = [_row(run) for run in ordered]
+                self._listed_at = time.monotonic()
+            return self._listed
+
+    def open(self, run_id: str) -> OpenRun:
+        """Return an open run.
+
+        Raises:
+            ConfigError: There is no such run, or its log does not describe it.
+        """
+        with self._lock:
+            run = self._open.get(run_id)
+            if run is None:
+                run = self._open[run_id] = OpenRun(self._config(run_id))
+            run.used_at = time.monotonic()
+            while len(self._open) > MAX_OPEN:
+                oldest = min(self._open, key=lambda name: self._open[name].used_at)
+                self._open.pop(oldest).reader.close()
+            return run
+
+    def _config(self, run_id: str) -> RunConfig:
+        found = read_run(self._connection, run_id)
+        given = self._given if self._given and self._given.run.id == run_id else None
+        settings = found.config or given
+        if settings is None:
+            raise ConfigError(
+                f"the log of run {run_id} does not describe it: an earlier release wrote it, or it "
+                "is half deleted; give its run file: relax dashboard RUN_FILE"
+            )
+        return settings.model_copy(update={"broker": self._broker(settings)})
+
+    def _broker(self, settings: RunConfig) -> Any:
+        """Return the address of this cluster with the run's own shape of topics."""
+        here = self._cluster.broker_with_address
+        shape = settings.broker
+        return here.model_copy(
+            update={
+                name: getattr(shape, name)
+                for name in (
+                    "partitions_per_version",
+                    "queue_partitions",
+                    "replication_factor",
+                    "prompt_queue",
+                    "lease_seconds",
+                    "compression",
+                )
+            }
+        )
+
+
+def _row(run: RunSummary) -> dict[str, Any]:
+    reward = None
+    if run.state.steps:
+        reward = run.state.steps[-1].metrics.get("reward_mean")
+    return {
+        "run_id": run.run_id,
+        "status": run.status,
+        "step": run.num_steps,
+        "policy_version": run.policy_version,
+        "started_at": run.started_at // 1000,
+        "source": run.source,
+        "num_records": run.num_records,
+        "reward": reward,
+    }
+
+
+def find_runbook(name: str) -> str:
+    """Return the text of an alert's page.
+
+    Raises:
+        ConfigError: There is none of this name.
+    """
+    here = Path(__file__).parent
+    if not name.replace("-", "").isalnum():
+        raise ConfigError(f"{name[:64]!r} is no name of a runbook")
+    for folder in (here / "runbooks", here.parents[1] / "docs" / "how-to" / "alerts"):
+        if (path := folder / f"{name}.md").is_file():
+            return path.read_text("utf-8")
+    raise ConfigError(f"there is no runbook {name!r}; see docs/how-to/alerts")

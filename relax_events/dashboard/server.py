@@ -1,0 +1,51 @@
+"""Serves the page on this machine until it is interrupted."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+from relax_events.dashboard.registry import RunRegistry
+from relax_events.errors import EnvironmentProblem
+from relax_events.http.server import (
+    build_server_config,
+    build_url,
+    find_missing_package,
+    open_listener,
+)
+
+HOST = "127.0.0.1"
+SHUTDOWN_SECONDS = 2
+
+
+def open_port(port: int) -> socket.socket:
+    """Bind the page's port on the loopback address.
+
+    Raises:
+        EnvironmentProblem: The port is taken, or a package is not installed.
+    """
+    if missing := find_missing_package():
+        raise EnvironmentProblem(f"{missing} is not installed; install relax-events[api]")
+    remedies = "give another --port, or 0 for a free one", "give another --port"
+    listener = open_listener(HOST, port, remedies=remedies, what="the dashboard")
+    listener.listen()
+    return listener
+
+
+def build_server(registry: RunRegistry) -> Any:
+    """Return uvicorn's server of the page; `run(sockets=[listener])` serves until it is told to
+    exit.
+    """
+    import uvicorn
+
+    from relax_events.dashboard.app import build_app
+
+    settings = build_server_config(
+        build_app(registry, host=HOST),
+        lifespan="off",
+        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+    )
+    return uvicorn.Server(settings)
+
+
+__all__ = ["HOST", "build_server", "build_url", "open_port"]

@@ -1,0 +1,76 @@
+// The curves of a run, and of others beside it.
+
+import { of } from "../api.js";
+import { h } from "../dom.js";
+import { plot } from "../plot.js";
+import { go } from "../state.js";
+import { t } from "../strings.js";
+
+const CURVES = [
+  ["reward_mean", "reward"],
+  ["kl_estimate", "kl"],
+  ["entropy", "entropy"],
+  ["staleness_mean", "staleness_mean"],
+  ["tokens_per_second", "throughput"],
+  ["samples_per_second", "samples_per_second"],
+  ["loss", "loss"],
+  ["grad_norm", "grad_norm"],
+  ["mismatch_mean_abs", "mismatch"],
+  ["completion_tokens_mean", "completion_tokens"],
+];
+
+// Puts the curves of several runs on one axis of steps.
+function joined(found, pick) {
+  const steps = [...new Set(found.flatMap(([, one]) => pick(one).x))].sort((a, b) => a - b);
+  const series = found.map(([name, one]) => {
+    const { x, y } = pick(one);
+    const by = new Map(x.map((step, at) => [step, y[at]]));
+    return { label: name, values: steps.map((step) => by.get(step) ?? null) };
+  });
+  return { x: steps, series };
+}
+
+export async function draw({ run, query, runs }) {
+  const others = (query.compare || "").split(",").filter((name) => name && name !== run).slice(0, 3);
+  const found = await Promise.all([run, ...others].map(async (name) => [name, await of(name, "overview")]));
+  const mine = found[0][1];
+  const curve = (name, title) => {
+    if (!found.some(([, one]) => one.columns[name])) return null;
+    return plot({ key: name, title: t(title), xLabel: t("train_step"), ...joined(found, (one) => ({ x: one.steps, y: one.columns[name] || one.steps.map(() => null) })) });
+  };
+  const groups = (name, title) =>
+    mine.groups.steps.length > 0 && plot({ key: name, title: t(title), xLabel: t("train_step"), ...joined(found, (one) => ({ x: one.groups.steps, y: one.groups[name] })) });
+  const spreads = Object.entries(mine.components).map(([name, one]) =>
+    plot({
+      key: `spread-${name}`,
+      title: t("reward_spread", { name: name === "reward" ? t("reward") : name }),
+      x: one.versions,
+      xLabel: t("policy_version"),
+      series: [
+        { label: t("mean"), values: one.mean },
+        { label: t("upper"), values: one.mean.map((value, at) => value + one.std[at]), quiet: true },
+        { label: t("lower"), values: one.mean.map((value, at) => value - one.std[at]), quiet: true },
+        { label: t("low"), values: one.min, colour: 1 },
+        { label: t("high"), values: one.max, colour: 2 },
+      ],
+      bands: [[2, 3]],
+    }),
+  );
+  const counts = mine.staleness_counts;
+  const stale = counts.length > 0 && plot({ key: "staleness", title: t("staleness_share"), x: counts.map((_, at) => at), xLabel: t("versions_behind"), series: [{ label: t("samples_number"), values: counts, points: true }] });
+  const datasets = [...new Set(mine.evaluations.map((one) => one.dataset))];
+  const evaluations = datasets.map((dataset) => {
+    const rows = mine.evaluations.filter((one) => one.dataset === dataset).sort((a, b) => a.policy_version - b.policy_version);
+    return plot({ key: `evaluation-${dataset}`, title: `${t("evaluations")}: ${dataset}`, x: rows.map((one) => one.policy_version), xLabel: t("policy_version"), series: [{ label: t("reward"), values: rows.map((one) => one.reward_mean), points: true }] });
+  });
+  const compare = h(
+    "form",
+    { class: "filters", onsubmit: (event) => event.preventDefault() },
+    h("label", {}, t("compare_with"), h("select", { "data-focus": "compare", onchange: (event) => go({ compare: event.target.value }, { keep: true }) }, h("option", { value: "" }, t("none")), runs.filter((one) => one.run_id !== run).map((one) => h("option", { value: one.run_id, selected: others.includes(one.run_id) }, one.run_id)))),
+  );
+  return [
+    compare,
+    h("div", { class: "grid" }, [curve(...CURVES[0]), groups("signalless", "signalless"), groups("truncated", "truncation"), ...CURVES.slice(1).map((one) => curve(...one)), stale, ...evaluations].filter(Boolean)),
+    spreads.length > 0 && [h("h2", {}, t("reward_by_component")), h("div", { class: "grid" }, spreads)],
+  ];
+}

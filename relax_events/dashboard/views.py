@@ -1,0 +1,320 @@
+"""The data of each page that needs only the reader's state: plain values, no I/O."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from relax_events.dashboard.run_fold import Report, RunFold
+from relax_events.dashboard.run_reader import RunReader
+from relax_events.dashboard.sample_columns import (
+    ATTEMPT_BITS,
+    FINISH_REASONS,
+    INDEX_BITS,
+    OUTCOMES,
+    SampleTable,
+)
+from relax_events.events.parts import FinishReason, WorkerState, now_micros
+from relax_events.history.live_run import silent_micros
+from relax_events.reports.status import RunStatus
+from relax_events.reports.terminal_values import ProgressMetrics, WorkerTable
+
+MAX_POINTS = 1500
+RECENT_STEPS = 20
+MICROS = 1e6
+IDLE_CAUSES = {
+    "prompter": "next_version",
+    "rollout": "prompt_groups",
+    "trainer": "training_samples",
+    "evaluator": "next_version",
+}
+"""What an idle worker of a role waits for; the others wait for samples."""
+
+
+def thin(length: int, limit: int = MAX_POINTS) -> slice:
+    """Return a slice of at most so many points, evenly spaced and with the last one."""
+    stride = max(math.ceil(length / limit), 1)
+    return slice((length - 1) % stride if length else 0, None, stride)
+
+
+def to_json(values: Sequence[float]) -> list[float | None]:
+    """Return floats with None for those that are not finite."""
+    return [round(value, 9) if math.isfinite(value) else None for value in values]
+
+
+def run_status(fold: RunFold, *, now: int) -> str:
+    """Return `ended`, `running` or `interrupted`."""
+    if fold.state.ended is not None:
+        return "ended"
+    limit = now - silent_micros(fold.config.workers)
+    alive = any(
+        beat.sent_at > limit and beat.state is not WorkerState.STOPPED
+        for beat in fold.state.workers.values()
+    )
+    return "running" if alive else "interrupted"
+
+
+def build_summary(reader: RunReader) -> dict[str, Any]:
+    """Return the head of every page: the run's status and how far the reader is."""
+    now = now_micros()
+    with reader.lock:
+        fold, state = reader.fold, reader.fold.state
+        progress = ProgressMetrics.from_state(fold.config, state, lag={}, since_micros=0)
+        return {
+            "run_id": fold.config.run.id,
+            "status": run_status(fold, now=now),
+            "reason": state.ended.reason if state.ended else "",
+            "succeeded": bool(state.ended and state.ended.succeeded),
+            "is_paused": state.is_paused,
+            "step": state.num_steps,
+            "num_steps": fold.config.num_train_steps,
+            "policy_version": state.policy_version,
+            "reward": progress.reward,
+            "tokens_per_second": progress.tokens_per_second,
+            "samples_per_second": progress.samples_per_second,
+            "remaining_seconds": progress.remaining_seconds,
+            "num_samples": len(reader.table),
+            "outcomes": dict(state.outcomes),
+            "reader": asdict(reader.status),
+            "now": now // 1000,
+        }
+
+
+def build_overview(reader: RunReader) -> dict[str, Any]:
+    """Return the curves of the run by train step, its evaluations and its staleness."""
+    with reader.lock:
+        curves, fold = reader.fold.curves, reader.fold
+        part = thin(len(curves.steps))
+        columns = {name: to_json(column[part]) for name, column in curves.columns.items()}
+        document = {
+            "steps": list(curves.steps[part]),
+            "committed_at": [at // 1000 for at in curves.committed_at[part]],
+            "columns": columns,
+            "staleness_counts": list(curves.staleness_counts),
+            "components": {
+                name: _spreads({version: spread.as_list() for version, spread in spreads.items()})
+                for name, spreads in fold.components.items()
+            },
+            "evaluations": [
+                {
+                    "policy_version": found.policy_version,
+                    "dataset": found.dataset,
+                    "reward_mean": found.reward_mean,
+                    "reward_stderr": found.reward_stderr,
+                    "num_prompts": found.num_prompts,
+                    "pass_at_k": found.pass_at_k,
+                    "at": found.evaluated_at // 1000,
+                }
+                for found in fold.evaluations
+            ],
+        }
+    return document | {"groups": group_curves(reader.table)}
+
+
+def _spreads(found: dict[int, list[float]]) -> dict[str, Any]:
+    versions = sorted(found)
+    part = thin(len(versions))
+    names = ("count", "mean", "std", "min", "max")
+    return {
+        "versions": versions[part],
+        **{
+            name: to_json([found[version][at] for version in versions[part]])
+            for at, name in enumerate(names)
+        },
+    }
+
+
+def group_curves(table: SampleTable) -> dict[str, Any]:
+    """Return, by the train step that prompt groups were issued for, the share of groups whose
+    rewards are all equal and the share of truncated samples.
+    """
+    table.settle()
+    groups = table.columns["group"].copy()
+    rewards = table.columns["reward"][: len(groups)]
+    truncated = table.columns["finish"][: len(groups)] == FINISH_REASONS.index(FinishReason.LENGTH)
+    used = (groups >= 0) & ((groups >> ATTEMPT_BITS & ((1 << INDEX_BITS) - 1)) < 1_000_000)
+    groups, rewards, truncated = groups[used], rewards[used], truncated[used]
+    if not len(groups):
+        return {"steps": [], "signalless": [], "truncated": []}
+    order = np.argsort(groups, kind="stable")
+    groups, rewards = groups[order], rewards[order]
+    starts = np.flatnonzero(np.r_[True, groups[1:] != groups[:-1]])
+    low, high = np.minimum.reduceat(rewards, starts), np.maximum.reduceat(rewards, starts)
+    counts = np.diff(np.r_[starts, len(groups)])
+    scored = np.isfinite(low) & np.isfinite(high) & (counts > 1)
+    steps = groups[starts] >> (INDEX_BITS + ATTEMPT_BITS)
+    names, at = np.unique(steps, return_inverse=True)
+    num_scored = np.bincount(at, weights=scored)
+    equal = np.bincount(at, weights=scored & (low == high))
+    long = np.bincount(at, weights=np.add.reduceat(truncated[order].astype(np.int64), starts))
+    samples = np.bincount(at, weights=counts)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        signalless, shares = equal / num_scored, long / samples
+    part = thin(len(names))
+    return {
+        "steps": names[part].tolist(),
+        "signalless": to_json(signalless[part].tolist()),
+        "truncated": to_json(shares[part].tolist()),
+    }
+
+
+def recent_share(curve: Sequence[float | None]) -> float | None:
+    """Return the mean of a curve's newest values."""
+    recent = [value for value in curve[-RECENT_STEPS:] if value is not None]
+    return sum(recent) / len(recent) if recent else None
+
+
+def build_fleet(reader: RunReader) -> dict[str, Any]:
+    """Return a row for each worker: its state, its heartbeat, its work, its engine."""
+    now = now_micros()
+    with reader.lock:
+        fold = reader.fold
+        newest = max((beat.sent_at for beat in fold.state.workers.values()), default=0)
+        silent = silent_micros(fold.config.workers)
+        is_running = run_status(fold, now=now) == "running"
+        since = (now if is_running else newest) - 20 * silent
+        alive = {name: beat.sent_at > now - silent for name, beat in fold.state.workers.items()}
+        rows = WorkerTable(fold.config, since_micros=since).rows(
+            fold.state, alive=alive, now_micros=now
+        )
+        return {
+            "is_running": is_running,
+            "workers": [
+                asdict(row)
+                | {
+                    "host": beat.host if (beat := fold.state.workers.get(row.worker_id)) else "",
+                    "pid": beat.pid if beat else None,
+                    "heartbeat_at": beat.sent_at // 1000 if beat else None,
+                    "role": beat.role if beat else row.worker_id.rpartition("-")[0],
+                    "engine": dict(row.engine),
+                    "state": row.state if is_running or not beat else beat.state.value,
+                    "in_work": beat.prompt_groups_in_flight[:32] if beat else [],
+                }
+                for row in rows
+            ],
+            "columns": list(RunStatus.__annotations__),
+        }
+
+
+def build_timeline(reader: RunReader, *, seconds: float) -> dict[str, Any]:
+    """Return the lanes of the newest part of a run: trainer phases, how busy each worker was, when
+    versions were published and loaded, and the idle time by cause.
+    """
+    with reader.lock:
+        fold = reader.fold
+        ends = [reports[-1].at for reports in fold.reports.values() if reports]
+        ends += fold.curves.committed_at[-1:]
+        stop = max(ends, default=now_micros())
+        start = stop - int(seconds * MICROS)
+        lanes = [_trainer_lane(fold, start)]
+        idle: dict[str, float] = {}
+        for worker_id in sorted(fold.reports):
+            role = worker_id.rpartition("-")[0]
+            reports = [report for report in fold.reports[worker_id] if report.at > start]
+            if role != "trainer" and reports:
+                lanes.append({"worker": worker_id, "spans": _worker_spans(role, reports)})
+        for lane in lanes:
+            for span in lane["spans"]:
+                if span["cause"]:
+                    idle[span["cause"]] = idle.get(span["cause"], 0.0) + span["idle_seconds"]
+        versions = [
+            {"version": version, "at": at // 1000}
+            for version, at in fold.published_at.items()
+            if at > start
+        ]
+        commands = [
+            {"name": found.command.value, "at": found.commanded_at // 1000, "why": found.reason}
+            for found in fold.commands
+            if found.commanded_at > start
+        ]
+    return {
+        "start": start // 1000,
+        "stop": stop // 1000,
+        "lanes": lanes,
+        "versions": versions[-500:],
+        "commands": commands,
+        "idle_seconds": dict(sorted(idle.items(), key=lambda item: -item[1])),
+    }
+
+
+PHASE_ORDER = ("wait", "decode", "forward_backward", "update", "weights", "commit")
+
+
+def _trainer_lane(fold: RunFold, start: int) -> dict[str, Any]:
+    curves, spans = fold.curves, []
+    names = [name for name in PHASE_ORDER if name in curves.phases]
+    names += [name for name in curves.phases if name not in names]
+    for at in range(len(curves.steps) - 1, -1, -1):
+        if curves.committed_at[at] <= start or len(spans) > 4000:
+            break
+        stop = curves.committed_at[at] / 1000
+        for name in reversed(names):
+            took = curves.phases[name][at]
+            if math.isfinite(took) and took > 0:
+                spans.append(
+                    {
+                        "start": stop - took * 1000,
+                        "stop": stop,
+                        "phase": name,
+                        "busy": 0.0 if name == "wait" else 1.0,
+                        "cause": IDLE_CAUSES["trainer"] if name == "wait" else "",
+                        "idle_seconds": took if name == "wait" else 0.0,
+                        "step": curves.steps[at],
+                    }
+                )
+                stop -= took * 1000
+    return {"worker": "trainer", "spans": spans[::-1]}
+
+
+def _worker_spans(role: str, reports: Sequence[Report]) -> list[dict[str, Any]]:
+    """Return a span for each report: how busy the worker was, and why it was not."""
+    spans = []
+    for report in reports:
+        values = report.values
+        busy = values.get("generating_ratio", values.get("busy_ratio", 0.0))
+        loading = values.get("loading_ratio", 0.0)
+        idle = max(1.0 - busy - loading, 0.0)
+        spans.append(
+            {
+                "start": (report.at - report.seconds * MICROS) / 1000,
+                "stop": report.at / 1000,
+                "phase": "generating" if "generating_ratio" in values else "busy",
+                "busy": min(busy, 1.0),
+                "loading": loading,
+                "cause": IDLE_CAUSES.get(role, "samples") if idle > 0 else "",
+                "idle_seconds": idle * report.seconds,
+                "version": report.policy_version,
+            }
+        )
+    return spans
+
+
+def build_tails(reader: RunReader) -> dict[str, Any]:
+    """Return the newest reports of every worker: a series for each of its metrics."""
+    with reader.lock:
+        tails = {}
+        for worker_id, reports in sorted(reader.fold.reports.items()):
+            kept = list(reports)[-240:]
+            names = sorted({name for report in kept for name in report.values})
+            tails[worker_id] = {
+                "at": [report.at // 1000 for report in kept],
+                "series": {
+                    name: to_json([report.values.get(name, math.nan) for report in kept])
+                    for name in names
+                },
+            }
+    return {"workers": tails}
+
+
+def build_choices(table: SampleTable) -> dict[str, list[str]]:
+    """Return what samples can be filtered by."""
+    return {
+        "outcome": list(OUTCOMES),
+        "finish": list(FINISH_REASONS),
+        "source": [name for name in table.sources.names if name],
+        "worker": list(table.workers.names),
+    }

@@ -1,0 +1,182 @@
+"""What pages show of a run's state: curves, shares, alarms, idle time."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from event_samples import ended
+from run_events import make_heartbeat, run_config, train_step
+
+from relax_events.dashboard.alarms import find_alarms
+from relax_events.dashboard.app import parse_query
+from relax_events.dashboard.details import rounds
+from relax_events.dashboard.run_fold import RunFold
+from relax_events.dashboard.run_reader import read_source
+from relax_events.dashboard.sample_columns import NewSample, SampleTable, encode_group
+from relax_events.dashboard.views import group_curves, thin
+from relax_events.errors import ConfigError
+from relax_events.events.parts import Command, Outcome
+from relax_events.events.types import MetricsReported, RunCommanded
+
+
+def make_fold(*, steps: int = 0, seconds: float = 1.0) -> RunFold:
+    """Return the state of a run after so many steps."""
+    fold = RunFold(run_config())
+    for step in range(steps):
+        fold.apply(train_step(step, at_seconds=1000 + seconds * step))
+    return fold
+
+
+def names(fold: RunFold, *, at_seconds: float, **found: float) -> dict[str, str]:
+    """Return the alarms at a time, with their severity."""
+    alarms = find_alarms(fold, now=int(at_seconds * 1e6), **found)  # type: ignore[arg-type]
+    return {alarm["name"]: alarm["severity"] for alarm in alarms}
+
+
+def test_curves_have_a_value_a_step_and_rates_between_commits() -> None:
+    curves = make_fold(steps=3, seconds=2.0).curves
+    assert list(curves.steps) == [0, 1, 2]
+    assert math.isnan(curves.columns["tokens_per_second"][0])
+    assert list(curves.columns["tokens_per_second"][1:]) == [50.0, 50.0]
+    assert curves.staleness_counts == [3, 3]
+
+
+def test_metric_that_comes_later_is_missing_before() -> None:
+    fold = make_fold(steps=2)
+    fold.apply(train_step(2, at_seconds=1002, entropy=0.5))
+    assert [math.isnan(value) for value in fold.curves.columns["entropy"]] == [True, True, False]
+
+
+def test_spread_of_a_component_is_by_version() -> None:
+    fold = make_fold()
+    for reward in (0.0, 1.0):
+        fold.add_score(3, {"reward": reward, "format": 1.0})
+    assert fold.components["reward"][3].as_list() == [2, 0.5, 0.5, 0.0, 1.0]
+    assert fold.components["format"][3].as_list() == [2, 1.0, 0.0, 1.0, 1.0]
+
+
+def test_reports_of_a_worker_are_bounded() -> None:
+    fold = make_fold()
+    for second in range(2000):
+        fold.apply(
+            MetricsReported(
+                worker_id="reward-0",
+                role="reward",
+                values={"busy_ratio": 0.5},
+                reported_at=second * 1_000_000,
+            )
+        )
+    assert len(fold.reports["reward-0"]) == 720
+    assert fold.reports["reward-0"][-1].seconds == 1.0
+
+
+def test_shares_of_groups_without_signal_and_of_truncated_samples() -> None:
+    table = SampleTable()
+    for group, rewards in (("000000-0000-0", (1, 1)), ("000000-0001-0", (0, 1))):
+        for index, reward in enumerate(rewards):
+            row = table.add(
+                NewSample(
+                    index,
+                    encode_group(group),
+                    index,
+                    0,
+                    0,
+                    5,
+                    "length" if index else "stop",
+                    "rollout-0",
+                    "",
+                    0,
+                    0,
+                    0,
+                )
+            )
+            table.set_reward(row, reward)
+    assert group_curves(table) == {"steps": [0], "signalless": [0.5], "truncated": [0.5]}
+
+
+def test_healthy_run_has_no_alarm() -> None:
+    fold = make_fold(steps=5)
+    for role in fold.config.roles():
+        fold.apply(make_heartbeat(f"{role}-0", at_seconds=1005))
+    assert names(fold, at_seconds=1006) == {}
+
+
+def test_silent_worker_and_its_role_are_named() -> None:
+    fold = make_fold(steps=5)
+    for role in fold.config.roles():
+        at_seconds = 1005 if role == "reward" else 1095
+        fold.apply(make_heartbeat(f"{role}-0", at_seconds=at_seconds))
+    assert names(fold, at_seconds=1060 + 36) == {
+        "worker_silent": "critical",
+        "role_without_worker": "critical",
+        "run_stalled": "critical",
+    }
+
+
+def test_failed_groups_dead_letters_and_collapse_are_named() -> None:
+    fold = make_fold()
+    for step in range(60):
+        fold.apply(train_step(step, at_seconds=1000 + step, reward_mean=0.9 - 0.015 * step))
+    fold.apply(replace(ended("000060-0000-0", Outcome.FAILED), reason="no engine"))
+    found = names(fold, at_seconds=1061, num_dead_letters=2, truncated=0.5, signalless=0.75)
+    assert found == {
+        "groups_failing": "critical",
+        "reward_collapsed": "critical",
+        "trainer_starved": "warning",
+        "dead_letters": "warning",
+        "truncated": "warning",
+        "no_signal": "warning",
+    }
+
+
+@pytest.mark.parametrize(("succeeded", "found"), [(True, {}), (False, {"run_failed": "critical"})])
+def test_ended_run_has_only_the_alarm_of_its_failure(
+    succeeded: bool, found: dict[str, str]
+) -> None:
+    fold = make_fold(steps=5)
+    fold.apply(RunCommanded(command=Command.STOP, reason="over", succeeded=succeeded))
+    assert names(fold, at_seconds=9000, truncated=1.0) == found
+
+
+@pytest.mark.parametrize(("length", "count"), [(0, 0), (1, 1), (1500, 1500), (100_000, 1493)])
+def test_thinned_curve_keeps_its_last_point(length: int, count: int) -> None:
+    kept = list(range(length))[thin(length)]
+    assert len(kept) == count
+    assert kept[-1:] == list(range(length))[-1:]
+
+
+def test_positions_are_read_in_spans_one_a_partition_and_round() -> None:
+    assert rounds([(0, 5), (0, 7), (0, 900), (1, 3)]) == [
+        {0: (5, 8), 1: (3, 4)},
+        {0: (900, 901)},
+    ]
+    assert rounds([]) == []
+
+
+@pytest.mark.parametrize(
+    ("metadata", "source"),
+    [
+        ("{}", ""),
+        ('{"task": "sums"}', "sums"),
+        ('{"data_source": "gsm8k", "task": "x"}', "gsm8k"),
+        ("[1]", ""),
+        ("no json", ""),
+        ('{"source": 3}', ""),
+    ],
+)
+def test_source_is_what_the_metadata_names(metadata: str, source: str) -> None:
+    assert read_source(metadata) == source
+
+
+def test_query_is_parsed_from_an_address() -> None:
+    query = parse_query({"reward": "0.5..", "sort": "-reward", "first": "50", "outcome": "trained"})
+    assert (query.bounds, query.sort, query.descending) == ({"reward": (0.5, math.inf)}, "reward", True)
+    assert (query.first, query.outcome) == (50, "trained")
+
+
+@pytest.mark.parametrize("given", [{"reward": "high"}, {"first": "-1"}, {"count": "5000"}])
+def test_malformed_query_is_refused_by_name(given: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(given))):
+        parse_query(given)
