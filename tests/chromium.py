@@ -62,16 +62,27 @@ class Chromium:
         self._session = ""
 
     def __enter__(self) -> Self:
-        page = next(
-            found
-            for found in self._call("Target.getTargets")["targetInfos"]
-            if found["type"] == "page"
-        )
+        try:
+            self._attach()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def _attach(self) -> None:
+        """Wait for the first page, and turn on what is noted of it."""
+        stop = time.monotonic() + self._timeout
+        while True:
+            targets = self._call("Target.getTargets")["targetInfos"]
+            page = next((found for found in targets if found["type"] == "page"), None)
+            if page is not None:
+                break
+            assert time.monotonic() < stop, "Chromium opened no page"
+            time.sleep(0.1)
         attached = self._call("Target.attachToTarget", targetId=page["targetId"], flatten=True)
         self._session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Network", "Log"):
             self.call(f"{domain}.enable")
-        return self
 
     def __exit__(
         self,
@@ -79,6 +90,10 @@ class Chromium:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the browser."""
         self._process.kill()
         self._process.wait()
         self._out.close()

@@ -133,20 +133,22 @@ def _of_learning(
 def _of_workers(fold: RunFold, now: int) -> Iterator[Alarm]:
     limit = silent_micros(fold.config.workers)
     alive = set()
-    for beat in fold.state.workers.values():
-        if beat.state is WorkerState.STOPPED or beat.sent_at < fold.state.resumed_at:
+    for heartbeat in fold.state.workers.values():
+        if heartbeat.state is WorkerState.STOPPED or heartbeat.sent_at < fold.state.resumed_at:
             continue
-        if beat.sent_at >= now - limit:
-            alive.add(beat.role)
-            if beat.activity_deadline_at is not None and now > beat.activity_deadline_at:
-                yield _stuck(beat)
-        elif beat.sent_at >= now - 20 * limit:
+        if heartbeat.sent_at >= now - limit:
+            alive.add(heartbeat.role)
+            if heartbeat.activity_deadline_at is not None and now > heartbeat.activity_deadline_at:
+                yield _stuck(heartbeat)
+        elif heartbeat.sent_at >= now - 20 * limit:
             yield Alarm(
                 "worker_silent",
                 "critical",
-                beat.sent_at,
-                "relax-controller-silent" if beat.role == "controller" else "relax-worker-silent",
-                {"worker": beat.worker_id},
+                heartbeat.sent_at,
+                "relax-controller-silent"
+                if heartbeat.role == "controller"
+                else "relax-worker-silent",
+                {"worker": heartbeat.worker_id},
             )
     for role in fold.config.roles() if alive else ():
         if role not in alive:
@@ -155,13 +157,13 @@ def _of_workers(fold: RunFold, now: int) -> Iterator[Alarm]:
             )
 
 
-def _stuck(beat: WorkerHeartbeat) -> Alarm:
+def _stuck(heartbeat: WorkerHeartbeat) -> Alarm:
     return Alarm(
         "worker_stuck",
         "critical",
-        beat.activity_since or 0,
-        "relax-engine-stuck" if beat.role == "rollout" else "relax-worker-silent",
-        {"worker": beat.worker_id, "activity": beat.activity},
+        heartbeat.activity_since or 0,
+        "relax-engine-stuck" if heartbeat.role == "rollout" else "relax-worker-silent",
+        {"worker": heartbeat.worker_id, "activity": heartbeat.activity},
     )
 
 

@@ -189,15 +189,15 @@ async def _news(request: Request, run: OpenRun) -> AsyncIterator[bytes]:
 
 def _alarms(run: OpenRun) -> list[dict[str, Any]]:
     groups = views.group_curves(run.reader.table)
-    letters = [letter for letter in run.dead_letters() if not letter["resolution"]]
+    unresolved = [found for found in run.dead_letters() if not found["resolution"]]
     with run.reader.lock:
         found = find_alarms(
             run.reader.fold,
             now=now_micros(),
             truncated=views.recent_share(groups["truncated"]),
             signalless=views.recent_share(groups["signalless"]),
-            num_dead_letters=len(letters),
-            oldest_dead_letter_at=min((letter["written_at"] for letter in letters), default=0)
+            num_dead_letters=len(unresolved),
+            oldest_dead_letter_at=min((found["written_at"] for found in unresolved), default=0)
             * 1000,
         )
     for alarm in found:

@@ -1,6 +1,6 @@
 """What pages read from the log on demand: texts and tokens of samples, lineage, dead letters, lag.
 
-Each answer opens the log anew, so that it is up to date, and reads only the records that it needs.
+Each answer opens the log for itself, so that it is up to date, and reads only the needed records.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def media_of(sample: SampleRolledOut) -> list[MediaRef]:
 def render_media(
     config: RunConfig, table: SampleTable, row: int, number: int, frame: int
 ) -> tuple[str, bytes]:
-    """Return media type and bytes of a frame, or of audio: encoded anew from the model's input,
+    """Return media type and bytes of a frame, or of audio: encoded from the model's input,
     never the file of an untrusted producer.
 
     Raises:

@@ -233,7 +233,7 @@ class RunReader:
             self.status.revision += 1
 
     def _find_starts(self, run_log: RunLog) -> None:
-        """Find where to begin, at the first connection: what comes later goes on from there."""
+        """Find the first offsets to read; a later connection continues where this one ended."""
         if self._positions:
             return
         partitions = range(run_log.plan.num_sample_partitions)

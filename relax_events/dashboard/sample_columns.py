@@ -260,7 +260,9 @@ class SampleTable:
     def staleness(self) -> NDArray[np.int32]:
         """Return each sample's staleness when it was trained, or against the newest version."""
         step = self.columns["step"]
-        return np.where(step >= 0, step, self.newest_version) - self.columns["min_version"]
+        newest = np.where(step >= 0, step, self.newest_version)
+        behind: NDArray[np.int32] = newest - self.columns["min_version"]
+        return behind
 
     def select(self, query: SampleQuery) -> Page:
         """Return the rows of a page; samples without a reward come last when sorted by reward."""

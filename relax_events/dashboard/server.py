@@ -33,9 +33,7 @@ def open_port(port: int) -> socket.socket:
 
 
 def build_server(registry: RunRegistry) -> Any:
-    """Return uvicorn's server of the page; `run(sockets=[listener])` serves until it is told to
-    exit.
-    """
+    """Return uvicorn's server of the page; `run(sockets=[listener])` serves until its end."""
     import uvicorn
 
     from relax_events.dashboard.app import build_app

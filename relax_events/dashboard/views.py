@@ -52,8 +52,8 @@ def run_status(fold: RunFold, *, now: int) -> str:
         return "ended"
     limit = now - silent_micros(fold.config.workers)
     alive = any(
-        beat.sent_at > limit and beat.state is not WorkerState.STOPPED
-        for beat in fold.state.workers.values()
+        heartbeat.sent_at > limit and heartbeat.state is not WorkerState.STOPPED
+        for heartbeat in fold.state.workers.values()
     )
     return "running" if alive else "interrupted"
 
@@ -173,11 +173,13 @@ def build_fleet(reader: RunReader) -> dict[str, Any]:
     now = now_micros()
     with reader.lock:
         fold = reader.fold
-        newest = max((beat.sent_at for beat in fold.state.workers.values()), default=0)
+        newest = max((heartbeat.sent_at for heartbeat in fold.state.workers.values()), default=0)
         silent = silent_micros(fold.config.workers)
         is_running = run_status(fold, now=now) == "running"
         since = (now if is_running else newest) - 20 * silent
-        alive = {name: beat.sent_at > now - silent for name, beat in fold.state.workers.items()}
+        alive = {
+            name: heartbeat.sent_at > now - silent for name, heartbeat in fold.state.workers.items()
+        }
         rows = WorkerTable(fold.config, since_micros=since).rows(
             fold.state, alive=alive, now_micros=now
         )
@@ -186,13 +188,15 @@ def build_fleet(reader: RunReader) -> dict[str, Any]:
             "workers": [
                 asdict(row)
                 | {
-                    "host": beat.host if (beat := fold.state.workers.get(row.worker_id)) else "",
-                    "pid": beat.pid if beat else None,
-                    "heartbeat_at": beat.sent_at // 1000 if beat else None,
-                    "role": beat.role if beat else row.worker_id.rpartition("-")[0],
+                    "host": heartbeat.host
+                    if (heartbeat := fold.state.workers.get(row.worker_id))
+                    else "",
+                    "pid": heartbeat.pid if heartbeat else None,
+                    "heartbeat_at": heartbeat.sent_at // 1000 if heartbeat else None,
+                    "role": heartbeat.role if heartbeat else row.worker_id.rpartition("-")[0],
                     "engine": dict(row.engine),
-                    "state": row.state if is_running or not beat else beat.state.value,
-                    "in_work": beat.prompt_groups_in_flight[:32] if beat else [],
+                    "state": row.state if is_running or not heartbeat else heartbeat.state.value,
+                    "in_work": heartbeat.prompt_groups_in_flight[:32] if heartbeat else [],
                 }
                 for row in rows
             ],
@@ -245,7 +249,8 @@ PHASE_ORDER = ("wait", "decode", "forward_backward", "update", "weights", "commi
 
 
 def _trainer_lane(fold: RunFold, start: int) -> dict[str, Any]:
-    curves, spans = fold.curves, []
+    curves = fold.curves
+    spans: list[dict[str, Any]] = []
     names = [name for name in PHASE_ORDER if name in curves.phases]
     names += [name for name in curves.phases if name not in names]
     for at in range(len(curves.steps) - 1, -1, -1):

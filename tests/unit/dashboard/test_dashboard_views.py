@@ -172,7 +172,11 @@ def test_source_is_what_the_metadata_names(metadata: str, source: str) -> None:
 
 def test_query_is_parsed_from_an_address() -> None:
     query = parse_query({"reward": "0.5..", "sort": "-reward", "first": "50", "outcome": "trained"})
-    assert (query.bounds, query.sort, query.descending) == ({"reward": (0.5, math.inf)}, "reward", True)
+    assert (query.bounds, query.sort, query.descending) == (
+        {"reward": (0.5, math.inf)},
+        "reward",
+        True,
+    )
     assert (query.first, query.outcome) == (50, "trained")
 
 
