@@ -4,7 +4,7 @@ with it."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 
 import numpy as np
@@ -15,7 +15,8 @@ from torch import Tensor
 from benchmarks.profiles import Timing
 from relax_events.config import RunConfig
 from relax_events.events.types import SampleReady, SampleRolledOut
-from relax_events.training.backend.protocol import SampleScores, StepMetrics, TrainerState
+from relax_events.training.backend.protocol import SampleScores, StepMetrics
+from relax_events.training.backend.state import StateSource, TrainerState
 from relax_events.training.ranks import Ranks
 from relax_events.weights.manifest import Weights
 
@@ -99,9 +100,9 @@ class TimedBackend:
     def _await_device(self) -> None:
         time.sleep(max(self._device_free_at - time.monotonic(), 0.0))
 
-    def weights(self) -> dict[str, Tensor]:
+    def weight_buckets(self, *, max_bytes: int) -> Iterator[dict[str, Tensor]]:
         """Give a small tensor that differs from version to version."""
-        return {"weight": self._weights.clone()}
+        yield {"weight": self._weights.clone()}
 
     def state(self) -> TrainerState:
         """Show the same."""
@@ -109,11 +110,10 @@ class TimedBackend:
             policy_version=self.policy_version, tensors={"model.weight": self._weights}
         )
 
-    def load_state(self, state: TrainerState) -> None:
+    def load_state(self, state: StateSource) -> None:
         """Go on from a state."""
         self.policy_version = state.policy_version
-        tensors: Mapping[str, Tensor] = state.tensors
-        self._weights = tensors["model.weight"].clone()
+        self._weights = state.read("model.weight").clone()
         self._num_samples = self._num_tokens = self._num_loss_tokens = 0
 
     @staticmethod

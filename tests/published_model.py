@@ -15,6 +15,7 @@ from relax_events.examples.tiny_models import make_tiny
 from relax_events.objects import ObjectStore
 from relax_events.ops.model_export.versions import PublishedVersions
 from relax_events.training.backend.torch_backend import TorchBackend
+from relax_events.training.backend.weight_stream import collect_weights
 from relax_events.training.checkpoint.checkpoints import Checkpoints
 from relax_events.training.ranks import SingleRank
 from relax_events.weights.transport import StorePublisher
@@ -84,7 +85,7 @@ class TrainedRun:
             if version:
                 change_weights(self.backend, seed=version)
             artifacts[version], digests[version] = publisher.publish(
-                self.backend.weights(), policy_version=version
+                collect_weights(self.backend), policy_version=version
             )
         with Checkpoints(self.store, ranks=SingleRank(), keep=2) as checkpoints:
             reference = checkpoints.save(self.backend.state(), extra={}).wait(30)

@@ -39,6 +39,7 @@ from relax_events.topics import TopicPlan
 from relax_events.topics.plan import TRAINING_SAMPLES
 from relax_events.training.backend.factory import open_backend
 from relax_events.training.backend.protocol import TrainerBackend
+from relax_events.training.backend.weight_stream import collect_weights
 from relax_events.training.batch.assembly import BatchAssembler
 from relax_events.training.batch.live_batches import IDLE_SECONDS, LiveBatches
 from relax_events.training.batch.packing import MicroBatcher
@@ -307,7 +308,7 @@ class TrainLoop:
             self._commits.phases.measure("weights"),
             self._worker.lifecycle.transfer("write weights"),
         ):
-            tensors = self._backend.weights()
+            tensors = collect_weights(self._backend)
             if self._publisher is not None:
                 self._publisher.write_weights(tensors, policy_version=step + 1)
         self._assembler.mark_done(share.prompt_group_ids)

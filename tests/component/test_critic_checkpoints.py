@@ -10,7 +10,7 @@ import structlog.testing
 import torch
 
 from relax_events.objects import ObjectStore
-from relax_events.training.backend.protocol import TrainerState
+from relax_events.training.backend.state import TrainerState
 from relax_events.training.checkpoint.checkpoints import Checkpoints
 from relax_events.training.checkpoint.critic_checkpoints import FOLDER, list_critic_checkpoints
 from relax_events.training.ranks import SingleRank

@@ -11,6 +11,7 @@ from relax_events.errors import ConfigError
 from relax_events.media.library import MediaLibrary
 from relax_events.models.families import freeze, read_family
 from relax_events.training.backend.torch_backend import TorchBackend
+from relax_events.training.backend.weight_stream import collect_weights
 from relax_events.training.ranks import SingleRank
 from tests.unit.image_model import image_engine, image_run, ready, request_for
 from tests.unit.trainer_samples import run_config
@@ -33,7 +34,7 @@ def trained(folder: Path, frozen: list[str]) -> tuple[TorchBackend, dict[str, to
         MediaLibrary(config),
         image_engine(),
     )
-    before = backend.weights()
+    before = collect_weights(backend)
     request = request_for(1, library)
     engine.submit(request)
     backend.accumulate(
@@ -49,18 +50,20 @@ def trained(folder: Path, frozen: list[str]) -> tuple[TorchBackend, dict[str, to
 def test_frozen_parts_stay_and_the_others_learn(tmp_path: Path, frozen: list[str]) -> None:
     backend, before = trained(tmp_path, frozen)
     moved = {
-        name for name, tensor in backend.weights().items() if not torch.equal(tensor, before[name])
+        name
+        for name, tensor in collect_weights(backend).items()
+        if not torch.equal(tensor, before[name])
     }
     assert {part_of(name) for name in moved} == set(PARTS) - set(frozen)
-    assert set(before) == set(backend.weights())
+    assert set(before) == set(collect_weights(backend))
 
 
 def test_state_includes_frozen_parts_and_loads_into_another_backend(tmp_path: Path) -> None:
     backend, _ = trained(tmp_path, ["vision"])
     other = TorchBackend(image_run(tmp_path, model={"frozen": ["vision"]}), ranks=SingleRank())
     other.load_state(backend.state())
-    for name, tensor in backend.weights().items():
-        assert torch.equal(other.weights()[name], tensor), name
+    for name, tensor in collect_weights(backend).items():
+        assert torch.equal(collect_weights(other)[name], tensor), name
 
 
 def test_freezing_a_part_that_the_model_lacks_is_rejected() -> None:

@@ -28,6 +28,7 @@ from relax_events.media.token_layout import MEDIA_FAMILIES
 from relax_events.objects import ObjectStore
 from relax_events.objects.download import download
 from relax_events.ops.model_export.export import Export, export_version
+from relax_events.training.backend.weight_stream import collect_weights
 from relax_events.weights.artifact_writer import weights_digest
 
 FAMILIES = (
@@ -162,7 +163,7 @@ def test_complete_omni_folder_keeps_its_talker(tmp_path: Path) -> None:
     assert mine.keys() == tensors_of(base).keys()
     assert done.num_tensors - done.num_trained == 1
     assert mine["talker.model.norm.weight"].tolist() == [7.0] * 3
-    weights = run.backend.weights()
+    weights = collect_weights(run.backend)
     assert torch.equal(mine["thinker.lm_head.weight"], weights["lm_head.weight"])
     fused = weights["model.layers.1.mlp.experts.gate_up_proj"]
     gate, up = fused[5].chunk(2)
@@ -182,7 +183,7 @@ def test_transposed_experts_are_written_transposed(tmp_path: Path) -> None:
     exported(run, tmp_path / "out")
     name = "model.language_model.layers.0.mlp.experts.gate_up_proj"
     assert torch.equal(
-        tensors_of(tmp_path / "out")[name].transpose(1, 2), run.backend.weights()[name]
+        tensors_of(tmp_path / "out")[name].transpose(1, 2), collect_weights(run.backend)[name]
     )
     assert torch.allclose(
         token_logprobs(load(tmp_path / "out", "qwen3_vl_moe")), run.logprobs(), atol=1e-5

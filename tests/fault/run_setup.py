@@ -136,10 +136,10 @@ class Slow(TorchBackend):
             time.sleep(SLOW_SECONDS)
         return super().step()
 
-    def weights(self):
+    def weight_buckets(self, *, max_bytes):
         if self.policy_version == 1:
             time.sleep(SLOW_SECONDS)
-        return super().weights()
+        yield from super().weight_buckets(max_bytes=max_bytes)
 
 class Hung(TorchBackend):
     def step(self):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -75,10 +75,10 @@ class SoakedTrainer(TorchBackend):
         self._linger("step")
         return super().step()
 
-    def weights(self) -> dict[str, Tensor]:
+    def weight_buckets(self, *, max_bytes: int) -> Iterator[dict[str, Tensor]]:
         """Copy the weights as usual."""
         self._linger("weights")
-        return super().weights()
+        yield from super().weight_buckets(max_bytes=max_bytes)
 
     def _linger(self, call: str) -> None:
         path = Path(SLOW_STEP)

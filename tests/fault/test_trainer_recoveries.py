@@ -32,7 +32,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from relax_events.training.backend.protocol import TrainerState
+from relax_events.training.backend.state import TrainerState
 from relax_events.training.backend.torch_backend import TorchBackend
 
 FOLDER = Path(__file__).parent

@@ -12,6 +12,7 @@ import torch
 from relax_events.errors import RelaxError
 from relax_events.objects import ObjectStore
 from relax_events.training.backend.torch_backend import TorchBackend
+from relax_events.training.backend.weight_stream import collect_weights
 from relax_events.training.batch.packing import micro_batch_slices
 from relax_events.training.checkpoint.checkpoints import Checkpoints
 from relax_events.training.distributed import open_ranks
@@ -42,7 +43,7 @@ def train(ranks, model_path, bounds, algorithm=PLAIN):
         for part in micro_batch_slices([len(sample.tokens) for sample in mine], max_tokens=50):
             backend.accumulate(mine[part])
         all_metrics.append(backend.step().to_metrics())
-    return all_metrics, backend.weights()
+    return all_metrics, collect_weights(backend)
 
 
 def use_collectives(ranks):

@@ -13,7 +13,7 @@ import sys
 import threading
 import traceback
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -50,7 +50,9 @@ from relax_events.runtime.processors import SampleLoop
 from relax_events.runtime.worker import Worker
 from relax_events.topics import TopicPlan
 from relax_events.training import commit, publishing
-from relax_events.training.backend.protocol import StepMetrics, TrainerState
+from relax_events.training.backend.protocol import StepMetrics
+from relax_events.training.backend.state import StateSource, TrainerState
+from relax_events.training.backend.weight_stream import collect_weights
 from relax_events.training.batch import live_batches
 from relax_events.training.ranks import SingleRank
 from workers import advantage, prompter, trainer
@@ -211,16 +213,16 @@ class HashingBackend:
         self.discard()
         self.policy_version += 1
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        return {"digest": torch.tensor([self._digest])}
+    def weight_buckets(self, *, max_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+        yield {"digest": torch.tensor([self._digest])}
 
     def state(self) -> TrainerState:
         return TrainerState(
             policy_version=self.policy_version,
-            tensors={f"model.{name}": tensor for name, tensor in self.weights().items()},
+            tensors={f"model.{name}": tensor for name, tensor in collect_weights(self).items()},
         )
 
-    def load_state(self, state: TrainerState) -> None:
+    def load_state(self, state: StateSource) -> None:
         raise AssertionError("weights that replay made differ from those that were published")
 
 

@@ -4,15 +4,15 @@ one norm and one optimizer call per step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from relax_events.config import TrainerConfig
-from relax_events.errors import WeightsError
 from relax_events.models.adapters import published_parameters
+from relax_events.training.backend.state import StateSource, require_same_tensors
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -148,26 +148,21 @@ class FlatParameters:
             named | frozen | {f"optimizer.step.{index}": step for index, step in enumerate(steps)}
         )
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
+    def load(self, state: StateSource, *, without: Collection[str] = ()) -> None:
         """Load what `tensors` returned, and zero the gradients.
 
+        Args:
+            state: As saved.
+            without: Names in it that belong to others.
         Raises:
             WeightsError: A tensor is missing, unknown or of another shape; nothing was changed.
         """
         mine = self.tensors()
-        if different := sorted(mine.keys() ^ tensors.keys()):
-            where = "the model" if different[0] in mine else "the state"
-            raise WeightsError(
-                f"{different[0]} is only in {where} ({len(different)} such in all); is the "
-                "state another model's?"
-            )
-        for name, tensor in tensors.items():
-            if tensor.shape != mine[name].shape:
-                raise WeightsError(
-                    f"{name} is {tuple(tensor.shape)} in the state and "
-                    f"{tuple(mine[name].shape)} in the model; is the state another model's?"
-                )
-        for name, tensor in tensors.items():
-            mine[name].copy_(tensor)
+        require_same_tensors(
+            {name: shape for name, shape in state.shapes.items() if name not in without},
+            {name: tuple(tensor.shape) for name, tensor in mine.items()},
+        )
+        for name, tensor in mine.items():
+            tensor.copy_(state.read(name))
         self._copy_to_model()
         self.zero_gradients()

@@ -9,13 +9,13 @@ its value in the interval. A replayed weight outside its interval is moved to th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from relax_events.training.backend.protocol import TrainerState
+from relax_events.training.backend.state import TrainerState, cut
 
 BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 """Integer type of a dtype's size: the next integer is the next representable number."""
@@ -43,21 +43,33 @@ def reconcile(
     weights; the rest is unchanged.
 
     Args:
-        state: As replayed.
+        state: As replayed; of a state in pieces, this rank's are moved and counted.
         published: By name, without the prefix `model.`.
     """
-    tensors, num_values, num_moved, largest = dict(state.tensors), 0, 0, 0.0
-    for name, wanted in published.items():
-        master = tensors[f"model.{name}"]
+    num_values, num_moved, largest = 0, 0, 0.0
+
+    def move(name: str, master: Tensor, offset: tuple[int, ...] | None) -> Tensor:
+        nonlocal num_values, num_moved, largest
+        whole = published.get(name.removeprefix("model.")) if name.startswith("model.") else None
+        if whole is None:
+            return master
+        wanted = cut(whole, offset=offset, shape=tuple(master.shape))
         nearest = nearest_value_rounding_to(wanted.to(master.device), master)
-        tensors[f"model.{name}"] = nearest
         moved = nearest != master
         num_values, num_moved = num_values + master.numel(), num_moved + int(moved.sum())
         if moved.any():
             largest = max(largest, float((nearest - master)[moved].abs().max()))
-    return TrainerState(policy_version=state.policy_version, tensors=tensors), Reconciliation(
-        num_values, num_moved, largest
+        return nearest
+
+    moved_state = TrainerState(
+        policy_version=state.policy_version,
+        tensors={name: move(name, tensor, None) for name, tensor in state.tensors.items()},
+        shards=[
+            replace(shard, tensor=move(shard.name, shard.tensor, shard.offset))
+            for shard in state.shards
+        ],
     )
+    return moved_state, Reconciliation(num_values, num_moved, largest)
 
 
 def nearest_value_rounding_to(

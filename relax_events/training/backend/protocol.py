@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from relax_events.config import RunConfig
     from relax_events.events.routed_experts import ExpertShape
+    from relax_events.training.backend.state import StateSource, TrainerState
     from relax_events.weights.manifest import Weights
 
 
@@ -97,16 +98,6 @@ class StepMetrics:
             if of_engine
             else {name: value for name, value in metrics.items() if name not in ENGINE_METRICS}
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerState:
-    """All that a backend needs to resume. Tensors are keyed `model.<name>`,
-    `exp_avg.<name>`, `optimizer.<...>`, `rng.<...>`.
-    """
-
-    policy_version: int
-    tensors: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +219,7 @@ class Critic(TokenScorer, Protocol):
         next step.
         """
 
-    def load_state(self, state: TrainerState) -> None:
+    def load_state(self, state: StateSource) -> None:
         """Resume from a state; accumulated gradients are discarded.
 
         Raises:
@@ -242,8 +233,9 @@ class TrainerBackend(Protocol):
 
     `accumulate` and `discard` are local to a rank, may be called any number of times (also zero)
     between two steps, and the result of a step depends neither on how samples were cut into
-    micro-batches nor on which rank had them. All other methods are collective: every rank calls
-    them at the same point.
+    micro-batches nor on which rank had them. A backend whose forward pass is collective keeps the
+    micro-batches until `step`, where all ranks run the same number, some of them empty. All other
+    methods are collective: every rank calls them at the same point.
     """
 
     policy_version: int
@@ -262,8 +254,9 @@ class TrainerBackend(Protocol):
         """Run forward and backward on a micro-batch, adding unnormalised gradients and metrics to
         the step's.
 
-        Where the algorithm needs statistics of the whole step first, or the step is several
-        optimizer steps, the micro-batch is kept and run by `step`.
+        Where the algorithm needs statistics of the whole step first, the step is several optimizer
+        steps, or the forward pass is collective, the micro-batch is checked, kept and run by
+        `step`.
 
         Raises:
             PoisonSample: A sample can't be trained on; nothing was added, and the rest of the step
@@ -298,17 +291,22 @@ class TrainerBackend(Protocol):
         they are. All ranks must call it.
         """
 
-    def weights(self) -> dict[str, Tensor]:
-        """Snapshot the full weights on the CPU, in Hugging Face names and the model's dtype; later
-        steps don't change it.
+    def weight_buckets(self, *, max_bytes: int) -> Iterator[dict[str, Tensor]]:
+        """Yield the weights in parts, so that no device and only rank 0's host holds them all.
+
+        Every rank iterates to the end. Rank 0 gets whole tensors on the CPU, in Hugging Face names
+        and the model's dtype, which later steps don't change; the others get empty parts.
+
+        Args:
+            max_bytes: Of a part, except one that is a single larger tensor.
         """
 
     def state(self) -> TrainerState:
-        """Return the state of weights, optimizer and generators. The tensors are live: copy them
-        before the next step.
+        """Return what this rank holds of weights, optimizer and generators. The tensors are live:
+        copy them before the next step.
         """
 
-    def load_state(self, state: TrainerState) -> None:
+    def load_state(self, state: StateSource) -> None:
         """Resume from a state; accumulated gradients are discarded.
 
         Raises:

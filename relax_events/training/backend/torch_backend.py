@@ -18,7 +18,12 @@ from relax_events.errors import RunFailed, StepNotFinite
 from relax_events.events.routed_experts import ExpertShape
 from relax_events.events.types import SampleReady
 from relax_events.media.library import MediaLibrary
-from relax_events.models.adapters import base_state, published_parameters, take_base_state
+from relax_events.models.adapters import (
+    BASE_DIGEST,
+    base_state,
+    published_parameters,
+    take_base_state,
+)
 from relax_events.models.causal_lm import choose_device
 from relax_events.models.families import freeze
 from relax_events.runtime.failpoints import failpoint
@@ -31,7 +36,8 @@ from relax_events.training.backend.determinism import (
 from relax_events.training.backend.flat_parameters import FlatParameters
 from relax_events.training.backend.learning_rate import compute_policy_learning_rate
 from relax_events.training.backend.policy_model import PolicyModel
-from relax_events.training.backend.protocol import Critic, Scorer, StepMetrics, TrainerState
+from relax_events.training.backend.protocol import Critic, Scorer, StepMetrics
+from relax_events.training.backend.state import StateSource, TrainerState
 from relax_events.training.backend.step_sums import (
     MicroBatchSums,
     OptimizerStep,
@@ -41,6 +47,7 @@ from relax_events.training.backend.step_sums import (
     gather_totals,
     sum_micro_batch,
 )
+from relax_events.training.backend.weight_stream import split_into_buckets
 from relax_events.training.batch.loss_batch import LossBatch, whiten_step
 from relax_events.training.batch.mini_batches import MiniBatchBuffer
 from relax_events.training.batch.packing import cut_by_cells
@@ -342,14 +349,17 @@ class TorchBackend:
         self.discard()
         self.policy_version += 1
 
-    def weights(self) -> dict[str, Tensor]:
-        """Snapshot the weights on the CPU, tied tensors once, or the adapters alone; see
+    def weight_buckets(self, *, max_bytes: int) -> Iterator[dict[str, Tensor]]:
+        """Yield the weights on rank 0's CPU, tied tensors once, or the adapters alone; see
         `TrainerBackend`.
         """
-        return {
-            name: parameter.detach().to("cpu", copy=True)
-            for name, parameter in published_parameters(self._model.module).items()
-        }
+        parameters = published_parameters(self._model.module)
+        for names in split_into_buckets(parameters, max_bytes=max_bytes):
+            yield {
+                name: parameters[name].detach().to("cpu", copy=True)
+                for name in names
+                if self._ranks.rank == 0
+            }
 
     def state(self) -> TrainerState:
         """Show weights in master precision, AdamW's moments and generators; see
@@ -362,15 +372,17 @@ class TorchBackend:
             | base_state(self._model.adapters),
         )
 
-    def load_state(self, state: TrainerState) -> None:
+    def load_state(self, state: StateSource) -> None:
         """Resume from a state; see `TrainerBackend`. The state of a missing device's generator is
         ignored.
         """
-        tensors = take_base_state(state.tensors, self._model.adapters)
-        generators = {
-            name: tensors.pop(name) for name in list(tensors) if name.startswith(GENERATORS)
+        own = {
+            name: state.read(name)
+            for name in state.shapes
+            if name == BASE_DIGEST or name.startswith(GENERATORS)
         }
-        self._flat.load(tensors)
+        generators = take_base_state(own, self._model.adapters)
+        self._flat.load(state, without=own)
         self._reset_step()
         self.policy_version = state.policy_version
         restore_generators(generators, self._model.device)

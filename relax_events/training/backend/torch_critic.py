@@ -21,8 +21,9 @@ from relax_events.models.causal_lm import choose_device
 from relax_events.training.backend.determinism import make_deterministic
 from relax_events.training.backend.flat_parameters import FlatParameters
 from relax_events.training.backend.learning_rate import compute_scheduled_learning_rate
-from relax_events.training.backend.protocol import TrainerState, ValueMetrics
+from relax_events.training.backend.protocol import ValueMetrics
 from relax_events.training.backend.scoring import score_in_own_rows
+from relax_events.training.backend.state import StateSource, TrainerState
 from relax_events.training.backend.value_model import ValueModel
 from relax_events.training.batch.loss_batch import mask_truncated_samples
 from relax_events.training.batch.mini_batches import MiniBatchBuffer
@@ -242,9 +243,9 @@ class TorchCritic:
         """Return weights in master precision and AdamW's moments; see `Critic`."""
         return TrainerState(policy_version=self.policy_version, tensors=self._flat.tensors())
 
-    def load_state(self, state: TrainerState) -> None:
+    def load_state(self, state: StateSource) -> None:
         """Resume from a state; see `Critic`."""
-        self._flat.load(state.tensors)
+        self._flat.load(state)
         self._reset_step()
         self.policy_version = state.policy_version
 

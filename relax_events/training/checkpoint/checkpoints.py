@@ -35,7 +35,7 @@ from relax_events.errors import ObjectError
 from relax_events.events.parts import CheckpointRef, ObjectRef
 from relax_events.objects import ObjectStore
 from relax_events.runtime.failpoints import failpoint
-from relax_events.training.backend.protocol import TrainerState
+from relax_events.training.backend.state import TrainerState
 from relax_events.training.checkpoint.pending import MANIFEST, PendingCheckpoint
 from relax_events.training.ranks import Ranks
 

@@ -24,6 +24,7 @@ from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.run_description import ParentRun
 from relax_events.runtime.worker import Worker
 from relax_events.training.backend.protocol import TrainerBackend
+from relax_events.training.backend.weight_stream import collect_weights
 from relax_events.training.checkpoint.checkpoints import Checkpoints
 from relax_events.training.publishing import StepPublisher
 from relax_events.training.ranks import Ranks
@@ -49,7 +50,7 @@ class Replay:
         *,
         batches: RecordedBatches | None = None,
     ) -> None:
-        self._worker, self._backend = worker, backend
+        self._worker, self._backend, self._ranks = worker, backend, ranks
         self._batches = batches or RecordedBatches(worker, ranks)
 
     def run(self, steps: Sequence[TrainStepCommitted]) -> bool:
@@ -73,7 +74,7 @@ class Replay:
         finally:
             reader.close()
         with self._worker.lifecycle.transfer("check the replayed weights"):
-            same = weights_digest(self._backend.weights()) == steps[-1].weights_digest
+            same = self._has_digest(steps[-1].weights_digest)
         log.info(
             "train_steps.replayed",
             num_steps=len(steps),
@@ -82,6 +83,15 @@ class Replay:
             seconds=time.monotonic() - started,
         )
         return same
+
+    def _has_digest(self, expected: bytes) -> bool:
+        """Tell all ranks whether the weights have this digest; rank 0 computes it."""
+        tensors = collect_weights(self._backend)
+        if self._ranks.rank:
+            return bool(self._ranks.broadcast(None))
+        is_same = weights_digest(tensors) == expected
+        self._ranks.broadcast(b"same" * is_same)
+        return is_same
 
     def _train(self, batch: RecordedBatch) -> None:
         if batch.step.train_step != self._backend.policy_version:
@@ -180,7 +190,7 @@ class Recovery:
             is_lost = not history.is_fresh and is_newest_lost(
                 history.published[-1], store=self._store, ranks=self._ranks
             )
-            tensors = self._backend.weights() if history.is_fresh or is_lost else {}
+            tensors = collect_weights(self._backend) if history.is_fresh or is_lost else {}
             if publisher is None:
                 return
             publisher.resume(history)

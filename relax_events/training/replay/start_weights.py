@@ -17,7 +17,8 @@ from relax_events.projections.training_history import TrainingHistory
 from relax_events.runtime.run_description import ParentRun
 from relax_events.runtime.worker import Worker
 from relax_events.training.backend.master_weights import reconcile
-from relax_events.training.backend.protocol import TrainerBackend, TrainerState
+from relax_events.training.backend.protocol import TrainerBackend
+from relax_events.training.backend.state import OverlaidState, StateSource, TrainerState
 from relax_events.training.checkpoint.checkpoints import Checkpoints
 from relax_events.training.ranks import Ranks
 from relax_events.weights.artifact_reader import is_stored
@@ -29,7 +30,7 @@ class InitialState:
     """Weights to start from; `kind` is `checkpoint` (with the optimizer) or `weights`."""
 
     kind: str
-    state: TrainerState
+    state: StateSource
 
 
 def read_initial_state(source: ParentRun, version: int, *, ranks: Ranks) -> InitialState | None:
@@ -108,8 +109,7 @@ def load_parent_weights(
     if start is None:
         return None
     _require_same_adapters(source, worker)
-    tensors = {**backend.state().tensors, **start.state.tensors}
-    backend.load_state(TrainerState(policy_version=version, tensors=tensors))
+    backend.load_state(OverlaidState(version, backend.state(), start.state))
     with worker.lifecycle.transfer("write the first checkpoint"):
         pending = checkpoints.save(backend.state(), extra={"consumed": [], "id_window": []})
         checkpoint = pending.wait(worker.config.health.transfer_seconds)

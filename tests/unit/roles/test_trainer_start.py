@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from relax_events.training.backend.protocol import TrainerState
+from relax_events.training.backend.state import TrainerState
 from relax_events.training.replay import start_weights
 from relax_events.training.replay.start_weights import load_parent_weights
 

@@ -16,8 +16,9 @@ from relax_events.examples.tiny_models import make_tiny
 from relax_events.models.adapters import ADAPTER, published_parameters
 from relax_events.models.causal_lm import load_causal_lm
 from relax_events.training.backend.policy_model import PolicyModel
-from relax_events.training.backend.protocol import TrainerState
+from relax_events.training.backend.state import TrainerState
 from relax_events.training.backend.torch_backend import TorchBackend
+from relax_events.training.backend.weight_stream import collect_weights
 from relax_events.training.batch.packing import pack
 from relax_events.training.ranks import SingleRank
 from tests.unit.trainer_samples import make_samples, plain_model, run_config, tiny_model
@@ -71,14 +72,14 @@ def test_trained_adapters_compute_what_merged_weights_do() -> None:
     trainer = trained()
     batch = pack(SAMPLES, vocab_size=256)
     ours = PolicyModel(tiny_model(), config=lora_run().model, device=CPU)
-    ours.replace_weights(trainer.weights())
+    ours.replace_weights(collect_weights(trainer))
     whole = PolicyModel(tiny_model(), config=run_config().model, device=CPU)
     base = whole.token_logprobs(batch).logprobs.detach()
     whole.replace_weights(
         {
             name: tensor.float()
             for name, tensor in merged(
-                tiny_model(), trainer.weights(), scaling=LORA.scaling
+                tiny_model(), collect_weights(trainer), scaling=LORA.scaling
             ).items()
         }
     )
@@ -117,10 +118,10 @@ def test_gradients_are_those_of_a_product_added_to_the_weights_and_of_nothing_el
 
 def test_weights_and_state_hold_adapters_alone() -> None:
     trainer = trained(dtype="bfloat16")
-    names = set(trainer.weights())
+    names = set(collect_weights(trainer))
     assert names
     assert all(ADAPTER.fullmatch(name) for name in names)
-    assert {one.dtype for one in trainer.weights().values()} == {torch.bfloat16}
+    assert {one.dtype for one in collect_weights(trainer).values()} == {torch.bfloat16}
     state = trainer.state().tensors
     sized = {name for name, tensor in state.items() if tensor.numel() > 1}
     assert sized - {name for name in sized if name.startswith("rng.")} == {
@@ -138,15 +139,15 @@ def test_training_gives_the_same_bits_again_and_continues_from_a_state() -> None
     second.load_state(TrainerState(policy_version=1, tensors=saved))
     second.accumulate(SAMPLES)
     second.step()
-    for name, tensor in whole.weights().items():
-        assert torch.equal(tensor, second.weights()[name])
+    for name, tensor in collect_weights(whole).items():
+        assert torch.equal(tensor, collect_weights(second)[name])
 
 
 def test_seed_of_the_run_draws_the_first_adapters() -> None:
     config = lora_run()
     other = config.model_copy(update={"run": config.run.model_copy(update={"seed": 5})})
     mine, same, changed = (
-        TorchBackend(one, ranks=SingleRank()).weights() for one in (config, config, other)
+        collect_weights(TorchBackend(one, ranks=SingleRank())) for one in (config, config, other)
     )
     assert all(torch.equal(tensor, same[name]) for name, tensor in mine.items())
     initial = [name for name in mine if ".lora_A." in name]
@@ -167,16 +168,16 @@ def test_state_of_another_base_model_is_refused(tmp_path: Path) -> None:
 
 def test_adapters_of_other_modules_or_rank_are_refused() -> None:
     model = PolicyModel(tiny_model(), config=lora_run().model, device=CPU)
-    few = backend(lora=LoRAConfig(rank=3, target_modules=("q_proj",))).weights()
+    few = collect_weights(backend(lora=LoRAConfig(rank=3, target_modules=("q_proj",))))
     with pytest.raises(WeightsError, match=r"lacks model\.layers\.0.*set rank and target_modules"):
         model.replace_weights(few)
     with pytest.raises(WeightsError, match=r"must be \(3, 32\) as in the model, got \(4, 32\)"):
-        model.replace_weights(backend(lora=LoRAConfig(rank=4)).weights())
+        model.replace_weights(collect_weights(backend(lora=LoRAConfig(rank=4))))
 
 
 def test_target_modules_limit_the_adapters_and_must_exist() -> None:
     wanted = ("q_proj", "layers.1.mlp.up_proj")
-    found = backend(lora=LoRAConfig(target_modules=wanted)).weights()
+    found = collect_weights(backend(lora=LoRAConfig(target_modules=wanted)))
     assert {name.partition(".lora_")[0] for name in found} == {
         "model.layers.0.self_attn.q_proj",
         "model.layers.1.self_attn.q_proj",
@@ -217,8 +218,8 @@ def test_adapters_cost_no_gradient_and_no_moment_of_the_base() -> None:
     trainer = backend()
     flat = trainer._flat
     base = plain_model(tiny_model())
-    num_adapters = sum(tensor.numel() for tensor in trainer.weights().values())
+    num_adapters = sum(tensor.numel() for tensor in collect_weights(trainer).values())
     assert flat.gradients.numel() == flat.values.numel() == num_adapters
     assert num_adapters < sum(one.numel() for one in base.parameters())
     loaded = load_causal_lm(tiny_model(), attention="sdpa", dtype=torch.float32, device=CPU)
-    assert not set(published_parameters(loaded)) & set(trainer.weights())
+    assert not set(published_parameters(loaded)) & set(collect_weights(trainer))

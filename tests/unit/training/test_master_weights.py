@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from relax_events.training.backend.master_weights import nearest_value_rounding_to, reconcile
-from relax_events.training.backend.protocol import TrainerState
+from relax_events.training.backend.state import TrainerState
 
 LEARNING_RATE = 1e-6
 NUM_STEPS = 50

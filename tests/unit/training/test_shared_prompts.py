@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from relax_events.examples.tiny_models import make_tiny
 from relax_events.training.backend.policy_model import PolicyModel
 from relax_events.training.backend.torch_backend import TorchBackend
+from relax_events.training.backend.weight_stream import collect_weights
 from relax_events.training.batch import row_layout
 from relax_events.training.batch.packing import pack
 from relax_events.training.batch.row_layout import PromptSharing
@@ -174,7 +175,7 @@ def test_train_step_is_equal_with_and_without_shared_prompts():
         backend = TorchBackend(config, ranks=SingleRank(), dtype=torch.float64)
         backend.accumulate(SAMPLES)
         metrics.append(backend.step())
-        weights.append(backend.weights())
+        weights.append(collect_weights(backend))
     assert (
         metrics[0].num_tokens
         == metrics[1].num_tokens

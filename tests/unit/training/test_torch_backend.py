@@ -11,8 +11,9 @@ from torch.nn.utils import clip_grad_norm_
 
 from relax_events.errors import ConfigError, PoisonSample, RunFailed, StepNotFinite, WeightsError
 from relax_events.events.parts import FinishReason
-from relax_events.training.backend.protocol import TrainerState
+from relax_events.training.backend.state import TrainerState
 from relax_events.training.backend.torch_backend import TorchBackend
+from relax_events.training.backend.weight_stream import collect_weights
 from relax_events.training.ranks import SingleRank
 from tests.event_samples import changed
 from tests.unit.trainer_samples import (
@@ -142,7 +143,7 @@ def test_steps_equal_a_padded_implementation(aggregation, estimator):
             expected, rel=1e-5, abs=1e-7
         )
         assert metrics["learning_rate"] == pytest.approx(1e-2 * min(1, (version + 1) / 3))
-    for name, value in mine.weights().items():
+    for name, value in collect_weights(mine).items():
         # A fraction 1e-3 of the sum of learning rates: RMSNorm works in float32 in any model, and
         # AdamW blows up gradients that are nearly zero.
         torch.testing.assert_close(
@@ -495,7 +496,7 @@ def test_steps_are_equal_bit_for_bit_when_repeated():
             trainer.accumulate(SAMPLES[:5])
             trainer.accumulate(SAMPLES[5:])
             trainer.step()
-    first, second = (trainer.weights() for trainer in runs)
+    first, second = (collect_weights(trainer) for trainer in runs)
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -504,7 +505,7 @@ def test_bfloat16_keeps_small_updates_in_its_master_weights():
     before = snapshot(mine.state()).tensors
     mine.accumulate(SAMPLES)
     mine.step()
-    after, weights = mine.state().tensors, mine.weights()
+    after, weights = mine.state().tensors, collect_weights(mine)
     name = "model.layers.0.mlp.down_proj.weight"
     assert weights[name].dtype == torch.bfloat16
     moved = (after[f"model.{name}"] - before[f"model.{name}"]).abs()
@@ -544,16 +545,16 @@ def test_samples_without_loss_tokens_change_nothing():
 
 def test_step_fails_without_loss_tokens_and_keeps_the_weights():
     mine = backend()
-    before = mine.weights()
+    before = collect_weights(mine)
     with pytest.raises(RunFailed, match="train step 0 holds no loss token on any rank"):
         mine.step()
     assert mine.policy_version == 0
-    assert all(torch.equal(value, before[name]) for name, value in mine.weights().items())
+    assert all(torch.equal(value, before[name]) for name, value in collect_weights(mine).items())
 
 
 def test_step_names_step_and_samples_when_the_loss_is_not_finite():
     mine = backend(torch.float32)
-    before = mine.weights()
+    before = collect_weights(mine)
     mine.accumulate(SAMPLES[:3])
     far = np.where(SAMPLES[3].loss_mask, np.float32(3e38), np.float32(0))
     mine.accumulate([changed(SAMPLES[3], advantages=far)])
@@ -564,7 +565,7 @@ def test_step_names_step_and_samples_when_the_loss_is_not_finite():
     ):
         mine.step()
     assert mine.policy_version == 0
-    assert all(torch.equal(value, before[name]) for name, value in mine.weights().items())
+    assert all(torch.equal(value, before[name]) for name, value in collect_weights(mine).items())
 
 
 def test_step_names_the_samples_when_only_the_gradient_is_not_finite():
@@ -622,19 +623,22 @@ def test_skipped_step_keeps_weights_and_optimizer_and_increments_the_version():
         trainer.accumulate(SAMPLES[2:])
     assert mine.step() == clean.step()
     assert all(
-        torch.equal(tensor, clean.weights()[name]) for name, tensor in mine.weights().items()
+        torch.equal(tensor, collect_weights(clean)[name])
+        for name, tensor in collect_weights(mine).items()
     )
 
 
 def test_weights_are_a_snapshot_in_hugging_face_names():
     mine = backend()
-    weights = mine.weights()
+    weights = collect_weights(mine)
     before = {name: value.clone() for name, value in weights.items()}
     assert weights.keys() == dict(plain_model(tiny_model()).named_parameters()).keys()
     mine.accumulate(SAMPLES)
     mine.step()
     assert all(torch.equal(value, before[name]) for name, value in weights.items())
-    assert any(not torch.equal(value, before[name]) for name, value in mine.weights().items())
+    assert any(
+        not torch.equal(value, before[name]) for name, value in collect_weights(mine).items()
+    )
 
 
 def test_load_state_continues_training_bit_for_bit():

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from relax_events.errors import PoisonSample, RunFailed, WeightsError
 from relax_events.events.parts import FinishReason
-from relax_events.training.backend.protocol import TrainerState
+from relax_events.training.backend.state import TrainerState
 from relax_events.training.backend.torch_critic import TorchCritic, compute_explained_variance
 from tests.event_samples import changed
 from tests.unit.trainer_samples import make_samples, run_config, tiny_model

@@ -1,0 +1,40 @@
+"""Collects the weights that a backend yields in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from relax_events.training.backend.protocol import TrainerBackend
+
+BUCKET_BYTES = 2**29
+"""Size of a part: a copy from the device takes far longer than its start, and rank 0's device holds
+one part beside the model."""
+
+
+def collect_weights(backend: TrainerBackend) -> dict[str, Tensor]:
+    """Snapshot the weights on rank 0's CPU; nothing on the other ranks. Collective."""
+    return {
+        name: tensor
+        for bucket in backend.weight_buckets(max_bytes=BUCKET_BYTES)
+        for name, tensor in bucket.items()
+    }
+
+
+def split_into_buckets(tensors: Mapping[str, Tensor], *, max_bytes: int) -> Iterator[list[str]]:
+    """Yield the names in order, in parts of at most so many bytes; a larger tensor is a part of its
+    own.
+    """
+    part: list[str] = []
+    num_bytes = 0
+    for name, tensor in tensors.items():
+        if part and num_bytes + tensor.nbytes > max_bytes:
+            yield part
+            part, num_bytes = [], 0
+        part.append(name)
+        num_bytes += tensor.nbytes
+    if part:
+        yield part
