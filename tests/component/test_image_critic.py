@@ -12,6 +12,7 @@ from engine_requests import finish
 
 from relax_events.events.types import SampleReady
 from relax_events.media.library import MediaLibrary
+from relax_events.training.backend.state import TrainerState
 from relax_events.training.backend.torch_critic import TorchCritic
 from relax_events.training.batch.packing import pack
 from tests.unit.image_model import (
@@ -46,7 +47,12 @@ def critic(folder: Path, *, dtype: torch.dtype = torch.float32) -> TorchCritic:
     config = image_run(folder, algorithm={"name": "ppo"}, critic={"learning_rate": 3e-3})
     made = TorchCritic(config, dtype=dtype)
     torch.nn.init.normal_(made._model.module.weight, generator=torch.Generator().manual_seed(0))
-    made._flat.load({name: tensor.clone() for name, tensor in made._flat.tensors().items()})
+    made._flat.load(
+        TrainerState(
+            policy_version=0,
+            tensors={name: tensor.clone() for name, tensor in made._flat.tensors().items()},
+        )
+    )
     return made
 
 
