@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 BUCKET_BYTES = 2**29
 """Size of a part: a copy from the device takes far longer than its start, and rank 0's device holds
-one part beside the model."""
+one part in addition to the model."""
 
 
 def collect_weights(backend: TrainerBackend) -> dict[str, Tensor]:
