@@ -37,7 +37,9 @@ class StateShard:
 class StateSource(Protocol):
     """A state to load: any rank reads any piece of any tensor. Reading is not collective."""
 
-    policy_version: int
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
