@@ -7,10 +7,12 @@ version.
       ──▶ weights to the object store
       ──▶ one transaction: step, outcomes, version, offsets ──▶ control.*
 
-Each rank reads the shards `shard mod ranks == rank` of every slot and waits for records; a round of
-small collectives counts how many prompt groups the ranks hold together, so that the step ends at
-the exact count. Offsets are committed with the step that used their records. After a crash the
-recorded steps since the last checkpoint are trained again.
+Each data-parallel rank reads the shards `shard mod ranks == rank` of every slot and waits for
+records; a round of small collectives counts how many prompt groups the ranks hold together, so that
+the step ends at the exact count. One rank alone trains prompt groups as they come. Several ranks
+wait for a whole step, plan it, and move samples so that all have equal work (see
+`training/batch/balanced_batches.py`). Offsets are committed with the step that used their records.
+After a crash the recorded steps since the last checkpoint are trained again.
 
 A replay (`parent.run`) has no samples of its own: it trains the batches of its parent's committed
 steps.
@@ -41,10 +43,10 @@ from relax_events.training.backend.factory import open_backend
 from relax_events.training.backend.protocol import TrainerBackend
 from relax_events.training.backend.weight_stream import collect_weights
 from relax_events.training.batch.assembly import BatchAssembler
+from relax_events.training.batch.balanced_batches import BalancedBatches
+from relax_events.training.batch.batch_opener import BatchOpener
 from relax_events.training.batch.live_batches import IDLE_SECONDS, LiveBatches
-from relax_events.training.batch.packing import MicroBatcher
 from relax_events.training.batch.sample_intake import SampleIntake
-from relax_events.training.batch.step_batch import StepBatch
 from relax_events.training.checkpoint.checkpoints import Checkpoints, CheckpointSchedule
 from relax_events.training.checkpoint.pending import PendingCheckpoint
 from relax_events.training.distributed import open_ranks
@@ -71,7 +73,9 @@ def run(config: RunConfig, *, index: int = 0) -> None:
     passes the rank as the index, torchrun in the environment.
     """
     store = open_store(config)
-    with open_ranks(timeout_seconds=config.trainer.collective_timeout_seconds) as ranks:
+    with open_ranks(
+        timeout_seconds=config.trainer.collective_timeout_seconds, lay_out=config.trainer.topology
+    ) as ranks:
         telemetry = config.telemetry.model_copy(
             update={"metrics_port": config.telemetry.worker_port(ranks.local_rank)}
         )
@@ -112,6 +116,7 @@ class TrainLoop:
         self._checkpoints = Checkpoints(
             store, ranks=ranks, keep=self._config.trainer.keep_checkpoints
         )
+        self._opener = BatchOpener(self._config, ranks, self._accumulate, backend.discard)
         self._shares: list[RankStepResult] = []
         self._schedule = CheckpointSchedule(self._checkpoints, ranks, self._config.trainer)
         self._began_ns = 0
@@ -207,10 +212,11 @@ class TrainLoop:
             assembler=self._assembler,
         )
         self._backend.on_progress(self._progress_in_step)
-        self._live = LiveBatches(
+        make = BalancedBatches if self._opener.is_in_rounds else LiveBatches
+        self._live = make(
             self._worker,
             self._reader,
-            self._ranks,
+            self._opener,
             assembler=self._assembler,
             intake=self._intake,
             commits=self._commits,
@@ -223,7 +229,7 @@ class TrainLoop:
             self._recorded = RecordedTraining(
                 self._worker,
                 ReplaySource(self._source, self._batches, first=first, last=last),
-                self._ranks,
+                self._opener,
                 intake=self._intake,
                 commits=self._commits,
             )
@@ -235,35 +241,20 @@ class TrainLoop:
         will be read again).
         """
         version = self._backend.policy_version
-        batch = self._open_batch(version)
         self._commits.phases = self._commits.phases.next_step()
         self._began_ns = time.time_ns()
-        is_whole = (
-            self._live.fill(version, batch)
-            if self._recorded is None
-            else self._recorded.fill(batch)
-        )
-        if is_whole:
-            failpoint("trainer.after_accumulate")
-            self._finish_step(batch.share)
-        return is_whole
-
-    def _open_batch(self, version: int) -> StepBatch:
-        max_tokens, whole = (
-            self._config.trainer.max_tokens_per_micro_batch,
-            self._config.algorithm.needs_whole_groups,
-        )
-        batcher = MicroBatcher(max_tokens=max_tokens, whole_prompt_groups=whole)
-        share = RankStepResult(self._ranks.rank)
-        return StepBatch(
-            share,
-            batcher,
-            trainer_version=version,
-            accumulate=self._accumulate,
-            discard=self._backend.discard,
-        )
+        share = (self._recorded or self._live).fill(version)
+        if share is None:
+            return False
+        failpoint("trainer.after_accumulate")
+        self._finish_step(share)
+        return True
 
     def _accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
+        if not micro_batch:  # of a round in which other ranks have one
+            self._backend.accumulate(micro_batch)
+            self._progress_in_step()
+            return
         started = time.monotonic()
         num_tokens, max_tokens = (
             sum(len(sample.tokens) for sample in micro_batch),
@@ -284,7 +275,8 @@ class TrainLoop:
             self._worker.lifecycle.piece("train a micro-batch"),
         ):
             self._backend.accumulate(micro_batch)
-        self._worker.metrics.count_tokens(num_tokens)
+        if self._ranks.at.is_data_leader:
+            self._worker.metrics.count_tokens(num_tokens)
         self._worker.lifecycle.record_processed(len(micro_batch), started)
         self._worker.lifecycle.record_progress()
         self._commits.commit_step(wait=False)

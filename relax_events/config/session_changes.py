@@ -136,6 +136,7 @@ RULES: Mapping[str, tuple[Rule, str]] = {
     "trainer.max_tokens_per_micro_batch": (FREE, "results agree within rounding"),
     "trainer.share_prompts": (FREE, "results agree within rounding"),
     "trainer.ranks": (FREE, "results agree within rounding"),
+    "trainer.balance_ranks": (FREE, "results agree within rounding"),
     "trainer.tensor_parallel": (FREE, "results agree within rounding"),
     "trainer.pipeline_parallel": (FREE, "results agree within rounding"),
     "trainer.context_parallel": (FREE, "results agree within rounding"),

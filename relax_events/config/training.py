@@ -41,6 +41,11 @@ class TrainerConfig(Section):
     divides the ranks of a pipeline stage."""
     expert_tensor_parallel: Positive = 1
     """Ranks over which the matrices of each expert are split."""
+    balance_ranks: bool = True
+    """With several ranks, wait for the prompt groups of a whole step, and distribute their samples
+    so that all data-parallel ranks have equal work and equally many micro-batches. Off, each rank
+    trains the prompt groups of its own partitions, as they become ready. One rank alone always
+    does. Needed where ranks hold parts of the model."""
     learning_rate: OrDerived[Annotated[float, Field(gt=0)]] = DERIVED
     """AdamW's learning rate. Derived: 1e-6, for training all parameters of a pretrained model; 1e-5
     for its adapters (`model.lora`); 1e-3 for a model made by `[model.tiny]`."""
@@ -126,6 +131,12 @@ class TrainerConfig(Section):
             raise ValueError(
                 f"trainer.backend = 'torch' keeps each layer whole, and trainer.{split[0]} is "
                 f"{getattr(self, split[0])}; set it to 1, or choose a backend that splits layers"
+            )
+        if split and not self.balance_ranks:
+            raise ValueError(
+                "ranks that hold parts of a layer train the same micro-batches, and "
+                f"trainer.balance_ranks = false with trainer.{split[0]} = "
+                f"{getattr(self, split[0])} gives them none; leave trainer.balance_ranks out"
             )
         return self
 

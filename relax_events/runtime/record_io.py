@@ -153,7 +153,7 @@ class RecordIO:
             )
             return None
         try:
-            return self.fetch_arrays(self._decode_with_schema_refresh(record.value))
+            return self.fetch_arrays(self.decode_value(record.value))
         except (CorruptRecord, SchemaError, ObjectError) as error:
             self.dead_letter(record, error)
             return None
@@ -162,9 +162,13 @@ class RecordIO:
         """Return an event with its stored arrays fetched."""
         return self._claim_check.check_out(event)
 
-    def _decode_with_schema_refresh(self, value: bytes) -> Event:
-        """Decode; for an unknown schema, read control.schemas once, where every writer publishes
-        its schemas first.
+    def decode_value(self, value: bytes) -> Event:
+        """Decode a record's value; for an unknown schema, read control.schemas once, where every
+        writer publishes its schemas first.
+
+        Raises:
+            CorruptRecord: The value can't be decoded.
+            SchemaError: Its schema is unknown.
         """
         try:
             return self.codec.decode(value)

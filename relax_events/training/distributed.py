@@ -5,11 +5,11 @@ on GPUs.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -18,29 +18,37 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from relax_events.config.topology import Axis, Coordinates, Topology
 from relax_events.errors import EnvironmentProblem, RankLost
 from relax_events.training.ranks import RENDEZVOUS_FD_VARIABLE, CollectiveContext, Ranks, SingleRank
 
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
+PIECE_BYTES = 64 << 20
+"""Bytes that a rank sends at once, to all others together."""
+LayOut = Callable[[int], Topology]
 
-def open_ranks(*, timeout_seconds: float) -> Ranks:
+
+def open_ranks(*, timeout_seconds: float, lay_out: LayOut = Topology.of) -> Ranks:
     """Join the ranks that `relax run` or torchrun started, or return a single rank.
 
     Args:
         timeout_seconds: Deadline of joining and of every later collective.
+        lay_out: Returns the topology of so many ranks; by default all are data parallel.
     Raises:
+        ConfigError: The topology does not fit the number of ranks.
         EnvironmentProblem: torchrun's environment is incomplete; the text names what is missing.
         RankLost: The other ranks did not join before the deadline.
     """
     if "RANK" not in os.environ:
+        lay_out(1)
         return SingleRank()
     if missing := [name for name in TORCHRUN_VARIABLES if name not in os.environ]:
         raise EnvironmentProblem(
             f"RANK is set but {', '.join(missing)} is not; start several ranks with "
             "torchrun, or unset RANK for one"
         )
-    return TorchRanks(timeout_seconds=timeout_seconds)
+    return TorchRanks(timeout_seconds=timeout_seconds, lay_out=lay_out)
 
 
 def serve_rendezvous(num_ranks: int, *, timeout_seconds: float) -> TCPStore | None:
@@ -62,15 +70,18 @@ class TorchRanks:
     raise RankLost by the deadline.
     """
 
-    def __init__(self, *, timeout_seconds: float) -> None:
+    def __init__(self, *, timeout_seconds: float, lay_out: LayOut = Topology.of) -> None:
         """Join the group; see `open_ranks`.
 
         Args:
             timeout_seconds: Deadline of joining and of every later collective.
+            lay_out: Returns the topology of so many ranks.
         """
         self.rank, self.size, self.local_rank = (
             int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         )
+        self.topology: Topology = lay_out(self.size)
+        self.at: Coordinates = self.topology.at(self.rank)
         self._collective_context: CollectiveContext = nullcontext
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         self._store = serve_rendezvous(self.size, timeout_seconds=timeout_seconds)
@@ -78,6 +89,21 @@ class TorchRanks:
             "joining",
             lambda: dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds)),
         )
+        self._peers = self._join_peers(timeout_seconds) if self.topology.model > 1 else None
+
+    def _join_peers(self, timeout_seconds: float) -> dist.ProcessGroup:
+        """Create the groups of ranks that hold a copy of the model together; return this rank's."""
+        joined: dict[int, dist.ProcessGroup] = {}
+
+        def create() -> None:
+            for ranks in self.topology.groups(Axis.MODEL):
+                group: Any = dist.new_group(
+                    ranks, timeout=timedelta(seconds=timeout_seconds), backend="gloo"
+                )
+                joined.update(dict.fromkeys(ranks, group))
+
+        self._attempt("joining the model-parallel ranks", create)
+        return joined[self.rank]
 
     def _attempt(self, what: str, collective: Callable[[], object]) -> None:
         try:
@@ -125,6 +151,55 @@ class TorchRanks:
         if length:
             self._attempt("broadcast", lambda: dist.broadcast(content, src=source))
         return content.numpy().tobytes()
+
+    def exchange_bytes(self, parts: Sequence[bytes]) -> list[bytes]:
+        """Send a part to every rank: all lengths first, then the bytes in pieces."""
+        lengths = self.all_gather(np.array([len(part) for part in parts], np.int64))
+        piece = max(1, PIECE_BYTES // self.size)
+        received = [bytearray() for _ in parts]
+        for start in range(0, int(lengths.max()), piece):
+            sizes = (lengths - start).clip(0, piece)
+            sent = b"".join(part[start : start + piece] for part in parts)
+            mine = sizes[:, self.rank].tolist()
+            pieces = self._exchange_piece(sent, sizes[self.rank].tolist(), mine)
+            for whole, got in zip(received, pieces.split(mine), strict=True):
+                whole += got.numpy().tobytes()
+        return [bytes(whole) for whole in received]
+
+    def _exchange_piece(self, sent: bytes, sizes: list[int], expected: list[int]) -> Tensor:
+        outgoing = torch.from_numpy(np.frombuffer(sent, np.uint8).copy())
+        pieces = torch.empty(sum(expected), dtype=torch.uint8)
+
+        def exchange() -> None:
+            dist.all_to_all_single(pieces, outgoing, expected, sizes)
+
+        self._attempt("exchange_bytes", exchange)
+        return pieces
+
+    def share_with_peers(self, data: bytes | None) -> bytes:
+        """Return the bytes of this rank's data leader: the length first, then pieces.
+
+        Raises:
+            ValueError: This is the data leader, and there is nothing to share.
+        """
+        if self.at.is_data_leader and data is None:
+            raise ValueError(f"rank {self.rank} is the data leader and must bring the data")
+        if self._peers is None:
+            return data or b""
+        length = torch.tensor([len(data or b"")])
+        self._broadcast_to_peers(length)
+        content = torch.empty(int(length), dtype=torch.uint8)
+        if data:
+            content = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
+        for piece in content.split(PIECE_BYTES) if len(content) else ():
+            self._broadcast_to_peers(piece)
+        return content.numpy().tobytes()
+
+    def _broadcast_to_peers(self, tensor: Tensor) -> None:
+        leader = self.topology.data_leader(self.at.data)
+        self._attempt(
+            "share_with_peers", lambda: dist.broadcast(tensor, src=leader, group=self._peers)
+        )
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace the tensor by its sum over ranks, in place."""

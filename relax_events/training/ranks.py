@@ -1,16 +1,18 @@
-"""Defines how data-parallel ranks communicate: small arrays, bytes, and gradient reduction. Imports
-no torch.distributed.
+"""Defines how the ranks of a trainer communicate: small arrays, bytes, and gradient reduction.
+Imports no torch.distributed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
+
+from relax_events.config.topology import Coordinates, Topology
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,6 +37,14 @@ class Ranks(Protocol):
     size: int
     local_rank: int
 
+    @property
+    def topology(self) -> Topology:
+        """How the ranks are laid out."""
+
+    @property
+    def at(self) -> Coordinates:
+        """Where this rank lies."""
+
     def all_gather(self, values: NDArray[np.generic]) -> NDArray[np.generic]:
         """Stack every rank's array, in rank order: [size, ...]. Shape and dtype must be the same on
         all.
@@ -45,6 +55,16 @@ class Ranks(Protocol):
 
     def broadcast(self, data: bytes | None, *, source: int = 0) -> bytes:
         """Send the source rank's bytes to all; the others pass None."""
+
+    def exchange_bytes(self, parts: Sequence[bytes]) -> list[bytes]:
+        """Send a part to every rank, in rank order; return what each rank sent to this one. Lengths
+        may differ; large parts travel in pieces.
+        """
+
+    def share_with_peers(self, data: bytes | None) -> bytes:
+        """Return the bytes of this rank's data leader, which alone brings some; the others pass
+        None. Large ones travel in pieces.
+        """
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace the tensor by its sum over ranks, in place."""
@@ -72,6 +92,16 @@ class SingleRank:
     size = 1
     local_rank = 0
 
+    @property
+    def topology(self) -> Topology:
+        """Data parallelism alone."""
+        return Topology(num_ranks=self.size)
+
+    @property
+    def at(self) -> Coordinates:
+        """Where this rank lies."""
+        return self.topology.at(self.rank)
+
     def all_gather(self, values: NDArray[np.generic]) -> NDArray[np.generic]:
         """Return the array with a leading axis of 1."""
         return values[None]
@@ -91,6 +121,18 @@ class SingleRank:
                 f"the only rank is 0 and must bring the data, got source {source} and data {data!r}"
             )
         return data
+
+    def exchange_bytes(self, parts: Sequence[bytes]) -> list[bytes]:
+        """Return the part for this rank in a list."""
+        return list(parts)
+
+    def share_with_peers(self, data: bytes | None) -> bytes:
+        """Return the bytes.
+
+        Raises:
+            ValueError: There is nothing to share.
+        """
+        return self.broadcast(data)
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Do nothing: the sum over one rank is the tensor."""

@@ -18,7 +18,7 @@ log = structlog.get_logger()
 class StepCommits:
     """The commits of a trainer; rank 0 has the publisher and writes them, the others wait.
 
-    `phases` times the current train step.
+    `phases` times the current train step; `backend` trains it.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class StepCommits:
         publisher: StepPublisher | None,
         assembler: BatchAssembler,
     ) -> None:
-        self._worker, self._backend, self._ranks = worker, backend, ranks
+        self._worker, self.backend, self._ranks = worker, backend, ranks
         self._publisher, self._assembler = publisher, assembler
         self._has_uncommitted_step = False
         self.phases = PhaseTimer()
@@ -69,13 +69,13 @@ class StepCommits:
         """
         if self._has_uncommitted_step:
             return
-        share = RankStepResult(self._ranks.rank, ended=self._assembler.pending_outcomes())
+        share = RankStepResult(self._ranks.at.data, ended=self._assembler.pending_outcomes())
         ended = [end for other in self.gather(share) for end in other.ended]
         if not ended:
             return
         with self.phases.measure("commit"):
             if self._publisher is not None:
-                self._publisher.commit_outcomes(ended, train_step=self._backend.policy_version)
+                self._publisher.commit_outcomes(ended, train_step=self.backend.policy_version)
                 failpoint("trainer.after_ends")
             self._ranks.all_gather_bytes(b"")  # all ranks wait for the commit
         self.mark_ended(share)

@@ -53,7 +53,11 @@ class PhaseTimer:
 
 @dataclass(slots=True)
 class RankStepResult:
-    """The samples that one rank trained in one step, in trained order."""
+    """The samples that one rank trained in one step, in trained order.
+
+    `rank` counts data-parallel ranks. `prompt_group_ids`, `ended` and `consumed` are of the
+    partitions that the rank reads; the samples may be of others, where the ranks are balanced.
+    """
 
     rank: int
     sample_ids: list[str] = field(default_factory=list)
@@ -73,7 +77,7 @@ class RankStepResult:
     def add_micro_batch(
         self, micro_batch: Sequence[LocatedSample], *, trainer_version: int
     ) -> None:
-        """Add a trained micro-batch."""
+        """Add a trained micro-batch, which may be empty."""
         for placed in micro_batch:
             sample = placed.sample
             self.sample_ids.append(sample.sample_id)

@@ -118,9 +118,8 @@ class PolicyModel:
         self._routers = self._replaying_routers(path) if config.replays_routing else None
         self._require_linear_head(path)
         self.shares_rows = self._isolates_neighbours()
-        self.prompt_sharing = (
-            PromptSharing(self._cell_cost()) if self._isolates_branches() else None
-        )
+        self.cell_cost = self._cell_cost()
+        self.prompt_sharing = PromptSharing(self.cell_cost) if self._isolates_branches() else None
 
     @property
     def experts(self) -> ExpertShape | None:

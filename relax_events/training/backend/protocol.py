@@ -250,9 +250,21 @@ class TrainerBackend(Protocol):
         None where the model routes by itself.
         """
 
+    @property
+    def attention_cost(self) -> float:
+        """Cost of a pair of tokens in attention, relative to that of a token in all matrices: by it
+        the ranks are balanced.
+        """
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether all data-parallel ranks run each micro-batch together: then they call
+        `accumulate` equally often, some with an empty micro-batch, and `discard` together.
+        """
+
     def accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
         """Run forward and backward on a micro-batch, adding unnormalised gradients and metrics to
-        the step's.
+        the step's. An empty one adds nothing.
 
         Where the algorithm needs statistics of the whole step first, the step is several optimizer
         steps, or the forward pass is collective, the micro-batch is checked, kept and run by

@@ -111,10 +111,22 @@ class TorchBackend:
         """Shape of the replayed routing; None where the model routes by itself."""
         return self._model.experts
 
+    @property
+    def attention_cost(self) -> float:
+        """Cost of a pair of tokens; see `TrainerBackend`."""
+        return self._model.cell_cost
+
+    @property
+    def is_collective(self) -> bool:
+        """False: each rank has the whole model."""
+        return False
+
     def accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
         """Run forward and backward on a micro-batch; see `TrainerBackend`. If statistics of
         the whole step are needed first, `step` runs it.
         """
+        if not micro_batch:
+            return
         # All parts are packed before the first is trained, so that an invalid sample is found
         # before anything was added.
         for part, loss_batch in [(part, self._pack(part)) for part in self._split(micro_batch)]:

@@ -44,6 +44,7 @@ class _BufferedRecord:
     record: Record
     sample_index: int
     samples_per_prompt: int
+    num_tokens: int
 
 
 @dataclass(slots=True)
@@ -196,7 +197,7 @@ class BatchAssembler:
         if sample.sample_id in samples:
             return
         samples[sample.sample_id] = _BufferedRecord(
-            record, sample.key.sample_index, sample.key.samples_per_prompt
+            record, sample.key.sample_index, sample.key.samples_per_prompt, len(sample.tokens)
         )
 
     def advance(self, trainer_version: int) -> None:
@@ -249,10 +250,15 @@ class BatchAssembler:
         `mark_done`.
         """
         self._taken.add(group.prompt_group_id)
+        return [held.record for held in self._ordered(group)]
+
+    def lengths(self, group: ReadyGroup) -> list[int]:
+        """Return the tokens of a ready prompt group's samples, in order."""
+        return [held.num_tokens for held in self._ordered(group)]
+
+    def _ordered(self, group: ReadyGroup) -> list[_BufferedRecord]:
         samples = self._partial_groups[group.prompt_group_id, group.policy_version].complete() or {}
-        return [
-            held.record for held in sorted(samples.values(), key=lambda held: held.sample_index)
-        ]
+        return sorted(samples.values(), key=lambda held: held.sample_index)
 
     def pending_outcomes(self) -> list[PromptGroupEnded]:
         """Return the outcomes that are to be committed."""

@@ -1,4 +1,6 @@
-"""Fills train batches from ready prompt groups, in agreement with the other ranks."""
+"""Fills train batches from ready prompt groups, in agreement with the other ranks. Each rank trains
+the prompt groups of its partitions, as they become ready.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,7 @@ from relax_events.staleness import ReadyGroup, select_groups
 from relax_events.telemetry.traces import TracedWork
 from relax_events.topics.plan import TRAINER_INPUTS
 from relax_events.training.batch.assembly import BatchAssembler
+from relax_events.training.batch.batch_opener import BatchOpener
 from relax_events.training.batch.sample_intake import SampleIntake
 from relax_events.training.batch.step_batch import StepBatch, UntrainableGroup
 from relax_events.training.ranks import Ranks
@@ -32,26 +35,28 @@ class LiveBatches:
         self,
         worker: Worker,
         reader: LogReader,
-        ranks: Ranks,
+        opener: BatchOpener,
         *,
         assembler: BatchAssembler,
         intake: SampleIntake,
         commits: StepCommits,
     ) -> None:
-        self._worker, self._reader, self._ranks = worker, reader, ranks
+        self._worker, self._reader, self._opener = worker, reader, opener
+        self._ranks: Ranks = opener.ranks
         self._config: RunConfig = worker.config
         self._assembler, self._intake, self._commits = assembler, intake, commits
         self._traced: list[TracedWork] = []
 
     def assign(self, positions: Mapping[tuple[str, int], int]) -> None:
         """Read this rank's partitions, from these positions (by entity and partition) on."""
-        plan = self._worker.plan
+        plan, at, num_ranks = self._worker.plan, self._ranks.at, self._ranks.topology.data
         self._reader.assign(
             {
                 (plan.topic(entity), partition): positions.get((entity, partition), 0)
                 for entity in TRAINER_INPUTS
                 for partition in range(plan.num_sample_partitions)
-                if partition % plan.partitions_per_version % self._ranks.size == self._ranks.rank
+                if at.is_data_leader
+                and partition % plan.partitions_per_version % num_ranks == at.data
             }
         )
 
@@ -60,10 +65,11 @@ class LiveBatches:
         for work in self._traced:
             work.end()
 
-    def fill(self, version: int, batch: StepBatch) -> bool:
-        """Take prompt groups as they become ready, until the ranks hold a step's; False when the
-        drain came first.
+    def fill(self, version: int) -> RankStepResult | None:
+        """Train prompt groups as they become ready, until the ranks have trained a step's; return
+        this rank's part, None when the drain came first.
         """
+        share = self._begin(version)
         remaining, self._traced = self._config.run.prompts_per_step, []
         self._assembler.advance(version)
         taken = remaining
@@ -72,35 +78,46 @@ class LiveBatches:
                 self._commits.commit_step()
             self._read(version, wait=not taken)
             if self._commits.agree_to_drain():
-                return False
+                return None
             self._commits.commit_outcomes()
             taken, mine = self._choose(version, remaining)
             remaining -= taken
             for group in mine:
-                self._feed(group, version, batch)
+                self._begin_trace(group, share, version)
+                self._feed(group)
             if not remaining:
-                remaining = self._finish_batch(version, batch)
+                remaining = self._finish_batch(version)
             self._worker.lifecycle.tick(working=taken > 0)
-        return True
+        return share
 
-    def _finish_batch(self, version: int, batch: StepBatch) -> int:
+    def _begin(self, version: int) -> RankStepResult:
+        """Begin a step; return what records this rank's part of it."""
+        self._batch: StepBatch = self._opener.streamed(version)
+        return self._batch.share
+
+    def _finish_batch(self, version: int) -> int:
         """Train what is pending, end what could not be trained as failed, and return how many
         prompt groups the ranks still miss for it.
         """
-        batch.flush()
-        refused = batch.pop_untrainable()
+        self._batch.flush()
+        refused = self._batch.pop_untrainable()
         for group in refused:
-            self._intake.reject(group.positions, group.error)
-            reason = f"poison: {group.error}"
-            self._assembler.fail(
-                group.prompt_group_id,
-                reason,
-                policy_version=group.policy_version,
-                trainer_version=version,
-            )
+            self._fail(group, version)
         return sum(
             int.from_bytes(count, "big")
             for count in self._ranks.all_gather_bytes(len(refused).to_bytes(4, "big"))
+        )
+
+    def _fail(self, group: UntrainableGroup, version: int) -> None:
+        """End a prompt group of this rank's partitions as failed; its invalid records become dead
+        letters.
+        """
+        self._intake.reject(group.positions, group.error)
+        self._assembler.fail(
+            group.prompt_group_id,
+            f"poison: {group.error}",
+            policy_version=group.policy_version,
+            trainer_version=version,
         )
 
     def _read(self, version: int, *, wait: bool) -> None:
@@ -130,8 +147,8 @@ class LiveBatches:
         mine = set(ready)
         return len(chosen), [group for group in chosen if group in mine]
 
-    def _feed(self, group: ReadyGroup, version: int, batch: StepBatch) -> None:
-        self._begin_trace(group, batch.share, version)
+    def _feed(self, group: ReadyGroup) -> None:
+        """Train a prompt group of this rank, as far as it closes micro-batches."""
         records = self._assembler.take(group)
         try:
             with (
@@ -141,11 +158,11 @@ class LiveBatches:
                 samples = [self._intake.decode_again(record) for record in records]
         except UNUSABLE as error:  # it could be had when its record came
             locations = [(record.partition, record.offset) for record in records]
-            batch.exclude(
+            self._batch.exclude(
                 UntrainableGroup(group.prompt_group_id, group.policy_version, locations, error)
             )
         else:
-            batch.feed(samples)
+            self._batch.feed(samples)
 
     def _begin_trace(self, group: ReadyGroup, share: RankStepResult, step: int) -> None:
         traces = self._worker.records.traces

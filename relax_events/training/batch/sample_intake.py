@@ -134,10 +134,16 @@ class SampleIntake:
         """Decode a record again that was found trainable on arrival, so that only samples in
         training hold memory for their arrays.
         """
-        sample = check_ready(
-            self._worker.records.fetch_arrays(self._worker.records.codec.decode(record.value))
+        return self.decode(record.value, (record.partition, record.offset))
+
+    def decode(self, value: bytes, position: tuple[int, int]) -> LocatedSample:
+        """Decode a record's value, from its partition and offset; another rank may have found it
+        trainable.
+        """
+        records = self._worker.records
+        return LocatedSample(
+            check_ready(records.fetch_arrays(records.decode_value(value))), *position
         )
-        return LocatedSample(sample, record.partition, record.offset)
 
     def reject(self, locations: list[tuple[int, int]], error: RelaxError) -> None:
         """Write records that were read before to the dead letters."""

@@ -27,9 +27,11 @@ from relax_events.objects import ObjectStore
 from relax_events.objects.claim_check import check_out
 from relax_events.runtime.run_description import ParentRun
 from relax_events.runtime.worker import Worker
+from relax_events.training.batch.assembly import LocatedSample
+from relax_events.training.batch.batch_opener import BatchOpener
 from relax_events.training.batch.live_batches import IDLE_SECONDS, ROUND_SECONDS
+from relax_events.training.batch.lockstep_batch import UndecodedSample
 from relax_events.training.batch.sample_intake import SampleIntake
-from relax_events.training.batch.step_batch import StepBatch
 from relax_events.training.ranks import Ranks
 from relax_events.training.replay.recorded_batches import (
     MAX_STEPS_AT_ONCE,
@@ -45,6 +47,7 @@ from relax_events.training.replay.relabel import (
     require_recorded_teacher,
 )
 from relax_events.training.step_commits import StepCommits
+from relax_events.training.step_record import RankStepResult
 
 log = structlog.get_logger()
 
@@ -260,12 +263,13 @@ class RecordedTraining:
         self,
         worker: Worker,
         source: ReplaySource,
-        ranks: Ranks,
+        opener: BatchOpener,
         *,
         intake: SampleIntake,
         commits: StepCommits,
     ) -> None:
-        self._worker, self._source, self._ranks = worker, source, ranks
+        self._worker, self._source, self._opener = worker, source, opener
+        self._ranks: Ranks = opener.ranks
         self._config: RunConfig = worker.config
         self._intake, self._commits = intake, commits
         self.current: RecordedBatch | None = None
@@ -274,16 +278,16 @@ class RecordedTraining:
         """Close the source."""
         self._source.close()
 
-    def fill(self, batch: StepBatch) -> bool:
-        """Train the samples of the parent's next step in the parent's order; return False when the
-        drain came first.
+    def fill(self, version: int) -> RankStepResult | None:
+        """Train the samples of the parent's next step in the parent's order, as the step at a
+        version; return this rank's part, None when the drain came first.
         """
         while not self._commits.agree_to_drain():
             if self._agree_on_next():
                 break
             self._worker.lifecycle.tick(working=False)
         else:
-            return False
+            return None
         with (
             self._commits.phases.measure("decode"),
             self._worker.lifecycle.piece("read a recorded batch"),
@@ -292,17 +296,40 @@ class RecordedTraining:
         try:
             for item in step.samples:
                 self._intake.require_trainable(item.sample)
-            batch.feed(step.samples)
-            batch.flush()
-            for refused in batch.pop_untrainable():
-                raise refused.error
+            train = self._train_in_rounds if self._opener.is_in_rounds else self._train_streamed
+            share = train(step.samples, version)
         except PoisonSample as error:
             raise ConfigError(
                 f"the rollouts of run {self._config.parent.run} can't be trained with these "
                 f"settings: {error}"
             ) from error
         self._worker.lifecycle.tick(working=True)
-        return True
+        return share
+
+    def _train_streamed(self, samples: list[LocatedSample], version: int) -> RankStepResult:
+        batch = self._opener.streamed(version)
+        batch.feed(samples)
+        batch.flush()
+        for refused in batch.pop_untrainable():
+            raise refused.error
+        return batch.share
+
+    def _train_in_rounds(self, samples: list[LocatedSample], version: int) -> RankStepResult:
+        batch, batcher = self._opener.in_rounds(version), self._opener.micro_batcher()
+        located = {item.sample.sample_id: item for item in samples}
+        closed = [*batcher.feed(item.sample for item in samples), batcher.flush() or []]
+        micro_batches = [
+            [UndecodedSample.of(located[sample.sample_id]) for sample in micro_batch]
+            for micro_batch in closed
+            if micro_batch
+        ]
+        for refused in batch.train(micro_batches):
+            raise PoisonSample(refused.error)
+        if self._ranks.at.is_data_leader:  # of several ranks with a part of it, one names it
+            batch.share.prompt_group_ids += [
+                item.sample.prompt_group_id for item in samples if not item.sample.key.sample_index
+            ]
+        return batch.share
 
     def _agree_on_next(self) -> bool:
         """Return whether every rank sees the parent's next step; all ranks get the same answer."""

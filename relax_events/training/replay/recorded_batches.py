@@ -1,8 +1,8 @@
 """Reads the batches of committed steps back from the log, for recovery and for replays.
 
-Each rank gets its own part of a step, in trained order. If the number of ranks differs from the
-recorded one, shards assign samples to ranks; a prompt group is in one partition, so it is never
-split.
+Each rank gets its own part of a step, in trained order, and model-parallel peers get the same. If
+the number of data-parallel ranks differs from the recorded one, the recorded micro-batches are
+dealt to them in turn.
 """
 
 from __future__ import annotations
@@ -30,24 +30,38 @@ Relabel = Callable[[list[LocatedSample]], list[LocatedSample]]
 
 @dataclass(frozen=True, slots=True)
 class CommittedSample:
-    """A sample of a committed step: its (partition, offset), and the (rank, index) of its
-    micro-batch.
+    """A sample of a committed step: its (partition, offset), the data-parallel rank that trains
+    it, and the index of its micro-batch there.
     """
 
     sample_id: str
     position: tuple[int, int]
-    micro_batch: tuple[int, int]
+    rank: int
+    micro_batch: int
+
+    @property
+    def prompt_group_id(self) -> str:
+        """Prompt group of the sample."""
+        return self.sample_id.rpartition("/")[0]
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedBatch:
     """What a rank trains of a committed step; `micro_batches` says for each sample in which one it
-    was trained.
+    was trained. All ranks have `num_rounds`, in each of which they train at most one.
     """
 
     step: TrainStepCommitted
     samples: list[LocatedSample]
-    micro_batches: list[tuple[int, int]]
+    micro_batches: list[int]
+    num_rounds: int
+
+    def rounds(self) -> Iterator[list[LocatedSample]]:
+        """Yield the micro-batch of each round, empty where other ranks have more."""
+        by_round: dict[int, list[LocatedSample]] = {}
+        for sample, number in zip(self.samples, self.micro_batches, strict=True):
+            by_round.setdefault(number, []).append(sample)
+        return (by_round.get(number, []) for number in range(self.num_rounds))
 
 
 class RecordedBatches:
@@ -68,12 +82,12 @@ class RecordedBatches:
         decode: Decode | None = None,
         relabel: Relabel | None = None,
     ) -> None:
-        self._ranks, self._shards = ranks, worker.plan.partitions_per_version
+        self._ranks = ranks
         self._topic = worker.plan.topic("advantage.samples")
         self._decode: Decode = decode or (
             lambda record: worker.records.fetch_arrays(worker.records.codec.decode(record.value))
         )
-        self._relabel: Relabel = relabel or (lambda samples: samples)
+        self._relabel = relabel
 
     def read(
         self, reader: LogReader, steps: Sequence[TrainStepCommitted]
@@ -87,34 +101,49 @@ class RecordedBatches:
         """
         begin, num_steps = 0, 1  # the first step shows how many bytes a step has
         while begin < len(steps):
-            parts = [(step, self._own_samples(step)) for step in steps[begin : begin + num_steps]]
+            parts = [
+                (step, self._own_samples(deal_recorded(step, num_ranks=self._ranks.topology.data)))
+                for step in steps[begin : begin + num_steps]
+            ]
             records = reader.read_at(
-                self._topic, {item.position for _, part in parts for item in part}
+                self._topic, {item.position for _, (part, _) in parts for item in part}
             )
             begin += len(parts)
             num_bytes = sum(len(record.value) for record in records.values()) // len(parts)
             num_steps = min(max(1, MAX_BYTES_AT_ONCE // max(1, num_bytes)), MAX_STEPS_AT_ONCE)
-            for step, part in parts:
+            for step, (part, num_rounds) in parts:
                 samples = [self._decode_sample(records.pop(item.position), item) for item in part]
-                yield RecordedBatch(
-                    step, self._relabel(samples), [item.micro_batch for item in part]
-                )
+                yield self._build_batch(step, part, samples, num_rounds)
 
-    def _own_samples(self, step: TrainStepCommitted) -> list[CommittedSample]:
-        ranks = np.asarray(step.ranks).tolist()
-        same_ranks = max(ranks) + 1 == self._ranks.size
-        columns = (
-            np.asarray(column).tolist()
-            for column in (step.partitions, step.offsets, step.micro_batches)
+    def _own_samples(
+        self, committed: Sequence[CommittedSample]
+    ) -> tuple[list[CommittedSample], int]:
+        """Return the samples that this rank must read, and the number of rounds. Relabelling needs
+        whole prompt groups, of which other ranks may train a part.
+        """
+        mine = [item for item in committed if item.rank == self._ranks.at.data]
+        if self._relabel is not None:
+            groups = {item.prompt_group_id for item in mine}
+            mine = [item for item in committed if item.prompt_group_id in groups]
+        return mine, 1 + max((item.micro_batch for item in committed), default=-1)
+
+    def _build_batch(
+        self,
+        step: TrainStepCommitted,
+        part: Sequence[CommittedSample],
+        samples: list[LocatedSample],
+        num_rounds: int,
+    ) -> RecordedBatch:
+        if self._relabel is not None:
+            samples = self._relabel(samples)
+        mine = [
+            (sample, item.micro_batch)
+            for sample, item in zip(samples, part, strict=True)
+            if item.rank == self._ranks.at.data
+        ]
+        return RecordedBatch(
+            step, [sample for sample, _ in mine], [number for _, number in mine], num_rounds
         )
-        part = []
-        for sample_id, rank, partition, offset, micro_batch in zip(
-            step.sample_ids, ranks, *columns, strict=True
-        ):
-            owner = rank if same_ranks else partition % self._shards % self._ranks.size
-            if owner == self._ranks.rank:
-                part.append(CommittedSample(sample_id, (partition, offset), (rank, micro_batch)))
-        return part
 
     def _decode_sample(self, record: Record, recorded: CommittedSample) -> LocatedSample:
         try:
@@ -130,3 +159,28 @@ class RecordedBatches:
                 f"holds {sample.sample_id} now; was the topic created again?"
             )
         return LocatedSample(sample, *recorded.position)
+
+
+def deal_recorded(step: TrainStepCommitted, *, num_ranks: int) -> list[CommittedSample]:
+    """Return the samples of a committed step in trained order, each with the rank and the
+    micro-batch in which so many data-parallel ranks train it: those recorded, if the step was
+    trained by as many ranks.
+    """
+    ranks, partitions, offsets, numbers = (
+        np.asarray(column).tolist()
+        for column in (step.ranks, step.partitions, step.offsets, step.micro_batches)
+    )
+    recorded = list(zip(ranks, numbers, strict=True))
+    if max(ranks, default=0) + 1 == num_ranks:
+        places = {place: place for place in recorded}
+    else:
+        places = {
+            place: (index % num_ranks, index // num_ranks)
+            for index, place in enumerate(dict.fromkeys(recorded))
+        }
+    return [
+        CommittedSample(sample_id, (partition, offset), *places[place])
+        for sample_id, partition, offset, place in zip(
+            step.sample_ids, partitions, offsets, recorded, strict=True
+        )
+    ]

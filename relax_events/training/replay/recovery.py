@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from itertools import groupby
 
 import structlog
 
@@ -107,11 +106,9 @@ class Replay:
         self._worker.lifecycle.tick(working=True)
 
     def _update(self, batch: RecordedBatch) -> None:
-        for _, members in groupby(
-            zip(batch.samples, batch.micro_batches, strict=True), key=lambda pair: pair[1]
-        ):
+        for micro_batch in batch.rounds():
             with self._worker.lifecycle.piece("replay a micro-batch"):
-                self._backend.accumulate([placed.sample for placed, _ in members])
+                self._backend.accumulate([placed.sample for placed in micro_batch])
             self._worker.lifecycle.record_progress()
         with self._worker.lifecycle.piece("replay an optimizer step"):
             self._backend.step()

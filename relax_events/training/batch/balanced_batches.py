@@ -1,0 +1,121 @@
+"""Fills train batches that are balanced over ranks: the ranks wait for the prompt groups of a whole
+step, plan it, move samples to the ranks that train them, and train in rounds.
+
+Offsets, outcomes and dead letters of a prompt group stay with the rank that reads its partition;
+only samples move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+
+import orjson
+import structlog
+
+from relax_events.errors import PoisonSample
+from relax_events.staleness import ReadyGroup
+from relax_events.training.batch.exchange import EncodedSample, exchange_samples
+from relax_events.training.batch.live_batches import LiveBatches
+from relax_events.training.batch.lockstep_batch import ExcludedGroup, LockstepBatch, UndecodedSample
+from relax_events.training.batch.step_batch import UntrainableGroup
+from relax_events.training.batch.step_plan import (
+    GroupSize,
+    PlannedSample,
+    PlanRules,
+    StepPlan,
+    plan_step,
+)
+from relax_events.training.step_record import RankStepResult
+
+log = structlog.get_logger()
+
+
+class BalancedBatches(LiveBatches):
+    """See the module's docstring."""
+
+    def _begin(self, version: int) -> RankStepResult:
+        self._rounds: LockstepBatch = self._opener.in_rounds(version)
+        self._groups: dict[str, ReadyGroup] = {}
+        self._sizes: list[GroupSize] = []
+        self._samples: list[EncodedSample] = []
+        return self._rounds.share
+
+    def _feed(self, group: ReadyGroup) -> None:
+        name = group.prompt_group_id
+        self._groups[name] = group
+        self._sizes.append(GroupSize(name, tuple(self._assembler.lengths(group))))
+        self._samples += [
+            EncodedSample(name, index, record.partition, record.offset, record.value)
+            for index, record in enumerate(self._assembler.take(group))
+        ]
+
+    def _finish_batch(self, version: int) -> int:
+        excluded = self._rounds.train(self._receive_planned())
+        for group in excluded:
+            if group.prompt_group_id in self._groups:
+                self._fail(self._untrainable(group), version)
+        self._rounds.share.prompt_group_ids[:] = self._groups
+        return len(excluded)
+
+    def _untrainable(self, group: ExcludedGroup) -> UntrainableGroup:
+        taken = self._groups.pop(group.prompt_group_id)
+        return UntrainableGroup(
+            group.prompt_group_id,
+            taken.policy_version,
+            group.positions,
+            PoisonSample(group.error),
+        )
+
+    def _receive_planned(self) -> list[list[UndecodedSample]]:
+        """Return this rank's micro-batches of the prompt groups that the ranks hold; collective."""
+        with (
+            self._commits.phases.measure("exchange"),
+            self._worker.lifecycle.piece("exchange samples"),
+        ):
+            plan = self._plan()
+            ranks_by_sample = plan.ranks_by_sample()
+            received = exchange_samples(self._samples, ranks_by_sample, ranks=self._ranks)
+        data = self._ranks.at.data
+        log.info(
+            "train_batch.planned",
+            efficiency=plan.efficiency,
+            num_micro_batches=len(plan.micro_batches[data]),
+            num_samples=len(received),
+            num_samples_sent=sum(ranks_by_sample[sample.place] != data for sample in self._samples),
+        )
+        self._sizes, self._samples = [], []
+        return [
+            [self._undecoded(received, planned) for planned in micro_batch]
+            for micro_batch in plan.micro_batches[data]
+        ]
+
+    def _plan(self) -> StepPlan:
+        """Plan the prompt groups that all ranks hold; collective."""
+        rows = self._ranks.all_gather_bytes(
+            orjson.dumps([(size.prompt_group_id, size.lengths) for size in self._sizes])
+        )
+        return plan_step(_read_sizes(rows), self._rules())
+
+    def _rules(self) -> PlanRules:
+        backend = self._commits.backend
+        return PlanRules(
+            num_ranks=self._ranks.topology.data,
+            max_tokens=self._config.trainer.max_tokens_per_micro_batch,
+            attention_cost=backend.attention_cost,
+            whole_prompt_groups=self._config.algorithm.needs_whole_groups,
+            waits_each_round=backend.is_collective,
+        )
+
+    def _undecoded(
+        self, received: dict[tuple[str, int], EncodedSample], planned: PlannedSample
+    ) -> UndecodedSample:
+        sample = received[planned.prompt_group_id, planned.index]
+        position = sample.partition, sample.offset
+        return UndecodedSample(
+            sample.prompt_group_id, position, partial(self._intake.decode, sample.value, position)
+        )
+
+
+def _read_sizes(rows: Iterable[bytes]) -> list[GroupSize]:
+    return [GroupSize(name, tuple(lengths)) for row in rows for name, lengths in orjson.loads(row)]

@@ -1,0 +1,63 @@
+"""Opens the batch of a train step: micro-batches that a rank trains alone, or rounds of all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from relax_events.config import RunConfig
+from relax_events.events.types import SampleReady
+from relax_events.training.batch.lockstep_batch import LockstepBatch
+from relax_events.training.batch.packing import MicroBatcher
+from relax_events.training.batch.step_batch import StepBatch
+from relax_events.training.ranks import Ranks
+from relax_events.training.step_record import RankStepResult
+
+
+@dataclass(frozen=True, slots=True)
+class BatchOpener:
+    """See the module's docstring.
+
+    Attributes:
+        config: Of the run.
+        ranks: This process and its peers.
+        accumulate: Trains a micro-batch.
+        discard: Discards what was accumulated in this step.
+    """
+
+    config: RunConfig
+    ranks: Ranks
+    accumulate: Callable[[Sequence[SampleReady]], None]
+    discard: Callable[[], None]
+
+    @property
+    def is_in_rounds(self) -> bool:
+        """Whether the ranks train in rounds, from one plan a step."""
+        return self.ranks.size > 1 and self.config.trainer.balance_ranks
+
+    def micro_batcher(self) -> MicroBatcher:
+        """Return what cuts samples into micro-batches within the run's budget."""
+        return MicroBatcher(
+            max_tokens=self.config.trainer.max_tokens_per_micro_batch,
+            whole_prompt_groups=self.config.algorithm.needs_whole_groups,
+        )
+
+    def streamed(self, version: int) -> StepBatch:
+        """Open a batch that trains samples as they are fed, without the other ranks."""
+        return StepBatch(
+            RankStepResult(self.ranks.at.data),
+            self.micro_batcher(),
+            trainer_version=version,
+            accumulate=self.accumulate,
+            discard=self.discard,
+        )
+
+    def in_rounds(self, version: int) -> LockstepBatch:
+        """Open a batch that all ranks train in rounds."""
+        return LockstepBatch(
+            RankStepResult(self.ranks.at.data),
+            self.ranks,
+            trainer_version=version,
+            accumulate=self.accumulate,
+            discard=self.discard,
+        )

@@ -1,0 +1,183 @@
+"""Trains one rank's part of a step in rounds: in each, every rank trains one micro-batch, which may
+be empty. So a backend's forward pass may be collective.
+
+A sample that can't be read or trained costs its whole prompt group, on every rank. The ranks learn
+of it at the end of the rounds; if a part of the prompt group was trained, they train the step again
+without it, since gradients can't be subtracted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import orjson
+
+from relax_events.errors import PoisonSample, RelaxError
+from relax_events.events.types import SampleReady
+from relax_events.runtime.record_io import UNUSABLE
+from relax_events.training.batch.assembly import LocatedSample
+from relax_events.training.ranks import Ranks
+from relax_events.training.step_record import RankStepResult
+
+Decode = Callable[[], LocatedSample]
+"""Returns the sample; raises one of `UNUSABLE`."""
+
+
+@dataclass(frozen=True, slots=True)
+class UndecodedSample:
+    """A sample that is decoded when its micro-batch is trained, and its record's partition and
+    offset.
+    """
+
+    prompt_group_id: str
+    position: tuple[int, int]
+    decode: Decode
+
+    @classmethod
+    def of(cls, located: LocatedSample) -> UndecodedSample:
+        """Return a sample that is decoded already."""
+        position = located.partition, located.offset
+        return cls(located.sample.prompt_group_id, position, lambda: located)
+
+
+@dataclass(frozen=True, slots=True)
+class ExcludedGroup:
+    """A prompt group that can't be trained, with the (partition, offset) of its invalid records and
+    the error's text.
+    """
+
+    prompt_group_id: str
+    positions: list[tuple[int, int]]
+    error: str
+
+
+MicroBatch = Sequence[UndecodedSample]
+
+
+class LockstepBatch:
+    """See the module's docstring. `train` is collective."""
+
+    def __init__(
+        self,
+        share: RankStepResult,
+        ranks: Ranks,
+        *,
+        trainer_version: int,
+        accumulate: Callable[[Sequence[SampleReady]], None],
+        discard: Callable[[], None],
+    ) -> None:
+        """Start empty.
+
+        Args:
+            share: Records everything that is trained; nothing on ranks that are no data leaders.
+            ranks: This process and its peers.
+            trainer_version: The version being trained.
+            accumulate: Trains a micro-batch, also an empty one; where it raises PoisonSample it
+                has added nothing, and called no collective.
+            discard: Discards everything that was accumulated in this step.
+        """
+        self.share, self._ranks, self._version = share, ranks, trainer_version
+        self._accumulate, self._discard = accumulate, discard
+        self._rounds: list[MicroBatch] = []
+        self._next = 0
+        self._trained_groups: set[str] = set()
+        self._excluded: dict[str, ExcludedGroup] = {}
+        self._found: list[ExcludedGroup] = []
+        self._retries: list[MicroBatch] = []
+
+    def train(self, micro_batches: Sequence[MicroBatch]) -> list[ExcludedGroup]:
+        """Train micro-batches, as many rounds as the rank with most of them needs; return the
+        prompt groups that were excluded, which all ranks learn.
+        """
+        known = set(self._excluded)
+        self._append(micro_batches)
+        while self._next < len(self._rounds):
+            self._train_round(self._rounds[self._next])
+            self._next += 1
+            if self._next == len(self._rounds):
+                self._agree()
+        return [group for name, group in self._excluded.items() if name not in known]
+
+    def _append(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Add rounds; collective."""
+        counts = self._ranks.all_gather(np.array([len(micro_batches)], np.int64))
+        self._rounds += micro_batches
+        self._rounds += [()] * (int(counts.max()) - len(micro_batches))
+
+    def _train_round(self, micro_batch: MicroBatch) -> None:
+        located = self._decode(micro_batch)
+        try:
+            self._accumulate([item.sample for item in located])
+        except PoisonSample as error:
+            self._blame(micro_batch, located, error)
+            located = []
+            self._accumulate([])
+        self._trained_groups |= {item.sample.prompt_group_id for item in located}
+        if self._ranks.at.is_data_leader:
+            self.share.add_micro_batch(located, trainer_version=self._version)
+
+    def _decode(self, micro_batch: MicroBatch) -> list[LocatedSample]:
+        """Return the samples of the prompt groups that can be trained, as far as is known."""
+        located = []
+        failed: set[str] = set(self._excluded) | {group.prompt_group_id for group in self._found}
+        for item in micro_batch:
+            if item.prompt_group_id in failed:
+                continue
+            try:
+                located.append(item.decode())
+            except UNUSABLE as error:  # it could be had when its record came
+                failed.add(item.prompt_group_id)
+                self._exclude(item.prompt_group_id, [item.position], error)
+        return [item for item in located if item.sample.prompt_group_id not in failed]
+
+    def _blame(
+        self, micro_batch: MicroBatch, located: Sequence[LocatedSample], error: PoisonSample
+    ) -> None:
+        """Exclude the prompt group of a rejected micro-batch; where there are several, try each in
+        a round of its own.
+        """
+        group_ids = list(dict.fromkeys(item.sample.prompt_group_id for item in located))
+        if len(group_ids) == 1:
+            positions = [(item.partition, item.offset) for item in located]
+            self._exclude(group_ids[0], positions, error)
+            return
+        self._rounds[self._next] = ()
+        self._retries += [
+            [item for item in micro_batch if item.prompt_group_id == group_id]
+            for group_id in group_ids
+        ]
+
+    def _exclude(self, group_id: str, positions: list[tuple[int, int]], error: RelaxError) -> None:
+        self._found.append(ExcludedGroup(group_id, positions, str(error)))
+
+    def _agree(self) -> None:
+        """Tell all ranks which prompt groups are excluded, add the rounds that try others again,
+        and begin again if a part of an excluded one was trained; collective.
+        """
+        found, self._found = self._found, []
+        for group in _gather_groups(found, ranks=self._ranks):
+            self._excluded.setdefault(group.prompt_group_id, group)
+        is_tainted = not self._trained_groups.isdisjoint(self._excluded)
+        retries, self._retries = self._retries, []
+        if self._ranks.all_gather(np.array([is_tainted])).any():
+            self._discard()
+            self.share.pop_micro_batches()
+            self._trained_groups.clear()
+            self._next = 0
+        self._append(retries)
+
+
+def _gather_groups(groups: Iterable[ExcludedGroup], *, ranks: Ranks) -> list[ExcludedGroup]:
+    rows = ranks.all_gather_bytes(orjson.dumps([asdict(group) for group in groups]))
+    items: list[dict[str, Any]] = [item for row in rows for item in orjson.loads(row)]
+    return [
+        ExcludedGroup(
+            item["prompt_group_id"],
+            [(partition, offset) for partition, offset in item["positions"]],
+            item["error"],
+        )
+        for item in items
+    ]

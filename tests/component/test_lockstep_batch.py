@@ -1,0 +1,196 @@
+"""Ranks that train in rounds call the backend equally often, train exactly the prompt groups that
+can be trained, and agree on those that can't; samples reach the rank that trains them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from event_samples import ready
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from thread_ranks import ThreadRank, run_ranks
+
+from relax_events.config.topology import Topology
+from relax_events.errors import ObjectError, PoisonSample
+from relax_events.events.types import SampleReady
+from relax_events.training.batch.assembly import LocatedSample
+from relax_events.training.batch.exchange import (
+    EncodedSample,
+    exchange_samples,
+    read_samples,
+    write_samples,
+)
+from relax_events.training.batch.lockstep_batch import (
+    ExcludedGroup,
+    LockstepBatch,
+    UndecodedSample,
+)
+from relax_events.training.step_record import RankStepResult
+
+PER_GROUP = 3
+NUM_GROUPS = 5
+EVERY = [(group, index) for group in range(NUM_GROUPS) for index in range(PER_GROUP)]
+Place = tuple[int, int]
+
+
+def id_of(group: int) -> str:
+    """Return a prompt group's id."""
+    return f"000000-{group:04d}-0"
+
+
+class Backend:
+    """Keeps what it was given, and refuses some samples."""
+
+    def __init__(self, poison: set[str]) -> None:
+        self.poison = poison
+        self.num_calls = 0
+        self.trained: list[str] = []
+
+    def accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
+        """Keep the ids, or refuse the whole micro-batch."""
+        ids = [sample.sample_id for sample in micro_batch]
+        if bad := [sample_id for sample_id in ids if sample_id in self.poison]:
+            raise PoisonSample(f"sample {bad[0]} is poison")
+        self.num_calls += 1
+        self.trained += ids
+
+    def discard(self) -> None:
+        """Forget the step."""
+        self.trained = []
+
+
+def undecoded(place: Place, lost: set[Place]) -> UndecodedSample:
+    """Return a sample that is decoded later, unless it is lost."""
+    group, index = place
+
+    def decode() -> LocatedSample:
+        if place in lost:
+            raise ObjectError(f"sample {index} of {id_of(group)} is lost")
+        return LocatedSample(ready(id_of(group), index, of=PER_GROUP), group, index)
+
+    return UndecodedSample(id_of(group), (group, index), decode)
+
+
+PLACES = st.sets(st.sampled_from(EVERY), max_size=3)
+
+
+@settings(max_examples=60)
+@given(
+    owners=st.lists(
+        st.tuples(st.integers(0, 2), st.integers(0, 3)),
+        min_size=len(EVERY),
+        max_size=len(EVERY),
+    ),
+    poison=PLACES,
+    lost=PLACES,
+)
+def test_all_trainable_groups_are_trained_once_and_ranks_call_equally_often(
+    owners: list[tuple[int, int]], poison: set[Place], lost: set[Place]
+) -> None:
+    """Any sample may be in any micro-batch of any rank, prompt groups split over ranks included."""
+
+    def program(rank: ThreadRank) -> tuple[Backend, LockstepBatch, list[ExcludedGroup]]:
+        backend = Backend({f"{id_of(group)}/{index}" for group, index in poison})
+        batch = LockstepBatch(
+            RankStepResult(rank.rank),
+            rank,
+            trainer_version=0,
+            accumulate=backend.accumulate,
+            discard=backend.discard,
+        )
+        mine = [
+            [
+                undecoded(place, lost)
+                for place, at in zip(EVERY, owners, strict=True)
+                if at == (rank.rank, number)
+            ]
+            for number in range(rank.rank + 2)
+        ]
+        return backend, batch, batch.train(mine)
+
+    results = run_ranks(Topology.of(3), program)
+
+    present = {
+        place for place, (rank, number) in zip(EVERY, owners, strict=True) if number < rank + 2
+    }
+    bad = {id_of(group) for group, _ in (poison | lost) & present}
+    expected = sorted(
+        f"{id_of(group)}/{index}" for group, index in present if id_of(group) not in bad
+    )
+    assert sorted(name for backend, _, _ in results for name in backend.trained) == expected
+    assert sorted(name for _, batch, _ in results for name in batch.share.sample_ids) == expected
+    assert len({backend.num_calls for backend, _, _ in results}) == 1
+    for _, batch, excluded in results:
+        assert {group.prompt_group_id for group in excluded} == bad
+        assert all(group.error for group in excluded)
+        assert batch.share.micro_batches == sorted(batch.share.micro_batches)
+
+
+def test_micro_batches_of_a_second_part_of_a_step_are_counted_on() -> None:
+    def program(rank: ThreadRank) -> RankStepResult:
+        backend = Backend(set())
+        batch = LockstepBatch(
+            RankStepResult(rank.rank),
+            rank,
+            trainer_version=0,
+            accumulate=backend.accumulate,
+            discard=backend.discard,
+        )
+        batch.train([[undecoded((rank.rank, 0), set())]])
+        batch.train([[undecoded((2, index), set())] for index in range(rank.rank)])
+        assert backend.num_calls == 2
+        return batch.share
+
+    first, second = run_ranks(Topology.of(2), program)
+
+    assert (first.micro_batches, second.micro_batches) == ([0], [0, 1])
+
+
+def test_peers_train_the_same_and_the_data_leader_alone_records_it() -> None:
+    topology = Topology.of(4, tensor=2)
+
+    def program(rank: ThreadRank) -> tuple[Backend, RankStepResult]:
+        backend = Backend(set())
+        own = [
+            EncodedSample(id_of(group), index, group, index, f"{group} {index}".encode())
+            for group, index in EVERY
+            if rank.at.is_data_leader and group % topology.data == rank.at.data
+        ]
+        targets = {(id_of(group), index): index % topology.data for group, index in EVERY}
+        received = exchange_samples(own, targets, ranks=rank)
+        batch = LockstepBatch(
+            RankStepResult(rank.at.data),
+            rank,
+            trainer_version=0,
+            accumulate=backend.accumulate,
+            discard=backend.discard,
+        )
+        assert all(
+            sample.value == f"{sample.partition} {sample.offset}".encode()
+            for sample in received.values()
+        )
+        batch.train([[undecoded((s.partition, s.offset), set()) for s in received.values()]])
+        return backend, batch.share
+
+    results = run_ranks(topology, program)
+
+    trained = [sorted(backend.trained) for backend, _ in results]
+    assert trained[0] == trained[1] == sorted(f"{id_of(g)}/{i}" for g, i in EVERY if i % 2 == 0)
+    assert trained[2] == trained[3] == sorted(f"{id_of(g)}/{i}" for g, i in EVERY if i % 2 == 1)
+    assert [len(share.sample_ids) for _, share in results] == [10, 0, 5, 0]
+
+
+@given(
+    st.lists(
+        st.builds(
+            EncodedSample,
+            st.text(max_size=20),
+            st.integers(0, 2**31),
+            st.integers(0, 2**31 - 1),
+            st.integers(0, 2**63 - 1),
+            st.binary(max_size=50),
+        )
+    )
+)
+def test_written_samples_are_read_back(samples: list[EncodedSample]) -> None:
+    assert list(read_samples(write_samples(samples))) == samples
