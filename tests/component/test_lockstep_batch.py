@@ -30,7 +30,7 @@ from relax_events.training.step_record import RankStepResult
 PER_GROUP = 3
 NUM_GROUPS = 5
 EVERY = [(group, index) for group in range(NUM_GROUPS) for index in range(PER_GROUP)]
-Place = tuple[int, int]
+SampleName = tuple[int, int]
 
 
 def id_of(group: int) -> str:
@@ -59,33 +59,33 @@ class Backend:
         self.trained = []
 
 
-def undecoded(place: Place, lost: set[Place]) -> UndecodedSample:
+def undecoded(name: SampleName, lost: set[SampleName]) -> UndecodedSample:
     """Return a sample that is decoded later, unless it is lost."""
-    group, index = place
+    group, index = name
 
     def decode() -> LocatedSample:
-        if place in lost:
+        if name in lost:
             raise ObjectError(f"sample {index} of {id_of(group)} is lost")
         return LocatedSample(ready(id_of(group), index, of=PER_GROUP), group, index)
 
     return UndecodedSample(id_of(group), (group, index), decode)
 
 
-PLACES = st.sets(st.sampled_from(EVERY), max_size=3)
+SAMPLES = st.sets(st.sampled_from(EVERY), max_size=3)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     owners=st.lists(
         st.tuples(st.integers(0, 2), st.integers(0, 3)),
         min_size=len(EVERY),
         max_size=len(EVERY),
     ),
-    poison=PLACES,
-    lost=PLACES,
+    poison=SAMPLES,
+    lost=SAMPLES,
 )
 def test_all_trainable_groups_are_trained_once_and_ranks_call_equally_often(
-    owners: list[tuple[int, int]], poison: set[Place], lost: set[Place]
+    owners: list[tuple[int, int]], poison: set[SampleName], lost: set[SampleName]
 ) -> None:
     """Any sample may be in any micro-batch of any rank, prompt groups split over ranks included."""
 
@@ -100,8 +100,8 @@ def test_all_trainable_groups_are_trained_once_and_ranks_call_equally_often(
         )
         mine = [
             [
-                undecoded(place, lost)
-                for place, at in zip(EVERY, owners, strict=True)
+                undecoded(name, lost)
+                for name, at in zip(EVERY, owners, strict=True)
                 if at == (rank.rank, number)
             ]
             for number in range(rank.rank + 2)
@@ -111,7 +111,7 @@ def test_all_trainable_groups_are_trained_once_and_ranks_call_equally_often(
     results = run_ranks(Topology.of(3), program)
 
     present = {
-        place for place, (rank, number) in zip(EVERY, owners, strict=True) if number < rank + 2
+        name for name, (rank, number) in zip(EVERY, owners, strict=True) if number < rank + 2
     }
     bad = {id_of(group) for group, _ in (poison | lost) & present}
     expected = sorted(

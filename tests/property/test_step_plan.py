@@ -45,13 +45,8 @@ def test_each_sample_is_trained_once_within_the_budget(
         for index, length in enumerate(group.lengths)
     ]
     for one in micro_batches:
-        units = {s.prompt_group_id if rules.whole_prompt_groups else planned_at(s) for s in one}
+        units = {s.prompt_group_id if rules.whole_prompt_groups else s for s in one}
         assert len(units) <= 1 or sum(s.length for s in one) <= rules.max_tokens
-
-
-def planned_at(sample: object) -> object:
-    """Return what tells two samples apart."""
-    return sample
 
 
 @given(GROUPS, RULES)
@@ -113,7 +108,7 @@ def efficiency_of(plan: StepPlan, rules: PlanRules) -> float:
 def draw_lengths(kind: str, rng: np.random.Generator, *, groups: int) -> np.ndarray:
     """Return the lengths of 8 samples of each prompt group, long-tailed up to the limit."""
     shape = groups, 8
-    drawn = {
+    lengths = {
         "lognormal": lambda: np.exp(rng.normal(7.5, 1.0, shape)),
         "hard_prompts": lambda: np.exp(
             rng.normal(7.5, 0.9, (groups, 1)) + rng.normal(0, 0.5, shape)
@@ -125,7 +120,7 @@ def draw_lengths(kind: str, rng: np.random.Generator, *, groups: int) -> np.ndar
         ),
         "equal": lambda: np.full(shape, 2000.0),
     }[kind]()
-    return drawn.clip(50, LONGEST).astype(int)
+    return lengths.clip(50, LONGEST).astype(int)
 
 
 KINDS = ("lognormal", "hard_prompts", "pareto", "truncated", "truncated_prompts", "equal")

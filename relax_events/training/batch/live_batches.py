@@ -109,8 +109,8 @@ class LiveBatches:
         )
 
     def _fail(self, group: UntrainableGroup, version: int) -> None:
-        """End a prompt group of this rank's partitions as failed; its invalid records become dead
-        letters.
+        """End a prompt group of this rank's partitions as failed, and write its invalid records to
+        the dead letters.
         """
         self._intake.reject(group.positions, group.error)
         self._assembler.fail(
