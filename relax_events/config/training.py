@@ -63,8 +63,11 @@ class TrainerConfig(Section):
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Train steps over which the learning rate grows linearly from 0. All optimizer steps of a
     train step use the same rate."""
-    schedule: Literal["constant", "linear"] = "constant"
-    """Learning rate after the warm-up: constant, or a linear decay to 0 at `run.num_steps`."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after the warm-up: constant, or a decay that ends at `run.num_steps`, linear or
+    along half a cosine."""
+    min_learning_rate_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Where a decay ends, relative to `learning_rate`. Schedule `constant` takes none."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's decay rates."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
@@ -119,6 +122,16 @@ class TrainerConfig(Section):
             expert=self.expert_parallel,
             expert_tensor=self.expert_tensor_parallel,
         )
+
+    @model_validator(mode="after")
+    def _minimum_is_used(self) -> TrainerConfig:
+        if self.schedule == "constant" and self.min_learning_rate_ratio:
+            raise ValueError(
+                "schedule = 'constant' never decays, and trainer.min_learning_rate_ratio is "
+                f"{self.min_learning_rate_ratio:g}; choose schedule 'cosine' or 'linear', or leave "
+                "it out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _ranks_fit(self) -> TrainerConfig:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from relax_events.config import RunConfig, TrainerConfig
 
 
@@ -30,4 +32,7 @@ def compute_scheduled_learning_rate(trainer: TrainerConfig, *, step: int, num_st
     if trainer.schedule == "constant":
         return trainer.learning_rate * warmup
     left = (num_steps - min(step, num_steps - 1)) / max(1, num_steps - trainer.warmup_steps)
-    return trainer.learning_rate * min(warmup, left)
+    if trainer.schedule == "cosine":
+        left = (1 - math.cos(math.pi * min(1.0, left))) / 2
+    least = trainer.min_learning_rate_ratio
+    return trainer.learning_rate * min(warmup, least + (1 - least) * left)

@@ -11,8 +11,15 @@ from relax_events.training.backend.learning_rate import (
 from tests.unit.trainer_samples import run_config
 
 
-def rates(schedule: str, warmup_steps: int, steps: range, num_steps: int = 10) -> list[float]:
-    trainer = TrainerConfig(learning_rate=1.0, warmup_steps=warmup_steps, schedule=schedule)
+def rates(
+    schedule: str, warmup_steps: int, steps: range, num_steps: int = 10, least: float = 0.0
+) -> list[float]:
+    trainer = TrainerConfig(
+        learning_rate=1.0,
+        warmup_steps=warmup_steps,
+        schedule=schedule,
+        min_learning_rate_ratio=least,
+    )
     return [
         compute_scheduled_learning_rate(trainer, step=step, num_steps=num_steps) for step in steps
     ]
@@ -34,6 +41,34 @@ def test_linear_keeps_the_last_rate_in_a_run_that_is_trained_longer():
 
 def test_linear_is_never_above_the_peak_when_the_warm_up_is_the_whole_run():
     assert max(rates("linear", 10, range(10))) <= 1.0
+
+
+def test_cosine_falls_slowly_then_fast_then_slowly():
+    # (1 + cos(pi p)) / 2 at p = 0, 1/4, 1/2, 3/4
+    assert rates("cosine", 0, range(4), num_steps=4) == pytest.approx(
+        [1.0, 0.853553, 0.5, 0.146447], abs=1e-6
+    )
+
+
+def test_cosine_begins_at_the_end_of_the_warm_up():
+    assert rates("cosine", 2, range(6), num_steps=6) == pytest.approx(
+        [0.5, 1.0, 1.0, 0.853553, 0.5, 0.146447], abs=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    ("schedule", "last"), [("cosine", 0.1 + 0.9 * 0.146447), ("linear", 0.325)]
+)
+def test_decay_ends_at_the_minimum(schedule, last):
+    found = rates(schedule, 0, range(4), num_steps=4, least=0.1)
+
+    assert found[0] == 1.0
+    assert found[-1] == pytest.approx(last, abs=1e-6)
+
+
+def test_constant_schedule_takes_no_minimum():
+    with pytest.raises(ValueError, match=r"min_learning_rate_ratio is 0\.1"):
+        TrainerConfig(min_learning_rate_ratio=0.1)
 
 
 def policy_rates(name: str, steps: range, **parent: object) -> list[float]:
