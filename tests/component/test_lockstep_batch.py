@@ -185,7 +185,7 @@ def test_peers_train_the_same_and_the_data_leader_alone_records_it() -> None:
         st.builds(
             EncodedSample,
             st.text(max_size=20),
-            st.integers(0, 2**31),
+            st.integers(0, 2**31 - 1),
             st.integers(0, 2**31 - 1),
             st.integers(0, 2**63 - 1),
             st.binary(max_size=50),
