@@ -10,6 +10,7 @@ from __future__ import annotations
 QUICK = ("unit/", "property/", "component/")
 """The folders whose tests are in the gate unless they cost too much."""
 COSTLY = (
+    "component/test_adapter_export.py",
     "component/test_chart_rendering.py",
     "component/test_custom_code.py::test_code_of_a_model_folder_is_not_run",
     "component/test_data_memory.py",

@@ -68,6 +68,7 @@ def test_adapters_learn_the_quickstarts_task_through_killed_workers(
     assert float((logprobs(merged) - untrained).abs().max()) > 0.1
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_run_with_adapters_is_replayed_bit_for_bit_and_forked(
     relax: Relax, bootstrap_servers: str, run_id: str, tmp_path: Path, prepared: Path
