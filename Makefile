@@ -112,7 +112,7 @@ bench: setup ## Measure, paired, and write docs/benchmarks
 COMPILE := $(UV) pip compile --quiet --universal --python-version 3.11 --no-emit-index-url --no-header --generate-hashes
 IMAGE_EXTRAS := --extra media --extra tasks --extra rewards --extra registry --extra security --extra parquet --extra notifications --extra tracing --extra api
 lock: .venv/.ready ## Resolve the requirements again
-	$(COMPILE) pyproject.toml requirements/build.in --extra model --extra lora --extra media --extra tasks --extra english --extra rewards --extra registry --extra security --extra notifications --extra tracing --extra api --extra test --override requirements/overrides.txt -o requirements/lock.txt
+	$(COMPILE) pyproject.toml requirements/build.in --extra model --extra megatron --extra lora --extra media --extra tasks --extra english --extra rewards --extra registry --extra security --extra notifications --extra tracing --extra api --extra test --override requirements/overrides.txt -o requirements/lock.txt
 	$(COMPILE) pyproject.toml requirements/build.in $(IMAGE_EXTRAS) --constraint requirements/lock.txt -o requirements/light.txt
 	cp requirements/light.txt requirements/trackers.txt # what the trackers can't do with is pinned again
 	$(COMPILE) pyproject.toml requirements/build.in $(IMAGE_EXTRAS) --extra trackers -o requirements/trackers.txt

@@ -1,0 +1,156 @@
+"""Modules of our own in megatron-core's layers: a norm and an attention, which its layers for
+machines without transformer-engine lack.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+from torch.nn import functional
+
+
+class RankNorm(torch.nn.RMSNorm):
+    """RMSNorm that may see a part of the sequence; its gradients are then summed over the
+    tensor-parallel ranks.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: object) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+
+
+class PackedAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has no types
+    """Causal attention in each sequence of a packed row.
+
+    The sequences' ends come in the argument that megatron-core calls `attention_mask`. Each
+    sequence is computed alone, so its result does not depend on its neighbours, no mask is needed
+    and nothing is computed for padding. With context parallelism a rank holds two parts of the
+    row, counted from both of its ends, and gathers the keys and values of all.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        **_: object,
+    ) -> None:
+        """Take what megatron-core's layers pass to every attention."""
+        del layer_number, attn_mask_type, attention_type, attention_dropout, cp_comm_type
+        super().__init__(config=config)
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(
+            required_pgs=["tp", "cp"]
+        )
+        self._context = groups.cp
+        self._scale = softmax_scale
+
+    def forward(
+        self,
+        query: Float[Tensor, "tokens 1 heads width"],
+        key: Float[Tensor, "row_tokens 1 groups width"],
+        value: Float[Tensor, "row_tokens 1 groups width"],
+        attention_mask: Int[Tensor, " sequences"],
+        attn_mask_type: Any = None,
+        attention_bias: Any = None,
+        packed_seq_params: Any = None,
+    ) -> Float[Tensor, "tokens 1 features"]:
+        """Return the attention's output for this rank's tokens.
+
+        Args:
+            query: Of this rank's tokens.
+            key: Likewise.
+            value: Likewise.
+            attention_mask: Where each sequence of the row ends; padding follows the last one.
+            attn_mask_type: Unused, as the following are.
+            attention_bias: Unused.
+            packed_seq_params: Unused.
+        """
+        del attn_mask_type, attention_bias, packed_seq_params
+        num_tokens, num_parts = len(query), self._context.size()
+        if num_parts > 1:
+            key, value = (self._gather(part) for part in (key, value))
+        parts = context_parts(
+            num_tokens * num_parts, num_parts=num_parts, index=self._context.rank()
+        )
+        outputs, first = [], 0
+        for start, end in parts:
+            own = query[first : first + end - start]
+            outputs.append(self._attend_part(own, key, value, attention_mask, start))
+            first += end - start
+        return torch.cat(outputs).reshape(num_tokens, 1, -1)
+
+    def _attend_part(
+        self, query: Tensor, key: Tensor, value: Tensor, ends: Tensor, first: int
+    ) -> Tensor:
+        """Attend from consecutive tokens of the row, the first of which is `first`."""
+        outputs, last, start = [], first + len(query), 0
+        for end in [int(end) for end in ends]:
+            begin, stop = max(start, first), min(end, last)
+            if begin < stop:
+                own = query[begin - first : stop - first]
+                seen = slice(start, stop)
+                outputs.append(self._attend(own, key[seen], value[seen]))
+            start = end
+        missing = len(query) - sum(len(output) for output in outputs)
+        if missing:  # padding attends to nothing
+            outputs.append(query.new_zeros(missing, *query.shape[1:]))
+        return torch.cat(outputs)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attend causally; the queries are those of the last keys."""
+        num_queries, num_keys = len(query), len(key)
+        by_head = [part.permute(1, 2, 0, 3) for part in (query, key, value)]
+        mask = None
+        if num_queries < num_keys:
+            mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
+            mask = mask.tril(num_keys - num_queries)
+        output = functional.scaled_dot_product_attention(
+            by_head[0],
+            by_head[1],
+            by_head[2],
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=self._scale,
+            enable_gqa=True,
+        )
+        return output.permute(2, 0, 1, 3)
+
+    def _gather(self, own: Tensor) -> Tensor:
+        """Return the parts of all ranks, in the order of the row."""
+        size = self._context.size()
+        gathered = gather_from_sequence_parallel_region(own.contiguous(), group=self._context)
+        halves = gathered.chunk(2 * size)
+        return torch.cat([*halves[0::2], *reversed(halves[1::2])])
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """Return nothing: it has no weights."""
+        del prefix, sharded_offsets, metadata
+        return {}
+
+
+def context_parts(num_tokens: int, *, num_parts: int, index: int) -> list[tuple[int, int]]:
+    """Return the two parts of a row that a context-parallel rank holds: as many parts from its end
+    as from its start, so that all ranks attend to as many tokens. One part where the row is whole.
+
+    Args:
+        num_tokens: Of the row, a multiple of twice the ranks.
+        num_parts: Context-parallel ranks.
+        index: Of this one.
+    """
+    if num_parts == 1:
+        return [(0, num_tokens)]
+    size = num_tokens // (2 * num_parts)
+    last = 2 * num_parts - 1 - index
+    return [(index * size, (index + 1) * size), (last * size, (last + 1) * size)]
