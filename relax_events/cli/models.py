@@ -6,6 +6,7 @@ from pathlib import Path
 
 from cyclopts import App
 
+from relax_events.cli.model_convert import convert
 from relax_events.cli.model_export import export
 from relax_events.cli.output import print_progress
 
@@ -18,6 +19,7 @@ app = App(
     version_flags=[],  # --version names a policy version
 )
 app.command(export)
+app.command(convert)
 
 
 @app.command

@@ -236,7 +236,7 @@ def _write_model(
     planned = plan_tensors(base.layouts, trained.layouts, parameters, dtype=config.model.dtype)
     shards = list(split_into_shards(planned, max_shard_bytes=max_shard_bytes))
     _write_small_files(folder, lineage)
-    _write_shards(folder, shards, (trained, base), report=report)
+    write_shards(folder, shards, (trained, base), report=report)
     num_bytes = sum(tensor.layout.num_bytes for tensor in planned)
     return Sizes(len(planned), count_trained(planned), len(shards), num_bytes)
 
@@ -249,7 +249,7 @@ def _write_small_files(folder: Path, lineage: Lineage) -> None:
     (folder / CARD_FILE).write_text(render_card(lineage))
 
 
-def _write_shards(
+def write_shards(
     folder: Path,
     shards: list[list[ExportedTensor]],
     sources: tuple[Tensors, Tensors],

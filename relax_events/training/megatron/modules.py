@@ -87,7 +87,12 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
             own = query[first : first + end - start]
             outputs.append(self._attend_part(own, key, value, attention_mask, start))
             first += end - start
-        return torch.cat(outputs).reshape(num_tokens, 1, -1)
+        output = torch.cat(outputs).reshape(num_tokens, 1, -1)
+        if num_parts > 1:
+            # a rank that holds nothing but padding takes part in the backward pass all the same:
+            # the others wait there for its share of the gradients of keys and values
+            output = output + 0 * (key[0, 0, 0, 0] + value[0, 0, 0, 0])
+        return output
 
     def _attend_part(
         self, query: Tensor, key: Tensor, value: Tensor, ends: Tensor, first: int

@@ -49,7 +49,7 @@ class DecoderSizes:
         normalises_top_k: Whether the weights of a token's experts add up to 1.
         eps: Epsilon of the norms.
         rope_theta: Base of the rotary positions.
-        reads_media: Whether the model has towers for images or audio beside its decoder.
+        reads_media: Whether the model has towers for images or audio next to its decoder.
     """
 
     prefix: str

@@ -1,0 +1,222 @@
+"""Converts a decoder's weights between a folder in Hugging Face layout and a distributed checkpoint
+of megatron-core.
+
+A distributed checkpoint has the whole model whatever its topology: megatron-core cuts it when a run
+of any tensor, pipeline or expert parallelism loads it. So a conversion has no topology either. It
+runs in one process and needs memory for the weights once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from relax_events.config import ModelConfig
+from relax_events.config.topology import Topology
+from relax_events.errors import ConfigError
+from relax_events.model_folder import read_model_json
+from relax_events.models.parameters import read_parameters
+from relax_events.ops.model_export.base_folder import copy_small_files, open_base_tensors
+from relax_events.ops.model_export.export import MAX_SHARD_BYTES, write_shards
+from relax_events.ops.model_export.layout import plan_tensors, split_into_shards
+from relax_events.ops.model_export.new_folder import write_folder
+from relax_events.training.megatron.folder_tensors import FolderTensors
+from relax_events.training.megatron.layout import Shard, full_shapes, rank_shards
+from relax_events.training.megatron.sizes import DecoderSizes
+from relax_events.weights.tensor_files import TensorLayout
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+METADATA = "metadata.json"
+"""In every distributed checkpoint."""
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """A written folder; `num_bytes` are those of the weights."""
+
+    folder: str
+    format: str
+    num_tensors: int
+    num_bytes: int
+    dtype: str
+
+
+def convert_to_megatron(
+    source: Path, target: Path, *, report: Report = lambda _: None
+) -> Conversion:
+    """Write the distributed checkpoint of a model folder.
+
+    Configuration and tokenizer are copied next to it.
+
+    Args:
+        source: A folder in Hugging Face layout.
+        target: The folder to write.
+        report: Called with a line for each stage.
+    Raises:
+        ConfigError: The model is of no family that can be converted, or megatron-core is missing.
+        EnvironmentProblem: The folder can't be written.
+    """
+    sizes, dtype = _read_sizes(source), _read_dtype(source)
+    shapes = full_shapes(sizes)
+    with write_folder(target) as folder, _decoder(sizes, dtype) as (model, shards):
+        report(f"reading {source}")
+        parameters = dict(model.named_parameters())
+        with FolderTensors(source, shapes) as tensors, torch.no_grad():
+            for shard in shards:
+                for piece in shard.pieces:
+                    values = tensors.read(piece.name, piece.source)
+                    _cut(parameters[shard.name], piece.target).copy_(
+                        values[0] if len(piece.source) > len(piece.target) else values
+                    )
+        report(f"writing {target}")
+        _save(model, folder)
+        copy_small_files(source, folder)
+    return Conversion(str(target), "megatron", len(parameters), _num_bytes(shapes, dtype), dtype)
+
+
+def convert_to_folder(
+    source: Path, target: Path, *, base: Path, report: Report = lambda _: None
+) -> Conversion:
+    """Write a distributed checkpoint as a folder in Hugging Face layout.
+
+    Args:
+        source: The checkpoint's folder, with its `metadata.json`.
+        target: The folder to write.
+        base: A folder of the same architecture: configuration, tokenizer and the names of the
+            tensors are taken from it, and no weights.
+        report: Called with a line for each stage.
+    Raises:
+        ConfigError: The checkpoint can't be read or does not fit the base, or megatron-core is
+            missing.
+        EnvironmentProblem: The folder can't be written.
+    """
+    if not (source / METADATA).is_file():
+        raise ConfigError(
+            f"{source} is no distributed checkpoint, it holds no {METADATA}; give the folder that "
+            "megatron-core wrote, as iter_0001000"
+        )
+    sizes, dtype, layouts = _read_sizes(base), _read_dtype(base), open_base_tensors(base)
+    shapes = full_shapes(sizes)
+    with write_folder(target) as folder, _decoder(sizes, dtype) as (model, shards):
+        report(f"reading {source}")
+        _load(model, source)
+        trained = _ModelTensors(model, shards, shapes, dtype=dtype)
+        planned = plan_tensors(
+            layouts.layouts,
+            trained.layouts,
+            read_parameters(base, ModelConfig(path=base)),
+            dtype=dtype,
+        )
+        copy_small_files(base, folder)
+        files = list(split_into_shards(planned, max_shard_bytes=MAX_SHARD_BYTES))
+        write_shards(folder, files, (trained, layouts), report=report)
+    return Conversion(str(target), "hf", len(planned), _num_bytes(shapes, dtype), dtype)
+
+
+class _ModelTensors:
+    """The weights of a whole decoder, one tensor at a time."""
+
+    def __init__(
+        self,
+        model: GPTModel,
+        shards: list[Shard],
+        shapes: Mapping[str, tuple[int, ...]],
+        *,
+        dtype: str,
+    ) -> None:
+        self._shapes, self._dtype = shapes, getattr(torch, dtype)
+        self._parts: dict[str, list[tuple[Any, Tensor]]] = {}
+        parameters = dict(model.named_parameters())
+        for shard in shards:
+            for piece in shard.pieces:
+                part = _cut(parameters[shard.name].detach(), piece.target)
+                self._parts.setdefault(piece.name, []).append((piece.source, part))
+        self.layouts = {name: TensorLayout(dtype, shape) for name, shape in shapes.items()}
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor by its name in transformers."""
+        whole = torch.empty(self._shapes[name], dtype=self._dtype)
+        for box, part in self._parts[name]:
+            whole[tuple(slice(*ends) for ends in box)] = part
+        return whole
+
+
+def _read_sizes(folder: Path) -> DecoderSizes:
+    sizes = DecoderSizes.from_settings(read_model_json(folder / "config.json"), path=folder)
+    if sizes.reads_media:
+        raise ConfigError(
+            f"the model in {folder} has towers for images or audio next to its decoder, which "
+            "`relax models convert` does not convert; give a model that reads text only"
+        )
+    return sizes
+
+
+def _read_dtype(folder: Path) -> str:
+    """Return the dtype of a folder's weights."""
+    names = {layout.dtype for layout in open_base_tensors(folder).layouts.values()}
+    if len(names) > 1:
+        raise ConfigError(
+            f"{folder} holds weights in {' and '.join(sorted(names))}, and a conversion keeps one "
+            "dtype; save the model in one by transformers"
+        )
+    return names.pop()
+
+
+def _num_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> int:
+    item: int = getattr(torch, dtype).itemsize
+    return item * sum(prod(shape) for shape in shapes.values())
+
+
+def _cut(values: Tensor, box: tuple[tuple[int, int], ...]) -> Tensor:
+    return values[tuple(slice(*ends) for ends in box)]
+
+
+@contextmanager
+def _decoder(sizes: DecoderSizes, dtype: str) -> Iterator[tuple[GPTModel, list[Shard]]]:
+    """Build the whole decoder in this process, which is its only rank."""
+    try:
+        from relax_events.training.megatron import building
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "megatron":
+            raise
+        raise ConfigError(
+            "`relax models convert` needs megatron-core, which is not installed; install "
+            "relax-events[megatron]"
+        ) from error
+    from relax_events.training.megatron.cpu import cuda_calls_on_cpu
+
+    whole = Topology.of(1)
+    with cuda_calls_on_cpu(), building.single_rank():
+        config = building.build_config(sizes, whole, dtype=getattr(torch, dtype), on_cpu=True)
+        shards = list(rank_shards(sizes, whole, whole.at(0)))
+        yield building.build_model(sizes, config), shards
+
+
+def _save(model: GPTModel, folder: Path) -> None:
+    from megatron.core import dist_checkpointing
+
+    dist_checkpointing.save({"model": model.sharded_state_dict()}, str(folder))
+
+
+def _load(model: GPTModel, folder: Path) -> None:
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+
+    try:
+        loaded = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(folder))
+    except (CheckpointingException, ValueError, KeyError, RuntimeError) as error:
+        raise ConfigError(
+            f"{folder} can't be loaded as the model in --base: {error}; give a base of the same "
+            "architecture"
+        ) from error
+    model.load_state_dict(loaded["model"], strict=False)

@@ -1,0 +1,61 @@
+"""`relax models convert` writes a checkpoint of megatron-core and the same folder again. Each command
+is a process of its own, because megatron-core on the CPU replaces functions of torch."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from relax_events.examples.tiny_models import make_tiny
+
+pytestmark = [pytest.mark.component, pytest.mark.long, pytest.mark.timeout(900)]
+
+
+def relax(*arguments):
+    """Run a command; return its exit code, stdout and stderr."""
+    done = subprocess.run(
+        [sys.executable, "-m", "relax_events.cli", *map(str, arguments)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_conversion_there_and_back_gives_the_same_bits(tmp_path, family):
+    source, middle, target = (tmp_path / name for name in ("source", "middle", "target"))
+    make_tiny(source, corpus=["12=21"], family=family, phrases=["ab"], seed=3)
+    code, stdout, stderr = relax(
+        "models", "convert", source, "--to", middle, "--format", "megatron", "--output", "json"
+    )
+    assert code == 0, stderr
+    weights = load_file(source / "model.safetensors")
+    num_bytes = sum(one.nbytes for one in weights.values())
+    assert json.loads(stdout)["num_bytes"] == num_bytes
+    assert (middle / "metadata.json").is_file()
+    code, _, stderr = relax(
+        "models", "convert", middle, "--to", target, "--format", "hf", "--base", source
+    )
+    assert code == 0, stderr
+    again = load_file(target / "model.safetensors")
+    assert again.keys() == weights.keys()
+    assert all(torch.equal(again[name], one) for name, one in weights.items())
+    assert (target / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+
+
+def test_folder_that_is_no_checkpoint_is_refused(tmp_path):
+    make_tiny(tmp_path / "model", corpus=["12=21"])
+    code, _, stderr = relax(
+        "models", "convert", tmp_path / "model", "--to", tmp_path / "new", "--format", "hf",
+        "--base", tmp_path / "model",
+    )  # fmt: skip
+    assert code == 2
+    assert "holds no metadata.json" in stderr
+    assert not (tmp_path / "new").exists()
