@@ -8,10 +8,12 @@ import base64
 import json
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -41,16 +43,18 @@ class Chromium:
 
     def __init__(self, *, lang: str = "en-US", timeout_seconds: float = 60.0) -> None:
         self._timeout = timeout_seconds
-        self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        self._folder = tempfile.mkdtemp(prefix="chromium-")
         to_read, to_write = os.pipe(), os.pipe()
+        # other shells know no numbers of two digits here
         command = f'exec "$0" "$@" 3<&{to_read[0]} 4>&{to_write[1]}'
-        flags = (*FLAGS, f"--user-data-dir={self._folder.name}", f"--lang={lang}")
+        flags = (*FLAGS, f"--user-data-dir={self._folder}", f"--lang={lang}")
         self._process = subprocess.Popen(
-            ["sh", "-c", command, find_chromium(), *flags, "about:blank"],
+            ["bash", "-c", command, find_chromium(), *flags, "about:blank"],
             pass_fds=(to_read[0], to_write[1]),
             stderr=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            env=os.environ | {"LANGUAGE": lang[:2]},
+            env=os.environ | {"LANGUAGE": lang[:2], "TMPDIR": self._folder},
+            start_new_session=True,
         )
         os.close(to_read[0])
         os.close(to_write[1])
@@ -94,11 +98,18 @@ class Chromium:
 
     def close(self) -> None:
         """End the browser."""
-        self._process.kill()
+        with suppress(RuntimeError, OSError, subprocess.TimeoutExpired):
+            self._call("Browser.close")
+            self._process.wait(10)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._out.close()
         self._in.close()
-        self._folder.cleanup()
+        stop = time.monotonic() + 10
+        while Path(self._folder).exists() and time.monotonic() < stop:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            time.sleep(0.05)
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         """Call a method of the page's DevTools."""
@@ -186,7 +197,7 @@ class Chromium:
             time.sleep(0.1)
 
     def press(self, key: str, *, code: int = 0, shift: bool = False) -> None:
-        """Press a key."""
+        """Press a key; Enter has a text too, without which it presses no button."""
         for kind in ("keyDown", "keyUp"):
             self.call(
                 "Input.dispatchKeyEvent",
@@ -195,6 +206,7 @@ class Chromium:
                 code=key,
                 windowsVirtualKeyCode=code,
                 modifiers=8 if shift else 0,
+                **({"text": "\r"} if key == "Enter" and kind == "keyDown" else {}),
             )
 
     def photograph(self, path: Path, *, whole: bool = True) -> None:

@@ -56,7 +56,7 @@ export function plot({ key, title, x, xLabel, series, bands = [] }) {
     entry = { names, key };
     entry.legend = h("div", { class: "legend" });
     entry.canvas = h("div", { "aria-hidden": "true" });
-    entry.label = h("h3", {}, title);
+    entry.label = h("div", { class: "title" }, title);
     const csv = h(
       "button",
       {
@@ -73,7 +73,7 @@ export function plot({ key, title, x, xLabel, series, bands = [] }) {
       },
       "CSV",
     );
-    entry.figure = h("figure", { "data-plot": key }, h("div", { class: "top" }, entry.label, csv), entry.canvas, entry.legend);
+    entry.figure = h("figure", { "data-plot": key, "aria-label": title }, h("div", { class: "top" }, entry.label, csv), entry.canvas, entry.legend);
     entry.watch = new ResizeObserver(() => draw(entry));
     entry.watch.observe(entry.figure);
     kept.set(key, entry);

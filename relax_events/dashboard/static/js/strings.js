@@ -171,6 +171,7 @@ const TABLE = {
   stage_ended: ["prompt group ended", "提示组结束"],
   older_version: ["Version before", "前一版本"],
   newer_version: ["Version after", "后一版本"],
+  choose: ["Choose", "选择"],
   reason: ["Reason", "原因"],
   origin: ["Origin", "来源位置"],
   resolution: ["Resolution", "处理结果"],

@@ -51,7 +51,7 @@ export async function draw({ run, query }) {
     out.replaceChildren(...said);
   };
   const columns = [
-    { label: "", cell: (row) => (row.resolution ? "" : h("input", { type: "checkbox", "aria-label": row.id, "data-focus": `pick-${row.id}`, checked: chosen.has(row.id), onchange: (event) => (event.target.checked ? chosen.add(row.id) : chosen.delete(row.id)) })) },
+    { label: t("choose"), cell: (row) => (row.resolution ? "" : h("input", { type: "checkbox", "aria-label": row.id, "data-focus": `pick-${row.id}`, checked: chosen.has(row.id), onchange: (event) => (event.target.checked ? chosen.add(row.id) : chosen.delete(row.id)) })) },
     { label: "ID", cell: (row) => h("a", { href: address({ page: "deadletters", letter: row.id }) }, row.id) },
     { label: t("time_column"), cell: (row) => time(row.written_at) },
     { label: t("reason"), text: true, cell: (row) => [h("b", {}, row.error_class), ` ${row.error_text.slice(0, 300)}`] },
