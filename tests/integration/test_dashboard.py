@@ -210,10 +210,8 @@ def test_lineage_leads_from_a_version_to_its_samples_and_back(
 def test_lag_dead_letters_configuration_and_alarms_are_read(url: str, written: WrittenRun) -> None:
     rows = get(url, written, "lag")["rows"]
     assert sum(row["num_records"] for row in rows if row["role"] == "reward") == 6
-    letters = get(url, written, "dead-letters")["rows"]
-    assert [(letter["role"], letter["error_class"]) for letter in letters] == [
-        ("reward", "PoisonSample")
-    ]
+    found = get(url, written, "dead-letters")["rows"]
+    assert [(one["role"], one["error_class"]) for one in found] == [("reward", "PoisonSample")]
     assert get(url, written, "config")["config"]["run"]["max_staleness"] == 1
     assert "dead_letters" in {alarm["name"] for alarm in get(url, written, "alarms")["alarms"]}
 
@@ -299,7 +297,7 @@ def browser() -> Iterator[Chromium]:
 
 
 def show(browser: Chromium, url: str, run: WrittenRun, page: str, **more: str) -> None:
-    """Open a page and wait until it is drawn with the run's head."""
+    """Open a page and wait until it shows the run's state."""
     query = "".join(f"&{name}={value}" for name, value in more.items())
     browser.open(f"{url}/?run={run.config.run.id}&page={page}{query}")
     browser.wait_for(
