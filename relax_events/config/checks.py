@@ -173,6 +173,25 @@ def check_mini_batches(config: RunConfig) -> None:
         raise ValueError(problem)
 
 
+def check_trainer_memory(config: RunConfig) -> None:
+    """Refuse settings that save the trainer's memory where they can't be combined with others.
+
+    Raises:
+        ValueError: The text names both settings and the remedy.
+    """
+    trainer = config.trainer
+    if trainer.sharding == "full" and config.model.lora is not None:
+        raise ValueError(
+            "trainer.sharding = 'full' shards a model that is trained whole, and [model.lora] "
+            "trains small adapters; set trainer.sharding = 'none'"
+        )
+    if trainer.activation_checkpointing != "none" and config.model.replays_routing:
+        raise ValueError(
+            f"trainer.activation_checkpointing = {trainer.activation_checkpointing!r} computes "
+            "layers again after model.routing_replay has ended; set one of them to 'none'"
+        )
+
+
 def _mini_batch_problems(config: RunConfig) -> Iterator[str]:
     trainer, algorithm, num_groups = config.trainer, config.algorithm, config.run.prompts_per_step
     wanted = {

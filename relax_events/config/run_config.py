@@ -16,6 +16,7 @@ from relax_events.config.checks import (
     DATASET_ENGINE,
     check_answers,
     check_mini_batches,
+    check_trainer_memory,
     with_group_size,
 )
 from relax_events.config.critic import CriticConfig
@@ -318,6 +319,11 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _train_batches_can_be_dealt(self) -> RunConfig:
         check_mini_batches(self)
+        return self
+
+    @model_validator(mode="after")
+    def _memory_settings_agree(self) -> RunConfig:
+        check_trainer_memory(self)
         return self
 
     @model_validator(mode="after")

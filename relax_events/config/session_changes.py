@@ -137,6 +137,8 @@ RULES: Mapping[str, tuple[Rule, str]] = {
     "trainer.share_prompts": (FREE, "results agree within rounding"),
     "trainer.ranks": (FREE, "results agree within rounding"),
     "trainer.balance_ranks": (FREE, "results agree within rounding"),
+    "trainer.sharding": (FREE, "results agree within rounding; checkpoints fit both"),
+    "trainer.activation_checkpointing": (FREE, "memory against computation"),
     "trainer.tensor_parallel": (FREE, "results agree within rounding"),
     "trainer.pipeline_parallel": (FREE, "results agree within rounding"),
     "trainer.context_parallel": (FREE, "results agree within rounding"),

@@ -46,6 +46,14 @@ class TrainerConfig(Section):
     so that all data-parallel ranks have equal work and equally many micro-batches. Off, each rank
     trains the prompt groups of its own partitions, as they become ready. One rank alone always
     does. Needed where ranks hold parts of the model."""
+    sharding: Literal["none", "full"] = "none"
+    """How backend `torch` lays the model out over `ranks`: `none` keeps all of it on each rank, 18
+    bytes a parameter; `full` divides weights, gradients and optimizer by the ranks (FSDP2), and
+    gathers each layer when it is needed."""
+    activation_checkpointing: Literal["none", "whole", "selective"] = "none"
+    """What backend `torch` keeps of each decoder layer for the backward pass: all activations; its
+    input alone (`whole`), for about a third more computation; or also the results of attention
+    (`selective`), which cost most for long samples."""
     learning_rate: OrDerived[Annotated[float, Field(gt=0)]] = DERIVED
     """AdamW's learning rate. Derived: 1e-6, for training all parameters of a pretrained model; 1e-5
     for its adapters (`model.lora`); 1e-3 for a model made by `[model.tiny]`."""

@@ -5,8 +5,9 @@ on GPUs.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
@@ -22,6 +23,8 @@ from relax_events.config.topology import Axis, Coordinates, Topology
 from relax_events.errors import EnvironmentProblem, RankLost
 from relax_events.training.ranks import RENDEZVOUS_FD_VARIABLE, CollectiveContext, Ranks, SingleRank
 
+LOST = re.compile(r"gloo|NCCL|Connection (closed|reset)|Timed out", re.IGNORECASE)
+"""Texts of errors of torch.distributed that have no class of their own."""
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 PIECE_BYTES = 64 << 20
@@ -110,11 +113,24 @@ class TorchRanks:
             with self._collective_context():
                 collective()
         except RuntimeError as error:
-            raise RankLost(
-                f"rank {self.rank} of {self.size}: {what} failed, another rank died or is "
-                f"behind ({error}); "
-                "see its log, or raise trainer.collective_timeout_seconds"
-            ) from error
+            raise self._lost(what, error) from error
+
+    def _lost(self, what: str, error: RuntimeError) -> RankLost:
+        return RankLost(
+            f"rank {self.rank} of {self.size}: {what} failed, another rank died or is "
+            f"behind ({error}); "
+            "see its log, or raise trainer.collective_timeout_seconds"
+        )
+
+    @contextmanager
+    def guard(self, what: str) -> Iterator[None]:
+        """Raise RankLost where a collective within fails; other errors stay as they are."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not isinstance(error, dist.DistError) and not LOST.search(str(error)):
+                raise
+            raise self._lost(what, error) from error
 
     def all_gather(self, values: NDArray[np.generic]) -> NDArray[np.generic]:
         """Stack every rank's array, in rank order."""

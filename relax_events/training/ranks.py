@@ -5,7 +5,7 @@ Imports no torch.distributed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
@@ -68,6 +68,14 @@ class Ranks(Protocol):
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace the tensor by its sum over ranks, in place."""
+
+    def guard(self, what: str) -> AbstractContextManager[None]:
+        """Return the context for code that calls collectives of its own; it raises RankLost where
+        one fails.
+
+        Args:
+            what: Named in the error.
+        """
 
     def wrap_collectives(self, around: CollectiveContext) -> None:
         """Enter this around every collective from now on. Not collective."""
@@ -136,6 +144,10 @@ class SingleRank:
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Do nothing: the sum over one rank is the tensor."""
+
+    def guard(self, what: str) -> AbstractContextManager[None]:
+        """Do nothing: no other rank is waited for."""
+        return nullcontext()
 
     def wrap_collectives(self, around: CollectiveContext) -> None:
         """Do nothing: no collective waits."""

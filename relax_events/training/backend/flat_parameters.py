@@ -105,6 +105,10 @@ class FlatParameters:
         """Set the gradients to zero."""
         self.gradients.zero_()
 
+    def gradient_sum(self) -> Tensor:
+        """Return the sum of all gradients."""
+        return self.gradients.sum()
+
     def normalise_gradients(self, normaliser: float) -> float:
         """Divide the gradients, and return their norm in float64's range."""
         self.gradients /= normaliser

@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 from relax_events.config import ModelConfig
 from relax_events.errors import ConfigError
@@ -24,7 +25,7 @@ from relax_events.events.routed_experts import ExpertShape
 from relax_events.media.model_inputs import MediaInputs
 from relax_events.models.adapters import Adapters
 from relax_events.models.causal_lm import attention_kinds, load_causal_lm, replace_weights
-from relax_events.models.families import read_family
+from relax_events.models.families import Family, read_family
 from relax_events.models.routers import Routers
 from relax_events.training.backend.chunked_head import ChunkedHead
 from relax_events.training.backend.packing_probe import (
@@ -33,6 +34,7 @@ from relax_events.training.backend.packing_probe import (
     build_probe,
     is_isolated,
 )
+from relax_events.training.backend.sharded_parameters import call_with_weights
 from relax_events.training.batch.packing import PackedBatch, ReplayedExperts
 from relax_events.training.batch.row_layout import PromptSharing
 
@@ -85,6 +87,7 @@ class PolicyModel:
         device: torch.device,
         dtype: torch.dtype | None = None,
         separate_media: bool = False,
+        prepare: Callable[[PreTrainedModel, Family], None] | None = None,
     ) -> None:
         """Load from a folder; nothing is fetched.
 
@@ -96,6 +99,8 @@ class PolicyModel:
             dtype: Of the weights, for tests in float64.
             separate_media: Encode each media item separately, at a shape that does not depend on
                 other items.
+            prepare: Freezes and shards the loaded model, or sets what it recomputes. Where it
+                shards, the constructor and all forward passes are collective.
         Raises:
             ConfigError: The folder is missing or holds no causal language model, its logits
                 are not a linear head's, its routing can't be replayed as configured, or it lacks a
@@ -112,6 +117,8 @@ class PolicyModel:
             device=device,
             loader=self.family.loader,
         )
+        if prepare is not None:
+            prepare(self.module, self.family)
         self.adapters = Adapters.for_model(self.module, config, family=self.family, path=path)
         self.vocab_size = len(self.module.get_input_embeddings().get_parameter("weight"))
         self._head: nn.Module = self.module.get_output_embeddings()
@@ -147,6 +154,28 @@ class PolicyModel:
                 gradient.
             num_top: Instead of `ids`, use so many of the most probable ones.
         """
+        result: tuple[Tensor, Tensor, Tensor, Tensor] = call_with_weights(
+            self.module, self._compute_logprobs, batch, entropy_gradient, ids, num_top
+        )
+        return TokenLogprobs(*result)
+
+    def idle_output(self) -> Tensor:
+        """Run a micro-batch without samples, on a rank that has none left while others run theirs;
+        return a number that does not depend on the weights, to be added to the loss.
+        """
+        ids, positions = build_probe([0], vocab_size=self.vocab_size, device=self.device)
+        output: Tensor = call_with_weights(
+            self.module, lambda: self._head(self._hidden(ids, positions)).sum() * 0.0
+        )
+        return output
+
+    def _compute_logprobs(
+        self,
+        batch: PackedBatch,
+        entropy_gradient: bool,
+        ids: NDArray[np.int64] | None,
+        num_top: int,
+    ) -> tuple[Tensor, ...]:
         input_ids, position_ids, positions, targets, temperatures = (
             torch.from_numpy(array).to(self.device)
             for array in (
@@ -175,7 +204,7 @@ class PolicyModel:
 
     def _apply_whole_head(
         self, inputs: HeadInputs, entropy_gradient: bool, num_top: int
-    ) -> TokenLogprobs:
+    ) -> tuple[Tensor, ...]:
         """Apply the head to all loss tokens at once, padded to a multiple of `HEAD_ROWS`."""
         num_tokens, missing = len(inputs.targets), -len(inputs.targets) % HEAD_ROWS
         targets, temperatures = (
@@ -189,11 +218,11 @@ class PolicyModel:
         whole = self._head_logprobs(
             self._head, hidden, targets, temperatures, ids, entropy_gradient, num_top
         )
-        return TokenLogprobs(*(values[:num_tokens] for values in whole))
+        return tuple(values[:num_tokens] for values in whole)
 
     def _apply_chunked_head(
         self, inputs: HeadInputs, entropy_gradient: bool, num_top: int, *, chunk: int
-    ) -> TokenLogprobs:
+    ) -> tuple[Tensor, ...]:
         """Apply the head to chunks of loss tokens, and compute each again in the backward pass."""
         head = ChunkedHead(self._head)
         parts = [
@@ -208,7 +237,7 @@ class PolicyModel:
             )
             for piece in zip(*(values.split(chunk) for values in inputs), strict=True)
         ]
-        return TokenLogprobs(*(torch.cat(values) for values in zip(*parts, strict=True)))
+        return tuple(torch.cat(values) for values in zip(*parts, strict=True))
 
     def _replay_routing(self, experts: ReplayedExperts | None) -> AbstractContextManager[None]:
         return (
@@ -220,8 +249,10 @@ class PolicyModel:
     def _replaying_routers(self, path: Path) -> Routers:
         routers = Routers(self.family.language_model(self.module), path=path)
         routers.require_known_rule(
-            lambda: self._hidden(
-                *build_probe([0, 1, 2, 3, 4], vocab_size=self.vocab_size, device=self.device)
+            lambda: call_with_weights(
+                self.module,
+                self._hidden,
+                *build_probe([0, 1, 2, 3, 4], vocab_size=self.vocab_size, device=self.device),
             )
         )
         return routers
@@ -307,10 +338,14 @@ class PolicyModel:
         ids, positions = build_probe(
             [0, 1, 2, 3, 4], vocab_size=self.vocab_size, device=self.device
         )
-        whole = self.module(input_ids=ids, position_ids=positions, use_cache=False).logits
-        if not torch.allclose(
-            self._head(self._hidden(ids, positions)), whole, rtol=1e-3, atol=1e-3
-        ):
+        whole, ours = call_with_weights(
+            self.module,
+            lambda: (
+                self.module.forward(input_ids=ids, position_ids=positions, use_cache=False).logits,
+                self._head(self._hidden(ids, positions)),
+            ),
+        )
+        if not torch.allclose(ours, whole, rtol=1e-3, atol=1e-3):
             raise ConfigError(
                 f"the model in {path} computes its logits by more than a linear head (scaling, "
                 "soft caps), which the torch backend does not support"
@@ -361,7 +396,9 @@ class PolicyModel:
         """Run one row; the log-probabilities are taken in at least float32, whose steps are far
         finer than those of bfloat16 logits.
         """
-        logits: Tensor = self._head(self._hidden(ids, position_ids, attention_mask))[0]
+        logits: Tensor = call_with_weights(
+            self.module, lambda: self._head(self._hidden(ids, position_ids, attention_mask))[0]
+        )
         return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
 
     def _cell_cost(self) -> float:

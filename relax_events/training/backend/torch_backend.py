@@ -10,11 +10,12 @@ import numpy as np
 import structlog
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from relax_events.algorithms.objective import Objective
 from relax_events.config import RunConfig
-from relax_events.errors import RunFailed, StepNotFinite
+from relax_events.errors import ConfigError, RunFailed, StepNotFinite
 from relax_events.events.routed_experts import ExpertShape
 from relax_events.events.types import SampleReady
 from relax_events.media.library import MediaLibrary
@@ -25,7 +26,7 @@ from relax_events.models.adapters import (
     take_base_state,
 )
 from relax_events.models.causal_lm import choose_device
-from relax_events.models.families import freeze
+from relax_events.models.families import Family, freeze
 from relax_events.runtime.failpoints import failpoint
 from relax_events.training.backend.determinism import (
     GENERATORS,
@@ -37,6 +38,8 @@ from relax_events.training.backend.flat_parameters import FlatParameters
 from relax_events.training.backend.learning_rate import compute_policy_learning_rate
 from relax_events.training.backend.policy_model import PolicyModel
 from relax_events.training.backend.protocol import Critic, Scorer, StepMetrics
+from relax_events.training.backend.recomputation import recompute_layers
+from relax_events.training.backend.sharded_parameters import ShardedParameters, shard_model
 from relax_events.training.backend.state import StateSource, TrainerState
 from relax_events.training.backend.step_sums import (
     MicroBatchSums,
@@ -81,15 +84,18 @@ class TorchBackend:
         device = choose_device(config.model.device, local_rank=ranks.local_rank)
         make_deterministic(device, threads=config.trainer.threads)
         torch.manual_seed(config.run.seed)
+        self._is_sharded = config.trainer.sharding == "full" and ranks.size > 1
         self._model = PolicyModel(
-            config.model.path, config=config.model, device=device, dtype=dtype
+            config.model.path,
+            config=config.model,
+            device=device,
+            dtype=dtype,
+            prepare=self._prepare_model,
         )
-        if self._model.adapters is None:
-            freeze(self._model.module, config.model.frozen, family=self._model.family)
-        else:
+        if self._model.adapters is not None:
             self._model.adapters.initialise(seed=config.run.seed)
         self._media = SampleMedia(self._model.family, MediaLibrary(config))
-        self._flat = FlatParameters(self._model.module, config=config.trainer)
+        self._flat = self._make_parameters()
         self._objective = Objective(
             config.algorithm, max_new_tokens=config.engine.sampling.max_new_tokens
         )
@@ -100,6 +106,41 @@ class TorchBackend:
             config.trainer, seed=config.run.seed, ranks=ranks, whole_prompt_groups=whole
         )
         self._report_progress: Callable[[], None] = lambda: None
+
+    def _prepare_model(self, module: PreTrainedModel, family: Family) -> None:
+        """Freeze parts of the loaded model, set what it recomputes, and shard it."""
+        config = self._config
+        if config.model.lora is None:
+            freeze(module, config.model.frozen, family=family)
+        recomputed = config.trainer.activation_checkpointing
+        if recomputed == "none" and not self._is_sharded:
+            return
+        layers = getattr(family.language_model(module), "layers", None)
+        if not isinstance(layers, nn.ModuleList):
+            raise ConfigError(
+                f"trainer.sharding and trainer.activation_checkpointing need a list of decoder "
+                f"layers, and the model in {config.model.path} has none; set both to 'none'"
+            )
+        recompute_layers(layers, recomputed)
+        if not self._is_sharded:
+            return
+        if family.layout is not None:
+            raise ConfigError(
+                f"trainer.sharding = 'full' shards models that read text only, and the one in "
+                f"{config.model.path} has towers; set trainer.sharding = 'none'"
+            )
+        with self._ranks.guard("sharding the model"):
+            shard_model(
+                module,
+                layers=layers,
+                device=choose_device(config.model.device, local_rank=self._ranks.local_rank),
+            )
+
+    def _make_parameters(self) -> FlatParameters | ShardedParameters:
+        module, trainer = self._model.module, self._config.trainer
+        if self._is_sharded:
+            return ShardedParameters(module, config=trainer, ranks=self._ranks)
+        return FlatParameters(module, config=trainer)
 
     @property
     def vocab_size(self) -> int:
@@ -134,7 +175,7 @@ class TorchBackend:
                 continue
             if self._config.trainer.has_mini_batches:
                 self._defer(part, loss_batch)
-            elif self._config.algorithm.needs_whole_step:
+            elif self._is_sharded or self._config.algorithm.needs_whole_step:
                 self._deferred.append(loss_batch)
             else:
                 self._train(loss_batch)
@@ -143,14 +184,35 @@ class TorchBackend:
         """Keep samples for the mini-batches of their step, with old log-probabilities of the
         weights before it.
         """
-        algorithm = self._config.algorithm
-        if algorithm.old_logprobs == "trainer" and algorithm.has_rewards:
-            with torch.no_grad():
-                loss_batch = loss_batch.with_old_logprobs(
-                    self._model.token_logprobs(loss_batch.batch).logprobs.cpu().numpy()
-                )
         self._batch.add(samples, loss_batch.batch.num_loss_tokens)
-        self._deferred.append(loss_batch.without_model_inputs())
+        if self._is_sharded:
+            self._deferred.append(loss_batch)  # the forward pass waits until all ranks run theirs
+            return
+        self._deferred.append(self._with_old_logprobs(loss_batch).without_model_inputs())
+
+    @torch.no_grad()
+    def _with_old_logprobs(self, loss_batch: LossBatch) -> LossBatch:
+        """Add the old log-probabilities, where the trainer computes them."""
+        algorithm = self._config.algorithm
+        if algorithm.old_logprobs != "trainer" or not algorithm.has_rewards:
+            return loss_batch
+        return loss_batch.with_old_logprobs(
+            self._model.token_logprobs(loss_batch.batch).logprobs.cpu().numpy()
+        )
+
+    def _run_together(self, loss_batches: Sequence[LossBatch]) -> Iterator[LossBatch]:
+        """Yield micro-batches whose forward passes the caller runs. Where these are collective, run
+        empty ones as often as other ranks have more.
+        """
+        most = len(loss_batches)
+        if self._is_sharded:
+            most = int(self._ranks.all_gather(np.array([most])).max())
+        yield from loss_batches
+        for _ in range(most - len(loss_batches)):
+            output = self._model.idle_output()
+            if torch.is_grad_enabled():
+                output.backward()
+            self._report_progress()
 
     def on_progress(self, report_progress: Callable[[], None]) -> None:
         """Call this after each micro-batch that `step` runs; see `TrainerBackend`."""
@@ -186,6 +248,11 @@ class TorchBackend:
         if not self._config.trainer.has_mini_batches:
             yield 0, self._deferred
             return
+        if self._is_sharded:
+            self._deferred = [
+                self._with_old_logprobs(deferred).without_model_inputs()
+                for deferred in self._run_without_gradients(self._deferred)
+            ]
         values = {
             sample_id: own
             for deferred in self._deferred
@@ -208,13 +275,18 @@ class TorchBackend:
         algorithm, cutoff = self._config.algorithm, None
         if algorithm.m2_threshold:
             cutoff = compute_second_moment_cutoff(
-                map(self._squared_log_ratios, mini_batch),
+                map(self._squared_log_ratios, self._run_without_gradients(mini_batch)),
                 threshold=algorithm.m2_threshold,
                 ranks=self._ranks,
             )
-        for deferred in mini_batch:
+        for deferred in self._run_together(mini_batch):
             self._train(deferred, cutoff=cutoff)
             self._report_progress()
+
+    def _run_without_gradients(self, loss_batches: Sequence[LossBatch]) -> Iterator[LossBatch]:
+        """As `_run_together`, for a caller that computes no gradients."""
+        with torch.no_grad():
+            yield from self._run_together(loss_batches)
 
     @torch.no_grad()
     def _squared_log_ratios(self, deferred: LossBatch) -> NDArray[np.float64]:
@@ -227,7 +299,7 @@ class TorchBackend:
         device_sums = self._forward_backward(loss_batch, cutoff)
         # The sum of all gradients stays non-finite after the first micro-batch that broke one;
         # checked once, at the step's end.
-        device_sums = torch.cat([device_sums, self._flat.gradients.sum().double()[None]])
+        device_sums = torch.cat([device_sums, self._flat.gradient_sum().double()[None]])
         batch = loss_batch.batch
         units = self._objective.num_units(torch.from_numpy(batch.num_loss_tokens))
         counts = (units, len(batch.targets), batch.num_tokens, len(loss_batch.sample_ids))
@@ -247,6 +319,12 @@ class TorchBackend:
 
     def step(self) -> StepMetrics:
         """Reduce, normalise, clip, update; see `TrainerBackend`."""
+        if not self._is_sharded:
+            return self._step()
+        with self._ranks.guard("a forward or backward pass"):
+            return self._step()
+
+    def _step(self) -> StepMetrics:
         learning_rate = compute_policy_learning_rate(self._config, step=self.policy_version)
         try:
             self._deferred = whiten_step(
@@ -338,7 +416,8 @@ class TorchBackend:
             raise RunFailed(
                 f"{name} holds no loss token on any rank; do its samples have completions?"
             )
-        self._ranks.all_reduce(self._flat.gradients)
+        if isinstance(self._flat, FlatParameters):
+            self._ranks.all_reduce(self._flat.gradients)
         grad_norm = self._flat.normalise_gradients(totals.num_units)
         if not math.isfinite(grad_norm):
             raise StepNotFinite(
@@ -365,6 +444,10 @@ class TorchBackend:
         """Yield the weights on rank 0's CPU, tied tensors once, or the adapters alone; see
         `TrainerBackend`.
         """
+        if isinstance(self._flat, ShardedParameters):
+            with self._ranks.guard("gathering the weights"):
+                yield from self._flat.weight_buckets(max_bytes=max_bytes, dtype=self._model.dtype)
+            return
         parameters = published_parameters(self._model.module)
         for names in split_into_buckets(parameters, max_bytes=max_bytes):
             yield {
@@ -382,6 +465,7 @@ class TorchBackend:
             tensors=self._flat.tensors()
             | generator_states(self._model.device)
             | base_state(self._model.adapters),
+            shards=self._flat.shards() if isinstance(self._flat, ShardedParameters) else (),
         )
 
     def load_state(self, state: StateSource) -> None:

@@ -12,9 +12,9 @@ from relax_events.errors import ObjectError, WeightsError
 from relax_events.events.parts import CheckpointRef
 from relax_events.models.adapters import BASE_DIGEST
 from relax_events.objects import ObjectStore
-from relax_events.objects.download import download
 from relax_events.training.checkpoint.checkpoints import read_manifest, shard_references
-from relax_events.weights.tensor_files import TensorFiles, TensorLayout
+from relax_events.training.checkpoint.stored_state import StoredState
+from relax_events.weights.tensor_files import TensorLayout
 
 MODEL = "model."
 """Prefix of the weights' names in a checkpoint."""
@@ -44,23 +44,16 @@ class CheckpointTensors:
         """
         try:
             manifest = read_manifest(store, reference)
-            self._files = TensorFiles(
-                download(store, shard, folder / f"checkpoint-{number:05d}.safetensors")
-                for number, shard in enumerate(shard_references(manifest))
-            )
+            shards = shard_references(manifest)
+            self._state = StoredState(store, manifest, shards, folder=folder)
         except (ObjectError, WeightsError, ValueError, KeyError, TypeError) as error:
             raise WeightsError(f"checkpoint {reference.uri} can't be used: {error}") from error
-        if lost := sorted(set(manifest["tensors"]) ^ self._files.layouts.keys()):
-            raise WeightsError(
-                f"checkpoint {reference.uri} can't be used: {lost[0]} is not in both manifest "
-                "and shards"
-            )
         self.policy_version = reference.policy_version
         self.layouts = {
             name.removeprefix(MODEL): TensorLayout(
-                dtype if layout.dtype in WIDE_DTYPES else layout.dtype, layout.shape
+                dtype if (stored := self._state.dtype_name(name)) in WIDE_DTYPES else stored, shape
             )
-            for name, layout in self._files.layouts.items()
+            for name, shape in self._state.shapes.items()
             if name.startswith(MODEL)
         }
         self.base_digest = (
@@ -71,4 +64,4 @@ class CheckpointTensors:
 
     def read(self, name: str) -> Tensor:
         """Return a tensor in the precision of the checkpoint; see `Tensors`."""
-        return self._files.read(MODEL + name)
+        return self._state.read(MODEL + name)

@@ -16,18 +16,18 @@ from __future__ import annotations
 
 import json
 import secrets
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from hashlib import sha256
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import safetensors.torch
 import structlog
-from safetensors import SafetensorError
 from torch import Tensor
 
 from relax_events.config.training import TrainerConfig
@@ -37,11 +37,21 @@ from relax_events.objects import ObjectStore
 from relax_events.runtime.failpoints import failpoint
 from relax_events.training.backend.state import TrainerState
 from relax_events.training.checkpoint.pending import MANIFEST, PendingCheckpoint
+from relax_events.training.checkpoint.shard_file import digest_weights, serialize_shard
+from relax_events.training.checkpoint.stored_state import (
+    MismatchedShards,
+    StoredState,
+    describe_piece,
+    piece_key,
+)
 from relax_events.training.ranks import Ranks
 
 log = structlog.get_logger()
 PREFIX = "checkpoints/"
 FORMAT = 1
+"""Every tensor is whole, in one of the shards."""
+SHARDED_FORMAT = 2
+"""Some tensors are in pieces, which their shards' entries in the manifest list."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +59,7 @@ class RestoredCheckpoint:
     """A checkpoint that was read and verified; `extra` is the caller's value from saving."""
 
     reference: CheckpointRef
-    state: TrainerState
+    state: StoredState
     extra: dict[str, Any]
 
 
@@ -75,6 +85,7 @@ class Checkpoints:
         self._prefix = folder
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-writer")
         self._last: Future[ObjectRef] | None = None
+        self._last_weights: tuple[int, list[str]] | None = None
 
     def save(self, state: TrainerState, *, extra: Mapping[str, Any]) -> PendingCheckpoint:
         """Copy this rank's share of the tensors, and write it in the background; returns once the
@@ -83,7 +94,7 @@ class Checkpoints:
         Collective. The tensors may change as soon as it returns.
 
         Args:
-            state: The same on all ranks.
+            state: What this rank holds; whole tensors are the same on all ranks.
             extra: Anything that JSON can hold, such as offsets; rank 0's is kept.
         """
         save_id = self._ranks.broadcast(
@@ -91,47 +102,68 @@ class Checkpoints:
         ).decode()
         folder = f"{self._prefix}{state.policy_version:08d}/{save_id}/"
         share = _assign_tensors(state.tensors, rank=self._ranks.rank, size=self._ranks.size)
-        copies = {
-            name: state.tensors[name].detach().to("cpu", copy=True).contiguous() for name in share
+        pieces = [shard for shard in state.shards if shard.tensor.numel()]
+        mine = {name: state.tensors[name] for name in share}
+        mine |= {piece_key(shard): shard.tensor for shard in pieces}
+        content = serialize_shard(mine)
+        described = {
+            "weights": digest_weights(mine),
+            "pieces": [describe_piece(shard) for shard in pieces],
         }
         key = f"{folder}shard-{self._ranks.rank:05d}-of-{self._ranks.size:05d}.safetensors"
-        written = self._last = self._writer.submit(self._write_shard, key, copies)
+        written = self._last = self._writer.submit(self._write_shard, key, content)
         header = {
-            "format": FORMAT,
+            "format": SHARDED_FORMAT if state.shards else FORMAT,
             "policy_version": state.policy_version,
             "tensors": sorted(state.tensors),
             "extra": dict(extra),
         }
         return PendingCheckpoint(
-            self._store, ranks=self._ranks, folder=folder, header=header, written=written
+            self._store,
+            ranks=self._ranks,
+            folder=folder,
+            header=header,
+            written=written,
+            described=described,
+            check=self._compare_with_last,
         )
 
-    def _write_shard(self, key: str, tensors: dict[str, Tensor]) -> ObjectRef:
+    def _compare_with_last(self, manifest: Mapping[str, Any]) -> None:
+        """Warn where two successive checkpoints of different versions have the same weights: the
+        trainer may be saving a copy that no longer follows the model. Rank 0 only.
+        """
+        version = manifest["policy_version"]
+        weights = [shard["weights"] for shard in manifest["shards"]]
+        if self._last_weights is not None and weights == self._last_weights[1]:
+            log.warning(
+                "checkpoint.weights_unchanged",
+                policy_version=version,
+                previous_version=self._last_weights[0],
+            )
+        self._last_weights = (version, weights)
+
+    def _write_shard(self, key: str, content: memoryview) -> ObjectRef:
         failpoint("checkpoint.before_shard")
-        reference: ObjectRef = self._store.put_at(key, safetensors.torch.save(tensors))
+        reference: ObjectRef = self._store.put_at(key, content)
         return reference
 
     def load(self, reference: CheckpointRef) -> RestoredCheckpoint:
-        """Read a checkpoint whole, whatever the number of ranks that wrote it, and verify every
-        byte.
+        """Open a checkpoint, whatever the number of ranks that wrote it, and verify every byte. Its
+        tensors are read from mapped files when they are asked for.
 
         Raises:
             ObjectError: An object is missing, incomplete or altered; the text names it.
         """
         manifest = read_manifest(self._store, reference)
-        tensors: dict[str, Tensor] = {}
-        for shard in shard_references(manifest):
-            tensors |= self._read_shard(shard)
-        if different := sorted(set(manifest["tensors"]) ^ tensors.keys()):
-            raise ObjectError(
-                f"checkpoint {reference.uri}: {different[0]} is not in both manifest and "
-                "shards; restore from another checkpoint"
-            )
-        return RestoredCheckpoint(
-            reference,
-            TrainerState(policy_version=manifest["policy_version"], tensors=tensors),
-            manifest["extra"],
-        )
+        shards = shard_references(manifest)
+        with tempfile.TemporaryDirectory(prefix="relax-checkpoint-") as folder:
+            try:
+                state = StoredState(self._store, manifest, shards, folder=Path(folder))
+            except MismatchedShards as error:
+                raise ObjectError(
+                    f"checkpoint {reference.uri}: {error}; restore from another checkpoint"
+                ) from error
+        return RestoredCheckpoint(reference, state, manifest["extra"])
 
     def load_newest(self, references: Sequence[CheckpointRef]) -> RestoredCheckpoint | None:
         """Read the newest checkpoint that every rank can read; collective. Others are
@@ -164,15 +196,6 @@ class Checkpoints:
                 errors=problems,
             )
         return None
-
-    def _read_shard(self, reference: ObjectRef) -> dict[str, Tensor]:
-        try:
-            return safetensors.torch.load(self._store.get(reference))
-        except SafetensorError as error:
-            raise ObjectError(
-                f"checkpoint shard {reference.uri} is not safetensors: {error}; restore from "
-                "another checkpoint"
-            ) from error
 
     def prune(self, committed: CheckpointRef) -> int:
         """Delete checkpoints older than the newest ones; return the number of deleted objects. Rank
@@ -245,10 +268,13 @@ def read_manifest(store: ObjectStore, reference: CheckpointRef) -> dict[str, Any
             f"{reference.digest.hex()}, got {seen.hex()}; restore from another checkpoint"
         )
     manifest: dict[str, Any] = json.loads(data)
-    if manifest["format"] != FORMAT or manifest["policy_version"] != reference.policy_version:
+    if (
+        manifest["format"] not in (FORMAT, SHARDED_FORMAT)
+        or manifest["policy_version"] != reference.policy_version
+    ):
         raise ObjectError(
-            f"checkpoint manifest {reference.uri} must be of format {FORMAT} and version "
-            f"{reference.policy_version}, "
+            f"checkpoint manifest {reference.uri} must be of format {FORMAT} or "
+            f"{SHARDED_FORMAT} and version {reference.policy_version}, "
             f"got {manifest['format']} and {manifest['policy_version']}"
         )
     return manifest

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from hashlib import sha256
@@ -36,8 +37,11 @@ class PendingCheckpoint:
         folder: str,
         header: dict[str, Any],
         written: Future[ObjectRef],
+        described: Mapping[str, Any],
+        check: Callable[[Mapping[str, Any]], None],
     ) -> None:
         """Made by `Checkpoints.save`."""
+        self._described, self._check = described, check
         self._store = store
         self._ranks = ranks
         self._folder = folder
@@ -94,9 +98,16 @@ class PendingCheckpoint:
         """
         shard = self._written.result()
         mine = json.dumps(
-            {"uri": shard.uri, "digest": shard.digest.hex(), "num_bytes": shard.num_bytes}
+            {
+                "uri": shard.uri,
+                "digest": shard.digest.hex(),
+                "num_bytes": shard.num_bytes,
+                **self._described,
+            }
         )
         shards = [json.loads(text) for text in self._ranks.all_gather_bytes(mine.encode())]
+        if self._ranks.rank == 0:
+            self._check(self._header | {"shards": shards})
         manifest = (
             json.dumps(self._header | {"shards": shards}, indent=1).encode()
             if self._ranks.rank == 0

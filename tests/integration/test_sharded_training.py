@@ -1,0 +1,85 @@
+"""FSDP2 over two ranks against one rank: metrics, weights, checkpoints and memory. The ranks start
+once for all scenarios."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from relax_events.examples.tiny_models import make_tiny
+from tests.integration.sharded_program import SETTINGS
+
+pytestmark = [pytest.mark.integration, pytest.mark.long]
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("sharded")
+    make_tiny(folder / "model", corpus=["12=21"], hidden_size=32, seed=3)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    program = [sys.executable, str(ROOT / "tests/integration/sharded_program.py"), str(folder)]
+    ranks = []
+    for rank in range(2):
+        environment = os.environ | {
+            "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
+            "OMP_NUM_THREADS": "1",
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        ranks.append(subprocess.Popen(program, env=environment, stderr=subprocess.PIPE, text=True))
+    try:
+        errors = [rank.communicate(timeout=600)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors)[-6000:]
+    found: dict[str, Any] = torch.load(folder / "results.pt")
+    return found
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_two_ranks_that_share_a_model_train_like_one(results: dict[str, Any], name: str) -> None:
+    together, alone = results[name], results[f"{name}_alone"]
+    for mine, expected in zip(together["metrics"], alone["metrics"], strict=True):
+        assert mine == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    assert together["weights"].keys() == alone["weights"].keys()
+    for key, value in alone["weights"].items():
+        torch.testing.assert_close(together["weights"][key], value, rtol=0, atol=1e-9)
+
+
+def test_the_same_ranks_give_the_same_bits(results: dict[str, Any]) -> None:
+    assert results["plain"]["metrics"] == results["again"]["metrics"]
+    for key, value in results["plain"]["weights"].items():
+        assert torch.equal(value, results["again"]["weights"][key]), key
+
+
+@pytest.mark.parametrize("mode", ["whole", "selective"])
+def test_recomputed_activations_give_the_same_bits(results: dict[str, Any], mode: str) -> None:
+    for key, value in results["plain"]["weights"].items():
+        assert torch.equal(value, results[mode]["weights"][key]), key
+
+
+def test_a_checkpoint_of_two_ranks_loads_on_one_and_back(results: dict[str, Any]) -> None:
+    for key, value in results["plain"]["weights"].items():
+        assert torch.equal(results["on_one_rank"][key], value), key
+    assert results["saved"].keys() == results["back"].keys()
+    for key, value in results["saved"].items():
+        if not key.startswith("rng."):
+            assert torch.equal(results["back"][key], value), key
+
+
+def test_each_rank_holds_half_of_the_state(results: dict[str, Any]) -> None:
+    held, num_parameters = results["bytes"]
+    # weights, gradients and two moments in float64: 32 bytes a parameter, over two ranks
+    assert held <= 1.02 * 32 / 2 * num_parameters
