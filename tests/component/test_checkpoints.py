@@ -172,8 +172,8 @@ def rewrite_manifest(store, reference, **changes):
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"format": 9}, "must be of format 1 and version 3, got 9 and 3"),
-        ({"policy_version": 4}, "must be of format 1 and version 3, got 1 and 4"),
+        ({"format": 9}, "must be of format 1 or 2 and version 3, got 9 and 3"),
+        ({"policy_version": 4}, "must be of format 1 or 2 and version 3, got 1 and 4"),
         ({"tensors": ["model.a", "model.lost"]}, "exp_avg.a is not in both manifest and shards"),
     ],
 )

@@ -57,8 +57,8 @@ class CheckpointTensors:
             if name.startswith(MODEL)
         }
         self.base_digest = (
-            self._files.read(BASE_DIGEST).numpy().tobytes()
-            if BASE_DIGEST in self._files.layouts
+            self._state.read(BASE_DIGEST).numpy().tobytes()
+            if BASE_DIGEST in self._state.shapes
             else b""
         )
 

@@ -73,15 +73,18 @@ class StoredState:
             ObjectError: A shard is missing or altered, or a tensor or a part of one is missing.
         """
         self.policy_version: int = manifest["policy_version"]
-        try:
-            self._files = TensorFiles(
-                download(store, shard, folder / f"checkpoint-{number:05d}.safetensors")
-                for number, shard in enumerate(shards)
-            )
-        except WeightsError as error:
-            raise ObjectError(
-                f"a checkpoint shard is not safetensors: {error}; restore from another checkpoint"
-            ) from error
+        paths = []
+        for number, shard in enumerate(shards):
+            path = download(store, shard, folder / f"checkpoint-{number:05d}.safetensors")
+            try:
+                TensorFiles([path])
+            except WeightsError as error:
+                raise ObjectError(
+                    f"checkpoint shard {shard.uri} is not safetensors: {error}; restore from "
+                    "another checkpoint"
+                ) from error
+            paths.append(path)
+        self._files = TensorFiles(paths)
         self._pieces: dict[str, list[StoredPiece]] = defaultdict(list)
         self._shapes: dict[str, Shape] = {}
         for entry in (entry for shard in manifest["shards"] for entry in shard.get("pieces", ())):
