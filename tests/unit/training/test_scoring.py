@@ -26,6 +26,7 @@ class SomeWeights:
     policy_version: int
     tensors: dict[str, torch.Tensor]
     digest: bytes = b""
+    base_digest: bytes = b""
 
 
 def scorer(path=None, max_tokens=40):
