@@ -97,7 +97,7 @@ COMMANDS = {
     ),
     "models": (
         "relax_events.cli.models:app",
-        "Export a run's model; make small ones: export, prepare, sft-warmup, make-tiny.",
+        "Export, convert or make a model: export, convert, prepare, sft-warmup, make-tiny.",
     ),
     "serve": (
         "relax_events.cli.serve:serve",

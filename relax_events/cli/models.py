@@ -13,8 +13,8 @@ from relax_events.cli.output import print_progress
 app = App(
     name="models",
     help=(
-        "Export the model of a run, and make small models for trying things out.\n\nExample: "
-        "relax models prepare configs/quickstart.toml"
+        "Export the model of a run, convert models, and make small ones for trying things out."
+        "\n\nExample: relax models prepare configs/quickstart.toml"
     ),
     version_flags=[],  # --version names a policy version
 )

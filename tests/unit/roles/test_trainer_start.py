@@ -21,7 +21,11 @@ def test_first_checkpoint_has_the_transfer_deadline(monkeypatch: pytest.MonkeyPa
     state = TrainerState(policy_version=0, tensors={})
     pending = SimpleNamespace(wait=waited.append)
     worker: Any = SimpleNamespace(
-        config=SimpleNamespace(first_version=3, health=SimpleNamespace(transfer_seconds=5_000.0)),
+        config=SimpleNamespace(
+            first_version=3,
+            health=SimpleNamespace(transfer_seconds=5_000.0),
+            model=SimpleNamespace(lora=None),
+        ),
         lifecycle=SimpleNamespace(transfer=lambda name: named.append(name) or nullcontext()),
     )
     backend: Any = SimpleNamespace(state=lambda: state, load_state=lambda _: None)
@@ -31,7 +35,9 @@ def test_first_checkpoint_has_the_transfer_deadline(monkeypatch: pytest.MonkeyPa
         "read_initial_state",
         lambda *_, **__: SimpleNamespace(state=state, kind="weights"),
     )
-    source: Any = SimpleNamespace(config=SimpleNamespace(run=SimpleNamespace(id="old")))
+    source: Any = SimpleNamespace(
+        config=SimpleNamespace(run=SimpleNamespace(id="old"), model=SimpleNamespace(lora=None))
+    )
     ranks: Any = SimpleNamespace()
     load_parent_weights(source, worker, backend, ranks=ranks, checkpoints=checkpoints)
     assert (waited, named) == ([5_000.0], ["write the first checkpoint"])
