@@ -245,8 +245,9 @@ class RecordingBackend:
         self.steps.append([])
         self.policy_version += 1
 
-    def weights(self) -> dict[str, Any]:
-        return {}
+    def weight_buckets(self, *, max_bytes: int) -> Iterator[dict[str, Any]]:
+        assert max_bytes > 0
+        return iter([{}])
 
 
 def test_replay_trains_the_recorded_batches_in_the_recorded_order(
