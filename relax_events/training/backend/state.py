@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 from relax_events.errors import WeightsError
@@ -57,7 +58,7 @@ class StateSource(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainerState:
     """What a rank holds of the state: all that the backend needs to resume. As a `StateSource`, it
     has the pieces of this rank alone.
@@ -74,11 +75,18 @@ class TrainerState:
     tensors: Mapping[str, Tensor]
     shards: Sequence[StateShard] = ()
 
-    @property
+    @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of each whole tensor."""
         whole = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
         return whole | {shard.name: shard.global_shape for shard in self.shards}
+
+    @cached_property
+    def _shards_by_name(self) -> dict[str, list[StateShard]]:
+        by_name: dict[str, list[StateShard]] = {}
+        for shard in self.shards:
+            by_name.setdefault(shard.name, []).append(shard)
+        return by_name
 
     def read(
         self,
@@ -96,10 +104,10 @@ class TrainerState:
             return cut(self.tensors[name], offset=offset, shape=shape)
         wanted = offset or (0,) * len(self.shapes[name])
         size = shape or self.shapes[name]
-        for shard in self.shards:
+        for shard in self._shards_by_name[name]:
             inner = tuple(at - first for at, first in zip(wanted, shard.offset, strict=True))
             ends = zip(inner, size, shard.tensor.shape, strict=True)
-            if shard.name == name and all(at >= 0 and at + n <= end for at, n, end in ends):
+            if all(at >= 0 and at + n <= end for at, n, end in ends):
                 return cut(shard.tensor, offset=inner, shape=size)
         raise WeightsError(
             f"the piece of {name} at {wanted} of shape {size} is not held by this rank; read it "
@@ -107,7 +115,7 @@ class TrainerState:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class OverlaidState:
     """A state in which some tensors are another source's."""
 
@@ -115,7 +123,7 @@ class OverlaidState:
     base: StateSource
     over: StateSource
 
-    @property
+    @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of each whole tensor."""
         return {**self.base.shapes, **self.over.shapes}
