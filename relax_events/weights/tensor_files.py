@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,10 +38,7 @@ class TensorLayout:
     @property
     def num_bytes(self) -> int:
         """Size of its values."""
-        num_elements = 1
-        for length in self.shape:
-            num_elements *= length
-        return num_elements * int(getattr(torch, self.dtype).itemsize)
+        return prod(self.shape) * int(getattr(torch, self.dtype).itemsize)
 
     def __str__(self) -> str:
         return f"{self.dtype} {list(self.shape)}"
@@ -91,6 +89,26 @@ class TensorFiles:
         return tensor
 
 
+def render_header(layouts: Mapping[str, TensorLayout]) -> bytes:
+    """Return what a safetensors file has before its tensors.
+
+    Args:
+        layouts: The tensors, in the order of the file.
+    """
+    header: dict[str, Any] = {"__metadata__": METADATA}
+    end = 0
+    for name, layout in layouts.items():
+        begin, end = end, end + layout.num_bytes
+        header[name] = {
+            "dtype": STORED_DTYPES[layout.dtype],
+            "shape": list(layout.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT_BYTES)
+    return len(text).to_bytes(HEADER_LENGTH_BYTES, "little") + text
+
+
 def write_tensor_file(
     path: Path, layouts: Mapping[str, TensorLayout], read: Callable[[str], Tensor]
 ) -> None:
@@ -104,20 +122,9 @@ def write_tensor_file(
         OSError: The file can't be written.
         WeightsError: A tensor has another shape.
     """
-    header: dict[str, Any] = {"__metadata__": METADATA}
-    end = 0
-    for name, layout in layouts.items():
-        begin, end = end, end + layout.num_bytes
-        header[name] = {
-            "dtype": STORED_DTYPES[layout.dtype],
-            "shape": list(layout.shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % ALIGNMENT_BYTES)
+    header = render_header(layouts)
     with path.open("xb") as file:
-        file.write(len(text).to_bytes(HEADER_LENGTH_BYTES, "little"))
-        file.write(text)
+        file.write(header)
         for name, layout in layouts.items():
             tensor = read(name).to(getattr(torch, layout.dtype))
             if tuple(tensor.shape) != layout.shape:

@@ -37,7 +37,7 @@ from relax_events.objects import ObjectStore
 from relax_events.runtime.failpoints import failpoint
 from relax_events.training.backend.state import TrainerState
 from relax_events.training.checkpoint.pending import MANIFEST, PendingCheckpoint
-from relax_events.training.checkpoint.shard_file import digest_weights, serialize_shard
+from relax_events.training.checkpoint.shard_file import ShardFile
 from relax_events.training.checkpoint.stored_state import (
     MismatchedShards,
     StoredState,
@@ -84,7 +84,7 @@ class Checkpoints:
         self._keep = max(1, keep)
         self._prefix = folder
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-writer")
-        self._last: Future[ObjectRef] | None = None
+        self._last: Future[dict[str, Any]] | None = None
         self._last_weights: tuple[int, list[str]] | None = None
 
     def save(self, state: TrainerState, *, extra: Mapping[str, Any]) -> PendingCheckpoint:
@@ -104,14 +104,10 @@ class Checkpoints:
         share = _assign_tensors(state.tensors, rank=self._ranks.rank, size=self._ranks.size)
         pieces = [shard for shard in state.shards if shard.tensor.numel()]
         mine = {name: state.tensors[name] for name in share}
-        mine |= {piece_key(shard): shard.tensor for shard in pieces}
-        content = serialize_shard(mine)
-        described = {
-            "weights": digest_weights(mine),
-            "pieces": [describe_piece(shard) for shard in pieces],
-        }
+        mine |= {piece_key(shard.name, shard.offset): shard.tensor for shard in pieces}
+        file, described = ShardFile.of(mine), [describe_piece(shard) for shard in pieces]
         key = f"{folder}shard-{self._ranks.rank:05d}-of-{self._ranks.size:05d}.safetensors"
-        written = self._last = self._writer.submit(self._write_shard, key, content)
+        written = self._last = self._writer.submit(self._write_shard, key, file, described)
         header = {
             "format": SHARDED_FORMAT if state.shards else FORMAT,
             "policy_version": state.policy_version,
@@ -124,7 +120,6 @@ class Checkpoints:
             folder=folder,
             header=header,
             written=written,
-            described=described,
             check=self._compare_with_last,
         )
 
@@ -142,10 +137,19 @@ class Checkpoints:
             )
         self._last_weights = (version, weights)
 
-    def _write_shard(self, key: str, content: memoryview) -> ObjectRef:
+    def _write_shard(
+        self, key: str, file: ShardFile, pieces: list[dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Write this rank's shard, and return the manifest's entry of it."""
         failpoint("checkpoint.before_shard")
-        reference: ObjectRef = self._store.put_at(key, content)
-        return reference
+        reference: ObjectRef = self._store.put_at(key, file.content)
+        return {
+            "uri": reference.uri,
+            "digest": reference.digest.hex(),
+            "num_bytes": reference.num_bytes,
+            "weights": file.digest_weights(),
+            "pieces": pieces,
+        }
 
     def load(self, reference: CheckpointRef) -> RestoredCheckpoint:
         """Open a checkpoint, whatever the number of ranks that wrote it, and verify every byte. Its

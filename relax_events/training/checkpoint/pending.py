@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from relax_events.errors import ObjectError, RunFailed, StoreUnavailable
-from relax_events.events.parts import CheckpointRef, ObjectRef
+from relax_events.events.parts import CheckpointRef
 from relax_events.objects import ObjectStore
 from relax_events.runtime.failpoints import failpoint
 from relax_events.training.ranks import Ranks
@@ -36,12 +36,11 @@ class PendingCheckpoint:
         ranks: Ranks,
         folder: str,
         header: dict[str, Any],
-        written: Future[ObjectRef],
-        described: Mapping[str, Any],
+        written: Future[dict[str, Any]],
         check: Callable[[Mapping[str, Any]], None],
     ) -> None:
-        """Made by `Checkpoints.save`."""
-        self._described, self._check = described, check
+        """Made by `Checkpoints.save`; `written` gives the manifest's entry of this rank's shard."""
+        self._check = check
         self._store = store
         self._ranks = ranks
         self._folder = folder
@@ -96,23 +95,13 @@ class PendingCheckpoint:
         """Gather the shards' digests on rank 0, which writes the manifest and broadcasts its
         reference.
         """
-        shard = self._written.result()
-        mine = json.dumps(
-            {
-                "uri": shard.uri,
-                "digest": shard.digest.hex(),
-                "num_bytes": shard.num_bytes,
-                **self._described,
-            }
-        )
+        mine = json.dumps(self._written.result())
         shards = [json.loads(text) for text in self._ranks.all_gather_bytes(mine.encode())]
+        manifest = b""
         if self._ranks.rank == 0:
-            self._check(self._header | {"shards": shards})
-        manifest = (
-            json.dumps(self._header | {"shards": shards}, indent=1).encode()
-            if self._ranks.rank == 0
-            else b""
-        )
+            content = self._header | {"shards": shards}
+            self._check(content)
+            manifest = json.dumps(content, indent=1).encode()
         problem = self._write_manifest(manifest)
         if text := self._ranks.broadcast(
             problem.encode() if self._ranks.rank == 0 else None
@@ -136,7 +125,7 @@ class PendingCheckpoint:
         return ""
 
 
-def _state(written: Future[ObjectRef]) -> int:
+def _state(written: Future[dict[str, Any]]) -> int:
     if not written.done():
         return RUNNING
     return FAILED if written.cancelled() or written.exception() else WRITTEN

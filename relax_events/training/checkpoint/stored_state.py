@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,9 @@ class StoredPiece:
     shape: Shape
 
 
-def piece_key(shard: StateShard) -> str:
-    """Return the name of a piece in its file, which no other piece has."""
-    return f"{shard.name}@{','.join(map(str, shard.offset))}"
+def piece_key(name: str, offset: Shape) -> str:
+    """Return the name of a tensor's piece in its file, which no other piece has."""
+    return f"{name}@{','.join(map(str, offset))}"
 
 
 def describe_piece(shard: StateShard) -> dict[str, Any]:
@@ -99,14 +100,15 @@ class StoredState:
     def _add(self, entry: Mapping[str, Any]) -> None:
         name, offset = entry["name"], tuple(entry["offset"])
         self._shapes[name] = tuple(entry["global_shape"])
-        key = f"{name}@{','.join(map(str, offset))}"
-        self._pieces[name].append(StoredPiece(key, offset, tuple(entry["shape"])))
+        self._pieces[name].append(
+            StoredPiece(piece_key(name, offset), offset, tuple(entry["shape"]))
+        )
 
     def _require_whole(self) -> None:
         """Require that the pieces of each tensor have all of its elements."""
         for name, pieces in self._pieces.items():
-            held = sum(_count(piece.shape) for piece in pieces)
-            if held != (wanted := _count(self._shapes[name])):
+            held = sum(prod(piece.shape) for piece in pieces)
+            if held != (wanted := prod(self._shapes[name])):
                 raise MismatchedShards(
                     f"{name} must have {wanted} elements, its pieces have {held}"
                 )
@@ -148,10 +150,3 @@ class StoredState:
             values = cut(self._files.read(piece.key), offset=inside, shape=common)
             cut(target, offset=ours, shape=common).copy_(values)
         return target
-
-
-def _count(shape: Shape) -> int:
-    number = 1
-    for length in shape:
-        number *= length
-    return number
