@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import safetensors.torch
 import torch
@@ -21,6 +21,7 @@ from relax_events.runtime.failpoints import failpoint
 from relax_events.weights.delta import POSITIONS, VALUES, compute_delta
 from relax_events.weights.manifest import Base, TensorEntry, WeightManifest, tensor_header
 
+Item = TypeVar("Item")
 PREFIX = "weights/"
 MAX_FILE_BYTES = 1024**3
 """Tensors are grouped into files of about this size; the writer holds one such file in memory
@@ -192,16 +193,28 @@ def _folder(policy_version: int) -> str:
 
 def split_into_files(tensors: Mapping[str, Tensor], *, max_file_bytes: int) -> Iterable[list[str]]:
     """Split the names, in order, into files; a tensor above the limit gets a file of its own."""
-    share: list[str] = []
+    return split_by_bytes(
+        sorted(tensors), lambda name: tensors[name].nbytes, max_bytes=max_file_bytes
+    )
+
+
+def split_by_bytes(
+    items: Iterable[Item], size_of: Callable[[Item], int], *, max_bytes: int
+) -> Iterator[list[Item]]:
+    """Yield the items, in order, in parts of at most so many bytes; a larger item is a part of its
+    own.
+    """
+    part: list[Item] = []
     num_bytes = 0
-    for name in sorted(tensors):
-        if share and num_bytes + tensors[name].nbytes > max_file_bytes:
-            yield share
-            share, num_bytes = [], 0
-        share.append(name)
-        num_bytes += tensors[name].nbytes
-    if share:
-        yield share
+    for item in items:
+        size = size_of(item)
+        if part and num_bytes + size > max_bytes:
+            yield part
+            part, num_bytes = [], 0
+        part.append(item)
+        num_bytes += size
+    if part:
+        yield part
 
 
 def dtype_name(tensor: Tensor) -> str:

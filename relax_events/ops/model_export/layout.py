@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from relax_events.errors import WeightsError
 from relax_events.models.parameters import ModelParameters
+from relax_events.weights.artifact_writer import split_by_bytes
 from relax_events.weights.tensor_files import TensorLayout
 
 OTHER_PARTS = ("talker.", "code2wav.")
@@ -198,16 +199,9 @@ def split_into_shards(
     """Split tensors, in order, into files of at most this size; a larger tensor gets a file of its
     own.
     """
-    shard: list[ExportedTensor] = []
-    num_bytes = 0
-    for tensor in tensors:
-        if shard and num_bytes + tensor.layout.num_bytes > max_shard_bytes:
-            yield shard
-            shard, num_bytes = [], 0
-        shard.append(tensor)
-        num_bytes += tensor.layout.num_bytes
-    if shard:
-        yield shard
+    return split_by_bytes(
+        tensors, lambda tensor: tensor.layout.num_bytes, max_bytes=max_shard_bytes
+    )
 
 
 def count_trained(tensors: list[ExportedTensor]) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from relax_events.weights.artifact_writer import split_by_bytes
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -28,13 +30,4 @@ def split_into_buckets(tensors: Mapping[str, Tensor], *, max_bytes: int) -> Iter
     """Yield the names in order, in parts of at most so many bytes; a larger tensor is a part of its
     own.
     """
-    part: list[str] = []
-    num_bytes = 0
-    for name, tensor in tensors.items():
-        if part and num_bytes + tensor.nbytes > max_bytes:
-            yield part
-            part, num_bytes = [], 0
-        part.append(name)
-        num_bytes += tensor.nbytes
-    if part:
-        yield part
+    return split_by_bytes(tensors, lambda name: tensors[name].nbytes, max_bytes=max_bytes)
