@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from relax_events.errors import ConfigError, EnvironmentProblem, WeightsError
-from relax_events.models.base_digest import compute_base_digest
+from relax_events.models.base_digest import compute_base_digest, require_same_base
+from relax_events.models.causal_lm import replace_weights
 from relax_events.models.families import Family
 
 if TYPE_CHECKING:
@@ -108,10 +109,10 @@ class Adapters:
 
     @torch.no_grad()
     def initialise(self, *, seed: int) -> None:
-        """Draw A evenly from +-1 / sqrt(its columns), and set B to 0, so that the adapters have no
-        effect: the same bits for a seed on any device and rank.
+        """Sample A uniformly from +-1 / sqrt(its columns), and set B to 0, so that the adapters have
+        no effect: the same bits for a seed on any device and rank.
 
-        Source: LoRA, section 4.1 (arXiv 2106.09685); `peft` draws A from the same range.
+        Source: LoRA, section 4.1 (arXiv 2106.09685); `peft` samples A from the same range.
         """
         generator = torch.Generator().manual_seed(seed)
         for name in sorted(self.parameters):
@@ -119,7 +120,7 @@ class Adapters:
             if ".lora_B." in name:
                 parameter.zero_()
             else:
-                parameter.copy_(_draw(parameter, generator))
+                parameter.copy_(_sample_uniform(parameter, generator))
 
     @contextmanager
     def randomised(self) -> Iterator[None]:
@@ -128,7 +129,7 @@ class Adapters:
         generator = torch.Generator().manual_seed(PROBE_SEED)
         with torch.no_grad():
             for parameter in self.parameters.values():
-                parameter.copy_(_draw(parameter, generator))
+                parameter.copy_(_sample_uniform(parameter, generator))
         try:
             yield
         finally:
@@ -158,12 +159,37 @@ class Adapters:
         Raises:
             WeightsError: They were not.
         """
-        if base_digest and base_digest != self.base_digest:
-            raise WeightsError(
-                f"the adapters were trained on a base model with digest {base_digest.hex()}, and "
-                f"the one in {self._path} has {self.base_digest.hex()}; put the trainer's base "
-                "model there"
+        if base_digest:  # one's own is computed from the whole folder, when it is needed
+            require_same_base(
+                base_digest,
+                self.base_digest,
+                folder=self._path,
+                what="the adapters were trained on",
             )
+
+
+def replace_version(
+    module: nn.Module,
+    adapters: Adapters | None,
+    tensors: Mapping[str, Tensor],
+    *,
+    base_digest: bytes,
+) -> None:
+    """Load other weights of the same model, or other adapters of it; on an error the old ones stay.
+
+    Args:
+        module: The model.
+        adapters: In it; None where a version is all of its weights.
+        tensors: By Hugging Face name.
+        base_digest: Of the adapters' base model; empty for whole weights, or where unknown.
+    Raises:
+        WeightsError: A tensor is missing, unknown or of another shape, or the base model is
+            another one; the text names it.
+    """
+    if adapters is None:
+        replace_weights(module, tensors)
+    else:
+        adapters.replace(tensors, base_digest=base_digest)
 
 
 def base_state(adapters: Adapters | None) -> dict[str, Tensor]:
@@ -262,7 +288,7 @@ def _inject(module: nn.Module, config: LoRAConfig, targets: Mapping[str, nn.Line
     inject_adapter_in_model(settings, module, adapter_name=ADAPTER_NAME)
 
 
-def _draw(parameter: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw values of a parameter's shape in float32 on the CPU."""
+def _sample_uniform(parameter: Tensor, generator: torch.Generator) -> Tensor:
+    """Sample values of a parameter's shape in float32 on the CPU."""
     bound = 1 / math.sqrt(parameter.shape[1])
     return torch.rand(parameter.shape, generator=generator).mul_(2 * bound).sub_(bound)

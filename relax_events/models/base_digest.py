@@ -10,7 +10,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from relax_events.errors import ConfigError
+from relax_events.errors import ConfigError, WeightsError
 
 CONFIG_FILE = "config.json"
 
@@ -31,6 +31,24 @@ def compute_base_digest(folder: Path) -> bytes:
         raise ConfigError(
             f"the base model in {folder} can't be read: {error}; set model.path to its folder"
         ) from error
+
+
+def require_same_base(theirs: bytes, own: bytes, *, folder: Path, what: str) -> None:
+    """Require that adapters were trained on the base model that is here.
+
+    Args:
+        theirs: Digest of the adapters' base model; empty where unknown.
+        own: Digest of the base model here.
+        folder: Holds the base model here.
+        what: Begins the error's text and names the adapters.
+    Raises:
+        WeightsError: They were not.
+    """
+    if theirs and theirs != own:
+        raise WeightsError(
+            f"{what} a base model with digest {theirs.hex()}, and the one in {folder} has "
+            f"{own.hex()}; put the trainer's base model there"
+        )
 
 
 @lru_cache(maxsize=4)

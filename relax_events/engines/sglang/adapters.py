@@ -17,7 +17,7 @@ from relax_events.config import LoRAConfig, ModelConfig
 from relax_events.engines.sglang.checkpoint import ModelFolder
 from relax_events.errors import WeightsError
 from relax_events.models.adapter_merge import adapter_names, list_adapted_modules, merge_matrix
-from relax_events.models.base_digest import compute_base_digest
+from relax_events.models.base_digest import compute_base_digest, require_same_base
 from relax_events.weights import Weights
 
 
@@ -52,12 +52,12 @@ class AdapterMerge:
             WeightsError: The adapters are another model's, or no adapters; the text names the
                 tensor.
         """
-        if weights.base_digest and weights.base_digest != self.base_digest:
-            raise WeightsError(
-                f"policy version {weights.policy_version} has adapters of a base model with digest "
-                f"{weights.base_digest.hex()}, and the one in {self.folder.path} has "
-                f"{self.base_digest.hex()}; put the trainer's base model there"
-            )
+        require_same_base(
+            weights.base_digest,
+            self.base_digest,
+            folder=self.folder.path,
+            what=f"policy version {weights.policy_version} has adapters of",
+        )
         tensors = self.folder.tensors()
         for module in list_adapted_modules(weights.tensors):
             down, up = (weights.tensors[name] for name in adapter_names(module))

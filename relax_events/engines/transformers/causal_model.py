@@ -24,13 +24,8 @@ from relax_events.events.routed_experts import ExpertShape
 from relax_events.media.model_inputs import MediaSequence
 from relax_events.media.token_layout import MediaLayout
 from relax_events.models.adapter_folder import read_adapter_tensors
-from relax_events.models.adapters import Adapters, published_parameters
-from relax_events.models.causal_lm import (
-    attention_kinds,
-    choose_device,
-    load_causal_lm,
-    replace_weights,
-)
+from relax_events.models.adapters import Adapters, published_parameters, replace_version
+from relax_events.models.causal_lm import attention_kinds, choose_device, load_causal_lm
 from relax_events.models.families import read_family
 from relax_events.models.routers import Routers, split_rows
 
@@ -219,10 +214,7 @@ class CausalModel:
             WeightsError: A tensor is missing, unknown or of another shape, or the base model is
                 another one; the text names it.
         """
-        if self._adapters is None:
-            replace_weights(self._module, tensors)
-        else:
-            self._adapters.replace(tensors, base_digest=base_digest)
+        replace_version(self._module, self._adapters, tensors, base_digest=base_digest)
 
     def offload(self) -> None:
         """Move the weights to the CPU and release the device's memory."""

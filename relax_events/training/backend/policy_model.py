@@ -23,8 +23,8 @@ from relax_events.config import ModelConfig
 from relax_events.errors import ConfigError
 from relax_events.events.routed_experts import ExpertShape
 from relax_events.media.model_inputs import MediaInputs
-from relax_events.models.adapters import Adapters
-from relax_events.models.causal_lm import attention_kinds, load_causal_lm, replace_weights
+from relax_events.models.adapters import Adapters, replace_version
+from relax_events.models.causal_lm import attention_kinds, load_causal_lm
 from relax_events.models.families import Family, read_family
 from relax_events.models.routers import Routers
 from relax_events.training.backend.chunked_head import ChunkedHead
@@ -328,10 +328,7 @@ class PolicyModel:
             WeightsError: A tensor is missing, unknown or of another shape, or the base model is
                 another one; the text names it.
         """
-        if self.adapters is None:
-            replace_weights(self.module, tensors)
-        else:
-            self.adapters.replace(tensors, base_digest=base_digest)
+        replace_version(self.module, self.adapters, tensors, base_digest=base_digest)
 
     @torch.no_grad()
     def _require_linear_head(self, path: Path) -> None:
