@@ -14,6 +14,7 @@ from relax_events.errors import ConfigError
 from relax_events.history.cluster import Cluster
 from relax_events.history.runs.listing import RunSummary, read_run, read_runs
 from relax_events.kafka.connection import Connection
+from relax_events.runtime.run_description import SHAPE_KEYS
 
 MAX_OPEN = 4
 LIST_SECONDS = 3.0
@@ -111,25 +112,10 @@ class RunRegistry:
         """Return the address of this cluster with the run's own shape of topics."""
         here = self._cluster.broker_with_address
         shape = settings.broker
-        return here.model_copy(
-            update={
-                name: getattr(shape, name)
-                for name in (
-                    "partitions_per_version",
-                    "queue_partitions",
-                    "replication_factor",
-                    "prompt_queue",
-                    "lease_seconds",
-                    "compression",
-                )
-            }
-        )
+        return here.model_copy(update={name: getattr(shape, name) for name in SHAPE_KEYS})
 
 
 def _row(run: RunSummary) -> dict[str, Any]:
-    reward = None
-    if run.state.steps:
-        reward = run.state.steps[-1].metrics.get("reward_mean")
     return {
         "run_id": run.run_id,
         "status": run.status,
@@ -138,7 +124,7 @@ def _row(run: RunSummary) -> dict[str, Any]:
         "started_at": run.started_at // 1000,
         "source": run.source,
         "num_records": run.num_records,
-        "reward": reward,
+        "reward": run.state.reward,
     }
 
 
