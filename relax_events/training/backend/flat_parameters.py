@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from relax_events.config import TrainerConfig
 from relax_events.models.adapters import published_parameters
-from relax_events.training.backend.state import StateSource, require_same_tensors
+from relax_events.training.backend.state import StateShard, StateSource, require_same_tensors
+from relax_events.training.ranks import Ranks
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -109,6 +110,10 @@ class FlatParameters:
         """Return the sum of all gradients."""
         return self.gradients.sum()
 
+    def reduce_gradients(self, ranks: Ranks) -> None:
+        """Sum the gradients over ranks. Collective."""
+        ranks.all_reduce(self.gradients)
+
     def normalise_gradients(self, normaliser: float) -> float:
         """Divide the gradients, and return their norm in float64's range."""
         self.gradients /= normaliser
@@ -151,6 +156,10 @@ class FlatParameters:
         return (
             named | frozen | {f"optimizer.step.{index}": step for index, step in enumerate(steps)}
         )
+
+    def shards(self) -> list[StateShard]:
+        """Return nothing: each rank holds whole tensors."""
+        return []
 
     def load(self, state: StateSource, *, without: Collection[str] = ()) -> None:
         """Load what `tensors` returned, and zero the gradients.

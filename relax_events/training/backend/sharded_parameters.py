@@ -166,6 +166,9 @@ class ShardedParameters:
                 assert isinstance(gradient, DTensor), f"the gradient of {name} is not sharded"
                 yield name, gradient
 
+    def reduce_gradients(self, ranks: Ranks) -> None:
+        """Do nothing: each backward pass has summed its gradients over ranks."""
+
     def normalise_gradients(self, normaliser: float) -> float:
         """Divide the gradients, and return their norm over all ranks. Collective."""
         squares = 0.0

@@ -416,8 +416,7 @@ class TorchBackend:
             raise RunFailed(
                 f"{name} holds no loss token on any rank; do its samples have completions?"
             )
-        if isinstance(self._flat, FlatParameters):
-            self._ranks.all_reduce(self._flat.gradients)
+        self._flat.reduce_gradients(self._ranks)
         grad_norm = self._flat.normalise_gradients(totals.num_units)
         if not math.isfinite(grad_norm):
             raise StepNotFinite(
@@ -465,7 +464,7 @@ class TorchBackend:
             tensors=self._flat.tensors()
             | generator_states(self._model.device)
             | base_state(self._model.adapters),
-            shards=self._flat.shards() if isinstance(self._flat, ShardedParameters) else (),
+            shards=self._flat.shards(),
         )
 
     def load_state(self, state: StateSource) -> None:
