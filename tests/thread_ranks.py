@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from relax_events.config.topology import Topology
@@ -18,13 +19,13 @@ DEADLINE_SECONDS = 60
 
 
 class ThreadRank(SingleRank):
-    """A rank of several that are threads of this process; without gradients."""
+    """A rank of several that are threads of this process."""
 
     def __init__(
         self, rank: int, topology: Topology, barrier: threading.Barrier, slots: list[Any]
     ) -> None:
         self.rank, self.size, self._topology = rank, topology.num_ranks, topology
-        self._barrier, self._slots = barrier, slots
+        self.barrier, self._slots = barrier, slots
 
     @property
     def topology(self) -> Topology:
@@ -33,9 +34,9 @@ class ThreadRank(SingleRank):
 
     def _swap(self, mine: Any) -> list[Any]:
         self._slots[self.rank] = mine
-        self._barrier.wait(DEADLINE_SECONDS)
+        self.barrier.wait(DEADLINE_SECONDS)
         everyone = list(self._slots)
-        self._barrier.wait(DEADLINE_SECONDS)
+        self.barrier.wait(DEADLINE_SECONDS)
         return everyone
 
     def all_gather(self, values: NDArray[np.generic]) -> NDArray[np.generic]:
@@ -55,17 +56,26 @@ class ThreadRank(SingleRank):
         shared: bytes = self._swap(data)[self.topology.data_leader(self.at.data)]
         return shared
 
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Replace the tensor by its sum over ranks."""
+        tensor.copy_(sum(self._swap(tensor.clone())))
+
+
+def make_ranks(topology: Topology) -> list[ThreadRank]:
+    """Return all ranks, in order; each is used by a thread of its own."""
+    barrier, slots = threading.Barrier(topology.num_ranks), [None] * topology.num_ranks
+    return [ThreadRank(rank, topology, barrier, slots) for rank in range(topology.num_ranks)]
+
 
 def run_ranks(topology: Topology, program: Callable[[ThreadRank], Result]) -> list[Result]:
     """Run a program on every rank at once; return the results in rank order."""
-    barrier, slots = threading.Barrier(topology.num_ranks), [None] * topology.num_ranks
-    ranks = [ThreadRank(rank, topology, barrier, slots) for rank in range(topology.num_ranks)]
+    ranks = make_ranks(topology)
 
     def call(rank: ThreadRank) -> Result:
         try:
             return program(rank)
         except BaseException:
-            barrier.abort()  # or the others would wait for this one
+            rank.barrier.abort()  # or the others would wait for this one
             raise
 
     with ThreadPoolExecutor(topology.num_ranks) as pool:

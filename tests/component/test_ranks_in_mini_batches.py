@@ -2,16 +2,15 @@
 rank.
 """
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 import torch
 
+from relax_events.config.topology import Topology
 from relax_events.training.backend.torch_backend import TorchBackend
 from relax_events.training.backend.weight_stream import collect_weights
-from relax_events.training.ranks import SingleRank
+from tests.thread_ranks import make_ranks
 from tests.unit.training.test_mini_batches import (
     SAMPLES,
     THREE_BY_TWO,
@@ -20,34 +19,6 @@ from tests.unit.training.test_mini_batches import (
     config_of,
     train,
 )
-
-
-class ThreadRank(SingleRank):
-    """A rank of several that are threads of this process."""
-
-    def __init__(self, rank, barrier, slots):
-        self.rank, self.size, self._barrier, self._positions = (
-            rank,
-            barrier.parties,
-            barrier,
-            slots,
-        )
-
-    def _exchange(self, mine):
-        self._positions[self.rank] = mine
-        self._barrier.wait(60)
-        everyone = list(self._positions)
-        self._barrier.wait(60)
-        return everyone
-
-    def all_gather(self, values):
-        return np.stack(self._exchange(values))
-
-    def all_gather_bytes(self, data):
-        return self._exchange(data)
-
-    def all_reduce(self, tensor):
-        tensor.copy_(sum(self._exchange(tensor.clone())))
 
 
 @pytest.mark.parametrize("num_first", [0, 2, 6])
@@ -59,10 +30,9 @@ def test_two_ranks_train_like_one_for_any_split_of_prompt_groups(num_first, max_
         "m2_threshold": 0.2,
     }
     trainer = THREE_BY_TWO | {"max_kl": max_kl}
-    barrier, slots = threading.Barrier(2), [None, None]
-    ranks = [ThreadRank(rank, barrier, slots) for rank in range(2)]
     both = [
-        TorchBackend(config_of(algorithm, trainer), ranks=one, dtype=torch.float64) for one in ranks
+        TorchBackend(config_of(algorithm, trainer), ranks=one, dtype=torch.float64)
+        for one in make_ranks(Topology.of(2))
     ]
     alone = backend(algorithm, trainer)
     shares = SAMPLES[:num_first], SAMPLES[num_first:]
