@@ -109,8 +109,8 @@ class Adapters:
 
     @torch.no_grad()
     def initialise(self, *, seed: int) -> None:
-        """Sample A uniformly from +-1 / sqrt(its columns), and set B to 0, so that the adapters have
-        no effect: the same bits for a seed on any device and rank.
+        """Sample A uniformly from +-1 / sqrt(its columns), and set B to 0, so that the adapters
+        have no effect: the same bits for a seed on any device and rank.
 
         Source: LoRA, section 4.1 (arXiv 2106.09685); `peft` samples A from the same range.
         """

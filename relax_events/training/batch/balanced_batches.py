@@ -82,7 +82,9 @@ class BalancedBatches(LiveBatches):
             efficiency=plan.efficiency,
             num_micro_batches=len(plan.micro_batches[data]),
             num_samples=len(received),
-            num_samples_sent=sum(ranks_by_sample[sample.place] != data for sample in self._samples),
+            num_samples_sent=sum(
+                ranks_by_sample[sample.sample_key] != data for sample in self._samples
+            ),
         )
         self._sizes, self._samples = [], []
         return [

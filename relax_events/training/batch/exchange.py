@@ -30,7 +30,7 @@ class EncodedSample:
     value: bytes
 
     @property
-    def place(self) -> tuple[str, int]:
+    def sample_key(self) -> tuple[str, int]:
         """Prompt group and index: what a plan names the sample by."""
         return self.prompt_group_id, self.index
 
@@ -52,7 +52,7 @@ def exchange_samples(
     kept: list[EncodedSample] = []
     leaving: dict[int, list[EncodedSample]] = {leader: [] for leader in topology.data_leaders()}
     for sample in own:
-        target = ranks_by_sample[sample.place]
+        target = ranks_by_sample[sample.sample_key]
         (kept if target == data else leaving[topology.data_leader(target)]).append(sample)
     received = ranks.exchange_bytes(
         [write_samples(leaving.get(rank, ())) for rank in range(ranks.size)]
@@ -62,7 +62,7 @@ def exchange_samples(
     if topology.model > 1:
         mine = write_samples(kept) if ranks.at.is_data_leader else None
         kept = list(read_samples(ranks.share_with_peers(mine)))
-    return {sample.place: sample for sample in kept}
+    return {sample.sample_key: sample for sample in kept}
 
 
 def write_samples(samples: Sequence[EncodedSample]) -> bytes:

@@ -34,7 +34,7 @@ class GroupSize:
 
 @dataclass(frozen=True, slots=True)
 class PlannedSample:
-    """A sample's place in the step: `index` counts the samples of its prompt group."""
+    """A sample of the step: `index` counts the samples of its prompt group."""
 
     prompt_group_id: str
     index: int

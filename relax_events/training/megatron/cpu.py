@@ -1,6 +1,6 @@
 """Runs megatron-core on a machine without a GPU, over gloo.
 
-megatron-core calls torch.cuda at many places and has no setting for the CPU. Here these calls get
+megatron-core calls torch.cuda in many functions and has no setting for the CPU. These calls get
 equivalents on the CPU; no file of megatron-core is changed, and with a GPU nothing is replaced.
 Every replacement is needed: each one left out breaks a pipeline, a mixture of experts or every
 model.

@@ -32,13 +32,13 @@ Box = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A rectangle of a Hugging Face tensor, and its place in a shard.
+    """A rectangle of a Hugging Face tensor, and the rectangle of a shard that holds it.
 
     Attributes:
         name: In transformers.
-        source: Its place in the tensor. An expert's has one more dimension than `target`, of
+        source: In the tensor. An expert's has one more dimension than `target`, of
             length 1.
-        target: Its place in the shard.
+        target: In the shard.
     """
 
     name: str

@@ -172,15 +172,15 @@ def deal_recorded(step: TrainStepCommitted, *, num_ranks: int) -> list[Committed
     )
     recorded = list(zip(ranks, numbers, strict=True))
     if max(ranks, default=0) + 1 == num_ranks:
-        places = {place: place for place in recorded}
+        assigned = {recorded_at: recorded_at for recorded_at in recorded}
     else:
-        places = {
-            place: (index % num_ranks, index // num_ranks)
-            for index, place in enumerate(dict.fromkeys(recorded))
+        assigned = {
+            recorded_at: (index % num_ranks, index // num_ranks)
+            for index, recorded_at in enumerate(dict.fromkeys(recorded))
         }
     return [
-        CommittedSample(sample_id, (partition, offset), *places[place])
-        for sample_id, partition, offset, place in zip(
+        CommittedSample(sample_id, (partition, offset), *assigned[recorded_at])
+        for sample_id, partition, offset, recorded_at in zip(
             step.sample_ids, partitions, offsets, recorded, strict=True
         )
     ]
