@@ -174,6 +174,9 @@ class TelemetryConfig(Section):
     `RELAX_NOTIFICATION_URLS`."""
     tracker_project: Text = "relax-events"
     """Project or experiment under which trackers group runs."""
+    dashboard: bool = True
+    """Whether `relax run` offers the run's page on the loopback address. Its server starts
+    when a browser connects. A run whose broker asks for credentials never offers it."""
     traces: TracesConfig = TracesConfig()
 
     @model_validator(mode="before")

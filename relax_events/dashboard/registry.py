@@ -12,7 +12,7 @@ from relax_events.dashboard.details import LagReader, list_dead_letters
 from relax_events.dashboard.run_reader import RunReader
 from relax_events.errors import ConfigError
 from relax_events.history.cluster import Cluster
-from relax_events.history.runs.listing import RunSummary, read_run, read_runs
+from relax_events.history.runs.listing import RunLister, RunSummary, read_run
 from relax_events.kafka.connection import Connection
 from relax_events.runtime.run_description import SHAPE_KEYS
 
@@ -56,6 +56,7 @@ class RunRegistry:
         """
         self._cluster, self._given = cluster, first
         self._connection: Connection = cluster.connection(name="dashboard")
+        self._lister = RunLister(self._connection)
         self._open: dict[str, OpenRun] = {}
         self._lock = threading.Lock()
         self._listed: list[dict[str, Any]] = []
@@ -75,7 +76,7 @@ class RunRegistry:
         """Return the runs of the cluster, the newest first."""
         with self._lock:
             if time.monotonic() - self._listed_at > LIST_SECONDS:
-                found = read_runs(self._connection).values()
+                found = self._lister.read().values()
                 ordered = sorted(found, key=lambda run: run.started_at, reverse=True)
                 self._listed = [_row(run) for run in ordered]
                 self._listed_at = time.monotonic()

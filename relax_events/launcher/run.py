@@ -29,6 +29,7 @@ from relax_events.kafka.embedded import BrokerBusy
 from relax_events.kafka.schema_registry import open_codec
 from relax_events.launcher.fork_client import ForkServer
 from relax_events.launcher.managed_process import Progress
+from relax_events.launcher.run_page import offer_page
 from relax_events.launcher.session_events import SessionEvents
 from relax_events.launcher.supervisor import Supervisor
 from relax_events.launcher.weights_fit import require_fitting_model
@@ -131,7 +132,11 @@ class RunSession:
             )
             admin = Admin(replace(lag_connection, request_timeout_seconds=LAG_TIMEOUT_SECONDS))
             stack.callback(admin.close)
-            supervisor = Supervisor(self._config, self._write_resolved(), starter)
+            resolved = self._write_resolved()
+            stack.enter_context(
+                offer_page(self._config, run_file=resolved, show=display.show_address)
+            )
+            supervisor = Supervisor(self._config, resolved, starter)
             follower = self._follow(stack)
             require_fitting_model(self._config, follower.latest)
             self._events = stack.enter_context(

@@ -39,6 +39,9 @@ class ProgressOutput(Protocol):
     def print_line(self, text: str) -> None:
         """Print a permanent line."""
 
+    def show_address(self, address: str) -> None:
+        """Show where the run's page is."""
+
     def close(self) -> None:
         """Keep what was shown last, and restore the stream."""
 
@@ -94,6 +97,10 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         """Print a line above the live panel."""
         self._surface.print_line(text)
 
+    def show_address(self, address: str) -> None:
+        """Show where the run's page is."""
+        self._surface.show_address(address)
+
     def __exit__(
         self,
         kind: type[BaseException] | None,
@@ -129,7 +136,7 @@ class PanelOutput:
         self._config, self._clock = config, clock
         self._console = Console(file=stream, force_terminal=True)
         self._live: Live | None = None
-        self._opened = clock()
+        self._opened, self._address = clock(), ""
 
     def show(
         self, metrics: ProgressMetrics, workers: list[WorkerRow], *, lag: Lag, is_last: bool
@@ -146,6 +153,7 @@ class PanelOutput:
             workers=workers,
             lag=lag,
             num_slots=count_slots(self._config.run.max_staleness),
+            address=self._address,
         )
         if self._live is None:
             self._live = Live(console=self._console, auto_refresh=False, vertical_overflow="crop")
@@ -155,6 +163,10 @@ class PanelOutput:
     def print_line(self, text: str) -> None:
         """Print a line above the panel."""
         self._console.print(printable(text), markup=False, highlight=False)
+
+    def show_address(self, address: str) -> None:
+        """Keep the address at the foot of the panel."""
+        self._address = address
 
     def close(self) -> None:
         """Keep the last panel and restore the cursor."""
@@ -195,6 +207,10 @@ class LineOutput:
     def print_line(self, text: str) -> None:
         """Print a line."""
         print(printable(text), file=self._stream, flush=True)
+
+    def show_address(self, address: str) -> None:
+        """Print it."""
+        self.print_line(f"watch this run: {address}")
 
     def close(self) -> None:
         """Leave the stream as it is."""

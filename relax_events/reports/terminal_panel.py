@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 
 from rich.box import ASCII2, ROUNDED, SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, Group, RenderableType
@@ -17,6 +19,9 @@ from relax_events.topics import compute_slot
 
 BLOCKS = "".join(chr(0x2581 + height) for height in range(8))
 ASCII_BLOCKS = " .:-=+*#"
+PHASE_STYLES = ("bright_black", "cyan", "green", "yellow", "magenta", "blue")
+ASCII_PHASES = ".#=+*-"
+MIN_BAR, MAX_BAR = 12, 40
 FRAME_ROWS = 6
 TABLE_HEAD_ROWS = 3
 MIN_WORKER_ROWS, MAX_ENGINE_ROWS = 3, 8
@@ -40,6 +45,7 @@ class ProgressPanel:
     workers: Sequence[WorkerRow]
     lag: Mapping[str, Mapping[int, int]]
     num_slots: int
+    address: str = ""
 
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
@@ -48,6 +54,7 @@ class ProgressPanel:
         stay.
         """
         room = options.max_height - FRAME_ROWS - TABLE_HEAD_ROWS
+        room -= bool(self.address) + bool(self.metrics.phase_ratios)
         tables: list[Table] = []
         for table in (self._lag_table(options.max_width), self._engine_table(options.max_width)):
             if table and room >= MIN_WORKER_ROWS + table.row_count + TABLE_HEAD_ROWS:
@@ -72,19 +79,26 @@ class ProgressPanel:
             Text(f"step {metrics.step}/{metrics.num_steps}", "bold"),
             bar,
             f"{done:.0%}",
-            f"ETA {format_clock(metrics.remaining_seconds)}",
+            f"ETA {format_clock(metrics.remaining_seconds)}{format_end(metrics.remaining_seconds)}",
         )
         first, pace = format_learning(metrics), format_pace(metrics)
         spark = sparkline(
             metrics.rewards[-max(inner - first.cell_len - 2, 0) :],
             blocks=ASCII_BLOCKS if options.ascii_only else BLOCKS,
         )
-        body = Group(
+        lines: list[RenderableType] = [
             head,
             Text.assemble(first, "  ", (spark, "cyan"), no_wrap=True),
             pace,
             format_outcomes(metrics),
-        )
+        ]
+        if metrics.phase_ratios:
+            lines.append(
+                draw_phases(metrics.phase_ratios, width=inner, ascii_only=options.ascii_only)
+            )
+        if self.address:
+            lines.append(Text(f"watch: {self.address}", "dim", no_wrap=True, overflow="ellipsis"))
+        body = Group(*lines)
         title, box = (
             Text(f"relax run {self.run_id}", "bold"),
             ASCII2 if options.ascii_only else ROUNDED,
@@ -214,6 +228,37 @@ def sparkline(values: Sequence[float], *, blocks: str = BLOCKS) -> str:
         blocks[min(int((value - low) / (high - low) * len(blocks)), len(blocks) - 1)]
         for value in values
     )
+
+
+def draw_phases(ratios: Mapping[str, float], *, width: int, ascii_only: bool = False) -> Text:
+    """Draw the trainer's phases as one bar with their shares behind it; the smallest shares are
+    omitted where space is short.
+    """
+    styles = dict(zip(ratios, itertools.cycle(PHASE_STYLES), strict=False))
+    legend = Text()
+    for phase, ratio in sorted(ratios.items(), key=lambda item: -item[1]):
+        part = f"  {phase.replace('_', '+')} {ratio:.0%}"
+        if legend.cell_len + len(part) > width - MIN_BAR:
+            break
+        legend.append(part, styles[phase])
+    length = min(width - legend.cell_len, MAX_BAR)
+    bar, begin, reached = Text(), 0, 0.0
+    for number, (phase, ratio) in enumerate(ratios.items()):
+        reached += ratio
+        until = min(round(reached * length), length)
+        block = ASCII_PHASES[number % len(ASCII_PHASES)] if ascii_only else BLOCKS[-1]
+        bar.append(block * (until - begin), styles[phase])
+        begin = until
+    return Text.assemble(bar, legend, no_wrap=True)
+
+
+def format_end(remaining_seconds: float | None) -> str:
+    """Format the local time at which a run will end, as ` (17:42)`; nothing when it is unknown."""
+    if remaining_seconds is None:
+        return ""
+    end = datetime.now().astimezone() + timedelta(seconds=remaining_seconds)
+    is_today = end.date() == datetime.now().astimezone().date()
+    return f" ({end:%H:%M})" if is_today else f" ({end:%b %d %H:%M})"
 
 
 def format_clock(seconds: float | None) -> str:

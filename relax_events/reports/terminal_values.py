@@ -26,6 +26,7 @@ class ProgressMetrics:
     `reward`, `loss`, `kl_estimate` and the staleness are the newest step's; `rewards` are those of
     the last steps, oldest first. Rates and the remaining time come from the last steps that were
     committed since the display was opened, so the pause before a resumed session does not count.
+    `phase_ratios` are the shares of the trainer's time over the same steps, by phase.
     """
 
     step: int
@@ -42,6 +43,7 @@ class ProgressMetrics:
     remaining_seconds: float | None
     outcomes: Mapping[str, int]
     num_lagging: int
+    phase_ratios: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def learning_metrics(self) -> Mapping[str, float | None]:
@@ -96,7 +98,18 @@ class ProgressMetrics:
             else None,
             outcomes=dict(state.outcomes),
             num_lagging=sum(count for slots in lag.values() for count in slots.values()),
+            phase_ratios=phase_ratios(counted),
         )
+
+
+def phase_ratios(steps: Sequence[TrainStepCommitted]) -> dict[str, float]:
+    """Return each phase's share of the trainer's time over these steps; nothing without a step."""
+    seconds: dict[str, float] = {}
+    for step in steps:
+        for phase, spent in step.phase_seconds.items():
+            seconds[phase] = seconds.get(phase, 0.0) + spent
+    total = sum(seconds.values())
+    return {phase: spent / total for phase, spent in seconds.items()} if total > 0 else {}
 
 
 def recent_steps(steps: Sequence[TrainStepCommitted]) -> tuple[Sequence[TrainStepCommitted], float]:

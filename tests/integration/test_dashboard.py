@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from event_samples import changed, ready, rolled_out, scored
 from written_run import WrittenRun
@@ -25,6 +26,7 @@ from relax_events.dashboard.server import build_server, build_url, open_port
 from relax_events.events.parts import ChatMessage, Outcome
 from relax_events.history.cluster import Cluster
 from relax_events.kafka.records import ProducerRecord
+from relax_events.launcher.run_page import RunPage, offer_page
 from tests.chromium import Chromium, find_chromium
 
 A, B, C = "000000-0000-0", "000000-0001-0", "000001-0000-0"
@@ -385,3 +387,50 @@ def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
         pytest.skip(f"npm can't fetch {AXE}")
     shutil.unpack_archive(next(folder.glob("*.tgz")), folder)
     return (Path(folder) / "package" / "axe.min.js").read_text()
+
+
+def test_page_beside_a_run_starts_when_someone_connects_and_ends_with_the_run(
+    written: WrittenRun, tmp_path: Path
+) -> None:
+    run_file = tmp_path / "run.json"
+    run_file.write_text(written.config.model_dump_json())
+    config = written.config
+    (config.run_directory / "logs").mkdir(exist_ok=True)
+    addresses: list[str] = []
+    with offer_page(config, run_file=run_file, show=addresses.append):
+        assert servers_of(run_file) == []
+        address = addresses[0].partition("/?")[0]
+        assert addresses[0].endswith(f"/?run={config.run.id}")
+        until(lambda: summary(address, written)["policy_version"] == 1)
+        low = min(psutil.Process().nice() + 10, 19)
+        assert [psutil.Process(pid).nice() for pid in servers_of(run_file)] == [low]
+    assert servers_of(run_file) == []
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(address, timeout=5)
+
+
+def servers_of(run_file: Path) -> list[int]:
+    """Return the processes that serve a run file's page."""
+    return [
+        process.pid
+        for process in psutil.process_iter(["cmdline"])
+        if str(run_file) in (process.info["cmdline"] or [])
+    ]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"telemetry": {"dashboard": False}},
+        {"broker": {"username": "someone"}},
+        {"broker": {"client": {"security.protocol": "SSL"}}},
+    ],
+)
+def test_run_offers_no_page_where_it_is_turned_off_or_the_broker_asks_for_credentials(
+    written: WrittenRun, tmp_path: Path, changes: dict[str, dict[str, Any]]
+) -> None:
+    config = written.config
+    for section, values in changes.items():
+        changed_section = getattr(config, section).model_copy(update=values)
+        config = config.model_copy(update={section: changed_section})
+    assert RunPage.open(config, run_file=tmp_path / "run.json") is None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,16 +16,18 @@ from relax_events.errors import BrokerRefused, ConfigError
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import Command, TopicOffset, WorkerState, now_micros
 from relax_events.events.types import Event, RunCommanded, WorkerHeartbeat
+from relax_events.history.runs import listing
 from relax_events.history.runs.deletion import delete_run, plan_deletion, require_deletable
 from relax_events.history.runs.details import read_details
-from relax_events.history.runs.listing import read_run, read_runs
+from relax_events.history.runs.listing import RunLister, parse_run_id, read_run, read_runs
 from relax_events.history.runs.replay import resolve_parent
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.inventory import Inventory
 from relax_events.kafka.leases import Lease
+from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.producer import RecordProducer
-from relax_events.kafka.records import ProducerRecord
+from relax_events.kafka.records import ProducerRecord, Record
 from relax_events.kafka.share_leases import ShareGroupLeases
 from relax_events.objects import ObjectStore
 from relax_events.objects.marker import MARKER, claim_store
@@ -343,3 +345,59 @@ def test_replay_of_a_replay_names_the_run_that_has_the_rollouts(
         match=rf"run {run_id} is itself a replay, of origin, and has no rollouts of its own; replay origin",
     ):
         resolve_parent(apply_run(run={"id": f"{run_id}-r"}, parent={"run": run_id}))
+
+
+def test_lister_reads_only_what_was_added(
+    apply_run: ApplyRun,
+    connection: Connection,
+    producer: RecordProducer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = apply_run()
+    run_id = config.run.id
+    write(producer, config, "control.commands", build_run_description(config))
+    write(
+        producer,
+        config,
+        "control.train-steps",
+        *(committed(step, metrics={"reward_mean": step / 100}) for step in range(10)),
+    )
+    decoded: list[tuple[str, int]] = []
+    plain = listing.decode_records
+
+    def counted(
+        reader: LogReader, spans: dict[tuple[str, int], tuple[int, int]]
+    ) -> Iterator[tuple[Record, Event]]:
+        for record, event in plain(reader, spans):
+            if parse_run_id(record.topic) == run_id:
+                decoded.append((record.topic, record.offset))
+            yield record, event
+
+    monkeypatch.setattr(listing, "decode_records", counted)
+    lister = RunLister(connection)
+    first = lister.read()[run_id]
+    assert (first.num_steps, first.num_records, len(decoded)) == (10, 11, 11)
+    write(producer, config, "control.train-steps", committed(10, metrics={"reward_mean": 0.5}))
+    second = lister.read()[run_id]
+    assert (second.num_steps, second.state.reward, second.num_records) == (11, 0.5, 12)
+    assert len(decoded) == 12
+    assert second.started_at == first.started_at
+    assert second.config is not None
+    lister.read()
+    assert len(decoded) == 12
+
+
+def test_lister_starts_afresh_when_a_run_is_made_again_under_its_id(
+    apply_run: ApplyRun, run_id: str, connection: Connection, producer: RecordProducer
+) -> None:
+    config = apply_run(run={"id": run_id})
+    write(producer, config, "control.commands", build_run_description(config))
+    write(producer, config, "control.train-steps", *(committed(step) for step in range(5)))
+    lister = RunLister(connection)
+    assert lister.read()[run_id].num_steps == 5
+    Inventory(connection).delete_topics(sorted(lister.read()[run_id].topics))
+    turn_until(lambda: run_id not in lister.read())
+    config = apply_run(run={"id": run_id})
+    write(producer, config, "control.train-steps", committed(0))
+    assert lister.read()[run_id].num_steps in (0, 1)
+    assert lister.read()[run_id].description is None

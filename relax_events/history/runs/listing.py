@@ -5,13 +5,14 @@ workers.
 from __future__ import annotations
 
 import difflib
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import structlog
 
 from relax_events.config import RunConfig, WorkersConfig
-from relax_events.errors import BrokerRefused, ConfigError, CorruptRecord, SchemaError
+from relax_events.errors import BrokerError, BrokerRefused, ConfigError, CorruptRecord, SchemaError
 from relax_events.events.codec import EventCodec, UnknownFingerprint
 from relax_events.events.parts import WorkerState, now_micros
 from relax_events.events.types import Event, RunDescribed
@@ -33,6 +34,7 @@ TAIL_OFFSETS = 64
 """A commit takes two offsets, its record and the transaction marker; so this many hold the newest
 step, unless many attempts failed in a row."""
 DEFAULT_HUNG_SECONDS = WorkersConfig().heartbeat_timeout_seconds
+AFRESH_SECONDS = 300.0
 PartitionKey = tuple[str, int]
 
 
@@ -149,6 +151,57 @@ def read_runs(
     return {}
 
 
+class RunLister:
+    """Lists the runs of a cluster again and again; each time it reads only what was added to their
+    logs. It starts afresh every few minutes: a run may be deleted and its id used again.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._runs: dict[str, RunSummary] = {}
+        self._positions: dict[PartitionKey, int] = {}
+        self._started_at = 0.0
+
+    def read(self) -> dict[str, RunSummary]:
+        """Return the runs by id, as `read_runs` does.
+
+        Raises:
+            BrokerUnavailable: The log could not be read.
+        """
+        if time.monotonic() - self._started_at > AFRESH_SECONDS:
+            self._forget()
+        for attempt in range(ATTEMPTS):
+            try:
+                return self._read_more()
+            except BrokerRefused:  # a run is deleted meanwhile
+                self._forget()
+                if attempt + 1 == ATTEMPTS:
+                    raise
+            except BrokerError:
+                self._forget()  # some events are applied, and others are not
+                raise
+        return {}
+
+    def _forget(self) -> None:
+        self._runs, self._positions = {}, {}
+        self._started_at = time.monotonic()
+
+    def _read_more(self) -> dict[str, RunSummary]:
+        there, kept = _list_runs(self._connection, ()), set[str]()
+        for run_id, run in there.items():
+            known = self._runs.get(run_id)
+            if known is not None and known.topics.keys() <= run.topics.keys():
+                run.state, run.started_at = known.state, known.started_at
+                kept |= known.topics.keys()
+        positions = {key: at for key, at in self._positions.items() if key[0] in kept}
+        ends = _read_logs(self._connection, there, with_progress=True, positions=positions)
+        if any(ends[key] < at for key, at in positions.items()):
+            self._forget()  # a topic was made again under its name
+            return self._read_more()
+        self._runs, self._positions = there, ends
+        return there
+
+
 def _list_runs(connection: Connection, only: Collection[str]) -> dict[str, RunSummary]:
     topics: dict[str, dict[str, int]] = {}
     for name, num_partitions in Inventory(connection).topics(PREFIX).items():
@@ -178,8 +231,13 @@ def read_run(connection: Connection, run_id: str) -> RunSummary:
 
 
 def _read_logs(
-    connection: Connection, runs: Mapping[str, RunSummary], *, with_progress: bool
-) -> None:
+    connection: Connection,
+    runs: Mapping[str, RunSummary],
+    *,
+    with_progress: bool,
+    positions: Mapping[PartitionKey, int] | None = None,
+) -> dict[PartitionKey, int]:
+    """Read the logs of runs from these positions on, and return the positions that follow."""
     admin, reader = Admin(connection), LogReader(connection)
     try:
         topic_partitions = [
@@ -211,6 +269,12 @@ def _read_logs(
             runs[parse_run_id(topic_partition[0])].num_records += (
                 ends[topic_partition] - begins[topic_partition]
             )
+        at = positions or {}
+        spans = {
+            key: (start, end)
+            for key, (begin, end) in spans.items()
+            if (start := max(begin, at.get(key, 0))) < end
+        }
         for record, event in decode_records(reader, spans):
             if not belongs_on(TopicPlan.parse_entity(record.topic), event):
                 log.warning(
@@ -223,6 +287,7 @@ def _read_logs(
                 run.started_at = min(
                     run.started_at or record.timestamp_ms * 1000, record.timestamp_ms * 1000
                 )
+        return ends
     finally:
         reader.close()
         admin.close()

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from io import StringIO
 
 import pytest
@@ -14,11 +15,17 @@ from relax_events.projections.run_state import RunState
 from relax_events.reports.terminal import ProgressDisplay
 from relax_events.reports.terminal_panel import (
     ProgressPanel,
+    draw_phases,
     format_clock,
     select_workers,
     sparkline,
 )
-from relax_events.reports.terminal_values import ProgressMetrics, WorkerRow, WorkerTable
+from relax_events.reports.terminal_values import (
+    ProgressMetrics,
+    WorkerRow,
+    WorkerTable,
+    phase_ratios,
+)
 from tests.unit.run_events import make_heartbeat, run_config, train_step
 
 LAG = {"reward": {0: 1, 1: 2}, "trainer": {1: 9}}
@@ -183,6 +190,8 @@ def sampled(
     num_slots: int = 4,
     encoding: str = "utf-8",
     engine: Mapping[str, float] = {},
+    phases: Mapping[str, float] = {},
+    address: str = "",
 ) -> list[str]:
     """Return the panel's lines in a window of this size."""
     workers = [
@@ -197,10 +206,11 @@ def sampled(
     panel = ProgressPanel(
         run_id="shown",
         elapsed_seconds=61,
-        metrics=figures_of(state_of(1.0, 2.0)),
+        metrics=replace(figures_of(state_of(1.0, 2.0)), phase_ratios=phases),
         workers=workers,
         lag=LAG,
         num_slots=num_slots,
+        address=address,
     )
     stream = StringIO()
     console = Console(
@@ -478,3 +488,30 @@ def test_display_writes_plain_lines_without_a_terminal(capsys: pytest.CaptureFix
     with ProgressDisplay(run_config()) as display:
         display.print_line("hello")
     assert capsys.readouterr().err == "hello\n"
+
+
+def test_panel_draws_phases_and_the_address_of_the_page() -> None:
+    phases = {"wait": 0.25, "forward_backward": 0.5, "commit": 0.25}
+    lines = sampled(100, 24, phases=phases, address="http://127.0.0.1:8321/?run=shown")
+    bar = next(line for line in lines if "wait 25%" in line)
+    assert "forward+backward 50%" in bar
+    assert bar.count("\u2588") == 40
+    assert any("http://127.0.0.1:8321/?run=shown" in line for line in lines)
+    assert len(lines) <= 24
+
+
+def test_phases_keep_their_order_and_lengths_in_a_narrow_ascii_window() -> None:
+    line = draw_phases({"wait": 0.5, "commit": 0.25, "update": 0.25}, width=30, ascii_only=True)
+    bar, _, legend = line.plain.partition("  ")
+    assert bar == "." * round(len(bar) / 2) + "#" * round(len(bar) / 4) + "=" * round(len(bar) / 4)
+    assert legend.startswith("wait 50%")
+    assert line.cell_len <= 30
+
+
+def test_phase_ratios_are_shares_of_all_time_over_the_steps() -> None:
+    steps = [
+        replace(train_step(0, at_seconds=1), phase_seconds={"wait": 1.0, "commit": 1.0}),
+        replace(train_step(1, at_seconds=2), phase_seconds={"wait": 2.0}),
+    ]
+    assert phase_ratios(steps) == {"wait": 0.75, "commit": 0.25}
+    assert phase_ratios([]) == {}
