@@ -1,4 +1,4 @@
-"""The application: SGLang's routes and OpenAI's over one engine."""
+"""The application: SGLang's routes, OpenAI's and the token route over one engine."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from relax_events.serving.completions import CompletionService
 from relax_events.serving.engine_runner import EngineRunner
 from relax_events.serving.openai_routes import openai_routes
 from relax_events.serving.sglang_routes import sglang_routes
+from relax_events.serving.token_routes import RunnerSource, token_routes
 from relax_events.weights import Weights
 
 SUMMARY = "A model by engine `transformers`, behind SGLang's HTTP API."
@@ -62,7 +63,13 @@ def build_app(
     """
     recorded = ModelFolder.read(model.path, records_experts=True) if model.replays_routing else None
     runner = EngineRunner(_open_engine(model, engine, adapters))
-    service = CompletionService(runner, _renderer(_tokenizer_folder(model.path, adapters)))
+    renderer = _renderer(_tokenizer_folder(model.path, adapters))
+    service = CompletionService(runner, renderer)
+    source = RunnerSource(
+        runner,
+        max_context_tokens=engine.max_context_tokens,
+        stop_token_ids=renderer.stop_token_ids,
+    )
     app = FastAPI(
         title="Relax Events",
         version=__version__,
@@ -82,6 +89,9 @@ def build_app(
     )
     app.include_router(
         openai_routes(service, model_name=model_name, max_context_tokens=engine.max_context_tokens)
+    )
+    app.include_router(
+        token_routes(source, max_running=engine.max_running_samples, model_name=model_name)
     )
     app.add_exception_handler(RequestValidationError, _not_understood)
     app.add_exception_handler(RelaxError, _refused)
