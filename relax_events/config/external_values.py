@@ -38,6 +38,7 @@ class Names(StrEnum):
 Text = Annotated[str, Names.NOTHING]
 Texts = Annotated[tuple[str, ...], Names.NOTHING]
 Code = Annotated[str, Names.CODE]
+Program = Annotated[tuple[str, ...], Names.PROGRAM]
 Address = Annotated[str, Names.ADDRESS]
 Addresses = Annotated[tuple[str, ...], Names.ADDRESS]
 Listener = Annotated[str, Names.LISTENER]

@@ -276,17 +276,19 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _environment_has_somebody_to_talk_with(self) -> RunConfig:
-        function, algorithm = self.environment.function, self.algorithm
+        environment, algorithm = self.environment, self.algorithm
+        key = "command" if environment.command else "function"
+        function = list(environment.command) or environment.function
         if function and not algorithm.has_rewards:
             rule = (
                 f"is of no use to algorithm {algorithm.name}, which learns from answers that the "
                 "data bring"
             )
-            raise ValueError(f"environment.function = {function!r} {rule}; leave it out")
+            raise ValueError(f"environment.{key} = {function!r} {rule}; leave it out")
         if function and not self.data.chat_template:
             need = "needs a chat template, which knows how messages part"
             raise ValueError(
-                f"environment.function = {function!r} {need}; leave data.chat_template out"
+                f"environment.{key} = {function!r} {need}; leave data.chat_template out"
             )
         return self
 

@@ -193,3 +193,6 @@ class SftWarmupConfig(Section):
     """For runs with an environment: metadata key of a row that lists the assistant turns in order.
     The environment is called between them, and all of them are trained on. Empty trains on the
     reference answer alone."""
+    replies_key: Text = ""
+    """For runs with `environment.command`: metadata key of a row that lists the messages between
+    the assistant turns, as objects with `role` and `content`."""

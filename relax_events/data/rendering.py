@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -174,19 +174,36 @@ class PromptRenderer:
         Raises:
             PoisonSample: The template rejects the conversation; the text says why.
         """
-        turns: list[Any] = [
-            {"role": message.role, "content": _content(message)} for message in messages
-        ]
-        options = self._config.chat_template_options
+        turns = [{"role": message.role, "content": _content(message)} for message in messages]
         parsed_tools = json.loads(tools) if tools else None
+        return self.render_turns(turns, tools=parsed_tools, is_complete=is_complete)
+
+    def render_turns(
+        self,
+        turns: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        is_complete: bool = False,
+    ) -> str:
+        """Render messages in the form that chat templates read, with their tool calls.
+
+        Args:
+            turns: The conversation.
+            tools: The tools that the template shows.
+            is_complete: As for `apply_template`.
+        Raises:
+            PoisonSample: The template rejects the conversation; the text says why.
+        """
+        rendered: list[Any] = list(turns)
+        shown: list[Any] | None = None if tools is None else list(tools)
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    turns,
-                    tools=parsed_tools,
+                    rendered,
+                    tools=shown,
                     add_generation_prompt=not is_complete,
                     tokenize=False,
-                    **options,
+                    **self._config.chat_template_options,
                 )
             )
         except (TemplateError, TypeError) as error:

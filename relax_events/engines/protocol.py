@@ -133,6 +133,9 @@ class GeneratedSample:
         routed_experts: The experts of each token of prompt and completion when it was first
             computed, if the engine was opened with `model.routing_replay`. The last token has
             none; an aborted sample may lack more. See `events.routed_experts`.
+        prompt_tokens: The tokens before `tokens`, if they are not those of the request: a program
+            that drives the policy writes its own prompt.
+        prompt_messages: The messages of `prompt_tokens`.
     """
 
     sample_id: str
@@ -146,6 +149,8 @@ class GeneratedSample:
     loss_mask: NDArray[np.uint8] | None = None
     turns: tuple[ChatMessage, ...] = ()
     routed_experts: NDArray[np.generic] | None = None
+    prompt_tokens: NDArray[np.int32] | None = None
+    prompt_messages: tuple[ChatMessage, ...] = ()
 
     @property
     def num_sampled_tokens(self) -> int:

@@ -79,7 +79,7 @@ class WarmupConversations:
         turns = [ChatMessage.of_text(ASSISTANT, answers[0])]
         pieces = [self._renderer.answer_tokens(answers[0])]
         for number, answer in enumerate(answers[1:], 1):
-            if (observation := self._request_reply(task, turns)) is None:
+            if (observation := self._request_reply(task, turns, number)) is None:
                 raise ConfigError(
                     f"the environment ends the sample at answer {number} of {len(answers)}: "
                     f"{answers}; see sft_warmup.assistant_turns_key"
@@ -96,13 +96,40 @@ class WarmupConversations:
         )
 
     def _request_reply(
-        self, task: EnvironmentContext, turns: Sequence[ChatMessage]
+        self, task: EnvironmentContext, turns: Sequence[ChatMessage], number: int
     ) -> ProcessedReply | None:
         if self._pool is None:
-            return None
-        replies: queue.SimpleQueue[Future[ProcessedReply | None]] = queue.SimpleQueue()
-        self._pool.request_reply("of the SFT warm-up", task, turns, on_reply=replies.put)
-        return replies.get().result()
+            replies = read_replies(task.metadata, key=self._config.sft_warmup.replies_key)
+            return ProcessedReply(replies[number - 1], ()) if number <= len(replies) else None
+        found: queue.SimpleQueue[Future[ProcessedReply | None]] = queue.SimpleQueue()
+        self._pool.request_reply("of the SFT warm-up", task, turns, on_reply=found.put)
+        return found.get().result()
+
+
+def read_replies(metadata: str, *, key: str) -> list[ChatMessage]:
+    """Return the messages between a row's assistant turns; none without a key.
+
+    Args:
+        metadata: The row's: the text of a JSON object.
+        key: Key of the list, see `sft_warmup.replies_key`.
+    Raises:
+        ConfigError: The metadata has no list of messages under that key.
+    """
+    if not key:
+        return []
+    messages: Any = orjson.loads(metadata).get(key)
+    is_list = isinstance(messages, list) and all(
+        isinstance(one, dict)
+        and isinstance(one.get("role"), str)
+        and isinstance(one.get("content"), str)
+        for one in messages
+    )
+    if not is_list:
+        raise ConfigError(
+            f"a row's metadata has {key} = {str(messages)[:80]!r}; it must be a list of messages "
+            "with role and content: set sft_warmup.replies_key to a column that holds one"
+        )
+    return [ChatMessage.of_text(one["role"], one["content"]) for one in messages]
 
 
 def read_assistant_turns(row: PromptRow, *, key: str) -> list[str]:

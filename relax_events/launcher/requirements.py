@@ -19,6 +19,7 @@ from relax_events.data.rendering import PromptRenderer, load_judge_renderer
 from relax_events.data.sources import is_generated, media_modalities, named_sources, open_source
 from relax_events.engines.sglang.checkpoint import MEDIA_MODELS, UNTESTED_MEDIA_MODELS
 from relax_events.errors import ConfigError, EnvironmentProblem, PoisonSample
+from relax_events.gateway.program import resolve_command
 from relax_events.http.server import open_listener
 from relax_events.media.token_layout import MEDIA_FAMILIES, MediaLayout
 from relax_events.model_folder import has_experts, read_model_json
@@ -69,6 +70,8 @@ def require_roles(config: RunConfig) -> str:
             what=f"environment.function = {environment!r}",
             accepts=FUNCTION,
         )
+    if config.environment.command:
+        resolve_command(config.environment.command)
     _require_own_servers(config)
     find_plugin(
         TRAINER_BACKENDS,

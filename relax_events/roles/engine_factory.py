@@ -55,6 +55,8 @@ def open_rollout_engine(
     Raises:
         ConfigError: As `open_engine`, or the environment can't be loaded.
     """
+    if config.environment.command:
+        return _open_episode_engine(config, name=name, metrics=metrics)
     if not config.environment.function:
         return open_engine(config, name=name, metrics=metrics)
     from relax_events.environments.multi_turn import (
@@ -77,5 +79,18 @@ def open_rollout_engine(
         episodes = MultiTurnEngine(
             engine, pool, config=config, renderer=renderer, library=MediaLibrary(config)
         )
+        on_failure.pop_all()
+    return episodes
+
+
+def _open_episode_engine(config: RunConfig, *, name: str, metrics: ReplicaMetrics) -> Engine:
+    """Load the engine whose samples are episodes of the run's program."""
+    from relax_events.gateway.episodes import EpisodeEngine
+
+    renderer = PromptRenderer.from_folder(config.model.path, config.data)
+    engine = open_engine(config, name=name, metrics=metrics)
+    with ExitStack() as on_failure:
+        on_failure.callback(engine.close)
+        episodes = EpisodeEngine(engine, config=config, renderer=renderer)
         on_failure.pop_all()
     return episodes

@@ -55,7 +55,10 @@ class PartialSamples:
             samples: Its samples that have started, finished or aborted.
         """
         begun = [sample for sample in samples if len(sample.tokens)]
-        if not begun or any(sample.finish_reason is FinishReason.ERROR for sample in begun):
+        if not begun or any(
+            sample.finish_reason is FinishReason.ERROR or sample.prompt_tokens is not None
+            for sample in begun
+        ):  # the episode of a program is begun again as a whole
             return 0
         num_tokens, body = (
             sum(len(sample.tokens) for sample in begun),

@@ -229,7 +229,8 @@ def build_sample_event(
     Raises:
         ConfigError: The engine did not return data that the algorithm needs.
     """
-    issued, prompt, completion = group.issued, group.prompt_tokens, sample.tokens
+    issued, completion = group.issued, sample.tokens
+    prompt = group.prompt_tokens if sample.prompt_tokens is None else sample.prompt_tokens
     versions = [segment.policy_version for segment in sample.segments]
     index = int(sample.sample_id.rpartition("/")[2])
     tokens = np.concatenate([prompt, completion]).astype(np.int32, copy=False)
@@ -261,7 +262,7 @@ def build_sample_event(
         temperature=worker.config.engine.sampling.temperature,
         finish_reason=sample.finish_reason,
         completion=sample.turns[-1].text if sample.turns else renderer.completion_text(completion),
-        messages=issued.messages,
+        messages=list(sample.prompt_messages) or issued.messages,
         turns=list(sample.turns),
         answer=issued.answer,
         metadata=issued.metadata,

@@ -1,0 +1,299 @@
+"""An engine whose samples are episodes of a foreign program, which talks with the policy through
+the gateway.
+
+    rollout loop's thread                         gateway's thread (event loop)
+    submit ------------------------------------>  an episode: session, key, program
+    poll   <-- calls ---------------------------  POST /v1/chat/completions of the program
+       engine.submit, engine.poll
+           --- sampled turns ------------------>  answer of the call
+    poll   <-- finished episodes ---------------  the program has ended: the sample
+
+The engine is used by the loop's thread only. An episode that fails for another reason than the
+policy's is begun again, `environment.attempts` times in all; then its sample fails, and with it its
+prompt group: it is never scored. An aborted episode is begun again by the next worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Collection
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import structlog
+
+from relax_events.config import RunConfig
+from relax_events.data.rendering import PromptRenderer
+from relax_events.engines.protocol import (
+    Engine,
+    EngineUsage,
+    GeneratedSample,
+    GenerationRequest,
+    SampleRequest,
+)
+from relax_events.errors import EngineFailed, PoisonSample
+from relax_events.events.parts import FinishReason
+from relax_events.gateway.app import SessionKeys
+from relax_events.gateway.chat_renderer import ChatRenderer
+from relax_events.gateway.program import (
+    EpisodeFailed,
+    ProgramLimits,
+    resolve_command,
+    run_program,
+)
+from relax_events.gateway.sample import build_sample, build_task
+from relax_events.gateway.server import GatewayServer
+from relax_events.gateway.session import Session, SessionBounds
+from relax_events.weights import Weights
+
+log = structlog.get_logger()
+CLOSE_SECONDS = 30.0
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """A call of the policy on its way to the engine."""
+
+    request: GenerationRequest
+    done: Future[GeneratedSample]
+    is_cancelled: bool = False
+
+
+class EpisodeEngine:
+    """Implements `Engine`; see the module's docstring."""
+
+    def __init__(self, engine: Engine, *, config: RunConfig, renderer: PromptRenderer) -> None:
+        """Start the gateway; `close` closes it and the engine.
+
+        Args:
+            engine: Generates the turns.
+            config: The run; its environment has a command.
+            renderer: Of the policy.
+        """
+        self._engine, self._config = engine, config
+        self._renderer = ChatRenderer(renderer)
+        self._bounds = SessionBounds(
+            max_turns=config.environment.max_turns,
+            max_new_tokens=config.engine.sampling.max_new_tokens,
+            max_context_tokens=config.engine.max_context_tokens,
+        )
+        self._command = resolve_command(config.environment.command)
+        self._keys = SessionKeys()
+        self._inbox: queue.SimpleQueue[_Call | GeneratedSample | None] = queue.SimpleQueue()
+        self._calls: dict[str, _Call] = {}
+        self._episodes: dict[str, tuple[GenerationRequest, Future[None]]] = {}
+        self._finished: list[GeneratedSample] = []
+        self._interrupted = threading.Event()
+        self._num_events = 0
+        self._server = GatewayServer(self._keys, model_name=config.model.path.name)
+        self._free = asyncio.Semaphore(config.environment.concurrency)
+
+    @property
+    def policy_version(self) -> int:
+        """Policy version of the loaded weights."""
+        return self._engine.policy_version
+
+    @property
+    def num_running(self) -> int:
+        """Episodes that have not been returned."""
+        return len(self._episodes) + len(self._finished)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens generated so far plus calls and ends of episodes: all of them are progress."""
+        return self._engine.num_tokens + self._num_events
+
+    @property
+    def usage(self) -> EngineUsage:
+        """Usage of the engine; episodes whose program works are not included."""
+        return self._engine.usage
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Begin the episodes of a prompt group; see `Engine`.
+
+        Raises:
+            PoisonSample: There is no context for the environment.
+        """
+        if request.environment_context is None:
+            raise PoisonSample(
+                f"prompt group {request.prompt_group_id} has no context for the environment"
+            )
+        for sample in request.samples:
+            running = self._server.run(self._run_episode(request, sample))
+            self._episodes[sample.sample_id] = (request, running)
+
+    def poll(self, *, timeout_seconds: float) -> list[GeneratedSample]:
+        """Pass calls to the engine and turns back, and return the finished episodes."""
+        self._take()
+        if not self._finished and not self._interrupted.is_set():
+            if self._engine.num_running:
+                for sample in self._engine.poll(timeout_seconds=timeout_seconds):
+                    self._hand_out(sample)
+            elif self._episodes:
+                self._take(timeout_seconds=timeout_seconds)
+        self._interrupted.clear()
+        finished, self._finished = self._finished, []
+        return finished
+
+    def interrupt(self) -> None:
+        """Make a waiting poll return, from any thread."""
+        self._interrupted.set()
+        self._inbox.put(None)
+        self._engine.interrupt()
+
+    def abort(self, sample_ids: Collection[str] | None = None) -> list[GeneratedSample]:
+        """End the named episodes, or all; they are begun again when they are submitted again."""
+        self._take()
+        names = [name for name in self._episodes if sample_ids is None or name in sample_ids]
+        aborted = []
+        for name in names:
+            request, running = self._episodes.pop(name)
+            running.cancel()
+            aborted.append(_without_tokens(request, name, FinishReason.ABORT))
+        turns = {call: name for call in self._calls for name in [call.rpartition("#")[0]]}
+        self._engine.abort([call for call, name in turns.items() if name in names])
+        for call in [call for call, name in turns.items() if name in names]:
+            self._calls.pop(call).done.set_exception(EngineFailed("the episode was stopped"))
+        return aborted
+
+    def load_weights(
+        self, weights: Weights, *, on_running: Literal["swap", "restart"] = "restart"
+    ) -> None:
+        """Switch to another policy version; later tokens of running episodes are sampled with
+        it.
+        """
+        self._engine.load_weights(weights, on_running=on_running)
+
+    def sleep(self) -> None:
+        """Release the device memory."""
+        self._engine.sleep()
+
+    def wake(self) -> None:
+        """Allocate the device memory again."""
+        self._engine.wake()
+
+    def close(self) -> None:
+        """End all programs, and close the gateway and the engine."""
+        for _, running in self._episodes.values():
+            running.cancel()
+        self._server.close(seconds=CLOSE_SECONDS)
+        self._engine.close()
+
+    async def _generate(self, request: GenerationRequest) -> GeneratedSample:
+        """Have the loop's thread generate a turn; called in the gateway's thread."""
+        call = _Call(request, Future())
+        self._inbox.put(call)
+        self._engine.interrupt()
+        try:
+            return await asyncio.wrap_future(call.done)
+        except asyncio.CancelledError:
+            call.is_cancelled = True
+            self._inbox.put(call)
+            self._engine.interrupt()
+            raise
+
+    def _take(self, *, timeout_seconds: float = 0.0) -> None:
+        """Take calls and finished episodes, waiting for the first with a timeout."""
+        try:
+            item = (
+                self._inbox.get(timeout=timeout_seconds)
+                if timeout_seconds
+                else self._inbox.get_nowait()
+            )
+            while True:
+                if isinstance(item, _Call):
+                    self._take_call(item)
+                elif item is not None and self._episodes.pop(item.sample_id, None) is not None:
+                    self._num_events += 1
+                    self._finished.append(item)
+                item = self._inbox.get_nowait()
+        except queue.Empty:
+            return
+
+    def _take_call(self, call: _Call) -> None:
+        self._num_events += 1
+        name = call.request.samples[0].sample_id
+        if call.is_cancelled:
+            if self._calls.pop(name, None) is not None:
+                self._engine.abort([name])
+            return
+        if not call.done.set_running_or_notify_cancel():
+            return
+        try:
+            self._engine.submit(call.request)
+        except PoisonSample as error:
+            call.done.set_exception(error)
+            return
+        self._calls[name] = call
+
+    def _hand_out(self, sample: GeneratedSample) -> None:
+        call = self._calls.pop(sample.sample_id, None)
+        if call is not None:
+            call.done.set_result(sample)
+
+    async def _run_episode(self, request: GenerationRequest, sample: SampleRequest) -> None:
+        """Run an episode up to its end, or until the attempts are used; runs in the gateway's
+        thread.
+        """
+        attempts = self._config.environment.attempts
+        async with self._free:
+            for attempt in range(1, attempts + 1):
+                try:
+                    result = await self._run_attempt(request, sample)
+                    break
+                except (EpisodeFailed, EngineFailed, OSError) as error:
+                    problem = (
+                        f"episode {sample.sample_id}, attempt {attempt} of {attempts}: {error}"
+                    )
+                    log.warning("episode.failed", sample_id=sample.sample_id, error=problem)
+            else:
+                result = _without_tokens(
+                    request, sample.sample_id, FinishReason.ERROR, error=problem
+                )
+        self._inbox.put(result)
+        self._engine.interrupt()
+
+    async def _run_attempt(
+        self, request: GenerationRequest, sample: SampleRequest
+    ) -> GeneratedSample:
+        environment = self._config.environment
+        session = Session(request, sample, self._bounds, self._renderer, self._generate)
+        key = self._keys.open(session)
+        try:
+            await run_program(
+                self._command,
+                task=build_task(request),
+                variables={
+                    "OPENAI_BASE_URL": f"{self._server.url}/v1",
+                    "OPENAI_API_KEY": key,
+                    "OPENAI_MODEL": self._config.model.path.name,
+                },
+                limits=ProgramLimits(
+                    start_seconds=environment.start_seconds,
+                    episode_seconds=environment.episode_seconds,
+                    memory_bytes=environment.memory_bytes,
+                ),
+                first_call=session.first_call,
+                accepts_failure=lambda: session.limit is not None,
+            )
+        finally:
+            self._keys.close(key)
+        return build_sample(session)
+
+
+def _without_tokens(
+    request: GenerationRequest, sample_id: str, reason: FinishReason, *, error: str = ""
+) -> GeneratedSample:
+    return GeneratedSample(
+        sample_id=sample_id,
+        prompt_group_id=request.prompt_group_id,
+        tokens=np.empty(0, np.int32),
+        logprobs=np.empty(0, np.float32),
+        segments=(),
+        finish_reason=reason,
+        error=error,
+    )

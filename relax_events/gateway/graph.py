@@ -1,0 +1,190 @@
+"""The message graph of a session: what was read and what was sampled, each token once.
+
+    root: messages, then a sampled turn --> messages, sampled turn --> ...
+                                       `--> other messages, sampled turn --> ...    a fork
+
+A node is one call of the model: the messages that are new since its parent's turn, as the tokens
+that the model read, and the turn that it sampled. A call whose history is the messages along a path
+continues that path, and the path's tokens stay as they are. A history that was edited, shortened or
+rendered in another way matches an earlier node or none, and so forks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relax_events.engines.protocol import GeneratedSample
+from relax_events.engines.requests import merge_segments
+from relax_events.events.parts import FinishReason, VersionSegment
+from relax_events.gateway.messages import Message, extend_digest, path_digests
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A call of the model.
+
+    Attributes:
+        parent: The call that it continues; None for the first of a conversation.
+        messages: The messages since the parent's turn.
+        tools: The tools of the conversation.
+        input_tokens: The tokens of those messages, int32 [n], which the policy did not sample.
+        sample: What the engine sampled.
+        reply: The turn as the program received it.
+        digest: Of the path with the reply.
+    """
+
+    parent: Node | None
+    messages: tuple[Message, ...]
+    tools: tuple[Message, ...]
+    input_tokens: NDArray[np.int32]
+    sample: GeneratedSample
+    reply: Message
+    digest: bytes
+
+    def path(self) -> list[Node]:
+        """Return the nodes from the root to this one."""
+        nodes: list[Node] = []
+        node: Node | None = self
+        while node is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """Where a call attaches to the graph.
+
+    Attributes:
+        parent: The call that it continues, or None.
+        rest: The messages that the graph does not have on that path.
+        digest: Of the path with the rest.
+        is_fork: Whether the parent has been continued already, or a new conversation begins.
+    """
+
+    parent: Node | None
+    rest: tuple[Message, ...]
+    digest: bytes
+    is_fork: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A path from root to leaf as a training row.
+
+    Attributes:
+        prompt_tokens: int32 [prompt], before the first sampled token.
+        tokens: int32 [n], everything after it.
+        loss_mask: uint8 [n], 1 where the policy sampled the token and no earlier row trains it.
+        logprobs: float32 [n], in nats; 0 where `loss_mask` is 0.
+        segments: Runs of the tokens with `loss_mask` 1, by policy version.
+        nodes: The path.
+    """
+
+    prompt_tokens: NDArray[np.int32]
+    tokens: NDArray[np.int32]
+    loss_mask: NDArray[np.uint8]
+    logprobs: NDArray[np.float32]
+    segments: tuple[VersionSegment, ...]
+    nodes: tuple[Node, ...]
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why the last turn ended."""
+        return self.nodes[-1].sample.finish_reason
+
+
+@dataclass(slots=True)
+class MessageGraph:
+    """The calls of a session; see the module's docstring."""
+
+    nodes: list[Node] = field(default_factory=list)
+    num_forks: int = 0
+    _by_digest: dict[bytes, Node] = field(default_factory=dict)
+    _continued: set[Node] = field(default_factory=set)
+
+    def find(self, messages: Sequence[Message], *, tools: Sequence[Message]) -> Continuation:
+        """Find the longest path whose messages begin a history."""
+        digests = path_digests(messages, tools=tools)
+        for count in range(len(messages), 0, -1):
+            if (parent := self._by_digest.get(digests[count])) is not None:
+                rest = tuple(messages[count:])
+                return Continuation(parent, rest, digests[-1], parent in self._continued)
+        return Continuation(None, tuple(messages), digests[-1], bool(self.nodes))
+
+    def add(
+        self,
+        place: Continuation,
+        *,
+        tools: Sequence[Message],
+        input_tokens: NDArray[np.int32],
+        sample: GeneratedSample,
+        reply: Message,
+    ) -> Node:
+        """Add a sampled turn; of several equal turns, a later history continues the last."""
+        digest = extend_digest(place.digest, reply)
+        node = Node(place.parent, place.rest, tuple(tools), input_tokens, sample, reply, digest)
+        self.nodes.append(node)
+        self._by_digest[digest] = node
+        if place.parent is not None:
+            self._continued.add(place.parent)
+        self.num_forks += place.is_fork
+        return node
+
+    def leaves(self) -> list[Node]:
+        """Return the calls that nothing continues, in the order of their turns."""
+        return [node for node in self.nodes if node not in self._continued]
+
+    def rows(self) -> list[Row]:
+        """Return a row for each leaf, the newest first; each sampled token is trained in one."""
+        trained: set[Node] = set()
+        rows = []
+        for leaf in reversed(self.leaves()):
+            rows.append(_build_row(leaf.path(), trained))
+            trained.update(rows[-1].nodes)
+        return rows
+
+
+def path_tokens(node: Node | None) -> NDArray[np.int32]:
+    """Return all tokens up to the end of a node's turn."""
+    parts = [] if node is None else node.path()
+    pieces = [piece for one in parts for piece in (one.input_tokens, one.sample.tokens)]
+    return np.concatenate(pieces) if pieces else np.empty(0, np.int32)
+
+
+def sampled_mask(node: Node | None) -> NDArray[np.bool_]:
+    """Return which of `path_tokens` the policy sampled."""
+    parts = [] if node is None else node.path()
+    pieces = [
+        piece
+        for one in parts
+        for piece in (np.zeros(len(one.input_tokens), bool), np.ones(len(one.sample.tokens), bool))
+    ]
+    return np.concatenate(pieces) if pieces else np.empty(0, bool)
+
+
+def _build_row(path: list[Node], trained: set[Node]) -> Row:
+    tokens = path_tokens(path[-1])
+    num_prompt = len(path[0].input_tokens)
+    loss_mask, logprobs = np.zeros(len(tokens), np.uint8), np.zeros(len(tokens), np.float32)
+    segments: tuple[VersionSegment, ...] = ()
+    end = 0
+    for node in path:
+        start = end + len(node.input_tokens)
+        end = start + len(node.sample.tokens)
+        if node not in trained:
+            loss_mask[start:end] = 1
+            logprobs[start:end] = node.sample.logprobs
+            segments = merge_segments(segments, node.sample.segments)
+    return Row(
+        tokens[:num_prompt],
+        tokens[num_prompt:],
+        loss_mask[num_prompt:],
+        logprobs[num_prompt:],
+        segments,
+        tuple(path),
+    )

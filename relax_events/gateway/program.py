@@ -1,0 +1,174 @@
+"""Run a foreign program for one episode: its own folder and variables, limits, and deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from relax_events.errors import ConfigError
+from relax_events.runtime.subprocess_rpc import build_child_environment
+
+GUARD = Path(__file__).with_name("program_guard.py")
+TASK_FILE = "task.json"
+MAX_OUTPUT_BYTES = 64 * 1024
+"""Kept of what a program prints: its end."""
+MAX_ERROR_CHARACTERS = 400
+END_SECONDS = 10.0
+"""For a killed program to be gone."""
+
+
+class EpisodeFailed(Exception):
+    """An episode failed for a reason that is not the policy's: it may be begun again."""
+
+
+def resolve_command(command: Sequence[str]) -> tuple[str, ...]:
+    """Return a command that can be started in any folder: the program's path, and absolute paths
+    of arguments that are files here.
+
+    Raises:
+        ConfigError: There is no such program.
+    """
+    program = shutil.which(command[0])
+    if program is None:
+        raise ConfigError(
+            f"environment.command = {list(command)}: there is no program {command[0]!r}; give its "
+            "path, or a name on PATH"
+        )
+    arguments = (str(Path(one).absolute()) if Path(one).is_file() else one for one in command[1:])
+    return (str(Path(program).absolute()), *arguments)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramLimits:
+    """The limits of one episode's program.
+
+    Attributes:
+        start_seconds: From its start to its first call of the model.
+        episode_seconds: From its start to its end.
+        memory_bytes: Address space of each of its processes.
+    """
+
+    start_seconds: float
+    episode_seconds: float
+    memory_bytes: int
+
+
+async def run_program(
+    command: Sequence[str],
+    *,
+    task: Mapping[str, Any],
+    variables: Mapping[str, str],
+    limits: ProgramLimits,
+    first_call: asyncio.Event,
+    accepts_failure: Callable[[], bool],
+) -> None:
+    """Run a program until it ends by itself; nothing of it is left after the call.
+
+    Args:
+        command: Program and arguments.
+        task: Written as JSON to the file that `RELAX_TASK_FILE` names.
+        variables: Environment variables of the program, in addition to the harmless ones of this
+            process.
+        limits: Deadlines and memory.
+        first_call: Set when the program calls the model.
+        accepts_failure: Whether an exit code other than 0 counts as an end: the program met a bound
+            of the sample.
+    Raises:
+        EpisodeFailed: It can't be started, is late, or fails; the text has the end of its output.
+    """
+    with tempfile.TemporaryDirectory(prefix="relax-episode-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        (folder / TASK_FILE).write_bytes(orjson.dumps(task))
+        environment = build_child_environment() | {
+            "HOME": name,
+            "TMPDIR": name,
+            "RELAX_TASK_FILE": str(folder / TASK_FILE),
+            **variables,
+        }
+        output = folder / "output.txt"
+        with output.open("wb") as file:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-I",
+                "-S",
+                str(GUARD),
+                str(limits.memory_bytes),
+                *command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=file,
+                stderr=file,
+                cwd=name,
+                env=environment,
+                start_new_session=True,
+            )
+        try:
+            await _wait(process, limits, first_call)
+        finally:
+            await _end(process)
+        if process.returncode and not accepts_failure():
+            raise EpisodeFailed(f"exited with {process.returncode}: {_tail(output)}")
+
+
+async def _wait(
+    process: asyncio.subprocess.Process, limits: ProgramLimits, first_call: asyncio.Event
+) -> None:
+    """Wait for the end of a program.
+
+    Raises:
+        EpisodeFailed: It is late.
+    """
+    ended, called = (
+        asyncio.ensure_future(process.wait()),
+        asyncio.ensure_future(first_call.wait()),
+    )
+    try:
+        done, _ = await asyncio.wait(
+            [ended, called],
+            timeout=limits.start_seconds,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        if not done:
+            raise EpisodeFailed(
+                f"did not call the model within {limits.start_seconds:g} s "
+                "(environment.start_seconds)"
+            )
+        if not (await asyncio.wait([ended], timeout=limits.episode_seconds))[0]:
+            raise EpisodeFailed(
+                f"took longer than {limits.episode_seconds:g} s (environment.episode_seconds)"
+            )
+    finally:
+        for waiting in (ended, called):
+            waiting.cancel()
+        await asyncio.gather(ended, called, return_exceptions=True)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Close the guard's pipe, which ends the program, and wait for it."""
+    if process.returncode is not None:
+        return
+    assert process.stdin is not None
+    process.stdin.close()
+    try:
+        async with asyncio.timeout(END_SECONDS):
+            await process.wait()
+    except TimeoutError:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+def _tail(output: Path) -> str:
+    with output.open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - MAX_OUTPUT_BYTES))
+        text = file.read().decode(errors="replace").strip()
+    return text[-MAX_ERROR_CHARACTERS:] or "it printed nothing"

@@ -1,0 +1,76 @@
+"""Starts a program with limits, and ends it with all its children when its worker is gone.
+
+    worker --pipe--> this guard --> the program, in a process group of its own
+
+Run as a script, without the library: it starts in milliseconds. The pipe is its stdin: when the
+worker closes it, or dies, the guard kills the program's process group. The program's exit code is
+the guard's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+
+PR_SET_CHILD_SUBREAPER = 36
+NOT_STARTED = 127
+KILLED = 137
+
+
+def main() -> int:
+    """Run `guard MEMORY_BYTES COMMAND...` until the program or the worker ends."""
+    memory_bytes, command = int(sys.argv[1]), sys.argv[2:]
+    # children that leave the process group become ours instead of init's, and end with us
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    try:
+        program = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    except OSError as error:
+        print(f"can't start {command[0]}: {error.strerror}", file=sys.stderr)
+        return NOT_STARTED
+    handle = os.pidfd_open(program.pid)
+    poll = select.poll()
+    poll.register(handle, select.POLLIN)
+    poll.register(0, select.POLLIN | select.POLLHUP)
+    while program.poll() is None:
+        ready = dict(poll.poll())
+        if handle in ready:
+            break
+        if 0 in ready and not os.read(0, 1):
+            kill_all(program.pid)
+            program.wait()
+            return KILLED
+    code = program.wait()
+    kill_all(program.pid)
+    return code if code >= 0 else 128 - code
+
+
+def kill_all(group: int) -> None:
+    """Kill a process group and every child that was handed to this process."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+    while children := adopted_children():
+        for child in children:
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+
+
+def adopted_children() -> list[int]:
+    """Return this process's children, those of ended programs among them."""
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            return [int(child) for child in file.read().split()]
+    except OSError:
+        return []
+
+
+if __name__ == "__main__":
+    sys.exit(main())

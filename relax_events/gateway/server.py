@@ -1,0 +1,93 @@
+"""The gateway's thread: an event loop with the HTTP server and the episodes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import uvicorn
+
+from relax_events.errors import EnvironmentProblem
+from relax_events.gateway.app import SessionKeys, build_gateway
+from relax_events.http.server import build_server_config, build_url, open_listener
+
+Result = TypeVar("Result")
+HOST = "127.0.0.1"
+MAX_CONNECTIONS = 4096
+"""Each program keeps one or a few."""
+START_SECONDS = 30.0
+DRAIN_SECONDS = 5
+KEEP_ALIVE_SECONDS = 75
+"""Of an idle connection: longer than most tools take."""
+
+
+class GatewayServer:
+    """Serves the gateway on a free port of this machine."""
+
+    def __init__(self, keys: SessionKeys, *, model_name: str) -> None:
+        """Start the thread, and wait until it answers.
+
+        Args:
+            keys: The open sessions.
+            model_name: The name under which the policy is listed.
+        Raises:
+            EnvironmentProblem: No port is free, or the server does not start.
+        """
+        self._listener = open_listener(
+            HOST, 0, remedies=("free a port", "check the loopback interface"), what="the gateway"
+        )
+        self._listener.listen(MAX_CONNECTIONS)
+        self.url = build_url(self._listener)
+        config = build_server_config(
+            build_gateway(keys, model_name=model_name),
+            max_connections=MAX_CONNECTIONS,
+            timeout_graceful_shutdown=DRAIN_SECONDS,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        )
+        self._server = uvicorn.Server(config)
+        self._loop = asyncio.new_event_loop()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._is_ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="gateway", daemon=True)
+        self._thread.start()
+        if not self._is_ready.wait(START_SECONDS):
+            raise EnvironmentProblem(
+                f"the gateway did not start within {START_SECONDS:g} s; see the worker's log"
+            )
+
+    def run(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
+        """Run a coroutine in the gateway's thread, from another one."""
+        return asyncio.run_coroutine_threadsafe(self._tracked(work), self._loop)
+
+    def close(self, *, seconds: float) -> None:
+        """Cancel what runs, and stop the server."""
+        if not self._thread.is_alive():
+            return
+        asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop).result(seconds)
+        self._server.should_exit = True
+        self._thread.join(seconds)
+        self._listener.close()
+
+    async def _tracked(self, work: Coroutine[Any, Any, Result]) -> Result:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            return await work
+        finally:
+            self._tasks.discard(task)
+
+    async def _cancel_all(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.call_soon(self._is_ready.set)
+        self._loop.run_until_complete(self._server.serve(sockets=[self._listener]))
+        self._loop.close()

@@ -1,0 +1,235 @@
+"""A session: one episode's talk with the policy, within the bounds of a sample.
+
+    program  chat(messages) --> tokens: known path + rendered rest --> engine --> node of the graph
+
+Calls of one session run one after another, so that the same calls sample the same tokens: a call's
+seed follows from the sample's seed and the number of calls before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relax_events.data.conversations import ASSISTANT
+from relax_events.engines.protocol import GeneratedSample, GenerationRequest, SampleRequest
+from relax_events.environments.episode import turn_seed
+from relax_events.errors import EngineFailed
+from relax_events.events.parts import FinishReason
+from relax_events.gateway.chat_renderer import ChatRenderer
+from relax_events.gateway.graph import (
+    Continuation,
+    MessageGraph,
+    Node,
+    path_tokens,
+    sampled_mask,
+)
+from relax_events.gateway.messages import Message
+from relax_events.gateway.tool_calls import ParsedReply, parse_reply
+
+Generate = Callable[[GenerationRequest], Awaitable[GeneratedSample]]
+
+
+class Limit(StrEnum):
+    """A bound of a sample that ends a session."""
+
+    CONTEXT = "context_length_exceeded"
+    TOKENS = "token_limit_reached"
+    TURNS = "turn_limit_reached"
+
+
+class SessionLimit(Exception):
+    """The session has reached a bound of its sample: no call can follow on this path."""
+
+    def __init__(self, limit: Limit, text: str) -> None:
+        super().__init__(text)
+        self.limit = limit
+
+
+class SessionClosed(Exception):
+    """The session takes no more calls."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionBounds:
+    """The bounds of a sample: calls, sampled tokens of all calls, tokens of one path."""
+
+    max_turns: int
+    max_new_tokens: int
+    max_context_tokens: int
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """See the module's docstring. It is used in one event loop.
+
+    Attributes:
+        request: The request of the sample's prompt group: sampling, stop tokens, ids.
+        sample: The sample's own request, with its seed.
+        bounds: Of the sample.
+        graph: What was said.
+        limit: The first bound that a call met; None if none did.
+        error: The engine's error, if it failed the last call.
+        first_call: Set when the program calls the model.
+        num_refused: Calls that were refused for what they asked.
+    """
+
+    request: GenerationRequest
+    sample: SampleRequest
+    bounds: SessionBounds
+    renderer: ChatRenderer
+    generate: Generate
+    graph: MessageGraph = field(default_factory=MessageGraph)
+    limit: Limit | None = None
+    error: str = ""
+    num_refused: int = 0
+    num_calls: int = 0
+    first_call: asyncio.Event = field(default_factory=asyncio.Event)
+    _is_closed: bool = False
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Tokens that the policy sampled in all calls."""
+        return sum(len(node.sample.tokens) for node in self.graph.nodes)
+
+    def close(self) -> None:
+        """Refuse further calls; a call in the engine is not recorded."""
+        self._is_closed = True
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Message] = (),
+        max_tokens: int | None = None,
+    ) -> Node:
+        """Sample the next turn of a conversation, and record it.
+
+        Args:
+            messages: The whole history, as the program has it.
+            tools: The tools that the program offers.
+            max_tokens: The program's own bound on the turn.
+        Raises:
+            SessionClosed: The session has ended.
+            SessionLimit: A bound of the sample is met.
+            PoisonSample: The messages can't be rendered, or the engine refuses them.
+            EngineFailed: The engine has failed; the same call may succeed later.
+        """
+        self.first_call.set()
+        async with self._turn:
+            if self._is_closed:
+                raise SessionClosed("the session has ended; no further call is answered")
+            place = self.graph.find(messages, tools=tools)
+            input_tokens = self._render(messages, place, tools)
+            request = self._build_request(place, input_tokens, max_tokens)
+            self.num_calls += 1
+            sample = await self.generate(request)
+            self.error = ""
+            if sample.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+                self.error = sample.error or "the engine was stopped during the call"
+                raise EngineFailed(self.error)
+            if self._is_closed:
+                raise SessionClosed("the session ended during the call")
+            return self.graph.add(
+                place,
+                tools=tools,
+                input_tokens=input_tokens,
+                sample=sample,
+                reply=reply_message(self._parse(sample), name=request.samples[0].sample_id),
+            )
+
+    def _render(
+        self, messages: Sequence[Message], place: Continuation, tools: Sequence[Message]
+    ) -> NDArray[np.int32]:
+        if place.parent is None:
+            return self.renderer.prompt_tokens(messages, tools=tools)
+        known = len(messages) - len(place.rest)
+        tokens = place.parent.sample.tokens
+        return self.renderer.bridge_tokens(
+            messages[: known - 1],
+            place.rest,
+            tools=tools,
+            has_stop=bool(len(tokens)) and int(tokens[-1]) in self.renderer.stop_token_ids,
+        )
+
+    def _build_request(
+        self, place: Continuation, input_tokens: NDArray[np.int32], max_tokens: int | None
+    ) -> GenerationRequest:
+        """Build the engine's request.
+
+        Raises:
+            SessionLimit: A bound of the sample is met.
+        """
+        bounds, parent = self.bounds, place.parent
+        prompt = np.concatenate([path_tokens(parent), input_tokens])
+        left = bounds.max_new_tokens - self.num_sampled_tokens
+        room = bounds.max_context_tokens - len(prompt)
+        if len(self.graph.nodes) >= bounds.max_turns:
+            raise self._meet(Limit.TURNS, f"the session has had its {bounds.max_turns} turns")
+        if left < 1:
+            raise self._meet(
+                Limit.TOKENS, f"the session has sampled its {bounds.max_new_tokens} tokens"
+            )
+        if room < 1:
+            raise self._meet(
+                Limit.CONTEXT,
+                f"the conversation has {len(prompt)} tokens, and the context ends at "
+                f"{bounds.max_context_tokens}",
+            )
+        number = self.num_calls
+        wanted = min(left, room) if max_tokens is None else min(left, room, max_tokens)
+        num_top = self.request.num_top_tokens
+        sample = replace(
+            self.sample,
+            sample_id=f"{self.sample.sample_id}#{number}",
+            seed=turn_seed(self.sample.seed, number),
+            tokens=np.empty(0, np.int32),
+            logprobs=np.empty(0, np.float32),
+            segments=(),
+            top_tokens=np.empty((0, num_top), np.int32) if num_top else None,
+            routed_experts=None if parent is None else parent.sample.routed_experts,
+        )
+        return replace(
+            self.request,
+            prompt_tokens=prompt,
+            is_sampled=np.concatenate([sampled_mask(parent), np.zeros(len(input_tokens), bool)]),
+            samples=(sample,),
+            sampling=self.request.sampling.model_copy(update={"max_new_tokens": wanted}),
+            environment_context=None,
+        )
+
+    def _meet(self, limit: Limit, text: str) -> SessionLimit:
+        self.limit = self.limit or limit
+        return SessionLimit(limit, text)
+
+    def _parse(self, sample: GeneratedSample) -> ParsedReply:
+        return parse_reply(self.renderer.reply_text(sample.tokens))
+
+
+def reply_message(parsed: ParsedReply, *, name: str) -> Message:
+    """Return a turn as a message of OpenAI's chat API.
+
+    Args:
+        parsed: The turn.
+        name: Of the call, unique in the run: the ids of tool calls begin with it.
+    """
+    message: dict[str, object] = {"role": ASSISTANT, "content": parsed.content}
+    if parsed.reasoning:
+        message["reasoning_content"] = parsed.reasoning
+    if parsed.calls:
+        message["content"] = parsed.content or None
+        message["tool_calls"] = [
+            {
+                "id": f"call-{name}-{number}",
+                "type": "function",
+                "function": {"name": function, "arguments": arguments},
+            }
+            for number, (function, arguments) in enumerate(parsed.calls)
+        ]
+    return message

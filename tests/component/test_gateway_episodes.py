@@ -1,0 +1,198 @@
+"""Episodes of real programs against a real engine: exact tokens, bounds, failures, nothing left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+from gateway_agents import begin, episodes, finish
+
+from relax_events.deadline import Deadline
+from relax_events.events.parts import FinishReason
+from relax_events.gateway.program import GUARD
+
+TALK = """
+tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+for number in range(3):
+    reply = say(messages, tools=tools, max_tokens=8)
+    messages += [reply, {"role": "user", "content": f"more {number}"}]
+"""
+
+
+def test_an_episode_is_trained_on_the_tokens_and_logprobs_of_the_engine(tmp_path: Path) -> None:
+    with episodes(tmp_path, TALK) as engine:
+        begin(engine, num_samples=4)
+        samples = finish(engine)
+        scored = [
+            engine._engine.score(np.concatenate([sample.prompt_tokens, sample.tokens]))
+            for sample in samples
+            if sample.prompt_tokens is not None
+        ]
+        renderer = engine._renderer
+        expected_prompt = renderer.prompt_tokens([{"role": "user", "content": "12"}], tools=())
+    for sample, logprobs in zip(samples, scored, strict=True):
+        assert sample.prompt_tokens is not None
+        assert sample.loss_mask is not None
+        np.testing.assert_array_equal(sample.prompt_tokens, expected_prompt)
+        assert [turn.role for turn in sample.turns] == [
+            *("assistant", "user") * 2,
+            "assistant",
+        ]
+        own = logprobs[len(expected_prompt) - 1 :][sample.loss_mask == 1]
+        np.testing.assert_allclose(own, sample.logprobs[sample.loss_mask == 1], atol=1e-4)
+        assert not sample.logprobs[sample.loss_mask == 0].any()
+    assert len({sample.tokens.tobytes() for sample in samples}) > 1
+
+
+def test_the_same_seeds_give_the_same_episodes(tmp_path: Path) -> None:
+    with episodes(tmp_path, TALK) as engine:
+        begin(engine, num_samples=2)
+        first = finish(engine)
+        begin(engine, num_samples=2)
+        second = finish(engine)
+    assert [one.tokens.tolist() for one in first] == [one.tokens.tolist() for one in second]
+
+
+def test_a_program_that_asks_for_too_many_turns_ends_as_cut_off(tmp_path: Path) -> None:
+    body = """
+while True:
+    messages += [say(messages, max_tokens=2), {"role": "user", "content": "more"}]
+"""
+    with episodes(tmp_path, body) as engine:
+        begin(engine)
+        (sample,) = finish(engine)
+    assert sample.finish_reason is FinishReason.LENGTH
+    assert sum(turn.role == "assistant" for turn in sample.turns) == 4
+
+
+def test_a_failing_program_is_begun_again_and_then_fails_its_sample(tmp_path: Path) -> None:
+    mark = tmp_path / "attempts"
+    body = f"""
+say(messages, max_tokens=2)
+with open({str(mark)!r}, "a") as file:
+    file.write("x")
+sys.exit("the sandbox is gone")
+"""
+    with episodes(tmp_path, body, attempts=2) as engine:
+        begin(engine)
+        (sample,) = finish(engine)
+    assert mark.read_text() == "xx"
+    assert sample.finish_reason is FinishReason.ERROR
+    assert "attempt 2 of 2: exited with 1: the sandbox is gone" in sample.error
+
+
+def test_an_attempt_that_fails_leaves_nothing_in_the_sample(tmp_path: Path) -> None:
+    mark = tmp_path / "failed"
+    body = f"""
+messages += [say(messages, max_tokens=4), {{"role": "user", "content": "again"}}]
+if not os.path.exists({str(mark)!r}):
+    open({str(mark)!r}, "w")
+    sys.exit("once")
+say(messages, max_tokens=4)
+"""
+    with episodes(tmp_path, body) as engine:
+        begin(engine)
+        (sample,) = finish(engine)
+    assert sample.finish_reason is not FinishReason.ERROR
+    assert sum(turn.role == "assistant" for turn in sample.turns) == 2
+
+
+def test_late_programs_fail_by_stage(tmp_path: Path) -> None:
+    with episodes(tmp_path, "time.sleep(60)", attempts=1, start_seconds=0.5) as engine:
+        begin(engine)
+        (late,) = finish(engine)
+    assert "did not call the model within 0.5 s (environment.start_seconds)" in late.error
+    body = "say(messages, max_tokens=2); time.sleep(60)"
+    with episodes(tmp_path, body, attempts=1, episode_seconds=0.5) as engine:
+        begin(engine)
+        (slow,) = finish(engine)
+    assert "took longer than 0.5 s (environment.episode_seconds)" in slow.error
+
+
+def test_keys_of_other_sessions_and_ended_ones_are_refused(tmp_path: Path) -> None:
+    body = """
+status, text = ask(messages, key="other")
+assert status == 401, text
+status, text = ask(messages, n=2)
+assert status == 400 and "n = 2" in text, text
+status, text = ask([{"role": "user", "content": [{"type": "image_url"}]}])
+assert status == 400 and "text parts only" in text, text
+status, text = ask(messages, max_tokens=2, stream=True, stream_options={"include_usage": True})
+assert status == 200 and text.rstrip().endswith("data: [DONE]"), text
+events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+assert events[0]["choices"][0]["delta"]["role"] == "assistant"
+assert events[-2]["choices"][0]["finish_reason"] in ("stop", "length")
+assert events[-1]["usage"]["completion_tokens"] > 0
+"""
+    with episodes(tmp_path, body, attempts=1) as engine:
+        begin(engine)
+        (sample,) = finish(engine)
+    assert sample.error == ""
+
+
+def test_aborted_episodes_leave_no_process(tmp_path: Path) -> None:
+    mark = tmp_path / "pids"
+    body = f"""
+child = os.fork()
+if child == 0:
+    os.setsid()
+    time.sleep(60)
+with open({str(mark)!r}, "a") as file:
+    file.write(f"{{os.getpid()}} {{child}} ")
+say(messages, max_tokens=2)
+time.sleep(60)
+"""
+    with episodes(tmp_path, body) as engine:
+        begin(engine, num_samples=2)
+        deadline = Deadline(30.0)
+        while not mark.exists() or len(mark.read_text().split()) < 4:
+            engine.poll(timeout_seconds=0.05)
+            assert not deadline.passed
+        aborted = engine.abort()
+    assert [sample.finish_reason for sample in aborted] == [FinishReason.ABORT] * 2
+    assert all(is_gone(int(pid)) for pid in mark.read_text().split())
+
+
+PARENT = """
+import subprocess, sys, time
+subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE)
+time.sleep(60)
+"""
+
+
+def test_programs_end_with_their_worker(tmp_path: Path) -> None:
+    command = sys.executable
+    mark = tmp_path / "pid"
+    script = f"import os, time; open({str(mark)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    worker = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            PARENT,
+            *(command, "-I", "-S", str(GUARD), str(4 * 1024**3)),
+            *(command, "-c", script),
+        ]
+    )
+    deadline = Deadline(30.0)
+    while not mark.exists() or not mark.read_text():
+        assert not deadline.passed
+        time.sleep(0.02)
+    worker.send_signal(signal.SIGKILL)
+    worker.wait()
+    while not is_gone(int(mark.read_text())):
+        assert not deadline.passed
+        time.sleep(0.02)
+
+
+def is_gone(pid: int) -> bool:
+    """Return whether a process has ended."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"

@@ -1,0 +1,189 @@
+"""Random sessions with tools, edits, retries and compactions: what is trained is what was sampled.
+
+The engine is a source of random tokens with random log-probabilities, so every token sequence that
+a model could sample occurs: broken UTF-8, special tokens, broken tool calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relax_events.config import DataConfig, SamplingConfig
+from relax_events.data.rendering import PromptRenderer
+from relax_events.engines.protocol import GeneratedSample, GenerationRequest, SampleRequest
+from relax_events.events.parts import FinishReason, VersionSegment
+from relax_events.examples.tiny_tokenizer import train_tokenizer
+from relax_events.gateway.chat_renderer import ChatRenderer
+from relax_events.gateway.graph import path_tokens
+from relax_events.gateway.sample import build_sample
+from relax_events.gateway.session import Session, SessionBounds, SessionLimit
+
+TEMPLATE = (
+    "{%- if tools %}{{- '<|im_start|>system\n' }}{%- for tool in tools %}{{- tool | tojson }}"
+    "{%- endfor %}{{- '<|im_end|>\n' }}{%- endif %}"
+    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' + message.content }}"
+    "{%- if message.tool_calls %}{%- for call in message.tool_calls %}"
+    "{{- '<tool_call>' + call.function.name + (call.function.arguments | tojson) + '</tool_call>' }}"
+    "{%- endfor %}{%- endif %}{{- '<|im_end|>\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+CALLS = ('<tool_call>{"name": "look", "arguments": {"b": 1, "a": 2}}</tool_call>', "plain", "")
+
+
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
+    """Return a renderer with a template that shows tools and tool calls."""
+    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    file = folder / "template.jinja"
+    file.write_text(TEMPLATE)
+    train_tokenizer(["look"]).save_pretrained(folder)
+    config = DataConfig(source="http", chat_template_file=file)
+    return ChatRenderer(PromptRenderer.from_folder(folder, config))
+
+
+class RandomEngine:
+    """Samples random tokens, and remembers what it read and sampled."""
+
+    def __init__(self, renderer: ChatRenderer, rng: random.Random) -> None:
+        self._renderer, self._rng = renderer, rng
+        self.read: list[np.ndarray] = []
+        self.sampled: list[GeneratedSample] = []
+
+    async def __call__(self, request: GenerationRequest) -> GeneratedSample:
+        """Sample a turn of up to 12 random tokens, or a tool call."""
+        rng, (sample,) = self._rng, request.samples
+        text = self._renderer._renderer.encode(rng.choice(CALLS)).tolist()
+        tokens = text or [rng.randrange(300) for _ in range(rng.randrange(12))]
+        tokens = [token for token in tokens if token not in request.stop_token_ids]
+        tokens = tokens[: request.sampling.max_new_tokens - 1]
+        reason = rng.choice([FinishReason.STOP, FinishReason.STOP, FinishReason.LENGTH])
+        if reason is FinishReason.STOP or not tokens:
+            tokens, reason = [*tokens, request.stop_token_ids[0]], FinishReason.STOP
+        version = len(self.sampled) // 2
+        found = GeneratedSample(
+            sample_id=sample.sample_id,
+            prompt_group_id=request.prompt_group_id,
+            tokens=np.array(tokens, np.int32),
+            logprobs=np.array([-rng.random() for _ in tokens], np.float32),
+            segments=(VersionSegment(version, len(tokens)),),
+            finish_reason=reason,
+        )
+        self.read.append(request.prompt_tokens)
+        self.sampled.append(found)
+        assert request.is_sampled is not None
+        assert len(request.is_sampled) == len(request.prompt_tokens)
+        return found
+
+
+def open_session(renderer: ChatRenderer, engine: RandomEngine) -> Session:
+    """Open a session with wide bounds."""
+    empty = np.empty(0, np.int32)
+    sample = SampleRequest(
+        sample_id="0-0-0/0", seed=1, tokens=empty, logprobs=empty.astype(np.float32), segments=()
+    )
+    request = GenerationRequest(
+        prompt_group_id="0-0-0",
+        prompt_tokens=empty,
+        samples=(sample,),
+        sampling=SamplingConfig(max_new_tokens=400),
+        stop_token_ids=renderer.stop_token_ids,
+    )
+    bounds = SessionBounds(max_turns=40, max_new_tokens=400, max_context_tokens=4000)
+    return Session(request, sample, bounds, renderer, engine)
+
+
+def respelled(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message as a client may send it back: other JSON, no reasoning, other spaces."""
+    copied = json.loads(json.dumps(message))
+    copied.pop("reasoning_content", None)
+    for call in copied.get("tool_calls") or ():
+        arguments = json.loads(call["function"]["arguments"])
+        call["function"]["arguments"] = json.dumps(arguments, sort_keys=True, indent=1)
+    if copied.get("content") is not None:
+        copied["content"] = copied["content"].strip()
+    return dict(copied)
+
+
+async def talk(session: Session, rng: random.Random) -> None:
+    """Drive a session as a program does, with edits, retries and compactions."""
+    history: list[dict[str, Any]] = [{"role": "user", "content": f"go {rng.random()}"}]
+    for _ in range(rng.randrange(1, 12)):
+        try:
+            node = await session.chat(list(history), tools=TOOLS)
+        except SessionLimit:
+            return
+        kind = rng.randrange(8)
+        if kind == 0:  # a retry: the answer was lost
+            continue
+        history.append(respelled(dict(node.reply)))
+        if kind == 1:  # an edit of an earlier message
+            history[rng.randrange(len(history))] = {"role": "user", "content": "edited"}
+        if kind == 2:  # a compaction
+            history = [{"role": "user", "content": "summary"}]
+        elif node.reply.get("tool_calls"):
+            call = dict(node.reply)["tool_calls"][0]  # type: ignore[index]
+            history.append({"role": "tool", "tool_call_id": call["id"], "content": str(kind)})
+        else:
+            history.append({"role": "user", "content": f"and {kind}"})
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=300, deadline=None)
+def test_trained_tokens_are_bit_for_bit_the_sampled_ones(renderer: ChatRenderer, seed: int) -> None:
+    rng = random.Random(seed)
+    engine = RandomEngine(renderer, rng)
+    session = open_session(renderer, engine)
+    asyncio.run(talk(session, rng))
+    nodes = session.graph.nodes
+    assert [node.sample for node in nodes] == engine.sampled
+    for node, read in zip(nodes, engine.read, strict=True):
+        whole = path_tokens(node)
+        np.testing.assert_array_equal(whole[: len(read)], read)
+        np.testing.assert_array_equal(whole[len(read) :], node.sample.tokens)
+    trained: list[tuple[int, float]] = []
+    for row in session.graph.rows():
+        chosen = row.loss_mask == 1
+        assert sum(segment.num_tokens for segment in row.segments) == int(chosen.sum())
+        np.testing.assert_array_equal(
+            np.concatenate([row.prompt_tokens, row.tokens]), path_tokens(row.nodes[-1])
+        )
+        assert not row.logprobs[~chosen].any()
+        trained += zip(row.tokens[chosen].tolist(), row.logprobs[chosen].tolist(), strict=True)
+    sampled = [
+        pair
+        for one in engine.sampled
+        for pair in zip(one.tokens.tolist(), one.logprobs.tolist(), strict=True)
+    ]
+    assert sorted(trained) == sorted(sampled)
+    sample = build_sample(session)
+    assert sample.turns[-1].role == "assistant"
+    assert sample.tokens[-1] == nodes[-1].sample.tokens[-1]
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=100, deadline=None)
+def test_an_undisturbed_session_is_one_row(renderer: ChatRenderer, seed: int) -> None:
+    rng = random.Random(seed)
+    engine = RandomEngine(renderer, rng)
+    session = open_session(renderer, engine)
+
+    async def run() -> None:
+        history: list[dict[str, Any]] = [{"role": "user", "content": "go"}]
+        for number in range(5):
+            node = await session.chat(list(history))
+            history += [respelled(dict(node.reply)), {"role": "user", "content": str(number)}]
+
+    asyncio.run(run())
+    (row,) = session.graph.rows()
+    assert session.graph.num_forks == 0
+    assert len(row.nodes) == 5
