@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from relax_events.reports.chart_scales import bucket_curve, moving_mean
-from relax_events.reports.charts import HEIGHT, LEFT, WIDTH, Frame, path
+from benchmarks.chart_frame import HEIGHT, LEFT, WIDTH, Frame, path
+from benchmarks.chart_scales import bucket_curve, moving_mean
 
 NUM_COLUMNS = 3
 CELL_WIDTH, HEAD_HEIGHT, GAP = 320, 26, 14

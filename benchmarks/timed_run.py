@@ -99,9 +99,7 @@ class TimedRun:
         """Wait for the end and return the run's report."""
         try:
             if code := process.wait(RUN_SECONDS):
-                raise SystemExit(
-                    f"run {self.run_id} ended with code {code}; its output is above"
-                )
+                raise SystemExit(f"run {self.run_id} ended with code {code}; its output is above")
         finally:
             process.terminate()  # does nothing to one that has ended
             process.wait(60)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from importlib.machinery import SourceFileLoader
@@ -31,6 +32,15 @@ TRACKERS = "relax_events.trackers"
 PROMPT_SOURCES = "relax_events.prompt_sources"
 CLASS, FUNCTION = type, Callable
 NAMES = {CLASS: "class", FUNCTION: "function"}
+
+
+def select_named(function: Callable[..., Any], offered: Iterable[str]) -> tuple[str, ...]:
+    """Return those of the offered keyword arguments that a function names, or all where it takes
+    any: a user's function needs to name only what it reads.
+    """
+    parameters = inspect.signature(function).parameters
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    return tuple(name for name in offered if takes_any or name in parameters)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,10 @@ COMMANDS = {
         "relax_events.cli.run:run",
         "Run everything on this machine, show progress, and end by itself.",
     ),
+    "init": (
+        "relax_events.cli.init:init",
+        "Write a commented run file from a model's folder and a dataset.",
+    ),
     "doctor": ("relax_events.cli.run:doctor", "Check everything a run needs, without starting it."),
     "worker": (
         "relax_events.cli.run:worker",

@@ -19,6 +19,7 @@ def report(config: Path, *overrides: str) -> int:
         overrides: section.key=value, overrides the run file.
     """
     from relax_events.config import load_run_config
+    from relax_events.dashboard.snapshot import write_snapshot
     from relax_events.history.runs.replay import resolve_parent
     from relax_events.reports.run_report import rewrite_report
     from relax_events.session.broker_address import attach, open_admin, require_run
@@ -34,6 +35,7 @@ def report(config: Path, *overrides: str) -> int:
             settings, known=known_settings(settings, read_last_session(settings))
         )
         written, ledger = rewrite_report(settings)
+        write_snapshot(settings, written)
     outcome = "reached its goal" if written["succeeded"] else "did not reach its goal"
     print(
         f"run {written['run_id']} {outcome} at step {written['steps']} of "

@@ -17,10 +17,10 @@ from pydantic import BaseModel, ValidationError
 from relax_events.config.addresses import refuse_logins, secret_in
 from relax_events.config.broker import SECRET_CLIENT_KEYS, secret_remedy
 from relax_events.config.run_config import RunConfig
+from relax_events.config.wrong_files import explain_path, explain_tree
 from relax_events.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "RELAX_"
-DATA_SUFFIXES = (".jsonl", ".parquet", ".arrow")
 MAX_DEPTH = 64
 """Of sections and lists within each other; those of a run file are some six deep."""
 MAX_TOLD = 20
@@ -89,12 +89,8 @@ def load_run_config(
 
 
 def _read(path: Path) -> dict[str, Any]:
-    if path.suffix in DATA_SUFFIXES:
-        remedy = (
-            "give a run file, in TOML, whose data.source names it; for example "
-            "configs/quickstart.toml"
-        )
-        raise ConfigError(f"{path} holds rows of data and is no run file; {remedy}")
+    if wrong := explain_path(path):
+        raise ConfigError(wrong)
     try:
         text = path.read_text()
         tree = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
@@ -109,6 +105,8 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"run file {path} is not {path.suffix.lstrip('.').upper() or 'TOML'}: {error}"
         ) from None
+    if isinstance(tree, dict | list) and (wrong := explain_tree(path, tree)):
+        raise ConfigError(wrong)
     if not isinstance(tree, dict):
         raise ConfigError(
             f"run file {path} must hold sections, got a {type(tree).__name__}; for example "

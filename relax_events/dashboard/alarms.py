@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from relax_events.dashboard.run_fold import RunFold
-from relax_events.events.parts import WorkerState
+from relax_events.dashboard.run_reader import RunReader
+from relax_events.dashboard.views import group_curves, recent_share
+from relax_events.events.parts import WorkerState, now_micros
 from relax_events.events.types import WorkerHeartbeat
 from relax_events.history.live_run import silent_micros
 
@@ -32,6 +34,30 @@ class Alarm:
     since: int
     runbook: str = ""
     values: dict[str, Any] = field(default_factory=dict)
+
+
+def list_alarms(reader: RunReader, dead_letters: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the alarms of a run that is read, the severe ones first; `since` in milliseconds.
+
+    Args:
+        reader: Of the run.
+        dead_letters: Of the run.
+    """
+    groups = group_curves(reader.table)
+    unresolved = [found for found in dead_letters if not found["resolution"]]
+    with reader.lock:
+        found = find_alarms(
+            reader.fold,
+            now=now_micros(),
+            truncated=recent_share(groups["truncated"]),
+            signalless=recent_share(groups["signalless"]),
+            num_dead_letters=len(unresolved),
+            oldest_dead_letter_at=min((found["written_at"] for found in unresolved), default=0)
+            * 1000,
+        )
+    for alarm in found:
+        alarm["since"] //= 1000
+    return found
 
 
 def find_alarms(

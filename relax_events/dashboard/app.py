@@ -13,7 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, Response, StreamingResponse
 
 from relax_events.dashboard import actions, details, views
-from relax_events.dashboard.alarms import find_alarms
+from relax_events.dashboard.alarms import list_alarms
 from relax_events.dashboard.registry import OpenRun, RunRegistry, find_runbook
 from relax_events.dashboard.sample_columns import SampleQuery
 from relax_events.errors import (
@@ -23,7 +23,6 @@ from relax_events.errors import (
     ConfigError,
     RelaxError,
 )
-from relax_events.events.parts import now_micros
 from relax_events.history.samples.filter import UNBOUNDED, parse_bounds
 from relax_events.http.server import RequestGuard
 
@@ -121,7 +120,8 @@ def _run_routes(registry: RunRegistry) -> APIRouter:
 
     @routes.get("/runs/{run_id}/alarms")
     def alarms(run_id: str) -> Response:
-        return _json({"alarms": _alarms(registry.open(run_id))})
+        run = registry.open(run_id)
+        return _json({"alarms": list_alarms(run.reader, run.dead_letters())})
 
     @routes.get("/runs/{run_id}/overview")
     def overview(run_id: str) -> Response:
@@ -185,24 +185,6 @@ async def _news(request: Request, run: OpenRun) -> AsyncIterator[bytes]:
         run.used_at = max(run.used_at, asyncio.get_running_loop().time())
         await asyncio.sleep(NEWS_SECONDS)
         silent += NEWS_SECONDS
-
-
-def _alarms(run: OpenRun) -> list[dict[str, Any]]:
-    groups = views.group_curves(run.reader.table)
-    unresolved = [found for found in run.dead_letters() if not found["resolution"]]
-    with run.reader.lock:
-        found = find_alarms(
-            run.reader.fold,
-            now=now_micros(),
-            truncated=views.recent_share(groups["truncated"]),
-            signalless=views.recent_share(groups["signalless"]),
-            num_dead_letters=len(unresolved),
-            oldest_dead_letter_at=min((found["written_at"] for found in unresolved), default=0)
-            * 1000,
-        )
-    for alarm in found:
-        alarm["since"] //= 1000
-    return found
 
 
 def _described(run: OpenRun) -> dict[str, Any]:

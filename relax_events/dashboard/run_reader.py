@@ -173,6 +173,8 @@ class RunReader:
         self._sample_ends: dict[TopicPartition, int] = {}
         self._blocks: list[range] | None = None
         self._closing = threading.Event()
+        self._changed = threading.Condition(self.lock)
+        self._is_silent = False
         self._thread = threading.Thread(target=self._run, name="dashboard", daemon=True)
 
     def start(self) -> RunReader:
@@ -185,6 +187,28 @@ class RunReader:
         self._closing.set()
         if self._thread.is_alive():
             self._thread.join(STOP_SECONDS)
+
+    def wait(self, *, num_steps: int, timeout_seconds: float) -> bool:
+        """Wait until all that the log has now is read, or the log can't be read; return whether
+        it is.
+
+        Args:
+            num_steps: Train steps that the log has at least.
+            timeout_seconds: Time limit.
+        """
+
+        def is_read() -> bool:
+            return (
+                self._is_silent
+                and self.status.is_caught_up
+                and len(self.fold.curves.steps) >= num_steps
+            )
+
+        with self._changed:
+            self._changed.wait_for(
+                lambda: is_read() or bool(self.status.trouble), timeout=timeout_seconds
+            )
+            return is_read()
 
     def _run(self) -> None:
         while not self._closing.is_set():
@@ -199,8 +223,10 @@ class RunReader:
         if not self.status.trouble:
             self.status.trouble_since = time.time()
             log.warning("dashboard.read_failed", run_id=self.config.run.id, error=text)
-        self.status.trouble = text
-        self.status.revision += 1
+        with self._changed:
+            self.status.trouble = text
+            self.status.revision += 1
+            self._changed.notify_all()
 
     def _follow(self, run_log: RunLog) -> None:
         self._find_starts(run_log)
@@ -213,6 +239,9 @@ class RunReader:
                     RECORDS_A_TURN, timeout_seconds=0.01 if is_behind else IDLE_SECONDS
                 )
                 self._take(run_log, records)
+                with self._changed:
+                    self._is_silent = not records and not is_behind
+                    self._changed.notify_all()
                 self._positions = dict(reader.positions)
                 if not records and is_behind:
                     next(older, None)

@@ -21,9 +21,10 @@ from relax_events.data.sft_targets import tokenize_targets
 from relax_events.data.sources import media_modalities
 from relax_events.data.stream import DatasetRow
 from relax_events.errors import ConfigError, PoisonSample
-from relax_events.plugins import FUNCTION, FilePlugin, find_plugin
+from relax_events.plugins import FUNCTION, FilePlugin, find_plugin, select_named
 
 HOOKS = "relax_events.data_hooks"
+FILTER_ARGUMENTS = ("answer", "metadata", "mean_rewards", "train_step")
 MAX_REWARDS_PER_ROW = 16
 """Number of mean rewards kept for each row."""
 FilterResult = float | str
@@ -133,7 +134,8 @@ class PassRateFilter:
 
 
 class FunctionFilter:
-    """Calls the user's function: `choose(prompt, *, answer, metadata, mean_rewards, train_step)`.
+    """Calls the user's function: `choose(prompt, *, answer, metadata, mean_rewards, train_step)`,
+    with those of the keyword arguments that it names.
 
     A number is the row's rank, None or False skips the row, True keeps its order.
     """
@@ -146,6 +148,7 @@ class FunctionFilter:
         """
         self._name = name
         self._function = find_hook(name).load()
+        self._named = select_named(self._function, FILTER_ARGUMENTS)
 
     def __call__(
         self, row: PromptRow, *, mean_rewards: Sequence[float], train_step: int
@@ -160,9 +163,10 @@ class FunctionFilter:
             "answer": row.answer,
             "metadata": orjson.loads(row.metadata),
             "mean_rewards": list(mean_rewards),
+            "train_step": train_step,
         }
         try:
-            result = self._function(prompt, **facts, train_step=train_step)
+            result = self._function(prompt, **{name: facts[name] for name in self._named})
         except Exception as error:  # the user's function may raise any exception
             raise ConfigError(
                 f"data.prompt_filter {self._name} failed with {type(error).__name__}: {error} on "

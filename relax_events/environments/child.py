@@ -18,7 +18,7 @@ import orjson
 
 from relax_events.environments.reply import Reply
 from relax_events.errors import ConfigError, RelaxError
-from relax_events.plugins import ENVIRONMENTS, FUNCTION, find_plugin
+from relax_events.plugins import ENVIRONMENTS, FUNCTION, find_plugin, select_named
 from relax_events.runtime.subprocess_rpc import LENGTHS, raise_failures, read_requests, respond
 
 FILES = "files"
@@ -50,7 +50,7 @@ def main() -> int:
             },
         )
         return 2
-    respond(answers, {"takes_files": _has_parameter(function, FILES)})
+    respond(answers, {"takes_files": bool(select_named(function, [FILES]))})
     with raise_failures(answers):
         for question, content in questions:
             respond(
@@ -72,13 +72,13 @@ def load_environment(name: str, options: Mapping[str, Any]) -> Callable[..., Any
     function = find_plugin(
         ENVIRONMENTS, name, what=f"environment.function = {name!r}", accepts=FUNCTION
     ).load()
-    keywords = dict.fromkeys(ARGUMENTS) | ({FILES: None} if _has_parameter(function, FILES) else {})
+    keywords = dict.fromkeys(select_named(function, (*ARGUMENTS, FILES)))
     try:
         inspect.signature(function).bind("", **keywords, **options)
     except TypeError as error:
         rule = (
-            "its parameters must be (completion, *, messages, answer, metadata), optionally "
-            "files, and its options"
+            "its parameters must be completion, those of messages, answer, metadata and files "
+            "that it reads, and its options"
         )
         raise ConfigError(
             f"environment.function = {name!r} can't be called with environment.options "
@@ -87,26 +87,19 @@ def load_environment(name: str, options: Mapping[str, Any]) -> Callable[..., Any
     return partial(function, **options)
 
 
-def _has_parameter(function: Callable[..., Any], name: str) -> bool:
-    return name in inspect.signature(function).parameters
-
-
 def _call_environment(
     function: Callable[..., Any], question: dict[str, Any], content: bytes, *, max_item_bytes: int
 ) -> tuple[dict[str, Any], Sequence[bytes]]:
     bounds = pairwise(accumulate(question[LENGTHS], initial=0))
-    files = (
-        {FILES: [content[start:end] for start, end in bounds]}
-        if _has_parameter(function, FILES)
-        else {}
-    )
-    fields = {
+    offered = {
         "messages": question["messages"],
         "answer": question["answer"],
         "metadata": orjson.loads(question["metadata"]),
+        FILES: [content[start:end] for start, end in bounds],
     }
+    fields = {name: offered[name] for name in select_named(function, offered)}
     try:
-        return _encode_reply(function(question["completion"], **fields, **files), max_item_bytes)
+        return _encode_reply(function(question["completion"], **fields), max_item_bytes)
     except (
         BaseException
     ) as error:  # user code may raise any exception, even SystemExit; only this sample fails

@@ -18,6 +18,7 @@ import structlog
 from relax_events.config import RunConfig
 from relax_events.config.derived import LEAST_DRAIN_SECONDS
 from relax_events.controller.rollout_capacity import read_share_group_size, require_rollout_capacity
+from relax_events.dashboard.snapshot import write_snapshot
 from relax_events.errors import BrokerError, CheckFailed, Interrupted, RelaxError, RunFailed
 from relax_events.events.parts import Command, WorkerState, now_micros
 from relax_events.events.types import Event, RunCommanded
@@ -204,9 +205,7 @@ class RunSession:
         display.print_line("draining; press Ctrl-C again to stop at once")
 
     def _warn_of_other_sessions(self, display: ProgressDisplay) -> None:
-        """Report other sessions of the run. They are harmless: the workers share the work, and one
-        trainer is fenced.
-        """
+        """Report other sessions of the run, which are harmless: one trainer is fenced."""
         for session in self._sessions.others:
             display.print_line(
                 f"another relax run works on this run already (pid {session.pid} on "
@@ -390,10 +389,12 @@ class RunSession:
         self, wall_seconds: float, *, succeeded: bool, reason: str
     ) -> tuple[dict[str, Any], Ledger]:
         total_seconds = partial(self._sessions.total_seconds, wall_seconds)
-        return write_final_report(
+        report, ledger = write_final_report(
             self._config,
             wall_seconds=wall_seconds,
             total_seconds=total_seconds,
             succeeded=succeeded,
             reason=reason,
         )
+        write_snapshot(self._config, report)
+        return report, ledger

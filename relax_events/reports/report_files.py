@@ -1,4 +1,4 @@
-"""Writes a run's report into its directory: `report.json` for programs, `report.html` for people.
+"""Writes `report.json` of a run into its directory.
 
 The fields; an unknown or not finite value is None:
 
@@ -71,7 +71,6 @@ from relax_events.events.types import PolicyEvaluated, TrainStepCommitted
 from relax_events.projections.ledger import Ledger
 from relax_events.projections.run_state import RunState, count_samples, max_sample_staleness
 from relax_events.reports.export_command import build_export_command
-from relax_events.reports.report_page import render_report
 from relax_events.runtime.private_files import write_private
 from relax_events.runtime.run_description import digest_config
 from relax_events.session.resume import settings_history
@@ -92,12 +91,11 @@ def write_report(
     total_seconds: float | None = None,
     ended_at: int | None = None,
     source: Mapping[str, Any] | None = None,
-    samples: str = "",
 ) -> dict[str, Any]:
-    """Write `report.json` and `report.html` into the run's directory and return the report.
+    """Write `report.json` into the run's directory and return the report.
 
-    Each file is written atomically, and an earlier report of the run is replaced. The module's
-    docstring lists the fields.
+    It is written atomically, and an earlier report of the run is replaced. The module's docstring
+    lists the fields.
 
     Args:
         config: The run, as it was started.
@@ -109,7 +107,6 @@ def write_report(
         total_seconds: How long all invocations took together; None where this is the only one.
         ended_at: When this invocation ended, microseconds since the epoch; None is now.
         source: Curves of the parent run.
-        samples: Some samples as HTML, for the page alone.
     """
     report = build_report(
         config,
@@ -124,10 +121,6 @@ def write_report(
     )
     write_private(
         config.run_directory / "report.json", orjson.dumps(report, option=orjson.OPT_INDENT_2)
-    )
-    write_private(
-        config.run_directory / "report.html",
-        render_report(report, samples=samples).encode(errors="replace"),
     )
     return report
 

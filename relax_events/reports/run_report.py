@@ -17,7 +17,6 @@ from relax_events.projections.base import apply_events
 from relax_events.projections.ledger import Ledger
 from relax_events.projections.run_state import RunState
 from relax_events.reports.report_files import write_report
-from relax_events.reports.sample_page import render_report_samples
 from relax_events.session.records import SESSIONS_FILE, parse_sessions, session_seconds
 from relax_events.topics.plan import METRICS
 
@@ -69,7 +68,6 @@ def write_final_report(
     steps = [step.train_step for step in state.steps]
     extras: dict[str, Any] = {
         "source": read_source_curves(config, steps),
-        "samples": render_report_samples(config, steps),
     }
     extras["total_seconds"] = total_seconds([step.committed_at for step in state.steps])
     return write_report(
@@ -117,7 +115,6 @@ def rewrite_report(config: RunConfig) -> tuple[dict[str, Any], Ledger]:
         total_seconds=sum(seconds),
         ended_at=ended_at,
         source=read_source_curves(config, steps),
-        samples=render_report_samples(config, steps),
     )
     return report, ledger
 

@@ -1,4 +1,4 @@
-"""Renders prompt groups as HTML: a standalone page of samples, and the samples of a run's report.
+"""Renders prompt groups as HTML: a standalone page of samples.
 
 A prompt group is a card: the prompt with its media, and a row for each sample. All external text is
 escaped.
@@ -9,22 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from html import escape
-from itertools import islice
+from importlib.resources import files
 from pathlib import Path
 from types import TracebackType
 
-import structlog
-
-from relax_events.config import RunConfig
-from relax_events.errors import ConfigError, RelaxError
+from relax_events.errors import ConfigError
 from relax_events.events.parts import ChatMessage, MediaRef
 from relax_events.history.run_log import RunLog
-from relax_events.history.samples.filter import SampleFilter
-from relax_events.history.samples.reader import read_samples
 from relax_events.history.samples.view import SampleView
-from relax_events.reports.chart_scales import format_number
 from relax_events.reports.report_files import replace_file
-from relax_events.reports.report_page import render_page
 from relax_events.reports.sample_media import MediaRenderer
 
 MAX_CHARACTERS = 4000
@@ -90,7 +83,7 @@ def render_sample(view: SampleView, *, newest_version: int) -> str:
 def _numbers(view: SampleView, outcome: str) -> Iterator[tuple[str, bool]]:
     failure = view.score.error if view.score is not None and view.score.reward is None else ""
     yield (
-        ("-" if view.reward is None else format_number(view.reward))
+        ("-" if view.reward is None else f"{view.reward:.6g}")
         + (f" ({failure})" if failure else ""),
         True,
     )
@@ -110,15 +103,11 @@ def render_text(text: str) -> str:
     return f'<span class="said">{escape(text[:MAX_CHARACTERS])}{more}</span>'
 
 
-log = structlog.get_logger()
 MIB = 1024**2
 MAX_SAMPLES = 1000
 """Maximum samples of a page: a browser has to hold them."""
-PAGE_BYTES, REPORT_BYTES = 32 * MIB, 4 * MIB
-"""Maximum size of all media on a page, and in a report."""
-REPORT_GROUPS, REPORT_SAMPLES, MAX_CONSIDERED = 3, 4, 256
-"""Prompt groups of a step that a report shows, samples of each, and the number of samples that it
-selects from."""
+PAGE_BYTES = 32 * MIB
+"""Maximum size of all media on a page."""
 
 
 class SamplePage(AbstractContextManager["SamplePage"]):
@@ -189,42 +178,15 @@ def render_cards(
     ]
 
 
-def render_report_samples(config: RunConfig, train_steps: Iterable[int]) -> str:
-    """Return some samples of the first and of the newest train step for the run's report; nothing
-    where they can't be read any more.
+def render_page(title: str, body: str) -> str:
+    """Return a complete page; a content policy forbids it to load anything external and to run
+    scripts.
     """
-    steps = sorted(train_steps)
-    try:
-        with RunLog(config, name="report") as run_log:
-            media = MediaRenderer(config, max_bytes=REPORT_BYTES)
-            parts = [
-                _of_step(run_log, step, media) for step in dict.fromkeys([*steps[:1], *steps[-1:]])
-            ]
-    except RelaxError as error:
-        log.warning("sample_page.render_failed", error=str(error))
-        return ""
-    return "".join(parts)
-
-
-def _of_step(run_log: RunLog, step: int, media: MediaRenderer) -> str:
-    groups: dict[tuple[str, int], list[SampleView]] = {}
-    for view in islice(read_samples(run_log, SampleFilter(train_step=step)), MAX_CONSIDERED):
-        groups.setdefault((view.sample.prompt_group_id, view.sample.policy_version), []).append(
-            view
-        )
-    chosen = [best_and_worst(views) for views in islice(groups.values(), REPORT_GROUPS)]
+    style = files("relax_events.reports").joinpath("page.css").read_text(encoding="utf-8")
+    policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; media-src data:"
     return (
-        f"<h2>Samples of step {step}</h2>"
-        + "".join(render_cards(chosen, run_log.newest_version, media))
-        if chosen
-        else ""
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta '
+        'name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
     )
-
-
-def best_and_worst(views: list[SampleView]) -> list[SampleView]:
-    """Select samples of a prompt group: as many of its best as of its worst, best first; unscored
-    ones are the worst.
-    """
-    ranked = sorted(views, key=lambda view: (view.reward is None, -(view.reward or 0.0)))
-    half = REPORT_SAMPLES // 2
-    return ranked if len(ranked) <= REPORT_SAMPLES else [*ranked[:half], *ranked[-half:]]

@@ -145,8 +145,9 @@ class Caller:
             name: request[name] if takes_all else request[name][0]
             for name in reward.optional_arguments
         }
+        given = {"answer": request["answer"], "metadata": metadata, "prompt": request["prompt"]}
         return reward.function(
-            first, answer=request["answer"], metadata=metadata, prompt=request["prompt"], **more
+            first, **{name: given[name] for name in reward.named_arguments}, **more
         )
 
     def _success(self, value: Any, request: dict[str, Any], started: float) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 from pydantic import ConfigDict, ValidationError, create_model
 
 from relax_events.errors import ConfigError
-from relax_events.plugins import FUNCTION, REWARDS, find_plugin, list_installed
+from relax_events.plugins import FUNCTION, REWARDS, find_plugin, list_installed, select_named
 from relax_events.rewards.code_version import reward_digest, source_files
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -123,7 +123,7 @@ def describe_reward(name: str) -> RewardDescription:
 
 
 PROMPT_GROUP_PARAMETER = "completions"
-REQUIRED_ARGUMENTS = ("answer", "metadata", "prompt")
+CALL_ARGUMENTS = ("answer", "metadata", "prompt")
 OPTIONAL_ARGUMENTS = ("turns", "token_ids")
 """Passed to functions that have a parameter of that name."""
 
@@ -135,7 +135,8 @@ class RewardFunction(Protocol):
     returns a list with one element for each; an element may be a `RewardError`. Both may be `async
     def`. A parameter `turns` gets the sample's messages from the first completion to the last, as
     `role` and `content`; `token_ids` gets the ids of the sampled tokens. For a prompt group these
-    are lists of them. Further keyword arguments are options.
+    are lists of them. A function may leave out what it does not read: `(completion)` is enough.
+    Further keyword arguments are options.
 
     It may also return `turn_rewards`, a number for each completion, and `token_rewards`, one for
     each sampled token. They are added to the total; algorithms with token-level advantages use
@@ -167,6 +168,7 @@ class LoadedReward:
     weights: Mapping[str, float] = field(default_factory=dict)
     files: tuple[Path, ...] = ()
     optional_arguments: tuple[str, ...] = ()
+    named_arguments: tuple[str, ...] = CALL_ARGUMENTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +230,7 @@ def load_reward(
         weights or {},
         files,
         optional_arguments,
+        select_named(function, CALL_ARGUMENTS),
     )
 
 
@@ -274,23 +277,10 @@ def check_options(
     """Convert the given options to the types of the function's annotations.
 
     Raises:
-        ConfigError: The function lacks a required parameter, or an option is unknown, missing or of
-            a wrong type.
+        ConfigError: An option is unknown, missing or of a wrong type.
     """
     parameters = inspect.signature(function).parameters.values()
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    if not takes_any and (
-        missing := [
-            given
-            for given in REQUIRED_ARGUMENTS
-            if given not in inspect.signature(function).parameters
-        ]
-    ):
-        text = f"{name} does not take {', '.join(missing)}"
-        raise ConfigError(
-            f"{text}; define it as (completion, *, answer, metadata, prompt), or with "
-            "completions for whole prompt groups"
-        )
     settings = ConfigDict(
         extra="allow" if takes_any else "forbid",
         arbitrary_types_allowed=True,
@@ -307,7 +297,8 @@ def check_options(
         known = ", ".join(option.name for option in options_of(function)) or "none"
         raise ConfigError(
             f"reward.options.{option_path}: {first['msg']}, got {first['input']!r:.60}; {name} "
-            f"takes {known}; set reward.options"
+            f"takes {known}; set reward.options. Each call gives the completion and, as far as the "
+            f"function names them, {', '.join((*CALL_ARGUMENTS, *OPTIONAL_ARGUMENTS))}"
         ) from None
     return checked
 
@@ -323,6 +314,6 @@ def _option_fields(function: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
             ... if parameter.default is parameter.empty else parameter.default,
         )
         for parameter in list(inspect.signature(function).parameters.values())[1:]
-        if parameter.name not in (*REQUIRED_ARGUMENTS, *OPTIONAL_ARGUMENTS)
+        if parameter.name not in (*CALL_ARGUMENTS, *OPTIONAL_ARGUMENTS)
         and parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     }

@@ -30,6 +30,9 @@ def rank(completions, *, answer, metadata, prompt):
     order = sorted(completions)
     return [{"rank": order.index(one), "size": len(completions)} for one in completions]
 
+def short(completion):
+    return float(len(completion))
+
 def by_turn(completion, *, answer, metadata, prompt, turns, token_ids):
     said = [turn["content"] for turn in turns if turn["role"] == "assistant"]
     return {"reward": float(said[-1] == completion), "turn_rewards": [float(len(text)) for text in said], "token_rewards": token_ids}
@@ -107,6 +110,13 @@ def test_reward_function_with_turns_parameter_may_reward_each_turn(
         for name, turns in (("a", said), ("b", said[:1]))
     ]
     assert rewards(pool.score_batch(given)) == [6.0, 2.0]
+
+
+def test_reward_function_with_one_parameter_is_called_with_the_completion_alone(
+    pool_of: Callable[..., RewardPool],
+) -> None:
+    items = [RewardItem("a", "four", "answer", prompt="why"), RewardItem("b", "")]
+    assert rewards(pool_of("short").score_batch(items)) == [4.0, 0.0]
 
 
 def rewards(results: list[Score | RewardError]) -> list[float | None]:

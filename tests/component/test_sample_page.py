@@ -26,7 +26,7 @@ from relax_events.media.library import MediaLibrary
 from relax_events.reports import sample_page as pages
 from relax_events.reports.sample_export import open_export
 from relax_events.reports.sample_media import MAX_FRAMES, MAX_SECONDS, MAX_SIDE, MediaRenderer
-from relax_events.reports.sample_page import MAX_CHARACTERS, SamplePage, best_and_worst
+from relax_events.reports.sample_page import MAX_CHARACTERS, SamplePage
 from tests.unit.html_page import Page
 from tests.unit.image_model import image_file
 from tests.unit.video_and_audio import audio_file, media_run, omni_model, video_file
@@ -225,13 +225,3 @@ def test_sample_page_rejects_the_media_and_tokens_flags(config: RunConfig) -> No
     with pytest.raises(ConfigError, match="leave out --media and --tokens"):
         open_export(log_of(config), Path("page.html"), tokens=True)
     assert isinstance(open_export(log_of(config), Path("page.html")), SamplePage)
-
-
-def test_report_shows_the_samples_with_highest_and_lowest_rewards() -> None:
-    views = [
-        view(index=index, reward=reward)
-        for index, reward in enumerate((0.1, 0.9, 0.5, 0.2, 1.0, 0.0))
-    ]
-    lost = replace(view(index=6), score=None)
-    assert [one.reward for one in best_and_worst([*views, lost])] == [1.0, 0.9, 0.0, None]
-    assert len(best_and_worst(views[:3])) == 3

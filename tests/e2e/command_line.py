@@ -129,3 +129,11 @@ heartbeat_seconds = 0.2
 [scaling]
 api = "off"
 """
+
+
+def snapshot_of(folder: Path) -> dict[str, Any]:
+    """Return the data that the page of a run's report holds."""
+    page = (folder / "report.html").read_text()
+    begin = page.index('id="snapshot">') + len('id="snapshot">')
+    found: dict[str, Any] = orjson.loads(page[begin : page.index("</script>", begin)])
+    return found

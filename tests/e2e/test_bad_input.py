@@ -291,3 +291,13 @@ def test_run_whose_rewards_all_fail_ends_with_the_reasons(
     assert "raised ValueError: the reward service is down" in errors
     assert "took longer than 0.5 s (reward.timeout_seconds)" in errors
     assert "returned 'reward': nan; rewards must be finite" in errors
+
+
+def test_init_writes_a_run_file_that_the_doctor_accepts(relax: Relax, prepared: Path) -> None:
+    given = ("--model", prepared / "model", "--data", prepared / "prompts.jsonl")
+    ended = relax("init", "mine.toml", *given)
+    assert ended.code == 0, ended.out + ended.err
+    assert "ok   reward: exact_match gives 1 for the reference answer" in ended.out
+    assert "FAIL" not in ended.out
+    again = relax("init", "mine.toml", *given)
+    assert (again.code, "mine.toml exists; give another name, or --force" in again.err) == (2, True)

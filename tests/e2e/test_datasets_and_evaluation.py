@@ -10,7 +10,7 @@ from pathlib import Path
 import orjson
 import pyarrow as pa
 import pytest
-from command_line import PROMPTS, Relax, log_of, report_of, write_rows
+from command_line import PROMPTS, Relax, log_of, report_of, snapshot_of, write_rows
 from pyarrow import parquet as pq
 
 from relax_events.events.codec import EventCodec
@@ -143,7 +143,8 @@ def test_run_mixes_datasets_and_evaluates_its_versions(
         )  # with n = k a prompt either passes or not
         assert event.pass_at_k["1"] * 16 == pytest.approx(round(event.pass_at_k["1"] * 16))
     assert {row["dataset"] for row in report["evaluations"]} == {"words", "greedy"}
-    assert "pass@4" in (mixed_run.parent / ".relax/runs" / run_id / "report.html").read_text()
+    shown = snapshot_of(mixed_run.parent / ".relax/runs" / run_id)["overview"]["evaluations"]
+    assert "4" in shown[0]["pass_at_k"]
 
     shown = relax("eval", "show", mixed_run, server, "--output", "json", "--dataset", "words")
     assert [row["reward_mean"] for row in orjson.loads(shown.out)] == [

@@ -1,5 +1,5 @@
 """The quickstart is watched in a browser from its first minute to its end: the address comes from
-the output of `relax run`, and every page fills while the run goes on.
+the output of `relax run`, and every page is filled while the run is running.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 ADDRESS = re.compile(r"http://127\.0\.0\.1:\d+/\?run=\S+")
 SHOWS = {
     "alarms": "document.querySelector('main h1')",
-    "overview": "document.querySelectorAll('figure canvas').length >= 6",
+    "overview": "document.querySelectorAll('[data-plot] canvas').length >= 6",
     "timeline": "document.querySelectorAll('main svg rect').length > 20",
     "lag": "document.querySelectorAll('tbody tr').length >= 3",
     "samples": "document.querySelectorAll('tbody tr').length >= 20",

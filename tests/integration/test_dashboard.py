@@ -23,10 +23,12 @@ from written_run import WrittenRun
 from relax_events.config import RunConfig
 from relax_events.dashboard.registry import RunRegistry
 from relax_events.dashboard.server import build_server, build_url, open_port
+from relax_events.dashboard.snapshot import write_snapshot
 from relax_events.events.parts import ChatMessage, Outcome
 from relax_events.history.cluster import Cluster
 from relax_events.kafka.records import ProducerRecord
 from relax_events.launcher.run_page import RunPage, offer_page
+from relax_events.reports.run_report import rewrite_report
 from tests.chromium import Chromium, find_chromium
 
 A, B, C = "000000-0000-0", "000000-0001-0", "000001-0000-0"
@@ -401,12 +403,20 @@ def test_page_beside_a_run_starts_when_someone_connects_and_ends_with_the_run(
         assert servers_of(run_file) == []
         address = addresses[0].partition("/?")[0]
         assert addresses[0].endswith(f"/?run={config.run.id}")
-        until(lambda: summary(address, written)["policy_version"] == 1)
+        until(lambda: answers(address, written), seconds=300.0)
         low = min(psutil.Process().nice() + 10, 19)
         assert [psutil.Process(pid).nice() for pid in servers_of(run_file)] == [low]
     assert servers_of(run_file) == []
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(address, timeout=5)
+
+
+def answers(address: str, run: WrittenRun) -> bool:
+    """Return whether the page's server, which may just be starting, has read the run."""
+    try:
+        return bool(summary(address, run)["policy_version"] == 1)
+    except (TimeoutError, urllib.error.URLError):
+        return False
 
 
 def servers_of(run_file: Path) -> list[int]:
@@ -434,3 +444,71 @@ def test_run_offers_no_page_where_it_is_turned_off_or_the_broker_asks_for_creden
         changed_section = getattr(config, section).model_copy(update=values)
         config = config.model_copy(update={section: changed_section})
     assert RunPage.open(config, run_file=tmp_path / "run.json") is None
+
+
+@pytest.fixture(scope="module")
+def report_file(written: WrittenRun, url: str) -> Path:
+    """Write the run's report, and return its page."""
+    report, _ = rewrite_report(written.config)
+    return write_snapshot(written.config, report)
+
+
+def test_snapshot_holds_what_the_server_answers(
+    url: str, written: WrittenRun, report_file: Path
+) -> None:
+    text = report_file.read_text()
+    begin = text.index('id="snapshot">') + len('id="snapshot">')
+    data = text[begin : text.index("</script>", begin)]
+    assert "<" not in data
+    found = json.loads(data)
+    assert found["overview"] == get(url, written, "overview")
+    served = get(url, written, "samples?count=50&sort=reward")["rows"]
+    assert by_id(found["samples"]["rows"]) == by_id(served)
+    assert found["lag"]["rows"]
+    assert [one["role"] for one in found["dead-letters"]["rows"]] == ["reward"]
+    trained = {row["sample_id"] for row in served if row["outcome"] == "trained"}
+    assert {one["sample_id"] for one in found["details"].values()} == trained
+    assert (report_file.stat().st_mode & 0o777) == 0o600
+
+
+def by_id(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return rows by sample; their numbers depend on the order in which the log was read."""
+    return {row["sample_id"]: row | {"row": 0} for row in rows}
+
+
+@needs_chromium
+def test_snapshot_opens_from_the_disk_without_a_server(
+    browser: Chromium, written: WrittenRun, report_file: Path, axe: str
+) -> None:
+    browser.requests.clear()
+    browser.problems.clear()
+    browser.resize(1400)
+    browser.open("about:blank")
+    browser.open(report_file.as_uri())
+    browser.wait_for("document.getElementById('main')?.dataset.page === 'result'")
+    browser.wait_for("document.getElementById('verdict')")
+    for page in [*PAGES[:-1], "result"]:
+        browser.run(f"document.querySelector('[data-focus=nav-{page}]').click()")
+        browser.wait_for(f"document.getElementById('main').dataset.page === '{page}'")
+        assert not browser.run("!!document.querySelector('main .banner.bad:not(#verdict)')"), page
+    browser.run(f"{axe}; null")
+    assert (
+        browser.run(
+            "axe.run(document, {resultTypes: ['violations']}).then((found) => "
+            "found.violations.map((one) => one.id + ': ' + one.nodes[0].html.slice(0, 200)))"
+        )
+        == []
+    )
+    address = f"{report_file.as_uri()}#?run={written.config.run.id}&page=samples&reward=0.5.."
+    browser.open("about:blank")
+    browser.open(address)
+    browser.wait_for("document.getElementById('matching')")
+    assert browser.run("document.querySelectorAll('tbody tr').length") == 3
+    browser.open(f"{report_file.as_uri()}#?run={written.config.run.id}&page=samples&sample={B}/0")
+    browser.wait_for("document.querySelector('main').innerText.includes('trained')")
+    browser.open("about:blank")
+    browser.open(f"{report_file.as_uri()}#?run={written.config.run.id}&page=samples&sample={A}/0")
+    browser.wait_for("document.querySelector('main').innerText.includes('does not hold it')")
+    asked = [one for one in browser.requests if not one.startswith(("file:", "data:", "about:"))]
+    assert asked == []
+    assert browser.problems == []

@@ -35,6 +35,12 @@ def easy(prompt, *, answer, metadata, mean_rewards, train_step):
 def broken(prompt, *, answer, metadata, mean_rewards, train_step):
     raise KeyError("no level")
 
+def alone(prompt):
+    return len(prompt)
+
+def stepped(prompt, *, train_step):
+    return train_step
+
 def words(prompt, *, answer, metadata, mean_rewards, train_step):
     return "later"
 """
@@ -123,6 +129,12 @@ def test_filter_function_gets_answer_metadata_rewards_and_step(hook_file: Path) 
         )
         == 3247.0
     )
+
+
+def test_filter_function_takes_only_the_arguments_that_it_names(hook_file: Path) -> None:
+    for name, expected in (("alone", 3.0), ("stepped", 7.0)):
+        chosen = FunctionFilter(f"{hook_file}:{name}")
+        assert chosen(row_of("abc"), mean_rewards=(0.5,), train_step=7) == expected
 
 
 def test_error_names_the_failing_filter_function_and_the_prompt(hook_file: Path) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,7 @@ from relax_events.events.types import PolicyEvaluated, PolicyVersionPublished, P
 from relax_events.projections.ledger import Ledger
 from relax_events.projections.run_state import RunState
 from relax_events.reports.report_files import build_report, write_report
-from relax_events.reports.report_page import format_duration, render_report
 from relax_events.runtime.run_description import digest_config
-from tests.unit.html_page import Page
 from tests.unit.run_events import at, records_of, run_config, train_step
 
 END_SECONDS = 2000.0
@@ -137,10 +134,6 @@ def test_report_shows_the_loss_of_a_run_that_rewards_nothing() -> None:
         step.metrics.update(loss=3.0 - index, preference_accuracy=0.5)
     report = built(state, ledger)
     assert (report["reward_first"], report["reward_last_10"], state.reward) == (None, None, None)
-    text = " ".join(Page(render_report(report)).words)
-    assert "Preferences" in text
-    assert "reward, 10 steps" not in text
-    assert "Reward" not in text
 
 
 def test_report_counts_time_from_commit_to_commit() -> None:
@@ -190,10 +183,7 @@ def test_report_is_written_atomically_and_matches_the_returned_value(tmp_path: P
         )
     assert json.loads((config.run_directory / "report.json").read_text()) == report
     assert report["reason"] == "second"
-    assert sorted(path.name for path in config.run_directory.iterdir()) == [
-        "report.html",
-        "report.json",
-    ]
+    assert [path.name for path in config.run_directory.iterdir()] == ["report.json"]
 
 
 def test_report_works_when_no_step_was_made(tmp_path: Path) -> None:
@@ -215,9 +205,6 @@ def test_report_works_when_no_step_was_made(tmp_path: Path) -> None:
         0,
         [],
     )
-    page = (config.run_directory / "report.html").read_text()
-    assert "goal not reached" in page
-    assert "no data" in page
 
 
 def test_report_shows_ledger_problems() -> None:
@@ -228,76 +215,6 @@ def test_report_shows_ledger_problems() -> None:
     report = built(state, ledger)
     assert report["samples_trained_twice"] == 2
     assert report["ledger_problems"][0].startswith("sample trained twice: 2, for example")
-    assert "sample trained twice: 2, for example" in render_report(report)
-
-
-def test_page_draws_a_point_per_step_for_every_curve() -> None:
-    state, ledger = recorded_run(7)
-    page = render_report(built(state, ledger))
-    values = re.findall(r"<figcaption>.*?</svg>", page, re.DOTALL)
-    titles = [re.search(r"<b>(.*?)</b>", metric).group(1) for metric in values]  # type: ignore[union-attr]
-    assert titles == [
-        "Reward",
-        "Loss",
-        "KL",
-        "Staleness",
-        "Throughput",
-        "Staleness of all samples",
-        "Prompt groups",
-        "Time of each step",
-    ]
-    assert [metric.count("<circle") for metric in values[:5]] == [7] * 5
-    assert "step 6: 0.6</title>" in values[0]
-    assert values[7].count("<rect") == 14  # two phases a step
-
-
-def test_page_shows_the_key_metrics() -> None:
-    words = Page(render_report(built(*recorded_run(12)))).words
-    text = " ".join(words)
-    for part in (
-        "Run shown",
-        "goal reached",
-        "12 of 4",
-        "max 1, bound 2 versions",
-        "of 14 issued; 1 filtered, 0 expired, 0 failed, 1 in flight",
-        "of 25 generated",
-    ):
-        assert part in text
-    assert f"0 {chr(0x2192)} 1.1" in text
-
-
-def test_report_page_loads_no_external_resources() -> None:
-    page = Page(render_report(built(*recorded_run(12))))
-    assert not {"script", "link", "img", "iframe", "object"} & {tag for tag, _ in page.tags}
-    attributes = [(name, value or "") for _, attrs in page.tags for name, value in attrs.items()]
-    assert not [name for name, _ in attributes if name.startswith("on") or name in ("src", "href")]
-    assert not [value for _, value in attributes if "://" in value]
-    assert "url(" not in "".join(page.words)
-
-
-def test_page_shows_hostile_text_as_text() -> None:
-    state, ledger = recorded_run(2, **{HOSTILE: 1.0})
-    state.steps[0].phase_seconds[HOSTILE] = 1.0
-    config = run_config()
-    config = config.model_copy(
-        update={"data": config.data.model_copy(update={"system_prompt": HOSTILE})}
-    )
-    report = built(state, ledger, reason=HOSTILE, config=config)
-    report["ledger_problems"] = [HOSTILE]
-    page = Page(render_report(report))
-    assert "script" not in [tag for tag, _ in page.tags]
-    assert page.words.count(HOSTILE) >= 3  # the reason, the ledger, the phase
-
-
-def test_page_stays_small_when_the_run_was_long() -> None:
-    state = RunState(keeps_all=True, policy_version=10_000)
-    state.steps = [
-        train_step(index, at_seconds=END_SECONDS - 10_000 + index, reward_mean=math.sin(index))
-        for index in range(10_000)
-    ]
-    page = render_report(built(state, Ledger(2), wall_seconds=10_001.0))
-    assert len(page) < 1_000_000
-    assert "steps 0 to 41" in page
 
 
 def test_report_omits_broker_client_settings() -> None:
@@ -314,20 +231,6 @@ def test_report_omits_broker_client_settings() -> None:
     assert "hunter2" not in json.dumps(report)
     assert report["config_digest"] == digest_config(config)
     assert digest_config(run_config(seed=5)) != digest_config(config)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.04, "0.0 s"),
-        (59.94, "59.9 s"),
-        (59.96, "1 min 0 s"),
-        (119.6, "2 min 0 s"),
-        (7260, "2 h 1 min"),
-    ],
-)
-def test_duration_is_formatted_for_humans(seconds: float, text: str) -> None:
-    assert format_duration(seconds) == text
 
 
 def evaluated(version: int, dataset: str, reward: float | None) -> PolicyEvaluated:
@@ -376,17 +279,3 @@ def test_report_lists_evaluations_by_version_and_counts_skipped_rows(
     assert report["evaluations"][0]["pass_at_k"] == {"2": 0.75}
     assert report["prompts_skipped"] == {HOSTILE: 1, "too_long": 2}
     assert json.loads(json.dumps(report["evaluations"])) == report["evaluations"]
-    page = Page(render_report(report))
-    assert {"a: reward", "b: pass@2", "3"} <= {word.strip() for word in page.words}
-    assert "script" not in {tag for tag, _ in page.tags}
-
-
-def test_report_page_shows_teacher_distance_only_with_a_teacher() -> None:
-    state, ledger = recorded_run(3)
-    for step in state.steps:
-        step.metrics.update(teacher_kl=0.0, distill_loss=0.0)
-    assert "Distance to the teacher" not in render_report(built(state, ledger))
-    state.steps[1].metrics["teacher_kl"] = 0.5
-    page = render_report(built(state, ledger))
-    assert "Distance to the teacher" in page
-    assert "divergence from the teacher in the loss" not in page

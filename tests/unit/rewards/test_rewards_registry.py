@@ -110,9 +110,30 @@ def test_reward_registry_lists_its_built_in_functions() -> None:
 
 
 @pytest.mark.parametrize(
+    ("definition", "named"),
+    [
+        ("def score(completion): return 1.0", ()),
+        ("def score(completion, *, metadata): return 1.0", ("metadata",)),
+        ("def score(completion, prompt, answer): return 1.0", ("answer", "prompt")),
+        ("def score(completions, **given): return [1.0]", ("answer", "metadata", "prompt")),
+    ],
+)
+def test_reward_function_takes_only_the_arguments_that_it_names(
+    tmp_path: Path, definition: str, named: tuple[str, ...]
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(definition)
+    assert load_reward(f"{file}:score").named_arguments == named
+
+
+@pytest.mark.parametrize(
     ("definition", "options", "text"),
     [
-        ("def score(completion): pass", {}, "does not take answer, metadata, prompt; define it as"),
+        (
+            "def score(completion, *, anwser): pass",
+            {},
+            r"reward.options.anwser: Field required.* as far as the function names them, answer, metadata, prompt, turns, token_ids",
+        ),
         (
             SCORE,
             {"scale": "much"},

@@ -1,4 +1,7 @@
-// Calls of this server; no other one is ever called.
+// Calls of this server; no other one is ever called. A snapshot has the answers in itself.
+
+import { answerFrom, mediumFrom, snapshot } from "./snapshot.js";
+import { t } from "./strings.js";
 
 export class ApiError extends Error {
   constructor(status, text) {
@@ -15,8 +18,19 @@ async function answer(response) {
 
 export async function get(path, parameters = {}) {
   const given = Object.entries(parameters).filter(([, value]) => value !== "" && value !== undefined && value !== null);
+  if (snapshot) return answerOfFile(path, Object.fromEntries(given));
   const text = new URLSearchParams(given).toString();
   return answer(await fetch(`/api/${path}${text ? `?${text}` : ""}`));
+}
+
+function answerOfFile(path, given) {
+  const found = answerFrom(path, given);
+  if (!found || found.refusal) throw new ApiError(404, found?.refusal || t("not_in_snapshot"));
+  return found;
+}
+
+export function mediumAddress(run, given) {
+  return snapshot ? mediumFrom(given) : `/api/runs/${encodeURIComponent(run)}/media?${new URLSearchParams(given)}`;
 }
 
 export function of(run, path, parameters) {
@@ -24,6 +38,7 @@ export function of(run, path, parameters) {
 }
 
 export async function post(run, path, body, token) {
+  if (snapshot) throw new ApiError(409, t("not_in_snapshot"));
   return answer(
     await fetch(`/api/runs/${encodeURIComponent(run)}/${path}`, {
       method: "POST",

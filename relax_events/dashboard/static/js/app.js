@@ -4,7 +4,8 @@ import { get, of } from "./api.js";
 import { h, replace } from "./dom.js";
 import { duration, number, time } from "./format.js";
 import { forgetPlots } from "./plot.js";
-import { address, go, query, remember } from "./state.js";
+import { snapshot } from "./snapshot.js";
+import { address, go, place, query, remember } from "./state.js";
 import { lang, t } from "./strings.js";
 import * as alarms from "./pages/alarms.js";
 import * as config from "./pages/config.js";
@@ -13,12 +14,15 @@ import * as fleet from "./pages/fleet.js";
 import * as lag from "./pages/lag.js";
 import * as lineage from "./pages/lineage.js";
 import * as overview from "./pages/overview.js";
+import * as result from "./pages/result.js";
 import * as runs from "./pages/runs.js";
 import * as samples from "./pages/samples.js";
 import * as tails from "./pages/tails.js";
 import * as timeline from "./pages/timeline.js";
 
-const PAGES = { alarms, overview, timeline, lag, samples, lineage, deadletters, fleet, config, tails, runs };
+const LIVE = { alarms, overview, timeline, lag, samples, lineage, deadletters, fleet, config, tails };
+const PAGES = snapshot ? { result, ...LIVE } : { ...LIVE, runs };
+const HOME = snapshot ? "result" : "alarms";
 const MIN_MILLIS = 1500;
 const main = document.getElementById("main");
 let summary = null;
@@ -85,18 +89,19 @@ function drawNav() {
   replace(
     nav,
     Object.keys(PAGES).map((name) =>
-      h("a", { href: address({ page: name === "alarms" ? "" : name }), "aria-current": name === page ? "page" : null, "data-focus": `nav-${name}` }, t(name), name === "alarms" && numAlarms > 0 && h("span", { class: "count" }, String(numAlarms))),
+      h("a", { href: address({ page: name === HOME ? "" : name }), "aria-current": name === page ? "page" : null, "data-focus": `nav-${name}` }, t(name), name === "alarms" && numAlarms > 0 && h("span", { class: "count" }, String(numAlarms))),
     ),
   );
 }
 
 function currentPage() {
-  const page = query().page || "alarms";
-  return page in PAGES ? page : "alarms";
+  const page = query().page || HOME;
+  return page in PAGES ? page : HOME;
 }
 
 function banners() {
   const found = [];
+  if (snapshot) found.push(h("div", { class: "banner", id: "written" }, t("snapshot", { at: time(snapshot.written_at), count: number(snapshot.samples.rows.length), all: number(snapshot.samples.num_samples) })));
   if (isServerGone) found.push(h("div", { class: "banner bad", role: "alert" }, t("server_gone")));
   const reader = summary?.reader;
   if (reader?.trouble) found.push(h("div", { class: "banner bad", id: "trouble" }, t("reader_trouble", { since: time(reader.trouble_since * 1000), why: reader.trouble })));
@@ -113,7 +118,7 @@ async function draw() {
   drawing = true;
   drawnAt = Date.now();
   const page = currentPage();
-  const at = location.search;
+  const at = place();
   document.documentElement.lang = lang();
   document.querySelector(".skip").textContent = t("skip");
   document.title = `${t(page)} – ${query().run || "Relax Events"}`;
@@ -122,13 +127,13 @@ async function draw() {
   try {
     const content = await PAGES[page].draw({ run: query().run, query: query(), summary, runs: known });
     isServerGone = false;
-    if (location.search === at) {
+    if (place() === at) {
       replace(main, banners(), h("h1", {}, t(page)), content);
       main.dataset.page = page;
     }
   } catch (error) {
     if (!(error.status > 0)) isServerGone = true;
-    if (location.search === at) replace(main, banners(), h("h1", {}, t(page)), error.status ? h("div", { class: "banner bad", role: "alert" }, error.message) : h("p", {}, error.name === "TypeError" ? "" : String(error)));
+    if (place() === at) replace(main, banners(), h("h1", {}, t(page)), error.status ? h("div", { class: "banner bad", role: "alert" }, error.message) : h("p", {}, error.name === "TypeError" ? "" : String(error)));
     if (!error.status && error.name !== "TypeError") console.error(error);
   }
   drawing = false;
@@ -162,7 +167,8 @@ function follow(run) {
   if (streamed === run) return;
   stream?.close();
   streamed = run;
-  summary = null;
+  summary = snapshot && snapshot.summary;
+  if (snapshot) return;
   stream = new EventSource(`/api/runs/${encodeURIComponent(run)}/events`);
   stream.addEventListener("news", (event) => {
     const first = summary === null;
@@ -199,7 +205,7 @@ addEventListener("moved", () => {
 addEventListener("popstate", () => moved({ fresh: true }));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => draw());
 document.addEventListener("click", (event) => {
-  const link = event.target.closest?.("a[href^='/?']");
+  const link = event.target.closest?.("a[href^='/?'], a[href^='#?']");
   if (!link || event.ctrlKey || event.metaKey || event.shiftKey || event.button) return;
   event.preventDefault();
   history.pushState(null, "", link.getAttribute("href"));
@@ -228,11 +234,12 @@ async function begin() {
   const found = await listRuns();
   if (!query().run) {
     const first = found.first || found.runs[0]?.run_id;
-    if (first) history.replaceState(null, "", address({ ...query(), run: first }, { keep: true }));
+    if (first) history.replaceState(null, "", address({ ...query(), ...(snapshot?.source && !query().run && { compare: snapshot.source.run_id }), run: first }, { keep: true }));
     else history.replaceState(null, "", address({ page: "runs" }));
   }
   await moved();
   countAlarms();
+  if (snapshot) return;
   setInterval(countAlarms, 5000);
   setInterval(listRuns, 15000);
 }

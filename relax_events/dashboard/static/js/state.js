@@ -1,9 +1,16 @@
-// What a view shows stands in the address, so that any view can be shared.
+// What a view shows stands in the address, so that any view can be shared: in its query, or behind the
+// # of a snapshot, since a browser lets no file change its query.
+
+import { snapshot } from "./snapshot.js";
 
 const KEPT = ["run", "lang", "theme", "compare"];
 
+export function place() {
+  return snapshot ? location.hash.slice(1) : location.search;
+}
+
 export function query() {
-  return Object.fromEntries(new URLSearchParams(location.search));
+  return Object.fromEntries(new URLSearchParams(place().slice(1)));
 }
 
 export function address(changes, { keep = KEPT } = {}) {
@@ -13,7 +20,7 @@ export function address(changes, { keep = KEPT } = {}) {
     if (value === "" || value === null || value === undefined) delete next[name];
     else next[name] = value;
   }
-  return `/?${new URLSearchParams(next)}`;
+  return `${snapshot ? "#" : "/"}?${new URLSearchParams(next)}`;
 }
 
 export function go(changes, options) {

@@ -17,7 +17,19 @@ const CURVES = [
   ["grad_norm", "grad_norm"],
   ["mismatch_mean_abs", "mismatch"],
   ["completion_tokens_mean", "completion_tokens"],
+  ["clip_fraction", "clip_fraction"],
+  ["mismatch_kl", "mismatch_kl"],
+  ["effective_sample_ratio", "effective_sample_ratio"],
+  ["masked_fraction", "masked_fraction"],
+  ["preference_accuracy", "preference_accuracy"],
+  ["reward_margin", "reward_margin"],
+  ["value_loss", "value_loss"],
+  ["explained_variance", "explained_variance"],
+  ["teacher_kl", "teacher_kl"],
+  ["distill_loss", "distill_loss"],
 ];
+// Drawn only where a run has a teacher: all zeros mean that it has none.
+const OF_TEACHERS = ["teacher_kl", "distill_loss"];
 
 // Puts the curves of several runs on one axis of steps.
 function joined(found, pick) {
@@ -30,12 +42,19 @@ function joined(found, pick) {
   return { x: steps, series };
 }
 
+// pass@k of a dataset, a series for each k.
+function passes(rows) {
+  const ks = [...new Set(rows.flatMap((one) => Object.keys(one.pass_at_k)))];
+  return ks.map((k, at) => ({ label: `pass@${k}`, values: rows.map((one) => one.pass_at_k[k] ?? null), points: true, colour: at + 1 }));
+}
+
 export async function draw({ run, query, runs }) {
   const others = (query.compare || "").split(",").filter((name) => name && name !== run).slice(0, 3);
   const found = await Promise.all([run, ...others].map(async (name) => [name, await of(name, "overview")]));
   const mine = found[0][1];
   const curve = (name, title) => {
     if (!found.some(([, one]) => one.columns[name])) return null;
+    if (OF_TEACHERS.includes(name) && !found.some(([, one]) => one.columns[name]?.some(Boolean))) return null;
     return plot({ key: name, title: t(title), xLabel: t("train_step"), ...joined(found, (one) => ({ x: one.steps, y: one.columns[name] || one.steps.map(() => null) })) });
   };
   const groups = (name, title) =>
@@ -61,7 +80,7 @@ export async function draw({ run, query, runs }) {
   const datasets = [...new Set(mine.evaluations.map((one) => one.dataset))];
   const evaluations = datasets.map((dataset) => {
     const rows = mine.evaluations.filter((one) => one.dataset === dataset).sort((a, b) => a.policy_version - b.policy_version);
-    return plot({ key: `evaluation-${dataset}`, title: `${t("evaluations")}: ${dataset}`, x: rows.map((one) => one.policy_version), xLabel: t("policy_version"), series: [{ label: t("reward"), values: rows.map((one) => one.reward_mean), points: true }] });
+    return plot({ key: `evaluation-${dataset}`, title: `${t("evaluations")}: ${dataset}`, x: rows.map((one) => one.policy_version), xLabel: t("policy_version"), series: [{ label: t("reward"), values: rows.map((one) => one.reward_mean), points: true }, ...passes(rows)] });
   });
   const compare = h(
     "form",

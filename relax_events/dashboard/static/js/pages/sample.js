@@ -1,6 +1,6 @@
 // One sample: conversation, score, tokens coloured by a value, media, and its prompt group.
 
-import { of } from "../api.js";
+import { mediumAddress, of } from "../api.js";
 import { h } from "../dom.js";
 import { excerpt, number, time } from "../format.js";
 import { address, go } from "../state.js";
@@ -87,7 +87,7 @@ function tokens(found, query) {
 
 function media(run, found) {
   if (!found.media.length) return [];
-  const address_of = (number) => `/api/runs/${encodeURIComponent(run)}/media?${new URLSearchParams({ row: found.row, number })}`;
+  const address_of = (number) => mediumAddress(run, { row: found.row, number });
   return [
     h("h2", {}, t("media")),
     found.media.map((one, at) => [

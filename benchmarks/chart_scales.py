@@ -1,4 +1,4 @@
-"""The arithmetic of charts: ranges, ticks, labels, and buckets of long curves."""
+"""The arithmetic of charts: ticks, labels, and buckets of long curves."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-SMALLEST_SPAN = 1e-300
-PAD_RATIO = 0.04
 ROUND_STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 
 
@@ -69,21 +67,6 @@ def moving_mean(values: Sequence[float | None], *, reach: int) -> list[float | N
         ]
         means.append(math.fsum(known) / len(known) if known else None)
     return means
-
-
-def domain(values: Sequence[float]) -> tuple[float, float]:
-    """Return the range of a chart's axis: that of the values with padding, also where they are all
-    equal; 0 to 1 without values.
-
-    Values that are nowhere negative get no negative range.
-    """
-    if not values:
-        return 0.0, 1.0
-    low, high = min(values), max(values)
-    pad = (high - low) * PAD_RATIO
-    if high - low <= max(1e-9 * max(abs(low), abs(high)), SMALLEST_SPAN):
-        pad = abs(low) * 0.1 if abs(low) > SMALLEST_SPAN else 1.0
-    return max(low - pad, 0.0) if low >= 0 else low - pad, high + pad
 
 
 def ticks(low: float, high: float, *, count: int = 5, integral: bool = False) -> list[float]:

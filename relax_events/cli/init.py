@@ -1,0 +1,56 @@
+"""`relax init`: a run file from a model's folder and a dataset."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def init(
+    run_file: Path = Path("run.toml"),
+    *,
+    model: Path,
+    data: Path,
+    run_id: str = "",
+    split: str = "",
+    prompt: str = "",
+    answer: str = "",
+    reward: str = "",
+    force: bool = False,
+) -> int:
+    """Write a commented run file from a model's folder and a dataset, and check it as the doctor
+    does; exit code 6 when a check found something.
+
+    Example: relax init mine.toml --model models/Qwen3-0.6B --data data/gsm8k.jsonl
+
+    Columns, chat template, lengths and memory are looked up; a reward is proposed from the answers.
+
+    Args:
+        run_file: The file to write, TOML.
+        model: Folder of a model in Hugging Face layout.
+        data: JSON lines, a Parquet file, or a folder of Parquet files.
+        run_id: Of the run; by default the name of the run file.
+        split: Of a folder of Parquet files, such as train.
+        prompt: Column of the prompt; by default looked up.
+        answer: Column of the reference answer; likewise.
+        reward: A reward function, by name or as path/to/file.py:function; by default proposed.
+        force: Overwrite an existing file.
+    """
+    import re
+
+    from relax_events.config import load_run_config
+    from relax_events.errors import ConfigError
+    from relax_events.launcher.doctor import run_checks_with_defaults
+    from relax_events.launcher.run_file.proposal import Wishes, propose_run_file
+
+    if run_file.exists() and not force:
+        raise ConfigError(f"{run_file} exists; give another name, or --force to overwrite it")
+    if run_file.suffix != ".toml":
+        raise ConfigError(f"{run_file} must end in .toml; for example run.toml")
+    name = run_id or re.sub(r"[^a-z0-9-]+", "-", run_file.stem.lower()).strip("-") or "run"
+    wishes = Wishes(prompt=prompt, answer=answer, reward=reward, split=split)
+    run_file.write_text(propose_run_file(name, model, data, wishes), encoding="utf-8")
+    print(f"wrote {run_file}; begin with: relax run {run_file}")
+    findings, _ = run_checks_with_defaults(load_run_config(run_file))
+    for finding in findings:
+        print(f"{'ok  ' if finding.is_good else 'FAIL'} {finding.what}: {finding.text}")
+    return 0 if all(finding.is_good for finding in findings) else 6

@@ -1,0 +1,171 @@
+"""The answers that a snapshot of a run's page holds, as the page's server gives them."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import structlog
+
+from relax_events.config import RunConfig
+from relax_events.dashboard import details, views
+from relax_events.dashboard.alarms import list_alarms
+from relax_events.dashboard.registry import find_runbook
+from relax_events.dashboard.run_reader import RunReader
+from relax_events.dashboard.sample_columns import SampleQuery, SampleTable
+from relax_events.errors import RelaxError
+from relax_events.events.parts import now_micros
+
+log = structlog.get_logger()
+WINDOWS = (30, 120, 600, 3600, 21600)
+"""Of the timeline, seconds; as the page offers them."""
+MAX_ROWS = 600
+MAX_NEWEST = 200
+MAX_DETAILED = 16
+"""Samples with all their tokens: of the first and of the newest train step."""
+MAX_TOKENS = 1024
+MAX_VERSIONS = 3
+MAX_DEAD_LETTERS = 50
+MAX_MEDIA_BYTES = 4 * 1024**2
+NOT_SUMMED_UP = ("curves", "config", "evaluations", "weights_digests", "source", "staleness_counts")
+
+
+def collect_answers(
+    config: RunConfig, reader: RunReader, report: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return what the page asks of its server, by the name of the question.
+
+    What can't be read, for example since it was purged, is left out.
+
+    Args:
+        config: The run.
+        reader: Of its log.
+        report: As in `report.json`.
+    """
+    table = reader.table
+    dead_letters = _attempt(details.list_dead_letters, config, otherwise=[])
+    alarms = list_alarms(reader, dead_letters)
+    rows, detailed = choose_rows(table, report["curves"]["train_step"])
+    answers: dict[str, Any] = {
+        "run_id": config.run.id,
+        "written_at": now_micros() // 1000,
+        "report": {name: value for name, value in report.items() if name not in NOT_SUMMED_UP},
+        "summary": views.build_summary(reader),
+        "alarms": {"alarms": alarms},
+        "overview": views.build_overview(reader),
+        "fleet": views.build_fleet(reader),
+        "timeline": {
+            str(seconds): views.build_timeline(reader, seconds=seconds) for seconds in WINDOWS
+        },
+        "tails": views.build_tails(reader),
+        "lag": {"rows": _attempt(details.LagReader(config).read, otherwise=[])},
+        "config": {"config": report["config"], "other": {}},
+        "dead-letters": {"rows": dead_letters[:MAX_DEAD_LETTERS]},
+        "dead_letters": {
+            found["id"]: shown
+            for found in dead_letters[:MAX_DEAD_LETTERS]
+            if (shown := _attempt(details.show_dead_letter, config, found["id"]))
+        },
+        "runbooks": {
+            alarm["runbook"]: text
+            for alarm in alarms
+            if alarm["runbook"] and (text := _attempt(find_runbook, alarm["runbook"]))
+        },
+        "samples": {
+            "rows": table.describe(rows),
+            "num_samples": len(table),
+            "choices": views.build_choices(table),
+        },
+        "texts": _attempt(details.read_texts, config, table, rows, otherwise={}),
+        "source": _source(report),
+    }
+    return answers | _read_details(config, table, detailed) | _read_lineage(config, reader)
+
+
+def choose_rows(table: SampleTable, steps: list[int]) -> tuple[list[int], list[int]]:
+    """Return the rows that a snapshot lists, and those among them with all their tokens.
+
+    Listed are the newest, others at even distances over the run, and those of the first and of the
+    newest train step.
+
+    Args:
+        table: All samples.
+        steps: The committed train steps.
+    """
+    newest = table.select(SampleQuery(count=MAX_NEWEST)).rows
+    spread = np.linspace(0, len(table) - 1, min(MAX_ROWS - MAX_NEWEST, len(table))).astype(int)
+    detailed: list[int] = []
+    for step in dict.fromkeys([*steps[:1], *steps[-1:]]):
+        bounds = {"step": (float(step), float(step))}
+        query = SampleQuery(bounds=bounds, outcome="trained", sort="reward", count=MAX_ROWS)
+        found = list(table.select(query).rows)
+        half = MAX_DETAILED // 4
+        detailed += found if len(found) <= 2 * half else [*found[:half], *found[-half:]]
+    listed = dict.fromkeys(int(row) for row in [*newest, *spread.tolist(), *detailed])
+    return sorted(listed), [int(row) for row in dict.fromkeys(detailed)]
+
+
+def _read_details(config: RunConfig, table: SampleTable, rows: list[int]) -> dict[str, Any]:
+    """Return the chosen samples with their tokens, and their media as `data:` addresses."""
+    found: dict[int, Any] = {}
+    media: dict[str, str] = {}
+    left = MAX_MEDIA_BYTES
+    for row in rows:
+        sample = _attempt(details.read_sample, config, table, row)
+        if sample is None:
+            continue
+        sample["tokens_table"] = sample["tokens_table"][:MAX_TOKENS]
+        found[row] = sample
+        for number in range(len(sample["media"])):
+            shown = _attempt(details.render_media, config, table, row, number, 0)
+            if shown is None or len(shown[1]) > left:
+                continue
+            left -= len(shown[1])
+            media[f"{row}/{number}"] = (
+                f"data:{shown[0]};base64,{base64.b64encode(shown[1]).decode()}"
+            )
+    return {"details": found, "media": media}
+
+
+def _read_lineage(config: RunConfig, reader: RunReader) -> dict[str, Any]:
+    """Return where the newest versions come from."""
+    newest = reader.table.newest_version
+    versions = range(max(newest - MAX_VERSIONS + 1, 0), newest + 1)
+    return {
+        "newest_version": newest,
+        "versions": {
+            version: found
+            for version in versions
+            if (found := _attempt(details.read_lineage_of_version, config, version))
+        },
+    }
+
+
+def _source(report: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the overview of the run that a replay or fork began from."""
+    source = report["source"]
+    if source is None:
+        return None
+    return {
+        "run_id": source["run_id"],
+        "overview": {
+            "steps": report["curves"]["train_step"],
+            "committed_at": [],
+            "columns": source["curves"],
+            "staleness_counts": [],
+            "components": {},
+            "evaluations": [],
+            "groups": {"steps": [], "signalless": [], "truncated": []},
+        },
+    }
+
+
+def _attempt(read: Callable[..., Any], *given: Any, otherwise: Any = None) -> Any:
+    """Return what a call reads, or something else where the log or a store does not have it."""
+    try:
+        return read(*given)
+    except (RelaxError, OSError) as error:
+        log.debug("report.part_not_read", error=str(error))
+        return otherwise

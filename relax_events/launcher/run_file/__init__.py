@@ -1,0 +1,1 @@
+"""Proposes a run file from a model's folder and a dataset."""

@@ -1,0 +1,192 @@
+"""Writes the text of a proposed run file: every key with the reason for its value."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib.resources import files
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+
+from relax_events.config import DataConfig
+from relax_events.data.parquet import parquet_files
+from relax_events.data.rendering import PromptRenderer
+from relax_events.data.sources import open_source
+from relax_events.errors import ConfigError, EnvironmentProblem, PoisonSample
+from relax_events.launcher.run_file.columns import (
+    ProposedReward,
+    guess_columns,
+    propose_reward,
+)
+from relax_events.launcher.run_file.model_facts import ModelFacts, read_model_facts
+
+NUM_ROWS = 200
+"""Rows whose columns and lengths are looked at."""
+PADDING_TOKENS = 64
+LONG_ANSWERS = {"math": 2048, "code": 2048, "gsm8k": 512, "ifeval": 1024, "multiple_choice": 1024}
+SHORT_ANSWER = 256
+LARGE_MODEL = 1e8
+"""Parameters; smaller models are trained with a larger learning rate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What the person named; empty for what is to be looked up."""
+
+    prompt: str = ""
+    answer: str = ""
+    reward: str = ""
+    split: str = ""
+
+
+def propose_run_file(run_id: str, model: Path, data: Path, wishes: Wishes) -> str:
+    """Return the text of a run file for a model and a dataset.
+
+    Args:
+        run_id: Of the run.
+        model: A folder in Hugging Face layout.
+        data: A JSON-lines or Parquet file, or a folder of Parquet files.
+        wishes: What is not to be looked up.
+    Raises:
+        ConfigError: The model or the data can't be read, or a column or reward is not clear; the
+            text says which flag names it.
+    """
+    facts = read_model_facts(model)
+    source = _source_of(data)
+    rows = read_rows(data, wishes.split)
+    columns = guess_columns(rows, prompt=wishes.prompt, answer=wishes.answer)
+    reward = (
+        ProposedReward(wishes.reward, "as you named it")
+        if wishes.reward
+        else propose_reward(rows, columns)
+    )
+    settings = DataConfig(
+        source=source,
+        split=wishes.split,
+        prompt_key=columns.prompt,
+        answer_key=columns.answer,
+        multimodal_keys=columns.media,  # type: ignore[arg-type] # checked by pydantic
+        system_prompt=reward.system_prompt,
+        chat_template=_has_template(model),
+    )
+    longest = 0 if settings.multimodal_keys else measure_prompts(model, settings)
+    room = divide_context(facts, reward, longest)
+    return _render(
+        run_id=run_id,
+        model=str(model.resolve()),
+        facts=facts,
+        data=settings,
+        reward=reward,
+        longest=longest,
+        prompt_tokens=room[0],
+        new_tokens=room[1],
+    )
+
+
+def _source_of(data: Path) -> str:
+    if not data.exists():
+        raise ConfigError(f"data {data} does not exist; give a .jsonl or .parquet file or a folder")
+    is_parquet = data.is_dir() or data.suffix == ".parquet"
+    if not is_parquet and not {".jsonl", ".ndjson"} & set(data.suffixes):
+        raise ConfigError(
+            f"data {data} is neither JSON lines (.jsonl, .jsonl.gz) nor Parquet (.parquet, a "
+            "folder); write it as one JSON object a line"
+        )
+    return f"{'parquet' if is_parquet else 'jsonl'}:{data.resolve()}"
+
+
+def read_rows(data: Path, split: str) -> list[Mapping[str, Any]]:
+    """Return the columns of a dataset's first rows.
+
+    Raises:
+        ConfigError: There are none, or they are no objects.
+    """
+    try:
+        if data.is_dir() or data.suffix == ".parquet":
+            rows = list(islice(_parquet_rows(data, split), NUM_ROWS))
+        else:
+            opener: Callable[..., Any] = gzip.open if data.suffix == ".gz" else open
+            with opener(data, "rt", encoding="utf-8") as lines:
+                rows = [json.loads(line) for line in islice(lines, NUM_ROWS) if line.strip()]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"data {data} can't be read: {error}") from None
+    if not rows or not all(isinstance(row, Mapping) for row in rows):
+        raise ConfigError(f"data {data} must hold rows, one JSON object each")
+    return rows
+
+
+def _parquet_rows(data: Path, split: str) -> Iterator[Mapping[str, Any]]:
+    try:
+        from pyarrow import parquet
+    except ImportError:
+        raise EnvironmentProblem("Parquet needs pyarrow; install relax-events[parquet]") from None
+    for file in parquet_files(data, split, section="data"):
+        with parquet.ParquetFile(file) as opened:
+            for batch in opened.iter_batches(batch_size=NUM_ROWS):
+                yield from batch.to_pylist()
+
+
+def _has_template(model: Path) -> bool:
+    """Return whether the tokenizer brings a chat template."""
+    if any((model / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
+        return True
+    path = model / "tokenizer_config.json"
+    return path.is_file() and "chat_template" in json.loads(path.read_text("utf-8"))
+
+
+def measure_prompts(model: Path, settings: DataConfig) -> int:
+    """Return the tokens of the longest of the first prompts, with the chat template."""
+    renderer = PromptRenderer.from_folder(model, settings)
+    source = open_source(settings, seed=0)
+    longest = 0
+    for index in range(min(source.num_rows, NUM_ROWS)):
+        row = source.row(index)
+        try:
+            tokens = renderer.prompt_tokens(row.messages, tools=row.tools)
+        except PoisonSample:
+            continue  # the run passes over it, and counts it
+        longest = max(longest, len(tokens))
+    return longest
+
+
+def divide_context(facts: ModelFacts, reward: ProposedReward, longest: int) -> tuple[int, int]:
+    """Return the tokens for a prompt and for a completion.
+
+    Args:
+        facts: Of the model, which bounds their sum.
+        reward: Says how long completions are.
+        longest: Tokens of the longest known prompt; 0 where it is unknown.
+    Raises:
+        ConfigError: The longest prompt leaves no room.
+    """
+    prompt_tokens = -(-max(longest, 1) * 5 // 4 // PADDING_TOKENS) * PADDING_TOKENS
+    new_tokens = LONG_ANSWERS.get(reward.function, SHORT_ANSWER)
+    limit = facts.max_context_tokens or prompt_tokens + new_tokens
+    if limit <= longest:
+        raise ConfigError(
+            f"the model reads at most {limit} tokens, and a prompt has {longest}; take a model "
+            "with a longer context, or shorter prompts"
+        )
+    prompt_tokens = min(prompt_tokens, max(longest, limit // 2))
+    return prompt_tokens, min(new_tokens, limit - prompt_tokens)
+
+
+def _render(*, facts: ModelFacts, **values: Any) -> str:
+    environment = Environment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=StrictUndefined,
+        autoescape=False,  # noqa: S701 the text is TOML
+    )
+    environment.filters["toml"] = partial(json.dumps, ensure_ascii=False)
+    template = files(__package__).joinpath("run.toml.jinja").read_text("utf-8")
+    return environment.from_string(template).render(
+        facts=facts, num_rows=NUM_ROWS, is_large=facts.num_parameters >= LARGE_MODEL, **values
+    )
