@@ -258,9 +258,7 @@ class Ledger:
                     (event.key.generation_digest, event.reward)
                 )
         elif group is not None and isinstance(event, SampleReady):
-            group.ready[at.partition, at.offset] = Ready.from_event(event)
-            if key in ("", event.prompt_group_id):
-                group.newest_records[TRAINING_SAMPLES, at.partition] = at.offset
+            group.ready[at.partition, at.offset] = Ready.from_event(event, key=key)
 
     def _apply_outcome(self, event: PromptGroupEnded, at: TopicOffset) -> None:
         group = self._group(event.prompt_group_id)
@@ -268,7 +266,7 @@ class Ledger:
             entity := TopicPlan.parse_entity(at.topic)
         ) in TRAINER_INPUTS:  # this record only asks the trainer to end the prompt group
             if group is not None:
-                group.newest_records[entity, at.partition] = at.offset
+                group.newest_requests[entity, at.partition] = at.offset
         elif group is None:
             self._final.findings.add(
                 Rule.DUPLICATE_OUTCOME,

@@ -67,10 +67,17 @@ class Ready(NamedTuple):
     generation: str
     reward: float
     num_samples: int
+    is_keyed: bool
+    """Whether the record's key is the prompt group."""
 
     @classmethod
-    def from_event(cls, event: SampleReady) -> Ready:
-        """Build it from the record."""
+    def from_event(cls, event: SampleReady, *, key: str) -> Ready:
+        """Build it from the record.
+
+        Args:
+            event: The sample.
+            key: Of the record; empty where it is unknown.
+        """
         versions = (
             event.policy_version,
             event.key.min_policy_version,
@@ -83,6 +90,7 @@ class Ready(NamedTuple):
             event.key.generation_digest,
             event.reward,
             event.key.samples_per_prompt,
+            key in ("", event.prompt_group_id),
         )
 
 
@@ -111,8 +119,8 @@ class GroupFacts:
     rewards: dict[str, set[tuple[str, float]]] = field(default_factory=dict)
     """Of each sample, with the generation that was scored."""
     ready: dict[tuple[int, int], Ready] = field(default_factory=dict)
-    newest_records: dict[tuple[str, int], int] = field(default_factory=dict)
-    """The offset of its newest record in the trainer's input, by entity and partition."""
+    newest_requests: dict[tuple[str, int], int] = field(default_factory=dict)
+    """The offset of the newest request to end it, by entity and partition."""
     trained: list[Trained] = field(default_factory=list)
 
     @property
@@ -124,6 +132,13 @@ class GroupFacts:
     def trained_ids(self) -> set[str]:
         """Its samples that were trained."""
         return {sample.sample_id for sample in self.trained}
+
+    def is_generated(self, record: Ready) -> bool:
+        """Return whether a record has the tokens of one that a rollout worker wrote."""
+        return any(
+            (copy.tokens, copy.generation) == (record.tokens, record.generation)
+            for copy in self.generated.get(record.sample_id, ())
+        )
 
     @property
     def ready_and_trained(self) -> list[Ready]:

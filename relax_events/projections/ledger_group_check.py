@@ -14,6 +14,7 @@ from relax_events.events.types import PromptGroupEnded
 from relax_events.projections.ledger_facts import Evidence, GroupFacts
 from relax_events.projections.ledger_findings import Findings, LedgerTotals, Rule
 from relax_events.staleness import is_external
+from relax_events.topics.plan import TRAINING_SAMPLES
 
 
 @dataclass(slots=True)
@@ -144,10 +145,8 @@ class GroupCheck:
         """Check a prompt group without an outcome: it may be in flight, unless the trainer's
         offsets have passed it or its step was trained.
         """
-        records, slot_position = (
-            group.newest_records,
-            group.batch_slot.slot if group.batch_slot else None,
-        )
+        records = self._newest_inputs(group)
+        slot_position = group.batch_slot.slot if group.batch_slot else None
         if records and all(offset < self.consumed.get(at, 0) for at, offset in records.items()):
             (entity, partition), offset = max(records.items())
             where = (
@@ -160,6 +159,19 @@ class GroupCheck:
             findings.add(
                 Rule.STEP_WITHOUT_OUTCOME, f"{group.group_id}; steps are trained up to {last_step}"
             )
+
+    def _newest_inputs(self, group: GroupFacts) -> dict[tuple[str, int], int]:
+        """Return the offset of a prompt group's newest record in the trainer's input, by entity and
+        partition. A sample that no rollout worker wrote does not count, as far as the log still has
+        what they wrote: the trainer refuses it and waits for the valid ones.
+        """
+        newest = dict(group.newest_requests)
+        takes_all = self.is_replay or self.evidence.lost_samples(group)
+        for (partition, offset), record in group.ready.items():
+            if record.is_keyed and (takes_all or group.is_generated(record)):
+                at = TRAINING_SAMPLES, partition
+                newest[at] = max(offset, newest.get(at, offset))
+        return newest
 
     def _count(self, group: GroupFacts) -> Counter[str]:
         """Count a prompt group and its samples."""

@@ -170,17 +170,20 @@ def test_request_to_end_a_prompt_group_is_not_an_outcome(entity: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "broken"),
+    ("key", "is_generated", "broken"),
     [
-        ("000007-0000-0", {"committed offsets passed a prompt group without an outcome"}),
-        ("000000-0000-0", set()),
+        ("000007-0000-0", True, {"committed offsets passed a prompt group without an outcome"}),
+        ("000000-0000-0", True, set()),
+        ("000007-0000-0", False, set()),
     ],
 )
-def test_consumed_sample_of_an_open_prompt_group_is_found_unless_its_key_is_foreign(
-    key: str, broken: set[str]
+def test_consumed_sample_of_an_open_prompt_group_is_found_unless_it_is_foreign(
+    key: str, is_generated: bool, broken: set[str]
 ) -> None:
     run, group = ValidRun(6), "000007-0000-0"
     run.issue(group)
+    if is_generated:
+        run.generate(group, version=6)
     partition = run.plan.partition(group, 6)
     run.at("advantage.samples", partition).append(ready(group, 0, version=6))
     consumed = TopicOffset(
