@@ -16,6 +16,10 @@ COMMANDS = {
         "Write a commented run file from a model's folder and a dataset.",
     ),
     "doctor": ("relax_events.cli.run:doctor", "Check everything a run needs, without starting it."),
+    "plan": (
+        "relax_events.cli.plan:plan",
+        "Show what a run takes on given devices: memory by worker and part, time of a step.",
+    ),
     "worker": (
         "relax_events.cli.run:worker",
         "Run one worker of a role: what a container, a unit file or a shell starts.",

@@ -22,7 +22,7 @@ OrDerived = Annotated[
     ValueT, WrapValidator(or_derived), PlainSerializer(lambda value: value, return_type=Any)
 ]
 """A key that is derived from the model, the run file and the machine where the run file leaves it
-out (`relax_events.config.derived`).
+out (`relax_events.planning.derived`).
 
 It has its type from the start of a run on; before, in a run file as it was read, it may be None.
 """

@@ -21,6 +21,7 @@ from relax_events.config.checks import (
 )
 from relax_events.config.critic import CriticConfig
 from relax_events.config.data import DataConfig
+from relax_events.config.devices import DevicesConfig
 from relax_events.config.engine import EngineConfig, ModelConfig
 from relax_events.config.environment import EnvironmentConfig
 from relax_events.config.evaluation import EvaluationConfig
@@ -256,6 +257,7 @@ class RunConfig(Section):
     critic: CriticConfig = CriticConfig()
     teacher: TeacherConfig = TeacherConfig()
     trainer: TrainerConfig = TrainerConfig()
+    devices: DevicesConfig = DevicesConfig()
     sft_warmup: SftWarmupConfig = SftWarmupConfig()
     weights: WeightsConfig = WeightsConfig()
     parent: ParentSection = ParentSection()

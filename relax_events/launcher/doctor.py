@@ -13,8 +13,6 @@ from functools import partial
 import orjson
 
 from relax_events.config import RunConfig
-from relax_events.config.derived import Derived
-from relax_events.config.inventory import width_of
 from relax_events.controller.rollout_capacity import read_share_group_size, require_rollout_capacity
 from relax_events.data.prompt_filter import FunctionFilter, build_length_filter, needs_token_counts
 from relax_events.data.rendering import PromptRenderer
@@ -32,6 +30,8 @@ from relax_events.media.library import MediaLibrary
 from relax_events.objects import ObjectStore
 from relax_events.ops.dependent_runs import describe_dependent_runs
 from relax_events.ops.topic_apply import plan_changes
+from relax_events.planning.derived import Derived
+from relax_events.planning.inventory import width_of
 from relax_events.rewards.pool import RewardItem, RewardPool
 from relax_events.sandbox.isolation_check import check_isolation
 from relax_events.session.broker_address import (
@@ -42,6 +42,7 @@ from relax_events.session.broker_address import (
     with_broker_address,
 )
 from relax_events.session.defaults import read_checkpoint_facts, read_resolved, resolve_defaults
+from relax_events.session.planned import require_devices
 from relax_events.topics import TopicPlan
 
 MIN_FREE_BYTES = 1024**3
@@ -82,6 +83,7 @@ def run_checks(config: RunConfig) -> list[Finding]:
         "room": partial(require_context_length, num_rows=NUM_MEASURED, with_generated=True),
         "reward": prompts.check_reward,
         "walls": check_sandbox,
+        "devices": require_devices,
     }
     return [_finding(what, check, config) for what, check in checks.items()]
 

@@ -16,7 +16,6 @@ import orjson
 import structlog
 
 from relax_events.config import RunConfig
-from relax_events.config.derived import LEAST_DRAIN_SECONDS
 from relax_events.controller.rollout_capacity import read_share_group_size, require_rollout_capacity
 from relax_events.dashboard.snapshot import write_snapshot
 from relax_events.errors import BrokerError, CheckFailed, Interrupted, RelaxError, RunFailed
@@ -38,6 +37,7 @@ from relax_events.launcher.worker_processes import run_modules
 from relax_events.ops.consumer_lag import read_slot_lag
 from relax_events.ops.security import admin_connection, apply_security
 from relax_events.ops.topic_apply import apply_topics
+from relax_events.planning.derived import LEAST_DRAIN_SECONDS
 from relax_events.projections.base import ProjectionGroup
 from relax_events.projections.ledger import Ledger
 from relax_events.projections.run_state import RUN_STATE_TOPICS, RunState

@@ -29,6 +29,7 @@ from relax_events.events.parts import WorkerState, now_micros
 from relax_events.events.types import WorkerHeartbeat
 from relax_events.kafka.batch_verification import VARIABLE as VERIFY_BATCHES
 from relax_events.kafka.credentials import build_worker_credentials
+from relax_events.launcher.device_assignment import DeviceAssignment
 from relax_events.launcher.fork_client import ForkServer
 from relax_events.launcher.fork_protocol import SpawnRequest, shared_environment
 from relax_events.launcher.managed_process import (
@@ -59,7 +60,7 @@ UNAVAILABLE_BACKOFF_SECONDS = BACKOFF_SECONDS[1]
 AFTER_DRAIN_SECONDS = 1.0  # the stop command may reach a worker before this process
 CODES_WITH_GOODBYE = frozenset({0, Fenced.exit_code})
 """Exit codes of workers whose last heartbeat is STOPPED."""
-MAX_NOTE = 400
+KILLED, MAX_NOTE = "was killed by the health manager", 400
 """Maximum characters of an error on the console; the log has all of it."""
 
 
@@ -89,6 +90,7 @@ class Supervisor:
         self._config, self._config_path = config, config_path
         self._logs = config.run_directory / "logs"
         self._environment = shared_environment()
+        self._devices = DeviceAssignment.of_machine(config)
         self._fork_server = fork_server or ForkServer.from_config(config)
         self._processes = {process.worker_id: process for process in self._build_initial()}
         self._num_ports = len(self._processes) + config.trainer.ranks - 1
@@ -109,6 +111,7 @@ class Supervisor:
         environment = self._environment | {
             "RELAX_TELEMETRY__METRICS_PORT": str(port),
             **build_worker_credentials(self._config, role),
+            **self._devices.variables(role, index),
         }
         order = SpawnRequest(
             RELAX,
@@ -140,6 +143,7 @@ class Supervisor:
         ]
         for worker, departure, reason in gone:
             self._processes.pop(worker.worker_id, None)
+            self._devices.release(worker.worker_id)
             log.info("worker.left", worker_id=worker.worker_id, departure=departure, reason=reason)
         return gone
 
@@ -285,11 +289,7 @@ class Supervisor:
             restart_in_seconds=delay,
         )
         managed.process, managed.start_after = None, time.monotonic() + delay
-        what = (
-            "was killed by the health manager"
-            if is_commanded
-            else f"died: {ending.text[:MAX_NOTE]}"
-        )
+        what = KILLED if is_commanded else f"died: {ending.text[:MAX_NOTE]}"
         return f"{ending.worker_id} {what}; it is restarted; log: {ending.log_path}"
 
     def _enable_batch_verification(self) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 import orjson
 
 from relax_events.config.engine import TinyModelConfig
-from relax_events.config.inventory import CheckpointFacts
 from relax_events.errors import ConfigError
 from relax_events.model_folder import get_text_config, get_thinker_config, read_model_json
+from relax_events.planning.inventory import CheckpointFacts
 
 DTYPES = {
     "float32": "float32",
@@ -57,6 +57,7 @@ def read_facts(path: Path) -> CheckpointFacts:
             max_position_embeddings=int(
                 config.get("max_position_embeddings") or DEFAULT_MAX_POSITIONS
             ),
+            has_tied_head=_has_tied_head(settings),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
@@ -103,6 +104,15 @@ def tiny_facts(tiny: TinyModelConfig) -> CheckpointFacts:
     return replace(known, dtype="float32", num_parameters=_estimate(known, {}))
 
 
+def _has_tied_head(settings: Mapping[str, Any]) -> bool:
+    """Return whether the output head is the embeddings; transformers takes it as given where no
+    part of the file says otherwise.
+    """
+    parts = (settings, get_thinker_config(settings), get_text_config(settings))
+    named = (part["tie_word_embeddings"] for part in parts if "tie_word_embeddings" in part)
+    return bool(next(named, True))
+
+
 def _mlp_size(config: Mapping[str, Any]) -> int:
     """Return the feed-forward width per token; in a mixture of experts, of the selected ones."""
     if experts := int(config.get("num_experts_per_tok") or 0):
@@ -110,6 +120,11 @@ def _mlp_size(config: Mapping[str, Any]) -> int:
             config.get("shared_expert_intermediate_size") or 0
         )
     return int(config["intermediate_size"])
+
+
+def has_weights(path: Path) -> bool:
+    """Return whether a folder holds safetensors files."""
+    return any(path.glob("*.safetensors"))
 
 
 def _parameters(path: Path, *, prefix: str) -> Counter[str]:
@@ -144,7 +159,4 @@ def _estimate(known: CheckpointFacts, config: Mapping[str, Any]) -> int:
         int(config.get("num_experts") or 0) * int(config.get("moe_intermediate_size") or 0)
         or known.mlp_size
     )
-    heads = 1 if config.get("tie_word_embeddings", True) else 2
-    return heads * known.vocab_size * hidden + known.num_layers * hidden * (
-        attention_width + 3 * mlp
-    )
+    return known.num_outer_parameters + known.num_layers * hidden * (attention_width + 3 * mlp)

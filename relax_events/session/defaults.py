@@ -7,9 +7,6 @@ memory and GPUs, found without torch.
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,14 +14,13 @@ import psutil
 import structlog
 
 from relax_events.config import RunConfig
-from relax_events.config.derived import Derived, derive
-from relax_events.config.inventory import CheckpointFacts, Machine, num_processors
 from relax_events.config.unset_keys import OF_MACHINE, missing_keys, value_of, with_values
 from relax_events.models.checkpoint_facts import read_facts, tiny_facts
+from relax_events.planning.derived import Derived, derive
+from relax_events.planning.inventory import CheckpointFacts, Machine, num_processors
+from relax_events.session.gpus import find_gpus
 
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-GPU_QUERY = ("--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits")
-QUERY_SECONDS = 20.0
 
 
 def inspect_machine(roles: Mapping[str, int]) -> Machine:
@@ -33,7 +29,8 @@ def inspect_machine(roles: Mapping[str, int]) -> Machine:
     Args:
         roles: Number of workers of each role on it; a trainer counts as its ranks.
     """
-    return Machine(num_processors(), _memory(), _gpus(), dict(roles))
+    memories = tuple(gpu.num_bytes for gpu in find_gpus())
+    return Machine(num_processors(), _memory(), memories, dict(roles))
 
 
 def _memory() -> int:
@@ -46,41 +43,6 @@ def _memory() -> int:
         except (OSError, ValueError):  # no such limit, or "max"
             continue
     return found
-
-
-def _gpus() -> tuple[int, ...]:
-    """Return the memory of each GPU that this process may use, in bytes; nothing where there is no
-    driver.
-    """
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return ()
-    try:
-        output = subprocess.run(
-            [program, *GPU_QUERY], capture_output=True, text=True, timeout=QUERY_SECONDS, check=True
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ()
-    return parse_gpu_memory(output, visible=os.environ.get("CUDA_VISIBLE_DEVICES"))
-
-
-def parse_gpu_memory(output: str, *, visible: str | None) -> tuple[int, ...]:
-    """Return the bytes of each visible GPU.
-
-    Args:
-        output: Lines of `nvidia-smi`: index, UUID, MiB.
-        visible: `CUDA_VISIBLE_DEVICES`; None shows all.
-    """
-    found: list[int] = []
-    wanted = None if visible is None else [name.strip() for name in visible.split(",")]
-    for line in output.splitlines():
-        index, uuid, mib = (word.strip() for word in line.split(","))
-        if mib.isdigit() and (
-            wanted is None
-            or any(name and (name == index or uuid.startswith(name)) for name in wanted)
-        ):
-            found.append(int(mib) * 2**20)
-    return tuple(found)
 
 
 log = structlog.get_logger()

@@ -11,7 +11,6 @@ import orjson
 import pytest
 
 from relax_events.config import JudgeConfig, RunConfig
-from relax_events.config.inventory import CheckpointFacts
 from relax_events.errors import (
     CheckFailed,
     ConfigError,
@@ -29,6 +28,7 @@ from relax_events.launcher.doctor import (
     run_checks,
     run_checks_with_defaults,
 )
+from relax_events.planning.inventory import CheckpointFacts
 
 MakeRunConfig = Callable[..., RunConfig]
 DiskUsage = namedtuple("DiskUsage", ["total", "used", "free"])
@@ -75,6 +75,7 @@ def test_doctor_reports_every_check_even_when_some_fail(make_data: MakeRunConfig
         "trackers",
     ]
     names += ["scaling API", "model", "teacher", "judge", "data", "room", "reward", "walls"]
+    names += ["devices"]
     assert [finding.what for finding in findings] == names
     assert [finding.what for finding in findings if not finding.is_good] == ["roles", "model"]
     assert findings[15] == Finding("data", True, f"1 prompts in {make_data().data.source}")

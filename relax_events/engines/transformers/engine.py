@@ -35,7 +35,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from relax_events.config import EngineConfig, ModelConfig
-from relax_events.config.inventory import num_threads
 from relax_events.engines.protocol import EngineUsage, GeneratedSample, GenerationRequest
 from relax_events.engines.requests import SampleState, build_samples
 from relax_events.engines.transformers.causal_model import CausalModel
@@ -50,6 +49,7 @@ from relax_events.engines.transformers.prefill_inputs import (
 from relax_events.engines.transformers.rows import RowTable
 from relax_events.engines.transformers.sampling import sample_tokens, top_tokens, uniforms
 from relax_events.events.parts import FinishReason
+from relax_events.planning.inventory import num_threads
 from relax_events.weights import Weights
 
 TOKEN_BLOCK = 16

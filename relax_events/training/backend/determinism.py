@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from relax_events.config.inventory import num_threads
+from relax_events.planning.inventory import num_threads
 
 GENERATORS = "rng."
 """How the names of generator states begin in a trainer's state."""

@@ -27,6 +27,7 @@ from relax_events.models.adapters import Adapters, replace_version
 from relax_events.models.causal_lm import attention_kinds, load_causal_lm
 from relax_events.models.families import Family, read_family
 from relax_events.models.routers import Routers
+from relax_events.planning.memory import MAX_LOGITS_ELEMENTS
 from relax_events.training.backend.chunked_head import ChunkedHead
 from relax_events.training.backend.packing_probe import (
     BRANCHES,
@@ -41,9 +42,6 @@ from relax_events.training.batch.row_layout import PromptSharing
 # below eight rows the CPU's matrix product sums in another order, so a token's rounding would
 # depend more on the other tokens
 HEAD_ROWS = 8
-MAX_LOGITS_ELEMENTS = 2**26
-"""Above this, the head works in chunks and is computed again in the backward pass: 256 MiB of
-float32 at a time."""
 MASKED_ATTENTION = ("sdpa", "eager")
 """Implementations that accept any mask."""
 

@@ -10,10 +10,9 @@ import orjson
 import pytest
 
 from relax_events.config.engine import TinyModelConfig
-from relax_events.config.inventory import CheckpointFacts
 from relax_events.errors import ConfigError
 from relax_events.models.checkpoint_facts import read_facts, tiny_facts
-from relax_events.session.defaults import parse_gpu_memory
+from relax_events.planning.inventory import CheckpointFacts
 
 QWEN3_4B = {
     "model_type": "qwen3",
@@ -122,11 +121,3 @@ def test_tiny_model_facts_are_known_before_creation(family: str) -> None:
         2,
         4096,
     )
-
-
-def test_gpu_memory_lists_only_gpus_visible_to_the_process() -> None:
-    answer = "0, GPU-aa, 81559\n1, GPU-bb, 40960\n"
-    assert parse_gpu_memory(answer, visible=None) == (81559 * 2**20, 40960 * 2**20)
-    assert parse_gpu_memory(answer, visible="1") == (40960 * 2**20,)
-    assert parse_gpu_memory(answer, visible="GPU-aa") == (81559 * 2**20,)
-    assert parse_gpu_memory(answer, visible="") == ()

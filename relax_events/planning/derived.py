@@ -12,9 +12,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from relax_events.config.inventory import COMPUTING_ROLES, CheckpointFacts, Machine, width_of
 from relax_events.config.run_config import RunConfig
 from relax_events.config.unset_keys import THREAD_KEYS, missing_keys, with_values
+from relax_events.planning.inventory import COMPUTING_ROLES, CheckpointFacts, Machine, width_of
+from relax_events.planning.memory import TrainerMemory
+from relax_events.planning.placement import place_workers
 
 FINE_TUNING_RATE, ADAPTER_RATE, TINY_RATE = 1e-6, 1e-5, 1e-3
 TINY_CONTEXT_TOKENS, TINY_NEW_TOKENS = 512, 32
@@ -22,8 +24,6 @@ MAX_CONTEXT_TOKENS = 8192
 """What is derived at most: longer samples cost memory and time in proportion, so the run file has
 to ask for them."""
 LEAST_DRAIN_SECONDS, SLOW_TOKENS_PER_SECOND = 20.0, 20.0
-RESERVED_GPU_BYTES, RESERVED_CPU_BYTES = 2_000_000_000, 500_000_000
-"""What a process needs besides its model: libraries, kernels, the allocator's gaps."""
 LEFT_RATIO = 0.9
 """How much of what is left a micro-batch may take by this reckoning."""
 CELL_UNIT, MOST_CELLS_GPU, MOST_CELLS_CPU = 256, 16_384, 8192
@@ -159,22 +159,19 @@ def _of_memory(
     on_gpu = bool(machine.gpu_bytes) and config.model.device != "cpu"
     whole = min(machine.gpu_bytes) if on_gpu else machine.memory_bytes // 2
     ranks = 1 if on_gpu else max(machine.roles.get("trainer", 1), 1)
-    rank = config.model.lora.rank if config.model.lora is not None else 0
-    static = (
-        known.training_bytes(dtype, adapter_rank=rank)
-        + (RESERVED_GPU_BYTES if on_gpu else RESERVED_CPU_BYTES)
-        + 4 * known.vocab_size * known.hidden_size
-    )
+    trainer = TrainerMemory.of_run(config, known, on_gpu=on_gpu)
     others = _beside_trainer(config, known, machine, most_cache=whole // 3)
-    left = whole - others - ranks * static
-    cells = int(LEFT_RATIO * left / ranks / known.cell_bytes(dtype))
+    static = trainer.parts(0).total
     most = MOST_CELLS_GPU if on_gpu else MOST_CELLS_CPU
-    value = max(min(cells // CELL_UNIT * CELL_UNIT, most), CELL_UNIT)
+    cells = trainer.most_tokens(
+        static + LEFT_RATIO * ((whole - others) / ranks - static), unit=CELL_UNIT, most=most
+    )
+    value = max(cells, CELL_UNIT)
     memory_name = "the GPU" if on_gpu else "half of the memory"
     reason = (
         f"{memory_name} has {_gb(whole)}, parameters, gradients and optimizer take {_gb(static)}, "
         f"the other models there {_gb(others)}; "
-        f"a token takes {known.cell_bytes(dtype) / 1e6:.2f} MB"
+        f"a token takes {trainer.cell_bytes / 1e6:.2f} MB"
     )
     if cells < CELL_UNIT:
         yield Derived(
@@ -197,7 +194,7 @@ def _beside_trainer(
     large as the policy.
     """
     dtype = config.model.dtype
-    count = {role: machine.roles.get(role, 0) for role in COMPUTING_ROLES}
+    count = _counts_beside_trainer(config, machine)
     weights = known.num_parameters * width_of(dtype)
     cache = min(
         config.engine.max_running_samples
@@ -211,6 +208,24 @@ def _beside_trainer(
         + learning
         + (count["rollout"] > 0) * cache
     )
+
+
+def _counts_beside_trainer(config: RunConfig, machine: Machine) -> dict[str, int]:
+    """Return how many workers of each role compute on a device of the trainer's; all of them on the
+    CPU, and where the trainer has more ranks than there are GPUs.
+    """
+    roles = {role: machine.roles.get(role, 0) for role in COMPUTING_ROLES}
+    ranks = machine.roles.get("trainer", 1)
+    if config.model.device == "cpu" or ranks > len(machine.gpu_bytes):
+        return roles
+    placed = place_workers(
+        machine.roles, ranks=ranks, num_devices=len(machine.gpu_bytes), given=config.devices
+    )
+    trained = {placed[f"trainer-{rank}"] for rank in range(ranks) if f"trainer-{rank}" in placed}
+    return {
+        role: sum(placed[f"{role}-{index}"] in trained for index in range(count))
+        for role, count in roles.items()
+    }
 
 
 def _gb(num_bytes: int) -> str:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from relax_events.config import RunConfig
-from relax_events.config.derived import derive
-from relax_events.config.inventory import CheckpointFacts, Machine
 from relax_events.config.loading import _known_keys
 from relax_events.config.unset_keys import OF_MACHINE, OF_RUN, missing_keys, value_of, with_values
+from relax_events.planning.derived import derive
+from relax_events.planning.inventory import CheckpointFacts, Machine
 
 GIB = 2**30
 SMALL = CheckpointFacts("bfloat16", 596_049_920, 151_936, 1024, 28, 16, 8, 128, 3072, 40_960)
@@ -226,33 +226,53 @@ def test_micro_batch_of_a_small_model_has_the_maximum_size() -> None:
 
 
 def test_micro_batch_uses_the_memory_left_by_a_large_model() -> None:
-    # 78 GiB - 72,404,425,728 - 2e9 - 4 x 151,936 x 2560 = 7,792,031,744; 0.9 of it holds 1159
-    # tokens of 6,045,696 bytes
+    # 78 GiB - 72,404,425,728 - 2e9 - 2 x 151,936 x 2560 of the head's gradient = 8,569,524,224; 0.9
+    # of it, less 441 x 151,936 x 18 of logits and 4 x 151,936 x 2560 of the gradient's sum, holds
+    # 818 tokens of 6,045,696 bytes
     (found,) = [
         one
         for one in derive(run_of(), {"model": MIDDLE}, machine(gpus=(78 * GIB,)))
         if one.key == MICRO_BATCH
     ]
-    assert found.value == 1024
+    assert found.value == 768
     assert found.is_warning
     assert "engine.max_context_tokens = 8192 may not fit" in found.reason
 
 
 def test_other_models_on_the_gpu_reduce_the_micro_batch() -> None:
     # 80 GiB; engine: 256 samples x 1536 tokens x 114,688 bytes, bounded by a third, 28,633,115,306;
-    # weights of three roles 3 x 1,192,099,840 85,899,345,920 - 32,209,414,826 - 10,728,898,560 -
-    # 2e9 - 622,329,856 = 40,338,702,678; 0.9 of it holds 17,586 tokens
+    # weights of three roles 3 x 1,192,099,840: 85,899,345,920 - 32,209,414,826 - 10,728,898,560 -
+    # 2e9 - 311,164,928 = 40,649,867,606; 0.9 of it, less 1,828,397,824 of the head, holds 16,836
     given = {"engine": {"max_context_tokens": 1536}}
     roles = {"trainer": 1, "rollout": 1, "reference": 1, "actor-forward": 1}
     assert (
         values(run_of(**given), SMALL, machine(gpus=(80 * GIB,), roles=roles))[MICRO_BATCH]
         == 16_384
     )
-    # 40 GiB: 42,949,672,960 - 14,316,557,653 - 3,576,299,520 - 13,351,228,416 = 11,705,587,371;
-    # 5103 tokens
+    # 40 GiB: 42,949,672,960 - 14,316,557,653 - 3,576,299,520 - 13,040,063,488 = 12,016,752,299; 0.9
+    # of it, less 1,828,397,824 of the head, holds 4353 tokens
     assert (
-        values(run_of(**given), SMALL, machine(gpus=(40 * GIB,), roles=roles))[MICRO_BATCH] == 4864
+        values(run_of(**given), SMALL, machine(gpus=(40 * GIB,), roles=roles))[MICRO_BATCH] == 4352
     )
+
+
+def test_models_on_other_gpus_leave_the_micro_batch_alone() -> None:
+    given = {"engine": {"max_context_tokens": 1536}}
+    roles = {"trainer": 1, "rollout": 1, "reference": 1, "actor-forward": 1}
+    alone = values(run_of(**given), SMALL, machine(gpus=(24 * GIB,)))[MICRO_BATCH]
+    shared = values(run_of(**given), SMALL, machine(gpus=(24 * GIB,), roles=roles))[MICRO_BATCH]
+    apart = values(run_of(**given), SMALL, machine(gpus=(24 * GIB,) * 2, roles=roles))[MICRO_BATCH]
+    assert shared < alone == apart
+
+
+def test_sharded_trainer_leaves_room_for_tokens() -> None:
+    # 4 B parameters of 16 bytes over eight ranks are 8.0 GB instead of 72.4
+    sharded = {
+        "trainer": {"sharding": "full", "ranks": 8, "activation_checkpointing": "whole"},
+        "broker": {"partitions_per_version": 8},
+    }
+    here = machine(gpus=(80 * GIB,) * 8, roles={"trainer": 8})
+    assert values(run_of(**sharded), MIDDLE, here)[MICRO_BATCH] == 16_384
 
 
 def test_model_that_does_not_fit_the_gpu_gives_a_warning() -> None:
@@ -267,10 +287,10 @@ def test_model_that_does_not_fit_the_gpu_gives_a_warning() -> None:
 
 
 def test_ranks_share_the_memory_of_a_machine_without_gpus() -> None:
-    # float32: 16 bytes a parameter; (64 GiB - 2 x (9,536,798,720 + 0.5e9 + 622,329,856)) x 0.9 / 2
-    # holds 5,166 tokens of 4,128,768 bytes
+    # float32: 16 bytes a parameter; 32 GiB - 9,536,798,720 - 0.5e9 - 622,329,856 =
+    # 23,700,609,792; 0.9 of it, less 1,962,405,376 of the head, holds 4691 tokens of 4,128,768 bytes
     config = run_of(model={"dtype": "float32"})
-    assert values(config, SMALL, machine(roles={"trainer": 2}))[MICRO_BATCH] == 5120
+    assert values(config, SMALL, machine(roles={"trainer": 2}))[MICRO_BATCH] == 4608
 
 
 def test_keys_that_need_unknown_facts_are_not_derived() -> None:

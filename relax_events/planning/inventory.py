@@ -44,6 +44,21 @@ class CheckpointFacts:
     head_dim: int
     mlp_size: int
     max_position_embeddings: int
+    has_tied_head: bool = True
+
+    @property
+    def num_outer_parameters(self) -> int:
+        """Parameters of the embeddings and the output head, which may be the same."""
+        return (1 if self.has_tied_head else 2) * self.vocab_size * self.hidden_size
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Parameters that one token goes through, the output head included: of a mixture, the
+        experts that it is routed to.
+        """
+        attention = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        layer = self.hidden_size * (attention + 3 * self.mlp_size)
+        return self.vocab_size * self.hidden_size + self.num_layers * layer
 
     def cell_bytes(self, dtype: str) -> int:
         """Return what the activations of one token take that the backward pass needs.

@@ -1,0 +1,172 @@
+"""`relax plan`: what a run takes on given devices, before anything is started or bought."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from relax_events.planning.run_plan import PlannedDevice, RunPlan, StageSeconds
+    from relax_events.session.planned import PlannedRun
+
+GB = 1e9
+
+
+def plan(
+    config: Path,
+    *overrides: str,
+    devices: str = "",
+    sample_tokens: int = 0,
+    output: Literal["table", "json"] = "table",
+) -> int:
+    """Show which worker computes on which device, what each takes by part, and an estimate of a
+    step's time; exit code 6 and the smallest change that fits when a device is too small.
+
+    Only the model's `config.json` is read, so its weights need not be here.
+
+    Example: relax plan configs/dapo-math.toml --devices 8xH100-80GB
+
+    Args:
+        config: The run file, TOML.
+        overrides: section.key=value, overrides the run file.
+        devices: Number and kind, such as 8xH100-80GB; by default those of this machine.
+        sample_tokens: Mean tokens of a sample, prompt included; by default half of
+            engine.max_context_tokens.
+        output: A table to read, or JSON for programs.
+    """
+    from relax_events.cli.output import print_json
+    from relax_events.config import load_run_config
+    from relax_events.session.planned import plan_devices
+
+    planned = plan_devices(
+        load_run_config(config, overrides), devices=devices, sample_tokens=sample_tokens
+    )
+    if output == "json":
+        print_json(_as_tree(planned))
+    else:
+        _print(planned)
+    return 0 if planned.plan.fits else 6
+
+
+def _print(planned: PlannedRun) -> None:
+    from relax_events.cli.output import print_table
+    from relax_events.planning.run_plan import NO_CHANGE
+
+    known, device, found = planned.facts, planned.device, planned.plan
+    print(
+        f"{planned.config.model.path}: {known.num_parameters / GB:.2f} B parameters, "
+        f"{known.num_active_parameters / GB:.2f} B for a token, in {planned.config.model.dtype}"
+    )
+    print(
+        f"{planned.num_devices} x {device.name} of {device.num_bytes / GB:.1f} GB; the largest "
+        f"micro-batch has {found.tokens:,} tokens\n"
+    )
+    print_table(["device", "worker", "GB", "of it"], _rows(found))
+    print()
+    for role, (fitting, most) in _rooms(found).items():
+        print(
+            f"{role}: room for {fitting} of {most} samples of the longest length at a time "
+            "(engine.max_running_samples)"
+        )
+    used = {device.index for device in found.devices}
+    if unused := [index for index in range(planned.num_devices) if index not in used]:
+        named = f"{unused[0]} to {unused[-1]}" if len(unused) > 1 else str(unused[0])
+        print(f"no worker computes on device {named}: set trainer.ranks or workers.rollout")
+    _print_seconds(planned)
+    if not found.fits:
+        print(f"\nIt does not fit: {found.change or NO_CHANGE}")
+
+
+def _rows(found: RunPlan) -> list[list[str]]:
+    """Lay out the devices; neighbours that hold the same are one row a worker."""
+    rows = []
+    for _, group in groupby(found.devices, key=_contents):
+        alike = list(group)
+        first, last = alike[0], alike[-1]
+        index = str(first.index) if len(alike) == 1 else f"{first.index} to {last.index}"
+        for worker, other in zip(first.workers, last.workers, strict=True):
+            parts = ", ".join(
+                f"{name} {num_bytes / GB:.1f}"
+                for name, num_bytes in worker.memory.parts.items()
+                if num_bytes >= GB / 20
+            )
+            name = (
+                worker.worker_id if len(alike) == 1 else f"{worker.worker_id} to {other.worker_id}"
+            )
+            rows.append([index, name, f"{worker.memory.total / GB:.1f}", parts])
+        rest = first.num_bytes - first.needed
+        free = f"{rest / GB:.1f} free" if rest >= 0 else f"{-rest / GB:.1f} TOO MUCH"
+        rows.append([index, "all", f"{first.needed / GB:.1f}", free])
+    return rows
+
+
+def _contents(device: PlannedDevice) -> list[Any]:
+    return [
+        (worker.worker_id.rpartition("-")[0], dict(worker.memory.parts))
+        for worker in device.workers
+    ]
+
+
+def _rooms(found: RunPlan) -> dict[str, tuple[int, int]]:
+    """Return, by role, how many samples of the longest length the smallest cache holds, and how
+    many the engine would run.
+    """
+    rooms: dict[str, tuple[int, int]] = {}
+    for device in found.devices:
+        for worker in device.workers:
+            if worker.num_samples < worker.most_samples and device.fits:
+                role = worker.worker_id.rpartition("-")[0]
+                own = worker.num_samples, worker.most_samples
+                rooms[role] = min(own, rooms.get(role, own))
+    return rooms
+
+
+def _print_seconds(planned: PlannedRun) -> None:
+    seconds = planned.plan.seconds
+    if seconds is None:
+        print(f"no estimate of the time: nothing is known of the speed of {planned.device.name}")
+        return
+    stages = _stages(seconds)
+    slowest = max(stages, key=lambda name: stages[name])
+    is_sync = planned.config.run.mode == "sync"
+    whole = sum(stages.values()) if is_sync else stages[slowest]
+    listed = ", ".join(f"{name} {value:.0f} s" for name, value in stages.items())
+    print(
+        f"a step of {planned.config.run.prompts_per_step} x "
+        f"{planned.config.run.samples_per_prompt} samples of {planned.sample_tokens:,} tokens: "
+        f"{listed}; about {whole:.0f} s {'in turn' if is_sync else 'side by side'}, and most of it "
+        f"is {slowest}. An estimate, from data sheets: 40 % of the speed, 60 % of the bandwidth"
+    )
+
+
+def _stages(seconds: StageSeconds) -> dict[str, float]:
+    return {
+        "rollout": seconds.rollout,
+        "scoring": seconds.scoring,
+        "training": seconds.training,
+    }
+
+
+def _as_tree(planned: PlannedRun) -> dict[str, Any]:
+    found = planned.plan
+    return {
+        "fits": found.fits,
+        "change": found.change,
+        "device": planned.device.name,
+        "num_devices": planned.num_devices,
+        "micro_batch_tokens": found.tokens,
+        "sample_tokens": planned.sample_tokens,
+        "seconds": None if found.seconds is None else _stages(found.seconds),
+        "devices": [
+            {
+                "index": device.index,
+                "bytes": device.num_bytes,
+                "needed": device.needed,
+                "workers": {
+                    worker.worker_id: dict(worker.memory.parts) for worker in device.workers
+                },
+            }
+            for device in found.devices
+        ],
+    }

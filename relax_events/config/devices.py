@@ -1,0 +1,50 @@
+"""The section `devices`: which roles compute on which GPUs of a machine."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from relax_events.config.base import Section
+
+Indices = tuple[Annotated[int, Field(ge=0)], ...]
+
+
+class DevicesConfig(Section):
+    """GPUs by role, as indices among those that `relax run` sees (`CUDA_VISIBLE_DEVICES`).
+
+    A role that is left out is placed by itself: each rank of the trainer on a device of its own
+    from 0 on, the other roles on those that are left, or with the trainer where none is. The
+    workers of a role take the devices of its list in turn, and may share them with other roles.
+    `relax plan` shows the result, and what each device has to hold.
+    """
+
+    trainer: Indices = ()
+    """One for each rank of the trainer."""
+    rollout: Indices = ()
+    """Rollout workers, with their engines."""
+    reference: Indices = ()
+    """Reference workers."""
+    actor_forward: Indices = ()
+    """Actor-forward workers."""
+    critic: Indices = ()
+    """The critic."""
+    teacher: Indices = ()
+    """Teacher workers."""
+    judge: Indices = ()
+    """Judge workers, with their engines."""
+    evaluator: Indices = ()
+    """The evaluator, with its engine."""
+
+    def by_role(self) -> dict[str, tuple[int, ...]]:
+        """Return the devices of the roles that the run file names."""
+        return {
+            name.replace("_", "-"): named
+            for name in type(self).model_fields
+            if (named := getattr(self, name))
+        }
+
+    def key_of(self, role: str) -> str:
+        """Return the key of a role."""
+        return role.replace("-", "_")

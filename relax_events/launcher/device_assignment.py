@@ -1,0 +1,93 @@
+"""Shows each worker the GPUs on which it is to compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import structlog
+
+from relax_events.config import RunConfig
+from relax_events.planning.inventory import COMPUTING_ROLES
+from relax_events.planning.placement import place_worker, place_workers
+from relax_events.session.gpus import VISIBLE, find_gpus
+
+log = structlog.get_logger()
+ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+"""The order of `nvidia-smi`, which CUDA's own need not be."""
+ON_GPUS = ("auto", "cuda")
+
+
+class DeviceAssignment:
+    """The GPUs of a run's workers on this machine; without GPUs, or where `model.device` names one
+    device, it changes nothing.
+
+    A worker sees its own GPU alone. The ranks of the trainer all see those of the trainer, each its
+    own at `LOCAL_RANK`.
+    """
+
+    def __init__(self, config: RunConfig, names: Sequence[str]) -> None:
+        """Assign devices to the workers that the run starts with.
+
+        Args:
+            config: The run.
+            names: Of the GPUs, as in `CUDA_VISIBLE_DEVICES`.
+        Raises:
+            ConfigError: The trainer has more ranks than there are GPUs, or `devices` names one that
+                is not there.
+        """
+        self._names = tuple(names) if config.model.device in ON_GPUS else ()
+        self._given = config.devices
+        self._ranks = config.trainer.ranks
+        self._placed: dict[str, tuple[int, ...]] = {}
+        if self._names:
+            self._placed = place_workers(
+                config.roles(),
+                ranks=self._ranks,
+                num_devices=len(self._names),
+                given=self._given,
+            )
+            log.info(
+                "devices.placed",
+                **{worker: self._names[at[0]] for worker, at in sorted(self._placed.items())},
+            )
+
+    @classmethod
+    def of_machine(cls, config: RunConfig) -> DeviceAssignment:
+        """Assign to the workers the GPUs that this process may use."""
+        return cls(config, [gpu.name for gpu in find_gpus()])
+
+    def variables(self, role: str, index: int) -> dict[str, str]:
+        """Return the environment variables of a worker; an elastic one is placed by the load of
+        the devices that the trainer leaves.
+        """
+        if not self._names:
+            return {}
+        if role == "trainer":
+            seen = [self._placed[f"trainer-{rank}"][0] for rank in range(self._ranks)]
+        elif role in COMPUTING_ROLES:
+            seen = list(self._assign(role, index))
+        else:
+            return {VISIBLE: ""}
+        return {VISIBLE: ",".join(self._names[at] for at in seen)} | ORDER
+
+    def _assign(self, role: str, index: int) -> tuple[int, ...]:
+        worker_id = f"{role}-{index}"
+        if worker_id not in self._placed:
+            named = self._given.by_role().get(role)
+            trained = {
+                at[0] for worker, at in self._placed.items() if worker.startswith("trainer-")
+            }
+            free = [at for at in range(len(self._names)) if at not in trained]
+            self._placed[worker_id] = place_worker(
+                role,
+                index,
+                self._placed,
+                devices=named or free or range(len(self._names)),
+                is_named=bool(named),
+            )
+            log.info("devices.placed", **{worker_id: self._names[self._placed[worker_id][0]]})
+        return self._placed[worker_id]
+
+    def release(self, worker_id: str) -> None:
+        """Forget an elastic worker that has left."""
+        self._placed.pop(worker_id, None)

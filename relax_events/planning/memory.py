@@ -1,0 +1,156 @@
+"""How much memory the models of a run take on a device, by part. Pure arithmetic over a
+checkpoint's sizes; `benchmarks/trainer_memory.py` compares it with what a train step takes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from relax_events.config.run_config import RunConfig
+from relax_events.planning.inventory import CheckpointFacts, width_of
+
+MAX_LOGITS_ELEMENTS = 2**26
+"""Above this, the output head works in chunks: 256 MiB of float32 at a time."""
+LOGITS_COPIES = 4
+"""Arrays of the head's size in float32 that a chunk holds at once: logits over temperature,
+log-probabilities, the entropy's product, and in the backward pass their gradient."""
+RESERVED_GPU_BYTES, RESERVED_CPU_BYTES = 2_000_000_000, 500_000_000
+"""What a process needs besides its model: libraries, kernels, the allocator's gaps."""
+GATHERED_LAYERS = 2
+"""Whole layers of a sharded model: the one that computes, and the next one."""
+
+Recomputed = Literal["none", "whole", "selective"]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryParts:
+    """Bytes on one device, by part; the order is that of the table."""
+
+    parts: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        """Sum of all parts."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerMemory:
+    """What backend `torch` takes on the device of one rank.
+
+    Attributes:
+        facts: Of the trained checkpoint.
+        dtype: Of the computation.
+        num_pieces: Ranks that weights, gradients and moments are divided over; 1 where each rank
+            has all of them.
+        adapter_rank: Of the adapters, where only they are trained; 0 for all parameters.
+        recomputed: `trainer.activation_checkpointing`.
+        on_gpu: Whether the device is a GPU.
+    """
+
+    facts: CheckpointFacts
+    dtype: str
+    num_pieces: int = 1
+    adapter_rank: int = 0
+    recomputed: Recomputed = "none"
+    on_gpu: bool = True
+
+    @classmethod
+    def of_run(cls, config: RunConfig, facts: CheckpointFacts, *, on_gpu: bool) -> TrainerMemory:
+        """Return what the trainer of a run takes on the device of one rank.
+
+        Args:
+            config: With `model.dtype`.
+            facts: Of `model.path`.
+            on_gpu: Whether the trainer runs on GPUs.
+        """
+        trainer, lora = config.trainer, config.model.lora
+        return cls(
+            facts=facts,
+            dtype=config.model.dtype,
+            num_pieces=trainer.ranks if trainer.sharding == "full" else 1,
+            adapter_rank=lora.rank if lora is not None else 0,
+            recomputed=trainer.activation_checkpointing,
+            on_gpu=on_gpu,
+        )
+
+    def parts(self, num_tokens: int) -> MemoryParts:
+        """Return the peak in a train step by part.
+
+        Args:
+            num_tokens: Token cells of a micro-batch.
+        """
+        return MemoryParts(
+            self._state()
+            | self._gathered()
+            | {
+                "activations": num_tokens * self.cell_bytes,
+                "output head": self._head(num_tokens),
+                "process": RESERVED_GPU_BYTES if self.on_gpu else RESERVED_CPU_BYTES,
+            }
+        )
+
+    def _state(self) -> dict[str, int]:
+        known, width = self.facts, width_of(self.dtype)
+        if self.adapter_rank:
+            frozen, trained = known.num_parameters, known.num_adapter_parameters(self.adapter_rank)
+        else:
+            frozen, trained = 0, known.num_parameters
+        has_masters = width < 4 and self.num_pieces == 1
+        return {
+            "weights": frozen * width + self._piece(trained * (width if has_masters else 4)),
+            "float32 weights": trained * 4 if has_masters else 0,
+            "gradients": self._piece(trained * 4),
+            "optimizer": self._piece(trained * 8),
+        }
+
+    def _piece(self, num_bytes: int) -> int:
+        return -(-num_bytes // self.num_pieces)
+
+    def _gathered(self) -> dict[str, int]:
+        """What a sharded model holds whole while it computes: embeddings and head with their
+        gradient, and some layers; and the float32 buffer of the larger one's reduction.
+        """
+        if self.num_pieces == 1:
+            return {}
+        known, width = self.facts, width_of(self.dtype)
+        outer = known.num_outer_parameters
+        layer = (known.num_parameters - outer) // known.num_layers
+        whole = (2 * outer + (GATHERED_LAYERS + 1) * layer) * width
+        return {"gathered layers": whole + 4 * max(outer, layer)}
+
+    @property
+    def cell_bytes(self) -> int:
+        """Bytes of activations that one token adds."""
+        known, width = self.facts, width_of(self.dtype)
+        whole = known.cell_bytes(self.dtype)
+        if self.recomputed == "none":
+            return whole
+        kept = known.num_layers * known.hidden_size * width
+        if self.recomputed == "selective":
+            kept += known.num_layers * known.num_heads * (known.head_dim * width + 4)
+        return kept + whole // known.num_layers
+
+    def _head(self, num_tokens: int) -> int:
+        """Logits of a chunk, and the float32 sum of the head's gradient where there are several."""
+        known = self.facts
+        chunk = max(1, MAX_LOGITS_ELEMENTS // known.vocab_size)
+        rows = min(num_tokens, chunk)
+        logits = rows * known.vocab_size * (width_of(self.dtype) + 4 * LOGITS_COPIES)
+        gradient = 0 if self.adapter_rank else known.vocab_size * known.hidden_size
+        wide = 4 * gradient if num_tokens > chunk else 0
+        return logits + wide + width_of(self.dtype) * gradient
+
+    def most_tokens(self, num_bytes: float, *, unit: int, most: int) -> int:
+        """Return how many token cells fit.
+
+        Args:
+            num_bytes: Of the device, for this rank.
+            unit: The result is a multiple of it.
+            most: Upper bound.
+        """
+        counts = range(unit, most + 1, unit)
+        return unit * bisect_right(counts, num_bytes, key=lambda count: self.parts(count).total)

@@ -1,0 +1,93 @@
+"""Which worker computes on which device of a machine. A pure function of the workers and the number
+of devices; the supervisor shows each process its own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from relax_events.config.devices import DevicesConfig
+from relax_events.errors import ConfigError
+from relax_events.planning.inventory import COMPUTING_ROLES
+
+LOADS = {"rollout": 4, "evaluator": 2, "critic": 4, "judge": 4, "teacher": 2}
+"""How much a worker of a role computes, compared with one that scores samples: engines generate,
+and the critic learns."""
+
+Placement = Mapping[str, tuple[int, ...]]
+"""Devices by worker id, `rollout-0`; a trainer's ranks are workers of their own, `trainer-1`."""
+
+
+def place_workers(
+    roles: Mapping[str, int], *, ranks: int, num_devices: int, given: DevicesConfig
+) -> dict[str, tuple[int, ...]]:
+    """Return the device of each worker that holds a model.
+
+    Each rank of the trainer gets a device of its own. The other workers share the rest, those that
+    compute most first, each where least is computed; they share with the trainer only where
+    nothing is left. A role that `given` names stays on its devices.
+
+    Args:
+        roles: Number of workers by role.
+        ranks: Of the trainer.
+        num_devices: Of the machine.
+        given: The section `devices`.
+    Raises:
+        ConfigError: There are fewer devices than ranks, or a device is named that is not there.
+    """
+    for role, named in given.by_role().items():
+        if missing := [index for index in named if index >= num_devices]:
+            raise ConfigError(
+                f"devices.{given.key_of(role)} names device {missing[0]}, and there are "
+                f"{num_devices}, from 0 on; name others, or leave it out"
+            )
+    trained = given.by_role().get("trainer") or tuple(range(min(ranks, num_devices)))
+    num_ranks = ranks if "trainer" in roles else 0
+    if num_ranks > len(trained):
+        raise ConfigError(
+            f"trainer.ranks is {ranks}, and the trainer has {len(trained)} device(s); set "
+            f"trainer.ranks = {len(trained)}, or give it more devices"
+        )
+    placed: dict[str, tuple[int, ...]] = {
+        f"trainer-{rank}": (trained[rank],) for rank in range(num_ranks)
+    }
+    free = [index for index in range(num_devices) if index not in trained[:num_ranks]]
+    workers = [(role, index) for role in COMPUTING_ROLES for index in range(roles.get(role, 0))]
+    workers.sort(key=lambda worker: -_load(worker[0]))
+    for role, index in workers:
+        own = given.by_role().get(role)
+        placed[f"{role}-{index}"] = place_worker(
+            role, index, placed, devices=own or free or range(num_devices), is_named=bool(own)
+        )
+    return placed
+
+
+def place_worker(
+    role: str, index: int, placed: Placement, *, devices: Iterable[int], is_named: bool = False
+) -> tuple[int, ...]:
+    """Return the device of one more worker.
+
+    Args:
+        role: Of the worker.
+        index: Among the workers of its role; it deals them out over devices that were named.
+        placed: The others.
+        devices: That it may get.
+        is_named: Whether the run file names these devices for the role.
+    """
+    choice = list(devices)
+    if is_named:
+        return (choice[index % len(choice)],)
+    loads = Counter(
+        {
+            device: sum(
+                _load(worker.rpartition("-")[0]) for worker, at in placed.items() if device in at
+            )
+            for device in choice
+        }
+    )
+    return (min(choice, key=lambda device: (loads[device], device)),)
+
+
+def _load(role: str) -> int:
+    return LOADS.get(role, 1)

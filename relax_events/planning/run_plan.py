@@ -1,0 +1,318 @@
+"""What a run takes on given devices: memory by device, worker and part, an estimate of the time of
+a step, and the smallest change that makes it fit. Pure arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from relax_events.config.devices import DevicesConfig
+from relax_events.config.engine import EngineConfig
+from relax_events.config.run_config import RunConfig
+from relax_events.config.training import TrainerConfig
+from relax_events.config.unset_keys import with_values
+from relax_events.errors import ConfigError
+from relax_events.planning.device_specs import DeviceSpec
+from relax_events.planning.inventory import CheckpointFacts, width_of
+from relax_events.planning.memory import (
+    RESERVED_CPU_BYTES,
+    RESERVED_GPU_BYTES,
+    MemoryParts,
+    TrainerMemory,
+)
+from relax_events.planning.placement import place_workers
+
+CACHING_ROLES = frozenset({"rollout", "evaluator", "judge"})
+CPU = "CPU"
+PLANNED_BACKEND = "torch"
+NO_CHANGE = "no setting of this backend makes it fit"
+DEVICE_COUNTS = (2, 4, 8, 16, 32, 64, 128, 256, 512)
+SCORING_ROLES = ("reference", "actor-forward", "teacher")
+UTILISATION, BANDWIDTH_UTILISATION = 0.4, 0.6
+"""Shares of a device's speed and bandwidth that training and decoding are reckoned to reach."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedWorker:
+    """A worker on a device; of an engine, how many samples of the longest length its cache holds,
+    and how many it would run.
+    """
+
+    worker_id: str
+    memory: MemoryParts
+    num_samples: int = 0
+    most_samples: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedDevice:
+    """A device with its workers."""
+
+    index: int
+    num_bytes: int
+    workers: tuple[PlannedWorker, ...]
+
+    @property
+    def needed(self) -> int:
+        """Bytes of all workers."""
+        return sum(worker.memory.total for worker in self.workers)
+
+    @property
+    def fits(self) -> bool:
+        """Whether they fit."""
+        return self.needed <= self.num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StageSeconds:
+    """Estimated seconds of a step by stage."""
+
+    rollout: float
+    scoring: float
+    training: float
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """The plan of a run.
+
+    Attributes:
+        devices: Each device that has workers.
+        tokens: Of the largest micro-batch: the budget, or one sample of the longest length.
+        seconds: Estimate; None where the device's speed is unknown.
+        change: The smallest change that fits, where this does not; empty if none is known.
+    """
+
+    devices: tuple[PlannedDevice, ...]
+    tokens: int
+    seconds: StageSeconds | None
+    change: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether every device can hold its workers."""
+        return all(device.fits for device in self.devices)
+
+
+def plan_run(
+    config: RunConfig,
+    facts: Mapping[str, CheckpointFacts],
+    *,
+    device: DeviceSpec,
+    num_devices: int,
+    sample_tokens: int,
+) -> RunPlan:
+    """Plan a run.
+
+    Args:
+        config: Whose defaults are resolved.
+        facts: Of the checkpoints in the sections `model`, `judge` and `teacher`.
+        device: Kind of all devices; one named `CPU` holds all workers, and each process is reckoned
+            with what it takes there.
+        num_devices: Of the machine, or of all machines.
+        sample_tokens: Mean tokens of a sample, prompt included.
+    Raises:
+        ConfigError: The trainer has more ranks than there are devices, or the model is unknown.
+    """
+    if config.trainer.backend != PLANNED_BACKEND:
+        raise ConfigError(
+            f"a plan knows what backend {PLANNED_BACKEND!r} takes, and trainer.backend is "
+            f"{config.trainer.backend!r}; try a short run"
+        )
+    if "model" not in facts:
+        raise ConfigError(
+            f"{config.model.path} has no config.json, and a plan needs the model's sizes; set "
+            "model.path to a model folder"
+        )
+    plan = _plan(config, facts, device, num_devices, sample_tokens)
+    if plan.fits:
+        return plan
+    for text, values, count in _changes(config, num_devices):
+        try:
+            changed = _plan(with_values(config, values), facts, device, count, sample_tokens)
+        except ConfigError:
+            continue
+        if changed.fits:
+            return RunPlan(plan.devices, plan.tokens, plan.seconds, change=text)
+    return plan
+
+
+def _plan(
+    config: RunConfig,
+    facts: Mapping[str, CheckpointFacts],
+    device: DeviceSpec,
+    num_devices: int,
+    sample_tokens: int,
+) -> RunPlan:
+    placed = _assign(config, num_devices=num_devices, on_gpu=device.name != CPU)
+    tokens = max(
+        config.trainer.max_tokens_per_micro_batch or 0, config.engine.max_context_tokens or 0
+    )
+    models = _Models(config, facts, tokens, on_gpu=device.name != CPU)
+    devices = tuple(
+        _fill_caches(
+            PlannedDevice(
+                index,
+                device.num_bytes,
+                tuple(models.worker(name) for name, at in placed.items() if at == (index,)),
+            ),
+            models,
+        )
+        for index in sorted({at[0] for at in placed.values()})
+    )
+    seconds = _estimate(config, facts["model"], device, sample_tokens) if device.flops else None
+    return RunPlan(devices, tokens, seconds)
+
+
+def _assign(config: RunConfig, *, num_devices: int, on_gpu: bool) -> dict[str, tuple[int, ...]]:
+    roles, ranks = config.roles(), config.trainer.ranks
+    if on_gpu:
+        return place_workers(roles, ranks=ranks, num_devices=num_devices, given=config.devices)
+    names = place_workers(roles, ranks=ranks, num_devices=ranks, given=DevicesConfig())
+    return dict.fromkeys(names, (0,))
+
+
+@dataclass(frozen=True, slots=True)
+class _Models:
+    """What each worker of a run holds."""
+
+    config: RunConfig
+    facts: Mapping[str, CheckpointFacts]
+    tokens: int
+    on_gpu: bool
+
+    def worker(self, worker_id: str) -> PlannedWorker:
+        """Return a worker's memory; an engine's with the cache of one sample."""
+        role, config = worker_id.rpartition("-")[0], self.config
+        known, dtype = self.facts["model"], config.model.dtype
+        if role == "trainer":
+            trainer = TrainerMemory.of_run(config, known, on_gpu=self.on_gpu)
+            return PlannedWorker(worker_id, trainer.parts(self.tokens))
+        if role == "critic":
+            critic = TrainerMemory(known, dtype, on_gpu=self.on_gpu)
+            return PlannedWorker(worker_id, critic.parts(self.tokens))
+        known = self.facts.get(role, known)
+        weights = {"weights": known.num_parameters * width_of(dtype)}
+        process = {"process": RESERVED_GPU_BYTES if self.on_gpu else RESERVED_CPU_BYTES}
+        if role in CACHING_ROLES:
+            return PlannedWorker(
+                worker_id, MemoryParts(weights | {"cache": self.cache_of(role)} | process)
+            )
+        layer = self.tokens * known.cell_bytes(dtype) // known.num_layers
+        return PlannedWorker(worker_id, MemoryParts(weights | {"activations": layer} | process))
+
+    def engine_of(self, role: str) -> EngineConfig:
+        """Return the engine of a role that generates."""
+        return self.config.judge.engine if role == "judge" else self.config.engine
+
+    def cache_of(self, role: str) -> int:
+        """Return the bytes of one sample of the longest length in the cache of a role's engine."""
+        known = self.facts.get(role, self.facts["model"])
+        context = self.engine_of(role).max_context_tokens or 0
+        return context * known.cache_bytes(self.config.model.dtype)
+
+
+def _fill_caches(device: PlannedDevice, models: _Models) -> PlannedDevice:
+    """Give what is left of a device to the caches of its engines, in equal parts, as far as they
+    have samples for it.
+    """
+    caching = [worker for worker in device.workers if "cache" in worker.memory.parts]
+    if not caching or not device.fits:
+        return device
+    room = (device.num_bytes - device.needed) // len(caching)
+
+    def fill(worker: PlannedWorker) -> PlannedWorker:
+        if "cache" not in worker.memory.parts:
+            return worker
+        role = worker.worker_id.rpartition("-")[0]
+        one = models.cache_of(role)
+        most = models.engine_of(role).max_running_samples
+        fitting = min(1 + room // max(one, 1), most)
+        cache = MemoryParts(dict(worker.memory.parts) | {"cache": fitting * one})
+        return PlannedWorker(worker.worker_id, cache, num_samples=fitting, most_samples=most)
+
+    return PlannedDevice(device.index, device.num_bytes, tuple(map(fill, device.workers)))
+
+
+def _changes(config: RunConfig, num_devices: int) -> Iterator[tuple[str, dict[str, object], int]]:
+    """Yield changes from small to large: text, values of keys, and number of devices."""
+    longest = config.engine.max_context_tokens or 0
+    if (config.trainer.max_tokens_per_micro_batch or 0) > longest > 0:
+        smaller: dict[str, object] = {"trainer.max_tokens_per_micro_batch": longest}
+        yield _text(smaller), smaller, num_devices
+    recomputed: dict[str, object] = {"trainer.activation_checkpointing": "whole"}
+    if not config.model.replays_routing:
+        yield _text(recomputed), recomputed, num_devices
+    if config.model.lora is not None:
+        return
+    for count in (num_devices, *(size for size in DEVICE_COUNTS if size > num_devices)):
+        for ranks in sorted({count - 1, count * 3 // 4, count // 2, count} - {0, 1}):
+            sharded = recomputed | {"trainer.sharding": "full", "trainer.ranks": ranks}
+            if ranks > config.broker.partitions_per_version:
+                sharded["broker.partitions_per_version"] = ranks
+            more = "" if count == num_devices else f", on {count} devices"
+            yield _text(sharded) + more, sharded, count
+
+
+def _text(values: Mapping[str, object]) -> str:
+    return "set " + ", ".join(
+        f"{key} = {value!r}" if isinstance(value, str) else f"{key} = {value}"
+        for key, value in values.items()
+    )
+
+
+def _estimate(
+    config: RunConfig, known: CheckpointFacts, device: DeviceSpec, sample_tokens: int
+) -> StageSeconds:
+    roles, trainer = config.roles(), config.trainer
+    num_samples = config.run.prompts_per_step * config.run.samples_per_prompt
+    forward = num_samples * sample_tokens * _forward_flops(known, sample_tokens)
+    speed = device.flops * UTILISATION
+    return StageSeconds(
+        rollout=_decode_seconds(config, known, device, sample_tokens, num_samples),
+        scoring=max(
+            (
+                forward / speed / roles[role]
+                for role in ("reference", "actor-forward", "teacher")
+                if role in roles
+            ),
+            default=0.0,
+        ),
+        training=forward * _passes(trainer) / speed / trainer.ranks,
+    )
+
+
+def _passes(trainer: TrainerConfig) -> float:
+    """Forward passes that a train step costs: backward takes two, recomputation one more."""
+    return 3.0 + (trainer.activation_checkpointing != "none")
+
+
+def _forward_flops(known: CheckpointFacts, sample_tokens: int) -> float:
+    """Operations of a token's forward pass: two for each parameter, and causal attention."""
+    attention = 2 * known.num_layers * known.num_heads * known.head_dim * sample_tokens
+    return 2.0 * known.num_active_parameters + attention
+
+
+def _decode_seconds(
+    config: RunConfig,
+    known: CheckpointFacts,
+    device: DeviceSpec,
+    sample_tokens: int,
+    num_samples: int,
+) -> float:
+    """Seconds in which the engines generate the samples of a step: each decoding step reads all
+    weights, and the cache of the samples that run.
+    """
+    own = -(-num_samples // max(config.workers.rollout, 1))
+    running = min(own, config.engine.max_running_samples)
+    new = min(sample_tokens, config.engine.sampling.max_new_tokens or sample_tokens)
+    width = width_of(config.model.dtype)
+    read = known.num_parameters * width + running * sample_tokens * known.cache_bytes(
+        config.model.dtype
+    )
+    seconds = max(
+        read / (device.bandwidth * BANDWIDTH_UTILISATION),
+        running * _forward_flops(known, sample_tokens) / (device.flops * UTILISATION),
+    )
+    return -(-own // running) * new * seconds

@@ -1,0 +1,98 @@
+"""Plans a run file for devices that are named, or for this machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+
+from relax_events.config import RunConfig
+from relax_events.config.unset_keys import missing_keys, with_values
+from relax_events.errors import CheckFailed
+from relax_events.models.checkpoint_facts import has_weights
+from relax_events.planning.derived import derive
+from relax_events.planning.device_specs import DeviceSpec, parse_devices
+from relax_events.planning.inventory import CheckpointFacts, Machine, num_processors
+from relax_events.planning.run_plan import CPU, NO_CHANGE, PLANNED_BACKEND, RunPlan, plan_run
+from relax_events.session.defaults import inspect_machine, read_checkpoint_facts
+
+MEAN_OF_LONGEST = 2
+"""A sample is reckoned with half of the longest length, where nothing else is given."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRun:
+    """A plan and what it was made from."""
+
+    plan: RunPlan
+    config: RunConfig
+    facts: CheckpointFacts
+    device: DeviceSpec
+    num_devices: int
+    sample_tokens: int
+
+
+def plan_devices(config: RunConfig, *, devices: str = "", sample_tokens: int = 0) -> PlannedRun:
+    """Plan a run.
+
+    Args:
+        config: The run file as read, or with its defaults.
+        devices: Such as `8xH100-80GB`; empty for the GPUs or the memory of this machine.
+        sample_tokens: Mean tokens of a sample, prompt included; 0 takes half of
+            `engine.max_context_tokens`.
+    Raises:
+        ConfigError: The devices are not understood or too few, or the model is not there.
+    """
+    roles = config.roles() | {"trainer": config.trainer.ranks}
+    machine = inspect_machine(roles)
+    if devices:
+        count, device = parse_devices(devices)
+        machine = Machine(
+            num_processors(), machine.memory_bytes, (device.num_bytes,) * count, roles
+        )
+    elif machine.gpu_bytes and config.model.device != "cpu":
+        count, device = len(machine.gpu_bytes), DeviceSpec("GPU", min(machine.gpu_bytes))
+    else:
+        count, device = 1, DeviceSpec(CPU, machine.memory_bytes)
+    facts = read_checkpoint_facts(config)
+    if "model" in facts and not has_weights(config.model.path) and config.model.tiny is None:
+        # towers and the norms of layers are not in an estimate from the sizes
+        facts["model"] = replace(facts["model"], num_parameters=_count_parameters(config))
+    if missing_keys(config):
+        found = derive(config, facts, machine)
+        config = with_values(config, {one.key: one.value for one in found})
+    tokens = sample_tokens or (config.engine.max_context_tokens or 0) // MEAN_OF_LONGEST
+    plan = plan_run(config, facts, device=device, num_devices=count, sample_tokens=tokens)
+    return PlannedRun(plan, config, facts["model"], device, count, tokens)
+
+
+def _count_parameters(config: RunConfig) -> int:
+    """Count the parameters of a model that has no weights here: on the meta device, so this loads
+    torch.
+    """
+    from relax_events.models.parameters import read_parameters
+
+    return sum(
+        prod(shape) for shape in read_parameters(config.model.path, config.model).shapes.values()
+    )
+
+
+def require_devices(config: RunConfig) -> str:
+    """Return a line about the fullest device of this machine, for the doctor.
+
+    Raises:
+        CheckFailed: It can't hold the models that `relax run` places on it; the text says what to
+            change.
+    """
+    if config.trainer.backend != PLANNED_BACKEND or "model" not in read_checkpoint_facts(config):
+        return "not planned: the model is not here yet, or trainer.backend is another one"
+    planned = plan_devices(config)
+    fullest = max(planned.plan.devices, key=lambda device: device.needed / device.num_bytes)
+    where = CPU if planned.device.name == CPU else f"device {fullest.index}"
+    names = ", ".join(worker.worker_id for worker in fullest.workers)
+    text = (
+        f"{where} has {fullest.num_bytes / 1e9:.1f} GB, and {names} need "
+        f"{fullest.needed / 1e9:.1f} GB"
+    )
+    if not planned.plan.fits:
+        raise CheckFailed(f"{text}; {planned.plan.change or NO_CHANGE}")
+    return f"{text}; relax plan shows their parts"

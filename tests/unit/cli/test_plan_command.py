@@ -1,0 +1,70 @@
+"""`relax plan`: what it prints for a model of which only the sizes are here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from relax_events.cli.plan import plan
+
+pytestmark = pytest.mark.unit
+QWEN3_4B = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "dtype": "bfloat16",
+    "head_dim": 128,
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "max_position_embeddings": 40_960,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": True,
+    "vocab_size": 151_936,
+}
+"""Of the `config.json` that Qwen publishes with Qwen3-4B."""
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    """Write a run file whose model has no weights here."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(QWEN3_4B))
+    file = tmp_path / "run.toml"
+    file.write_text(
+        f'[run]\nid = "planned"\n[model]\npath = "{tmp_path}/model"\n'
+        '[data]\nsource = "jsonl:rows"\n[broker]\npartitions_per_version = 8\n'
+    )
+    return file
+
+
+def test_too_small_device_ends_with_the_change_that_fits(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(run_file, devices="1xH100-80GB") == 6
+    printed = capsys.readouterr().out
+    assert "4.02 B parameters" in printed
+    assert "TOO MUCH" in printed
+    assert "It does not fit: set trainer.activation_checkpointing = 'whole'" in printed
+
+
+def test_devices_that_hold_the_same_are_one_row(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sharded = ("trainer.ranks=4", "trainer.sharding=full", "trainer.activation_checkpointing=whole")
+    assert plan(run_file, *sharded, devices="8xH100-80GB") == 0
+    printed = capsys.readouterr().out
+    assert "0 to 3  trainer-0 to trainer-3" in printed
+    assert "no worker computes on device" in printed
+    assert "most of it is" in printed
+
+
+def test_json_has_every_part(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(run_file, devices="MyCard-200GB", output="json") == 0
+    tree = json.loads(capsys.readouterr().out)
+    assert (tree["fits"], tree["num_devices"], tree["seconds"]) == (True, 1, None)
+    workers = tree["devices"][0]["workers"]
+    assert workers["trainer-0"]["optimizer"] == 8 * 4_022_468_096
+    assert tree["devices"][0]["needed"] == sum(sum(parts.values()) for parts in workers.values())

@@ -1,0 +1,58 @@
+"""Which GPUs each worker sees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from relax_events.config import RunConfig
+from relax_events.errors import ConfigError
+from relax_events.launcher.device_assignment import DeviceAssignment
+
+pytestmark = pytest.mark.unit
+MakeRunConfig = Callable[..., RunConfig]
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def assign(make_run_config: MakeRunConfig, names: list[str], **sections: Any) -> DeviceAssignment:
+    sections.setdefault("model", {"device": "auto"})
+    return DeviceAssignment(make_run_config(**sections), names)
+
+
+def test_workers_see_their_own_gpu_and_ranks_those_of_the_trainer(
+    make_run_config: MakeRunConfig,
+) -> None:
+    found = assign(make_run_config, ["4", "5", "6", "7"], trainer={"ranks": 2})
+    assert found.variables("trainer", 0)[VISIBLE] == "4,5"
+    assert found.variables("rollout", 0) == {VISIBLE: "6", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    assert found.variables("reward", 0) == {VISIBLE: ""}
+
+
+def test_machine_without_gpus_changes_nothing(make_run_config: MakeRunConfig) -> None:
+    found = assign(make_run_config, [])
+    assert found.variables("trainer", 0) == found.variables("rollout", 0) == {}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:1"])
+def test_named_device_of_the_model_changes_nothing(
+    make_run_config: MakeRunConfig, device: str
+) -> None:
+    found = assign(make_run_config, ["0", "1"], model={"device": device})
+    assert found.variables("trainer", 0) == {}
+
+
+def test_elastic_workers_take_the_gpu_with_the_least_load(make_run_config: MakeRunConfig) -> None:
+    found = assign(make_run_config, ["0", "1", "2", "3"])
+    first = found.variables("rollout", 0)[VISIBLE]
+    joined = [found.variables("rollout", index)[VISIBLE] for index in (1, 2)]
+    assert "0" not in {first, *joined}
+    assert found.variables("rollout", 1)[VISIBLE] == joined[0]  # restarted, at the same place
+    found.release("rollout-1")
+    assert found.variables("rollout", 3)[VISIBLE] == joined[0]
+
+
+def test_more_ranks_than_gpus_are_refused(make_run_config: MakeRunConfig) -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.ranks is 2, and the trainer has 1 device"):
+        assign(make_run_config, ["0"], trainer={"ranks": 2})

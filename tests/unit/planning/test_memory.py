@@ -1,0 +1,78 @@
+"""Memory of the trainer by part; the expected bytes are computed by hand from Qwen3-0.6B's
+published sizes."""
+
+from __future__ import annotations
+
+import pytest
+
+from relax_events.planning.inventory import CheckpointFacts
+from relax_events.planning.memory import TrainerMemory
+
+pytestmark = pytest.mark.unit
+SMALL = CheckpointFacts("bfloat16", 596_049_920, 151_936, 1024, 28, 16, 8, 128, 3072, 40_960)
+HEAD = 151_936 * 1024
+LAYER = (596_049_920 - HEAD) // 28
+LOGITS = 441 * 151_936 * (2 + 16)
+"""Of a chunk: 2^26 // 151,936 rows, in bfloat16 and four times in float32."""
+
+
+def test_one_rank_holds_eighteen_bytes_a_parameter() -> None:
+    parts = TrainerMemory(SMALL, "bfloat16").parts(1024).parts
+    assert parts == {
+        "weights": 2 * 596_049_920,
+        "float32 weights": 4 * 596_049_920,
+        "gradients": 4 * 596_049_920,
+        "optimizer": 8 * 596_049_920,
+        "activations": 1024 * 2_064_384,
+        "output head": LOGITS + 4 * HEAD + 2 * HEAD,
+        "process": 2_000_000_000,
+    }
+
+
+def test_float32_weights_are_their_own_masters() -> None:
+    parts = TrainerMemory(SMALL, "float32", on_gpu=False).parts(0).parts
+    assert (parts["weights"], parts["float32 weights"]) == (4 * 596_049_920, 0)
+    assert parts["process"] == 500_000_000
+
+
+def test_sharding_divides_the_state_and_gathers_layers() -> None:
+    parts = TrainerMemory(SMALL, "bfloat16", num_pieces=8).parts(0).parts
+    assert parts["weights"] == 4 * 596_049_920 // 8
+    assert parts["float32 weights"] == 0
+    assert parts["optimizer"] == 596_049_920
+    # embeddings (the head too) and their gradient, two layers and a layer's gradient, in bfloat16;
+    # the reduction's buffer in float32
+    assert parts["gathered layers"] == (2 * HEAD + 3 * LAYER) * 2 + 4 * HEAD
+
+
+def test_recomputation_keeps_the_inputs_of_layers_and_one_layers_activations() -> None:
+    one_layer = 2_064_384 // 28
+    assert TrainerMemory(SMALL, "bfloat16", recomputed="whole").cell_bytes == (
+        28 * 1024 * 2 + one_layer
+    )
+    assert TrainerMemory(SMALL, "bfloat16", recomputed="selective").cell_bytes == (
+        28 * 1024 * 2 + 28 * 16 * (128 * 2 + 4) + one_layer
+    )
+
+
+def test_adapters_leave_the_base_without_gradients_and_moments() -> None:
+    num_adapters = SMALL.num_adapter_parameters(16)
+    parts = TrainerMemory(SMALL, "bfloat16", adapter_rank=16).parts(1024).parts
+    assert parts["weights"] == 2 * 596_049_920 + 2 * num_adapters
+    assert parts["optimizer"] == 8 * num_adapters
+    assert parts["output head"] == LOGITS
+
+
+def test_small_micro_batch_has_no_chunks() -> None:
+    parts = TrainerMemory(SMALL, "bfloat16").parts(100).parts
+    assert parts["output head"] == 100 * 151_936 * 18 + 2 * HEAD
+
+
+@pytest.mark.parametrize("unit", [1, 256])
+def test_as_many_tokens_as_fit_and_not_one_more(unit: int) -> None:
+    memory = TrainerMemory(SMALL, "bfloat16")
+    found = memory.most_tokens(30e9, unit=unit, most=65_536)
+    assert found % unit == 0
+    assert memory.parts(found).total <= 30e9 < memory.parts(found + unit).total
+    assert memory.most_tokens(1e9, unit=unit, most=65_536) == 0
+    assert memory.most_tokens(1e15, unit=unit, most=65_536) == 65_536

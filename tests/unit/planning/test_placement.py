@@ -1,0 +1,106 @@
+"""Which worker gets which device."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relax_events.config.devices import DevicesConfig
+from relax_events.errors import ConfigError
+from relax_events.planning.inventory import COMPUTING_ROLES
+from relax_events.planning.placement import place_worker, place_workers
+
+pytestmark = pytest.mark.unit
+ASYNC = {"trainer": 1, "rollout": 1, "reference": 1, "actor-forward": 1, "prompter": 1, "reward": 1}
+BY_ITSELF = DevicesConfig()
+
+
+def place(
+    roles: dict[str, int], *, ranks: int = 1, num_devices: int, named: DevicesConfig = BY_ITSELF
+) -> dict[str, int]:
+    found = place_workers(roles, ranks=ranks, num_devices=num_devices, given=named)
+    return {worker: at[0] for worker, at in found.items()}
+
+
+def test_one_device_is_shared_by_all() -> None:
+    assert set(place(ASYNC, num_devices=1).values()) == {0}
+
+
+def test_two_devices_are_divided_between_trainer_and_the_rest() -> None:
+    assert place(ASYNC, num_devices=2) == {
+        "trainer-0": 0,
+        "rollout-0": 1,
+        "reference-0": 1,
+        "actor-forward-0": 1,
+    }
+
+
+def test_scorers_share_a_device_before_one_joins_an_engine() -> None:
+    assert place(ASYNC, num_devices=3) == {
+        "trainer-0": 0,
+        "rollout-0": 1,
+        "reference-0": 2,
+        "actor-forward-0": 2,
+    }
+
+
+def test_eight_devices_of_a_run_with_four_ranks() -> None:
+    found = place(ASYNC | {"rollout": 3}, ranks=4, num_devices=8)
+    assert [found[f"trainer-{rank}"] for rank in range(4)] == [0, 1, 2, 3]
+    assert sorted(found[f"rollout-{index}"] for index in range(3)) == [4, 5, 6]
+    assert found["reference-0"] == found["actor-forward-0"] == 7
+
+
+def test_named_devices_are_dealt_out_in_turn() -> None:
+    named = DevicesConfig(trainer=(2, 3), rollout=(0, 1))
+    found = place(ASYNC | {"rollout": 3}, ranks=2, num_devices=4, named=named)
+    assert (found["trainer-0"], found["trainer-1"]) == (2, 3)
+    assert [found[f"rollout-{index}"] for index in range(3)] == [0, 1, 0]
+    assert found["reference-0"] == 1
+
+
+def test_replay_has_no_engines() -> None:
+    assert place({"trainer": 1, "controller": 1}, num_devices=4) == {"trainer-0": 0}
+
+
+def test_more_ranks_than_devices_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"trainer.ranks is 8.*has 4 device.*trainer.ranks = 4"):
+        place(ASYNC, ranks=8, num_devices=4)
+    with pytest.raises(ConfigError, match=r"trainer.ranks is 2.*has 1 device"):
+        place(ASYNC, ranks=2, num_devices=4, named=DevicesConfig(trainer=(3,)))
+
+
+def test_device_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"devices.actor_forward names device 4, and there are 4"):
+        place(ASYNC, num_devices=4, named=DevicesConfig(actor_forward=(1, 4)))
+
+
+def test_elastic_worker_gets_the_device_with_the_least_load() -> None:
+    placed = place_workers(ASYNC, ranks=1, num_devices=4, given=BY_ITSELF)
+    assert placed["rollout-0"] == (1,)
+    assert place_worker("rollout", 1, placed, devices=[1, 2, 3]) == (2,)
+    assert place_worker("rollout", 3, placed, devices=[2, 3], is_named=True) == (3,)
+
+
+@given(
+    st.fixed_dictionaries({role: st.integers(0, 5) for role in COMPUTING_ROLES}),
+    st.integers(1, 64),
+    st.integers(1, 64),
+)
+def test_every_worker_is_placed_and_ranks_are_alone_where_there_is_room(
+    roles: dict[str, int], ranks: int, num_devices: int
+) -> None:
+    if ranks > num_devices:
+        return
+    found = place(roles | {"trainer": 1}, ranks=ranks, num_devices=num_devices)
+    assert len(found) == ranks + sum(roles.values())
+    assert set(found.values()) <= set(range(num_devices))
+    trained = {found[f"trainer-{rank}"] for rank in range(ranks)}
+    assert len(trained) == ranks
+    others = [at for worker, at in found.items() if not worker.startswith("trainer-")]
+    if num_devices > ranks:
+        assert not trained & set(others)
+    free = num_devices - ranks
+    if len(others) <= free:
+        assert len(set(others)) == len(others)

@@ -1,0 +1,141 @@
+"""Plans of whole runs, compared with arithmetic by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from relax_events.config import RunConfig
+from relax_events.errors import ConfigError
+from relax_events.planning.device_specs import DeviceSpec, parse_devices
+from relax_events.planning.inventory import CheckpointFacts
+from relax_events.planning.run_plan import RunPlan, plan_run
+
+pytestmark = pytest.mark.unit
+MIDDLE = CheckpointFacts("bfloat16", 4_022_468_096, 151_936, 2560, 36, 32, 8, 128, 9728, 40_960)
+LARGE = CheckpointFacts(
+    "bfloat16", 30_532_122_624, 151_936, 2048, 48, 32, 4, 128, 8 * 768, 40_960, False
+)
+H100 = parse_devices("H100-80GB")[1]
+
+
+def plan(
+    facts: CheckpointFacts = MIDDLE,
+    *,
+    num_devices: int = 8,
+    device: DeviceSpec = H100,
+    sample_tokens: int = 2048,
+    **trainer: Any,
+) -> RunPlan:
+    config = RunConfig.model_validate(
+        {
+            "run": {"id": "mine", "prompts_per_step": 8, "samples_per_prompt": 8},
+            "model": {"path": "model", "dtype": "bfloat16"},
+            "data": {"source": "jsonl:rows"},
+            "engine": {"max_context_tokens": 4096, "sampling": {"max_new_tokens": 2048}},
+            "algorithm": {"old_logprobs": "actor"},
+            "trainer": {"max_tokens_per_micro_batch": 4096} | trainer,
+            "broker": {"partitions_per_version": 4},
+        }
+    )
+    return plan_run(
+        config,
+        {"model": facts},
+        device=device,
+        num_devices=num_devices,
+        sample_tokens=sample_tokens,
+    )
+
+
+def test_every_worker_has_its_parts() -> None:
+    found = plan(sharding="full", ranks=4, activation_checkpointing="whole")
+    assert found.fits
+    workers = {worker.worker_id: worker for one in found.devices for worker in one.workers}
+    assert set(workers) == {"trainer-0", "trainer-1", "trainer-2", "trainer-3"} | {
+        "rollout-0",
+        "actor-forward-0",
+    }
+    assert workers["rollout-0"].memory.parts["weights"] == 2 * 4_022_468_096
+    assert workers["trainer-3"].memory.parts["optimizer"] == 2 * 4_022_468_096
+
+
+def test_cache_of_an_engine_takes_what_is_left_in_whole_samples() -> None:
+    found = plan(sharding="full", ranks=4, activation_checkpointing="whole")
+    (engine,) = [one for device in found.devices for one in device.workers if one.most_samples]
+    one_sample = 4096 * 147_456
+    room = H100.num_bytes - 2 * 4_022_468_096 - 2_000_000_000
+    assert engine.num_samples == room // one_sample
+    assert engine.memory.parts["cache"] == engine.num_samples * one_sample
+    assert engine.most_samples == 256
+
+
+def test_smallest_change_that_fits_is_named() -> None:
+    found = plan()
+    assert not found.fits
+    assert found.change == "set trainer.activation_checkpointing = 'whole'"
+    large = plan(LARGE)
+    assert not large.fits
+    assert large.change.startswith(
+        "set trainer.activation_checkpointing = 'whole', trainer.sharding = 'full', trainer.ranks ="
+    )
+
+
+def test_more_devices_are_named_where_these_never_suffice() -> None:
+    assert plan(LARGE, num_devices=1).change.endswith("on 16 devices")
+
+
+def test_too_long_samples_count_as_a_micro_batch_of_their_own() -> None:
+    assert plan(max_tokens_per_micro_batch=256).tokens == 4096
+
+
+def test_seconds_follow_from_speed_and_bandwidth() -> None:
+    seconds = plan(activation_checkpointing="whole", ranks=4, sharding="full").seconds
+    assert seconds is not None
+    # 4.02e9 parameters by hand: the head 151,936 x 2560, and 36 layers of 2560 x ((2 x 32 + 2 x 8)
+    # x 128 + 3 x 9728)
+    active = 151_936 * 2560 + 36 * 2560 * (80 * 128 + 3 * 9728)
+    forward = 64 * 2048 * (2 * active + 2 * 36 * 32 * 128 * 2048)
+    assert seconds.scoring == pytest.approx(forward / (989e12 * 0.4))
+    assert seconds.training == pytest.approx(4 * forward / (989e12 * 0.4) / 4)
+    decode = (2 * 4_022_468_096 + 64 * 2048 * 147_456) / (3.35e12 * 0.6)
+    assert seconds.rollout == pytest.approx(2048 * decode)
+
+
+def test_processor_holds_all_workers() -> None:
+    found = plan(device=DeviceSpec("CPU", 500 * 10**9), num_devices=1)
+    assert found.fits
+    assert found.seconds is None
+    assert len(found.devices) == 1
+    assert {worker.worker_id for worker in found.devices[0].workers} == {
+        "trainer-0",
+        "rollout-0",
+        "actor-forward-0",
+    }
+
+
+def test_what_can_not_be_planned_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"trainer.ranks is 4, and the trainer has 2 device"):
+        plan(num_devices=2, ranks=4)
+    with pytest.raises(ConfigError, match=r"backend 'torch'.*'mine.py:Mine'"):
+        plan(backend="mine.py:Mine")
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "gigabytes", "speed"),
+    [
+        ("8xH100-80GB", 8, 85.5, 989e12),
+        ("h20-96gb", 1, 102.6, 148e12),
+        ("3xMyCard-24GB", 3, 24.0, 0),
+    ],
+)
+def test_devices_are_parsed(text: str, count: int, gigabytes: float, speed: float) -> None:
+    found, spec = parse_devices(text)
+    assert (found, spec.flops) == (count, speed)
+    assert spec.num_bytes / 1e9 == pytest.approx(gigabytes, abs=0.1)
+
+
+@pytest.mark.parametrize("text", ["", "8", "H100", "0xH100-80GB", "8 H100-80GB"])
+def test_other_texts_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="not of the form 8xH100-80GB"):
+        parse_devices(text)
