@@ -112,7 +112,7 @@ def ask(
 def test_external_java_producer_gets_samples_of_its_own_prompts(
     ask: Callable[..., Asked], relax: Relax, run_file: Path, bootstrap_servers: str, run_id: str
 ) -> None:
-    asked = ask("run.max_staleness=5")  # so that no guest expires on a slow machine
+    asked = ask("run.max_staleness=5")  # so that no external prompt group expires on a slow machine
     assert {line["event"] for line in asked.lines} == set(KINDS)
     check_guests(asked)
     outcomes = report_of(run_file.parent, run_id)["outcomes"]
