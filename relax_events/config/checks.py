@@ -192,6 +192,48 @@ def check_trainer_memory(config: RunConfig) -> None:
         )
 
 
+def check_trainer_backend(config: RunConfig) -> None:
+    """Refuse what backend `megatron` does not train.
+
+    Raises:
+        ValueError: The text names the setting, its value and the remedy.
+    """
+    if config.trainer.backend != "megatron":
+        return
+    if (problem := next(_megatron_problems(config), None)) is not None:
+        raise ValueError(
+            f"trainer.backend = 'megatron' {problem}, or set trainer.backend = 'torch'"
+        )
+
+
+def _megatron_problems(config: RunConfig) -> Iterator[str]:
+    model, trainer = config.model, config.trainer
+    if model.lora is not None:
+        yield "trains no adapters, and there is a section [model.lora]; leave it out"
+    if model.frozen:
+        yield f"trains the whole model, and model.frozen is {list(model.frozen)}; leave it out"
+    if model.replays_routing:
+        yield (
+            "routes each token by the router that it trains, and model.routing_replay is "
+            "'rollout'; leave it out"
+        )
+    if not config.algorithm.is_unread and config.algorithm.needs_critic:
+        yield (
+            f"trains no critic, and algorithm {config.algorithm.name} needs one; take an algorithm "
+            "without a critic, such as grpo"
+        )
+    if trainer.sharding != "none":
+        yield (
+            "divides the optimizer's state over data-parallel ranks in any case, and "
+            f"trainer.sharding is {trainer.sharding!r}; leave it out"
+        )
+    if trainer.activation_checkpointing == "selective":
+        yield (
+            "computes whole layers again or none, and trainer.activation_checkpointing is "
+            "'selective'; set it to 'whole' or 'none'"
+        )
+
+
 def _mini_batch_problems(config: RunConfig) -> Iterator[str]:
     trainer, algorithm, num_groups = config.trainer, config.algorithm, config.run.prompts_per_step
     wanted = {

@@ -16,6 +16,7 @@ from relax_events.config.checks import (
     DATASET_ENGINE,
     check_answers,
     check_mini_batches,
+    check_trainer_backend,
     check_trainer_memory,
     with_group_size,
 )
@@ -331,6 +332,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _memory_settings_agree(self) -> RunConfig:
         check_trainer_memory(self)
+        check_trainer_backend(self)
         return self
 
     @model_validator(mode="after")

@@ -24,14 +24,16 @@ class TrainerConfig(Section):
     """The optimizer, batching and checkpoints."""
 
     backend: Code = "torch"
-    """Entry point in the group `relax_events.trainer_backends`, or `path/to/file.py:Class`."""
+    """`torch`, `megatron` (needs the extra `megatron`), another entry point in the group
+    `relax_events.trainer_backends`, or `path/to/file.py:Class`."""
     ranks: Positive = 1
     """Processes on this machine. Divided by `tensor_parallel`, `pipeline_parallel` and
     `context_parallel` they are the data-parallel ranks, each of which trains a part of the
     batch."""
     tensor_parallel: Positive = 1
     """Ranks over which each matrix is split. Backend `torch` takes none of the five `_parallel`
-    sizes above 1."""
+    sizes above 1. Backend `megatron` also splits the activations between matrices so, along the
+    sequence."""
     pipeline_parallel: Positive = 1
     """Stages into which the layers are split."""
     context_parallel: Positive = 1
@@ -51,9 +53,9 @@ class TrainerConfig(Section):
     bytes a parameter; `full` divides weights, gradients and optimizer by the ranks (FSDP2), and
     gathers each layer when it is needed."""
     activation_checkpointing: Literal["none", "whole", "selective"] = "none"
-    """What backend `torch` keeps of each decoder layer for the backward pass: all activations; its
-    input alone (`whole`), for about a third more computation; or also the results of attention
-    (`selective`), which cost most for long samples."""
+    """What is kept of each decoder layer for the backward pass: all activations; its input alone
+    (`whole`), for about a third more computation; or, by backend `torch`, also the results of
+    attention (`selective`), which cost most for long samples."""
     learning_rate: OrDerived[Annotated[float, Field(gt=0)]] = DERIVED
     """AdamW's learning rate. Derived: 1e-6, for training all parameters of a pretrained model; 1e-5
     for its adapters (`model.lora`); 1e-3 for a model made by `[model.tiny]`."""
@@ -151,7 +153,7 @@ class TrainerConfig(Section):
         if self.backend == "torch" and split:
             raise ValueError(
                 f"trainer.backend = 'torch' keeps each layer whole, and trainer.{split[0]} is "
-                f"{getattr(self, split[0])}; set it to 1, or choose a backend that splits layers"
+                f"{getattr(self, split[0])}; set it to 1, or set trainer.backend = 'megatron'"
             )
         if split and not self.balance_ranks:
             raise ValueError(

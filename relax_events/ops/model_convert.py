@@ -28,7 +28,7 @@ from relax_events.ops.model_export.export import MAX_SHARD_BYTES, write_shards
 from relax_events.ops.model_export.layout import plan_tensors, split_into_shards
 from relax_events.ops.model_export.new_folder import write_folder
 from relax_events.training.megatron.folder_tensors import FolderTensors
-from relax_events.training.megatron.layout import Shard, full_shapes, rank_shards
+from relax_events.training.megatron.layout import Shard, cut, full_shapes, rank_shards
 from relax_events.training.megatron.sizes import DecoderSizes
 from relax_events.weights.tensor_files import TensorLayout
 
@@ -75,7 +75,7 @@ def convert_to_megatron(
             for shard in shards:
                 for piece in shard.pieces:
                     values = tensors.read(piece.name, piece.source)
-                    _cut(parameters[shard.name], piece.target).copy_(
+                    cut(parameters[shard.name], piece.target).copy_(
                         values[0] if len(piece.source) > len(piece.target) else values
                     )
         report(f"writing {target}")
@@ -139,7 +139,7 @@ class _ModelTensors:
         parameters = dict(model.named_parameters())
         for shard in shards:
             for piece in shard.pieces:
-                part = _cut(parameters[shard.name].detach(), piece.target)
+                part = cut(parameters[shard.name].detach(), piece.target)
                 self._parts.setdefault(piece.name, []).append((piece.source, part))
         self.layouts = {name: TensorLayout(dtype, shape) for name, shape in shapes.items()}
 
@@ -175,10 +175,6 @@ def _read_dtype(folder: Path) -> str:
 def _num_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> int:
     item: int = getattr(torch, dtype).itemsize
     return item * sum(prod(shape) for shape in shapes.values())
-
-
-def _cut(values: Tensor, box: tuple[tuple[int, int], ...]) -> Tensor:
-    return values[tuple(slice(*ends) for ends in box)]
 
 
 @contextmanager

@@ -26,7 +26,20 @@ CollectiveContext = Callable[[], AbstractContextManager[None]]
 """Entered around every collective, which may wait long for other ranks."""
 
 
-class Ranks(Protocol):
+class GatheringRanks(Protocol):
+    """What statistics over a train step need of the ranks that have its samples. Collective."""
+
+    rank: int
+    size: int
+
+    def all_gather(self, values: NDArray[np.generic]) -> NDArray[np.generic]:
+        """Stack every rank's array, in rank order; see `Ranks`."""
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """Return every rank's bytes, in rank order."""
+
+
+class Ranks(GatheringRanks, Protocol):
     """The processes that train one model together.
 
     Every method is collective: all ranks call it at the same point. It returns once all have
@@ -91,6 +104,30 @@ class Ranks(Protocol):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None: ...
+
+
+class DataRanks:
+    """The copies of the model, each of which several ranks hold together and of which one rank
+    speaks: the first of those that compute the loss. Collective over all ranks.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        """Take the speakers from the topology: on the last pipeline stage, the first ranks along
+        the tensor and context axes.
+        """
+        topology = ranks.topology
+        last = topology.num_ranks - topology.num_ranks // topology.pipeline
+        self._ranks, self._speakers = ranks, [last + rank for rank in topology.data_leaders()]
+        self.rank, self.size = ranks.at.data, topology.data
+
+    def all_gather(self, values: NDArray[np.generic]) -> NDArray[np.generic]:
+        """Stack the array of each copy of the model."""
+        return self._ranks.all_gather(values)[self._speakers]
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """Return the bytes of each copy of the model."""
+        rows = self._ranks.all_gather_bytes(data)
+        return [rows[rank] for rank in self._speakers]
 
 
 class SingleRank:

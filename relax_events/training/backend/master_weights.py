@@ -61,13 +61,15 @@ def reconcile(
             largest = max(largest, float((nearest - master)[moved].abs().max()))
         return nearest
 
-    moved_state = TrainerState(
-        policy_version=state.policy_version,
+    shards, copies = (
+        [replace(shard, tensor=move(shard.name, shard.tensor, shard.offset)) for shard in pieces]
+        for pieces in (state.shards, state.copies)
+    )
+    moved_state = replace(
+        state,
         tensors={name: move(name, tensor, None) for name, tensor in state.tensors.items()},
-        shards=[
-            replace(shard, tensor=move(shard.name, shard.tensor, shard.offset))
-            for shard in state.shards
-        ],
+        shards=shards,
+        copies=copies,
     )
     return moved_state, Reconciliation(num_values, num_moved, largest)
 

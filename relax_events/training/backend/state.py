@@ -8,7 +8,7 @@ of ranks is loaded by any other one, and by another backend.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
@@ -69,22 +69,27 @@ class TrainerState:
             `optimizer.<...>`, `rng.<...>`.
         shards: This rank's pieces of the other tensors. The pieces of all ranks cover each tensor
             without overlap.
+        copies: Pieces that this rank holds too, and that are among another rank's shards.
+        other_shapes: Shapes of tensors of which this rank holds nothing.
     """
 
     policy_version: int
     tensors: Mapping[str, Tensor]
     shards: Sequence[StateShard] = ()
+    copies: Sequence[StateShard] = ()
+    other_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of each whole tensor."""
         whole = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
-        return whole | {shard.name: shard.global_shape for shard in self.shards}
+        held = {shard.name: shard.global_shape for shard in (*self.shards, *self.copies)}
+        return {**self.other_shapes, **whole, **held}
 
     @cached_property
     def _shards_by_name(self) -> dict[str, list[StateShard]]:
         by_name: dict[str, list[StateShard]] = {}
-        for shard in self.shards:
+        for shard in (*self.shards, *self.copies):
             by_name.setdefault(shard.name, []).append(shard)
         return by_name
 
@@ -104,7 +109,7 @@ class TrainerState:
             return cut(self.tensors[name], offset=offset, shape=shape)
         wanted = offset or (0,) * len(self.shapes[name])
         size = shape or self.shapes[name]
-        for shard in self._shards_by_name[name]:
+        for shard in self._shards_by_name.get(name, ()):
             inner = tuple(at - first for at, first in zip(wanted, shard.offset, strict=True))
             ends = zip(inner, size, shard.tensor.shape, strict=True)
             if all(at >= 0 and at + n <= end for at, n, end in ends):

@@ -19,7 +19,7 @@ from relax_events.algorithms.losses import MAX_LOG_RATIO
 from relax_events.algorithms.objective import ObjectiveInputs, TokenLosses
 from relax_events.errors import StepNotFinite
 from relax_events.training.backend.protocol import StepMetrics
-from relax_events.training.ranks import Ranks
+from relax_events.training.ranks import GatheringRanks
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,11 @@ def _policy_kl(
 
 
 def gather_totals(
-    micro_batches: Sequence[MicroBatchSums], *, ranks: Ranks, name: str, metrics: Sequence[str] = ()
+    micro_batches: Sequence[MicroBatchSums],
+    *,
+    ranks: GatheringRanks,
+    name: str,
+    metrics: Sequence[str] = (),
 ) -> tuple[Totals, float, dict[str, float]]:
     """Add up an optimizer step over micro-batches and ranks; collective.
 
@@ -164,7 +168,7 @@ def gather_totals(
     )
 
 
-def _raise_not_finite(broken: MicroBatchSums | None, *, ranks: Ranks, name: str) -> None:
+def _raise_not_finite(broken: MicroBatchSums | None, *, ranks: GatheringRanks, name: str) -> None:
     text = ""
     if broken is not None:
         loss, gradient_sum = float(broken.device[0]), float(broken.device[-1])

@@ -30,7 +30,7 @@ from relax_events.training.batch.step_statistics import (
     compute_reward_scaling,
     compute_whitening,
 )
-from relax_events.training.ranks import Ranks
+from relax_events.training.ranks import GatheringRanks
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class LossBatch:
 
 
 def whiten_step(
-    loss_batches: Sequence[LossBatch], *, algorithm: AlgorithmConfig, ranks: Ranks
+    loss_batches: Sequence[LossBatch], *, algorithm: AlgorithmConfig, ranks: GatheringRanks
 ) -> list[LossBatch]:
     """Whiten the advantages of a step as the algorithm requires. Collective.
 

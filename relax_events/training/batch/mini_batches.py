@@ -21,7 +21,7 @@ from jaxtyping import Int64
 from relax_events.config import TrainerConfig
 from relax_events.events.types import SampleReady
 from relax_events.training.batch.packing import MicroBatcher
-from relax_events.training.ranks import Ranks
+from relax_events.training.ranks import GatheringRanks
 
 
 def split_into_mini_batches(
@@ -59,7 +59,12 @@ class MiniBatchBuffer:
     """See the module's docstring. A rank's share of it."""
 
     def __init__(
-        self, trainer: TrainerConfig, *, seed: int, ranks: Ranks, whole_prompt_groups: bool = False
+        self,
+        trainer: TrainerConfig,
+        *,
+        seed: int,
+        ranks: GatheringRanks,
+        whole_prompt_groups: bool = False,
     ) -> None:
         """Start empty.
 

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Float64
 from numpy.typing import NDArray
 
-from relax_events.training.ranks import Ranks
+from relax_events.training.ranks import GatheringRanks
 
 EPS = 1e-8
 
@@ -73,7 +73,7 @@ def compute_whitening(
     *,
     over: Literal["none", "tokens", "samples"],
     correction: int = 0,
-    ranks: Ranks,
+    ranks: GatheringRanks,
 ) -> Whitening:
     """Return the mean and the deviation of a step's advantages.
 
@@ -98,7 +98,7 @@ def compute_whitening(
 
 
 def compute_reward_scaling(
-    rewards: Iterable[NDArray[np.float64]], *, correction: int = 1, ranks: Ranks
+    rewards: Iterable[NDArray[np.float64]], *, correction: int = 1, ranks: GatheringRanks
 ) -> Whitening:
     """Return the deviation of a step's rewards, to divide advantages by; their mean stays as it is.
 
@@ -134,7 +134,7 @@ def _units(
 
 
 def compute_second_moment_cutoff(
-    squares: Iterable[NDArray[np.float64]], *, threshold: float, ranks: Ranks
+    squares: Iterable[NDArray[np.float64]], *, threshold: float, ranks: GatheringRanks
 ) -> float:
     """Return the bound of the squared log-ratios that a step trains; see `second_moment_cutoff`.
 

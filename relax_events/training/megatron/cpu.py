@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
@@ -111,6 +112,43 @@ def _replace_functions() -> None:
         moe_utils.te_general_gemm = None
     # the original returns tensors of the CPU as they are, also where numbers are needed
     token_dispatcher.maybe_move_tensor_to_cpu = keep_on_cpu
+    _replace_uneven_collectives()
+
+
+def _replace_uneven_collectives() -> None:
+    """Let ranks gather and reduce parts of unequal lengths, which gloo can't in one call."""
+    from megatron.core.tensor_parallel import mappings
+
+    even_gather, even_reduce = (
+        mappings._gather_along_first_dim,  # noqa: SLF001
+        mappings._reduce_scatter_along_first_dim,  # noqa: SLF001
+    )
+
+    def gather(
+        values: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if sizes is None or group.size() == 1:
+            result: torch.Tensor = even_gather(values, group, None, use_global_buffer)
+            return result
+        parts = [values.new_empty(size, *values.shape[1:]) for size in sizes]
+        parts[group.rank()] = values.contiguous()
+        for rank, part in enumerate(parts):
+            dist.broadcast(part, group=group, group_src=rank)
+        return torch.cat(parts)
+
+    def reduce(
+        values: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if sizes is None or group.size() == 1:
+            result: torch.Tensor = even_reduce(values, group, None, use_global_buffer)
+            return result
+        total = values.clone()
+        dist.all_reduce(total, group=group)
+        start = sum(sizes[: group.rank()])
+        return total[start : start + sizes[group.rank()]].clone()
+
+    mappings._gather_along_first_dim = gather  # noqa: SLF001
+    mappings._reduce_scatter_along_first_dim = reduce  # noqa: SLF001
 
 
 def _replace_device_functions(cuda: Any) -> None:

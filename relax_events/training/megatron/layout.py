@@ -22,9 +22,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from relax_events.config.topology import Coordinates, Topology
 from relax_events.training.megatron.sizes import DecoderSizes
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Box = tuple[tuple[int, int], ...]
 """A rectangle: start and end along each dimension."""
@@ -110,6 +114,11 @@ def holds_first_copy(shard: Shard, at: Coordinates) -> bool:
     if shard.is_expert:
         return at.expert_data == 0
     return at.data == at.context == 0 and (at.tensor == 0 or not shard.is_replicated)
+
+
+def cut(values: Tensor, box: Box) -> Tensor:
+    """Return a rectangle of a tensor as a view."""
+    return values[tuple(slice(*ends) for ends in box)]
 
 
 @dataclass(frozen=True, slots=True)

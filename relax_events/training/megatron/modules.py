@@ -14,6 +14,8 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.nn import functional
 
+from relax_events.training.megatron.row import context_parts
+
 
 class RankNorm(torch.nn.RMSNorm):
     """RMSNorm that may see a part of the sequence; its gradients are then summed over the
@@ -143,19 +145,3 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
         """Return nothing: it has no weights."""
         del prefix, sharded_offsets, metadata
         return {}
-
-
-def context_parts(num_tokens: int, *, num_parts: int, index: int) -> list[tuple[int, int]]:
-    """Return the two parts of a row that a context-parallel rank holds: as many parts from its end
-    as from its start, so that all ranks attend to as many tokens. One part where the row is whole.
-
-    Args:
-        num_tokens: Of the row, a multiple of twice the ranks.
-        num_parts: Context-parallel ranks.
-        index: Of this one.
-    """
-    if num_parts == 1:
-        return [(0, num_tokens)]
-    size = num_tokens // (2 * num_parts)
-    last = 2 * num_parts - 1 - index
-    return [(index * size, (index + 1) * size), (last * size, (last + 1) * size)]

@@ -131,6 +131,17 @@ class DecoderSizes:
                     f"{size}; lower it"
                 )
 
+    @property
+    def attention_cost(self) -> float:
+        """Multiplications of a pair of tokens in all layers' attention, relative to those of a
+        token in all layers' matrices.
+        """
+        heads = self.num_heads * self.head_dim
+        attention = self.hidden_size * (2 * heads + 2 * self.num_groups * self.head_dim)
+        experts = self.num_experts * (3 * self.expert_size + 1)
+        layer = attention + self.hidden_size * (experts or 3 * self.mlp_size)
+        return 2 * heads / layer
+
     def padded_vocab_size(self, tensor_parallel: int) -> int:
         """Return the rows of the embedding with which every rank has the same number."""
         return -(-self.vocab_size // tensor_parallel) * tensor_parallel

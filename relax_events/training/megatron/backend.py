@@ -1,0 +1,242 @@
+"""Implements the trainer backend `megatron`: a decoder of megatron-core's layers that several ranks
+hold together, over tensor (with sequence), pipeline, context, expert and data parallelism.
+
+megatron-core is imported when a trainer is opened: scorers are models of transformers, and need
+none of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from relax_events.config import RunConfig
+from relax_events.errors import ConfigError
+from relax_events.model_folder import read_model_json
+from relax_events.models.causal_lm import choose_device
+from relax_events.training.backend.determinism import (
+    GENERATORS,
+    generator_states,
+    make_deterministic,
+    restore_generators,
+)
+from relax_events.training.backend.policy_model import TokenLogprobs
+from relax_events.training.backend.policy_training import PolicyTraining
+from relax_events.training.backend.protocol import Critic, Scorer, StepMetrics
+from relax_events.training.backend.state import StateSource, TrainerState
+from relax_events.training.batch.loss_batch import LossBatch
+from relax_events.training.megatron.cpu import cuda_calls_on_cpu
+from relax_events.training.megatron.layout import rank_shards
+from relax_events.training.megatron.sizes import DecoderSizes
+from relax_events.training.ranks import DataRanks, Ranks
+
+if TYPE_CHECKING:
+    from relax_events.training.megatron.rank_parameters import RankParameters
+    from relax_events.training.megatron.stage import ModelStage, Work
+
+
+class MegatronBackend(PolicyTraining):
+    """Implements `TrainerBackend`. All micro-batches run in `step`, on all ranks that hold the
+    model together.
+    """
+
+    waits_for_step = True
+
+    def __init__(
+        self, config: RunConfig, *, ranks: Ranks, dtype: torch.dtype | None = None
+    ) -> None:
+        """Load this rank's part of the model of a run at version 0; collective.
+
+        Args:
+            config: The run.
+            ranks: This process and its peers.
+            dtype: Of the weights instead of `model.dtype`, for tests in float64.
+        Raises:
+            ConfigError: The model can't be loaded, or not be divided so, or megatron-core is
+                missing.
+        """
+        super().__init__(config, ranks=ranks, data_ranks=DataRanks(ranks))
+        self._device = choose_device(config.model.device, local_rank=ranks.local_rank)
+        _require_visible_device(self._device)
+        make_deterministic(self._device, threads=config.trainer.threads)
+        torch.manual_seed(config.run.seed)
+        path = config.model.path
+        sizes = DecoderSizes.from_settings(read_model_json(path / "config.json"), path=path)
+        sizes.require_fits(ranks.topology)
+        if sizes.reads_media:
+            raise ConfigError(
+                f"the model in {path} has towers for images or audio next to its decoder, which "
+                "trainer.backend = 'megatron' does not train; set trainer.backend = 'torch'"
+            )
+        self._sizes = sizes
+        self._dtype = dtype or getattr(torch, config.model.dtype)
+        with ranks.guard("building the model"), cuda_calls_on_cpu():
+            self._model, self._parameters = self._build()
+        from relax_events.training.megatron.weight_gathering import WeightGathering
+
+        self._weights = WeightGathering(self._model.module, sizes, ranks=ranks)
+
+    def _build(self) -> tuple[ModelStage, RankParameters]:
+        try:
+            from relax_events.training.megatron.building import start_model_parallel
+            from relax_events.training.megatron.rank_parameters import RankParameters
+            from relax_events.training.megatron.stage import ModelStage
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != "megatron":
+                raise
+            raise ConfigError(
+                "trainer.backend = 'megatron' needs megatron-core, which is not installed; install "
+                "relax-events[megatron]"
+            ) from error
+        trainer, ranks = self._config.trainer, self._ranks
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        start_model_parallel(
+            ranks.topology,
+            seed=self._config.run.seed,
+            timeout_seconds=trainer.collective_timeout_seconds,
+        )
+        stage = ModelStage(
+            self._sizes, ranks.topology, trainer=trainer, dtype=self._dtype, device=self._device
+        )
+        shards = list(rank_shards(self._sizes, ranks.topology, ranks.at))
+        stage.load(self._config.model.path, shards)
+        return stage, RankParameters(
+            stage.module, shards, sizes=self._sizes, config=trainer, ranks=ranks
+        )
+
+    @property
+    def attention_cost(self) -> float:
+        """Cost of a pair of tokens; see `TrainerBackend`."""
+        return self._sizes.attention_cost
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether data-parallel ranks exchange tokens in the experts of each layer."""
+        topology = self._ranks.topology
+        return topology.expert * topology.expert_tensor > 1
+
+    def _run(self, works: Sequence[Work], *, forward_only: bool = False) -> None:
+        """Run micro-batches; where data-parallel ranks wait for each other, rows of padding too."""
+        from relax_events.training.megatron.stage import Work
+
+        most = len(works)
+        if self.is_collective:
+            most = int(self._ranks.all_gather(np.array([most])).max())
+        padding = [Work(None, lambda result: result.logprobs.sum())] * (most - len(works))
+        self._model.run(
+            [*works, *padding], forward_only=forward_only, on_done=lambda: self._report_progress()
+        )
+
+    def _train_all(self, loss_batches: Sequence[LossBatch], *, cutoff: float | None = None) -> None:
+        """Run micro-batches forward and backward; see `PolicyTraining`."""
+        self._run([self._training_work(one, cutoff) for one in loss_batches])
+
+    def _training_work(self, loss_batch: LossBatch, cutoff: float | None) -> Work:
+        from relax_events.training.megatron.stage import Work
+
+        def loss(result: TokenLogprobs) -> Tensor:
+            value, sums = self._compute_loss(loss_batch, result, cutoff)
+            # a gradient that is not finite shows in the norm, after all micro-batches
+            self._record(loss_batch, sums, sums.new_zeros(()))
+            return value
+
+        return Work(
+            loss_batch.batch,
+            loss,
+            entropy_gradient=self._config.algorithm.entropy_coefficient > 0,
+            ids=loss_batch.token_sets.ids if loss_batch.token_sets else None,
+        )
+
+    def _score_all(self, loss_batches: Sequence[LossBatch]) -> Iterator[NDArray[np.floating]]:
+        """Yield the log-probabilities of micro-batches, zeros where another pipeline stage has
+        them; see `PolicyTraining`.
+        """
+        from relax_events.training.megatron.stage import Work
+
+        found: list[NDArray[np.floating]] = [
+            np.zeros(len(one.batch.targets)) for one in loss_batches
+        ]
+
+        def keeping(index: int) -> Work:
+            def keep(result: TokenLogprobs) -> Tensor:
+                found[index] = result.logprobs.cpu().numpy()
+                return result.logprobs.sum()
+
+            return Work(loss_batches[index].batch, keep)
+
+        self._run([keeping(index) for index in range(len(loss_batches))], forward_only=True)
+        yield from found
+
+    def step(self) -> StepMetrics:
+        """Reduce, normalise, clip, update; see `TrainerBackend`."""
+        with self._ranks.guard("a train step"), cuda_calls_on_cpu():
+            return super().step()
+
+    def weight_buckets(self, *, max_bytes: int) -> Iterator[dict[str, Tensor]]:
+        """Yield the weights on rank 0's CPU, tied tensors once; see `TrainerBackend`."""
+        with self._ranks.guard("gathering the weights"):
+            yield from self._weights.buckets(max_bytes=max_bytes, dtype=self._dtype)
+
+    def state(self) -> TrainerState:
+        """Show weights in master precision, AdamW's moments and generators; see
+        `TrainerBackend`.
+        """
+        parameters = self._parameters
+        return TrainerState(
+            policy_version=self.policy_version,
+            tensors=parameters.tensors() | generator_states(self._device),
+            shards=parameters.shards(),
+            copies=parameters.copies(),
+            other_shapes=parameters.shapes(),
+        )
+
+    def load_state(self, state: StateSource) -> None:
+        """Resume from a state; see `TrainerBackend`."""
+        generators = {
+            name: state.read(name) for name in state.shapes if name.startswith(GENERATORS)
+        }
+        with self._ranks.guard("loading a state"):
+            self._parameters.load(state, without=generators)
+        self._reset_step()
+        self.policy_version = state.policy_version
+        restore_generators(generators, self._device)
+
+    @staticmethod
+    def open_scorer(config: RunConfig) -> Scorer:
+        """Load the initial model for scoring alone, as backend `torch` does; see
+        `TrainerBackend`.
+        """
+        from relax_events.training.backend.torch_backend import TorchBackend
+
+        return TorchBackend.open_scorer(config)
+
+    @staticmethod
+    def open_critic(config: RunConfig) -> Critic:
+        """Refuse: there is no critic of megatron-core's layers.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(
+            f"trainer.backend = 'megatron' trains no critic, and {config.algorithm.name} needs "
+            "one; set trainer.backend = 'torch'"
+        )
+
+
+def _require_visible_device(device: torch.device) -> None:
+    """Require the GPU where there is one: megatron-core uses it without being asked.
+
+    Raises:
+        ConfigError: `model.device` names the CPU.
+    """
+    if device.type == "cpu" and torch.cuda.is_available():
+        raise ConfigError(
+            "trainer.backend = 'megatron' trains on the GPU where there is one, and model.device "
+            "is 'cpu'; set model.device = 'auto', or hide the GPUs (CUDA_VISIBLE_DEVICES='')"
+        )

@@ -1,0 +1,196 @@
+"""The parameters of one rank of a model that several ranks hold: gradients over all groups that
+share them, AdamW, state, and the stream of weights.
+
+    parameters            summed over                              counted in the norm
+    matrices              ranks with the same part (data, context)   once each
+    copies of a tied      those, after first and last stage           by the first stage
+    embedding
+    norms, router         those, after the tensor-parallel ranks,     by the first of these
+                          which see other tokens or heads
+    experts               ranks with the same experts                 once each
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from relax_events.config import TrainerConfig
+from relax_events.training.backend.flat_parameters import MOMENTS
+from relax_events.training.backend.state import StateShard, StateSource, require_same_tensors
+from relax_events.training.megatron.flat_part import FlatPart, Parameters
+from relax_events.training.megatron.layout import Shard, full_shapes
+from relax_events.training.megatron.sizes import DecoderSizes
+from relax_events.training.ranks import Ranks
+
+
+class RankParameters:
+    """Implements `TrainedParameters`. Every method but `zero_gradients`, `tensors`, `shards` and
+    `copies` is collective over all ranks.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        shards: Sequence[Shard],
+        *,
+        sizes: DecoderSizes,
+        config: TrainerConfig,
+        ranks: Ranks,
+    ) -> None:
+        """Move the parameters into flat tensors.
+
+        Args:
+            module: This rank's part, with its weights.
+            shards: Its parameters.
+            sizes: Of the decoder.
+            config: AdamW's settings.
+            ranks: All of them.
+        """
+        self._ranks = ranks
+        self._shapes = full_shapes(sizes)
+        parameters = dict(module.named_parameters())
+        pairs = [(shard, parameters[shard.name]) for shard in shards]
+        dense = _in_order([pair for pair in pairs if not pair[0].is_expert])
+        experts = [pair for pair in pairs if pair[0].is_expert]
+        data = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        self._dense = FlatPart(dense, config=config, group=data)
+        self._tied = [
+            parameter
+            for shard, parameter in dense
+            if sizes.is_tied and ranks.topology.pipeline > 1 and _is_vocabulary(shard)
+        ]
+        self._num_plain = sum(not (one.is_copy or one.is_replicated) for one, _ in dense)
+        self._first_replicated = sum(not one.is_replicated for one, _ in dense)
+        self._parts: list[tuple[FlatPart, Parameters]] = [(self._dense, dense)]
+        if experts:
+            group = parallel_state.get_expert_data_parallel_group()
+            self._parts.append((FlatPart(experts, config=config, group=group), experts))
+        self._tensor = parallel_state.get_tensor_model_parallel_group()
+        self._step = torch.zeros((), dtype=torch.float32)
+
+    def zero_gradients(self) -> None:
+        """Set the gradients to zero."""
+        for part, _ in self._parts:
+            part.zero_gradients()
+
+    def reduce_gradients(self, ranks: Ranks) -> None:
+        """Sum the gradients over the ranks that share parameters."""
+        del ranks  # each parameter has its own
+        if self._tensor.size() > 1:
+            replicated = self._dense.gradients(self._first_replicated, len(self._parts[0][1]))
+            dist.all_reduce(replicated, group=self._tensor)
+        if self._tied:
+            self._sum_tied()
+        for part, _ in self._parts:
+            part.reduce_gradients()
+
+    def _sum_tied(self) -> None:
+        """Sum the gradients of an embedding that the last pipeline stage has a copy of."""
+        group: Any = parallel_state.get_embedding_group()
+        for index, (_, parameter) in enumerate(self._parts[0][1]):
+            if any(parameter is tied for tied in self._tied):
+                dist.all_reduce(self._dense.gradients(index, index + 1), group=group)
+
+    def normalise_gradients(self, normaliser: float) -> float:
+        """Divide the gradients, and return their norm over all ranks."""
+        squares = 0.0
+        for part, parameters in self._parts:
+            part.normalise_gradients(normaliser)
+            if part is not self._dense:
+                squares += part.squares(0, len(parameters))
+                continue
+            squares += part.squares(0, self._num_plain)
+            if self._ranks.at.tensor == 0:
+                squares += part.squares(self._first_replicated, len(parameters))
+        return math.sqrt(float(self._ranks.all_gather(np.array([squares])).sum()))
+
+    def update(self, *, learning_rate: float, gradient_scale: float) -> None:
+        """Scale the gradients, take one AdamW step, and zero the gradients."""
+        for part, _ in self._parts:
+            part.update(learning_rate=learning_rate, gradient_scale=gradient_scale)
+        self._step += 1
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what is whole on each rank: the optimizer's steps, of matrices and of vectors."""
+        return {f"optimizer.step.{index}": self._step for index in range(2)}
+
+    def shards(self) -> list[StateShard]:
+        """Return the pieces that this rank saves: `model.<name>`, `exp_avg.<name>`,
+        `exp_avg_sq.<name>`.
+        """
+        return [piece for shard, piece in self._pieces() if self._saves(shard)]
+
+    def copies(self) -> list[StateShard]:
+        """Return the pieces that this rank holds too and others save."""
+        return [piece for shard, piece in self._pieces() if not self._saves(shard)]
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of all tensors in pieces."""
+        return {
+            f"{kind}.{name}": shape
+            for kind in ("model", *MOMENTS)
+            for name, shape in self._shapes.items()
+        }
+
+    def _saves(self, shard: Shard) -> bool:
+        """Return whether this rank's slice of a parameter is the one that is saved."""
+        at = self._ranks.at
+        return not shard.is_copy and not (shard.is_replicated and at.tensor)
+
+    def _pieces(self) -> Iterator[tuple[Shard, StateShard]]:
+        for part, parameters in self._parts:
+            for index, (shard, _) in enumerate(parameters):
+                for piece, values in part.pieces(index):
+                    for kind, tensor in values.items():
+                        yield (
+                            shard,
+                            StateShard(
+                                name=f"{kind}.{piece.name}",
+                                global_shape=self._shapes[piece.name],
+                                offset=piece.offset,
+                                tensor=tensor,
+                            ),
+                        )
+
+    @torch.no_grad()
+    def load(self, state: StateSource, *, without: Collection[str] = ()) -> None:
+        """Load this rank's pieces, and zero the gradients; see `FlatParameters.load`."""
+        steps = self.tensors()
+        wanted: Mapping[str, tuple[int, ...]] = self.shapes() | {
+            name: tuple(tensor.shape) for name, tensor in steps.items()
+        }
+        require_same_tensors(
+            {name: shape for name, shape in state.shapes.items() if name not in without}, wanted
+        )
+        for _, piece in self._pieces():
+            shape = tuple(piece.tensor.shape)
+            piece.tensor.copy_(state.read(piece.name, offset=piece.offset, shape=shape))
+        self._step.copy_(state.read("optimizer.step.0"))
+        for part, _ in self._parts:
+            part.set_step(self._step)
+            part.share_values()
+        self.zero_gradients()
+
+
+def _in_order(parameters: Parameters) -> Parameters:
+    """Sort parameters: those that the tensor-parallel ranks divide, copies of a tied embedding,
+    matrices that all hold whole, vectors.
+    """
+
+    def kind(pair: tuple[Shard, nn.Parameter]) -> tuple[bool, bool, bool]:
+        shard, parameter = pair
+        return parameter.ndim < 2, shard.is_replicated, shard.is_copy
+
+    return sorted(parameters, key=kind)
+
+
+def _is_vocabulary(shard: Shard) -> bool:
+    return shard.name in ("embedding.word_embeddings.weight", "output_layer.weight")

@@ -1,0 +1,103 @@
+"""Lays a packed micro-batch into one row without padding between its samples, and cuts the row for
+the ranks that share it. Pure functions, numpy alone.
+
+    samples of 5, 3 and 4 tokens, row_multiple 4       tokens  a a a a a b b b c c c c
+    ends 5, 8, 12                                      parts   0 0 0 1 1 1 1 1 1 0 0 0  (2 ranks)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Int64
+from numpy.typing import NDArray
+
+from relax_events.training.batch.packing import PackedBatch
+from relax_events.training.batch.row_layout import padded_length
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A micro-batch as one row, and what one context-parallel rank has of it.
+
+    Attributes:
+        tokens: Of the row; 0 in the padding at its end.
+        positions: Of each token in its sample.
+        ends: Where each sample ends.
+        own: Indices of this rank's tokens, in its order.
+        loss_positions: Indices among this rank's tokens of those that predict a loss token.
+        loss_tokens: Which loss tokens of the micro-batch these predict.
+    """
+
+    tokens: Int64[np.ndarray, " row"]
+    positions: Int64[np.ndarray, " row"]
+    ends: Int64[np.ndarray, " samples"]
+    own: Int64[np.ndarray, " own"]
+    loss_positions: Int64[np.ndarray, " own_loss_tokens"]
+    loss_tokens: Int64[np.ndarray, " own_loss_tokens"]
+
+
+def lay_out_row(batch: PackedBatch | None, *, multiple: int, parts: int = 1, index: int = 0) -> Row:
+    """Return the row of a micro-batch.
+
+    Args:
+        batch: Without shared prompts; None for a row of padding alone, where other ranks have a
+            micro-batch and this one has none.
+        multiple: The row is padded to a multiple of so many tokens.
+        parts: Context-parallel ranks.
+        index: Of this one.
+    """
+    tokens, positions, loss_positions = (
+        (np.zeros(0, np.int64),) * 3 if batch is None else _without_padding(batch)
+    )
+    starts = np.flatnonzero(positions == 0)
+    ends = np.append(starts[1:], len(tokens)) if len(tokens) else starts
+    length = padded_length(max(len(tokens), 1), multiple=multiple)
+    padding = (0, length - len(tokens))
+    own = np.concatenate(
+        [np.arange(*part) for part in context_parts(length, num_parts=parts, index=index)]
+    )
+    own_index = np.full(length, -1)
+    own_index[own] = np.arange(len(own))
+    predicting = own_index[loss_positions]
+    loss_tokens = np.flatnonzero(predicting >= 0)
+    return Row(
+        tokens=np.pad(tokens, padding),
+        positions=np.pad(positions, padding),
+        ends=ends,
+        own=own,
+        loss_positions=predicting[loss_tokens],
+        loss_tokens=loss_tokens,
+    )
+
+
+def _without_padding(
+    batch: PackedBatch,
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Return the tokens of the samples one after the other, their positions, and the indices that
+    predict the loss tokens.
+    """
+    index_of_cell = np.empty(batch.input_ids.size, np.int64)
+    index_of_cell[batch.cells] = np.arange(len(batch.cells))
+    return (
+        batch.input_ids.ravel()[batch.cells],
+        batch.position_ids.ravel()[batch.cells],
+        index_of_cell[batch.loss_positions],
+    )
+
+
+def context_parts(num_tokens: int, *, num_parts: int, index: int) -> list[tuple[int, int]]:
+    """Return the two parts of a row that a context-parallel rank holds: as many parts from its end
+    as from its start, so that all ranks attend to as many tokens. One part where the row is whole.
+
+    Args:
+        num_tokens: Of the row, a multiple of twice the ranks.
+        num_parts: Context-parallel ranks.
+        index: Of this one.
+    """
+    if num_parts == 1:
+        return [(0, num_tokens)]
+    size = num_tokens // (2 * num_parts)
+    last = 2 * num_parts - 1 - index
+    return [(index * size, (index + 1) * size), (last * size, (last + 1) * size)]

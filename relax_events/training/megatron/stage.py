@@ -1,0 +1,243 @@
+"""One rank's part of the policy: hidden states of a micro-batch from one pipeline stage to the
+next, and on the last one the log-probabilities of its loss tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from relax_events.config import TrainerConfig
+from relax_events.config.topology import Topology
+from relax_events.training.backend.chunked_head import ChunkedHead
+from relax_events.training.backend.policy_model import MAX_LOGITS_ELEMENTS, TokenLogprobs
+from relax_events.training.batch.packing import PackedBatch
+from relax_events.training.batch.row_layout import PromptSharing
+from relax_events.training.megatron.building import build_config, build_model
+from relax_events.training.megatron.folder_tensors import FolderTensors
+from relax_events.training.megatron.layout import Shard, cut, full_shapes
+from relax_events.training.megatron.row import Row, lay_out_row
+from relax_events.training.megatron.sizes import DecoderSizes
+from relax_events.training.megatron.vocabulary import HeadRows, sum_over_ranks, vocabulary_logprobs
+
+LossFunction = Callable[[TokenLogprobs], Tensor]
+
+
+class Work(NamedTuple):
+    """A micro-batch to run; without `batch` a row of padding, where other ranks have one.
+
+    Attributes:
+        batch: The micro-batch.
+        loss: Returns the loss, on the last pipeline stage. Without gradients, its result is unused.
+        entropy_gradient: Compute entropies with gradient.
+        ids: Token ids whose log-probabilities are also computed, [loss_tokens, ids].
+    """
+
+    batch: PackedBatch | None
+    loss: LossFunction
+    entropy_gradient: bool = False
+    ids: NDArray[np.int64] | None = None
+
+
+class ModelStage:
+    """See the module's docstring. `run` is collective over all ranks that hold the model."""
+
+    shares_rows = True
+    prompt_sharing: PromptSharing | None = None
+    """None: the attention of a packed row knows samples one after the other alone."""
+    experts = None
+    """None: the model routes by itself."""
+
+    def __init__(
+        self,
+        sizes: DecoderSizes,
+        topology: Topology,
+        *,
+        trainer: TrainerConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Build this rank's part without values; the process groups must exist."""
+        self.sizes, self.device, self.dtype = sizes, device, dtype
+        self.vocab_size = sizes.vocab_size
+        self._topology = topology
+        self.is_last = parallel_state.is_pipeline_last_stage()
+        self._is_first = parallel_state.is_pipeline_first_stage()
+        self._context = parallel_state.get_context_parallel_group()
+        self._tensor = parallel_state.get_tensor_model_parallel_group()
+        config = build_config(
+            sizes,
+            topology,
+            dtype=dtype,
+            sequence_parallel=topology.tensor > 1,
+            recompute=trainer.activation_checkpointing == "whole",
+        )
+        self.module = build_model(sizes, config)
+        parts = topology.context
+        self._row_multiple = topology.tensor * (2 * parts if parts > 1 else 1)
+        exponents = torch.arange(0, sizes.head_dim, 2, dtype=torch.int64).float() / sizes.head_dim
+        self._frequencies = (1.0 / sizes.rope_theta**exponents).to(device)
+
+    @torch.no_grad()
+    def load(self, path: Path, shards: Sequence[Shard]) -> None:
+        """Read this rank's weights from a folder in Hugging Face layout.
+
+        Raises:
+            ConfigError: The folder lacks a tensor, or has it in another shape.
+        """
+        parameters = dict(self.module.named_parameters())
+        with FolderTensors(path, full_shapes(self.sizes)) as tensors:
+            for shard in shards:
+                parameter = parameters[shard.name]
+                parameter.zero_()  # the rows of the padded vocabulary
+                for piece in shard.pieces:
+                    values = tensors.read(piece.name, piece.source)
+                    cut(parameter, piece.target).copy_(
+                        values[0] if len(piece.source) > len(piece.target) else values
+                    )
+
+    def run(
+        self,
+        works: Sequence[Work],
+        *,
+        forward_only: bool = False,
+        on_done: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Run micro-batches forward and backward, one forward and one backward pass in turn where
+        there are pipeline stages (1F1B).
+
+        Args:
+            works: The same on all ranks that hold the model together.
+            forward_only: Compute no gradients.
+            on_done: Called after each forward pass.
+        """
+        if not works:
+            return
+
+        def forward(todo: Any, _: Any) -> tuple[Tensor, Callable[..., Any]]:
+            work = next(todo)
+            row = lay_out_row(
+                work.batch,
+                multiple=self._row_multiple,
+                parts=self._topology.context,
+                index=self._context.rank(),
+            )
+            hidden = self._hidden(row)
+            on_done()
+
+            def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+                return self._loss(work, row, output), torch.tensor(0, dtype=torch.int), {}
+
+            return hidden, loss
+
+        self.module.train(mode=not forward_only)
+        with torch.set_grad_enabled(not forward_only):
+            get_forward_backward_func()(
+                forward_step_func=forward,
+                data_iterator=iter(works),
+                model=[self.module],
+                num_microbatches=len(works),
+                seq_length=1,  # each micro-batch sends its own
+                micro_batch_size=1,
+                forward_only=forward_only,
+            )
+
+    def _hidden(self, row: Row) -> Float[Tensor, "tokens 1 hidden"]:
+        tokens, positions, ends = (
+            torch.from_numpy(values).to(self.device)
+            for values in (row.tokens[row.own], row.positions[row.own], row.ends)
+        )
+        embedded = self.module.embedding(tokens[None], None) if self._is_first else None
+        angles = positions[:, None].float() * self._frequencies
+        hidden: Tensor = self.module.decoder(
+            hidden_states=embedded,
+            attention_mask=ends,
+            rotary_pos_emb=torch.cat([angles, angles], -1)[:, None, None],
+        )
+        return hidden
+
+    def _loss(self, work: Work, row: Row, hidden: Tensor) -> Tensor:
+        if work.batch is None:
+            return hidden.sum() * 0.0
+        return work.loss(self._token_logprobs(work, row, hidden))
+
+    def _token_logprobs(self, work: Work, row: Row, hidden: Tensor) -> TokenLogprobs:
+        batch = work.batch
+        assert batch is not None
+        if self._tensor.size() > 1:
+            hidden = gather_from_sequence_parallel_region(hidden)
+        wanted = (
+            batch.targets[:, None]
+            if work.ids is None
+            else np.concatenate([batch.targets[:, None], work.ids], 1)
+        )
+        positions, ids, temperatures, kept = (
+            torch.from_numpy(values).to(self.device)
+            for values in (
+                row.loss_positions,
+                wanted[row.loss_tokens],
+                batch.temperatures[row.loss_tokens],
+                row.loss_tokens,
+            )
+        )
+        selected = hidden[:, 0].index_select(0, positions)
+        logprobs, entropies = self._apply_head(selected, ids, temperatures, work.entropy_gradient)
+        if self._context.size() > 1:
+            own = torch.cat([logprobs, entropies[:, None]], 1)
+            whole = own.new_zeros(len(batch.targets), own.shape[1]).index_add(0, kept, own)
+            whole = sum_over_ranks(whole, self._context)
+            logprobs, entropies = whole[:, :-1], whole[:, -1]
+        return TokenLogprobs(
+            logprobs[:, 0], entropies, torch.from_numpy(wanted[:, 1:]), logprobs[:, 1:]
+        )
+
+    def _apply_head(
+        self, hidden: Tensor, ids: Tensor, temperatures: Tensor, entropy_gradient: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Apply the head; to large micro-batches in chunks, each computed again in the backward
+        pass.
+        """
+        output = self.module.output_layer
+        module = self.module.embedding.word_embeddings if output.weight is None else output
+        weight = module.weight
+        first = self._tensor.rank() * len(weight)
+        rows = HeadRows(first, min(max(self.vocab_size - first, 0), len(weight)), self._tensor)
+        chunk = max(1, MAX_LOGITS_ELEMENTS // len(weight))
+        if len(hidden) <= chunk:
+            return vocabulary_logprobs(
+                lambda part: functional.linear(part, weight),
+                hidden,
+                ids,
+                temperatures,
+                rows,
+                entropy_gradient,
+            )
+        head = ChunkedHead(module)
+        parts = [
+            checkpoint(
+                vocabulary_logprobs,
+                head,
+                *piece,
+                rows,
+                entropy_gradient,
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
+            for piece in zip(
+                *(values.split(chunk) for values in (hidden, ids, temperatures)), strict=True
+            )
+        ]
+        logprobs, entropies = (torch.cat(values) for values in zip(*parts, strict=True))
+        return logprobs, entropies

@@ -1,0 +1,220 @@
+"""The program of each rank in test_megatron: trains a model that the ranks hold together in several
+layouts, one after the other. Rank 0 writes the results, and trains alone by backend `torch` for
+comparison."""
+
+import sys
+import warnings
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.integrations import moe
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+from transformers.models.qwen3_moe.modeling_qwen3_moe import (
+    Qwen3MoeRMSNorm,
+    Qwen3MoeTopKRouter,
+)
+
+from relax_events.config.topology import Topology
+from relax_events.events.types import SampleReady
+from relax_events.objects import ObjectStore
+from relax_events.training.backend.protocol import TrainerBackend
+from relax_events.training.backend.torch_backend import TorchBackend
+from relax_events.training.backend.weight_stream import collect_weights
+from relax_events.training.checkpoint.checkpoints import Checkpoints
+from relax_events.training.distributed import TorchRanks
+from relax_events.training.megatron.backend import MegatronBackend
+from relax_events.training.ranks import Ranks, SingleRank
+from tests.unit.trainer_samples import make_samples, run_config
+
+TIMEOUT_SECONDS = 120.0
+WHOLE_STEP = {
+    "name": "reinforce_plus_plus_baseline",
+    "m2_threshold": 0.05,
+    "old_logprobs": "trainer",
+    "entropy_coefficient": 0.01,
+}
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A layout, and what is trained in it."""
+
+    family: str
+    layout: dict[str, int]
+    trainer: dict[str, Any] = field(default_factory=dict)
+    algorithm: dict[str, Any] = field(default_factory=dict)
+    num_ranks: int = 2
+
+
+SHORT = {"tensor": Scenario("qwen3", {"tensor": 2})}
+LONG = {
+    "data": Scenario("qwen3", {}),
+    "pipeline": Scenario("qwen3", {"pipeline": 2}),
+    "context": Scenario("qwen3", {"context": 2}),
+    "recomputed": Scenario("qwen3", {"tensor": 2}, {"activation_checkpointing": "whole"}),
+    "whole_step": Scenario("qwen3", {"tensor": 2}, {}, WHOLE_STEP),
+    "whole_step_stages": Scenario("qwen3", {"pipeline": 2}, {}, WHOLE_STEP),
+    "mini_batches": Scenario(
+        "qwen3", {"context": 2}, {"num_epochs": 2, "num_mini_batches": 2}, WHOLE_STEP
+    ),
+    "tied": Scenario("tied", {"tensor": 2}),
+    "tied_stages": Scenario("tied", {"pipeline": 2}),
+    "experts": Scenario("qwen3_moe", {"expert": 2}),
+    "experts_divided": Scenario("qwen3_moe", {"expert_tensor": 2}),
+    "experts_data": Scenario("qwen3_moe", {}),
+    "experts_tensor": Scenario("qwen3_moe", {"tensor": 2}),
+    "experts_pipeline": Scenario("qwen3_moe", {"pipeline": 2}),
+    "experts_context": Scenario("qwen3_moe", {"context": 2, "expert": 2}),
+}
+FOUR = {
+    "tensor_data": Scenario("qwen3", {"tensor": 2}, num_ranks=4),
+    "tensor_pipeline": Scenario("tied", {"tensor": 2, "pipeline": 2}, num_ranks=4),
+    "tensor_context": Scenario("qwen3", {"tensor": 2, "context": 2}, num_ranks=4),
+    "pipeline_data": Scenario("qwen3", {"pipeline": 2}, num_ranks=4),
+    "experts_and_tensor": Scenario("qwen3_moe", {"tensor": 2, "expert": 2}, num_ranks=4),
+    "experts_divided_twice": Scenario(
+        "qwen3_moe", {"tensor": 2, "expert": 2, "expert_tensor": 2}, num_ranks=4
+    ),
+}
+SCENARIOS = SHORT | LONG | FOUR
+
+
+def train(backend: TrainerBackend, folder: Path, *, data: int = 0, num_data: int = 1) -> list[Any]:
+    """Train a step of which this data-parallel rank has its share; return its metrics."""
+    step = backend.policy_version
+    samples = samples_of(folder, step)
+    groups = [samples[first : first + 2] for first in range(0, 10, 2)]
+    mine = [sample for group in groups[data::num_data] for sample in group]
+    size = 2 + 2 * data  # ranks with other numbers of micro-batches
+    for first in range(0, len(mine), size):
+        backend.accumulate(mine[first : first + size])
+    return [backend.step().to_metrics()]
+
+
+@cache
+def samples_of(folder: Path, step: int) -> list[SampleReady]:
+    """Return a step's samples, the same for the reference, whose model computes in float64."""
+    return make_samples(10, seed=step, model_path=folder)
+
+
+def run(name: str, folder: Path, ranks: TorchRanks) -> dict[str, Any]:
+    """Train two steps in a layout, save the state after each, and load the first one again."""
+    scenario = SCENARIOS[name]
+    model = folder / scenario.family
+    lay_out(ranks, scenario.layout)
+    config = run_config(
+        model, trainer={"max_grad_norm": 0.5} | scenario.trainer, algorithm=scenario.algorithm
+    )
+    results: dict[str, Any] = {}
+    store = ObjectStore.open((folder / "objects").as_uri())
+    at = {"data": ranks.at.data, "num_data": ranks.topology.data}
+    backend = MegatronBackend(config, ranks=ranks, dtype=torch.float64)
+    with Checkpoints(store, ranks=ranks, keep=9, folder=f"{name}/") as checkpoints:
+        results["metrics"] = train(backend, model, **at)
+        first = checkpoints.save(backend.state(), extra={}).wait(60)
+        results["first"] = state_of(checkpoints, first)
+        results["metrics"] += train(backend, model, **at)
+        results["weights"] = collect_weights(backend)
+        backend.load_state(checkpoints.load(first).state)
+        results["metrics_again"] = train(backend, model, **at)
+        results["weights_again"] = collect_weights(backend)
+        if ranks.rank == 0:
+            with Float64Reference():
+                alone = TorchBackend(config, ranks=SingleRank(), dtype=torch.float64)
+                expected = {"metrics": train(alone, model)}
+                expected["first"] = {
+                    key: value.clone() for key, value in alone.state().tensors.items()
+                }
+                expected["metrics"] += train(alone, model)
+                expected["weights"] = collect_weights(alone)
+                alone.load_state(checkpoints.load(first).state)
+                expected["metrics_again"] = train(alone, model)
+                expected["weights_again"] = collect_weights(alone)
+            results["expected"] = expected
+    with Checkpoints(
+        store, ranks=SingleRank(), keep=9, folder=f"{name}-alone-{ranks.rank}/"
+    ) as alone_checkpoints:
+        # what one rank of backend `torch` wrote is loaded in pieces
+        restored = checkpoints.load(first).state
+        whole = TorchBackend(config, ranks=SingleRank(), dtype=torch.float64)
+        whole.load_state(restored)
+        back = alone_checkpoints.save(whole.state(), extra={}).wait(60)
+        backend.load_state(alone_checkpoints.load(back).state)
+    with Checkpoints(store, ranks=ranks, keep=9, folder=f"{name}-back/") as checkpoints:
+        results["back"] = state_of(
+            checkpoints, checkpoints.save(backend.state(), extra={}).wait(60)
+        )
+    return results
+
+
+def state_of(checkpoints: Checkpoints, reference: Any) -> dict[str, Tensor]:
+    """Return a checkpoint's tensors, without those of generators."""
+    tensors = checkpoints.load(reference).state.tensors
+    return {name: value.clone() for name, value in tensors.items() if name[:4] != "rng."}
+
+
+def lay_out(ranks: TorchRanks, sizes: dict[str, int]) -> Ranks:
+    """Lay the ranks out anew, without starting processes again."""
+    ranks.topology = Topology.of(ranks.size, **sizes)
+    ranks.at = ranks.topology.at(ranks.rank)
+    ranks._peers = ranks._join_peers(TIMEOUT_SECONDS) if ranks.topology.model > 1 else None
+    return ranks
+
+
+class Float64Reference:
+    """Let the reference compute in float64 what transformers computes in float32 whatever the
+    dtype: norms and routers; and its experts, which it can't in float64."""
+
+    def __enter__(self) -> None:
+        self._originals: list[tuple[Any, str, Any]] = []
+        for owner, name, replacement in (
+            (Qwen3RMSNorm, "forward", _norm),
+            (Qwen3MoeRMSNorm, "forward", _norm),
+            (Qwen3MoeTopKRouter, "forward", _route),
+            (moe, "_grouped_mm", _grouped_product),
+        ):
+            self._originals.append((owner, name, getattr(owner, name)))
+            setattr(owner, name, replacement)
+
+    def __exit__(self, *_: object) -> None:
+        for owner, name, original in self._originals:
+            setattr(owner, name, original)
+
+
+def _route(self: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    logits = torch.nn.functional.linear(hidden.reshape(-1, self.hidden_dim), self.weight)
+    chosen, indices = logits.softmax(-1).topk(self.top_k, dim=-1)
+    if self.norm_topk_prob:
+        chosen = chosen / chosen.sum(-1, keepdim=True)
+    return logits, chosen, indices
+
+
+def _norm(self: Any, hidden: Tensor) -> Tensor:
+    squares = hidden.square().mean(-1, keepdim=True)
+    return hidden * torch.rsqrt(squares + self.variance_epsilon) * self.weight
+
+
+def _grouped_product(rows: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    ends = [0, *offs.tolist()]
+    parts = [rows[start:end] @ weight[at] for at, (start, end) in enumerate(pairwise(ends))]
+    return torch.cat([*parts, rows.new_zeros(len(rows) - ends[-1], weight.shape[-1])])
+
+
+def main(folder: Path, names: list[str]) -> None:
+    """Run scenarios, each in a layout of its own."""
+    results: dict[str, Any] = {}
+    with TorchRanks(timeout_seconds=TIMEOUT_SECONDS) as ranks:
+        for name in names:
+            results[name] = run(name, folder, ranks)
+    if ranks.rank == 0:
+        torch.save(results, folder / "results.pt")
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")  # of what megatron-core finds no GPU package for
+    main(Path(sys.argv[1]), sys.argv[2:])

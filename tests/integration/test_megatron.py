@@ -1,0 +1,111 @@
+"""Backend `megatron` in several layouts of ranks against backend `torch` on one: metrics, gradients,
+weights, and checkpoints of either. The ranks start once for the scenarios of a module."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from relax_events.examples.tiny_models import make_tiny
+from tests.integration.megatron_program import FOUR, LONG, SCENARIOS, SHORT
+
+pytestmark = pytest.mark.integration
+ROOT = Path(__file__).parents[2]
+TOLERANCE = 1e-9
+"""In float64. Routers of experts, and rotary positions, are computed in float32 by both."""
+
+
+def run_program(folder: Path, names: list[str]) -> dict[str, Any]:
+    """Run scenarios; return their results."""
+    num_ranks = SCENARIOS[names[0]].num_ranks
+    make_tiny(folder / "qwen3", corpus=["12=21"], seed=3)
+    make_tiny(folder / "qwen3_moe", corpus=["12=21"], family="qwen3_moe", seed=3)
+    tied = AutoModelForCausalLM.from_pretrained(folder / "qwen3")
+    tied.config.tie_word_embeddings = True
+    tied.tie_weights()
+    tied.save_pretrained(folder / "tied")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    program = [sys.executable, str(ROOT / "tests/integration/megatron_program.py"), str(folder)]
+    ranks = []
+    for rank in range(num_ranks):
+        environment = os.environ | {
+            "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
+            "OMP_NUM_THREADS": "1",
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(num_ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        ranks.append(
+            subprocess.Popen([*program, *names], env=environment, stderr=subprocess.PIPE, text=True)
+        )
+    try:
+        errors = [rank.communicate(timeout=600)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0] * num_ranks, "\n".join(errors)[-6000:]
+    found: dict[str, Any] = torch.load(folder / "results.pt")
+    return found
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_program(tmp_path_factory.mktemp("short"), list(SHORT))
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_program(tmp_path_factory.mktemp("long"), list(LONG))
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_program(tmp_path_factory.mktemp("four"), list(FOUR))
+
+
+def require_equal(found: dict[str, Any], name: str) -> None:
+    """Require that a scenario gave what one rank gives."""
+    expected = found["expected"]
+    for kind in ("metrics", "metrics_again"):
+        for mine, alone in zip(found[kind], expected[kind], strict=True):
+            assert mine == pytest.approx(alone, rel=1e-6, abs=TOLERANCE), name
+    # after one step a first moment is a tenth of the clipped gradient
+    for kind in ("first", "weights", "weights_again"):
+        wanted = {key: one for key, one in expected[kind].items() if key[:4] != "rng."}
+        assert found[kind].keys() == wanted.keys()
+        for key, value in wanted.items():
+            torch.testing.assert_close(found[kind][key], value, rtol=0, atol=TOLERANCE)
+    assert any(
+        value.abs().max() > 1e-5 for key, value in found["first"].items() if "exp_avg." in key
+    )
+    for key, value in found["first"].items():
+        assert torch.equal(found["back"][key], value), key
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_tensor_parallel_ranks_train_like_one(short: dict[str, Any], name: str) -> None:
+    require_equal(short[name], name)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", LONG)
+def test_two_ranks_train_like_one(long: dict[str, Any], name: str) -> None:
+    require_equal(long[name], name)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", FOUR)
+def test_four_ranks_train_like_one(four: dict[str, Any], name: str) -> None:
+    require_equal(four[name], name)
