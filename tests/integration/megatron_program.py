@@ -159,7 +159,7 @@ def state_of(checkpoints: Checkpoints, reference: Any) -> dict[str, Tensor]:
 
 
 def lay_out(ranks: TorchRanks, sizes: dict[str, int]) -> Ranks:
-    """Lay the ranks out anew, without starting processes again."""
+    """Change the layout of ranks that run."""
     ranks.topology = Topology.of(ranks.size, **sizes)
     ranks.at = ranks.topology.at(ranks.rank)
     ranks._peers = ranks._join_peers(TIMEOUT_SECONDS) if ranks.topology.model > 1 else None

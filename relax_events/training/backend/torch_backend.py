@@ -50,6 +50,8 @@ class TorchBackend(PolicyTraining):
     same bits.
     """
 
+    _model: PolicyModel
+
     def __init__(
         self, config: RunConfig, *, ranks: Ranks, dtype: torch.dtype | None = None
     ) -> None:

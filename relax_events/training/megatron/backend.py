@@ -45,6 +45,8 @@ class MegatronBackend(PolicyTraining):
     model together.
     """
 
+    _model: ModelStage
+    _parameters: RankParameters
     waits_for_step = True
 
     def __init__(
