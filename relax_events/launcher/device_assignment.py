@@ -21,8 +21,8 @@ class DeviceAssignment:
     """The GPUs of a run's workers on this machine; without GPUs, or where `model.device` names one
     device, it changes nothing.
 
-    A worker sees its own GPU alone. The ranks of the trainer all see those of the trainer, each its
-    own at `LOCAL_RANK`.
+    A worker that holds a model sees its own GPU alone; the ranks of the trainer all see those of the
+    trainer, each its own at `LOCAL_RANK`. Other workers see all: a reward function may want one.
     """
 
     def __init__(self, config: RunConfig, names: Sequence[str]) -> None:
@@ -60,14 +60,12 @@ class DeviceAssignment:
         """Return the environment variables of a worker; an elastic one is placed by the load of
         the devices that the trainer leaves.
         """
-        if not self._names:
+        if not self._names or role not in (*COMPUTING_ROLES, "trainer"):
             return {}
         if role == "trainer":
             seen = [self._placed[f"trainer-{rank}"][0] for rank in range(self._ranks)]
-        elif role in COMPUTING_ROLES:
-            seen = list(self._assign(role, index))
         else:
-            return {VISIBLE: ""}
+            seen = list(self._assign(role, index))
         return {VISIBLE: ",".join(self._names[at] for at in seen)} | ORDER
 
     def _assign(self, role: str, index: int) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ def test_workers_see_their_own_gpu_and_ranks_those_of_the_trainer(
     found = assign(make_run_config, ["4", "5", "6", "7"], trainer={"ranks": 2})
     assert found.variables("trainer", 0)[VISIBLE] == "4,5"
     assert found.variables("rollout", 0) == {VISIBLE: "6", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    assert found.variables("reward", 0) == {VISIBLE: ""}
+    assert found.variables("reward", 0) == {}  # its function may want a GPU
 
 
 def test_machine_without_gpus_changes_nothing(make_run_config: MakeRunConfig) -> None:
