@@ -57,8 +57,9 @@ def test_pod_has_minimal_rights_and_limits(
 
 
 def first(change: Callable[[dict[str, Any]], object]) -> list[str]:
-    """Return the weaknesses of a pod that was changed."""
-    spec = copy.deepcopy(next(pods())[2]["spec"])
+    """Return the weaknesses of a worker's pod that was changed."""
+    template = next(one for _, _, one in pods() if role_of(one) in INSTALLED)
+    spec = copy.deepcopy(template["spec"])
     change(spec)
     return find_weaknesses(spec)
 
@@ -178,3 +179,37 @@ def test_number_of_workers_is_left_to_what_scales_them() -> None:
     assert {name for name, found in sets.items() if "replicas" in found["spec"]} == {
         "existing-trainer"
     }
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_dashboard_is_reached_through_its_pod_alone(release: str) -> None:
+    deployment = find(release, "Deployment")[f"{release}-dashboard"]
+    template = deployment["spec"]["template"]
+    (container,) = template["spec"]["containers"]
+    assert container["command"][:2] == ["relax", "dashboard"]
+    assert "ports" not in container, "it listens on the loopback address of its pod"
+    for probe in ("startupProbe", "livenessProbe"):
+        assert "/dev/tcp/127.0.0.1/8321" in " ".join(container[probe]["exec"]["command"])
+    labels = template["metadata"]["labels"].items()
+    selecting = [
+        name
+        for name, service in find(release, "Service").items()
+        if service["spec"]["selector"].items() <= labels
+    ]
+    assert selecting == []
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_dashboard_reads_and_changes_nothing(release: str) -> None:
+    spec = find(release, "Deployment")[f"{release}-dashboard"]["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    mounts = {
+        one["mountPath"]: one["readOnly"]
+        for one in container["volumeMounts"]
+        if one["name"] != "tmp"
+    }
+    assert set(mounts.values()) == {True}
+    assert not {"/run/secrets/scaling"} & mounts.keys()
+    assert all(not one["name"].startswith("RELAX_SCALING") for one in container["env"])
+    users = {one["value"] for one in container["env"] if one["name"] == "RELAX_BROKER__USERNAME"}
+    assert users == {"cluster": {"relax.cluster.reader"}, "existing": {"relax"}}.get(release, set())

@@ -14,6 +14,18 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- define "relax.elastic" -}}rollout reward judge reference actor-forward teacher{{- end }}
 {{- define "relax.indexed" -}}{{ include "relax.elastic" . }} trainer{{- end }}
 
+{{- /* Names of Services begin with a letter and hold no dot; those of pods with the suffix of the longest role fit 63 characters. */}}
+{{- define "relax.checkName" -}}
+{{- if not (regexMatch "^[a-z]([a-z0-9-]{0,36}[a-z0-9])?$" .Release.Name) -}}
+{{- fail (printf "the release's name %q must have at most 38 of a-z, 0-9 and -, begin with a letter and not end with -: it is the run's id and part of Kubernetes' names" .Release.Name) -}}
+{{- end -}}
+{{- end }}
+
+{{- /* A setting as text: a whole number of a values file is a float, which would become 1e+06. */}}
+{{- define "relax.text" -}}
+{{- if kindIs "float64" . }}{{ if eq (floor .) . }}{{ int64 . }}{{ else }}{{ . }}{{ end }}{{ else }}{{ . }}{{ end -}}
+{{- end }}
+
 {{- define "relax.claim" -}}{{ .Values.storage.existingClaim | default (printf "%s-files" .Release.Name) }}{{- end }}
 
 {{- define "relax.bootstrapServers" -}}
@@ -45,13 +57,14 @@ readOnlyRootFilesystem: true
 capabilities: {drop: [ALL]}
 {{- end }}
 
-{{- /* Settings of every worker and command. Takes a dict of root and principal. */}}
+{{- /* Settings of every worker and command, each name once: an upgrade would mix two of a name up. Takes a dict of root, principal, and of
+a role's own environment in `given`. */}}
 {{- define "relax.environment" -}}
 {{- $root := .root }}{{- $values := .root.Values -}}
 - {name: RELAX_RUN__ID, value: {{ $root.Release.Name | quote }}}
 - {name: RELAX_BROKER__BOOTSTRAP_SERVERS, value: {{ include "relax.bootstrapServers" $root | quote }}}
 - {name: RELAX_BROKER__REPLICATION_FACTOR, value: {{ $values.kafka.replicationFactor | quote }}}
-- {name: RELAX_WORKERS__DRAIN_SECONDS, value: {{ $values.drainSeconds | quote }}}
+- {name: RELAX_WORKERS__DRAIN_SECONDS, value: {{ include "relax.text" $values.drainSeconds | quote }}}
 - {name: RELAX_TELEMETRY__METRICS_HOST, value: 0.0.0.0}
 - {name: RELAX_TELEMETRY__METRICS_PORT, value: {{ $values.metricsPort | quote }}}
 {{- range $role := splitList " " (printf "%s advantage" (include "relax.elastic" $root)) }}
@@ -73,8 +86,8 @@ capabilities: {drop: [ALL]}
 - {name: RELAX_BROKER__PASSWORD_FILE, value: /run/secrets/broker/password}
 - {name: RELAX_BROKER__CA_FILE, value: /run/secrets/broker/ca.crt}
 {{- end }}
-{{- range $name, $value := $values.run.environment }}
-- {name: {{ $name }}, value: {{ $value | quote }}}
+{{- range $name, $value := merge (dict) (.given | default dict) $values.run.environment }}
+- {name: {{ $name }}, value: {{ include "relax.text" $value | quote }}}
 {{- end }}
 {{- end }}
 
@@ -101,4 +114,18 @@ capabilities: {drop: [ALL]}
 {{- else if $values.kafka.secret }}
 - {name: broker, secret: {secretName: {{ $values.kafka.secret }}, defaultMode: 0440}}
 {{- end }}
+{{- end }}
+
+{{- /* An init container that waits until the topics and the model are there: see prepare.yaml. Takes a dict of root and image. */}}
+{{- define "relax.wait" -}}
+- name: wait
+  image: {{ .image }}
+  imagePullPolicy: {{ .root.Values.images.pullPolicy }}
+  command: [sh, -c, "until [ -f .relax/prepared/{{ include "relax.prepared" .root }} ]; do sleep 1; done"]
+  workingDir: /srv/relax
+  resources: {requests: {cpu: 10m, memory: 16Mi}, limits: {memory: 64Mi}}
+  securityContext:
+    {{- include "relax.containerSecurity" .root | nindent 4 }}
+  volumeMounts:
+    - {name: files, mountPath: /srv/relax/.relax, readOnly: true}
 {{- end }}

@@ -34,17 +34,7 @@ spec:
   tolerations: {{ toJson . }}
   {{- end }}
   initContainers:
-    # Until the topics and the model are there: see prepare.yaml.
-    - name: wait
-      image: {{ index $values.images $role.image }}
-      imagePullPolicy: {{ $values.images.pullPolicy }}
-      command: [sh, -c, "until [ -f .relax/prepared/{{ include "relax.prepared" .root }} ]; do sleep 1; done"]
-      workingDir: /srv/relax
-      resources: {requests: {cpu: 10m, memory: 16Mi}, limits: {memory: 64Mi}}
-      securityContext:
-        {{- include "relax.containerSecurity" .root | nindent 8 }}
-      volumeMounts:
-        - {name: files, mountPath: /srv/relax/.relax, readOnly: true}
+    {{- include "relax.wait" (dict "root" .root "image" (index $values.images $role.image)) | nindent 4 }}
   containers:
     - name: worker
       image: {{ index $values.images $role.image }}
@@ -72,7 +62,7 @@ spec:
       {{- end }}
       workingDir: /srv/relax
       env:
-        {{- include "relax.environment" (dict "root" .root "principal" .role) | nindent 8 }}
+        {{- include "relax.environment" (dict "root" .root "principal" .role "given" $role.environment) | nindent 8 }}
         {{- if eq .kind "StatefulSet" }}
         - {name: WORKER_INDEX, valueFrom: {fieldRef: {fieldPath: "metadata.labels['apps.kubernetes.io/pod-index']"}}}
         {{- end }}
@@ -98,9 +88,6 @@ spec:
         {{- else }}
         - {name: RELAX_SCALING__API, value: "off"}
         {{- end }}
-        {{- end }}
-        {{- range $name, $value := $role.environment }}
-        - {name: {{ $name }}, value: {{ $value | quote }}}
         {{- end }}
       {{- with $values.objects.secret }}
       envFrom: [{secretRef: {name: {{ . }}}}]
