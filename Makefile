@@ -106,6 +106,10 @@ charts: setup ## Copy the alerts and rights into the Helm chart, render it with 
 	$(BIN)/python -m deploy.render
 	$(BIN)/python -m pytest -q tests/unit/deploy tests/component/test_chart_rendering.py
 
+.PHONY: kubernetes
+kubernetes: setup ## Prove the chart on the cluster of KUBECONFIG: a run, its pods deleted, drained, scaled, upgraded (needs kubectl and helm)
+	$(BIN)/python -m tests.kubernetes $(PROOF)
+
 bench: setup ## Measure, paired, and write docs/benchmarks
 	$(BIN)/python -m benchmarks
 

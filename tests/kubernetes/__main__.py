@@ -1,0 +1,7 @@
+"""`python -m tests.kubernetes`."""
+
+import sys
+
+from tests.kubernetes.proof import main
+
+sys.exit(main())
