@@ -282,7 +282,15 @@ class EpisodeEngine:
             )
         finally:
             self._keys.close(key)
-        return build_sample(session)
+        result = build_sample(session)
+        if session.graph.num_forks:
+            log.info(
+                "session.forked",
+                sample_id=sample.sample_id,
+                num_forks=session.graph.num_forks,
+                num_untrained_tokens=session.num_sampled_tokens - result.num_sampled_tokens,
+            )
+        return result
 
 
 def _without_tokens(

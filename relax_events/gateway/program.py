@@ -16,6 +16,7 @@ from typing import Any
 import orjson
 
 from relax_events.errors import ConfigError
+from relax_events.gateway.program_guard import FOLDER_PREFIX
 from relax_events.runtime.subprocess_rpc import build_child_environment
 
 GUARD = Path(__file__).with_name("program_guard.py")
@@ -86,7 +87,7 @@ async def run_program(
     Raises:
         EpisodeFailed: It can't be started, is late, or fails; the text has the end of its output.
     """
-    with tempfile.TemporaryDirectory(prefix="relax-episode-", ignore_cleanup_errors=True) as name:
+    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, ignore_cleanup_errors=True) as name:
         folder = Path(name)
         (folder / TASK_FILE).write_bytes(orjson.dumps(task))
         environment = build_child_environment() | {
@@ -103,6 +104,7 @@ async def run_program(
                 "-S",
                 str(GUARD),
                 str(limits.memory_bytes),
+                name,
                 *command,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=file,

@@ -3,8 +3,8 @@
     worker --pipe--> this guard --> the program, in a process group of its own
 
 Run as a script, without the library: it starts in milliseconds. The pipe is its stdin: when the
-worker closes it, or dies, the guard kills the program's process group. The program's exit code is
-the guard's.
+worker closes it, or dies, the guard kills the program with all its children, and deletes the
+episode's folder. The program's exit code is the guard's.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ import sys
 PR_SET_CHILD_SUBREAPER = 36
 NOT_STARTED = 127
 KILLED = 137
+FOLDER_PREFIX = "relax-episode-"
 
 
 def main() -> int:
-    """Run `guard MEMORY_BYTES COMMAND...` until the program or the worker ends."""
-    memory_bytes, command = int(sys.argv[1]), sys.argv[2:]
+    """Run `guard MEMORY_BYTES FOLDER COMMAND...` until the program or the worker ends."""
+    memory_bytes, folder, command = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
     # children that leave the process group become ours instead of init's, and end with us
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -46,6 +47,7 @@ def main() -> int:
         if 0 in ready and not os.read(0, 1):
             kill_all(program.pid)
             program.wait()
+            delete_folder(folder)
             return KILLED
     code = program.wait()
     kill_all(program.pid)
@@ -61,6 +63,14 @@ def kill_all(group: int) -> None:
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
+
+
+def delete_folder(folder: str) -> None:
+    """Delete an episode's folder; nothing else is ever deleted."""
+    import shutil  # not at the start, which it would make slower
+
+    if os.path.basename(folder).startswith(FOLDER_PREFIX):  # noqa: PTH119
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def adopted_children() -> list[int]:

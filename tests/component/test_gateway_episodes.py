@@ -10,11 +10,13 @@ import time
 from pathlib import Path
 
 import numpy as np
+import structlog
 from gateway_agents import begin, episodes, finish
 
 from relax_events.deadline import Deadline
 from relax_events.events.parts import FinishReason
 from relax_events.gateway.program import GUARD
+from relax_events.gateway.program_guard import FOLDER_PREFIX
 
 TALK = """
 tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
@@ -102,6 +104,24 @@ say(messages, max_tokens=4)
     assert sum(turn.role == "assistant" for turn in sample.turns) == 2
 
 
+def test_an_edited_history_forks_and_its_left_out_tokens_are_counted(tmp_path: Path) -> None:
+    body = """
+first = say(messages, max_tokens=4)
+say([{"role": "user", "content": "a summary"}], max_tokens=4)
+"""
+    with structlog.testing.capture_logs() as logs, episodes(tmp_path, body) as engine:
+        begin(engine)
+        (sample,) = finish(engine)
+        expected = engine._renderer.prompt_tokens(
+            [{"role": "user", "content": "a summary"}], tools=()
+        )
+    (event,) = [one for one in logs if one["event"] == "session.forked"]
+    assert event["num_forks"] == 1
+    assert 0 < event["num_untrained_tokens"] <= 4
+    assert sample.prompt_tokens is not None
+    np.testing.assert_array_equal(sample.prompt_tokens, expected)
+
+
 def test_late_programs_fail_by_stage(tmp_path: Path) -> None:
     with episodes(tmp_path, "time.sleep(60)", attempts=1, start_seconds=0.5) as engine:
         begin(engine)
@@ -169,14 +189,17 @@ def test_programs_end_with_their_worker(tmp_path: Path) -> None:
     command = sys.executable
     mark = tmp_path / "pid"
     script = f"import os, time; open({str(mark)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    folder = tmp_path / f"{FOLDER_PREFIX}1"
+    folder.mkdir()
     worker = subprocess.Popen(
         [
             sys.executable,
             "-c",
             PARENT,
-            *(command, "-I", "-S", str(GUARD), str(4 * 1024**3)),
+            *(command, "-I", "-S", str(GUARD), str(4 * 1024**3), str(folder)),
             *(command, "-c", script),
-        ]
+        ],
+        cwd=folder,
     )
     deadline = Deadline(30.0)
     while not mark.exists() or not mark.read_text():
@@ -184,7 +207,7 @@ def test_programs_end_with_their_worker(tmp_path: Path) -> None:
         time.sleep(0.02)
     worker.send_signal(signal.SIGKILL)
     worker.wait()
-    while not is_gone(int(mark.read_text())):
+    while folder.exists() or not is_gone(int(mark.read_text())):
         assert not deadline.passed
         time.sleep(0.02)
 
