@@ -91,6 +91,14 @@ sbom: .venv-sbom/.ready ## Write .relax/sbom.json: every pinned package and ever
 fuzz: setup ## Fuzz everything that decodes: make fuzz MINUTES=60. What breaks a target is kept in tests/fuzz/examples, which a test runs
 	nice -n 15 $(BIN)/python -m tests.fuzz --minutes $(MINUTES)
 
+.venv-agents/.ready: .venv/.ready requirements/agents.txt
+	$(UV) venv --quiet --clear .venv-agents
+	$(UV) pip install --quiet --python .venv-agents/bin/python --no-deps --require-hashes -r requirements/agents.txt
+	touch $@
+
+.PHONY: agents
+agents: .venv-agents/.ready ## Install the clients of the token route, `renderers` and `verifiers`, apart from the rest: a long test runs them
+
 .venv/.lint: .venv/.ready requirements/lint.txt
 	$(INSTALL) --require-hashes -r requirements/lint.txt
 	touch $@
@@ -125,6 +133,7 @@ lock: .venv/.ready ## Resolve the requirements again
 	$(COMPILE) pyproject.toml requirements/build.in --extra jdk --constraint requirements/lock.txt -o requirements/jdk.txt
 	$(COMPILE) requirements/tools.in -o requirements/tools.txt
 	$(COMPILE) requirements/sbom.in -o requirements/sbom.txt
+	$(COMPILE) requirements/agents.in -o requirements/agents.txt
 	$(COMPILE) pyproject.toml requirements/build.in --extra lint --constraint requirements/lock.txt -o requirements/lint.txt
 	mkdir -p .relax && sed -n '/^[a-z].*==/{s/ \\$$//;p}' requirements/lock.txt | grep -v ^antlr4 > .relax/constraints.txt # math-verify and hydra-core need different ones
 	$(COMPILE) pyproject.toml --extra bench --constraint .relax/constraints.txt --override requirements/overrides.txt -o requirements/bench.txt
