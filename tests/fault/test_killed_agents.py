@@ -1,0 +1,66 @@
+"""Runs whose samples are episodes of a foreign program, with a kill in the middle of episodes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from harness import FaultRun, assert_ledger_balances
+
+pytestmark = pytest.mark.long
+
+AGENT = """
+import http.client, json, os, sys
+from urllib.parse import urlsplit
+task = json.load(open(os.environ["RELAX_TASK_FILE"]))
+base = urlsplit(os.environ["OPENAI_BASE_URL"])
+messages = task["messages"]
+for number in range(2):
+    connection = http.client.HTTPConnection(base.hostname, base.port, timeout=60)
+    body = json.dumps({"model": "any", "messages": messages, "max_tokens": 3})
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"],
+               "Content-Type": "application/json"}
+    connection.request("POST", base.path + "/chat/completions", body, headers)
+    reply = connection.getresponse()
+    answer = json.load(reply)
+    if reply.status != 200:
+        sys.exit(answer["error"]["message"])
+    messages += [answer["choices"][0]["message"], {"role": "user", "content": "and"}]
+"""
+
+
+def agents_of(file: Path) -> list[psutil.Process]:
+    """Return the running processes of a program."""
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if str(file) in (process.info["cmdline"] or ())
+    ]
+
+
+def test_killed_rollout_worker_begins_its_episodes_again_and_trains_each_once(
+    start_run: Callable[..., FaultRun], tmp_path: Path
+) -> None:
+    file = tmp_path / "agent.py"
+    file.write_text(AGENT)
+    run = start_run(
+        run={"num_steps": 6, "prompts_per_step": 4},
+        algorithm={"kl_coefficient": 0.0, "old_logprobs": "rollout"},
+        environment={"command": [sys.executable, "-I", "-S", str(file)], "concurrency": 8},
+    )
+    process = run.start()
+    run.wait_until_steps(1)
+    run.wait_until(lambda: bool(agents_of(file)), "an episode runs")
+    running = agents_of(file)
+    killed = run.kill("rollout-0")
+    run.wait_until(
+        lambda: not any(one.is_running() for one in running),
+        "the killed worker's programs are gone",
+    )
+    run.wait_until_ready_again("rollout-0", killed=killed)
+    assert run.wait_until_ended(process) == 0
+    assert_ledger_balances(run)
+    assert agents_of(file) == []
