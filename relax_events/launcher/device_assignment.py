@@ -21,8 +21,9 @@ class DeviceAssignment:
     """The GPUs of a run's workers on this machine; without GPUs, or where `model.device` names one
     device, it changes nothing.
 
-    A worker that holds a model sees its own GPU alone; the ranks of the trainer all see those of the
-    trainer, each its own at `LOCAL_RANK`. Other workers see all: a reward function may want one.
+    A worker that holds a model sees its own GPU alone; the ranks of the trainer all see those of
+    the trainer, each its own at `LOCAL_RANK`. Other workers see all: a reward function may want
+    one.
     """
 
     def __init__(self, config: RunConfig, names: Sequence[str]) -> None:
