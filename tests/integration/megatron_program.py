@@ -140,9 +140,9 @@ def run(name: str, folder: Path, ranks: TorchRanks) -> dict[str, Any]:
         store, ranks=SingleRank(), keep=9, folder=f"{name}-alone-{ranks.rank}/"
     ) as alone_checkpoints:
         # what one rank of backend `torch` wrote is loaded in pieces
-        restored = checkpoints.load(first).state
-        whole = TorchBackend(config, ranks=SingleRank(), dtype=torch.float64)
-        whole.load_state(restored)
+        with Float64Reference():
+            whole = TorchBackend(config, ranks=SingleRank(), dtype=torch.float64)
+        whole.load_state(checkpoints.load(first).state)
         back = alone_checkpoints.save(whole.state(), extra={}).wait(60)
         backend.load_state(alone_checkpoints.load(back).state)
     with Checkpoints(store, ranks=ranks, keep=9, folder=f"{name}-back/") as checkpoints:
