@@ -98,8 +98,9 @@ def train(backend: TrainerBackend, folder: Path, *, data: int = 0, num_data: int
 
 @cache
 def samples_of(folder: Path, step: int) -> list[SampleReady]:
-    """Return a step's samples, the same for the reference, whose model computes in float64."""
-    return make_samples(10, seed=step, model_path=folder)
+    """Return a step's samples, the same for the reference."""
+    with Float64Reference():
+        return make_samples(10, seed=step, model_path=folder)
 
 
 def run(name: str, folder: Path, ranks: TorchRanks) -> dict[str, Any]:
