@@ -17,8 +17,9 @@ from tests.integration.megatron_program import FOUR, LONG, SCENARIOS, SHORT
 
 pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]
-TOLERANCE = 1e-9
-"""In float64. Routers of experts, and rotary positions, are computed in float32 by both."""
+TOLERANCES = {"qwen3": 1e-9, "tied": 1e-9, "qwen3_moe": 1e-4}
+"""In float64, after two steps with a learning rate of 1e-2. A router in float32 alone moves weights
+by 1.5e-5."""
 
 
 def run_program(folder: Path, names: list[str]) -> dict[str, Any]:
@@ -75,16 +76,16 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def require_equal(found: dict[str, Any], name: str) -> None:
     """Require that a scenario gave what one rank gives."""
-    expected = found["expected"]
+    expected, tolerance = found["expected"], TOLERANCES[SCENARIOS[name].family]
     for kind in ("metrics", "metrics_again"):
         for mine, alone in zip(found[kind], expected[kind], strict=True):
-            assert mine == pytest.approx(alone, rel=1e-6, abs=TOLERANCE), name
+            assert mine == pytest.approx(alone, rel=max(1e-6, tolerance), abs=tolerance), name
     # after one step a first moment is a tenth of the clipped gradient
     for kind in ("first", "weights", "weights_again"):
         wanted = {key: one for key, one in expected[kind].items() if key[:4] != "rng."}
         assert found[kind].keys() == wanted.keys()
         for key, value in wanted.items():
-            torch.testing.assert_close(found[kind][key], value, rtol=0, atol=TOLERANCE)
+            torch.testing.assert_close(found[kind][key], value, rtol=0, atol=tolerance)
     assert any(
         value.abs().max() > 1e-5 for key, value in found["first"].items() if "exp_avg." in key
     )
