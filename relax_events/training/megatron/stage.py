@@ -21,8 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 from relax_events.config import TrainerConfig
 from relax_events.config.topology import Topology
+from relax_events.planning.memory import MAX_LOGITS_ELEMENTS
 from relax_events.training.backend.chunked_head import ChunkedHead
-from relax_events.training.backend.policy_model import MAX_LOGITS_ELEMENTS, TokenLogprobs
+from relax_events.training.backend.policy_model import TokenLogprobs
 from relax_events.training.batch.packing import PackedBatch
 from relax_events.training.batch.row_layout import PromptSharing
 from relax_events.training.megatron.building import build_config, build_model
