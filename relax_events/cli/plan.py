@@ -23,9 +23,9 @@ def plan(
     """Show which worker computes on which device, what each takes by part, and an estimate of a
     step's time; exit code 6 and the smallest change that fits when a device is too small.
 
-    Only the model's `config.json` is read, so its weights need not be here.
-
     Example: relax plan configs/dapo-math.toml --devices 8xH100-80GB
+
+    Only the model's `config.json` is read, so its weights need not be here.
 
     Args:
         config: The run file, TOML.

@@ -67,11 +67,14 @@ def test_forward_with_one_row_per_sample_stays_within_the_token_budget(
     )
     backend._model.shares_rows, backend._model.prompt_sharing = False, None
     cells: list[int] = []
-    train = backend._train
+    train = backend._train_all
     monkeypatch.setattr(
         backend,
-        "_train",
-        lambda batch, **more: (cells.append(batch.batch.input_ids.size), train(batch, **more)),
+        "_train_all",
+        lambda batches, **more: (
+            cells.extend(one.batch.input_ids.size for one in batches),
+            train(batches, **more),
+        ),
     )
     backend.accumulate(samples)
     assert max(cells) <= 2 * longest

@@ -286,7 +286,7 @@ def test_error_names_the_run_file_that_is_not_toml(
 
 
 def test_directory_given_as_run_file_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="can't be read: "):
+    with pytest.raises(ConfigError, match="is a folder and no run file; give a file"):
         load(tmp_path)
 
 
