@@ -14,9 +14,9 @@ from relax_events.planning.inventory import CheckpointFacts, width_of
 
 MAX_LOGITS_ELEMENTS = 2**26
 """Above this, the output head works in chunks: 256 MiB of float32 at a time."""
-LOGITS_COPIES = 4
-"""Arrays of the head's size in float32 that a chunk holds at once: logits over temperature,
-log-probabilities, the entropy's product, and in the backward pass their gradient."""
+LOGITS_COPIES = 6
+"""Arrays of the head's size in float32 that a chunk holds at once: logits, the same over
+temperature, log-probabilities, their exponentials, the entropy's product, and the gradient."""
 RESERVED_GPU_BYTES, RESERVED_CPU_BYTES = 2_000_000_000, 500_000_000
 """What a process needs besides its model: libraries, kernels, the allocator's gaps."""
 GATHERED_LAYERS = 2

@@ -12,8 +12,8 @@ pytestmark = pytest.mark.unit
 SMALL = CheckpointFacts("bfloat16", 596_049_920, 151_936, 1024, 28, 16, 8, 128, 3072, 40_960)
 HEAD = 151_936 * 1024
 LAYER = (596_049_920 - HEAD) // 28
-LOGITS = 441 * 151_936 * (2 + 16)
-"""Of a chunk: 2^26 // 151,936 rows, in bfloat16 and four times in float32."""
+LOGITS = 441 * 151_936 * (2 + 24)
+"""Of a chunk: 2^26 // 151,936 rows, in bfloat16 and six times in float32."""
 
 
 def test_one_rank_holds_eighteen_bytes_a_parameter() -> None:
@@ -65,7 +65,7 @@ def test_adapters_leave_the_base_without_gradients_and_moments() -> None:
 
 def test_small_micro_batch_has_no_chunks() -> None:
     parts = TrainerMemory(SMALL, "bfloat16").parts(100).parts
-    assert parts["output head"] == 100 * 151_936 * 18 + 2 * HEAD
+    assert parts["output head"] == 100 * 151_936 * 26 + 2 * HEAD
 
 
 @pytest.mark.parametrize("unit", [1, 256])
