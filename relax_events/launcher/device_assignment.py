@@ -39,7 +39,7 @@ class DeviceAssignment:
         self._names = tuple(names) if config.model.device in ON_GPUS else ()
         self._given = config.devices
         self._ranks = config.trainer.ranks
-        self._placed: dict[str, tuple[int, ...]] = {}
+        self._placed: dict[str, int] = {}
         if self._names:
             self._placed = place_workers(
                 config.roles(),
@@ -49,7 +49,7 @@ class DeviceAssignment:
             )
             log.info(
                 "devices.placed",
-                **{worker: self._names[at[0]] for worker, at in sorted(self._placed.items())},
+                **{worker: self._names[device] for worker, device in sorted(self._placed.items())},
             )
 
     @classmethod
@@ -64,27 +64,19 @@ class DeviceAssignment:
         if not self._names or role not in (*COMPUTING_ROLES, "trainer"):
             return {}
         if role == "trainer":
-            seen = [self._placed[f"trainer-{rank}"][0] for rank in range(self._ranks)]
+            seen = [self._placed[f"trainer-{rank}"] for rank in range(self._ranks)]
         else:
-            seen = list(self._assign(role, index))
-        return {VISIBLE: ",".join(self._names[at] for at in seen)} | ORDER
+            seen = [self._assign(role, index)]
+        return {VISIBLE: ",".join(self._names[device] for device in seen)} | ORDER
 
-    def _assign(self, role: str, index: int) -> tuple[int, ...]:
+    def _assign(self, role: str, index: int) -> int:
         worker_id = f"{role}-{index}"
         if worker_id not in self._placed:
-            named = self._given.by_role().get(role)
-            trained = {
-                at[0] for worker, at in self._placed.items() if worker.startswith("trainer-")
-            }
-            free = [at for at in range(len(self._names)) if at not in trained]
-            self._placed[worker_id] = place_worker(
-                role,
-                index,
-                self._placed,
-                devices=named or free or range(len(self._names)),
-                is_named=bool(named),
+            device = place_worker(
+                role, index, self._placed, num_devices=len(self._names), given=self._given
             )
-            log.info("devices.placed", **{worker_id: self._names[self._placed[worker_id][0]]})
+            self._placed[worker_id] = device
+            log.info("devices.placed", **{worker_id: self._names[device]})
         return self._placed[worker_id]
 
     def release(self, worker_id: str) -> None:

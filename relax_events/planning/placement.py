@@ -5,7 +5,7 @@ of devices; the supervisor shows each process its own.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from relax_events.config.devices import DevicesConfig
 from relax_events.errors import ConfigError
@@ -15,13 +15,14 @@ LOADS = {"rollout": 4, "evaluator": 2, "critic": 4, "judge": 4, "teacher": 2}
 """How much a worker of a role computes, compared with one that scores samples: engines generate,
 and the critic learns."""
 
-Placement = Mapping[str, tuple[int, ...]]
-"""Devices by worker id, `rollout-0`; a trainer's ranks are workers of their own, `trainer-1`."""
+TRAINER = "trainer-"
+Placement = Mapping[str, int]
+"""Device by worker id, `rollout-0`; a trainer's ranks are workers of their own, `trainer-1`."""
 
 
 def place_workers(
     roles: Mapping[str, int], *, ranks: int, num_devices: int, given: DevicesConfig
-) -> dict[str, tuple[int, ...]]:
+) -> dict[str, int]:
     """Return the device of each worker that holds a model.
 
     Each rank of the trainer gets a device of its own. The other workers share the rest, those that
@@ -49,44 +50,36 @@ def place_workers(
             f"trainer.ranks is {ranks}, and the trainer has {len(trained)} device(s); set "
             f"trainer.ranks = {len(trained)}, or give it more devices"
         )
-    placed: dict[str, tuple[int, ...]] = {
-        f"trainer-{rank}": (trained[rank],) for rank in range(num_ranks)
-    }
-    free = [index for index in range(num_devices) if index not in trained[:num_ranks]]
+    placed = {f"{TRAINER}{rank}": trained[rank] for rank in range(num_ranks)}
     workers = [(role, index) for role in COMPUTING_ROLES for index in range(roles.get(role, 0))]
     workers.sort(key=lambda worker: -_load(worker[0]))
     for role, index in workers:
-        own = given.by_role().get(role)
         placed[f"{role}-{index}"] = place_worker(
-            role, index, placed, devices=own or free or range(num_devices), is_named=bool(own)
+            role, index, placed, num_devices=num_devices, given=given
         )
     return placed
 
 
 def place_worker(
-    role: str, index: int, placed: Placement, *, devices: Iterable[int], is_named: bool = False
-) -> tuple[int, ...]:
+    role: str, index: int, placed: Placement, *, num_devices: int, given: DevicesConfig
+) -> int:
     """Return the device of one more worker.
 
     Args:
         role: Of the worker.
         index: Among the workers of its role; it deals them out over devices that were named.
         placed: The others.
-        devices: That it may get.
-        is_named: Whether the run file names these devices for the role.
+        num_devices: Of the machine.
+        given: The section `devices`.
     """
-    choice = list(devices)
-    if is_named:
-        return (choice[index % len(choice)],)
-    loads = Counter(
-        {
-            device: sum(
-                _load(worker.rpartition("-")[0]) for worker, at in placed.items() if device in at
-            )
-            for device in choice
-        }
-    )
-    return (min(choice, key=lambda device: (loads[device], device)),)
+    if named := given.by_role().get(role):
+        return named[index % len(named)]
+    trained = {device for worker, device in placed.items() if worker.startswith(TRAINER)}
+    free = [device for device in range(num_devices) if device not in trained]
+    loads = Counter[int]()
+    for worker, device in placed.items():
+        loads[device] += _load(worker.rpartition("-")[0])
+    return min(free or range(num_devices), key=lambda device: (loads[device], device))
 
 
 def _load(role: str) -> int:

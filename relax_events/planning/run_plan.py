@@ -155,22 +155,26 @@ def _plan(
             PlannedDevice(
                 index,
                 device.num_bytes,
-                tuple(models.worker(name) for name, at in placed.items() if at == (index,)),
+                tuple(
+                    models.worker(name)
+                    for name, device_index in placed.items()
+                    if device_index == index
+                ),
             ),
             models,
         )
-        for index in sorted({at[0] for at in placed.values()})
+        for index in sorted(set(placed.values()))
     )
     seconds = _estimate(config, facts["model"], device, sample_tokens) if device.flops else None
     return RunPlan(devices, tokens, seconds)
 
 
-def _assign(config: RunConfig, *, num_devices: int, on_gpu: bool) -> dict[str, tuple[int, ...]]:
+def _assign(config: RunConfig, *, num_devices: int, on_gpu: bool) -> dict[str, int]:
     roles, ranks = config.roles(), config.trainer.ranks
     if on_gpu:
         return place_workers(roles, ranks=ranks, num_devices=num_devices, given=config.devices)
     names = place_workers(roles, ranks=ranks, num_devices=ranks, given=DevicesConfig())
-    return dict.fromkeys(names, (0,))
+    return dict.fromkeys(names, 0)
 
 
 @dataclass(frozen=True, slots=True)
