@@ -104,11 +104,11 @@ class TrainedRun:
 def change_weights(backend: TorchBackend, *, seed: int, num_changed: int = 40) -> None:
     """Change a few trained weights, as an update does, and count up the version."""
     generator = torch.Generator().manual_seed(seed)
-    values = backend._flat.values
+    values = backend._parameters.values
     chosen = torch.randperm(len(values), generator=generator)[: len(values) // num_changed]
     with torch.no_grad():
         values[chosen] += 0.3 * torch.randn(len(chosen), generator=generator)
-    backend._flat._copy_to_model()
+    backend._parameters._copy_to_model()
     backend.skip_step()
 
 

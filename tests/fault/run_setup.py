@@ -123,7 +123,7 @@ class NotFinite(TorchBackend):
     def accumulate(self, samples):
         super().accumulate(samples)
         if self.policy_version == 3 or self.policy_version >= 6:
-            self._flat.gradients += torch.inf
+            self._parameters.gradients += torch.inf
 
 class Slow(TorchBackend):
     def accumulate(self, samples):

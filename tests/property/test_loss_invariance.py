@@ -284,7 +284,7 @@ def backend_step(samples, *, max_tokens, name, change, share_rows=True):
     )
     backend._model.shares_rows = share_rows
     gradients = []
-    backend._flat.update = lambda **_: gradients.append(backend._flat.gradients.clone())
+    backend._parameters.update = lambda **_: gradients.append(backend._parameters.gradients.clone())
     for part in micro_batch_slices(
         [len(sample.tokens) for sample in samples], max_tokens=max_tokens
     ):

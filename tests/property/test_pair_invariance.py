@@ -45,7 +45,7 @@ def step_of(pairs, *, max_tokens, loss, share_rows=True):
     backend = TorchBackend(config, ranks=SingleRank(), dtype=torch.float64)
     backend._model.shares_rows = share_rows
     gradients = []
-    backend._flat.update = lambda **_: gradients.append(backend._flat.gradients.clone())
+    backend._parameters.update = lambda **_: gradients.append(backend._parameters.gradients.clone())
     batcher = MicroBatcher(max_tokens=max_tokens, whole_prompt_groups=True)
     for pair in pairs:
         for micro_batch in batcher.feed(pair):

@@ -4,7 +4,7 @@ one norm and one optimizer call per step.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import torch
 from jaxtyping import Float
@@ -16,6 +16,53 @@ from relax_events.training.backend.state import StateShard, StateSource, require
 from relax_events.training.ranks import Ranks
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def add_gradients_to(gradient: Tensor, parameter: nn.Parameter) -> None:
+    """Add each gradient of a parameter to a tensor as it appears, and free it."""
+
+    def add(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            gradient.add_(parameter.grad)
+            parameter.grad = None
+
+    parameter.register_post_accumulate_grad_hook(add)
+
+
+def make_flat_adamw(
+    values: Float[Tensor, " elements"],
+    gradients: Float[Tensor, " elements"],
+    moments: Mapping[str, Float[Tensor, " elements"]],
+    *,
+    num_decayed: int,
+    config: TrainerConfig,
+) -> torch.optim.AdamW:
+    """Create AdamW over flat tensors, with all its state.
+
+    Args:
+        values: What it updates.
+        gradients: What it reads.
+        moments: Its moments by name.
+        num_decayed: Elements from the first one on that weight decay applies to.
+        config: Its settings.
+    """
+    parts = [(slice(0, num_decayed), config.weight_decay), (slice(num_decayed, None), 0.0)]
+    segments = [
+        (part, decay, nn.Parameter(values[part])) for part, decay in parts if values[part].numel()
+    ]
+    groups = [{"params": [segment], "weight_decay": decay} for _, decay, segment in segments]
+    optimizer = torch.optim.AdamW(
+        groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True
+    )
+    # Created here rather than at the first step, so that a state saved before it has the same
+    # tensors as one saved after it.
+    for part, _, segment in segments:
+        segment.grad = gradients[part]
+        step = torch.zeros((), dtype=torch.float32, device=segment.device)
+        optimizer.state[segment] = {"step": step} | {
+            name: moment[part] for name, moment in moments.items()
+        }
+    return optimizer
 
 
 class FlatParameters:
@@ -56,44 +103,15 @@ class FlatParameters:
             self._views(self.gradients).values(),
             strict=True,
         ):
-            self._tie(parameter, value, gradient)
+            if self._is_master:
+                add_gradients_to(gradient, parameter)
+            else:
+                parameter.data, parameter.grad = value, gradient
         self._moments = {name: torch.zeros_like(self.values) for name in MOMENTS}
         num_decayed = sum(parameter.numel() for _, parameter in parameters if parameter.ndim >= 2)
-        self._optimizer = self._make_optimizer(num_decayed, config)
-
-    def _tie(self, parameter: nn.Parameter, value: Tensor, gradient: Tensor) -> None:
-        if not self._is_master:
-            parameter.data = value
-            parameter.grad = gradient
-            return
-
-        def add(parameter: Tensor) -> None:
-            if parameter.grad is not None:
-                gradient.add_(parameter.grad)
-                parameter.grad = None
-
-        parameter.register_post_accumulate_grad_hook(add)
-
-    def _make_optimizer(self, num_decayed: int, config: TrainerConfig) -> torch.optim.AdamW:
-        parts = [(slice(0, num_decayed), config.weight_decay), (slice(num_decayed, None), 0.0)]
-        segments = [
-            (part, decay, nn.Parameter(self.values[part]))
-            for part, decay in parts
-            if self.values[part].numel()
-        ]
-        groups = [{"params": [segment], "weight_decay": decay} for _, decay, segment in segments]
-        optimizer = torch.optim.AdamW(
-            groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True
+        self._optimizer = make_flat_adamw(
+            self.values, self.gradients, self._moments, num_decayed=num_decayed, config=config
         )
-        # Created here rather than at the first step, so that a state saved before it has the same
-        # tensors as one saved after it.
-        for part, _, segment in segments:
-            segment.grad = self.gradients[part]
-            step = torch.zeros((), dtype=torch.float32, device=segment.device)
-            optimizer.state[segment] = {"step": step} | {
-                name: moment[part] for name, moment in self._moments.items()
-            }
-        return optimizer
 
     def _views(self, flat: Float[Tensor, " elements"]) -> dict[str, Tensor]:
         pieces = flat.split([parameter.numel() for parameter in self._parameters.values()])

@@ -51,6 +51,7 @@ class TorchBackend(PolicyTraining):
     """
 
     _model: PolicyModel
+    _parameters: FlatParameters | ShardedParameters
 
     def __init__(
         self, config: RunConfig, *, ranks: Ranks, dtype: torch.dtype | None = None
@@ -80,7 +81,7 @@ class TorchBackend(PolicyTraining):
         if self._model.adapters is not None:
             self._model.adapters.initialise(seed=config.run.seed)
         self._media = SampleMedia(self._model.family, MediaLibrary(config))
-        self._parameters = self._flat = self._make_parameters()
+        self._parameters = self._make_parameters()
 
     def _prepare_model(self, module: PreTrainedModel, family: Family) -> None:
         """Freeze parts of the loaded model, set what it recomputes, and shard it."""
@@ -156,7 +157,7 @@ class TorchBackend(PolicyTraining):
             )
             loss, sums = self._compute_loss(loss_batch, result, cutoff)
             loss.backward()
-            self._record(loss_batch, sums, self._flat.gradient_sum())
+            self._record(loss_batch, sums, self._parameters.gradient_sum())
             self._report_progress()
 
     def _score_all(self, loss_batches: Sequence[LossBatch]) -> Iterator[NDArray[np.floating]]:
@@ -179,9 +180,11 @@ class TorchBackend(PolicyTraining):
         """Yield the weights on rank 0's CPU, tied tensors once, or the adapters alone; see
         `TrainerBackend`.
         """
-        if isinstance(self._flat, ShardedParameters):
+        if isinstance(self._parameters, ShardedParameters):
             with self._ranks.guard("gathering the weights"):
-                yield from self._flat.weight_buckets(max_bytes=max_bytes, dtype=self._model.dtype)
+                yield from self._parameters.weight_buckets(
+                    max_bytes=max_bytes, dtype=self._model.dtype
+                )
             return
         parameters = published_parameters(self._model.module)
         for names in split_into_buckets(parameters, max_bytes=max_bytes):
@@ -197,10 +200,10 @@ class TorchBackend(PolicyTraining):
         """
         return TrainerState(
             policy_version=self.policy_version,
-            tensors=self._flat.tensors()
+            tensors=self._parameters.tensors()
             | generator_states(self._model.device)
             | base_state(self._model.adapters),
-            shards=self._flat.shards(),
+            shards=self._parameters.shards(),
         )
 
     def load_state(self, state: StateSource) -> None:
@@ -213,7 +216,7 @@ class TorchBackend(PolicyTraining):
             if name == BASE_DIGEST or name.startswith(GENERATORS)
         }
         generators = take_base_state(own, self._model.adapters)
-        self._flat.load(state, without=own)
+        self._parameters.load(state, without=own)
         self._reset_step()
         self.policy_version = state.policy_version
         restore_generators(generators, self._model.device)

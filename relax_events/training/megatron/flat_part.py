@@ -14,7 +14,11 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from relax_events.config import TrainerConfig
-from relax_events.training.backend.flat_parameters import MOMENTS
+from relax_events.training.backend.flat_parameters import (
+    MOMENTS,
+    add_gradients_to,
+    make_flat_adamw,
+)
 from relax_events.training.megatron.layout import Shard
 from relax_events.training.megatron.slices import FlatPiece, flat_pieces
 
@@ -51,7 +55,13 @@ class FlatPart:
         self._own_gradients = self._gradients[self._start : self._start + own]
         self._masters = self._own_values.to(master)
         self._moments = {name: torch.zeros_like(self._masters) for name in MOMENTS}
-        self._optimizer = self._make_optimizer(min(max(num_decayed - self._start, 0), own), config)
+        self._optimizer = make_flat_adamw(
+            self._masters,
+            self._own_gradients,
+            self._moments,
+            num_decayed=min(max(num_decayed - self._start, 0), own),
+            config=config,
+        )
 
     def _tie(self, parameter: nn.Parameter, start: int) -> None:
         """Let a parameter and its gradient be views into the flat tensors."""
@@ -59,35 +69,10 @@ class FlatPart:
         value, gradient = self._values[part], self._gradients[part].view(parameter.shape)
         value.copy_(parameter.detach().flatten())
         parameter.data = value.view(parameter.shape)
-        if not self._has_masters:
+        if self._has_masters:
+            add_gradients_to(gradient, parameter)
+        else:
             parameter.grad = gradient
-            return
-
-        def add(parameter: Tensor) -> None:
-            if parameter.grad is not None:
-                gradient.add_(parameter.grad)
-                parameter.grad = None
-
-        parameter.register_post_accumulate_grad_hook(add)
-
-    def _make_optimizer(self, num_decayed: int, config: TrainerConfig) -> torch.optim.AdamW:
-        parts = [(slice(0, num_decayed), config.weight_decay), (slice(num_decayed, None), 0.0)]
-        segments = [
-            (part, decay, nn.Parameter(self._masters[part]))
-            for part, decay in parts
-            if self._masters[part].numel()
-        ]
-        groups = [{"params": [segment], "weight_decay": decay} for _, decay, segment in segments]
-        optimizer = torch.optim.AdamW(
-            groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True
-        )
-        for part, _, segment in segments:
-            segment.grad = self._own_gradients[part]
-            step = torch.zeros((), dtype=torch.float32, device=segment.device)
-            optimizer.state[segment] = {"step": step} | {
-                name: moment[part] for name, moment in self._moments.items()
-            }
-        return optimizer
 
     def set_step(self, step: Tensor) -> None:
         """Set the number of optimizer steps."""

@@ -216,7 +216,7 @@ def test_language_models_of_other_families_get_adapters(tmp_path: Path, family: 
 
 def test_adapters_cost_no_gradient_and_no_moment_of_the_base() -> None:
     trainer = backend()
-    flat = trainer._flat
+    flat = trainer._parameters
     base = plain_model(tiny_model())
     num_adapters = sum(tensor.numel() for tensor in collect_weights(trainer).values())
     assert flat.gradients.numel() == flat.values.numel() == num_adapters

@@ -368,7 +368,7 @@ def test_epochs_stop_before_the_mini_batch_whose_kl_exceeds_the_limit():
     train(alone, [members(first)])
     assert_equal(bounded, alone)
     assert metrics.num_samples == len(members(first))
-    assert not bounded._flat.gradients.any()
+    assert not bounded._parameters.gradients.any()
 
 
 def test_second_moment_threshold_applies_to_each_mini_batch():

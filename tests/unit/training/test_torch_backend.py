@@ -278,7 +278,7 @@ def test_failed_step_discards_its_accumulated_samples():
     algorithm = {"name": "reinforce_plus_plus_baseline"}
     mine, clean = backend(algorithm=algorithm), backend(algorithm=algorithm)
     mine.accumulate(SAMPLES[:2])
-    mine._flat.gradients.fill_(math.nan)
+    mine._parameters.gradients.fill_(math.nan)
     with pytest.raises(RunFailed):
         mine.step()
     mine.accumulate(SAMPLES[:3])
@@ -587,7 +587,7 @@ def test_failed_step_does_not_affect_the_next_step():
     mine, clean = backend(), backend()
     far = np.where(SAMPLES[3].loss_mask, np.float32(3e38), np.float32(0))
     mine.accumulate([changed(SAMPLES[3], advantages=far)] * 2)
-    mine._flat.gradients.fill_(math.nan)
+    mine._parameters.gradients.fill_(math.nan)
     mine.accumulate(SAMPLES[:1])
     with pytest.raises(RunFailed):
         mine.step()
@@ -611,7 +611,7 @@ def test_skipped_step_keeps_weights_and_optimizer_and_increments_the_version():
         ]
         * 2
     )
-    mine._flat.gradients.fill_(math.nan)
+    mine._parameters.gradients.fill_(math.nan)
     with pytest.raises(StepNotFinite):
         mine.step()
     mine.skip_step()
