@@ -118,7 +118,7 @@ class MessageGraph:
 
     def add(
         self,
-        place: Continuation,
+        continuation: Continuation,
         *,
         tools: Sequence[Message],
         input_tokens: NDArray[np.int32],
@@ -126,13 +126,21 @@ class MessageGraph:
         reply: Message,
     ) -> Node:
         """Add a sampled turn; of several equal turns, a later history continues the last."""
-        digest = extend_digest(place.digest, reply)
-        node = Node(place.parent, place.rest, tuple(tools), input_tokens, sample, reply, digest)
+        digest = extend_digest(continuation.digest, reply)
+        node = Node(
+            continuation.parent,
+            continuation.rest,
+            tuple(tools),
+            input_tokens,
+            sample,
+            reply,
+            digest,
+        )
         self.nodes.append(node)
         self._by_digest[digest] = node
-        if place.parent is not None:
-            self._continued.add(place.parent)
-        self.num_forks += place.is_fork
+        if continuation.parent is not None:
+            self._continued.add(continuation.parent)
+        self.num_forks += continuation.is_fork
         return node
 
     def leaves(self) -> list[Node]:

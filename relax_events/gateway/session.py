@@ -125,9 +125,9 @@ class Session:
         async with self._turn:
             if self._is_closed:
                 raise SessionClosed("the session has ended; no further call is answered")
-            place = self.graph.find(messages, tools=tools)
-            input_tokens = self._render(messages, place, tools)
-            request = self._build_request(place, input_tokens, max_tokens)
+            continuation = self.graph.find(messages, tools=tools)
+            input_tokens = self._render(messages, continuation, tools)
+            request = self._build_request(continuation, input_tokens, max_tokens)
             self.num_calls += 1
             sample = await self.generate(request)
             self.error = ""
@@ -137,7 +137,7 @@ class Session:
             if self._is_closed:
                 raise SessionClosed("the session ended during the call")
             return self.graph.add(
-                place,
+                continuation,
                 tools=tools,
                 input_tokens=input_tokens,
                 sample=sample,
@@ -145,28 +145,28 @@ class Session:
             )
 
     def _render(
-        self, messages: Sequence[Message], place: Continuation, tools: Sequence[Message]
+        self, messages: Sequence[Message], continuation: Continuation, tools: Sequence[Message]
     ) -> NDArray[np.int32]:
-        if place.parent is None:
+        if continuation.parent is None:
             return self.renderer.prompt_tokens(messages, tools=tools)
-        known = len(messages) - len(place.rest)
-        tokens = place.parent.sample.tokens
+        known = len(messages) - len(continuation.rest)
+        tokens = continuation.parent.sample.tokens
         return self.renderer.bridge_tokens(
             messages[: known - 1],
-            place.rest,
+            continuation.rest,
             tools=tools,
             has_stop=bool(len(tokens)) and int(tokens[-1]) in self.renderer.stop_token_ids,
         )
 
     def _build_request(
-        self, place: Continuation, input_tokens: NDArray[np.int32], max_tokens: int | None
+        self, continuation: Continuation, input_tokens: NDArray[np.int32], max_tokens: int | None
     ) -> GenerationRequest:
         """Build the engine's request.
 
         Raises:
             SessionLimit: A bound of the sample is met.
         """
-        bounds, parent = self.bounds, place.parent
+        bounds, parent = self.bounds, continuation.parent
         prompt = np.concatenate([path_tokens(parent), input_tokens])
         left = bounds.max_new_tokens - self.num_sampled_tokens
         room = bounds.max_context_tokens - len(prompt)
