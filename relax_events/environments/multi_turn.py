@@ -12,35 +12,31 @@ those of the prompt.
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Collection
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Literal
 
 from relax_events.config import RunConfig
 from relax_events.data.conversations import ASSISTANT
 from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.protocol import (
     Engine,
-    EngineUsage,
     EnvironmentContext,
     GeneratedSample,
     GenerationRequest,
     SampleRequest,
 )
+from relax_events.engines.turn_engine import TurnEngine
 from relax_events.environments.episode import Episode
 from relax_events.environments.pool import EnvironmentPool, ProcessedReply
 from relax_events.errors import PoisonSample
 from relax_events.events.parts import ChatMessage, FinishReason
 from relax_events.media.library import MediaLibrary
-from relax_events.weights import Weights
 
 PendingReply = tuple[Episode, "Future[ProcessedReply | None]"]
 
 
-class MultiTurnEngine:
+class MultiTurnEngine(TurnEngine[PendingReply]):
     """Implements `Engine` over another engine and an environment."""
 
     def __init__(
@@ -61,7 +57,8 @@ class MultiTurnEngine:
             renderer: Renderer of the policy.
             library: Loads the media of resumed samples.
         """
-        self._engine, self._pool = engine, pool
+        super().__init__(engine)
+        self._pool = pool
         self._max_turns, self._max_context_tokens = (
             config.environment.max_turns,
             config.engine.max_context_tokens,
@@ -69,15 +66,7 @@ class MultiTurnEngine:
         self._renderer, self._library = renderer, library
         self._episodes: dict[str, Episode] = {}
         self._awaiting_reply: dict[str, Episode] = {}
-        self._replies: queue.SimpleQueue[PendingReply | None] = queue.SimpleQueue()
-        self._finished: list[GeneratedSample] = []
         self._num_replies = 0
-        self._interrupted = threading.Event()
-
-    @property
-    def policy_version(self) -> int:
-        """Policy version of the loaded weights."""
-        return self._engine.policy_version
 
     @property
     def num_running(self) -> int:
@@ -90,9 +79,8 @@ class MultiTurnEngine:
         return self._engine.num_tokens + self._num_replies
 
     @property
-    def usage(self) -> EngineUsage:
-        """Usage of the engine; samples that wait for the environment are not included."""
-        return self._engine.usage
+    def _is_waiting(self) -> bool:
+        return bool(self._awaiting_reply)
 
     def submit(self, request: GenerationRequest) -> None:
         """Queue a prompt group's samples; see `Engine`. A sample with earlier turns continues after
@@ -118,27 +106,6 @@ class MultiTurnEngine:
                 episode = episodes[sample.sample_id]
                 self._submit_turn(episode, episode.aborted_turn(sample))
 
-    def poll(self, *, timeout_seconds: float) -> list[GeneratedSample]:
-        """Return the finished samples; see `Engine`. The list may be empty after a turn that does
-        not finish its sample.
-        """
-        self._take_replies()
-        if not self._finished and not self._interrupted.is_set():
-            if self._engine.num_running:
-                for turn in self._engine.poll(timeout_seconds=timeout_seconds):
-                    self._take_turn(turn)
-            elif self._awaiting_reply:
-                self._take_replies(timeout_seconds=timeout_seconds)
-        self._interrupted.clear()
-        finished, self._finished = self._finished, []
-        return finished
-
-    def interrupt(self) -> None:
-        """Make a waiting poll return, from any thread."""
-        self._interrupted.set()
-        self._replies.put(None)
-        self._engine.interrupt()
-
     def abort(self, sample_ids: Collection[str] | None = None) -> list[GeneratedSample]:
         """Remove the named samples, or all of them without `sample_ids`; those that wait for the
         environment keep all their turns.
@@ -155,20 +122,6 @@ class MultiTurnEngine:
             episode = self._episodes.pop(sample_id).without_last_turn()
             aborted.append(episode.ended(FinishReason.ABORT))
         return aborted
-
-    def load_weights(
-        self, weights: Weights, *, on_running: Literal["swap", "restart"] = "restart"
-    ) -> None:
-        """Switch to another policy version; later turns are generated with it."""
-        self._engine.load_weights(weights, on_running=on_running)
-
-    def sleep(self) -> None:
-        """Release the device memory."""
-        self._engine.sleep()
-
-    def wake(self) -> None:
-        """Allocate the device memory again."""
-        self._engine.wake()
 
     def close(self) -> None:
         """Close engine and environment."""
@@ -214,34 +167,16 @@ class MultiTurnEngine:
             turn.sample_id,
             episode.task,
             episode.turns,
-            on_reply=lambda future: self._on_reply(episode, future),
+            on_reply=lambda future: self._put((episode, future)),
         )
 
-    def _on_reply(self, episode: Episode, future: Future[ProcessedReply | None]) -> None:
-        """Queue the environment's reply, from its thread; the engine is interrupted after its next
-        token.
-        """
-        self._replies.put((episode, future))
-        self._engine.interrupt()
-
-    def _take_replies(self, *, timeout_seconds: float = 0.0) -> None:
-        """Process queued replies, waiting for the first with a timeout; replies to aborted samples
-        are ignored.
-        """
-        try:
-            turn = (
-                self._replies.get(timeout=timeout_seconds)
-                if timeout_seconds
-                else self._replies.get_nowait()
-            )
-            while True:
-                if turn is not None and self._awaiting_reply.get(turn[0].sample_id) is turn[0]:
-                    del self._awaiting_reply[turn[0].sample_id]
-                    self._num_replies += 1
-                    self._continue(*turn)
-                turn = self._replies.get_nowait()
-        except queue.Empty:
-            return
+    def _take_item(self, item: PendingReply) -> None:
+        """Process a reply of the environment; one to an aborted sample is ignored."""
+        episode, future = item
+        if self._awaiting_reply.get(episode.sample_id) is episode:
+            del self._awaiting_reply[episode.sample_id]
+            self._num_replies += 1
+            self._continue(episode, future)
 
     def _continue(self, episode: Episode, future: Future[ProcessedReply | None]) -> None:
         """Append a reply and request the next turn; a sample without room for it finishes with its

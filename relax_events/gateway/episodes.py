@@ -16,12 +16,9 @@ prompt group: it is never scored. An aborted episode is begun again by the next 
 from __future__ import annotations
 
 import asyncio
-import queue
-import threading
 from collections.abc import Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import structlog
@@ -30,11 +27,11 @@ from relax_events.config import RunConfig
 from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.protocol import (
     Engine,
-    EngineUsage,
     GeneratedSample,
     GenerationRequest,
     SampleRequest,
 )
+from relax_events.engines.turn_engine import TurnEngine
 from relax_events.errors import EngineFailed, PoisonSample
 from relax_events.events.parts import FinishReason
 from relax_events.gateway.app import SessionKeys
@@ -48,7 +45,6 @@ from relax_events.gateway.program import (
 from relax_events.gateway.sample import build_sample, build_task
 from relax_events.gateway.server import GatewayServer
 from relax_events.gateway.session import Session, SessionBounds
-from relax_events.weights import Weights
 
 log = structlog.get_logger()
 CLOSE_SECONDS = 30.0
@@ -63,7 +59,7 @@ class _Call:
     is_cancelled: bool = False
 
 
-class EpisodeEngine:
+class EpisodeEngine(TurnEngine[_Call | GeneratedSample]):
     """Implements `Engine`; see the module's docstring."""
 
     def __init__(self, engine: Engine, *, config: RunConfig, renderer: PromptRenderer) -> None:
@@ -74,7 +70,8 @@ class EpisodeEngine:
             config: The run; its environment has a command.
             renderer: Of the policy.
         """
-        self._engine, self._config = engine, config
+        super().__init__(engine)
+        self._config = config
         self._renderer = ChatRenderer(renderer)
         self._bounds = SessionBounds(
             max_turns=config.environment.max_turns,
@@ -83,19 +80,11 @@ class EpisodeEngine:
         )
         self._command = resolve_command(config.environment.command)
         self._keys = SessionKeys()
-        self._inbox: queue.SimpleQueue[_Call | GeneratedSample | None] = queue.SimpleQueue()
         self._calls: dict[str, _Call] = {}
         self._episodes: dict[str, tuple[GenerationRequest, Future[None]]] = {}
-        self._finished: list[GeneratedSample] = []
-        self._interrupted = threading.Event()
         self._num_events = 0
         self._server = GatewayServer(self._keys, model_name=config.model.path.name)
         self._free = asyncio.Semaphore(config.environment.concurrency)
-
-    @property
-    def policy_version(self) -> int:
-        """Policy version of the loaded weights."""
-        return self._engine.policy_version
 
     @property
     def num_running(self) -> int:
@@ -108,9 +97,8 @@ class EpisodeEngine:
         return self._engine.num_tokens + self._num_events
 
     @property
-    def usage(self) -> EngineUsage:
-        """Usage of the engine; episodes whose program works are not included."""
-        return self._engine.usage
+    def _is_waiting(self) -> bool:
+        return bool(self._episodes)
 
     def submit(self, request: GenerationRequest) -> None:
         """Begin the episodes of a prompt group; see `Engine`.
@@ -125,25 +113,6 @@ class EpisodeEngine:
         for sample in request.samples:
             running = self._server.run(self._run_episode(request, sample))
             self._episodes[sample.sample_id] = (request, running)
-
-    def poll(self, *, timeout_seconds: float) -> list[GeneratedSample]:
-        """Pass calls to the engine and turns back, and return the finished episodes."""
-        self._take()
-        if not self._finished and not self._interrupted.is_set():
-            if self._engine.num_running:
-                for sample in self._engine.poll(timeout_seconds=timeout_seconds):
-                    self._hand_out(sample)
-            elif self._episodes:
-                self._take(timeout_seconds=timeout_seconds)
-        self._interrupted.clear()
-        finished, self._finished = self._finished, []
-        return finished
-
-    def interrupt(self) -> None:
-        """Make a waiting poll return, from any thread."""
-        self._interrupted.set()
-        self._inbox.put(None)
-        self._engine.interrupt()
 
     def abort(self, sample_ids: Collection[str] | None = None) -> list[GeneratedSample]:
         """End the named episodes, or all; they are begun again when they are submitted again."""
@@ -160,22 +129,6 @@ class EpisodeEngine:
             self._calls.pop(call).done.set_exception(EngineFailed("the episode was stopped"))
         return aborted
 
-    def load_weights(
-        self, weights: Weights, *, on_running: Literal["swap", "restart"] = "restart"
-    ) -> None:
-        """Switch to another policy version; later tokens of running episodes are sampled with
-        it.
-        """
-        self._engine.load_weights(weights, on_running=on_running)
-
-    def sleep(self) -> None:
-        """Release the device memory."""
-        self._engine.sleep()
-
-    def wake(self) -> None:
-        """Allocate the device memory again."""
-        self._engine.wake()
-
     def close(self) -> None:
         """End all programs, and close the gateway and the engine."""
         for _, running in self._episodes.values():
@@ -186,33 +139,21 @@ class EpisodeEngine:
     async def _generate(self, request: GenerationRequest) -> GeneratedSample:
         """Have the loop's thread generate a turn; called in the gateway's thread."""
         call = _Call(request, Future())
-        self._inbox.put(call)
-        self._engine.interrupt()
+        self._put(call)
         try:
             return await asyncio.wrap_future(call.done)
         except asyncio.CancelledError:
             call.is_cancelled = True
-            self._inbox.put(call)
-            self._engine.interrupt()
+            self._put(call)
             raise
 
-    def _take(self, *, timeout_seconds: float = 0.0) -> None:
-        """Take calls and finished episodes, waiting for the first with a timeout."""
-        try:
-            item = (
-                self._inbox.get(timeout=timeout_seconds)
-                if timeout_seconds
-                else self._inbox.get_nowait()
-            )
-            while True:
-                if isinstance(item, _Call):
-                    self._take_call(item)
-                elif item is not None and self._episodes.pop(item.sample_id, None) is not None:
-                    self._num_events += 1
-                    self._finished.append(item)
-                item = self._inbox.get_nowait()
-        except queue.Empty:
-            return
+    def _take_item(self, item: _Call | GeneratedSample) -> None:
+        """Process a call of a program, or the sample of a finished episode."""
+        if isinstance(item, _Call):
+            self._take_call(item)
+        elif self._episodes.pop(item.sample_id, None) is not None:
+            self._num_events += 1
+            self._finished.append(item)
 
     def _take_call(self, call: _Call) -> None:
         self._num_events += 1
@@ -230,10 +171,11 @@ class EpisodeEngine:
             return
         self._calls[name] = call
 
-    def _hand_out(self, sample: GeneratedSample) -> None:
-        call = self._calls.pop(sample.sample_id, None)
+    def _take_turn(self, turn: GeneratedSample) -> None:
+        """Answer a program's call."""
+        call = self._calls.pop(turn.sample_id, None)
         if call is not None:
-            call.done.set_result(sample)
+            call.done.set_result(turn)
 
     async def _run_episode(self, request: GenerationRequest, sample: SampleRequest) -> None:
         """Run an episode up to its end, or until the attempts are used; runs in the gateway's
@@ -254,8 +196,7 @@ class EpisodeEngine:
                 result = _without_tokens(
                     request, sample.sample_id, FinishReason.ERROR, error=problem
                 )
-        self._inbox.put(result)
-        self._engine.interrupt()
+        self._put(result)
 
     async def _run_attempt(
         self, request: GenerationRequest, sample: SampleRequest
