@@ -87,16 +87,20 @@ class Cluster:
         program("HELM", "helm")
         program("KUBECTL", "kubectl")
         try:
-            said = self.kubectl("version", "--output", "json", "--request-timeout=10s", seconds=20)
+            version = self.server_version()
             nodes = self.get("nodes")["items"]
         except KubernetesError as error:
             raise KubernetesError(
                 "no cluster answers; set KUBECONFIG to the file of one, on whose nodes are the "
                 f"images of docs/how-to/kubernetes.md. {error}"
             ) from None
-        version = json.loads(said)["serverVersion"]["gitVersion"]
         runtimes = {node["status"]["nodeInfo"]["containerRuntimeVersion"] for node in nodes}
         return f"Kubernetes {version}, {len(nodes)} nodes, {', '.join(sorted(runtimes))}"
+
+    def server_version(self) -> str:
+        """Return the version of the API server, like v1.34.4; raises KubernetesError."""
+        said = self.kubectl("version", "--output", "json", "--request-timeout=10s", seconds=20)
+        return str(json.loads(said)["serverVersion"]["gitVersion"])
 
     def wait_until(self, condition: Callable[[], bool], *, seconds: float, what: str) -> float:
         """Ask until the condition holds, and return the seconds that it took.

@@ -5,6 +5,7 @@ what the scaling API's controller may do.
 from __future__ import annotations
 
 import gzip
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -53,13 +54,13 @@ def count_accepted(cluster: Cluster, name: str, run_file: Path) -> int:
     """
     values = CHART / f"values-{name}.yaml"
     words = [str(CHART), "--values", str(values), "--set-file", f"run.file={run_file}"]
-    text = cluster.helm("template", name, *words)
+    text = cluster.helm("template", name, *words, "--kube-version", cluster.server_version())
     said = cluster.kubectl("apply", "--dry-run=server", "--filename", "-", given=text)
     return len(said.splitlines())
 
 
 def upgrade_repeatedly(release: Release, changes: Sequence[str] = CHANGES) -> None:
-    """Change a release value by value, and roll back to its first revision.
+    """Change a release value by value, and roll back to the oldest revision that helm kept.
 
     Raises:
         KubernetesError: The API server refuses a change.
@@ -67,7 +68,8 @@ def upgrade_repeatedly(release: Release, changes: Sequence[str] = CHANGES) -> No
     for change in changes:
         release.words += ["--set", change]
         release.install()
-    release.cluster.helm("rollback", release.name, "1")
+    kept = json.loads(release.cluster.helm("history", release.name, "--output", "json"))
+    release.cluster.helm("rollback", release.name, str(kept[0]["revision"]))
 
 
 def check_rights(release: Release) -> None:

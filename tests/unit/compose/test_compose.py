@@ -5,6 +5,7 @@ each service has what it needs.
 from __future__ import annotations
 
 import re
+import tomllib
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,17 @@ def test_dockerignore_admits_exactly_the_requirements_the_image_copies() -> None
         | {"requirements/cpu.txt", "requirements/cuda.txt"}
         == given
     )
+
+
+def test_image_is_built_with_every_folder_that_the_wheel_contains() -> None:
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"][
+        "targets"
+    ]["wheel"]
+    folders = {*wheel["packages"], *wheel["force-include"]}
+    copied = re.findall(r"^COPY (\S+) \S+$", (COMPOSE / "Dockerfile").read_text(), re.MULTILINE)
+    admitted = re.findall(r"^!(\S+)", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
+    assert folders <= set(copied)
+    assert folders <= set(admitted)
 
 
 @pytest.mark.parametrize("name", OURS)
