@@ -84,6 +84,10 @@ soak: setup ## Break runs at random: make soak MINUTES=60 SEED=1
 	$(UV) pip install --quiet --python .venv-sbom/bin/python --no-deps --require-hashes -r requirements/sbom.txt
 	touch $@
 
+.PHONY: wheel
+wheel: setup ## Build dist/relax_events-VERSION-py3-none-any.whl
+	$(BIN)/python -m hatchling build -t wheel -d dist
+
 .PHONY: sbom fuzz
 sbom: .venv-sbom/.ready ## Write .relax/sbom.json: every pinned package and every jar, as CycloneDX
 	$(BIN)/python -m tests.stack.sbom .venv-sbom/bin/cyclonedx-py .relax/sbom.json

@@ -15,6 +15,10 @@ COMMANDS = {
         "relax_events.cli.init:init",
         "Write a commented run file from a model's folder and a dataset.",
     ),
+    "examples": (
+        "relax_events.cli.examples:examples",
+        "Write the run files that the package brings, the quickstart's among them.",
+    ),
     "doctor": ("relax_events.cli.run:doctor", "Check everything a run needs, without starting it."),
     "plan": (
         "relax_events.cli.plan:plan",

@@ -97,7 +97,7 @@ def _read(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ConfigError(
             f"run file {path} does not exist; give the path of a TOML file, for example "
-            "configs/quickstart.toml"
+            "configs/quickstart.toml, which `relax examples` writes"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"run file {path} can't be read: {error}") from None
