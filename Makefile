@@ -101,7 +101,7 @@ fuzz: setup ## Fuzz everything that decodes: make fuzz MINUTES=60. What breaks a
 	touch $@
 
 .PHONY: agents
-agents: .venv-agents/.ready ## Install the clients of the token route, `renderers` and `verifiers`, apart from the rest: a long test runs them
+agents: .venv-agents/.ready ## Install the clients of the gateway and of the token route (`openai`, `anthropic`, `renderers`, `verifiers`), apart from the rest: long tests run them
 
 .venv/.lint: .venv/.ready requirements/lint.txt
 	$(INSTALL) --require-hashes -r requirements/lint.txt

@@ -1,18 +1,23 @@
 """The gateway's HTTP application: one base_url for all sessions, and a key for each.
 
-    POST /v1/chat/completions    Authorization: Bearer KEY --> the session of the key
+    POST /v1/chat/completions    OpenAI's chat   \
+    POST /v1/responses           OpenAI          | KEY --> the session of the key
+    POST /v1/messages            Anthropic       /
+    POST /v1/messages/count_tokens
     GET  /v1/models
 
-A call that waits long gets comments in its stream, so that no proxy or client gives it up.
+A call that waits long gets comments in its stream, so that no proxy or client gives it up. An
+invalid call is refused with a status as long as its stream has not begun.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from typing import Any
 
+import orjson
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -20,18 +25,23 @@ from starlette.exceptions import HTTPException
 
 from relax_events import __version__
 from relax_events.errors import EngineFailed, PoisonSample
-from relax_events.gateway.chat_dialect import ChatCall, answer_events, whole_answer
+from relax_events.gateway.anthropic_dialect import AnthropicCall, AnthropicPrompt, anthropic_error
+from relax_events.gateway.chat_dialect import ChatCall, openai_error
+from relax_events.gateway.dialect import AnswerHead, ModelCall, Problem, describe
 from relax_events.gateway.graph import Node
+from relax_events.gateway.responses_dialect import ResponsesCall
 from relax_events.gateway.session import Session, SessionClosed, SessionLimit
 from relax_events.http.server import RequestGuard
-from relax_events.serving.streams import END, cancel_on_disconnect
+from relax_events.serving.streams import cancel_on_disconnect
 
 MAX_BODY_BYTES = 64 * 1024**2
 BODY_SECONDS = 60.0
 COMMENT_SECONDS = 10.0
-"""Between two comments in a stream whose answer is not there yet."""
-RETRY_SECONDS = 1
+"""Between two comments in a stream whose answer is not there yet; before the first, a call that
+fails is refused with a status."""
 BEARER = "bearer "
+REFUSALS = (SessionLimit, SessionClosed, PoisonSample, EngineFailed)
+"""The errors of a session that its program receives."""
 
 
 class SessionKeys:
@@ -77,124 +87,132 @@ def build_gateway(keys: SessionKeys, *, model_name: str, host: str = "127.0.0.1"
 
     @app.get("/v1/models")
     def models(request: Request) -> dict[str, Any]:
-        """List the policy."""
-        bounds = keys.find(request).bounds
-        card = {
-            "id": model_name,
-            "object": "model",
-            "owned_by": "relax-events",
-            "max_model_len": bounds.max_context_tokens,
-        }
-        return {"object": "list", "data": [card]}
+        """List the policy, as the clients of both vendors read it."""
+        return _model_list(model_name, keys.find(request).bounds.max_context_tokens)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request, call: ChatCall) -> Response:
-        """Sample the next turn of a session."""
-        session, name = keys.find(request), secrets.token_hex(12)
-        model = call.model or model_name
-        if call.stream:
-            with_usage = call.stream_options is not None and call.stream_options.include_usage
-            return StreamingResponse(
-                _stream(
-                    session,
-                    call,
-                    lambda node: answer_events(node, name=name, model=model, with_usage=with_usage),
-                ),
-                media_type="text/event-stream",
-            )
-        return await cancel_on_disconnect(
-            request,
-            _answer(session, call, lambda node: whole_answer(node, name=name, model=model)),
-        )
+        """Sample the next turn of a session, in the dialect of OpenAI's chat."""
+        return await _serve(request, keys.find(request), call, model_name)
+
+    @app.post("/v1/responses")
+    async def responses(request: Request, call: ResponsesCall) -> Response:
+        """Sample the next turn of a session, in the dialect of OpenAI's responses."""
+        return await _serve(request, keys.find(request), call, model_name)
+
+    @app.post("/v1/messages")
+    async def messages(request: Request, call: AnthropicCall) -> Response:
+        """Sample the next turn of a session, in the dialect of Anthropic's messages."""
+        return await _serve(request, keys.find(request), call, model_name)
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(request: Request, call: AnthropicPrompt) -> Response:
+        """Count what the policy would read."""
+        session = keys.find(request)
+        try:
+            count = session.count_tokens(call.history(session), tools=call.tool_list())
+        except PoisonSample as error:
+            return _refuse(request, describe(error, session))
+        return JSONResponse({"input_tokens": count})
 
     app.add_exception_handler(RequestValidationError, _not_understood)
     app.add_exception_handler(HTTPException, _http_error)
     return RequestGuard(
         app,
-        problem=lambda code, text: bytes(problem(code, text).body),
+        problem=lambda code, text: orjson.dumps(openai_error(Problem(status=code, text=text))),
         host=host,
         max_body_bytes=MAX_BODY_BYTES,
         body_seconds=BODY_SECONDS,
     )
 
 
-def _chat(session: Session, call: ChatCall) -> Awaitable[Node]:
-    return session.chat(call.messages, tools=call.tool_list, max_tokens=call.bound)
-
-
-async def _answer(
-    session: Session, call: ChatCall, build: Callable[[Node], dict[str, Any]]
-) -> Response:
+async def _serve(request: Request, session: Session, call: ModelCall, model_name: str) -> Response:
+    """Answer a call, whole or as a stream."""
+    head = AnswerHead(secrets.token_hex(12), call.model or model_name)
+    work = asyncio.ensure_future(_chat(session, call, head))
+    wait = asyncio.wait([work], timeout=COMMENT_SECONDS if call.stream else None)
+    is_streamed = False
     try:
-        return JSONResponse(build(await _chat(session, call)))
-    except (SessionLimit, SessionClosed, PoisonSample, EngineFailed) as error:
-        return describe(error, session)
+        await cancel_on_disconnect(request, wait)
+        if call.stream and not (work.done() and work.exception()):
+            is_streamed = True
+            return StreamingResponse(
+                _stream(session, call, head, work), media_type="text/event-stream"
+            )
+        return JSONResponse(call.answer(work.result(), head))
+    except REFUSALS as error:
+        return _refuse(request, describe(error, session))
+    finally:
+        if not is_streamed:
+            await _stop(work)
+
+
+async def _chat(session: Session, call: ModelCall, head: AnswerHead) -> Node:
+    """Have the policy answer a call.
+
+    Raises:
+        SessionLimit, SessionClosed, PoisonSample, EngineFailed: See `Session.chat`.
+    """
+    node = await session.chat(call.history(session), tools=call.tool_list(), max_tokens=call.bound)
+    call.record(session, node, head)
+    return node
 
 
 async def _stream(
-    session: Session, call: ChatCall, events: Callable[[Node], Any]
+    session: Session, call: ModelCall, head: AnswerHead, work: asyncio.Future[Node]
 ) -> AsyncGenerator[bytes]:
-    work = asyncio.ensure_future(_chat(session, call))
     try:
-        while not (await asyncio.wait([work], timeout=COMMENT_SECONDS))[0]:
+        while not work.done():
             yield b": waiting for the policy\n\n"
-        for event in events(work.result()):
-            yield b"data: " + event + b"\n\n"
-        yield END
-    except (SessionLimit, SessionClosed, PoisonSample, EngineFailed) as error:
-        yield b"data: " + bytes(describe(error, session).body) + b"\n\n"
+            await asyncio.wait([work], timeout=COMMENT_SECONDS)
+        for event in call.events(work.result(), head):
+            yield event
+    except REFUSALS as error:
+        yield call.failure_event(describe(error, session), head)
     finally:
-        work.cancel()
-        await asyncio.gather(work, return_exceptions=True)
+        await _stop(work)
 
 
-def describe(error: Exception, session: Session) -> JSONResponse:
-    """Return an error of a session as OpenAI's clients understand it: 4xx are final, 503 is tried
-    again.
-    """
-    if isinstance(error, SessionLimit):
-        return problem(400, str(error), code=error.limit.value)
-    if isinstance(error, SessionClosed):
-        return problem(410, str(error), code="session_closed", is_final=True)
-    if isinstance(error, PoisonSample):
-        session.num_refused += 1
-        return problem(400, str(error), code="invalid_messages")
-    return problem(503, str(error), code="engine_failed", retry_after_seconds=RETRY_SECONDS)
+async def _stop(work: asyncio.Future[Node]) -> None:
+    work.cancel()
+    await asyncio.gather(work, return_exceptions=True)
 
 
-def problem(
-    status: int,
-    text: str,
-    *,
-    code: str = "invalid_request",
-    retry_after_seconds: int = 0,
-    is_final: bool = False,
-) -> JSONResponse:
-    """Build an error in OpenAI's format.
-
-    Args:
-        status: HTTP status.
-        text: What is wrong.
-        code: The cause.
-        retry_after_seconds: When to try again; 0 leaves the header out.
-        is_final: Whether the client must not try again, whatever the status.
-    """
-    headers = {"Retry-After": str(retry_after_seconds)} if retry_after_seconds else {}
-    if is_final:
-        headers["x-should-retry"] = "false"
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    body = {"error": {"message": text, "type": kind, "code": code, "param": None}}
-    return JSONResponse(body, status_code=status, headers=headers)
+def _model_list(name: str, max_context_tokens: int) -> dict[str, Any]:
+    card = {
+        "id": name,
+        "object": "model",
+        "type": "model",
+        "display_name": name,
+        "created": 0,
+        "created_at": "1970-01-01T00:00:00Z",
+        "owned_by": "relax-events",
+        "max_model_len": max_context_tokens,
+    }
+    pages = {"has_more": False, "first_id": name, "last_id": name}
+    return {"object": "list", "data": [card]} | pages
 
 
-def _not_understood(_: Request, error: Exception) -> JSONResponse:
+def _refuse(request: Request, problem: Problem) -> JSONResponse:
+    """Return a problem in the format of the dialect that a request speaks."""
+    is_anthropic = "anthropic-version" in request.headers or request.url.path.startswith(
+        "/v1/messages"
+    )
+    body = anthropic_error(problem) if is_anthropic else openai_error(problem)
+    return JSONResponse(body, status_code=problem.status, headers=problem.headers)
+
+
+def _not_understood(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     texts = (
         f"{'.'.join(map(str, one['loc'][1:])) or 'body'}: {one['msg']}" for one in error.errors()
     )
-    return problem(400, "; ".join(texts))
+    return _refuse(request, Problem(status=400, text="; ".join(texts)))
 
 
-def _http_error(_: Request, error: Exception) -> JSONResponse:
+def _http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    return problem(error.status_code, error.detail, code="invalid_key", is_final=True)
+    return _refuse(
+        request,
+        Problem(status=error.status_code, text=error.detail, code="invalid_key", is_final=True),
+    )

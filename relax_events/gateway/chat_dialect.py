@@ -1,35 +1,26 @@
-"""The dialect of OpenAI's chat completions: what a program asks, and the answer.
-
-The run's sampling settings hold for every call, since the trainer needs the distribution that the
-tokens were sampled from: `temperature`, `top_p`, `top_k` and `seed` of a program are ignored.
+"""The dialect of OpenAI's chat completions, `POST /v1/chat/completions`; messages have its form
+everywhere in the gateway.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
 import orjson
 from pydantic import BaseModel, Field, model_validator
 
-from relax_events.events.parts import FinishReason
-from relax_events.gateway.graph import Node, path_tokens
-
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1, None),
-    "stop": (None, [], ""),
-    "logprobs": (False, None),
-    "top_logprobs": (0, None),
-    "logit_bias": (None, {}),
-    "presence_penalty": (0, None),
-    "frequency_penalty": (0, None),
-    "functions": (None, []),
-    "response_format": (None, {"type": "text"}),
-    "tool_choice": (None, "auto", "none"),
-    "modalities": (None, ["text"]),
-}
-"""Fields that are not supported, with the values that have no effect."""
+from relax_events.gateway.dialect import (
+    AnswerHead,
+    ModelCall,
+    Problem,
+    count_tokens,
+    is_cut_off,
+)
+from relax_events.gateway.graph import Node
+from relax_events.gateway.messages import Message, with_one_system_message
+from relax_events.gateway.session import Session
+from relax_events.serving.streams import END
 
 
 class ChatTool(BaseModel):
@@ -45,26 +36,28 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class ChatCall(BaseModel):
-    """`POST /v1/chat/completions`."""
+class ChatCall(ModelCall):
+    """The body of a call."""
 
-    model: str = ""
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "n": (1, None),
+        "stop": (None, [], ""),
+        "logprobs": (False, None),
+        "top_logprobs": (0, None),
+        "logit_bias": (None, {}),
+        "presence_penalty": (0, None),
+        "frequency_penalty": (0, None),
+        "functions": (None, []),
+        "response_format": (None, {"type": "text"}),
+        "tool_choice": (None, "auto", "none"),
+        "modalities": (None, ["text"]),
+    }
+
     messages: list[dict[str, Any]] = Field(min_length=1)
     tools: list[ChatTool] = Field(default_factory=list)
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
-    stream: bool = False
     stream_options: StreamOptions | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _reject_unsupported(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        for key, values in NEUTRAL.items():
-            if key in data and data[key] not in values:
-                raise ValueError(f"{key} = {data[key]!r} is not supported here; leave it out")
-        return {key: value for key, value in data.items() if value is not None or key == "messages"}
 
     @model_validator(mode="after")
     def _messages_have_roles(self) -> ChatCall:
@@ -84,61 +77,81 @@ class ChatCall(BaseModel):
         """The program's bound on the turn, in tokens."""
         return self.max_completion_tokens or self.max_tokens
 
-    @property
-    def tool_list(self) -> list[dict[str, Any]]:
-        """The tools as chat templates read them."""
+    def tool_list(self) -> list[Message]:
+        """Return the tools, which have the form of chat templates."""
         return [tool.model_dump() for tool in self.tools]
+
+    def history(self, session: Session) -> list[Message]:
+        """Return the messages; the program sends all of them with each call."""
+        return with_one_system_message(self.messages)
+
+    def answer(self, node: Node, head: AnswerHead) -> dict[str, Any]:
+        """Return the answer of a call that is not streamed."""
+        choice = {
+            "index": 0,
+            "message": dict(node.reply),
+            "finish_reason": finish_reason(node),
+            "logprobs": None,
+        }
+        return _head("chat.completion", head) | {"choices": [choice], "usage": usage(node)}
+
+    def events(self, node: Node, head: AnswerHead) -> Iterator[bytes]:
+        """Yield the chunks: the message in one piece, then the reason for its end."""
+        chunk = _head("chat.completion.chunk", head)
+
+        def event(delta: dict[str, Any], reason: str | None = None) -> bytes:
+            choice = {"index": 0, "delta": delta, "finish_reason": reason, "logprobs": None}
+            return _event(chunk | {"choices": [choice]})
+
+        yield event({"role": "assistant", "content": ""})
+        for key in ("reasoning_content", "content"):
+            if node.reply.get(key):
+                yield event({key: node.reply[key]})
+        if calls := node.reply.get("tool_calls"):
+            yield event(
+                {"tool_calls": [{"index": index} | call for index, call in enumerate(calls)]}
+            )
+        yield event({}, finish_reason(node))
+        if self.stream_options is not None and self.stream_options.include_usage:
+            yield _event(chunk | {"choices": [], "usage": usage(node)})
+        yield END
+
+    def failure_event(self, problem: Problem, head: AnswerHead) -> bytes:
+        """Return the error, at which the client stops to read."""
+        return _event(openai_error(problem))
+
+
+def openai_error(problem: Problem) -> dict[str, Any]:
+    """Return an error in the format of both dialects of OpenAI."""
+    kind = "invalid_request_error" if problem.status < 500 else "server_error"
+    return {"error": {"message": problem.text, "type": kind, "code": problem.code, "param": None}}
 
 
 def finish_reason(node: Node) -> str:
     """Return why a turn ended, in OpenAI's words."""
-    if node.sample.finish_reason is FinishReason.LENGTH:
+    if is_cut_off(node):
         return "length"
     return "tool_calls" if node.reply.get("tool_calls") else "stop"
 
 
 def usage(node: Node) -> dict[str, int]:
     """Return the token counts of a call."""
-    completion = len(node.sample.tokens)
-    total = len(path_tokens(node))
+    prompt, completion = count_tokens(node)
     return {
-        "prompt_tokens": total - completion,
+        "prompt_tokens": prompt,
         "completion_tokens": completion,
-        "total_tokens": total,
+        "total_tokens": prompt + completion,
     }
 
 
-def whole_answer(node: Node, *, name: str, model: str) -> dict[str, Any]:
-    """Return the answer of a call that is not streamed."""
-    choice = {
-        "index": 0,
-        "message": dict(node.reply),
-        "finish_reason": finish_reason(node),
-        "logprobs": None,
+def _event(data: Mapping[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(data) + b"\n\n"
+
+
+def _head(kind: str, head: AnswerHead) -> dict[str, Any]:
+    return {
+        "id": f"chatcmpl-{head.name}",
+        "object": kind,
+        "created": head.created,
+        "model": head.model,
     }
-    return _head("chat.completion", name, model) | {"choices": [choice], "usage": usage(node)}
-
-
-def answer_events(node: Node, *, name: str, model: str, with_usage: bool) -> Iterator[bytes]:
-    """Yield the events of a streamed answer: the message in one piece, then the reason for its
-    end.
-    """
-    head = _head("chat.completion.chunk", name, model)
-
-    def event(delta: dict[str, Any], reason: str | None = None) -> bytes:
-        choice = {"index": 0, "delta": delta, "finish_reason": reason, "logprobs": None}
-        return orjson.dumps(head | {"choices": [choice]})
-
-    yield event({"role": "assistant", "content": ""})
-    for key in ("reasoning_content", "content"):
-        if node.reply.get(key):
-            yield event({key: node.reply[key]})
-    if calls := node.reply.get("tool_calls"):
-        yield event({"tool_calls": [{"index": index} | call for index, call in enumerate(calls)]})
-    yield event({}, finish_reason(node))
-    if with_usage:
-        yield orjson.dumps(head | {"choices": [], "usage": usage(node)})
-
-
-def _head(kind: str, name: str, model: str) -> dict[str, Any]:
-    return {"id": f"chatcmpl-{name}", "object": kind, "created": int(time.time()), "model": model}

@@ -3,7 +3,7 @@ the gateway.
 
     rollout loop's thread                         gateway's thread (event loop)
     submit ------------------------------------>  an episode: session, key, program
-    poll   <-- calls ---------------------------  POST /v1/chat/completions of the program
+    poll   <-- calls ---------------------------  a call of the program, in any dialect
        engine.submit, engine.poll
            --- sampled turns ------------------>  answer of the call
     poll   <-- finished episodes ---------------  the program has ended: the sample
@@ -212,6 +212,9 @@ class EpisodeEngine(TurnEngine[_Call | GeneratedSample]):
                     "OPENAI_BASE_URL": f"{self._server.url}/v1",
                     "OPENAI_API_KEY": key,
                     "OPENAI_MODEL": self._config.model.path.name,
+                    "ANTHROPIC_BASE_URL": self._server.url,
+                    "ANTHROPIC_API_KEY": key,
+                    "ANTHROPIC_MODEL": self._config.model.path.name,
                 },
                 limits=ProgramLimits(
                     start_seconds=environment.start_seconds,

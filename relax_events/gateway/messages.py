@@ -2,8 +2,9 @@
 
 A program sends its whole history with each call. Whether a message of that history is one that the
 session knows is decided by `fingerprint`, which ignores what programs change without meaning it:
-the spelling of JSON arguments, missing against empty content, spaces around the policy's text, and
-fields other than role, content, tool calls and the id of the answered call.
+the spelling of JSON arguments and of whole numbers in them, missing against empty content, spaces
+around the policy's text, and fields other than role, content, tool calls and the id of the answered
+call.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from relax_events.errors import PoisonSample
 
 Message = Mapping[str, Any]
 DIGEST_BYTES = 16
+SYSTEM = "system"
+MAX_EXACT_INTEGER = 2**53
+"""Below it a float has the value of the integer that it stands for."""
 
 
 def text_of(message: Message) -> str:
@@ -43,6 +47,30 @@ def text_of(message: Message) -> str:
     return "".join(texts)
 
 
+def joined_parts(parts: Sequence[Mapping[str, Any]]) -> str | list[Mapping[str, Any]]:
+    """Return parts as content: text alone in one piece."""
+    if all(part.get("type") == "text" for part in parts):
+        return "".join(part["text"] for part in parts)
+    return list(parts)
+
+
+def with_one_system_message(messages: Sequence[Message]) -> list[Message]:
+    """Return a conversation whose system messages at its beginning are one, since chat templates
+    take one there; a developer's message is a system message, which they don't know either.
+    """
+    known = [
+        {**message, "role": SYSTEM} if message.get("role") == "developer" else message
+        for message in messages
+    ]
+    count = next(
+        (index for index, message in enumerate(known) if message.get("role") != SYSTEM), len(known)
+    )
+    if count < 2:
+        return known
+    text = "\n\n".join(text_of(message) for message in known[:count])
+    return [{"role": SYSTEM, "content": text}, *known[count:]]
+
+
 def fingerprint(message: Message) -> bytes:
     """Return what two messages share exactly if they count as the same."""
     role, text = str(message.get("role", "")), text_of(message)
@@ -57,10 +85,15 @@ def fingerprint(message: Message) -> bytes:
 def path_digests(messages: Sequence[Message], *, tools: Sequence[Message]) -> list[bytes]:
     """Return a digest of each prefix of a conversation: entry i covers the first i messages, and
     the tools.
+
+    Raises:
+        PoisonSample: The tools are nested too deep, or a message has a part that is not supported.
     """
-    digest = hashlib.blake2b(
-        orjson.dumps(list(tools), option=orjson.OPT_SORT_KEYS), digest_size=DIGEST_BYTES
-    ).digest()
+    try:
+        shown = orjson.dumps(list(tools), option=orjson.OPT_SORT_KEYS)
+    except TypeError as error:
+        raise PoisonSample(f"the tools are no JSON that can be shown: {error}") from None
+    digest = hashlib.blake2b(shown, digest_size=DIGEST_BYTES).digest()
     digests = [digest]
     for message in messages:
         digest = extend_digest(digest, message)
@@ -96,9 +129,24 @@ def _parsed(function: Message) -> Any:
 
 
 def _sorted_json(arguments: Any) -> str:
-    """Return arguments as JSON with sorted keys; text that is no JSON stays as it is."""
+    """Return arguments as JSON with sorted keys, and 1.0 as 1, as JavaScript writes it; text that
+    is no JSON, or nested too deep, stays as it is.
+    """
     try:
         value = orjson.loads(arguments) if isinstance(arguments, str) else arguments
-    except orjson.JSONDecodeError:
+        text = orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+    except (orjson.JSONDecodeError, TypeError):
         return str(arguments)
-    return orjson.dumps(value, option=orjson.OPT_SORT_KEYS).decode()
+    if b".0" in text:
+        text = orjson.dumps(_with_integers(value), option=orjson.OPT_SORT_KEYS)
+    return text.decode()
+
+
+def _with_integers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_integers(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_with_integers(one) for one in value]
+    if isinstance(value, float) and value.is_integer() and abs(value) < MAX_EXACT_INTEGER:
+        return int(value)
+    return value

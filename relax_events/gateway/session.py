@@ -9,6 +9,7 @@ seed follows from the sample's seed and the number of calls before it.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -33,6 +34,8 @@ from relax_events.gateway.messages import Message
 from relax_events.gateway.tool_calls import ParsedReply, parse_reply
 
 Generate = Callable[[GenerationRequest], Awaitable[GeneratedSample]]
+NOT_IN_IDS = re.compile(r"[^A-Za-z0-9_-]")
+"""Characters that ids of tool calls may not have in every dialect."""
 
 
 class Limit(StrEnum):
@@ -76,6 +79,7 @@ class Session:
         limit: The first bound that a call met; None if none did.
         error: The engine's error, if it failed the last call.
         first_call: Set when the program calls the model.
+        answers: Conversations that a later call may refer to by the name of their last answer.
         num_refused: Calls that were refused for what they asked.
     """
 
@@ -87,6 +91,7 @@ class Session:
     graph: MessageGraph = field(default_factory=MessageGraph)
     limit: Limit | None = None
     error: str = ""
+    answers: dict[str, list[Message]] = field(default_factory=dict)
     num_refused: int = 0
     num_calls: int = 0
     first_call: asyncio.Event = field(default_factory=asyncio.Event)
@@ -143,6 +148,16 @@ class Session:
                 sample=sample,
                 reply=reply_message(self._parse(sample), name=request.samples[0].sample_id),
             )
+
+    def count_tokens(self, messages: Sequence[Message], *, tools: Sequence[Message]) -> int:
+        """Return how many tokens the policy would read.
+
+        Raises:
+            PoisonSample: The messages can't be rendered.
+        """
+        continuation = self.graph.find(messages, tools=tools)
+        rendered = self._render(messages, continuation, tools)
+        return len(path_tokens(continuation.parent)) + len(rendered)
 
     def _render(
         self, messages: Sequence[Message], continuation: Continuation, tools: Sequence[Message]
@@ -226,7 +241,7 @@ def reply_message(parsed: ParsedReply, *, name: str) -> Message:
         message["content"] = parsed.content or None
         message["tool_calls"] = [
             {
-                "id": f"call-{name}-{number}",
+                "id": f"call_{NOT_IN_IDS.sub('-', name)}-{number}",
                 "type": "function",
                 "function": {"name": function, "arguments": arguments},
             }

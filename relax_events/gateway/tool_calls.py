@@ -55,5 +55,9 @@ def _parse_call(text: str) -> tuple[str, str] | None:
         return None
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return None
-    arguments = call.get("arguments", {})
-    return (call["name"], orjson.dumps(arguments).decode()) if isinstance(arguments, dict) else None
+    if not isinstance(arguments := call.get("arguments", {}), dict):
+        return None
+    try:
+        return call["name"], orjson.dumps(arguments).decode()
+    except TypeError:  # nested too deep to be written again
+        return None

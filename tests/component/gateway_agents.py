@@ -28,14 +28,16 @@ HEAD = """
 import http.client, json, os, sys, time
 from urllib.parse import urlsplit
 task = json.load(open(os.environ["RELAX_TASK_FILE"]))
-def ask(messages, key=os.environ["OPENAI_API_KEY"], **more):
+def post(path, body, key=os.environ["OPENAI_API_KEY"], header="Authorization"):
     base = urlsplit(os.environ["OPENAI_BASE_URL"])
     connection = http.client.HTTPConnection(base.hostname, base.port, timeout=60)
-    body = json.dumps({"model": "any", "messages": messages} | more)
-    headers = {"Authorization": "Bearer " + key, "Content-Type": "application/json"}
-    connection.request("POST", base.path + "/chat/completions", body, headers)
+    headers = {header: key if header == "x-api-key" else "Bearer " + key}
+    headers |= {"Content-Type": "application/json"}
+    connection.request("POST", base.path + path, json.dumps({"model": "any"} | body), headers)
     reply = connection.getresponse()
     return reply.status, reply.read().decode()
+def ask(messages, key=os.environ["OPENAI_API_KEY"], **more):
+    return post("/chat/completions", {"messages": messages} | more, key)
 def say(messages, **more):
     status, text = ask(messages, **more)
     if status != 200:

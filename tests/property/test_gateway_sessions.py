@@ -7,13 +7,12 @@ a model could sample occurs: broken UTF-8, special tokens, broken tool calls.
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from gateway_programs import PROGRAMS, Program, StoredResponsesProgram
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -36,8 +35,9 @@ TEMPLATE = (
     "{%- endfor %}{%- endif %}{{- '<|im_end|>\n' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
 )
-TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
-CALLS = ('<tool_call>{"name": "look", "arguments": {"b": 1, "a": 2}}</tool_call>', "plain", "")
+CALL = '<tool_call>{"name": "look", "arguments": {"b": 1.0, "a": [2, 0.5]}}</tool_call>'
+SAID = (CALL, f"<think>hm</think>two {CALL}\n{CALL}", "<think>hm</think> yes", " plain ", "", "")
+"""What the engine says, besides random tokens (the empty ones)."""
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ class RandomEngine:
     async def __call__(self, request: GenerationRequest) -> GeneratedSample:
         """Sample a turn of up to 12 random tokens, or a tool call."""
         rng, (sample,) = self._rng, request.samples
-        text = self._renderer._renderer.encode(rng.choice(CALLS)).tolist()
+        text = self._renderer._renderer.encode(rng.choice(SAID)).tolist()
         tokens = text or [rng.randrange(300) for _ in range(rng.randrange(12))]
         tokens = [token for token in tokens if token not in request.stop_token_ids]
         tokens = tokens[: request.sampling.max_new_tokens - 1]
@@ -102,48 +102,36 @@ def open_session(renderer: ChatRenderer, engine: RandomEngine) -> Session:
     return Session(request, sample, bounds, renderer, engine)
 
 
-def respelled(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message as a client may send it back: other JSON, no reasoning, other spaces."""
-    copied = json.loads(json.dumps(message))
-    copied.pop("reasoning_content", None)
-    for call in copied.get("tool_calls") or ():
-        arguments = json.loads(call["function"]["arguments"])
-        call["function"]["arguments"] = json.dumps(arguments, sort_keys=True, indent=1)
-    if copied.get("content") is not None:
-        copied["content"] = copied["content"].strip()
-    return dict(copied)
-
-
-async def talk(session: Session, rng: random.Random) -> None:
+async def talk(session: Session, rng: random.Random, kind: type[Program]) -> None:
     """Drive a session as a program does, with edits, retries and compactions."""
-    history: list[dict[str, Any]] = [{"role": "user", "content": f"go {rng.random()}"}]
-    for _ in range(rng.randrange(1, 12)):
+    program = kind(f"go {rng.random()}")
+    for number in range(rng.randrange(1, 12)):
+        step = rng.randrange(8)
+        before = list(program.history)
         try:
-            node = await session.chat(list(history), tools=TOOLS)
+            await program.ask(session, number, is_streamed=rng.random() < 0.5)
         except SessionLimit:
             return
-        kind = rng.randrange(8)
-        if kind == 0:  # a retry: the answer was lost
+        if step == 0 and kind is not StoredResponsesProgram:  # a retry: the answer was lost
+            program.history = before
             continue
-        history.append(respelled(dict(node.reply)))
-        if kind == 1:  # an edit of an earlier message
-            history[rng.randrange(len(history))] = {"role": "user", "content": "edited"}
-        if kind == 2:  # a compaction
-            history = [{"role": "user", "content": "summary"}]
-        elif node.reply.get("tool_calls"):
-            call = dict(node.reply)["tool_calls"][0]  # type: ignore[index]
-            history.append({"role": "tool", "tool_call_id": call["id"], "content": str(kind)})
+        if step == 1:
+            program.edit(rng.randrange(12))
+        if step == 2:
+            program.compact()
+        elif program.calls and step != 1:
+            for call_id in program.calls:
+                program.reply(call_id, str(step))
         else:
-            history.append({"role": "user", "content": f"and {kind}"})
+            program.say(f"and {step}")
 
 
-@given(seed=st.integers(0, 2**32))
-@settings(max_examples=300, deadline=None)
-def test_trained_tokens_are_bit_for_bit_the_sampled_ones(renderer: ChatRenderer, seed: int) -> None:
+def check_session(renderer: ChatRenderer, kind: type[Program], seed: int) -> None:
+    """Run a session, and compare what it trains with what its engine has read and sampled."""
     rng = random.Random(seed)
     engine = RandomEngine(renderer, rng)
     session = open_session(renderer, engine)
-    asyncio.run(talk(session, rng))
+    asyncio.run(talk(session, rng, kind))
     nodes = session.graph.nodes
     assert [node.sample for node in nodes] == engine.sampled
     for node, read in zip(nodes, engine.read, strict=True):
@@ -170,18 +158,42 @@ def test_trained_tokens_are_bit_for_bit_the_sampled_ones(renderer: ChatRenderer,
     assert sample.tokens[-1] == nodes[-1].sample.tokens[-1]
 
 
+@pytest.mark.parametrize("kind", PROGRAMS)
 @given(seed=st.integers(0, 2**32))
-@settings(max_examples=100, deadline=None)
-def test_an_undisturbed_session_is_one_row(renderer: ChatRenderer, seed: int) -> None:
+@settings(max_examples=75, deadline=None)
+def test_trained_tokens_are_bit_for_bit_the_sampled_ones(
+    renderer: ChatRenderer, kind: type[Program], seed: int
+) -> None:
+    check_session(renderer, kind, seed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", PROGRAMS)
+def test_trained_tokens_are_the_sampled_ones_in_ten_thousand_sessions(
+    renderer: ChatRenderer, kind: type[Program]
+) -> None:
+    for seed in range(10_000 // len(PROGRAMS)):
+        check_session(renderer, kind, seed)
+
+
+@pytest.mark.parametrize("kind", PROGRAMS)
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=50, deadline=None)
+def test_an_undisturbed_session_is_one_row(
+    renderer: ChatRenderer, kind: type[Program], seed: int
+) -> None:
     rng = random.Random(seed)
     engine = RandomEngine(renderer, rng)
     session = open_session(renderer, engine)
 
     async def run() -> None:
-        history: list[dict[str, Any]] = [{"role": "user", "content": "go"}]
+        program = kind("go")
         for number in range(5):
-            node = await session.chat(list(history))
-            history += [respelled(dict(node.reply)), {"role": "user", "content": str(number)}]
+            await program.ask(session, number, is_streamed=False)
+            for call_id in program.calls:
+                program.reply(call_id, str(number))
+            if not program.calls:
+                program.say(str(number))
 
     asyncio.run(run())
     (row,) = session.graph.rows()

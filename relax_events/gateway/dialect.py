@@ -1,0 +1,182 @@
+"""What the dialects of the model APIs share: a call of the policy, its answer, and its errors.
+
+    body --> ModelCall --> messages, tools, bound --> session --> node --> answer, or events
+
+A dialect translates in both directions and nothing more: all of them drive the same session, so a
+program may change the dialect between two calls. The run's sampling settings hold for every call,
+since the trainer needs the distribution that the tokens were sampled from: `temperature`, `top_p`,
+`top_k` and `seed` of a program are ignored, and what else would change the tokens is refused.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import orjson
+from pydantic import BaseModel, model_validator
+
+from relax_events.errors import PoisonSample
+from relax_events.events.parts import FinishReason
+from relax_events.gateway.graph import Node, path_tokens
+from relax_events.gateway.messages import Message
+from relax_events.gateway.session import Session, SessionClosed, SessionLimit
+
+RETRY_SECONDS = 1
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerHead:
+    """What an answer says of itself.
+
+    Attributes:
+        name: Unique.
+        model: The name under which the program asked for the policy.
+        created: Unix time in seconds.
+    """
+
+    name: str
+    model: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Why a call has no answer.
+
+    Attributes:
+        status: HTTP status; 4xx are final, others are tried again by the clients of all dialects.
+        text: What is wrong.
+        code: The cause.
+        retry_after_seconds: When to try again; 0 leaves the header out.
+        is_final: Whether the client must not try again, whatever the status.
+    """
+
+    status: int
+    text: str
+    code: str = "invalid_request"
+    retry_after_seconds: int = 0
+    is_final: bool = False
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The headers that the clients of all dialects obey."""
+        found = {"Retry-After": str(self.retry_after_seconds)} if self.retry_after_seconds else {}
+        return found | ({"x-should-retry": "false"} if self.is_final else {})
+
+
+class ModelCall(BaseModel, ABC):
+    """A call of the policy in some dialect."""
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """Fields that are not supported, with the values that have no effect."""
+
+    model: str = ""
+    stream: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _reject_unsupported(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        for key, values in cls.NEUTRAL.items():
+            if key in data and data[key] not in values:
+                raise ValueError(f"{key} = {data[key]!r} is not supported here; leave it out")
+        return {key: value for key, value in data.items() if value is not None}
+
+    @property
+    @abstractmethod
+    def bound(self) -> int | None:
+        """The program's bound on the turn, in tokens."""
+
+    @abstractmethod
+    def tool_list(self) -> list[Message]:
+        """Return the tools as chat templates read them.
+
+        Raises:
+            PoisonSample: A tool can't be offered to the policy.
+        """
+
+    @abstractmethod
+    def history(self, session: Session) -> list[Message]:
+        """Return the whole conversation up to the turn that is asked for.
+
+        Raises:
+            PoisonSample: It has something that this gateway can't translate.
+        """
+
+    @abstractmethod
+    def answer(self, node: Node, head: AnswerHead) -> dict[str, Any]:
+        """Return the answer of a call that is not streamed."""
+
+    @abstractmethod
+    def events(self, node: Node, head: AnswerHead) -> Iterator[bytes]:
+        """Yield the server-sent events of a streamed answer."""
+
+    @abstractmethod
+    def failure_event(self, problem: Problem, head: AnswerHead) -> bytes:
+        """Return the event that ends a stream without an answer."""
+
+    def record(self, session: Session, node: Node, head: AnswerHead) -> None:
+        """Keep what later calls of this dialect may refer to: by default nothing."""
+
+
+def describe(error: Exception, session: Session) -> Problem:
+    """Return an error of a session as a problem: a refused call is 4xx, a failed engine 503."""
+    if isinstance(error, SessionLimit):
+        return Problem(status=400, text=str(error), code=error.limit.value)
+    if isinstance(error, SessionClosed):
+        return Problem(status=410, text=str(error), code="session_closed", is_final=True)
+    if isinstance(error, PoisonSample):
+        session.num_refused += 1
+        return Problem(status=400, text=str(error), code="invalid_messages")
+    return Problem(
+        status=503, text=str(error), code="engine_failed", retry_after_seconds=RETRY_SECONDS
+    )
+
+
+def is_cut_off(node: Node) -> bool:
+    """Return whether a turn ended by a bound on its tokens."""
+    return node.sample.finish_reason is FinishReason.LENGTH
+
+
+def count_tokens(node: Node) -> tuple[int, int]:
+    """Return how many tokens a call has read and sampled."""
+    num_sampled = len(node.sample.tokens)
+    return len(path_tokens(node)) - num_sampled, num_sampled
+
+
+def named_event(name: str, data: Mapping[str, Any]) -> bytes:
+    """Return a server-sent event with a name."""
+    return b"event: " + name.encode() + b"\ndata: " + orjson.dumps(data) + b"\n\n"
+
+
+def require_list(value: Any, what: str) -> list[Any]:
+    """Return a value that must be a list of objects.
+
+    Raises:
+        PoisonSample: It is none.
+    """
+    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        raise PoisonSample(f"{what} must be a list of objects, got {type(value).__name__}")
+    return value
+
+
+def require_text(item: Mapping[str, Any], key: str, what: str) -> str:
+    """Return a field that must be text.
+
+    Raises:
+        PoisonSample: It is none.
+    """
+    if not isinstance(value := item.get(key), str):
+        raise PoisonSample(f"{what} has no text in {key!r}")
+    return value
+
+
+def build_tool(name: str, description: Any, parameters: Any) -> Message:
+    """Return a tool as chat templates read it."""
+    function = {"name": name, "description": description or "", "parameters": parameters or {}}
+    return {"type": "function", "function": function}

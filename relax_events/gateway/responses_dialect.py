@@ -1,0 +1,191 @@
+"""The dialect of OpenAI's responses, `POST /v1/responses`: what a program asks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from relax_events.data.conversations import ASSISTANT
+from relax_events.errors import PoisonSample
+from relax_events.gateway.dialect import (
+    AnswerHead,
+    ModelCall,
+    Problem,
+    build_tool,
+    require_list,
+    require_text,
+)
+from relax_events.gateway.graph import Node
+from relax_events.gateway.messages import Message, joined_parts, with_one_system_message
+from relax_events.gateway.responses_answer import (
+    answer_events,
+    build_response,
+    failed_event,
+    response_id,
+)
+from relax_events.gateway.session import Session
+
+TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+
+
+class ResponsesCall(ModelCall):
+    """The body of a call. Answers are kept as long as their session, whatever `store` says, so a
+    call may name one in `previous_response_id` instead of sending the conversation.
+    """
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "background": (False, None),
+        "conversation": (None,),
+        "prompt": (None,),
+        "tool_choice": (None, "auto", "none"),
+        "top_logprobs": (0, None),
+        "truncation": (None, "disabled"),
+    }
+
+    input: str | list[dict[str, Any]]
+    instructions: str = ""
+    previous_response_id: str = ""
+    tools: list[dict[str, Any]] = Field(default_factory=list)
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    text: dict[str, Any] = Field(default_factory=dict)
+    metadata: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def bound(self) -> int | None:
+        """The program's bound on the turn, in tokens."""
+        return self.max_output_tokens
+
+    def tool_list(self) -> list[Message]:
+        """Return the tools as chat templates read them; see `ModelCall`."""
+        if (kind := (self.text.get("format") or {}).get("type", "text")) != "text":
+            raise PoisonSample(f"text.format of type {kind!r} is not supported here; leave it out")
+        found = []
+        for tool in self.tools:
+            if tool.get("type") != "function":
+                raise PoisonSample(
+                    f"a tool of type {tool.get('type')!r} runs at OpenAI; offer tools of type "
+                    "'function'"
+                )
+            name = require_text(tool, "name", "a tool")
+            found.append(build_tool(name, tool.get("description"), tool.get("parameters")))
+        return found
+
+    def history(self, session: Session) -> list[Message]:
+        """Return the instructions, the conversation before, and the input; see `ModelCall`."""
+        spoken = self._without_instructions(session)
+        if self.instructions:
+            spoken = [{"role": "system", "content": self.instructions}, *spoken]
+        return with_one_system_message(spoken)
+
+    def record(self, session: Session, node: Node, head: AnswerHead) -> None:
+        """Keep the conversation, for a call that names this answer."""
+        spoken = self._without_instructions(session)
+        session.answers[response_id(head)] = [*spoken, node.reply]
+
+    def answer(self, node: Node, head: AnswerHead) -> dict[str, Any]:
+        """Return the answer of a call that is not streamed."""
+        return build_response(node, head, asked=self._asked())
+
+    def events(self, node: Node, head: AnswerHead) -> Iterator[bytes]:
+        """Yield the events of a streamed answer."""
+        return answer_events(node, head, asked=self._asked())
+
+    def failure_event(self, problem: Problem, head: AnswerHead) -> bytes:
+        """Return a failed response."""
+        return failed_event(problem, head, asked=self._asked())
+
+    def _asked(self) -> dict[str, Any]:
+        """Return what an answer repeats of its call."""
+        return {
+            "instructions": self.instructions or None,
+            "max_output_tokens": self.max_output_tokens,
+            "metadata": self.metadata,
+            "previous_response_id": self.previous_response_id or None,
+            "tools": self.tools,
+        }
+
+    def _without_instructions(self, session: Session) -> list[Message]:
+        before: Sequence[Message] = ()
+        if self.previous_response_id:
+            known = session.answers.get(self.previous_response_id)
+            if known is None:
+                raise PoisonSample(
+                    f"previous_response_id = {self.previous_response_id!r} is no answer of this "
+                    "session"
+                )
+            before = known
+        if isinstance(self.input, str):
+            return [*before, {"role": "user", "content": self.input}]
+        return [*before, *_messages(self.input)]
+
+
+def _messages(items: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Return input items as messages: reasoning, text and calls of one turn are one message."""
+    found: list[dict[str, Any]] = []
+    for item in items:
+        kind = item.get("type", "message")
+        if kind == "function_call_output":
+            found.append(
+                {
+                    "role": "tool",
+                    "tool_call_id": require_text(item, "call_id", "a function_call_output"),
+                    "content": _content(item.get("output") or ""),
+                }
+            )
+        elif kind == "reasoning":
+            parts = item.get("content") or item.get("summary") or ()
+            if text := "".join(_part_text(part) for part in parts):
+                _turn(found, "reasoning_content")["reasoning_content"] = text
+        elif kind == "function_call":
+            _turn(found, "").setdefault("tool_calls", []).append(_tool_call(item))
+        elif kind != "message":
+            raise PoisonSample(f"the input has an item of type {kind!r}, which is not supported")
+        elif (role := require_text(item, "role", "a message")) == ASSISTANT:
+            _turn(found, "content")["content"] = _content(item.get("content") or "")
+        else:
+            found.append({"role": role, "content": _content(item.get("content") or "")})
+    return [{"content": ""} | message for message in found]
+
+
+def _turn(found: list[dict[str, Any]], key: str) -> dict[str, Any]:
+    """Return the assistant's message that an item belongs to: the last one, unless that has what
+    follows the item in a turn already.
+    """
+    order = ("reasoning_content", "content", "tool_calls")
+    later = order[order.index(key) :] if key else ()
+    if not found or found[-1]["role"] != ASSISTANT or any(one in found[-1] for one in later):
+        found.append({"role": ASSISTANT})
+    return found[-1]
+
+
+def _tool_call(item: Mapping[str, Any]) -> dict[str, Any]:
+    name = require_text(item, "name", "a function_call")
+    arguments = require_text(item, "arguments", "a function_call")
+    return {
+        "id": require_text(item, "call_id", "a function_call"),
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
+
+
+def _content(content: Any) -> Any:
+    """Return text and images in the form of OpenAI's chat."""
+    if isinstance(content, str):
+        return content
+    return joined_parts([_part(part) for part in require_list(content, "an item's content")])
+
+
+def _part(part: Mapping[str, Any]) -> dict[str, Any]:
+    if part.get("type") in TEXT_PARTS:
+        return {"type": "text", "text": _part_text(part)}
+    if part.get("type") == "input_image" and isinstance(part.get("image_url"), str):
+        return {"type": "image_url", "image_url": {"url": part["image_url"]}}
+    return {"type": part.get("type")}
+
+
+def _part_text(part: Any) -> str:
+    if not isinstance(part, dict):
+        raise PoisonSample("a part of an item must be an object")
+    return require_text(part, "text", f"a part of type {part.get('type')!r}")

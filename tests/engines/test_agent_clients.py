@@ -1,0 +1,113 @@
+"""The real clients of OpenAI and Anthropic against the gateway, with tools and streams.
+
+They are installed in an environment of their own, `make agents`. What the policy says is given, so
+that it calls tools; its tokens are those of the tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from relax_events.config import DataConfig, SamplingConfig
+from relax_events.data.rendering import PromptRenderer
+from relax_events.engines.protocol import GeneratedSample, GenerationRequest, SampleRequest
+from relax_events.events.parts import FinishReason, VersionSegment
+from relax_events.examples.tiny_tokenizer import train_tokenizer
+from relax_events.gateway.app import SessionKeys
+from relax_events.gateway.chat_renderer import ChatRenderer
+from relax_events.gateway.graph import path_tokens
+from relax_events.gateway.server import GatewayServer
+from relax_events.gateway.session import Session, SessionBounds
+
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / ".venv-agents" / "bin" / "python"
+CLIENT = Path(__file__).with_name("agent_clients.py")
+TEMPLATE = (
+    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' + message.content"
+    " + '<|im_end|>\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+SAID = (
+    '<think>So.</think><tool_call>{"name": "look", "arguments": {"key": "a"}}</tool_call>',
+    "It is 42.",
+)
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(not PYTHON.exists(), reason="needs the environment of `make agents`"),
+]
+
+
+class SpokenEngine:
+    """Says the given turns one after another, and remembers what it read."""
+
+    def __init__(self, renderer: PromptRenderer) -> None:
+        self._turns = [renderer.encode(text) for text in SAID]
+        self.read: list[NDArray[np.int32]] = []
+
+    async def __call__(self, request: GenerationRequest) -> GeneratedSample:
+        """Say the next turn."""
+        turn = self._turns[len(self.read) % len(SAID)]
+        tokens = np.append(turn, np.int32(request.stop_token_ids[0]))
+        self.read.append(request.prompt_tokens)
+        return GeneratedSample(
+            sample_id=request.samples[0].sample_id,
+            prompt_group_id=request.prompt_group_id,
+            tokens=tokens,
+            logprobs=np.full(len(tokens), -0.5, np.float32),
+            segments=(VersionSegment(0, len(tokens)),),
+            finish_reason=FinishReason.STOP,
+        )
+
+
+def open_session(folder: Path) -> tuple[Session, SpokenEngine]:
+    """Open a session whose policy says the given turns."""
+    file = folder / "template.jinja"
+    file.write_text(TEMPLATE)
+    train_tokenizer(list(SAID)).save_pretrained(folder)
+    config = DataConfig(source="http", chat_template_file=file)
+    plain = PromptRenderer.from_folder(folder, config)
+    renderer, engine = ChatRenderer(plain), SpokenEngine(plain)
+    empty = np.empty(0, np.int32)
+    sample = SampleRequest(
+        sample_id="0-0-0/0", seed=1, tokens=empty, logprobs=empty.astype(np.float32), segments=()
+    )
+    request = GenerationRequest(
+        prompt_group_id="0-0-0",
+        prompt_tokens=empty,
+        samples=(sample,),
+        sampling=SamplingConfig(max_new_tokens=4000),
+        stop_token_ids=renderer.stop_token_ids,
+    )
+    bounds = SessionBounds(max_turns=40, max_new_tokens=4000, max_context_tokens=2000)
+    return Session(request, sample, bounds, renderer, engine), engine
+
+
+def test_the_clients_of_openai_and_anthropic_call_tools_and_keep_the_tokens(tmp_path: Path) -> None:
+    session, engine = open_session(tmp_path)
+    keys = SessionKeys()
+    server = GatewayServer(keys, model_name="tiny")
+    try:
+        printed = subprocess.run(
+            [PYTHON, CLIENT, server.url, keys.open(session)],
+            check=True,
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=200,
+        ).stdout
+    finally:
+        server.close(seconds=20.0)
+    found = json.loads(printed.splitlines()[-1])
+    assert found["answers"] == ["It is 42."] * 7
+    assert found["errors"] == ["AuthenticationError", "BadRequestError", "BadRequestError"]
+    assert found["models"] == ["tiny", "tiny"]
+    rows = session.graph.rows()
+    assert len(rows) == 7
+    assert all(len(row.nodes) == 2 for row in rows)
+    for node, read in zip(session.graph.nodes, engine.read, strict=True):
+        np.testing.assert_array_equal(path_tokens(node)[: len(read)], read)
