@@ -22,6 +22,7 @@ from benchmarks.weights import tensors_of
 from relax_events.events.parts import ObjectRef
 from relax_events.events.types import PolicyVersionPublished
 from relax_events.objects import ObjectStore
+from relax_events.weights.file_content import lay_out
 from relax_events.weights.manifest import WeightManifest
 from relax_events.weights.transport import StorePublisher, StoreReader
 
@@ -60,7 +61,7 @@ class Way:
         artifact: list[ObjectRef] = []
 
         def both() -> None:
-            artifact.append(self._writer.publish(tensors, policy_version=version)[0])
+            artifact.append(self._writer.publish(lay_out([tensors]), policy_version=version)[0])
             self._reader.fetch(
                 PolicyVersionPublished(
                     policy_version=version,

@@ -30,7 +30,7 @@ from relax_events.events.types import BroadcastMembership
 from relax_events.objects import ObjectStore
 from relax_events.telemetry.metrics import WorkerMetrics
 from relax_events.weights.artifact_reader import read_weights
-from relax_events.weights.artifact_writer import delete_weights, transit_digest, write_weights
+from relax_events.weights.artifact_writer import delete_weights, weights_digest, write_weights
 from relax_events.weights.broadcast.receiver import Receiver
 from relax_events.weights.broadcast.sender import Broadcaster
 
@@ -121,7 +121,7 @@ def broadcasting(
     stack: ExitStack, tensors: Mapping[str, Tensor], *, use_shared_memory: bool
 ) -> Callable[[int], None]:
     """Open a trainer's side and an engine's, and give a function that broadcasts a version."""
-    digest = transit_digest(tensors)
+    digest = weights_digest(tensors)
     lists: list[BroadcastMembership] = []
     config = WeightsConfig(transport="gloo", use_shared_memory=use_shared_memory)
     broadcaster = stack.enter_context(

@@ -15,9 +15,10 @@ from relax_events.examples.tiny_models import make_tiny
 from relax_events.objects import ObjectStore
 from relax_events.ops.model_export.versions import PublishedVersions
 from relax_events.training.backend.torch_backend import TorchBackend
-from relax_events.training.backend.weight_stream import collect_weights
+from relax_events.training.backend.weight_stream import weight_parts
 from relax_events.training.checkpoint.checkpoints import Checkpoints
 from relax_events.training.ranks import SingleRank
+from relax_events.weights.file_content import lay_out
 from relax_events.weights.transport import StorePublisher
 
 TOKENS = [[5, 9, 2, 7, 7, 1, 30, 12, 3], [11, 4, 4, 8, 40, 2, 9, 6, 1]]
@@ -85,7 +86,7 @@ class TrainedRun:
             if version:
                 change_weights(self.backend, seed=version)
             artifacts[version], digests[version] = publisher.publish(
-                collect_weights(self.backend), policy_version=version
+                lay_out(weight_parts(self.backend)), policy_version=version
             )
         with Checkpoints(self.store, ranks=SingleRank(), keep=2) as checkpoints:
             reference = checkpoints.save(self.backend.state(), extra={}).wait(30)

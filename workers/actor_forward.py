@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import closing
 
 from relax_events.config import RunConfig
 from relax_events.errors import PoisonSample, WeightsError
@@ -19,8 +20,9 @@ from relax_events.roles.worker_factory import open_store, open_worker
 from relax_events.runtime.processors import SampleLoop
 from relax_events.runtime.worker import Worker
 from relax_events.training.backend.protocol import Scorer
+from relax_events.weights.factory import open_weights_reader
 from relax_events.weights.manifest import Weights
-from relax_events.weights.transport import StoreReader, WeightsReader
+from relax_events.weights.transport import WeightsReader
 
 MAX_VERSIONS = 2
 """Versions whose weights are held in memory: two, because samples of neighbouring versions may
@@ -32,13 +34,12 @@ LOST_SECONDS = 30.0
 def run(config: RunConfig, *, index: int = 0) -> None:
     """Run the role until it is asked to stop."""
     store = open_store(config)
-    with open_worker("actor-forward", config, index=index, store=store) as worker:
+    with (
+        open_worker("actor-forward", config, index=index, store=store) as worker,
+        closing(open_weights_reader(worker, store)) as reader,
+    ):
         scorer = open_scorer(worker)
-        versions = VersionedWeights(
-            worker,
-            scorer,
-            StoreReader(store, full_snapshot_interval=config.weights.full_snapshot_interval),
-        )
+        versions = VersionedWeights(worker, scorer, reader)
         evaluate = LogprobScorer(
             worker, scorer, model_role="actor", topic="actor.logprobs", use_version=versions.use
         )
@@ -46,7 +47,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
             worker,
             evaluate,
             max_tokens=config.trainer.max_tokens_per_micro_batch,
-            listeners=(versions.apply,),
+            listeners=(versions.apply, reader.subscribe(lambda: None)),
         ).run()
 
 
@@ -93,14 +94,23 @@ class VersionedWeights:
             raise known
         with self._worker.lifecycle.transfer("load weights"):
             if policy_version not in self._cached:
-                while len(self._cached) >= MAX_VERSIONS:  # before the next one is read
-                    self._cached.popitem(last=False)
+                self._make_room()
                 self._cached[policy_version] = self._read(policy_version)
             self._cached.move_to_end(policy_version)
             self._scorer.load_weights(self._cached[policy_version])
         self._held = policy_version
         self._worker.heartbeat.set_policy_version(policy_version)
         return policy_version
+
+    def _make_room(self) -> None:
+        """Drop versions before the next one is read: all but the newest ones, and those that the
+        trainer sent, whose memory may be received into again.
+        """
+        for version, weights in list(self._cached.items()):
+            if weights.transport != "store":
+                del self._cached[version]
+        while len(self._cached) >= MAX_VERSIONS:
+            self._cached.popitem(last=False)
 
     def _read(self, policy_version: int) -> Weights:
         latest = self._worker.control.latest  # known an instant before the event arrives here

@@ -21,6 +21,7 @@ steps.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 
 import structlog
@@ -41,7 +42,7 @@ from relax_events.topics import TopicPlan
 from relax_events.topics.plan import TRAINING_SAMPLES
 from relax_events.training.backend.factory import open_backend
 from relax_events.training.backend.protocol import TrainerBackend
-from relax_events.training.backend.weight_stream import collect_weights
+from relax_events.training.backend.weight_stream import weight_parts
 from relax_events.training.batch.assembly import BatchAssembler
 from relax_events.training.batch.balanced_batches import BalancedBatches
 from relax_events.training.batch.batch_opener import BatchOpener
@@ -300,9 +301,10 @@ class TrainLoop:
             self._commits.phases.measure("weights"),
             self._worker.lifecycle.transfer("write weights"),
         ):
-            tensors = collect_weights(self._backend)
+            parts = weight_parts(self._backend)
             if self._publisher is not None:
-                self._publisher.write_weights(tensors, policy_version=step + 1)
+                self._publisher.write_weights(parts, policy_version=step + 1)
+            deque(parts, maxlen=0)  # every rank takes part
         self._assembler.mark_done(share.prompt_group_ids)
         share.ended = self._assembler.pending_outcomes()
         self._commits.mark_ended(share)

@@ -5,13 +5,18 @@ the log are restricted to it and to further roots that the run file allows.
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
+from mmap import ACCESS_COPY, mmap
+from os import fstat
+from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import obstore
 from obstore.exceptions import AlreadyExistsError
 
@@ -103,6 +108,16 @@ class ObjectStore:
         self._write(key, data)
         return ObjectRef(self.uri(key), sha256(data).digest(), memoryview(data).nbytes)
 
+    def put_unhashed(self, key: str, data: bytes | memoryview) -> ObjectRef:
+        """Store bytes under a name, replacing an existing object; what verifies them is not in the
+        reference, whose digest is empty.
+
+        Raises:
+            ObjectError: As for `put_at`.
+        """
+        self._write(key, data)
+        return ObjectRef(self.uri(key), b"", memoryview(data).nbytes)
+
     def put_new(self, key: str, data: bytes) -> None:
         """Store bytes under a name unless an object has it.
 
@@ -128,11 +143,22 @@ class ObjectStore:
         """
         key = self.key(reference.uri)
         data = self._call("read", key, lambda: self._read(key, expected_bytes=reference.num_bytes))
-        if (seen := sha256(data).digest()) != reference.digest:
-            raise ObjectError(
-                f"{reference.uri} was altered: its SHA-256 must be {reference.digest.hex()}, "
-                f"got {seen.hex()}"
-            )
+        _require_digest(reference, data)
+        return data
+
+    def get_buffer(self, reference: ObjectRef) -> memoryview:
+        """Read an object, once, and verify its size; and its SHA-256, where the reference has one.
+
+        What is returned is writable: a local store's file, mapped, else fresh memory.
+
+        Raises:
+            ObjectError: As for `get`.
+        """
+        key = self.key(reference.uri)
+        size = reference.num_bytes
+        data = self._call("read", key, lambda: self._read_into_memory(key, num_bytes=size))
+        if reference.digest:
+            _require_digest(reference, data)
         return data
 
     def get_at(self, key: str) -> bytes:
@@ -248,6 +274,8 @@ class ObjectStore:
 
     def _write(self, key: str, data: bytes | memoryview) -> None:
         content = memoryview(data).cast("B")
+        if not self._is_remote and self._backend.directory is None:
+            content = memoryview(bytes(content))  # `memory://` keeps what it is given
         put = partial(
             obstore.put,
             self._storage,
@@ -267,12 +295,38 @@ class ObjectStore:
 
         return outages.call_until_available(self._root, attempt) if self._waits else attempt()
 
-    def _read(self, key: str, *, expected_bytes: int | None = None) -> bytes:
-        num_bytes = obstore.head(self._storage, key)["size"]
+    def _require_size(self, key: str, expected_bytes: int | None) -> int:
+        """Return an object's size; refuse another one than expected."""
+        num_bytes: int = obstore.head(self._storage, key)["size"]
         if expected_bytes is not None and num_bytes != expected_bytes:
             raise ObjectError(
                 f"{self.uri(key)} was altered: it must have {expected_bytes} bytes, got {num_bytes}"
             )
+        return num_bytes
+
+    def _read_into_memory(self, key: str, *, num_bytes: int) -> memoryview:
+        if self._backend.directory is not None:
+            path = self._backend.directory / key
+            return _map_file(path, num_bytes=num_bytes, uri=self.uri(key))
+        self._require_size(key, num_bytes)
+        memory = np.empty(num_bytes, dtype=np.uint8).data
+
+        def read(start: int) -> None:
+            end = min(start + PART_BYTES, num_bytes)
+            memory[start:end] = memoryview(
+                obstore.get_range(self._storage, key, start=start, end=end)
+            ).cast("B")
+
+        starts = range(0, num_bytes, PART_BYTES)
+        if len(starts) <= 1:
+            deque(map(read, starts), maxlen=0)
+            return memory
+        with ThreadPoolExecutor(NUM_PARALLEL_PARTS) as pool:
+            deque(pool.map(read, starts), maxlen=0)
+        return memory
+
+    def _read(self, key: str, *, expected_bytes: int | None = None) -> bytes:
+        num_bytes = self._require_size(key, expected_bytes)
         if not self._is_remote:
             return bytes(obstore.get(self._storage, key).bytes())
         return self._read_parts(key, num_bytes=num_bytes)
@@ -291,6 +345,31 @@ class ObjectStore:
 
         with ThreadPoolExecutor(NUM_PARALLEL_PARTS) as pool:
             return b"".join(pool.map(read, range(0, num_bytes, PART_BYTES)))
+
+
+def _require_digest(reference: ObjectRef, data: bytes | memoryview) -> None:
+    if (seen := sha256(data).digest()) != reference.digest:
+        raise ObjectError(
+            f"{reference.uri} was altered: its SHA-256 must be {reference.digest.hex()}, "
+            f"got {seen.hex()}"
+        )
+
+
+def _map_file(path: Path, *, num_bytes: int, uri: str) -> memoryview:
+    """Map a file: its pages are the file cache's, which no copy is made of. The mapping stays when
+    the file is deleted.
+
+    Raises:
+        ObjectError: The file has another size.
+    """
+    with path.open("rb") as file:
+        size = fstat(file.fileno()).st_size
+        if size != num_bytes:
+            raise ObjectError(f"{uri} was altered: it must have {num_bytes} bytes, got {size}")
+        if not size:
+            return memoryview(bytearray())
+        # writable, as torch wants it; a written page would become the process's own
+        return memoryview(mmap(file.fileno(), size, access=ACCESS_COPY))
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ source: The parent of a replay or fork: its `run_id`, the `from_version`, and it
 prompts_skipped: Rows of the prompt stream that were not issued, by reason.
 evaluations: One for each version and dataset, oldest version first, as `PolicyEvaluated` has it,
     less the digests.
-weights_digests: SHA-256 of the weights that each step published, hexadecimal.
+weights_digests: Digest of the weights that each step published, hexadecimal.
 export_command: The command that exports the newest version as a model folder.
 ledger_problems: Broken promises that the ledger found; none is the proof.
 config, config_digest: The run file as resolved, less the raw client settings; SHA-256 of it without

@@ -11,7 +11,7 @@ step's training only: it was never on the log.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -31,12 +31,15 @@ from relax_events.training.commit import StepCommitter
 from relax_events.training.step_record import RankStepResult
 from relax_events.weights.artifact_writer import delete_weights, stored_versions
 from relax_events.weights.factory import open_weights_publisher
+from relax_events.weights.file_content import lay_out
 from relax_events.weights.retention import BestVersions, deletable_versions, num_newest
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 log = structlog.get_logger()
+WeightPart = Mapping[str, "Tensor"]
+"""Some tensors of a version, by Hugging Face name, on any device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +89,15 @@ class StepPublisher:
         """Continue the run's counts from the log."""
         self._committer.resume(history)
 
-    def publish_initial(self, tensors: Mapping[str, Tensor], *, policy_version: int) -> None:
+    def publish_initial(self, parts: Iterable[WeightPart], *, policy_version: int) -> None:
         """Publish the run's first version."""
-        artifact, _ = self._transport.publish(tensors, policy_version=policy_version)
+        artifact, _ = self._transport.publish(
+            lay_out(parts, keep=self._transport.keeps_files), policy_version=policy_version
+        )
         self._committer.publish_initial(artifact, policy_version=policy_version)
 
     def rewrite_newest_weights(
-        self, published: PolicyVersionPublished, tensors: Mapping[str, Tensor]
+        self, published: PolicyVersionPublished, parts: Iterable[WeightPart]
     ) -> None:
         """Write the newest version again after its artifact was lost: starting engines and scorers
         need it.
@@ -102,30 +107,35 @@ class StepPublisher:
         Raises:
             StoreUnavailable: The store does not answer.
         """
-        artifact, _ = self._transport.publish(tensors, policy_version=published.policy_version)
+        artifact, _ = self._transport.publish(
+            lay_out(parts, keep=self._transport.keeps_files),
+            policy_version=published.policy_version,
+        )
         log.warning(
             "weights.restored",
             policy_version=published.policy_version,
             is_same=artifact == published.artifact,
         )
 
-    def write_weights(self, tensors: Mapping[str, Tensor], *, policy_version: int) -> None:
-        """Write a version, which must not change afterwards. With `weights.async_publish`
-        this only begins.
+    def write_weights(self, parts: Iterable[WeightPart], *, policy_version: int) -> None:
+        """Write a version. With `weights.async_publish` this only copies it, and begins.
 
+        Args:
+            parts: The version's tensors; each part is used until the next is asked for.
+            policy_version: Of it.
         Raises:
             ObjectError: It can't be written.
         """
         self._write_began_ns = time.time_ns()
         if self._worker.config.weights.async_publish:
+            held = list(lay_out(parts))
             self._written = self._writer.submit(
-                self._transport.publish, tensors, policy_version=policy_version
+                self._transport.publish, held, policy_version=policy_version
             )
         else:
+            files = lay_out(parts, keep=self._transport.keeps_files)
             self._written = Future()
-            self._written.set_result(
-                self._transport.publish(tensors, policy_version=policy_version)
-            )
+            self._written.set_result(self._transport.publish(files, policy_version=policy_version))
 
     def wait_until_written(self) -> None:
         """Wait until the version is written.

@@ -5,7 +5,6 @@ than the memory. `artifact_reader` reads one whole.
 from __future__ import annotations
 
 from collections import OrderedDict
-from hashlib import sha256
 from pathlib import Path
 
 import torch
@@ -16,10 +15,10 @@ from relax_events.events.parts import ObjectRef
 from relax_events.objects import ObjectStore
 from relax_events.objects.download import download
 from relax_events.weights.artifact_reader import read_chain
-from relax_events.weights.artifact_writer import raw_bytes
 from relax_events.weights.delta import POSITIONS, VALUES, apply_delta
-from relax_events.weights.manifest import WeightManifest, tensor_header
-from relax_events.weights.tensor_files import TensorFiles, TensorLayout, Tensors
+from relax_events.weights.digests import combine_digests, sha256_digest, tensor_digest
+from relax_events.weights.manifest import WeightManifest
+from relax_events.weights.tensor_files import TensorFiles, TensorLayout, Tensors, raw_bytes
 
 NUM_CACHED = 2
 """Changed tensors that are kept: the parts of a layer's two fused expert tensors are asked for in
@@ -98,7 +97,7 @@ class ArtifactTensors:
         new = apply_delta(
             name, bytearray(raw_bytes(old)), positions.numpy(), bytearray(raw_bytes(values))
         )
-        return torch.frombuffer(new, dtype=old.dtype).reshape(old.shape) if new else old
+        return torch.frombuffer(new, dtype=old.dtype).reshape(old.shape) if len(new) else old
 
 
 def _open_files(store: ObjectStore, manifest: WeightManifest, folder: Path) -> TensorFiles:
@@ -112,9 +111,24 @@ def digest_tensors(tensors: Tensors) -> bytes:
     """Return what `artifact_writer.weights_digest` returns of the same tensors, reading one at a
     time.
     """
-    digest = sha256()
-    for name in sorted(tensors.layouts):
-        layout = tensors.layouts[name]
-        digest.update(tensor_header(name, layout.dtype, layout.shape))
-        digest.update(raw_bytes(tensors.read(name).to(getattr(torch, layout.dtype))))
-    return digest.digest()
+    return combine_digests(
+        {
+            name: tensor_digest(name, layout.dtype, layout.shape, _values(tensors, name))
+            for name, layout in tensors.layouts.items()
+        }
+    )
+
+
+def digest_as_earlier(tensors: Tensors) -> bytes:
+    """Return the digest that earlier releases committed of the same tensors, reading one at a
+    time.
+    """
+    layouts = tensors.layouts
+    return sha256_digest(
+        (name, layouts[name].dtype, layouts[name].shape, _values(tensors, name))
+        for name in sorted(layouts)
+    )
+
+
+def _values(tensors: Tensors, name: str) -> memoryview:
+    return raw_bytes(tensors.read(name).to(getattr(torch, tensors.layouts[name].dtype)))

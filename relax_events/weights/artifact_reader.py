@@ -6,39 +6,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-from safetensors import SafetensorError, deserialize
 
 from relax_events.errors import ObjectError, WeightsError
 from relax_events.events.parts import ObjectRef
 from relax_events.objects import ObjectStore
 from relax_events.weights.delta import POSITIONS, VALUES, apply_delta
-from relax_events.weights.manifest import TensorEntry, WeightManifest, Weights, tensor_header
+from relax_events.weights.digests import combine_digests, sha256_digest, tensor_digest
+from relax_events.weights.file_header import RawTensor, split_file
+from relax_events.weights.manifest import TensorEntry, WeightManifest, Weights
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-DTYPES = {
-    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "C64": "complex64", "BOOL": "bool",
-    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
-    "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8",
-}  # fmt: skip
-"""Names of dtypes in safetensors files, and torch's."""
-
-
-@dataclass(frozen=True, slots=True)
-class RawTensor:
-    """A tensor as stored in a file."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    data: bytearray
 
 
 class RawTensors(Mapping[str, "Tensor"]):
@@ -95,17 +76,38 @@ def read_weights(
         )
         for manifest in chain:
             tensors = _read_files(store, manifest, tensors)
-    except (ObjectError, WeightsError, SafetensorError) as error:
+        _verify(chain[-1], tensors)
+    except (ObjectError, WeightsError) as error:
         raise WeightsError(f"weights {reference.uri} can't be used: {error}") from error
     newest = chain[-1]
-    if (seen := _raw_digest(tensors)) != newest.digest:
-        raise WeightsError(
-            f"weights {reference.uri} can't be used: their digest must be "
-            f"{newest.digest.hex()}, got {seen.hex()}"
-        )
     return Weights(
         newest.policy_version, RawTensors(tensors), newest.digest, base_digest=newest.base_digest
     )
+
+
+def _verify(manifest: WeightManifest, tensors: Mapping[str, RawTensor]) -> None:
+    """Hash tensors, once, and compare them with the manifest.
+
+    Raises:
+        WeightsError: A tensor was altered, or belongs to other weights; the text names it.
+    """
+    if manifest.has_tensor_digests:
+        digests = {}
+        for entry in manifest.tensors:
+            raw = tensors[entry.name]
+            seen = tensor_digest(entry.name, raw.dtype, raw.shape, raw.data)
+            if seen != entry.digest:
+                raise WeightsError(
+                    f"{entry.name} was altered in {manifest.files[entry.file].uri}: its BLAKE3 "
+                    f"must be {entry.digest.hex()}, got {seen.hex()}"
+                )
+            digests[entry.name] = seen
+        digest = combine_digests(digests)
+    else:
+        named = ((name, tensors[name]) for name in sorted(tensors))
+        digest = sha256_digest((name, raw.dtype, raw.shape, raw.data) for name, raw in named)
+    if digest != manifest.digest:
+        raise WeightsError(f"their digest must be {manifest.digest.hex()}, got {digest.hex()}")
 
 
 def is_stored(store: ObjectStore, reference: ObjectRef) -> bool:
@@ -162,7 +164,7 @@ def _read_files(
     """
     read: dict[str, RawTensor] = {}
     for number, file in enumerate(manifest.files):
-        loaded = {name: _raw_tensor(fields) for name, fields in _deserialize(store.get(file))}
+        loaded = split_file(store.get_buffer(file))
         entries = [entry for entry in manifest.tensors if entry.file == number]
         for entry in entries:
             if entry.name in manifest.changed:
@@ -196,27 +198,6 @@ def _apply_tensor_delta(
         )
     offsets = np.frombuffer(positions.data, dtype=positions.dtype)
     return RawTensor(old.dtype, old.shape, apply_delta(entry.name, old.data, offsets, values.data))
-
-
-def _deserialize(data: bytes) -> list[tuple[str, dict[str, Any]]]:
-    fields: list[tuple[str, dict[str, Any]]] = deserialize(data)  # type: ignore[no-untyped-call]  # the package carries no types
-    return fields
-
-
-def _raw_tensor(fields: Mapping[str, Any]) -> RawTensor:
-    return RawTensor(
-        DTYPES.get(fields["dtype"], fields["dtype"]), tuple(fields["shape"]), fields["data"]
-    )
-
-
-def _raw_digest(tensors: Mapping[str, RawTensor]) -> bytes:
-    """Give what `artifacts.weights_digest` gives of the same tensors."""
-    digest = sha256()
-    for name in sorted(tensors):
-        raw = tensors[name]
-        digest.update(tensor_header(name, raw.dtype, raw.shape))
-        digest.update(raw.data)
-    return digest.digest()
 
 
 def _check_file(uri: str, loaded: Mapping[str, RawTensor], entries: list[TensorEntry]) -> None:

@@ -1,6 +1,9 @@
 """Writes weight artifacts to the object store: safetensors files and a manifest, written last.
 
-`artifact_reader` reads them.
+    part of the weights --> laid out as a file --> its tensors hashed --> named by their digests -->
+    written from that memory
+
+Each value is copied once and hashed once. `artifact_reader` reads artifacts.
 """
 
 from __future__ import annotations
@@ -8,59 +11,47 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-import safetensors.torch
-import torch
-from blake3 import blake3
 from torch import Tensor
 
 from relax_events.events.parts import ObjectRef
 from relax_events.objects import ObjectStore
 from relax_events.runtime.failpoints import failpoint
 from relax_events.weights.delta import POSITIONS, VALUES, compute_delta
-from relax_events.weights.manifest import Base, TensorEntry, WeightManifest, tensor_header
+from relax_events.weights.digests import combine_digests, sha256_digest, tensor_digest
+from relax_events.weights.file_content import FileContent, lay_out
+from relax_events.weights.manifest import Base, TensorEntry, WeightManifest
+from relax_events.weights.tensor_files import dtype_name, raw_bytes
 
 Item = TypeVar("Item")
 PREFIX = "weights/"
-MAX_FILE_BYTES = 1024**3
-"""Tensors are grouped into files of about this size; the writer holds one such file in memory
-in addition to the tensors."""
-
-
-class Hash(Protocol):
-    """An incremental digest."""
-
-    def update(self, data: bytes | memoryview, /) -> object:
-        """Add bytes."""
+MAX_FILE_BYTES = 2**28
+"""Tensors are grouped into files of at most this size; a larger tensor has a file of its own."""
 
 
 def weights_digest(tensors: Mapping[str, Tensor]) -> bytes:
-    """Return the SHA-256 over names, dtypes, shapes and values, in order of the names: equal if and
-    only if the weights are, bit for bit.
+    """Return the digest over names, dtypes, shapes and values: equal if and only if the weights
+    are, bit for bit.
 
     Args:
         tensors: On any device.
     """
-    digest = sha256()
-    _update_digest(tensors, digest)
-    return digest.digest()
+    return combine_digests({name: _digest(name, tensor) for name, tensor in tensors.items()})
 
 
-def transit_digest(tensors: Mapping[str, Tensor]) -> bytes:
-    """Return the BLAKE3 digest of the same bytes as `weights_digest`, for tensors in transit: as
-    hard to forge and four times as fast.
+def has_digest(tensors: Mapping[str, Tensor], digest: bytes) -> bool:
+    """Tell whether weights have this digest, be it `weights_digest` or that of an earlier release,
+    which is computed only if the first differs.
     """
-    digest = blake3()
-    _update_digest(tensors, digest)
-    return digest.digest()
+    return weights_digest(tensors) == digest or digest == sha256_digest(
+        (name, dtype_name(tensors[name]), tuple(tensors[name].shape), raw_bytes(tensors[name]))
+        for name in sorted(tensors)
+    )
 
 
-def _update_digest(tensors: Mapping[str, Tensor], digest: Hash) -> None:
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        digest.update(tensor_header(name, dtype_name(tensor), tuple(tensor.shape)))
-        digest.update(raw_bytes(tensor))
+def _digest(name: str, tensor: Tensor) -> bytes:
+    return tensor_digest(name, dtype_name(tensor), tuple(tensor.shape), raw_bytes(tensor))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +70,36 @@ def write_weights(
     model_type: str = "",
     max_file_bytes: int = MAX_FILE_BYTES,
     previous: WrittenWeights | None = None,
-    sent_digest: bytes | None = None,
+    base_digest: bytes = b"",
+) -> tuple[ObjectRef, bytes]:
+    """Write tensors as an artifact; see `write_files`.
+
+    Args:
+        store: The run's object store.
+        tensors: By Hugging Face name, on any device.
+        policy_version: Version of these weights.
+        model_type: As in the model's config; informational.
+        max_file_bytes: Size at which a file is full.
+        previous: As in `write_files`.
+        base_digest: As in `write_files`.
+    """
+    return write_files(
+        store,
+        lay_out(split_tensors(tensors, max_file_bytes=max_file_bytes), keep=False),
+        policy_version=policy_version,
+        model_type=model_type,
+        previous=previous,
+        base_digest=base_digest,
+    )
+
+
+def write_files(
+    store: ObjectStore,
+    files: Iterable[FileContent],
+    *,
+    policy_version: int,
+    model_type: str = "",
+    previous: WrittenWeights | None = None,
     base_digest: bytes = b"",
 ) -> tuple[ObjectRef, bytes]:
     """Write an artifact; return its manifest's reference and the weights' digest.
@@ -89,44 +109,37 @@ def write_weights(
 
     Args:
         store: The run's object store.
-        tensors: By Hugging Face name, on any device.
+        files: The tensors by Hugging Face name; each file is used until the next is asked for.
         policy_version: Version of these weights.
         model_type: As in the model's config; informational.
-        max_file_bytes: Size at which a file is full.
         previous: A version against which a tensor is written as a delta where that is smaller.
             A reader of the artifact then needs that version too.
-        sent_digest: Its `transit_digest`, where the version is also sent to engines.
         base_digest: Digest of the base model, where the tensors are its adapters.
     Raises:
         ObjectError: The store failed; no manifest was written.
     """
-    digest = weights_digest(tensors)
-    files: list[ObjectRef] = []
+    written: list[ObjectRef] = []
     entries: list[TensorEntry] = []
     changed: set[str] = set()
-    for names in split_into_files(tensors, max_file_bytes=max_file_bytes):
-        entries += [
-            TensorEntry(name, dtype_name(tensors[name]), tuple(tensors[name].shape), len(files))
-            for name in names
-        ]
-        data, deltas = _serialize_file(names, tensors, previous=previous)
+    for file in files:
+        entries += (hashed := _hash_file(file, index=len(written)))
+        name = combine_digests({entry.name: entry.digest for entry in hashed}).hex()[:16]
+        stored, deltas = (file, set[str]()) if previous is None else _as_deltas(file, previous)
         changed |= deltas
-        files.append(
-            store.put_at(
-                f"{_folder(policy_version)}{sha256(data).hexdigest()[:16]}.safetensors", data
-            )
-        )
+        if previous is not None and deltas:  # what is written depends on the base as well
+            name += f"-{previous.base.digest.hex()[:16]}"
+        key = f"{_folder(policy_version)}{name}.safetensors"
+        written.append(store.put_unhashed(key, stored.content))
     failpoint("weights.before_manifest")
-    base = previous.base if previous is not None and changed else None
+    digest = combine_digests({entry.name: entry.digest for entry in entries})
     manifest = WeightManifest(
         policy_version,
         model_type,
         digest,
-        tuple(files),
-        tuple(entries),
-        base,
+        tuple(written),
+        tuple(sorted(entries, key=lambda entry: entry.name)),
+        previous.base if previous is not None and changed else None,
         frozenset(changed),
-        sent_digest,
         base_digest,
     ).to_json()
     return store.put_at(
@@ -134,34 +147,33 @@ def write_weights(
     ), digest
 
 
-def _serialize_file(
-    names: Iterable[str], tensors: Mapping[str, Tensor], *, previous: WrittenWeights | None
-) -> tuple[bytes, set[str]]:
-    """Return a file's bytes, and the names of the tensors in it that are deltas."""
+def _hash_file(file: FileContent, *, index: int) -> list[TensorEntry]:
+    return [
+        TensorEntry(
+            name,
+            layout.dtype,
+            layout.shape,
+            index,
+            tensor_digest(name, layout.dtype, layout.shape, file.content[file.spans[name]]),
+        )
+        for name, layout in file.layouts.items()
+    ]
+
+
+def _as_deltas(file: FileContent, previous: WrittenWeights) -> tuple[FileContent, set[str]]:
+    """Return a file with the tensors as deltas where that is smaller, and their names."""
     stored: dict[str, Tensor] = {}
     deltas: set[str] = set()
-    for name in names:
-        changes = _compute_tensor_delta(previous, name, tensors[name])
+    for name, tensor in file.tensors.items():
+        old = previous.tensors.get(name)
+        is_like = old is not None and (old.dtype, old.shape) == (tensor.dtype, tensor.shape)
+        changes = compute_delta(old, tensor) if old is not None and is_like else None
         if changes is None:
-            stored[name] = _copy_to_cpu(tensors[name])
+            stored[name] = tensor
         else:
             stored |= {name + POSITIONS: changes[0], name + VALUES: changes[1]}
             deltas.add(name)
-    return safetensors.torch.save(stored), deltas
-
-
-def _compute_tensor_delta(
-    previous: WrittenWeights | None, name: str, tensor: Tensor
-) -> tuple[Tensor, Tensor] | None:
-    old = previous.tensors.get(name) if previous is not None else None
-    if old is None or (old.dtype, old.shape) != (tensor.dtype, tensor.shape):
-        return None
-    return compute_delta(old, tensor.detach().to("cpu"))
-
-
-def copy_to_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors to the CPU."""
-    return {name: _copy_to_cpu(tensor) for name, tensor in tensors.items()}
+    return (FileContent.of(stored) if deltas else file), deltas
 
 
 def delete_weights(store: ObjectStore, *policy_versions: int) -> None:
@@ -191,6 +203,14 @@ def _folder(policy_version: int) -> str:
     return f"{PREFIX}{policy_version:08d}/"
 
 
+def split_tensors(
+    tensors: Mapping[str, Tensor], *, max_file_bytes: int = MAX_FILE_BYTES
+) -> Iterator[dict[str, Tensor]]:
+    """Yield the tensors, in order of their names, in parts that each make a file."""
+    for names in split_into_files(tensors, max_file_bytes=max_file_bytes):
+        yield {name: tensors[name] for name in names}
+
+
 def split_into_files(tensors: Mapping[str, Tensor], *, max_file_bytes: int) -> Iterable[list[str]]:
     """Split the names, in order, into files; a tensor above the limit gets a file of its own."""
     return split_by_bytes(
@@ -215,19 +235,3 @@ def split_by_bytes(
         num_bytes += size
     if part:
         yield part
-
-
-def dtype_name(tensor: Tensor) -> str:
-    """Name a tensor's dtype as manifests do."""
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _copy_to_cpu(tensor: Tensor) -> Tensor:
-    # A copy of its own: safetensors refuses tensors that share memory, as tied embeddings and
-    # slices of one flat buffer do.
-    return tensor.detach().to("cpu", copy=True).contiguous()
-
-
-def raw_bytes(tensor: Tensor) -> memoryview:
-    """Return a tensor's bytes in row-major order."""
-    return tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data

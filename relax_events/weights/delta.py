@@ -40,7 +40,12 @@ def compute_delta(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor] | None:
     return positions, flat.view(bits)[positions].view(flat.dtype)
 
 
-def apply_delta(name: str, old: bytearray, positions: np.ndarray, values: bytearray) -> bytearray:
+def apply_delta(
+    name: str,
+    old: bytearray | memoryview,
+    positions: np.ndarray,
+    values: bytearray | memoryview,
+) -> bytearray | memoryview:
     """Return a copy of a tensor's bytes with new values at some positions.
 
     Raises:

@@ -48,7 +48,7 @@ def open_weights_publisher(worker: Worker, store: ObjectStore) -> WeightsPublish
 
 
 def open_weights_reader(worker: Worker, store: ObjectStore) -> WeightsReader:
-    """Open a rollout worker's side."""
+    """Open the side of a worker that loads versions as the trainer publishes them."""
     config = worker.config
     if not config.algorithm.has_rewards:
         return NullWeightsReader()

@@ -13,8 +13,11 @@ from relax_events.events.parts import ObjectRef
 if TYPE_CHECKING:
     from torch import Tensor
 
-FORMAT, DELTA_FORMAT = 1, 2
-"""A release that knows only the first format rejects the second."""
+FORMAT = 3
+"""Format of manifests that are written. A release rejects formats that it does not know."""
+SHA256_FORMATS = (1, 2)
+"""Formats of earlier releases, the second with changes to a base: their files have SHA-256 digests,
+and their tensors none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,8 @@ class TensorEntry:
     dtype: str
     shape: tuple[int, ...]
     file: int
+    digest: bytes = b""
+    """`digests.tensor_digest` of its values; empty in manifests of formats 1 and 2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +61,11 @@ class WeightManifest:
     exist.
 
     Attributes:
-        digest: `artifact_writer.weights_digest` of all weights.
+        digest: `artifact_writer.weights_digest` of all weights; `sha256_digest` in formats 1 and 2.
+        files: Their digests are empty: the tensors' verify what is in them. SHA-256 in formats 1
+            and 2.
         base: None for a full snapshot.
         changed: Names of the tensors that the files hold as deltas to the base.
-        transit_digest: `artifact_writer.transit_digest` of all weights; None where the version was
-            not sent to an engine.
         base_digest: `base_digest.compute_base_digest` of the model that the tensors are adapters
             of; empty where they are a whole model's.
     """
@@ -72,32 +77,32 @@ class WeightManifest:
     tensors: tuple[TensorEntry, ...]
     base: Base | None = None
     changed: frozenset[str] = frozenset()
-    transit_digest: bytes | None = None
     base_digest: bytes = b""
+    format: int = FORMAT
+
+    @property
+    def has_tensor_digests(self) -> bool:
+        """Whether each tensor has a digest, from which that of the weights follows."""
+        return self.format not in SHA256_FORMATS
 
     def to_json(self) -> bytes:
         """Return the manifest as JSON; equal manifests give equal bytes."""
-        number = FORMAT if self.base is None else DELTA_FORMAT
-        files = [_reference_value(file) for file in self.files]
-        value = {
-            "format": number,
+        value: dict[str, Any] = {
+            "format": FORMAT,
             "policy_version": self.policy_version,
             "model_type": self.model_type,
             "digest": self.digest.hex(),
-            "files": files,
+            "files": [{"uri": file.uri, "num_bytes": file.num_bytes} for file in self.files],
         }
         if self.base is not None:
             value["base"] = _reference_value(self.base.manifest) | {
                 "weights_digest": self.base.digest.hex()
             }
             value["changed"] = sorted(self.changed)
-        if self.transit_digest is not None:
-            value["in_transit"] = self.transit_digest.hex()
         if self.base_digest:
             value["base_model"] = self.base_digest.hex()
-        return json.dumps(
-            value | {"tensors": [asdict(tensor) for tensor in self.tensors]}, indent=1
-        ).encode()
+        tensors = [asdict(tensor) | {"digest": tensor.digest.hex()} for tensor in self.tensors]
+        return json.dumps(value | {"tensors": tensors}, indent=1).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> WeightManifest:
@@ -108,42 +113,28 @@ class WeightManifest:
         """
         try:
             value: dict[str, Any] = json.loads(data)
-            if value["format"] not in (FORMAT, DELTA_FORMAT):
-                known = f"{FORMAT} and {DELTA_FORMAT}"
+            number = value["format"]
+            if type(number) is not int or number not in (*SHA256_FORMATS, FORMAT):
                 raise WeightsError(
-                    f"weight manifest has format {value['format']!r}, this release reads "
-                    f"{known}; use the release that wrote it"
+                    f"weight manifest has format {number!r}, this release reads 1 to {FORMAT}; "
+                    "use the release that wrote it"
                 )
-            files = tuple(_reference(file) for file in value["files"])
-            base = (
-                Base(_reference(value["base"]), bytes.fromhex(value["base"]["weights_digest"]))
-                if value["format"] != FORMAT
-                else None
-            )
-            tensors = tuple(_tensor(item) for item in value["tensors"])
-            changed = frozenset(_text(name) for name in value.get("changed", ()))
-            transit_digest = bytes.fromhex(value["in_transit"]) if "in_transit" in value else None
-            digest = bytes.fromhex(value["digest"])
+            is_hashed = number not in SHA256_FORMATS
             return cls(
                 _number(value["policy_version"]),
                 _text(value["model_type"]),
-                digest,
-                files,
-                tensors,
-                base,
-                changed,
-                transit_digest,
+                bytes.fromhex(value["digest"]),
+                tuple(_reference(file, has_digest=not is_hashed) for file in value["files"]),
+                tuple(_tensor(item, has_digest=is_hashed) for item in value["tensors"]),
+                _base(value["base"]) if "base" in value else None,
+                frozenset(_text(name) for name in value.get("changed", ())),
                 bytes.fromhex(value.get("base_model", "")),
+                number,
             )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise WeightsError(
                 f"weight manifest can't be read: {type(error).__name__}: {error}"
             ) from error
-
-
-def tensor_header(name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
-    """Return the bytes that precede a tensor's values in the digest of weights."""
-    return f"{name}\0{dtype}\0{list(shape)}\0".encode()
 
 
 def _text(value: object) -> str:
@@ -158,9 +149,16 @@ def _number(value: object) -> int:
     return value
 
 
-def _tensor(value: Mapping[str, Any]) -> TensorEntry:
+def _tensor(value: Mapping[str, Any], *, has_digest: bool) -> TensorEntry:
     shape = tuple(_number(length) for length in value["shape"])
-    return TensorEntry(_text(value["name"]), _text(value["dtype"]), shape, _number(value["file"]))
+    digest = bytes.fromhex(value["digest"]) if has_digest else b""
+    return TensorEntry(
+        _text(value["name"]), _text(value["dtype"]), shape, _number(value["file"]), digest
+    )
+
+
+def _base(value: Mapping[str, Any]) -> Base:
+    return Base(_reference(value, has_digest=True), bytes.fromhex(value["weights_digest"]))
 
 
 def _reference_value(reference: ObjectRef) -> dict[str, Any]:
@@ -171,7 +169,6 @@ def _reference_value(reference: ObjectRef) -> dict[str, Any]:
     }
 
 
-def _reference(value: Mapping[str, Any]) -> ObjectRef:
-    return ObjectRef(
-        _text(value["uri"]), bytes.fromhex(value["digest"]), _number(value["num_bytes"])
-    )
+def _reference(value: Mapping[str, Any], *, has_digest: bool) -> ObjectRef:
+    digest = bytes.fromhex(value["digest"]) if has_digest else b""
+    return ObjectRef(_text(value["uri"]), digest, _number(value["num_bytes"]))

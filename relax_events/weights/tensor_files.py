@@ -18,10 +18,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from relax_events.errors import WeightsError
-from relax_events.weights.artifact_reader import DTYPES
-from relax_events.weights.artifact_writer import raw_bytes
+from relax_events.weights.file_header import DTYPES, HEADER_LENGTH_BYTES
 
-HEADER_LENGTH_BYTES = 8
 ALIGNMENT_BYTES = 8
 """Tensors start at a multiple of this, so the header is padded with spaces."""
 METADATA = {"format": "pt"}
@@ -110,14 +108,19 @@ def render_header(layouts: Mapping[str, TensorLayout]) -> bytes:
 
 
 def write_tensor_file(
-    path: Path, layouts: Mapping[str, TensorLayout], read: Callable[[str], Tensor]
+    path: Path,
+    layouts: Mapping[str, TensorLayout],
+    read: Callable[[str], Tensor],
+    *,
+    is_lasting: bool = True,
 ) -> None:
-    """Write a safetensors file; it is on the disk when this returns.
+    """Write a safetensors file; a lasting one is on the disk when this returns.
 
     Args:
         path: The file; must not exist.
         layouts: The tensors, in the order of the file.
         read: Returns a tensor of that shape; it is converted to that dtype.
+        is_lasting: False for a file that need not outlive a crash of the machine.
     Raises:
         OSError: The file can't be written.
         WeightsError: A tensor has another shape.
@@ -130,5 +133,19 @@ def write_tensor_file(
             if tuple(tensor.shape) != layout.shape:
                 raise WeightsError(f"{name} must be {list(layout.shape)}, got {list(tensor.shape)}")
             file.write(raw_bytes(tensor))
-        file.flush()
-        os.fsync(file.fileno())
+        if is_lasting:
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """Name a tensor's dtype as manifests do."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """Return a tensor's bytes in row-major order; without a copy where they lie so on the CPU."""
+    data: memoryview = (
+        tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
+    )
+    return data

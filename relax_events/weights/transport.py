@@ -7,7 +7,7 @@ version; every reader calls `WeightsReader.fetch` after the announcement.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol
 
 import structlog
@@ -20,9 +20,8 @@ from relax_events.weights.artifact_reader import CachedWeights, RawTensors, read
 from relax_events.weights.manifest import Base, Weights
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from relax_events.weights.artifact_writer import WrittenWeights
+    from relax_events.weights.file_content import FileContent
 
 log = structlog.get_logger()
 
@@ -30,13 +29,23 @@ log = structlog.get_logger()
 class WeightsPublisher(Protocol):
     """The trainer's side of a transport."""
 
+    @property
+    def keeps_files(self) -> bool:
+        """Whether `publish` uses a file after it has asked for the next one; each then has memory
+        of its own.
+        """
+        ...
+
     def publish(
-        self, tensors: Mapping[str, Tensor], *, policy_version: int
+        self, files: Iterable[FileContent], *, policy_version: int
     ) -> tuple[ObjectRef, bytes]:
         """Make a version available; return its artifact's reference and the weights' digest.
 
-        The caller must not change the tensors afterwards. Waits for no reader.
+        Waits for no reader.
 
+        Args:
+            files: The version, laid out as files, which must not change afterwards.
+            policy_version: Of it.
         Raises:
             ObjectError: The artifact could not be written; the version must not be announced.
         """
@@ -114,36 +123,32 @@ class StorePublisher:
         self._store, self._full_snapshot_interval = store, full_snapshot_interval
         self._written: WrittenWeights | None = None
 
+    @property
+    def keeps_files(self) -> bool:
+        """Whether the next version is written as changes to this one."""
+        return self._full_snapshot_interval > 1
+
     def publish(
-        self,
-        tensors: Mapping[str, Tensor],
-        *,
-        policy_version: int,
-        sent_digest: bytes | None = None,
+        self, files: Iterable[FileContent], *, policy_version: int
     ) -> tuple[ObjectRef, bytes]:
-        """See `WeightsPublisher.publish`; `sent_digest` as in `artifact_writer.write_weights`."""
-        from relax_events.weights.artifact_writer import WrittenWeights, copy_to_cpu, write_weights
+        """See `WeightsPublisher.publish`."""
+        from relax_events.weights.artifact_writer import WrittenWeights, write_files
+        from relax_events.weights.file_content import all_tensors
 
         if self._full_snapshot_interval == 1:
-            return write_weights(
-                self._store,
-                tensors,
-                policy_version=policy_version,
-                sent_digest=sent_digest,
-                base_digest=self._base_digest,
+            return write_files(
+                self._store, files, policy_version=policy_version, base_digest=self._base_digest
             )
-        # copied from the device once, for the digest, the delta, the files and the next version
-        tensors = copy_to_cpu(tensors)
+        held = list(files)
         previous = self._written if policy_version % self._full_snapshot_interval else None
-        reference, digest = write_weights(
+        reference, digest = write_files(
             self._store,
-            tensors,
+            held,
             policy_version=policy_version,
             previous=previous,
-            sent_digest=sent_digest,
             base_digest=self._base_digest,
         )
-        self._written = WrittenWeights(Base(reference, digest), tensors)
+        self._written = WrittenWeights(Base(reference, digest), all_tensors(held))
         return reference, digest
 
     def close(self) -> None:

@@ -276,6 +276,11 @@ CHANGES_TREE = MANIFEST_TREE | {
     "changed": ["w"],
     "in_transit": "ab",
 }
+TENSORS_TREE = MANIFEST_TREE | {
+    "format": 3,
+    "files": [{"uri": "file:///a", "num_bytes": 5}],
+    "tensors": [TENSOR | {"digest": "ab" * 32}],
+}
 PARTITION = {
     "entity": "a",
     "partition": 0,
@@ -328,7 +333,9 @@ TARGETS = [
     Target("packed-rows", mutated([_packed(b"\n".join(map(as_json, ROWS)))]), packed_rows),
     Target("partition-file", mutated([_container_seed()]), container),
     Target("export-manifest", json_bytes([EXPORT]), export_manifest),
-    Target("weight-manifest", json_bytes([MANIFEST_TREE, CHANGES_TREE]), weight_manifest),
+    Target(
+        "weight-manifest", json_bytes([MANIFEST_TREE, CHANGES_TREE, TENSORS_TREE]), weight_manifest
+    ),
     Target("store-marker", json_bytes([{"run_id": "a", "value": "b"}]), marker),
     Target("broker-state", json_bytes([STATE]), broker_state),
     Target("vocabulary", json_bytes([TOKENIZER]), vocabulary),

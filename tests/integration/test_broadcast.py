@@ -38,6 +38,7 @@ from relax_events.weights.broadcast.control_socket import ControlSocket
 from relax_events.weights.broadcast.receiver import Receiver
 from relax_events.weights.broadcast.sender import Broadcaster
 from relax_events.weights.broadcast.transports import BroadcastPublisher, BroadcastReader
+from relax_events.weights.file_content import lay_out
 
 PROGRAM = Path(__file__).parent / "broadcast_program.py"
 ROOT = Path(__file__).parents[2]
@@ -103,7 +104,8 @@ class Trainer:
         """Publish a version, and check that no engine held this up."""
         started = time.monotonic()
         artifact, _ = self._transport.publish(
-            tensors_of(version) if tensors is None else tensors, policy_version=version
+            lay_out([tensors_of(version) if tensors is None else tensors]),
+            policy_version=version,
         )
         assert time.monotonic() - started < STEP_SECONDS
         return PolicyVersionPublished(

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from relax_events.weights.artifact_writer import transit_digest
+from relax_events.weights.artifact_writer import weights_digest
 from relax_events.weights.broadcast.buckets import ALIGNMENT, BufferDigest, Layout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.int64)
@@ -48,7 +48,7 @@ def test_row_put_together_from_buckets_holds_the_tensors_and_has_their_digest(
         view.dtype == tensors[name].dtype and torch.equal(view, tensors[name])
         for name, view in views.items()
     )
-    assert digest.value() == transit_digest(tensors)
+    assert digest.value() == weights_digest(tensors)
 
 
 @given(tensor_sets(), BUCKETS)

@@ -31,6 +31,7 @@ from relax_events.model_folder import (
     read_model_json,
 )
 from relax_events.weights.artifact_writer import split_into_files
+from relax_events.weights.tensor_files import TensorLayout, dtype_name, write_tensor_file
 
 MEDIA_MODELS = ("qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe_thinker", "qwen3_omni_moe")
 """Models whose media the engine sends, by `model_type`: all read images and video, the last two
@@ -245,20 +246,22 @@ class ModelFolder:
             for number, names in enumerate(
                 split_into_files(tensors, max_file_bytes=MAX_FILE_BYTES)
             ):
-                contiguous = {
-                    name: tensors[name].clone(memory_format=torch.contiguous_format)
-                    for name in names
-                }
-                safetensors.torch.save_file(
-                    contiguous,
+                # wide dtypes first, so that each tensor starts at a multiple of its element's size
+                names.sort(key=lambda name: (-tensors[name].element_size(), name))
+                write_tensor_file(
                     folder / (file_name := f"model-{number:05}.safetensors"),
-                    metadata={"format": "pt"},
+                    {
+                        name: TensorLayout(dtype_name(tensors[name]), tuple(tensors[name].shape))
+                        for name in names
+                    },
+                    tensors.__getitem__,
+                    is_lasting=False,
                 )
                 files |= dict.fromkeys(names, file_name)
             (folder / "model.safetensors.index.json").write_bytes(
                 orjson.dumps({"metadata": {}, "weight_map": files})
             )
-        except (OSError, safetensors.SafetensorError) as error:
+        except OSError as error:
             remedy = "free space, or set engine.sglang.weights_directory"
             raise WeightsError(
                 f"weights can't be written to {folder} for the server: {error}; {remedy}"
@@ -267,15 +270,26 @@ class ModelFolder:
 
 
 def find_non_finite(tensors: Mapping[str, Tensor]) -> str | None:
-    """Return the name of the first tensor with a non-finite value, which would crash a server."""
+    """Return the name of the first tensor with a non-finite value, which would crash a server.
+
+    A value that is not finite is the largest or the smallest one: both are found in one pass,
+    without a tensor of truth values.
+    """
     return next(
         (
             name
             for name, tensor in tensors.items()
-            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all())
+            if tensor.is_floating_point() and tensor.numel() and not _is_finite(tensor)
         ),
         None,
     )
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    if tensor.element_size() == 1:  # torch compares no 8-bit floats
+        return bool(torch.isfinite(tensor.to(torch.bfloat16)).all())
+    smallest, largest = torch.aminmax(tensor)
+    return bool(torch.isfinite(smallest)) and bool(torch.isfinite(largest))
 
 
 def split_experts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

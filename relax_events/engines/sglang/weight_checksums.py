@@ -16,7 +16,7 @@ from hashlib import sha256
 import torch
 from torch import Tensor
 
-from relax_events.weights.artifact_writer import raw_bytes
+from relax_events.weights.tensor_files import raw_bytes
 
 NUM_DIGITS = 16
 """A server reports this many hexadecimal digits of a tensor's SHA-256."""

@@ -194,7 +194,8 @@ def first_difference(recorded: TrainStepCommitted, replayed: TrainStepCommitted)
     if recorded.weights_digest != replayed.weights_digest:
         return (
             f"weights digest was {recorded.weights_digest.hex()}, is "
-            f"{replayed.weights_digest.hex()}"
+            f"{replayed.weights_digest.hex()} (a version whose manifest has format 1 or 2 has a "
+            "SHA-256 there, which can't be compared with later ones)"
         )
     return ""
 

@@ -74,7 +74,7 @@ class Export:
             others the base model's.
         num_files: Weight files.
         num_bytes: Size of the weights.
-        weights_digest: SHA-256 of the version's weights as on the log, hexadecimal.
+        weights_digest: Digest of the version's weights as on the log, hexadecimal.
         content: `model`; of a run with `model.lora` `adapters` or `merged model`.
     """
 

@@ -15,7 +15,11 @@ from relax_events.history.runs.details import list_versions, open_existing_store
 from relax_events.objects import ObjectStore
 from relax_events.ops.model_export.versions import PublishedVersions, format_versions
 from relax_events.training.checkpoint.checkpoint_files import CheckpointTensors
-from relax_events.weights.artifact_files import ArtifactTensors, digest_tensors
+from relax_events.weights.artifact_files import (
+    ArtifactTensors,
+    digest_as_earlier,
+    digest_tensors,
+)
 from relax_events.weights.tensor_files import Tensors
 
 log = structlog.get_logger()
@@ -112,12 +116,12 @@ def _open_checkpoint(
 
 
 def _require_digest(tensors: Tensors, wanted: bytes, *, uri: str) -> bytes:
-    if (seen := digest_tensors(tensors)) != wanted:
+    if (seen := digest_tensors(tensors)) != wanted != digest_as_earlier(tensors):
         raise WeightsError(
             f"{uri} can't be used: the digest of its weights must be {wanted.hex()}, got "
             f"{seen.hex()}"
         )
-    return seen
+    return wanted
 
 
 def _format_lost(

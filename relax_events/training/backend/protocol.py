@@ -304,10 +304,11 @@ class TrainerBackend(Protocol):
         """
 
     def weight_buckets(self, *, max_bytes: int) -> Iterator[dict[str, Tensor]]:
-        """Yield the weights in parts, so that no device and only rank 0's host holds them all.
+        """Yield the weights in parts, so that neither a device nor a host holds a second copy.
 
-        Every rank iterates to the end. Rank 0 gets whole tensors on the CPU, in Hugging Face names
-        and the model's dtype, which later steps don't change; the others get empty parts.
+        Every rank iterates to the end. Rank 0 gets whole tensors, on any device, in Hugging Face
+        names and the model's dtype; the others get empty parts. A part may be the model's own
+        memory: copy it before the next step, and before the next part is asked for.
 
         Args:
             max_bytes: Of a part, except one that is a single larger tensor.

@@ -248,7 +248,7 @@ class ShardedParameters:
         self.zero_gradients()
 
     def weight_buckets(self, *, max_bytes: int, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
-        """Gather the weights on all devices, some at a time, and yield them on rank 0's CPU; see
+        """Gather the weights on all devices, some at a time, and yield them on rank 0; see
         `TrainerBackend.weight_buckets`.
         """
         for names in split_into_buckets(self._parameters, max_bytes=max_bytes):
@@ -258,7 +258,7 @@ class ShardedParameters:
                 assert isinstance(narrow, DTensor), f"{name} is not sharded"
                 whole: Tensor = narrow.full_tensor()
                 if self._ranks.rank == 0:
-                    bucket[name] = whole.to("cpu", copy=True)
+                    bucket[name] = whole
             yield bucket
 
 

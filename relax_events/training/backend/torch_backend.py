@@ -177,9 +177,7 @@ class TorchBackend(PolicyTraining):
             return super().step()
 
     def weight_buckets(self, *, max_bytes: int) -> Iterator[dict[str, Tensor]]:
-        """Yield the weights on rank 0's CPU, tied tensors once, or the adapters alone; see
-        `TrainerBackend`.
-        """
+        """Yield the weights, tied tensors once, or the adapters alone; see `TrainerBackend`."""
         if isinstance(self._parameters, ShardedParameters):
             with self._ranks.guard("gathering the weights"):
                 yield from self._parameters.weight_buckets(
@@ -188,11 +186,7 @@ class TorchBackend(PolicyTraining):
             return
         parameters = published_parameters(self._model.module)
         for names in split_into_buckets(parameters, max_bytes=max_bytes):
-            yield {
-                name: parameters[name].detach().to("cpu", copy=True)
-                for name in names
-                if self._ranks.rank == 0
-            }
+            yield {name: parameters[name].detach() for name in names if self._ranks.rank == 0}
 
     def state(self) -> TrainerState:
         """Show weights in master precision, AdamW's moments and generators; see

@@ -12,17 +12,22 @@ if TYPE_CHECKING:
 
     from relax_events.training.backend.protocol import TrainerBackend
 
-BUCKET_BYTES = 2**29
+BUCKET_BYTES = 2**28
 """Size of a part: a copy from the device takes far longer than its start, and rank 0's device holds
 one part in addition to the model."""
 
 
+def weight_parts(backend: TrainerBackend) -> Iterator[dict[str, Tensor]]:
+    """Yield the weights in parts, each valid until the next is asked for. Collective."""
+    return backend.weight_buckets(max_bytes=BUCKET_BYTES)
+
+
 def collect_weights(backend: TrainerBackend) -> dict[str, Tensor]:
-    """Snapshot the weights on rank 0's CPU; nothing on the other ranks. Collective."""
+    """Copy the weights to rank 0's CPU; nothing on the other ranks. Collective."""
     return {
-        name: tensor
-        for bucket in backend.weight_buckets(max_bytes=BUCKET_BYTES)
-        for name, tensor in bucket.items()
+        name: tensor.to("cpu", copy=True)
+        for part in weight_parts(backend)
+        for name, tensor in part.items()
     }
 
 

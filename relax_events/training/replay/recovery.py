@@ -9,6 +9,7 @@ skipped is skipped again.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 
 import structlog
@@ -23,7 +24,7 @@ from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.run_description import ParentRun
 from relax_events.runtime.worker import Worker
 from relax_events.training.backend.protocol import TrainerBackend
-from relax_events.training.backend.weight_stream import collect_weights
+from relax_events.training.backend.weight_stream import collect_weights, weight_parts
 from relax_events.training.checkpoint.checkpoints import Checkpoints
 from relax_events.training.publishing import StepPublisher
 from relax_events.training.ranks import Ranks
@@ -33,7 +34,7 @@ from relax_events.training.replay.start_weights import (
     load_parent_weights,
     load_published_weights,
 )
-from relax_events.weights.artifact_writer import weights_digest
+from relax_events.weights.artifact_writer import has_digest
 
 log = structlog.get_logger()
 
@@ -88,7 +89,7 @@ class Replay:
         tensors = collect_weights(self._backend)
         if self._ranks.rank:
             return bool(self._ranks.broadcast(None))
-        is_same = weights_digest(tensors) == expected
+        is_same = has_digest(tensors, expected)
         self._ranks.broadcast(b"same" * is_same)
         return is_same
 
@@ -187,12 +188,13 @@ class Recovery:
             is_lost = not history.is_fresh and is_newest_lost(
                 history.published[-1], store=self._store, ranks=self._ranks
             )
-            tensors = collect_weights(self._backend) if history.is_fresh or is_lost else {}
+            parts = weight_parts(self._backend) if history.is_fresh or is_lost else iter(())
             if publisher is None:
+                deque(parts, maxlen=0)  # every rank takes part
                 return
             publisher.resume(history)
             if history.is_fresh:
-                publisher.publish_initial(tensors, policy_version=self._worker.config.first_version)
+                publisher.publish_initial(parts, policy_version=self._worker.config.first_version)
             elif is_lost:
-                publisher.rewrite_newest_weights(history.published[-1], tensors)
+                publisher.rewrite_newest_weights(history.published[-1], parts)
             publisher.prune_weights(self._backend.policy_version)

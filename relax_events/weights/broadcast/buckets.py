@@ -13,11 +13,10 @@ from hashlib import sha256
 from itertools import pairwise
 
 import torch
-from blake3 import blake3
 from torch import Tensor
 
-from relax_events.weights.artifact_writer import dtype_name
-from relax_events.weights.manifest import tensor_header
+from relax_events.weights.digests import TensorHash, combine_digests
+from relax_events.weights.tensor_files import dtype_name
 
 ALIGNMENT = 64
 """Tensors begin at multiples of this, so that each can be viewed in tensor_range."""
@@ -131,20 +130,25 @@ class Layout:
 
 
 class BufferDigest:
-    """Computes `artifact_writer.transit_digest` of the tensors in a buffer, bucket by bucket."""
+    """Computes `artifact_writer.weights_digest` of the tensors in a buffer, bucket by bucket."""
 
     def __init__(self, layout: Layout, buffer: Tensor) -> None:
-        self._layout, self._bytes, self._digest = layout, buffer.numpy().data, blake3()
+        self._layout, self._bytes = layout, buffer.numpy().data
+        self._begun: TensorHash | None = None
+        self._digests: dict[str, bytes] = {}
 
     def update(self, bucket: range) -> None:
         """Add the next bucket."""
         for tensor_range, overlap in self._layout.overlapping(bucket):
             if tensor_range.start >= bucket.start:
-                self._digest.update(
-                    tensor_header(tensor_range.name, tensor_range.dtype, tensor_range.shape)
-                )
-            self._digest.update(self._bytes[overlap.start : overlap.stop])
+                self._begun = TensorHash(tensor_range.name, tensor_range.dtype, tensor_range.shape)
+            if self._begun is None:  # the bucket holds only padding of a tensor that has ended
+                continue
+            self._begun.update(self._bytes[overlap.start : overlap.stop])
+            if overlap.stop >= tensor_range.start + tensor_range.num_bytes:
+                self._digests[tensor_range.name] = self._begun.digest()
+                self._begun = None
 
     def value(self) -> bytes:
         """Return the digest once all buckets were added."""
-        return self._digest.digest()
+        return combine_digests(self._digests)

@@ -45,7 +45,7 @@ class WeightsSnapshot:
     tensors: Mapping[str, Tensor]
     layout: Layout
     digest: Future[bytes] = field(default_factory=Future)
-    """`transit_digest` of the weights, set once the store has them."""
+    """`weights_digest` of the weights, set once the store has them."""
 
 
 class ConnectionOwner(Protocol):

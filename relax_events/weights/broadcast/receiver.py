@@ -138,8 +138,8 @@ class Receiver:
         """Return whether a version is being received now."""
         return self._incoming_version == policy_version
 
-    def take(self, policy_version: int, digest: bytes | None) -> Mapping[str, Tensor] | None:
-        """Return the tensors of a version if it was received and has this `transit_digest`. They
+    def take(self, policy_version: int, digest: bytes) -> Mapping[str, Tensor] | None:
+        """Return the tensors of a version if it was received and has this `weights_digest`. They
         stay valid until the next version is taken.
         """
         with self._condition:
@@ -151,14 +151,14 @@ class Receiver:
                     else None
                 )
                 return None
-            if digest is None or arrived.digest != digest:
+            if arrived.digest != digest:
                 self._free_buffers.append(arrived.buffer)
                 self._metrics.count_broadcast_failure("torn")
                 log.error(
                     "weights.corrupted",
                     policy_version=policy_version,
                     digest=arrived.digest.hex(),
-                    published=digest.hex() if digest else "none",
+                    published=digest.hex(),
                 )
                 return None
             if self._in_use is not None:

@@ -2,22 +2,20 @@
 connected engines.
 
 A version is sent while it is written to the store. It is used once its record is on the log, and
-only if it matches the digests in the artifact's manifest, so an engine's weights do not depend on
+only if it matches the digest in the artifact's manifest, so an engine's weights do not depend on
 the transport.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
-from torch import Tensor
+from collections.abc import Callable, Iterable
 
 from relax_events.events.parts import ObjectRef
 from relax_events.events.types import BroadcastMembership, Event, PolicyVersionPublished
 from relax_events.objects import ObjectStore
-from relax_events.weights.artifact_writer import transit_digest
 from relax_events.weights.broadcast.receiver import Receiver
 from relax_events.weights.broadcast.sender import Broadcaster
+from relax_events.weights.file_content import FileContent, all_tensors
 from relax_events.weights.manifest import WeightManifest, Weights
 from relax_events.weights.transport import StorePublisher, StoreReader
 
@@ -35,28 +33,27 @@ class BroadcastPublisher(StorePublisher):
         )
         self._broadcaster = broadcaster
 
+    @property
+    def keeps_files(self) -> bool:
+        """Return True: a version is sent from them, also after it was written."""
+        return True
+
     def publish(
-        self,
-        tensors: Mapping[str, Tensor],
-        *,
-        policy_version: int,
-        sent_digest: bytes | None = None,
+        self, files: Iterable[FileContent], *, policy_version: int
     ) -> tuple[ObjectRef, bytes]:
         """Write the version to the store while it is sent to engines; sending may still be in
         progress when this returns.
         """
-        snapshot = self._broadcaster.offer(tensors, policy_version=policy_version)
+        held = list(files)
+        snapshot = self._broadcaster.offer(all_tensors(held), policy_version=policy_version)
         if snapshot is None:
-            return super().publish(tensors, policy_version=policy_version, sent_digest=sent_digest)
+            return super().publish(held, policy_version=policy_version)
         try:
-            sent_digest = transit_digest(tensors)
-            written = super().publish(
-                tensors, policy_version=policy_version, sent_digest=sent_digest
-            )
-            snapshot.digest.set_result(sent_digest)
+            reference, digest = super().publish(held, policy_version=policy_version)
+            snapshot.digest.set_result(digest)
         finally:
             snapshot.digest.cancel()  # has no effect once it is set
-        return written
+        return reference, digest
 
     def close(self) -> None:
         """Stop sending."""
@@ -82,7 +79,7 @@ class BroadcastReader(StoreReader):
         manifest = WeightManifest.from_json(self._store.get(published.artifact))
         if (
             manifest.policy_version == version
-            and (tensors := self._receiver.take(version, manifest.transit_digest)) is not None
+            and (tensors := self._receiver.take(version, manifest.digest)) is not None
         ):
             return Weights(
                 version,

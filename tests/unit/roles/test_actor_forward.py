@@ -16,8 +16,8 @@ class Artifact:
 
     alive = 0
 
-    def __init__(self, policy_version: int) -> None:
-        self.policy_version = policy_version
+    def __init__(self, policy_version: int, transport: str) -> None:
+        self.policy_version, self.transport = policy_version, transport
         Artifact.alive += 1
 
     def __del__(self) -> None:
@@ -29,6 +29,7 @@ class Stage:
     read."""
 
     def __init__(self) -> None:
+        self.transport = "store"
         self.read: list[int] = []
         self.held: list[int] = []
         self.loaded: list[int] = []
@@ -48,7 +49,7 @@ class Stage:
     def fetch(self, event: Any) -> Any:
         self.held.append(Artifact.alive)
         self.read.append(event.policy_version)
-        return Artifact(event.policy_version)
+        return Artifact(event.policy_version, self.transport)
 
 
 def test_at_most_two_versions_are_held_even_while_loading_the_next() -> None:
@@ -66,3 +67,11 @@ def test_alternating_versions_are_read_once_and_an_evicted_one_is_read_again() -
         stage.versions.use(version)
     assert stage.read == [3, 4, 5, 4], "the one that was used longest ago went"
     assert stage.loaded == [3, 4, 3, 4, 3, 5, 3, 4]
+
+
+def test_version_that_the_trainer_sent_is_dropped_before_the_next_one_is_read() -> None:
+    stage = Stage()
+    stage.transport = "memory"
+    for version in (3, 4, 3):
+        stage.versions.use(version)
+    assert stage.read == [3, 4, 3], "its memory may have been received into again"

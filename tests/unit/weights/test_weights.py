@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from blake3 import blake3
+from safetensors.torch import save
 from torch import Tensor
 
 from relax_events.errors import ObjectError, WeightsError
@@ -14,12 +15,15 @@ from relax_events.events.types import PolicyVersionPublished
 from relax_events.objects import ObjectStore
 from relax_events.weights.artifact_reader import read_weights
 from relax_events.weights.artifact_writer import (
+    WrittenWeights,
     delete_weights,
+    has_digest,
     stored_versions,
-    transit_digest,
     weights_digest,
     write_weights,
 )
+from relax_events.weights.file_content import lay_out
+from relax_events.weights.manifest import Base
 from relax_events.weights.transport import StorePublisher, StoreReader
 
 pytestmark = pytest.mark.unit
@@ -45,19 +49,23 @@ def test_weights_digest_covers_names_dtypes_shapes_and_bytes() -> None:
         "b": torch.tensor([1], dtype=torch.int64),
         "a": torch.from_numpy(values).reshape(2, 3),
     }
-    expected = sha256(
+    first, second = (
+        blake3(b"a\0float32\0[2, 3]\0" + values.tobytes()).digest(),
+        blake3(b"b\0int64\0[1]\0" + (1).to_bytes(8, "little")).digest(),
+    )
+    assert weights_digest(tensors) == blake3(first + second).digest()
+
+
+def test_has_digest_knows_the_digest_of_earlier_releases() -> None:
+    values = np.arange(6, dtype=np.float32)
+    tensors = {"a": torch.from_numpy(values).reshape(2, 3), "b": torch.tensor([1])}
+    earlier = sha256(
         b"a\0float32\0[2, 3]\0" + values.tobytes() + b"b\0int64\0[1]\0" + (1).to_bytes(8, "little")
-    )
-    assert weights_digest(tensors) == expected.digest()
-    assert (
-        transit_digest(tensors)
-        == blake3(
-            b"a\0float32\0[2, 3]\0"
-            + values.tobytes()
-            + b"b\0int64\0[1]\0"
-            + (1).to_bytes(8, "little")
-        ).digest()
-    )
+    ).digest()
+    assert has_digest(tensors, earlier)
+    assert has_digest(tensors, weights_digest(tensors))
+    assert not has_digest(tensors | {"b": torch.tensor([2])}, earlier)
+    assert not has_digest(tensors, bytes(32))
 
 
 @pytest.mark.parametrize(
@@ -120,14 +128,14 @@ def test_write_weights_leaves_the_first_artifact_when_a_version_is_written_again
 def test_write_weights_leaves_no_manifest_when_the_store_fails(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put_at = store.put_at
+    put_unhashed = store.put_unhashed
 
     def refuse_second_file(key: str, data: bytes) -> ObjectRef:
         if store.list("weights"):
             raise ObjectError("the object store is full")
-        return put_at(key, data)
+        return put_unhashed(key, data)
 
-    monkeypatch.setattr(store, "put_at", refuse_second_file)
+    monkeypatch.setattr(store, "put_unhashed", refuse_second_file)
     with pytest.raises(ObjectError, match="full"):
         write_weights(store, some_tensors(), policy_version=2, max_file_bytes=1)
     assert not any(key.endswith(".json") for key in store.list("weights"))
@@ -147,24 +155,102 @@ def test_read_weights_names_the_file_when_it_is_missing(store: ObjectStore) -> N
         read_weights(store, reference)
 
 
-def test_read_weights_names_the_file_when_a_bit_was_flipped(store: ObjectStore) -> None:
+def test_read_weights_names_the_tensor_and_the_file_when_a_bit_was_flipped(
+    store: ObjectStore,
+) -> None:
     reference, _ = write_weights(store, some_tensors(), policy_version=2)
-    for key in store.list("weights"):
+    manifest, file = sorted(store.list("weights"))[::-1]
+    for key, text in (
+        (manifest, f"{store.uri(manifest)} was altered: its SHA-256 must be"),
+        (file, rf"\S+ was altered in {store.uri(file)}: its BLAKE3 must be"),
+    ):
         whole = store.get_at(key)
         store.put_at(key, whole[:-1] + bytes([whole[-1] ^ 1]))
-        with pytest.raises(
-            WeightsError, match=f"{store.uri(key)} was altered: its SHA-256 must be"
-        ):
+        with pytest.raises(WeightsError, match=text):
             read_weights(store, reference)
         store.put_at(key, whole)
     read_weights(store, reference)
+
+
+def test_read_weights_refuses_a_file_of_another_size(store: ObjectStore) -> None:
+    reference, _ = write_weights(store, some_tensors(), policy_version=2)
+    (file,) = (key for key in store.list("weights") if key.endswith(".safetensors"))
+    store.put_at(file, store.get_at(file) + b" ")
+    with pytest.raises(WeightsError, match="was altered: it must have"):
+        read_weights(store, reference)
+
+
+def write_as_earlier(
+    store: ObjectStore, tensors: dict[str, Tensor], **more: object
+) -> tuple[ObjectRef, bytes]:
+    """Write an artifact of format 1 as earlier releases did; return its manifest's reference and
+    its digest.
+    """
+    digest = sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        digest.update(f"{name}\0{dtype}\0{list(tensor.shape)}\0".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    file = store.put_at("weights/00000002/0123.safetensors", save(tensors))
+    described = [
+        {
+            "name": name,
+            "dtype": str(tensors[name].dtype).removeprefix("torch."),
+            "shape": list(tensors[name].shape),
+            "file": 0,
+        }
+        for name in sorted(tensors)
+    ]
+    manifest = {
+        "format": 1,
+        "policy_version": 2,
+        "model_type": "qwen3",
+        "digest": digest.hexdigest(),
+        "files": [
+            {"uri": file.uri, "digest": file.digest.hex(), "num_bytes": file.num_bytes} | more
+        ],
+        "tensors": described,
+    }
+    written = store.put_at("weights/00000002/manifest.json", json.dumps(manifest).encode())
+    return written, digest.digest()
+
+
+def test_read_weights_reads_what_an_earlier_release_wrote(store: ObjectStore) -> None:
+    tensors = some_tensors()
+    reference, digest = write_as_earlier(store, tensors)
+    weights = read_weights(store, reference)
+    assert (weights.policy_version, weights.digest) == (2, digest)
+    assert all(torch.equal(weights.tensors[name], tensor) for name, tensor in tensors.items())
+    assert has_digest(weights.tensors, weights.digest)
+
+
+def test_read_weights_verifies_what_an_earlier_release_wrote(store: ObjectStore) -> None:
+    reference, _ = write_as_earlier(store, some_tensors())
+    key = "weights/00000002/0123.safetensors"
+    whole = store.get_at(key)
+    store.put_at(key, whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(WeightsError, match=r"0123\.safetensors was altered: its SHA-256 must be"):
+        read_weights(store, reference)
+
+
+def test_version_can_be_a_delta_to_what_an_earlier_release_wrote(store: ObjectStore) -> None:
+    old = {"a": torch.arange(64.0), "b": torch.ones(3)}
+    base, digest = write_as_earlier(store, old)
+    new = {"a": old["a"].clone(), "b": old["b"]}
+    new["a"][7] = -1.0
+    reference, _ = write_weights(
+        store, new, policy_version=3, previous=WrittenWeights(Base(base, digest), old)
+    )
+    weights = read_weights(store, reference)
+    assert all(torch.equal(weights.tensors[name], tensor) for name, tensor in new.items())
 
 
 @pytest.mark.parametrize(
     ("alter", "text"),
     [
         (lambda manifest: manifest | {"digest": "00" * 32}, "their digest must be 0000"),
-        (lambda manifest: manifest | {"format": 9}, "has format 9, this release reads 1"),
+        (lambda manifest: manifest | {"format": 9}, "has format 9, this release reads 1 to 3"),
         (
             lambda manifest: {key: manifest[key] for key in manifest if key != "tensors"},
             "KeyError: 'tensors'",
@@ -193,8 +279,7 @@ def test_read_weights_names_the_file_when_a_bit_was_flipped(store: ObjectStore) 
                 manifest
                 | {
                     "changed": [1],
-                    "format": 2,
-                    "base": manifest["files"][0] | {"weights_digest": ""},
+                    "base": manifest["files"][0] | {"digest": "", "weights_digest": ""},
                 }
             ),
             "expected a string, got 1",
@@ -233,7 +318,6 @@ def test_read_weights_explains_an_invalid_safetensors_file(store: ObjectStore) -
     junk = store.put(b"nonsense of more than eight bytes")
     manifest["files"][0] = {
         "uri": junk.uri,
-        "digest": junk.digest.hex(),
         "num_bytes": junk.num_bytes,
     }
     with pytest.raises(WeightsError, match=r"can't be used: .*header"):
@@ -262,7 +346,7 @@ def test_stored_versions_includes_half_written_ones(store: ObjectStore) -> None:
 def test_store_transport_fetches_what_it_published(store: ObjectStore) -> None:
     transport = StoreReader(store)
     publisher = StorePublisher(store)
-    artifact, digest = publisher.publish(some_tensors(), policy_version=4)
+    artifact, digest = publisher.publish(lay_out([some_tensors()]), policy_version=4)
     published = PolicyVersionPublished(
         policy_version=4, artifact=artifact, transports=["store"], start_offsets=[]
     )

@@ -1,0 +1,106 @@
+"""Lays tensors out as the bytes of a safetensors file, copying each once, from any device: what
+writes a checkpoint or a version needs the memory of one file, and no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import UInt8
+from torch import Tensor
+
+from relax_events.weights.tensor_files import TensorLayout, dtype_name, render_header
+
+
+@dataclass(frozen=True, slots=True)
+class FileContent:
+    """A safetensors file in memory: the layouts of its tensors, in the order of the file, and where
+    in it the values of each are.
+    """
+
+    memory: UInt8[Tensor, " bytes"]
+    layouts: Mapping[str, TensorLayout]
+    spans: Mapping[str, slice]
+
+    @classmethod
+    def of(
+        cls, tensors: Mapping[str, Tensor], *, memory: UInt8[Tensor, " bytes"] | None = None
+    ) -> FileContent:
+        """Copy tensors into a file; they may change afterwards.
+
+        Args:
+            tensors: By name, on any device.
+            memory: What the file is laid out in, if it is large enough; else in fresh memory.
+        """
+        # wide dtypes first, so that each tensor starts at a multiple of its element's size
+        order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+        layouts = {
+            name: TensorLayout(dtype_name(tensors[name]), tuple(tensors[name].shape))
+            for name in order
+        }
+        header = render_header(layouts)
+        num_bytes = len(header) + sum(tensor.nbytes for tensor in tensors.values())
+        if memory is None or len(memory) < num_bytes:
+            memory = allocate(num_bytes)
+        content = memory[:num_bytes]
+        content[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        spans: dict[str, slice] = {}
+        position = len(header)
+        for name in order:
+            tensor = tensors[name].detach()
+            spans[name] = slice(position, position + tensor.nbytes)
+            if tensor.nbytes:
+                content[spans[name]].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            position += tensor.nbytes
+        return cls(content, layouts, spans)
+
+    @property
+    def content(self) -> memoryview:
+        """The file's bytes."""
+        content: memoryview = self.memory.numpy().data
+        return content
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors, as views of the file."""
+        return {
+            name: self.memory[self.spans[name]]
+            .view(getattr(torch, layout.dtype))
+            .view(layout.shape)
+            for name, layout in self.layouts.items()
+        }
+
+
+def allocate(num_bytes: int) -> UInt8[Tensor, " bytes"]:
+    """Return fresh memory on the CPU. numpy asks for huge pages, torch does not: the first use of
+    4 KiB pages costs three times what the copy costs.
+    """
+    return torch.from_numpy(np.empty(num_bytes, dtype=np.uint8))
+
+
+def lay_out(parts: Iterable[Mapping[str, Tensor]], *, keep: bool = True) -> Iterator[FileContent]:
+    """Yield a file for each part that has tensors.
+
+    Args:
+        parts: Tensors by name, on any device, used until the next part is asked for.
+        keep: False where a file is used only until the next one is asked for; all are then laid
+            out in the same memory.
+    """
+    memory = None
+    for part in parts:
+        if part:
+            file = FileContent.of(part, memory=memory)
+            memory = None if keep else _larger(memory, file.memory)
+            yield file
+
+
+def _larger(one: Tensor | None, other: Tensor) -> Tensor:
+    return other if one is None or len(other) > len(one) else one
+
+
+def all_tensors(files: Iterable[FileContent]) -> dict[str, Tensor]:
+    """Return the tensors of several files, as views of them."""
+    return {name: tensor for file in files for name, tensor in file.tensors.items()}

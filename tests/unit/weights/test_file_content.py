@@ -1,0 +1,105 @@
+"""Files of a version in memory, and their headers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load
+
+from relax_events.errors import ObjectError, WeightsError
+from relax_events.events.parts import ObjectRef
+from relax_events.objects import ObjectStore
+from relax_events.weights.artifact_reader import read_weights
+from relax_events.weights.artifact_writer import write_files
+from relax_events.weights.file_content import FileContent, all_tensors, lay_out
+from relax_events.weights.file_header import split_file
+
+pytestmark = pytest.mark.unit
+TENSORS = {
+    "a": torch.tensor([True, False, True]),
+    "b": torch.arange(6.0, dtype=torch.bfloat16).reshape(2, 3),
+    "c": torch.tensor(1.5, dtype=torch.float64),
+    "d": torch.empty(0, 4),
+}
+
+
+def test_file_is_a_safetensors_file() -> None:
+    file = FileContent.of(TENSORS)
+    loaded = load(bytes(file.content))
+    assert loaded.keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        assert torch.equal(loaded[name], tensor)
+        assert torch.equal(file.tensors[name], tensor)
+    split = split_file(file.content)
+    assert {name: (raw.dtype, raw.shape) for name, raw in split.items()} == {
+        name: (layout.dtype, layout.shape) for name, layout in file.layouts.items()
+    }
+
+
+def test_file_does_not_change_with_its_tensors() -> None:
+    weight = torch.zeros(3)
+    file = FileContent.of({"w": weight})
+    weight += 1
+    assert file.tensors["w"].tolist() == [0, 0, 0]
+
+
+def test_files_that_need_not_stay_share_the_memory_of_the_largest() -> None:
+    parts = [{"a": torch.zeros(300)}, {"b": torch.ones(9)}, {}, {"c": torch.ones(300)}]
+    places = [file.memory.data_ptr() for file in lay_out(parts, keep=False)]
+    assert places == places[:1] * 3
+    held = list(lay_out(parts))
+    assert len({file.memory.data_ptr() for file in held}) == 3
+    assert all_tensors(held).keys() == {"a", "b", "c"}
+
+
+def test_version_that_is_written_part_by_part_is_read_whole(tmp_path: Path) -> None:
+    store = ObjectStore.open(tmp_path.as_uri())
+    parts = [{"b": torch.ones(5), "c": torch.zeros(2)}, {"a": torch.arange(300.0)}]
+    reference, digest = write_files(store, lay_out(parts, keep=False), policy_version=1)
+    weights = read_weights(store, reference)
+    assert weights.digest == digest
+    store.delete(store.list("weights"))
+    for part in parts:
+        for name, tensor in part.items():
+            assert torch.equal(weights.tensors[name], tensor), "a mapped file stays"
+
+
+def test_buffer_of_an_object_is_refused_when_the_object_has_another_size(tmp_path: Path) -> None:
+    store = ObjectStore.open(tmp_path.as_uri())
+    reference = store.put_at("a", b"12345")
+    assert bytes(store.get_buffer(reference)) == b"12345"
+    assert bytes(store.get_buffer(store.put_at("empty", b""))) == b""
+    with pytest.raises(ObjectError, match="must have 4 bytes, got 5"):
+        store.get_buffer(ObjectRef(reference.uri, b"", 4))
+    with pytest.raises(ObjectError, match="its SHA-256 must be"):
+        store.get_buffer(ObjectRef(reference.uri, bytes(32), 5))
+    with pytest.raises(ObjectError, match="there is no such object"):
+        store.get_buffer(ObjectRef(store.uri("b"), b"", 5))
+
+
+def header(**tensor: object) -> memoryview:
+    fields = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | tensor
+    text = json.dumps({"w": fields}).encode()
+    return memoryview(bytearray(len(text).to_bytes(8, "little") + text + bytes(8)))
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (memoryview(bytearray(b"")), "JSONDecodeError"),
+        (memoryview(bytearray(b"\xff" * 16)), "header of a safetensors file can't be read"),
+        (header(data_offsets=[0, 16]), "w lies at bytes 0 to 16 of 8, and must have 8"),
+        (header(data_offsets=[4, 8]), "w lies at bytes 4 to 8 of 8, and must have 8"),
+        (header(data_offsets=[-8, 0]), r"w has the shape \(2,\) at bytes -8 to 0"),
+        (header(shape=[2.0]), r"w has the shape \(2\.0,\)"),
+        (header(shape=[10**30]), "must have 4000"),
+        (header(dtype="F128"), "KeyError: 'F128'"),
+    ],
+)
+def test_split_file_explains_a_broken_header(content: memoryview, text: str) -> None:
+    with pytest.raises(WeightsError, match=text):
+        split_file(content)
+    assert split_file(header())["w"].shape == (2,)
