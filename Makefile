@@ -103,6 +103,15 @@ fuzz: setup ## Fuzz everything that decodes: make fuzz MINUTES=60. What breaks a
 .PHONY: agents
 agents: .venv-agents/.ready ## Install the clients of the gateway and of the token route (`openai`, `anthropic`, `renderers`, `verifiers`), apart from the rest: long tests run them
 
+.venv-trackers/.ready: .venv/.ready requirements/trackers.txt pyproject.toml
+	$(UV) venv --quiet --clear .venv-trackers
+	$(UV) pip install --quiet --python .venv-trackers/bin/python --no-deps --require-hashes -r requirements/trackers.txt
+	$(UV) pip install --quiet --python .venv-trackers/bin/python --no-deps --no-build-isolation --editable .
+	touch $@
+
+.PHONY: trackers
+trackers: .venv-trackers/.ready ## Install W&B, MLflow, ClearML and trackio, apart from the rest: a long test runs each offline
+
 .venv/.lint: .venv/.ready requirements/lint.txt
 	$(INSTALL) --require-hashes -r requirements/lint.txt
 	touch $@

@@ -32,7 +32,8 @@ SAVE_SECONDS = 1.0
 OFFERED_SECONDS = 3600.0
 """Older metrics that a tracker did not accept are not sent again by a later process."""
 IDLE_SECONDS = 0.5
-CLOSE_SECONDS = 10.0
+CLOSE_SECONDS = 15.0
+"""ClearML waits up to 12 s for its own thread; a worker has at least 20 s to drain."""
 
 
 def run(config: RunConfig, *, index: int = 0) -> None:

@@ -168,7 +168,7 @@ class TelemetryConfig(Section):
     worker on a machine: other workers, and the ranks of a trainer, take the following ports."""
     trackers: Annotated[tuple[str, ...], Names.CODE] = ("tensorboard",)
     """Where the metrics role writes metrics in addition to `metrics.jsonl`: `tensorboard`, `wandb`,
-    `clearml`, `mlflow` (the last three are extras of these names), or your own as
+    `clearml`, `mlflow`, `trackio` (the last four are extras of these names), or your own as
     `path/to/file.py:Class`."""
     notification_urls_file: FilePath | None = None
     """File with Apprise URLs, one a line, that receive notifications of the run's start, end,

@@ -9,6 +9,26 @@ from clearml import Task
 from relax_events.config import RunConfig
 from relax_events.telemetry.trackers.protocol import DeliveryProgress, StepMetrics
 
+FRAMEWORKS = (
+    "matplotlib",
+    "tensorflow",
+    "tensorboard",
+    "pytorch",
+    "xgboost",
+    "scikit",
+    "fastai",
+    "lightgbm",
+    "hydra",
+    "joblib",
+    "tfdefines",
+    "megengine",
+    "catboost",
+    "gradio",
+)
+NOTHING_AUTOMATIC = dict.fromkeys((*FRAMEWORKS, "detect_repository"), False)
+"""With a plain False the repository is read all the same: its address, its uncommitted changes and
+the installed packages, for which `close` waits up to five minutes."""
+
 
 class ClearMLTracker:
     """Continues the task whose id an earlier process stored. Offline sessions can't be continued,
@@ -25,7 +45,7 @@ class ClearMLTracker:
             continue_last_task=known or False,
             reuse_last_task_id=False,
             auto_connect_arg_parser=False,
-            auto_connect_frameworks=False,
+            auto_connect_frameworks=NOTHING_AUTOMATIC,
             auto_resource_monitoring=False,
             auto_connect_streams=False,
         )

@@ -269,7 +269,7 @@ def test_trackers_overlay_changes_only_the_metrics_service_and_its_image() -> No
         ROOT / "configs" / "quickstart.toml", environment=environment
     ).telemetry.trackers == ("tensorboard", "wandb")
     packages = {pin.partition("==")[0] for pin in pins("trackers.txt") - pins("light.txt")}
-    assert {"wandb", "clearml", "mlflow-skinny"} <= packages
+    assert {"wandb", "clearml", "mlflow-skinny", "trackio"} <= packages
     assert further_targets([COMPOSE / "trackers.yml"]) == {"trackers": "relax-events:trackers"}
     assert f"FROM runtime AS {service['build']['target']}\n" in (COMPOSE / "Dockerfile").read_text()
 
