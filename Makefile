@@ -112,6 +112,15 @@ agents: .venv-agents/.ready ## Install the clients of the gateway and of the tok
 .PHONY: trackers
 trackers: .venv-trackers/.ready ## Install W&B, MLflow, ClearML and trackio, apart from the rest: a long test runs each offline
 
+.venv-site/.ready: .venv/.ready requirements/site.txt
+	$(UV) venv --quiet --clear .venv-site
+	$(UV) pip install --quiet --python .venv-site/bin/python --no-deps --require-hashes -r requirements/site.txt
+	touch $@
+
+.PHONY: site
+site: .venv-site/.ready ## Build the docs site into .relax/site, in both languages, with its search; any warning fails
+	NO_MKDOCS_2_WARNING=1 .venv-site/bin/python docs/site.py .relax/site
+
 .venv/.lint: .venv/.ready requirements/lint.txt
 	$(INSTALL) --require-hashes -r requirements/lint.txt
 	touch $@
@@ -147,6 +156,7 @@ lock: .venv/.ready ## Resolve the requirements again
 	$(COMPILE) requirements/tools.in -o requirements/tools.txt
 	$(COMPILE) requirements/sbom.in -o requirements/sbom.txt
 	$(COMPILE) requirements/agents.in -o requirements/agents.txt
+	$(COMPILE) requirements/site.in -o requirements/site.txt
 	$(COMPILE) pyproject.toml requirements/build.in --extra lint --constraint requirements/lock.txt -o requirements/lint.txt
 	mkdir -p .relax && sed -n '/^[a-z].*==/{s/ \\$$//;p}' requirements/lock.txt | grep -v ^antlr4 > .relax/constraints.txt # math-verify and hydra-core need different ones
 	$(COMPILE) pyproject.toml --extra bench --constraint .relax/constraints.txt --override requirements/overrides.txt -o requirements/bench.txt

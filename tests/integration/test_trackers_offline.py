@@ -26,7 +26,7 @@ READERS = Path(__file__).with_name("tracker_readers.py")
 METRICS = [{"reward_mean": 0.25, "loss": 1.5}, {"reward_mean": 0.5, "loss": -0.75}, {"reward_mean": 1.0, "loss": 0.0}]  # fmt: skip
 SECONDS = 120.0
 UNREACHABLE = "http://127.0.0.1:9"
-"""Of a proxy that nobody runs: what a tracker asks of the internet is refused at once."""
+"""Of a proxy that does not run: what a tracker asks of the internet is refused at once."""
 pytestmark = pytest.mark.skipif(
     not (BIN / "relax").exists(), reason="needs the environment of `make trackers`"
 )
