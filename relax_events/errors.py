@@ -18,6 +18,7 @@ RelaxError                 exit with its `exit_code`; its text names object, val
 ├── ObjectError            treat the record as a PoisonSample: an object is missing or altered
 ├── StoreUnavailable       wait for the object store; exit 8 after the deadline, to be restarted
 ├── WeightsError           keep serving the current policy version, log, try the next version
+├── EpisodeFailed          begin the episode again; after `environment.attempts` dead-letter it
 ├── EngineFailed           exit 1: the inference server failed; restart the worker
 ├── CheckFailed            exit 6: a check completed and found a problem
 └── RunFailed              exit 1: the run ended without reaching its goal
@@ -130,6 +131,10 @@ class StoreUnavailable(RelaxError):
 
 class WeightsError(RelaxError):
     """A weight artifact is incomplete, altered or does not fit the model."""
+
+
+class EpisodeFailed(RelaxError):
+    """An episode of a program failed for a reason that is not the policy's."""
 
 
 class EngineFailed(RelaxError):

@@ -277,6 +277,7 @@ class AdvantageLoop:
             finish_reason=sample.finish_reason,
             media=list_media(sample),
             routed_experts=sample.routed_experts,
+            path_lengths=sample.path_lengths,
         )
         return self._worker.records.build_for_sample(
             "advantage.samples",

@@ -69,7 +69,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
         )
         worker = stack.enter_context(opened)
         asked = config.model_copy(update={"model": config.model.routing_freely})
-        engine = open_rollout_engine(asked, name=config.engine.name, metrics=worker.metrics.routing)
+        engine = open_rollout_engine(asked, name=config.engine.name, metrics=worker.metrics)
         stack.callback(engine.close)
         EvaluatorLoop(
             worker,

@@ -21,7 +21,7 @@ from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.protocol import (
     Engine,
 )
-from relax_events.errors import PoisonSample
+from relax_events.errors import EpisodeFailed, PoisonSample
 from relax_events.events.generations import with_generation_digest
 from relax_events.events.parts import Outcome
 from relax_events.events.types import Event, PolicyVersionPublished
@@ -68,7 +68,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
         engine = open_rollout_engine(
             config,
             name=config.rollout_engine,
-            metrics=worker.metrics.routing,
+            metrics=worker.metrics,
             newest_version=lambda: versions.policy_version,
         )
         try:
@@ -337,6 +337,8 @@ class RolloutLoop:
                 if errors
                 else []
             )
+            if errors and self._worker.config.environment.command:
+                self._worker.records.dead_letter(group.leases[0].record, EpisodeFailed(errors[0]))
             for record in failure or self._records(group):
                 self._worker.records.producer.send(record)
         failpoint("rollout.before_flush")

@@ -159,6 +159,9 @@ def sample_text(detail: SampleDetail) -> Iterator[str]:
         f"tokens      {sample.num_prompt_tokens} prompt, {view.num_completion_tokens} "
         f"completion, ended by {sample.finish_reason.value}"
     )
+    if sample.path_lengths:
+        lengths = ", ".join(map(str, sample.path_lengths))
+        yield f"paths       {len(sample.path_lengths)} of {lengths} tokens; shown is the last"
     yield (
         f"issued      for step {sample.key.train_step}, slot {sample.key.group_index}, attempt "
         f"{sample.key.attempt}; row {sample.key.row} of the prompt stream"
@@ -278,6 +281,7 @@ def sample_document(detail: SampleDetail) -> dict[str, Any]:
         "ended": asdict(view.outcome_event) if view.outcome_event else None,
         "versions": [asdict(segment) for segment in sample.version_segments],
         "num_prompt_tokens": sample.num_prompt_tokens,
+        "path_lengths": sample.path_lengths,
         "num_generations": detail.num_generations,
         "ready_at": ready.position if ready else None,
         "tokens": [asdict(row) for row in detail.tokens],

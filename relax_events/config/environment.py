@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, model_validator
 
 from relax_events.config.base import Positive, Seconds, Section
@@ -41,7 +43,11 @@ class EnvironmentConfig(Section):
     """Deadline of a program after that (`command`)."""
     attempts: Positive = 3
     """How often an episode is begun in all if its program fails, is late or calls no model
-    (`command`). After the last attempt the prompt group fails, and is not scored."""
+    (`command`). After the last attempt the prompt becomes a dead letter, and its prompt group fails
+    without a score."""
+    trained_paths: Literal["all", "last"] = "all"
+    """Which paths of an episode are trained whose program edited its history, shortened it or asked
+    twice (`command`): all, each sampled token once, or that of the last turn."""
 
     @model_validator(mode="after")
     def _one_answers(self) -> EnvironmentConfig:

@@ -114,6 +114,7 @@ def read_sample(config: RunConfig, table: SampleTable, row: int) -> dict[str, An
             "metadata": sample.metadata[:20_000],
             "temperature": sample.temperature,
             "num_prompt_tokens": sample.num_prompt_tokens,
+            "path_lengths": sample.path_lengths,
             "segments": [asdict(segment) for segment in sample.version_segments],
             "score": _score(score.event) if score else None,
             "tokens_table": tokens,
@@ -158,12 +159,11 @@ def _tokens(
         rows = token_rows(log, sample, ready)[:MAX_TOKENS]
     except (ConfigError, EnvironmentProblem, ObjectError) as error:
         return [], str(error)
-    versions = [None] * sample.num_prompt_tokens + [
+    versions = (
         segment.policy_version
         for segment in sample.version_segments
         for _ in range(segment.num_tokens)
-    ]
-    versions += [None] * (len(rows) - len(versions))
+    )
     return [
         [
             row.token,
@@ -173,9 +173,10 @@ def _tokens(
             row.actor_logprob,
             row.ref_logprob,
             row.advantage,
-            versions[at],
+            next(versions, None) if row.is_trained else None,
+            row.path,
         ]
-        for at, row in enumerate(rows)
+        for row in rows
     ], ""
 
 

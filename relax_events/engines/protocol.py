@@ -136,6 +136,8 @@ class GeneratedSample:
         prompt_tokens: The tokens before `tokens`, if they are not those of the request: a program
             that drives the policy writes its own prompt.
         prompt_messages: The messages of `prompt_tokens`.
+        path_lengths: For an episode that branched, the tokens of each path, which `prompt_tokens`
+            and `tokens` hold one after another, the path of `turns` last; empty for a single path.
     """
 
     sample_id: str
@@ -151,6 +153,7 @@ class GeneratedSample:
     routed_experts: NDArray[np.generic] | None = None
     prompt_tokens: NDArray[np.int32] | None = None
     prompt_messages: tuple[ChatMessage, ...] = ()
+    path_lengths: tuple[int, ...] = ()
 
     @property
     def num_sampled_tokens(self) -> int:

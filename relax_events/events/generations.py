@@ -31,8 +31,8 @@ def with_generation_digest(samples: Sequence[SampleRolledOut]) -> list[SampleRol
     generation.
 
     The digest covers what scores, log-probabilities and advantages are computed from: tokens, loss
-    masks, log-probabilities of the engine, version segments, and media of the turns. The same work
-    done twice with the same result counts as one generation.
+    masks, log-probabilities of the engine, version segments, paths, and media of the turns. The
+    same work done twice with the same result counts as one generation.
     """
     digest = blake2b(digest_size=DIGEST_BYTES)
     for sample in sorted(samples, key=lambda sample: sample.key.sample_index):
@@ -43,6 +43,7 @@ def with_generation_digest(samples: Sequence[SampleRolledOut]) -> list[SampleRol
                     sample.policy_version,
                     len(sample.tokens),
                     sample.version_segments,
+                    *sample.path_lengths,
                 )
             ).encode()
         )

@@ -62,6 +62,7 @@ class SampleRolledOut(SampleEvent):
     metadata: str = "{}"
     routed_experts: Array | None = None
     topk_ids: Array | None = None
+    path_lengths: list[int] = field(default_factory=list)
     worker_id: str = ""
     rolled_out_at: int = field(default_factory=now_micros)
 
@@ -120,6 +121,7 @@ class SampleReady(SampleEvent):
     finish_reason: FinishReason
     media: list[MediaRef] = field(default_factory=list)
     routed_experts: Array | None = None
+    path_lengths: list[int] = field(default_factory=list)
     ready_at: int = field(default_factory=now_micros)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-import orjson
 from pydantic import BaseModel, Field, model_validator
 
 from relax_events.gateway.dialect import (
@@ -15,6 +14,7 @@ from relax_events.gateway.dialect import (
     ModelCall,
     Problem,
     count_tokens,
+    data_event,
     is_cut_off,
 )
 from relax_events.gateway.graph import Node
@@ -101,7 +101,7 @@ class ChatCall(ModelCall):
 
         def event(delta: dict[str, Any], reason: str | None = None) -> bytes:
             choice = {"index": 0, "delta": delta, "finish_reason": reason, "logprobs": None}
-            return _event(chunk | {"choices": [choice]})
+            return data_event(chunk | {"choices": [choice]})
 
         yield event({"role": "assistant", "content": ""})
         for key in ("reasoning_content", "content"):
@@ -113,12 +113,12 @@ class ChatCall(ModelCall):
             )
         yield event({}, finish_reason(node))
         if self.stream_options is not None and self.stream_options.include_usage:
-            yield _event(chunk | {"choices": [], "usage": usage(node)})
+            yield data_event(chunk | {"choices": [], "usage": usage(node)})
         yield END
 
     def failure_event(self, problem: Problem, head: AnswerHead) -> bytes:
         """Return the error, at which the client stops to read."""
-        return _event(openai_error(problem))
+        return data_event(openai_error(problem))
 
 
 def openai_error(problem: Problem) -> dict[str, Any]:
@@ -142,10 +142,6 @@ def usage(node: Node) -> dict[str, int]:
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
     }
-
-
-def _event(data: Mapping[str, Any]) -> bytes:
-    return b"data: " + orjson.dumps(data) + b"\n\n"
 
 
 def _head(kind: str, head: AnswerHead) -> dict[str, Any]:

@@ -26,6 +26,8 @@ from relax_events.gateway.messages import Message
 from relax_events.gateway.session import Session, SessionClosed, SessionLimit
 
 RETRY_SECONDS = 1
+LINE_BREAKS = {"\x85": b"\\u0085", "\u2028": b"\\u2028", "\u2029": b"\\u2029"}
+"""Characters that some clients take for the end of a line of an event stream, as JSON escapes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +151,17 @@ def count_tokens(node: Node) -> tuple[int, int]:
     return len(path_tokens(node)) - num_sampled, num_sampled
 
 
+def data_event(data: Mapping[str, Any]) -> bytes:
+    """Return a server-sent event without a name."""
+    text = orjson.dumps(data)
+    for character, escape in LINE_BREAKS.items():
+        text = text.replace(character.encode(), escape)
+    return b"data: " + text + b"\n\n"
+
+
 def named_event(name: str, data: Mapping[str, Any]) -> bytes:
     """Return a server-sent event with a name."""
-    return b"event: " + name.encode() + b"\ndata: " + orjson.dumps(data) + b"\n\n"
+    return b"event: " + name.encode() + b"\n" + data_event(data)
 
 
 def require_list(value: Any, what: str) -> list[Any]:

@@ -10,7 +10,8 @@ the gateway.
 
 The engine is used by the loop's thread only. An episode that fails for another reason than the
 policy's is begun again, `environment.attempts` times in all; then its sample fails, and with it its
-prompt group: it is never scored. An aborted episode is begun again by the next worker.
+prompt group, which becomes a dead letter: it is never scored. An aborted episode is begun again by
+the next worker.
 """
 
 from __future__ import annotations
@@ -32,19 +33,15 @@ from relax_events.engines.protocol import (
     SampleRequest,
 )
 from relax_events.engines.turn_engine import TurnEngine
-from relax_events.errors import EngineFailed, PoisonSample
+from relax_events.errors import EngineFailed, EpisodeFailed, PoisonSample
 from relax_events.events.parts import FinishReason
 from relax_events.gateway.app import SessionKeys
 from relax_events.gateway.chat_renderer import ChatRenderer
-from relax_events.gateway.program import (
-    EpisodeFailed,
-    ProgramLimits,
-    resolve_command,
-    run_program,
-)
+from relax_events.gateway.program import ProgramLimits, resolve_command, run_program
 from relax_events.gateway.sample import build_sample, build_task
 from relax_events.gateway.server import GatewayServer
 from relax_events.gateway.session import Session, SessionBounds
+from relax_events.telemetry.component_metrics import EpisodeMetrics
 
 log = structlog.get_logger()
 CLOSE_SECONDS = 30.0
@@ -62,16 +59,24 @@ class _Call:
 class EpisodeEngine(TurnEngine[_Call | GeneratedSample]):
     """Implements `Engine`; see the module's docstring."""
 
-    def __init__(self, engine: Engine, *, config: RunConfig, renderer: PromptRenderer) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        config: RunConfig,
+        renderer: PromptRenderer,
+        metrics: EpisodeMetrics,
+    ) -> None:
         """Start the gateway; `close` closes it and the engine.
 
         Args:
             engine: Generates the turns.
             config: The run; its environment has a command.
             renderer: Of the policy.
+            metrics: Receive the counts.
         """
         super().__init__(engine)
-        self._config = config
+        self._config, self._metrics = config, metrics
         self._renderer = ChatRenderer(renderer)
         self._bounds = SessionBounds(
             max_turns=config.environment.max_turns,
@@ -186,12 +191,14 @@ class EpisodeEngine(TurnEngine[_Call | GeneratedSample]):
             for attempt in range(1, attempts + 1):
                 try:
                     result = await self._run_attempt(request, sample)
+                    self._metrics.count_episode("finished")
                     break
                 except (EpisodeFailed, EngineFailed, OSError) as error:
                     problem = (
                         f"episode {sample.sample_id}, attempt {attempt} of {attempts}: {error}"
                     )
                     log.warning("episode.failed", sample_id=sample.sample_id, error=problem)
+                    self._metrics.count_episode("failed" if attempt == attempts else "begun_again")
             else:
                 result = _without_tokens(
                     request, sample.sample_id, FinishReason.ERROR, error=problem
@@ -226,12 +233,14 @@ class EpisodeEngine(TurnEngine[_Call | GeneratedSample]):
             )
         finally:
             self._keys.close(key)
-        result = build_sample(session)
+        result = build_sample(session, trains_all_paths=environment.trained_paths == "all")
         if session.graph.num_forks:
+            self._metrics.count_forks(session.graph.num_forks)
             log.info(
                 "session.forked",
                 sample_id=sample.sample_id,
                 num_forks=session.graph.num_forks,
+                num_paths=len(result.path_lengths) or 1,
                 num_untrained_tokens=session.num_sampled_tokens - result.num_sampled_tokens,
             )
         return result

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from relax_events.engines.protocol import GeneratedSample
 from relax_events.engines.requests import merge_segments
-from relax_events.events.parts import FinishReason, VersionSegment
+from relax_events.events.parts import VersionSegment
 from relax_events.gateway.messages import Message, extend_digest, path_digests
 
 
@@ -79,10 +79,11 @@ class Row:
     Attributes:
         prompt_tokens: int32 [prompt], before the first sampled token.
         tokens: int32 [n], everything after it.
-        loss_mask: uint8 [n], 1 where the policy sampled the token and no earlier row trains it.
+        loss_mask: uint8 [n], 1 where the policy sampled the token and no row before trains it.
         logprobs: float32 [n], in nats; 0 where `loss_mask` is 0.
         segments: Runs of the tokens with `loss_mask` 1, by policy version.
         nodes: The path.
+        trained: The nodes whose sampled tokens have `loss_mask` 1.
     """
 
     prompt_tokens: NDArray[np.int32]
@@ -91,11 +92,11 @@ class Row:
     logprobs: NDArray[np.float32]
     segments: tuple[VersionSegment, ...]
     nodes: tuple[Node, ...]
+    trained: tuple[Node, ...]
 
-    @property
-    def finish_reason(self) -> FinishReason:
-        """Why the last turn ended."""
-        return self.nodes[-1].sample.finish_reason
+    def __len__(self) -> int:
+        """Return the number of its tokens."""
+        return len(self.prompt_tokens) + len(self.tokens)
 
 
 @dataclass(slots=True)
@@ -148,13 +149,19 @@ class MessageGraph:
         return [node for node in self.nodes if node not in self._continued]
 
     def rows(self) -> list[Row]:
-        """Return a row for each leaf, the newest first; each sampled token is trained in one."""
+        """Return a row for each leaf, the one of the last turn last; each sampled token is trained
+        in the first row that has it.
+        """
         trained: set[Node] = set()
         rows = []
-        for leaf in reversed(self.leaves()):
+        for leaf in self.leaves():
             rows.append(_build_row(leaf.path(), trained))
             trained.update(rows[-1].nodes)
         return rows
+
+    def last_row(self) -> Row:
+        """Return the row of the last turn alone."""
+        return _build_row(self.nodes[-1].path(), set())
 
 
 def path_tokens(node: Node | None) -> NDArray[np.int32]:
@@ -195,4 +202,5 @@ def _build_row(path: list[Node], trained: set[Node]) -> Row:
         logprobs[num_prompt:],
         segments,
         tuple(path),
+        tuple(node for node in path if node not in trained),
     )

@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from relax_events.errors import ConfigError
+from relax_events.errors import ConfigError, EpisodeFailed
 from relax_events.gateway.program_guard import FOLDER_PREFIX
 from relax_events.runtime.subprocess_rpc import build_child_environment
 
@@ -26,10 +26,6 @@ MAX_OUTPUT_BYTES = 64 * 1024
 MAX_ERROR_CHARACTERS = 400
 END_SECONDS = 10.0
 """For a killed program to be gone."""
-
-
-class EpisodeFailed(Exception):
-    """An episode failed for a reason that is not the policy's: it may be begun again."""
 
 
 def resolve_command(command: Sequence[str]) -> tuple[str, ...]:

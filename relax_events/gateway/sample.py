@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,11 @@ from numpy.typing import NDArray
 
 from relax_events.data.conversations import ASSISTANT
 from relax_events.engines.protocol import GeneratedSample, GenerationRequest
+from relax_events.engines.requests import merge_segments
+from relax_events.errors import EpisodeFailed
 from relax_events.events.parts import ChatMessage, FinishReason
 from relax_events.gateway.graph import Row
 from relax_events.gateway.messages import text_of
-from relax_events.gateway.program import EpisodeFailed
 from relax_events.gateway.session import Session
 
 
@@ -33,9 +35,13 @@ def build_task(request: GenerationRequest) -> dict[str, Any]:
     }
 
 
-def build_sample(session: Session) -> GeneratedSample:
-    """Return a finished session as the sample of its episode: the path to its last turn.
+def build_sample(session: Session, *, trains_all_paths: bool) -> GeneratedSample:
+    """Return a finished session as the sample of its episode: its paths, the one of the last turn
+    last.
 
+    Args:
+        session: The session.
+        trains_all_paths: Whether paths that the program left are part of the sample.
     Raises:
         EpisodeFailed: The program got no turn of the policy, or its last call failed.
     """
@@ -43,22 +49,49 @@ def build_sample(session: Session) -> GeneratedSample:
         raise EpisodeFailed(session.error or "it ended without a turn of the policy")
     if session.error:
         raise EpisodeFailed(session.error)
-    row = session.graph.rows()[0]
-    last = row.nodes[-1].sample
+    rows = session.graph.rows() if trains_all_paths else [session.graph.last_row()]
+    main, num_prompt = rows[-1], len(rows[0].prompt_tokens)
+    last = main.nodes[-1].sample
+    segments = [segment for row in rows for segment in row.segments]
     return GeneratedSample(
         sample_id=session.sample.sample_id,
         prompt_group_id=session.request.prompt_group_id,
-        prompt_tokens=row.prompt_tokens,
-        prompt_messages=tuple(_message(one) for one in row.nodes[0].messages),
-        tokens=row.tokens,
-        logprobs=row.logprobs,
-        segments=row.segments,
+        prompt_tokens=rows[0].prompt_tokens,
+        prompt_messages=tuple(_message(one) for one in main.nodes[0].messages),
+        tokens=_all_paths(rows, "tokens")[num_prompt:],
+        logprobs=_all_paths(rows, "logprobs")[num_prompt:],
+        segments=merge_segments((), segments),
         finish_reason=last.finish_reason if session.limit is None else FinishReason.LENGTH,
-        top_tokens=_top_tokens(row),
-        loss_mask=row.loss_mask,
-        turns=tuple(_turns(session, row)),
-        routed_experts=last.routed_experts,
+        top_tokens=_top_tokens(rows),
+        loss_mask=_all_paths(rows, "loss_mask")[num_prompt:],
+        turns=tuple(_turns(session, main)),
+        routed_experts=_routed_experts(rows),
+        path_lengths=tuple(map(len, rows)) if len(rows) > 1 else (),
     )
+
+
+def _all_paths(rows: Sequence[Row], field: str) -> NDArray[Any]:
+    """Return an array along the tokens of all rows; 0 for their prompts."""
+    pieces: list[NDArray[Any]] = []
+    for row in rows:
+        values: NDArray[Any] = getattr(row, field)
+        prompt = row.prompt_tokens
+        pieces += [prompt if field == "tokens" else np.zeros(len(prompt), values.dtype), values]
+    return np.concatenate(pieces)
+
+
+def _routed_experts(rows: Sequence[Row]) -> NDArray[np.generic] | None:
+    """Return the experts of all tokens but the last; the last tokens of other paths, which no
+    forward has read, get zeros.
+    """
+    recorded = [row.nodes[-1].sample.routed_experts for row in rows]
+    if any(experts is None for experts in recorded):
+        return None
+    pieces: list[NDArray[np.generic]] = []
+    for experts in recorded:
+        assert experts is not None
+        pieces += [experts, np.zeros_like(experts[:1])]
+    return np.concatenate(pieces[:-1])
 
 
 def _turns(session: Session, row: Row) -> list[ChatMessage]:
@@ -76,6 +109,7 @@ def _message(message: Any) -> ChatMessage:
     return ChatMessage.of_text(str(message["role"]), text_of(message))
 
 
-def _top_tokens(row: Row) -> NDArray[np.int32] | None:
-    tops = [node.sample.top_tokens for node in row.nodes if node.sample.top_tokens is not None]
+def _top_tokens(rows: Sequence[Row]) -> NDArray[np.int32] | None:
+    nodes = [node for row in rows for node in row.trained]
+    tops = [node.sample.top_tokens for node in nodes if node.sample.top_tokens is not None]
     return np.concatenate(tops) if tops else None

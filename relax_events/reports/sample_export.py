@@ -31,7 +31,7 @@ from relax_events.objects import ObjectStore, check_out
 from relax_events.reports.report_files import replace_file
 from relax_events.reports.sample_page import SamplePage
 
-TOKEN_COLUMNS = ("tokens", "loss_mask", "rollout_logprobs")
+TOKEN_COLUMNS = ("tokens", "loss_mask", "rollout_logprobs", "path_lengths")
 Row = dict[str, Any]
 
 
@@ -73,7 +73,7 @@ class Export(AbstractContextManager["Export"]):
             log: The run's log, which also counts unreadable records.
             path: The file; stdout when None. Its suffix selects the format.
             media: Folder for media; by default `<file>-media` next to the file, or `media` here.
-            tokens: Add the columns tokens, loss_mask and rollout_logprobs.
+            tokens: Add the columns tokens, loss_mask, rollout_logprobs and path_lengths.
         Raises:
             ConfigError: The file has another suffix, or the object store can't be opened.
             EnvironmentProblem: Parquet is wanted and pyarrow is not installed.

@@ -48,6 +48,7 @@ TOKEN_COLUMNS = {
     "tokens": pa.list_(pa.int64()),
     "loss_mask": pa.list_(pa.uint8()),
     "rollout_logprobs": pa.list_(pa.float32()),
+    "path_lengths": pa.list_(pa.int64()),
 }
 
 

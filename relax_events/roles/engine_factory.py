@@ -13,6 +13,7 @@ from relax_events.media.library import MediaLibrary
 from relax_events.objects.version_objects import build_version_folder
 from relax_events.plugins import ENGINES, find_plugin
 from relax_events.telemetry.component_metrics import ReplicaMetrics
+from relax_events.telemetry.metrics import WorkerMetrics
 
 
 @runtime_checkable
@@ -41,7 +42,7 @@ def open_rollout_engine(
     config: RunConfig,
     *,
     name: str,
-    metrics: ReplicaMetrics,
+    metrics: WorkerMetrics,
     newest_version: Callable[[], int] | None = None,
 ) -> Engine:
     """Load the engine that generates samples, with the run's environment if it has one.
@@ -49,7 +50,7 @@ def open_rollout_engine(
     Args:
         config: The run.
         name: Name of the engine.
-        metrics: Receive the engine's counts.
+        metrics: Receive the counts of the engine and of episodes.
         newest_version: Returns the newest policy version; the environment's media are stored with
             its objects.
     Raises:
@@ -58,7 +59,7 @@ def open_rollout_engine(
     if config.environment.command:
         return _open_episode_engine(config, name=name, metrics=metrics)
     if not config.environment.function:
-        return open_engine(config, name=name, metrics=metrics)
+        return open_engine(config, name=name, metrics=metrics.routing)
     from relax_events.environments.multi_turn import (
         MultiTurnEngine,  # imports torch, as local engines do
     )
@@ -75,7 +76,7 @@ def open_rollout_engine(
         renderer = PromptRenderer.from_folder(
             config.model.path, config.data, media=config.model.media
         )
-        engine = open_engine(config, name=name, metrics=metrics)
+        engine = open_engine(config, name=name, metrics=metrics.routing)
         episodes = MultiTurnEngine(
             engine, pool, config=config, renderer=renderer, library=MediaLibrary(config)
         )
@@ -83,14 +84,14 @@ def open_rollout_engine(
     return episodes
 
 
-def _open_episode_engine(config: RunConfig, *, name: str, metrics: ReplicaMetrics) -> Engine:
+def _open_episode_engine(config: RunConfig, *, name: str, metrics: WorkerMetrics) -> Engine:
     """Load the engine whose samples are episodes of the run's program."""
     from relax_events.gateway.episodes import EpisodeEngine
 
     renderer = PromptRenderer.from_folder(config.model.path, config.data)
-    engine = open_engine(config, name=name, metrics=metrics)
+    engine = open_engine(config, name=name, metrics=metrics.routing)
     with ExitStack() as on_failure:
         on_failure.callback(engine.close)
-        episodes = EpisodeEngine(engine, config=config, renderer=renderer)
+        episodes = EpisodeEngine(engine, config=config, renderer=renderer, metrics=metrics.episodes)
         on_failure.pop_all()
     return episodes

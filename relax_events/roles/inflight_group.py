@@ -268,6 +268,7 @@ def build_sample_event(
         metadata=issued.metadata,
         routed_experts=select_routed_experts(sample, worker.config, num_tokens=len(tokens)),
         topk_ids=select_top_tokens(sample, worker.config),
+        path_lengths=list(sample.path_lengths),
         worker_id=worker.worker_id,
     )
 

@@ -117,6 +117,7 @@ def check_sample(event: Event) -> SampleRolledOut:
     _check_arrays(event, ("loss_mask", "rollout_logprobs"))
     _check_token_sets(event, ("topk_ids",))
     _check_routed_experts(event)
+    _check_paths(event)
     return event
 
 
@@ -142,6 +143,7 @@ def check_ready(event: Event) -> SampleReady:
     )
     _check_token_sets(event, ("topk_ids", "topk_teacher_logprobs"))
     _check_routed_experts(event)
+    _check_paths(event)
     if not np.isfinite(event.reward):
         raise PoisonSample(f"sample {event.sample_id}: reward must be finite, got {event.reward}")
     return event
@@ -321,6 +323,28 @@ def _check_routed_experts(event: SampleRolledOut | SampleReady) -> None:
         )
     if np.dtype(experts.dtype).kind not in "iu":
         raise PoisonSample(f"{rule} integers, got {experts.dtype}")
+
+
+def _check_paths(event: SampleRolledOut | SampleReady) -> None:
+    """Check the paths of an episode that branched."""
+    if not (lengths := event.path_lengths):
+        return
+    rule, total = f"sample {event.sample_id}: path_lengths must", event.tokens.shape[0]
+    if min(lengths) < 1 or sum(lengths) != total:
+        raise PoisonSample(f"{rule} be positive and add up to {total} tokens, got {lengths}")
+    if event.num_prompt_tokens > lengths[0]:
+        raise PoisonSample(
+            f"{rule} begin with the path of num_prompt_tokens = {event.num_prompt_tokens}, got "
+            f"{lengths[0]}"
+        )
+    said = () if isinstance(event, SampleReady) else (*event.messages, *event.turns)
+    if any(part.media for message in said for part in message.parts) or (
+        isinstance(event, SampleReady) and event.media
+    ):
+        raise PoisonSample(f"{rule} be empty for a sample with media, got {lengths}")
+    starts = np.cumsum(lengths) - np.array(lengths)
+    if not isinstance(event.loss_mask, StoredArray) and event.loss_mask[starts].any():
+        raise PoisonSample(f"{rule} begin each path with a token that loss_mask leaves out")
 
 
 def _check_array(array: Array | None, shape: tuple[int, ...], what: str) -> None:

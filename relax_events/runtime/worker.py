@@ -12,7 +12,7 @@ from types import TracebackType
 import structlog
 
 from relax_events.config import RunConfig
-from relax_events.errors import Fenced
+from relax_events.errors import EpisodeFailed, Fenced
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import WorkerState
 from relax_events.events.types import MetricsReported, WorkerHeartbeat
@@ -63,7 +63,7 @@ class Worker(AbstractContextManager["Worker"]):
         )
         codec = open_codec(config.broker)
         self.metrics = WorkerMetrics(role)
-        self.metrics.initialize_dead_letters(error.__name__ for error in UNUSABLE)
+        self.metrics.initialize_dead_letters(error.__name__ for error in (*UNUSABLE, EpisodeFailed))
         self._traces = open_traces(
             config, role=role, worker_id=self.worker_id, counts=self.metrics.spans
         )

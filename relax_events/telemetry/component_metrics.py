@@ -113,6 +113,36 @@ class ReplicaMetrics:
         self._open.labels(self._role).set(away)
 
 
+class EpisodeMetrics:
+    """Metrics of a worker's episodes: those of programs that drive the policy."""
+
+    def __init__(self, role: str, registry: CollectorRegistry) -> None:
+        self._role = role
+        self._attempts = Counter(
+            "relax_episode_attempts_total",
+            "Attempts of episodes: finished, begun_again after a failure of the program, "
+            "or failed as the last of the budget.",
+            ["role", "outcome"],
+            registry=registry,
+        )
+        self._forks = Counter(
+            "relax_session_forks_total",
+            "Calls of programs that did not continue the last turn of their conversation.",
+            ["role"],
+            registry=registry,
+        )
+        for outcome in ("finished", "begun_again", "failed"):
+            self._attempts.labels(role, outcome)
+
+    def count_episode(self, outcome: str) -> None:
+        """Count an attempt."""
+        self._attempts.labels(self._role, outcome).inc()
+
+    def count_forks(self, number: int) -> None:
+        """Count the forks of a session."""
+        self._forks.labels(self._role).inc(number)
+
+
 class CriticMetrics:
     """Metrics of the critic's newest step."""
 

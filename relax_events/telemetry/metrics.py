@@ -14,6 +14,7 @@ from relax_events.telemetry.component_metrics import (
     CriticMetrics,
     DeliveryMetrics,
     EngineMetrics,
+    EpisodeMetrics,
     ReplicaMetrics,
     SpanMetrics,
     WeightMetrics,
@@ -79,6 +80,7 @@ class WorkerMetrics:
         self.weights = WeightMetrics(role, self.registry)
         self.engine = EngineMetrics(role, self.registry)
         self.routing = ReplicaMetrics(role, self.registry)
+        self.episodes = EpisodeMetrics(role, self.registry)
         self.spans = SpanMetrics(role, self.registry)
         self.deliveries = DeliveryMetrics(self.registry)
         self._progress = gauge(

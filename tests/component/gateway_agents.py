@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from prometheus_client import CollectorRegistry
 
 from relax_events.config import RunConfig
 from relax_events.data.rendering import PromptRenderer
@@ -23,6 +24,7 @@ from relax_events.engines.transformers.engine import TransformersEngine
 from relax_events.events.parts import ChatMessage
 from relax_events.examples.tiny_models import make_tiny
 from relax_events.gateway.episodes import EpisodeEngine
+from relax_events.telemetry.component_metrics import EpisodeMetrics
 
 HEAD = """
 import http.client, json, os, sys, time
@@ -76,7 +78,8 @@ def episodes(folder: Path, body: str, **environment: Any) -> Iterator[EpisodeEng
     )
     renderer = PromptRenderer.from_folder(model, config.data)
     inner = TransformersEngine(model, config=config.engine, model=config.model)
-    engine = EpisodeEngine(inner, config=config, renderer=renderer)
+    metrics = EpisodeMetrics("rollout", CollectorRegistry())
+    engine = EpisodeEngine(inner, config=config, renderer=renderer, metrics=metrics)
     try:
         yield engine
     finally:

@@ -104,20 +104,51 @@ say(messages, max_tokens=4)
     assert sum(turn.role == "assistant" for turn in sample.turns) == 2
 
 
-def test_an_edited_history_forks_and_its_left_out_tokens_are_counted(tmp_path: Path) -> None:
-    body = """
+FORK = """
 first = say(messages, max_tokens=4)
 say([{"role": "user", "content": "a summary"}], max_tokens=4)
 """
-    with structlog.testing.capture_logs() as logs, episodes(tmp_path, body) as engine:
+
+
+def test_an_edited_history_forks_and_both_paths_are_trained(tmp_path: Path) -> None:
+    with structlog.testing.capture_logs() as logs, episodes(tmp_path, FORK) as engine:
+        begin(engine)
+        (sample,) = finish(engine)
+        first, second = (
+            engine._renderer.prompt_tokens([{"role": "user", "content": text}], tools=())
+            for text in ("12", "a summary")
+        )
+        assert sample.prompt_tokens is not None
+        assert sample.loss_mask is not None
+        tokens = np.concatenate([sample.prompt_tokens, sample.tokens])
+        mask = np.concatenate([np.zeros(len(first), np.uint8), sample.loss_mask])
+        paths = np.split(tokens, [sample.path_lengths[0]])
+        scored = np.concatenate([np.append(0.0, engine._engine.score(path)) for path in paths])
+    (event,) = [one for one in logs if one["event"] == "session.forked"]
+    assert (event["num_forks"], event["num_paths"], event["num_untrained_tokens"]) == (1, 2, 0)
+    for path, prompt in zip(paths, (first, second), strict=True):
+        np.testing.assert_array_equal(path[: len(prompt)], prompt)
+        assert 0 < len(path) - len(prompt) <= 4
+    own = np.concatenate([np.zeros(len(first)), sample.logprobs])
+    np.testing.assert_allclose(own[mask == 1], scored[mask == 1], atol=1e-4)
+    assert [message.text for message in sample.prompt_messages] == ["a summary"]
+
+
+def test_paths_that_the_program_left_are_not_trained_where_the_run_wants_the_last(
+    tmp_path: Path,
+) -> None:
+    with (
+        structlog.testing.capture_logs() as logs,
+        episodes(tmp_path, FORK, trained_paths="last") as engine,
+    ):
         begin(engine)
         (sample,) = finish(engine)
         expected = engine._renderer.prompt_tokens(
             [{"role": "user", "content": "a summary"}], tools=()
         )
     (event,) = [one for one in logs if one["event"] == "session.forked"]
-    assert event["num_forks"] == 1
     assert 0 < event["num_untrained_tokens"] <= 4
+    assert sample.path_lengths == ()
     assert sample.prompt_tokens is not None
     np.testing.assert_array_equal(sample.prompt_tokens, expected)
 

@@ -10,15 +10,20 @@ import psutil
 import pytest
 from harness import FaultRun, assert_ledger_balances
 
+from relax_events.events.types import SampleRolledOut
+
 pytestmark = pytest.mark.long
 
 AGENT = """
 import http.client, json, os, sys
 from urllib.parse import urlsplit
 task = json.load(open(os.environ["RELAX_TASK_FILE"]))
+compacts = sum(task["prompt_group_id"].encode()) % 2
 base = urlsplit(os.environ["OPENAI_BASE_URL"])
 messages = task["messages"]
 for number in range(2):
+    if number and compacts:
+        messages = [{"role": "user", "content": "a summary"}]
     connection = http.client.HTTPConnection(base.hostname, base.port, timeout=60)
     body = json.dumps({"model": "any", "messages": messages, "max_tokens": 3})
     headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"],
@@ -64,3 +69,49 @@ def test_killed_rollout_worker_begins_its_episodes_again_and_trains_each_once(
     assert run.wait_until_ended(process) == 0
     assert_ledger_balances(run)
     assert agents_of(file) == []
+    samples = [
+        event
+        for record in run.records("rollout.samples", num_partitions=run.plan.num_sample_partitions)
+        if isinstance(event := run.decode(record), SampleRolledOut)
+    ]
+    assert {len(sample.path_lengths) for sample in samples} == {0, 2}
+    assert all(sum(one.path_lengths) in (0, one.tokens.shape[0]) for one in samples)
+
+
+FAILING = (
+    AGENT
+    + """
+if sum(task["prompt_group_id"].encode()) % 3 == 0:
+    sys.exit("the sandbox is gone")
+"""
+)
+
+
+def test_spent_attempts_become_dead_letters_and_no_rewards(
+    start_run: Callable[..., FaultRun], tmp_path: Path
+) -> None:
+    file = tmp_path / "agent.py"
+    file.write_text(FAILING)
+    run = start_run(
+        run={"num_steps": 3, "prompts_per_step": 4, "max_failed_prompt_groups": 1000},
+        algorithm={"kl_coefficient": 0.0, "old_logprobs": "rollout"},
+        environment={"command": [sys.executable, "-I", "-S", str(file)], "attempts": 2},
+    )
+    assert run.wait_until_ended(run.start()) == 0
+    assert_ledger_balances(run)
+    dead_letters = run.records("rollout.dead-letters")
+    assert dead_letters
+    for dead_letter in dead_letters:
+        assert dead_letter.headers["error-class"] == "EpisodeFailed"
+        assert (
+            "attempt 2 of 2: exited with 1: the sandbox is gone"
+            in dead_letter.headers["error-text"]
+        )
+    scored = [
+        run.decode(record).prompt_group_id
+        for record in run.records("reward.scores", num_partitions=run.plan.num_sample_partitions)
+    ]
+    assert not {dead_letter.key for dead_letter in dead_letters} & set(scored)
+    assert {name for name, reason in run.failures.items() if "sandbox is gone" in reason} <= {
+        dead_letter.key for dead_letter in dead_letters
+    }

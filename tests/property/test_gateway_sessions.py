@@ -85,8 +85,10 @@ class RandomEngine:
         return found
 
 
-def open_session(renderer: ChatRenderer, engine: RandomEngine) -> Session:
-    """Open a session with wide bounds."""
+def open_session(
+    renderer: ChatRenderer, engine: RandomEngine, *, max_new_tokens: int = 400
+) -> Session:
+    """Open a session with wide bounds on turns and context."""
     empty = np.empty(0, np.int32)
     sample = SampleRequest(
         sample_id="0-0-0/0", seed=1, tokens=empty, logprobs=empty.astype(np.float32), segments=()
@@ -95,10 +97,10 @@ def open_session(renderer: ChatRenderer, engine: RandomEngine) -> Session:
         prompt_group_id="0-0-0",
         prompt_tokens=empty,
         samples=(sample,),
-        sampling=SamplingConfig(max_new_tokens=400),
+        sampling=SamplingConfig(max_new_tokens=max_new_tokens),
         stop_token_ids=renderer.stop_token_ids,
     )
-    bounds = SessionBounds(max_turns=40, max_new_tokens=400, max_context_tokens=4000)
+    bounds = SessionBounds(max_turns=40, max_new_tokens=max_new_tokens, max_context_tokens=4000)
     return Session(request, sample, bounds, renderer, engine)
 
 
@@ -147,15 +149,39 @@ def check_session(renderer: ChatRenderer, kind: type[Program], seed: int) -> Non
         )
         assert not row.logprobs[~chosen].any()
         trained += zip(row.tokens[chosen].tolist(), row.logprobs[chosen].tolist(), strict=True)
-    sampled = [
-        pair
-        for one in engine.sampled
-        for pair in zip(one.tokens.tolist(), one.logprobs.tolist(), strict=True)
-    ]
-    assert sorted(trained) == sorted(sampled)
-    sample = build_sample(session)
+    assert sorted(trained) == sorted(pair for one in engine.sampled for pair in pairs_of(one))
+    check_sample(session, build_sample(session, trains_all_paths=True))
+    last = build_sample(session, trains_all_paths=False)
+    assert last.path_lengths == ()
+    np.testing.assert_array_equal(whole_tokens(last), path_tokens(nodes[-1]))
+
+
+def check_sample(session: Session, sample: GeneratedSample) -> None:
+    """Check that a sample has each path, and trains each sampled token once."""
+    assert sample.loss_mask is not None
+    assert sample.prompt_tokens is not None
+    tokens, nodes = whole_tokens(sample), session.graph.nodes
+    chosen = np.concatenate([np.zeros(len(sample.prompt_tokens), bool), sample.loss_mask == 1])
+    expected = sorted(pair for node in nodes for pair in pairs_of(node.sample))
+    logprobs = np.concatenate([np.zeros(len(sample.prompt_tokens)), sample.logprobs])
+    assert sorted(zip(tokens[chosen], logprobs[chosen], strict=True)) == expected
+    assert sample.num_sampled_tokens == int(chosen.sum())
+    ends = np.cumsum(sample.path_lengths or [len(tokens)])
+    assert ends[-1] == len(tokens)
+    for leaf, path in zip(session.graph.leaves(), np.split(tokens, ends[:-1]), strict=True):
+        np.testing.assert_array_equal(path, path_tokens(leaf))
     assert sample.turns[-1].role == "assistant"
-    assert sample.tokens[-1] == nodes[-1].sample.tokens[-1]
+
+
+def whole_tokens(sample: GeneratedSample) -> np.ndarray:
+    """Return prompt and completion."""
+    assert sample.prompt_tokens is not None
+    return np.concatenate([sample.prompt_tokens, sample.tokens])
+
+
+def pairs_of(sample: GeneratedSample) -> list[tuple[int, float]]:
+    """Return each sampled token with its log-probability."""
+    return list(zip(sample.tokens.tolist(), sample.logprobs.tolist(), strict=True))
 
 
 @pytest.mark.parametrize("kind", PROGRAMS)
@@ -184,7 +210,7 @@ def test_an_undisturbed_session_is_one_row(
 ) -> None:
     rng = random.Random(seed)
     engine = RandomEngine(renderer, rng)
-    session = open_session(renderer, engine)
+    session = open_session(renderer, engine, max_new_tokens=2000)
 
     async def run() -> None:
         program = kind("go")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +22,9 @@ from relax_events.objects import ObjectStore, check_out
 
 @dataclass(frozen=True, slots=True)
 class TokenRow:
-    """A token with its computed values; None where there is none."""
+    """A token with its computed values, None where there is none, and the index of its path in a
+    sample that has several.
+    """
 
     token: int
     text: str
@@ -31,6 +34,7 @@ class TokenRow:
     ref_logprob: float | None
     advantage: float | None
     teacher_logprob: float | None = None
+    path: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +111,14 @@ def token_rows(log: RunLog, sample: SampleRolledOut, ready: SampleReady | None) 
     whole = check_out(sample, store)
     trained = check_out(ready, store) if ready else None
     tokens = np.asarray(whole.tokens).tolist()
-    columns = [
+    lengths = whole.path_lengths or [len(tokens)]
+    columns: list[Sequence[Any]] = [
         to_numbers(whole.rollout_logprobs, len(tokens)),
         to_numbers(trained.actor_logprobs if trained else None, len(tokens)),
         to_numbers(trained.ref_logprobs if trained else None, len(tokens)),
         to_numbers(trained.advantages if trained else None, len(tokens)),
         to_numbers(trained.teacher_logprobs if trained else None, len(tokens)),
+        np.repeat(np.arange(len(lengths)), lengths).tolist(),
     ]
     rows = zip(
         tokens,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ from relax_events.training.backend.determinism import make_deterministic
 from relax_events.training.backend.policy_model import PolicyModel
 from relax_events.training.backend.protocol import SampleScores
 from relax_events.training.batch.packing import PackedBatch, micro_batch_slices, pack
+from relax_events.training.batch.paths import count_paths, split_paths
 from relax_events.training.batch.row_layout import (
     TokenSequence,
     padded_length,
@@ -111,14 +113,19 @@ class LogprobScorer:
         self, samples: Sequence[TokenSequence], ids: Sequence[NDArray[np.int64]], *, num_top: int
     ) -> list[SampleScores]:
         scores: dict[int, SampleScores] = {}
-        for indices in group_by_padded_length(samples, max_tokens=self._max_tokens):
+        paths = split_paths(samples)
+        ids = [
+            part for own, sample in zip(ids, samples, strict=True) for part in _by_path(own, sample)
+        ]
+        for indices in group_by_padded_length(paths, max_tokens=self._max_tokens):
             rows = self._score_rows(
-                [samples[index] for index in indices],
+                [paths[index] for index in indices],
                 [ids[index] for index in indices],
                 num_top=num_top,
             )
             scores |= zip(indices, rows, strict=True)
-        return [scores[index] for index in range(len(samples))]
+        ordered = iter([scores[index] for index in range(len(paths))])
+        return [_joined(list(islice(ordered, number))) for number in count_paths(samples).tolist()]
 
     def _score_rows(
         self, samples: Sequence[TokenSequence], ids: Sequence[NDArray[np.int64]], *, num_top: int
@@ -169,13 +176,35 @@ def score_in_own_rows(
         PoisonSample: A sample can't be scored; the text names it.
     """
     scores: dict[int, NDArray[np.float32]] = {}
-    for indices in group_by_padded_length(samples, max_tokens=max_tokens):
-        rows = [samples[index] for index in indices]
+    paths = split_paths(samples)
+    for indices in group_by_padded_length(paths, max_tokens=max_tokens):
+        rows = [paths[index] for index in indices]
         batch = pack_in_own_rows(rows, vocab_size=vocab_size)
         with torch.inference_mode():
             values = compute(batch, rows)
         scores |= zip(indices, unpack_values(values, rows, batch), strict=True)
-    return [scores[index] for index in range(len(samples))]
+    ordered = iter([scores[index] for index in range(len(paths))])
+    counts = count_paths(samples).tolist()
+    return [np.concatenate(list(islice(ordered, number))) for number in counts]
+
+
+def _by_path(ids: NDArray[np.int64], sample: TokenSequence) -> list[NDArray[np.int64]]:
+    """Return the token ids of a sample's loss tokens by path."""
+    if ids is NO_IDS:
+        return [NO_IDS] * len(split_paths([sample]))
+    masks = [read_array(path, "loss_mask").astype(bool) for path in split_paths([sample])]
+    return np.split(ids, np.cumsum([mask.sum() for mask in masks])[:-1])
+
+
+def _joined(paths: list[SampleScores]) -> SampleScores:
+    """Return the scores of a sample from those of its paths."""
+    if len(paths) == 1:
+        return paths[0]
+    return SampleScores(
+        np.concatenate([path.logprobs for path in paths]),
+        np.concatenate([path.ids for path in paths if path.ids is not None]),
+        np.concatenate([path.id_logprobs for path in paths if path.id_logprobs is not None]),
+    )
 
 
 def group_by_padded_length(

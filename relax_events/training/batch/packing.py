@@ -20,6 +20,12 @@ from relax_events.errors import PoisonSample
 from relax_events.events.routed_experts import ExpertShape
 from relax_events.events.types import SampleReady
 from relax_events.media.model_inputs import MediaInputs
+from relax_events.training.batch.paths import (
+    count_paths,
+    longest_path,
+    split_paths,
+    sums_by_sample,
+)
 from relax_events.training.batch.row_layout import (
     PromptSharing,
     RowLayout,
@@ -140,7 +146,7 @@ def cut_by_cells(
     samples: Sequence[SampleReady], *, max_cells: int, whole_prompt_groups: bool = False
 ) -> list[list[SampleReady]]:
     """Cut a micro-batch whose samples can't share rows, so that no part has more cells than the
-    budget: its rows times its longest sample.
+    budget: its rows, one for each path of a sample, times its longest path.
 
     Samples of similar lengths are combined, to minimise padding. A sample longer than the budget is
     a part of its own.
@@ -155,15 +161,18 @@ def cut_by_cells(
         key=lambda sample: sample.prompt_group_id if whole_prompt_groups else sample.sample_id,
     )
     units = [
-        (max(len(read_array(sample, "tokens")) for sample in members), members)
+        (max(longest_path(sample) for sample in members), int(count_paths(members).sum()), members)
         for members in (list(group) for _, group in together)
     ]
     parts: list[list[SampleReady]] = []
-    for longest, members in sorted(units, key=lambda unit: unit[0]):
-        if parts and (len(parts[-1]) + len(members)) * longest <= max_cells:
+    num_rows = 0
+    for longest, number, members in sorted(units, key=lambda unit: unit[0]):
+        if parts and (num_rows + number) * longest <= max_cells:
             parts[-1] += members
+            num_rows += number
         else:
             parts.append(members)
+            num_rows = number
     return parts
 
 
@@ -196,7 +205,8 @@ def pack(
     sharing: PromptSharing | None = None,
     experts: ExpertShape | None = None,
 ) -> PackedBatch:
-    """Lay samples into rows, positions starting at 0 for each sample.
+    """Lay samples into rows, positions starting at 0 for each sample, and for each path of a sample
+    that has several.
 
     Packed samples are separated by their positions alone: the model must get no attention mask and
     `use_cache=False`, since with either of them transformers silently lets neighbours attend to
@@ -218,19 +228,21 @@ def pack(
             loss token with nothing before it, a temperature that is not positive, or no valid
             routing where that is replayed; the text names it.
     """
-    lengths = np.array([_validate_length(sample) for sample in samples])
-    tokens = _concatenate_tokens(samples, lengths, vocab_size=vocab_size)
-    mask = np.concatenate([read_array(sample, "loss_mask") for sample in samples]).astype(bool)
+    paths = split_paths(samples)
+    lengths = np.array([_validate_length(path) for path in paths])
+    tokens = _concatenate_tokens(paths, lengths, vocab_size=vocab_size)
+    mask = np.concatenate([read_array(path, "loss_mask") for path in paths]).astype(bool)
     layout = layout_separate(lengths, share_rows=share_rows, row_multiple=row_multiple)
     if sharing is not None:
         layout = choose_layout(
             layout,
-            layout_shared_prompts(samples, lengths, same_routing=experts is not None),
+            layout_shared_prompts(paths, lengths, same_routing=experts is not None),
             sharing,
         )
     shape = layout.num_rows, layout.row_length
     input_ids, position_ids = _fill_cells(tokens, lengths, layout)
-    num_loss_tokens = np.add.reduceat(mask.astype(np.int64), np.cumsum(lengths) - lengths)
+    num_in_paths = np.add.reduceat(mask.astype(np.int64), np.cumsum(lengths) - lengths)
+    num_loss_tokens = sums_by_sample(num_in_paths, samples)
     temperatures = np.array([sample.temperature for sample in samples], np.float32)
     return PackedBatch(
         input_ids=input_ids,
@@ -243,7 +255,7 @@ def pack(
         cells=layout.cells,
         units=None if layout.units is None else layout.units.reshape(shape),
         branches=None if layout.branches is None else layout.branches.reshape(shape),
-        experts=None if experts is None else _replayed_experts(samples, lengths, layout, experts),
+        experts=None if experts is None else _replayed_experts(paths, lengths, layout, experts),
     )
 
 

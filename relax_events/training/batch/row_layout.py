@@ -64,6 +64,10 @@ class TokenSequence(Protocol):
     def temperature(self) -> float:
         """Divides the logits."""
 
+    @property
+    def path_lengths(self) -> Sequence[int]:
+        """Tokens of each path, where the sample has several."""
+
 
 def read_array(sample: TokenSequence, field: str) -> NDArray[np.generic]:
     """Return an array field; the caller must have fetched stored arrays."""

@@ -33,6 +33,7 @@ from relax_events.topics import TopicPlan
 from relax_events.training.backend.protocol import TrainerBackend
 from relax_events.training.batch.assembly import BatchAssembler, LocatedSample
 from relax_events.training.batch.packing import PackedBatch
+from relax_events.training.batch.paths import split_paths
 from relax_events.training.batch.row_layout import TokenSequence, read_array
 from relax_events.training.issue_rules import IssueRules
 
@@ -181,11 +182,11 @@ class SampleMedia:
         """
         if not any(list_media(sample) for sample in samples):
             return batch
-        lengths = [len(read_array(sample, "tokens")) for sample in samples]
-        cells_by_sample = np.split(batch.cells, np.cumsum(lengths)[:-1])
+        paths = split_paths(samples)
+        lengths = [len(read_array(path, "tokens")) for path in paths]
+        cells_by_path = np.split(batch.cells, np.cumsum(lengths)[:-1])
         sequences = [
-            self._sequence(sample, cells)
-            for sample, cells in zip(samples, cells_by_sample, strict=True)
+            self._sequence(path, cells) for path, cells in zip(paths, cells_by_path, strict=True)
         ]
         return replace(
             batch, media=self._family.build_inputs(sequences, position_ids=batch.position_ids)

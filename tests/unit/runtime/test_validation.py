@@ -27,6 +27,18 @@ def vector(*values: float, dtype: Any = np.float32) -> np.ndarray:
     [
         ({"tokens": vector(dtype=np.int32)}, "tokens must be a non-empty vector, got shape (0,)"),
         (
+            {"path_lengths": [3, 2]},
+            "path_lengths must be positive and add up to 4 tokens, got [3, 2]",
+        ),
+        (
+            {"path_lengths": [1, 3], "num_prompt_tokens": 2},
+            "path_lengths must begin with the path of num_prompt_tokens = 2, got 1",
+        ),
+        (
+            {"path_lengths": [3, 1], "loss_mask": np.array([0, 0, 1, 1], np.uint8)},
+            "path_lengths must begin each path with a token that loss_mask leaves out",
+        ),
+        (
             {"tokens": np.zeros((2, 2), np.int32)},
             "tokens must be a non-empty vector, got shape (2, 2)",
         ),

@@ -180,6 +180,7 @@ const TABLE = {
   tokens_cut: ["The first {shown} of {all} tokens.", "共 {all} 个词元，显示前 {shown} 个。"],
   group_side: ["The prompt group side by side", "同一提示组的样本对照"],
   media: ["Media", "媒体"],
+  path: ["Path {number} of {all}", "第 {number} 条路径，共 {all} 条"],
   medium: ["Medium {number} of the sample", "样本的第 {number} 个媒体"],
   trained: ["trained", "参与训练"],
   judge: ["Judge", "评审"],

@@ -75,7 +75,7 @@ function tokens(found, query) {
         if (at >= 0) move(at);
       },
     },
-    spans,
+    spans.map((span, at) => (found.path_lengths.length && (at === 0 || rows[at][8] !== rows[at - 1][8]) ? [h("p", { class: "quiet" }, t("path", { number: rows[at][8] + 1, all: found.path_lengths.length })), span] : span)),
   );
   return [
     h("form", { class: "filters", onsubmit: (event) => event.preventDefault() }, h("label", {}, t("colour_by"), h("select", { "data-focus": "by", onchange: (event) => go({ by: event.target.value }, { keep: true }) }, COLOURS.map((name) => h("option", { value: name, selected: name === by }, t(name)))))),
