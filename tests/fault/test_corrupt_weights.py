@@ -75,7 +75,7 @@ def test_engine_rejects_an_altered_artifact_and_recovers_with_the_next_version(
         (altered, loaded[-1])
     }
     assert f"{altered:08d}" in refused[0]["error"]
-    assert "SHA-256" in refused[0]["error"]
+    assert "BLAKE3" in refused[0]["error"]
     assert len(run.logged("rollout-0", "worker.started")) == 1
     events = [
         EventCodec().decode(record.value)

@@ -21,17 +21,14 @@ from tests.unit.image_model import image_file
 from tests.unit.video_and_audio import audio_file
 
 CONFIGS = Path(__file__).parents[3] / "configs"
-DAPO = {
-    "data_source": "math_dapo",
+DAPO: dict[str, Any] = {
     "prompt": [
         {
             "content": "Solve it. The last line is Answer: $Answer. What is 6 times 7?",
             "role": "user",
         }
     ],
-    "ability": "MATH",
-    "reward_model": {"ground_truth": "42", "style": "rule-lighteval/MATH_v2"},
-    "extra_info": {"index": "9a9b"},
+    "label": "42",
 }
 OPEN_R1 = {
     "problem": "In the image, what is the angle at A?\nChoices:\n(A) 30\n(B) 60",
@@ -71,14 +68,14 @@ def reward_of(config: RunConfig, row: PromptRow, completion: str) -> Any:
     return function(completion, answer=row.answer, metadata=orjson.loads(row.metadata), prompt="")
 
 
-def test_dapo_math_takes_messages_and_the_nested_answer(tmp_path: Path) -> None:
-    pa.parquet.write_table(pa.Table.from_pylist([DAPO]), tmp_path / "dapo.parquet")
-    config = config_of("dapo-math", f"data.source=parquet:{tmp_path / 'dapo.parquet'}")
+def test_dapo_math_takes_messages_and_the_label(tmp_path: Path) -> None:
+    (tmp_path / "dapo.jsonl").write_bytes(orjson.dumps(DAPO) + b"\n")
+    config = config_of("dapo-math", f"data.source=jsonl:{tmp_path / 'dapo.jsonl'}")
     row = first_row(config)
     assert [(message.role, message.text) for message in row.messages] == [
         ("user", DAPO["prompt"][0]["content"])
     ]
-    assert (row.answer, orjson.loads(row.metadata)) == ("42", {"data_source": "math_dapo"})
+    assert (row.answer, orjson.loads(row.metadata)) == ("42", {})
     assert [
         reward_of(config, row, f"So it is.\nAnswer: {given}")["reward"] for given in ("42", "41")
     ] == [1.0, -1.0]
@@ -130,11 +127,8 @@ def test_avqa_puts_image_and_audio_before_question_and_options(tmp_path: Path) -
     assert layout(row.messages[1]) == [Modality.IMAGE, Modality.AUDIO, asked]
     assert [item.read(config.model.media) for item in row.media] == list(files.values())
     assert orjson.loads(row.metadata) == {"data_source": "OmniInstruct_v1-AVQA"}
-    assert reward_of(config, row, "<think>an engine</think><answer>B</answer>") == {
-        "accuracy": 1.0,
-        "format": 1.0,
-    }
-    assert reward_of(config, row, "<think>an engine</think><answer>C</answer>")["accuracy"] == 0.0
+    given = ("<answer>B</answer>", "<answer>C</answer>", "B")
+    assert [reward_of(config, row, f"<think>an engine</think>{one}") for one in given] == [1, 0, 0]
 
 
 @pytest.mark.parametrize(
