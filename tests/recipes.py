@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+
 CONFIGS = Path(__file__).parents[1] / "configs"
 PLANNED = re.compile(r"^# +relax plan configs/(\S+)\.toml --devices (\S+)$", re.MULTILINE)
 TEXT_4B = {
