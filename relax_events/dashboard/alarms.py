@@ -48,7 +48,7 @@ def list_alarms(reader: RunReader, dead_letters: Sequence[dict[str, Any]]) -> li
     with reader.lock:
         found = find_alarms(
             reader.fold,
-            now=now_micros(),
+            now=reader.status.known_now(now_micros()),
             truncated=recent_share(groups["truncated"]),
             signalless=recent_share(groups["signalless"]),
             num_dead_letters=len(unresolved),

@@ -25,6 +25,7 @@ from relax_events.dashboard.run_fold import RunFold
 from relax_events.dashboard.sample_columns import NewSample, SampleTable, encode_group
 from relax_events.errors import RelaxError, SchemaError
 from relax_events.events.generations import trajectory_of
+from relax_events.events.parts import now_micros
 from relax_events.events.types import (
     Event,
     PolicyVersionPublished,
@@ -155,6 +156,14 @@ class ReaderStatus:
     trouble_since: float = 0.0
     num_unreadable: int = 0
     revision: int = 0
+    read_until: int = 0
+    """Microseconds since the epoch: what the log got before is read, 0 before anything is."""
+
+    def known_now(self, now: int) -> int:
+        """Return the time by which a worker is judged silent, in microseconds: a reader that is
+        behind does not know of later heartbeats.
+        """
+        return min(now, self.read_until) if self.read_until else now
 
 
 class RunReader:
@@ -235,10 +244,15 @@ class RunReader:
         try:
             while not self._closing.is_set():
                 is_behind = self._blocks is not None and bool(self._blocks)
+                began_at = now_micros()
                 records = reader.fetch(
                     RECORDS_A_TURN, timeout_seconds=0.01 if is_behind else IDLE_SECONDS
                 )
                 self._take(run_log, records)
+                if records or not is_behind:  # a short wait finds nothing although there is more
+                    times = (record.timestamp_ms * 1000 for record in records)
+                    oldest = min(times, default=began_at)
+                    self.status.read_until = max(self.status.read_until, oldest)
                 with self._changed:
                     self._is_silent = not records and not is_behind
                     self._changed.notify_all()

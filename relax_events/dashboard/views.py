@@ -66,7 +66,7 @@ def build_summary(reader: RunReader) -> dict[str, Any]:
         progress = ProgressMetrics.from_state(fold.config, state, lag={}, since_micros=0)
         return {
             "run_id": fold.config.run.id,
-            "status": run_status(fold, now=now),
+            "status": run_status(fold, now=reader.status.known_now(now)),
             "reason": state.ended.reason if state.ended else "",
             "succeeded": bool(state.ended and state.ended.succeeded),
             "is_paused": state.is_paused,
@@ -170,7 +170,7 @@ def recent_share(curve: Sequence[float | None]) -> float | None:
 
 def build_fleet(reader: RunReader) -> dict[str, Any]:
     """Return a row for each worker: its state, its heartbeat, its work, its engine."""
-    now = now_micros()
+    now = reader.status.known_now(now_micros())
     with reader.lock:
         fold = reader.fold
         newest = max((heartbeat.sent_at for heartbeat in fold.state.workers.values()), default=0)

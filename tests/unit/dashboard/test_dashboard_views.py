@@ -13,9 +13,9 @@ from relax_events.dashboard.alarms import find_alarms
 from relax_events.dashboard.app import parse_query
 from relax_events.dashboard.details import rounds
 from relax_events.dashboard.run_fold import RunFold
-from relax_events.dashboard.run_reader import read_source
+from relax_events.dashboard.run_reader import ReaderStatus, read_source
 from relax_events.dashboard.sample_columns import NewSample, SampleTable, encode_group
-from relax_events.dashboard.views import group_curves, thin
+from relax_events.dashboard.views import group_curves, run_status, thin
 from relax_events.errors import ConfigError
 from relax_events.events.parts import Command, Outcome
 from relax_events.events.types import MetricsReported, RunCommanded
@@ -41,6 +41,17 @@ def test_curves_have_a_value_a_step_and_rates_between_commits() -> None:
     assert math.isnan(curves.columns["tokens_per_second"][0])
     assert list(curves.columns["tokens_per_second"][1:]) == [50.0, 50.0]
     assert curves.staleness_counts == [3, 3]
+
+
+def test_run_is_not_called_interrupted_for_what_the_reader_has_not_read_yet() -> None:
+    fold = make_fold()
+    fold.apply(make_heartbeat("trainer-0", at_seconds=1000))
+    status = ReaderStatus(read_until=1_001_000_000)
+    much_later = 5_000_000_000
+    assert run_status(fold, now=status.known_now(much_later)) == "running"
+    status.read_until = much_later
+    assert run_status(fold, now=status.known_now(much_later)) == "interrupted"
+    assert ReaderStatus().known_now(7) == 7
 
 
 def test_metric_that_comes_later_is_missing_before() -> None:
