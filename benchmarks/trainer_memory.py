@@ -29,8 +29,8 @@ from relax_events.config import RunConfig
 from relax_events.events.parts import FinishReason, SampleKey
 from relax_events.events.types import SampleReady
 from relax_events.models.checkpoint_facts import read_facts
-from relax_events.planning.memory import TrainerMemory
-from relax_events.training.backend.torch_backend import TorchBackend
+from relax_events.planning.megatron_memory import memory_of_trainer
+from relax_events.training.backend.factory import find_backend
 from relax_events.training.distributed import open_ranks
 from relax_events.training.ranks import RENDEZVOUS_FD_VARIABLE, Ranks, SingleRank
 
@@ -48,7 +48,7 @@ SHAPE = {
 """Of the `config.json` that Qwen publishes with Qwen3-0.6B."""
 PROMPT_TOKENS = 16
 SETTING_SECONDS = 1800.0
-QUESTION = """A train step of backend `torch` on a model with random weights in the published shape of Qwen3-0.6B (28 layers, width 1,024,
+QUESTION = """A train step on a model with random weights in the published shape of Qwen3-0.6B (28 layers, width 1,024,
 151,936 tokens), bfloat16, on the CPU: one micro-batch of one sample, forward, backward and AdamW. Planned is what `relax plan` computes
 for a rank; measured is the largest resident memory of the step less that of the process before it loads the model. Ranks are processes on
 this machine, and the largest is shown."""
@@ -62,11 +62,13 @@ class Setting:
     ranks: int = 1
     recomputed: str = "none"
     adapter_rank: int = 0
+    backend: str = "torch"
 
     @property
     def name(self) -> str:
         """Text of the table's row."""
-        parts = [f"{self.ranks} ranks, sharded" if self.ranks > 1 else "1 rank"]
+        divided = "sharded" if self.backend == "torch" else "megatron, tensor parallel"
+        parts = [f"{self.ranks} ranks, {divided}" if self.ranks > 1 else "1 rank"]
         parts += [f"recompute {self.recomputed}"] if self.recomputed != "none" else []
         parts += [f"LoRA {self.adapter_rank}"] if self.adapter_rank else []
         return ", ".join(parts)
@@ -78,6 +80,7 @@ SETTINGS = (
     Setting(1024, recomputed="whole"),
     Setting(1024, adapter_rank=16),
     Setting(1024, ranks=2, recomputed="whole"),
+    Setting(1024, ranks=2, recomputed="whole", backend="megatron"),
 )
 
 
@@ -93,7 +96,10 @@ def make_model(folder: Path) -> Path:
 
 def run_config(model: Path, setting: Setting) -> RunConfig:
     """Return the run file of a setting."""
-    sharding = "full" if setting.ranks > 1 else "none"
+    if setting.backend == "megatron":
+        divided: dict[str, Any] = {"backend": "megatron", "tensor_parallel": setting.ranks}
+    else:
+        divided = {"sharding": "full" if setting.ranks > 1 else "none"}
     lora = {"lora": {"rank": setting.adapter_rank}} if setting.adapter_rank else {}
     return RunConfig.model_validate(
         {
@@ -107,9 +113,9 @@ def run_config(model: Path, setting: Setting) -> RunConfig:
                 "threads": 2 // setting.ranks,
                 "max_tokens_per_micro_batch": setting.num_tokens,
                 "ranks": setting.ranks,
-                "sharding": sharding,
                 "activation_checkpointing": setting.recomputed,
-            },
+            }
+            | divided,
         }
     )
 
@@ -146,13 +152,14 @@ def sample(num_tokens: int, index: int) -> SampleReady:
 def train(model: Path, setting: Setting, ranks: Ranks) -> dict[str, float]:
     """Train a step in this process; return the peak by which memory rose, in bytes."""
     before = psutil.Process().memory_info().rss
-    backend = TorchBackend(run_config(model, setting), ranks=ranks)
+    config = run_config(model, setting)
+    backend = find_backend(config.trainer)(config, ranks=ranks)
     loaded = psutil.Process().memory_info().rss
     seconds = []
     for step in range(2):  # the second one has every buffer of the first
         Path("/proc/self/clear_refs").write_text(CLEAR_PEAK)
         started = time.perf_counter()
-        backend.accumulate([sample(setting.num_tokens, 2 * step + ranks.rank)])
+        backend.accumulate([sample(setting.num_tokens, 2 * step + ranks.at.data)])
         backend.step()
         seconds.append(time.perf_counter() - started)
     return {"bytes": peak_bytes() - before, "loaded": loaded - before, "seconds": seconds[-1]}
@@ -190,14 +197,7 @@ def measure(model: Path, setting: Setting) -> dict[str, float]:
 
 def planned(model: Path, setting: Setting) -> int:
     """Return what `relax plan` computes, without the process itself."""
-    memory = TrainerMemory(
-        facts=read_facts(model),
-        dtype="bfloat16",
-        num_pieces=setting.ranks,
-        adapter_rank=setting.adapter_rank,
-        recomputed=setting.recomputed,  # type: ignore[arg-type]
-        on_gpu=False,
-    )
+    memory = memory_of_trainer(run_config(model, setting), read_facts(model), on_gpu=False)
     parts = memory.parts(setting.num_tokens).parts
     return sum(num_bytes for name, num_bytes in parts.items() if name != "process")
 
@@ -230,7 +230,8 @@ def main() -> None:
         if setting.ranks == 1:
             print(json.dumps(train(given.model, setting, SingleRank())))
             return
-        with open_ranks(timeout_seconds=SETTING_SECONDS) as ranks:
+        lay_out = run_config(given.model, setting).trainer.topology
+        with open_ranks(timeout_seconds=SETTING_SECONDS, lay_out=lay_out) as ranks:
             print(json.dumps(train(given.model, setting, ranks)))
         return
     with tempfile.TemporaryDirectory(prefix="relax-memory-") as folder:

@@ -212,11 +212,6 @@ def _megatron_problems(config: RunConfig) -> Iterator[str]:
         yield "trains no adapters, and there is a section [model.lora]; leave it out"
     if model.frozen:
         yield f"trains the whole model, and model.frozen is {list(model.frozen)}; leave it out"
-    if model.replays_routing:
-        yield (
-            "routes each token by the router that it trains, and model.routing_replay is "
-            "'rollout'; leave it out"
-        )
     if not config.algorithm.is_unread and config.algorithm.needs_critic:
         yield (
             f"trains no critic, and algorithm {config.algorithm.name} needs one; take an algorithm "

@@ -15,7 +15,7 @@ from typing import Any
 from relax_events.config.run_config import RunConfig
 from relax_events.config.unset_keys import THREAD_KEYS, missing_keys, with_values
 from relax_events.planning.inventory import COMPUTING_ROLES, CheckpointFacts, Machine, width_of
-from relax_events.planning.memory import TrainerMemory
+from relax_events.planning.megatron_memory import memory_of_trainer
 from relax_events.planning.placement import place_workers
 
 FINE_TUNING_RATE, ADAPTER_RATE, TINY_RATE = 1e-6, 1e-5, 1e-3
@@ -159,7 +159,7 @@ def _of_memory(
     on_gpu = bool(machine.gpu_bytes) and config.model.device != "cpu"
     whole = min(machine.gpu_bytes) if on_gpu else machine.memory_bytes // 2
     ranks = 1 if on_gpu else max(machine.roles.get("trainer", 1), 1)
-    trainer = TrainerMemory.of_run(config, known, on_gpu=on_gpu)
+    trainer = memory_of_trainer(config, known, on_gpu=on_gpu)
     others = _beside_trainer(config, known, machine, most_cache=whole // 3)
     static = trainer.parts(0).total
     most = MOST_CELLS_GPU if on_gpu else MOST_CELLS_CPU

@@ -17,6 +17,10 @@ COMPUTING_ROLES = (
 )
 """Roles that hold a model, besides the trainer."""
 
+MIXTURE_RATIO = 1.5
+"""A model whose layers have so many times the parameters that a token goes through is a mixture of
+experts."""
+
 
 def num_processors() -> int:
     """Return how many processors this process may use."""
@@ -50,6 +54,15 @@ class CheckpointFacts:
     def num_outer_parameters(self) -> int:
         """Parameters of the embeddings and the output head, which may be the same."""
         return (1 if self.has_tied_head else 2) * self.vocab_size * self.hidden_size
+
+    @property
+    def num_expert_parameters(self) -> int:
+        """Parameters of all experts; 0 where the model is no mixture."""
+        attention = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        rest = self.num_layers * self.hidden_size * attention
+        inner = self.num_parameters - self.num_outer_parameters - rest
+        one_token = 3 * self.num_layers * self.hidden_size * self.mlp_size
+        return inner if inner > MIXTURE_RATIO * one_token else 0
 
     @property
     def num_active_parameters(self) -> int:

@@ -88,7 +88,7 @@ class TrainerMemory:
             | self._gathered()
             | {
                 "activations": num_tokens * self.cell_bytes,
-                "output head": self._head(num_tokens),
+                "output head": self.head_bytes(num_tokens),
                 "process": RESERVED_GPU_BYTES if self.on_gpu else RESERVED_CPU_BYTES,
             }
         )
@@ -134,8 +134,10 @@ class TrainerMemory:
             kept += known.num_layers * known.num_heads * (known.head_dim * width + 4)
         return kept + whole // known.num_layers
 
-    def _head(self, num_tokens: int) -> int:
-        """Logits of a chunk, and the float32 sum of the head's gradient where there are several."""
+    def head_bytes(self, num_tokens: int) -> int:
+        """Bytes of a chunk's logits, and of the float32 sum of the head's gradient where there are
+        several chunks.
+        """
         known = self.facts
         chunk = max(1, MAX_LOGITS_ELEMENTS // known.vocab_size)
         rows = min(num_tokens, chunk)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import gcd
 
 from relax_events.config.devices import DevicesConfig
 from relax_events.config.engine import EngineConfig
@@ -15,6 +16,7 @@ from relax_events.config.unset_keys import with_values
 from relax_events.errors import ConfigError
 from relax_events.planning.device_specs import DeviceSpec
 from relax_events.planning.inventory import CheckpointFacts, width_of
+from relax_events.planning.megatron_memory import memory_of_trainer
 from relax_events.planning.memory import (
     RESERVED_CPU_BYTES,
     RESERVED_GPU_BYTES,
@@ -25,7 +27,9 @@ from relax_events.planning.placement import place_workers
 
 CACHING_ROLES = frozenset({"rollout", "evaluator", "judge"})
 CPU = "CPU"
-PLANNED_BACKEND = "torch"
+PLANNED_BACKENDS = ("torch", "megatron")
+MOST_EXPERT_PARALLEL = 8
+"""Over one machine: experts exchange tokens in each layer."""
 NO_CHANGE = "no setting of this backend makes it fit"
 DEVICE_COUNTS = (2, 4, 8, 16, 32, 64, 128, 256, 512)
 SCORING_ROLES = ("reference", "actor-forward", "teacher")
@@ -115,10 +119,10 @@ def plan_run(
     Raises:
         ConfigError: The trainer has more ranks than there are devices, or the model is unknown.
     """
-    if config.trainer.backend != PLANNED_BACKEND:
+    if config.trainer.backend not in PLANNED_BACKENDS:
         raise ConfigError(
-            f"a plan knows what backend {PLANNED_BACKEND!r} takes, and trainer.backend is "
-            f"{config.trainer.backend!r}; try a short run"
+            f"a plan knows what the backends {' and '.join(PLANNED_BACKENDS)} take, and "
+            f"trainer.backend is {config.trainer.backend!r}; try a short run"
         )
     if "model" not in facts:
         raise ConfigError(
@@ -128,7 +132,7 @@ def plan_run(
     plan = _plan(config, facts, device, num_devices, sample_tokens)
     if plan.fits:
         return plan
-    for text, values, count in _changes(config, num_devices):
+    for text, values, count in _changes(config, facts["model"], num_devices):
         try:
             changed = _plan(with_values(config, values), facts, device, count, sample_tokens)
         except ConfigError:
@@ -191,7 +195,7 @@ class _Models:
         role, config = worker_id.rpartition("-")[0], self.config
         known, dtype = self.facts["model"], config.model.dtype
         if role == "trainer":
-            trainer = TrainerMemory.of_run(config, known, on_gpu=self.on_gpu)
+            trainer = memory_of_trainer(config, known, on_gpu=self.on_gpu)
             return PlannedWorker(worker_id, trainer.parts(self.tokens))
         if role == "critic":
             critic = TrainerMemory(known, dtype, on_gpu=self.on_gpu)
@@ -239,7 +243,9 @@ def _fill_caches(device: PlannedDevice, models: _Models) -> PlannedDevice:
     return PlannedDevice(device.index, device.num_bytes, tuple(map(fill, device.workers)))
 
 
-def _changes(config: RunConfig, num_devices: int) -> Iterator[tuple[str, dict[str, object], int]]:
+def _changes(
+    config: RunConfig, known: CheckpointFacts, num_devices: int
+) -> Iterator[tuple[str, dict[str, object], int]]:
     """Yield changes from small to large: text, values of keys, and number of devices."""
     longest = config.engine.max_context_tokens or 0
     if (config.trainer.max_tokens_per_micro_batch or 0) > longest > 0:
@@ -252,11 +258,30 @@ def _changes(config: RunConfig, num_devices: int) -> Iterator[tuple[str, dict[st
         return
     for count in (num_devices, *(size for size in DEVICE_COUNTS if size > num_devices)):
         for ranks in sorted({count - 1, count * 3 // 4, count // 2, count} - {0, 1}):
+            more = "" if count == num_devices else f", on {count} devices"
+            if config.trainer.backend == "megatron":
+                for divided in _megatron_changes(config, known, ranks):
+                    yield _text(recomputed | divided) + more, recomputed | divided, count
+                continue
             sharded = recomputed | {"trainer.sharding": "full", "trainer.ranks": ranks}
             if ranks > config.broker.partitions_per_version:
                 sharded["broker.partitions_per_version"] = ranks
-            more = "" if count == num_devices else f", on {count} devices"
             yield _text(sharded) + more, sharded, count
+
+
+def _megatron_changes(
+    config: RunConfig, known: CheckpointFacts, ranks: int
+) -> Iterator[dict[str, object]]:
+    """Yield ways to divide the model over so many ranks."""
+    for tensor in (size for size in (1, 2, 4, 8) if not known.num_kv_heads % size):
+        if ranks % tensor:
+            continue
+        values: dict[str, object] = {"trainer.ranks": ranks, "trainer.tensor_parallel": tensor}
+        if ranks // tensor > config.broker.partitions_per_version:
+            values["broker.partitions_per_version"] = ranks // tensor
+        if known.num_expert_parameters:
+            values["trainer.expert_parallel"] = gcd(ranks, MOST_EXPERT_PARALLEL)
+        yield values
 
 
 def _text(values: Mapping[str, object]) -> str:

@@ -12,7 +12,7 @@ from relax_events.models.checkpoint_facts import has_weights
 from relax_events.planning.derived import derive
 from relax_events.planning.device_specs import DeviceSpec, parse_devices
 from relax_events.planning.inventory import CheckpointFacts, Machine, num_processors
-from relax_events.planning.run_plan import CPU, NO_CHANGE, PLANNED_BACKEND, RunPlan, plan_run
+from relax_events.planning.run_plan import CPU, NO_CHANGE, PLANNED_BACKENDS, RunPlan, plan_run
 from relax_events.session.defaults import inspect_machine, read_checkpoint_facts
 
 MEAN_OF_LONGEST = 2
@@ -83,7 +83,8 @@ def require_devices(config: RunConfig) -> str:
         CheckFailed: It can't hold the models that `relax run` places on it; the text says what to
             change.
     """
-    if config.trainer.backend != PLANNED_BACKEND or "model" not in read_checkpoint_facts(config):
+    is_known = config.trainer.backend in PLANNED_BACKENDS
+    if not is_known or "model" not in read_checkpoint_facts(config):
         return "not planned: the model is not here yet, or trainer.backend is another one"
     planned = plan_devices(config)
     fullest = max(planned.plan.devices, key=lambda device: device.needed / device.num_bytes)

@@ -4,12 +4,13 @@ comparison."""
 
 import sys
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.integrations import moe
@@ -20,6 +21,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
 )
 
 from relax_events.config.topology import Topology
+from relax_events.events.routed_experts import ExpertShape
 from relax_events.events.types import SampleReady
 from relax_events.objects import ObjectStore
 from relax_events.training.backend.protocol import TrainerBackend
@@ -49,9 +51,13 @@ class Scenario:
     trainer: dict[str, Any] = field(default_factory=dict)
     algorithm: dict[str, Any] = field(default_factory=dict)
     num_ranks: int = 2
+    replays_routing: bool = False
 
 
-SHORT = {"tensor": Scenario("qwen3", {"tensor": 2})}
+SHORT = {
+    "tensor": Scenario("qwen3", {"tensor": 2}),
+    "replayed": Scenario("qwen3_moe", {"tensor": 2}, replays_routing=True),
+}
 LONG = {
     "data": Scenario("qwen3", {}),
     "pipeline": Scenario("qwen3", {"pipeline": 2}),
@@ -70,6 +76,8 @@ LONG = {
     "experts_tensor": Scenario("qwen3_moe", {"tensor": 2}),
     "experts_pipeline": Scenario("qwen3_moe", {"pipeline": 2}),
     "experts_context": Scenario("qwen3_moe", {"context": 2, "expert": 2}),
+    "replayed_pipeline": Scenario("qwen3_moe", {"pipeline": 2}, replays_routing=True),
+    "replayed_context": Scenario("qwen3_moe", {"context": 2, "expert": 2}, replays_routing=True),
 }
 FOUR = {
     "tensor_data": Scenario("qwen3", {"tensor": 2}, num_ranks=4),
@@ -87,7 +95,7 @@ SCENARIOS = SHORT | LONG | FOUR
 def train(backend: TrainerBackend, folder: Path, *, data: int = 0, num_data: int = 1) -> list[Any]:
     """Train a step of which this data-parallel rank has its share; return its metrics."""
     step = backend.policy_version
-    samples = samples_of(folder, step)
+    samples = samples_of(folder, step, backend.experts)
     groups = [samples[first : first + 2] for first in range(0, 10, 2)]
     mine = [sample for group in groups[data::num_data] for sample in group]
     size = 2 + 2 * data  # ranks with other numbers of micro-batches
@@ -97,10 +105,24 @@ def train(backend: TrainerBackend, folder: Path, *, data: int = 0, num_data: int
 
 
 @cache
-def samples_of(folder: Path, step: int) -> list[SampleReady]:
-    """Return a step's samples, the same for the reference."""
+def samples_of(folder: Path, step: int, experts: ExpertShape | None) -> list[SampleReady]:
+    """Return a step's samples, the same for the reference; with experts drawn at random, where
+    their routing is replayed."""
     with Float64Reference():
-        return make_samples(10, seed=step, model_path=folder)
+        samples = make_samples(10, seed=step, model_path=folder)
+    if experts is None:
+        return samples
+    draw = np.random.default_rng(step)
+    return [
+        replace(sample, routed_experts=draw_experts(draw, len(sample.tokens) - 1, experts))
+        for sample in samples
+    ]
+
+
+def draw_experts(draw: np.random.Generator, num_tokens: int, shape: ExpertShape) -> Any:
+    """Draw different experts for each token and layer."""
+    ranks = draw.random((num_tokens, shape.num_layers, shape.num_experts)).argsort(-1)
+    return ranks[..., : shape.top_k].astype(shape.dtype)
 
 
 def run(name: str, folder: Path, ranks: TorchRanks) -> dict[str, Any]:
@@ -111,6 +133,9 @@ def run(name: str, folder: Path, ranks: TorchRanks) -> dict[str, Any]:
     config = run_config(
         model, trainer={"max_grad_norm": 0.5} | scenario.trainer, algorithm=scenario.algorithm
     )
+    if scenario.replays_routing:
+        replaying = config.model.model_copy(update={"routing_replay": "rollout"})
+        config = config.model_copy(update={"model": replaying})
     results: dict[str, Any] = {}
     store = ObjectStore.open((folder / "objects").as_uri())
     at = {"data": ranks.at.data, "num_data": ranks.topology.data}

@@ -75,6 +75,11 @@ class MegatronBackend(PolicyTraining):
                 f"the model in {path} has towers for images or audio next to its decoder, which "
                 "trainer.backend = 'megatron' does not train; set trainer.backend = 'torch'"
             )
+        if config.model.replays_routing and not sizes.num_experts:
+            raise ConfigError(
+                "model.routing_replay needs a mixture of experts, but the model in "
+                f"{path} is not one; set model.routing_replay = 'none'"
+            )
         self._sizes = sizes
         self._dtype = dtype or getattr(torch, config.model.dtype)
         with ranks.guard("building the model"), cuda_calls_on_cpu():
@@ -104,8 +109,9 @@ class MegatronBackend(PolicyTraining):
             timeout_seconds=trainer.collective_timeout_seconds,
         )
         stage = ModelStage(
-            self._sizes, ranks.topology, trainer=trainer, dtype=self._dtype, device=self._device
-        )
+            self._sizes, ranks.topology, trainer=trainer, dtype=self._dtype, device=self._device,
+            replays_routing=self._config.model.replays_routing,
+        )  # fmt: skip
         shards = list(rank_shards(self._sizes, ranks.topology, ranks.at))
         stage.load(self._config.model.path, shards)
         return stage, RankParameters(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Int64
+from jaxtyping import Bool, Int64, Integer
 from numpy.typing import NDArray
 
 from relax_events.training.batch.packing import PackedBatch
@@ -28,6 +28,8 @@ class Row:
         own: Indices of this rank's tokens, in its order.
         loss_positions: Indices among this rank's tokens of those that predict a loss token.
         loss_tokens: Which loss tokens of the micro-batch these predict.
+        experts: Of each token of the row, where the engine's routing is replayed.
+        is_replayed: Which tokens of the row have recorded experts.
     """
 
     tokens: Int64[np.ndarray, " row"]
@@ -36,6 +38,8 @@ class Row:
     own: Int64[np.ndarray, " own"]
     loss_positions: Int64[np.ndarray, " own_loss_tokens"]
     loss_tokens: Int64[np.ndarray, " own_loss_tokens"]
+    experts: Integer[np.ndarray, "row layers top_k"] | None = None
+    is_replayed: Bool[np.ndarray, " row"] | None = None
 
 
 def lay_out_row(batch: PackedBatch | None, *, multiple: int, parts: int = 1, index: int = 0) -> Row:
@@ -62,6 +66,7 @@ def lay_out_row(batch: PackedBatch | None, *, multiple: int, parts: int = 1, ind
     own_index[own] = np.arange(len(own))
     predicting = own_index[loss_positions]
     loss_tokens = np.flatnonzero(predicting >= 0)
+    experts, is_replayed = _pad_experts(batch, length)
     return Row(
         tokens=np.pad(tokens, padding),
         positions=np.pad(positions, padding),
@@ -69,6 +74,22 @@ def lay_out_row(batch: PackedBatch | None, *, multiple: int, parts: int = 1, ind
         own=own,
         loss_positions=predicting[loss_tokens],
         loss_tokens=loss_tokens,
+        experts=experts,
+        is_replayed=is_replayed,
+    )
+
+
+def _pad_experts(
+    batch: PackedBatch | None, length: int
+) -> tuple[NDArray[np.generic] | None, NDArray[np.bool_] | None]:
+    """Return the replayed experts of a row's tokens, none for its padding."""
+    if batch is None or batch.experts is None:
+        return None, None
+    given = batch.experts
+    padding = (0, length - len(batch.cells))
+    return (
+        np.pad(given.experts[batch.cells], (padding, (0, 0), (0, 0))),
+        np.pad(given.is_replayed[batch.cells], padding),
     )
 
 

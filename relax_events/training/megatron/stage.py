@@ -5,6 +5,7 @@ next, and on the last one the log-probabilities of its loss tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from relax_events.config import TrainerConfig
 from relax_events.config.topology import Topology
+from relax_events.events.routed_experts import ExpertShape
 from relax_events.planning.memory import MAX_LOGITS_ELEMENTS
 from relax_events.training.backend.chunked_head import ChunkedHead
 from relax_events.training.backend.policy_model import TokenLogprobs
@@ -29,6 +31,7 @@ from relax_events.training.batch.row_layout import PromptSharing
 from relax_events.training.megatron.building import build_config, build_model
 from relax_events.training.megatron.folder_tensors import FolderTensors
 from relax_events.training.megatron.layout import Shard, cut, full_shapes
+from relax_events.training.megatron.routing import RoutingReplay
 from relax_events.training.megatron.row import Row, lay_out_row
 from relax_events.training.megatron.sizes import DecoderSizes
 from relax_events.training.megatron.vocabulary import HeadRows, sum_over_ranks, vocabulary_logprobs
@@ -58,8 +61,6 @@ class ModelStage:
     shares_rows = True
     prompt_sharing: PromptSharing | None = None
     """None: the attention of a packed row knows samples one after the other alone."""
-    experts = None
-    """None: the model routes by itself."""
 
     def __init__(
         self,
@@ -69,6 +70,7 @@ class ModelStage:
         trainer: TrainerConfig,
         dtype: torch.dtype,
         device: torch.device,
+        replays_routing: bool = False,
     ) -> None:
         """Build this rank's part without values; the process groups must exist."""
         self.sizes, self.device, self.dtype = sizes, device, dtype
@@ -86,10 +88,20 @@ class ModelStage:
             recompute=trainer.activation_checkpointing == "whole",
         )
         self.module = build_model(sizes, config)
+        self._routing: RoutingReplay | None = None
+        if replays_routing:
+            tensor = (self._tensor.rank(), self._tensor.size())
+            self._routing = RoutingReplay(self.module.decoder, tensor=tensor)
         parts = topology.context
         self._row_multiple = topology.tensor * (2 * parts if parts > 1 else 1)
         exponents = torch.arange(0, sizes.head_dim, 2, dtype=torch.int64).float() / sizes.head_dim
         self._frequencies = (1.0 / sizes.rope_theta**exponents).to(device)
+
+    @property
+    def experts(self) -> ExpertShape | None:
+        """Shape of the replayed routing; None where the model routes by itself."""
+        sizes = self.sizes
+        return self._routing and ExpertShape(sizes.num_layers, sizes.top_k, sizes.num_experts)
 
     @torch.no_grad()
     def load(self, path: Path, shards: Sequence[Shard]) -> None:
@@ -135,7 +147,8 @@ class ModelStage:
                 parts=self._topology.context,
                 index=self._context.rank(),
             )
-            hidden = self._hidden(row)
+            with self._routing.replay(row, self.device) if self._routing else nullcontext():
+                hidden = self._hidden(row)
             on_done()
 
             def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -13,7 +13,6 @@ pytestmark = pytest.mark.unit
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model": {"lora": {}}}, "trains no adapters"),
     ({"model": {"frozen": ["vision"]}}, r"model\.frozen is \['vision'\]; leave it out"),
-    ({"model": {"routing_replay": "rollout"}}, r"model\.routing_replay is 'rollout'"),
     ({"algorithm": {"name": "ppo"}}, "algorithm ppo needs one"),
     ({"trainer": {"sharding": "full"}}, r"trainer\.sharding is 'full'; leave it out"),
     ({"trainer": {"activation_checkpointing": "selective"}}, "set it to 'whole' or 'none'"),

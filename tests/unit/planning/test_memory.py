@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import pytest
 
+from relax_events.config.topology import Topology
 from relax_events.planning.inventory import CheckpointFacts
+from relax_events.planning.megatron_memory import MegatronMemory
 from relax_events.planning.memory import TrainerMemory
 
 pytestmark = pytest.mark.unit
@@ -76,3 +78,48 @@ def test_as_many_tokens_as_fit_and_not_one_more(unit: int) -> None:
     assert memory.parts(found).total <= 30e9 < memory.parts(found + unit).total
     assert memory.most_tokens(1e9, unit=unit, most=65_536) == 0
     assert memory.most_tokens(1e15, unit=unit, most=65_536) == 65_536
+
+
+def test_megatron_ranks_hold_their_part_and_divide_the_moments_over_copies() -> None:
+    memory = MegatronMemory(SMALL, "bfloat16", topology=Topology.of(4, tensor=2))
+    parts = memory.parts(1024).parts
+    assert parts["weights"] == 2 * 596_049_920 // 2
+    assert parts["gradients"] == 4 * 596_049_920 // 2
+    assert parts["optimizer"] == 8 * 596_049_920 // 4
+    assert parts["float32 weights"] == 4 * 596_049_920 // 4
+    assert parts["activations"] == 1024 * 2_064_384 // 2
+    assert parts["output head"] == (LOGITS + 4 * HEAD + 2 * HEAD) // 2
+
+
+def test_first_pipeline_stage_holds_as_many_micro_batches_as_there_are_stages() -> None:
+    memory = MegatronMemory(SMALL, "bfloat16", topology=Topology.of(4, pipeline=4))
+    parts = memory.parts(1024).parts
+    stage = HEAD + (596_049_920 - HEAD) / 4
+    assert parts["weights"] == 2 * stage
+    assert parts["optimizer"] == 8 * stage
+    assert parts["activations"] == 1024 * 2_064_384
+
+
+def test_experts_of_a_mixture_are_divided_by_their_own_axes() -> None:
+    # 128 experts of 48 layers, each of 3 x 2048 x 768
+    mixture = CheckpointFacts(
+        "bfloat16", 30_532_122_624, 151_936, 2048, 48, 32, 4, 128, 8 * 768, 40_960, False
+    )
+    experts = 48 * 128 * 3 * 2048 * 768
+    assert mixture.num_expert_parameters == pytest.approx(experts, rel=1e-3)  # with the routers
+    assert SMALL.num_expert_parameters == 0
+    memory = MegatronMemory(mixture, "bfloat16", topology=Topology.of(16, tensor=2, expert=8))
+    dense, own = 30_532_122_624 - mixture.num_expert_parameters, mixture.num_expert_parameters / 8
+    parts = memory.parts(0).parts
+    assert parts["weights"] == round(2 * (dense / 2 + own))
+    assert parts["optimizer"] == round(8 * (dense / 2 / 8 + own / 2))
+
+
+def test_context_parallel_ranks_share_the_tokens() -> None:
+    whole = MegatronMemory(SMALL, "bfloat16", recomputed="whole", topology=Topology.of(1))
+    shared = MegatronMemory(
+        SMALL, "bfloat16", recomputed="whole", topology=Topology.of(2, context=2)
+    )
+    assert whole.cell_bytes == 28 * 1024 * 2 + 2_064_384 // 28
+    assert shared.cell_bytes == whole.cell_bytes // 2
+    assert shared.parts(1024).parts["output head"] == whole.parts(512).parts["output head"]

@@ -85,6 +85,21 @@ def test_more_devices_are_named_where_these_never_suffice() -> None:
     assert plan(LARGE, num_devices=1).change.endswith("on 16 devices")
 
 
+def test_mixture_is_divided_by_megatron_where_it_does_not_fit() -> None:
+    found = plan(LARGE, backend="megatron", num_devices=16)
+    assert not found.fits
+    assert found.change == (
+        "set trainer.activation_checkpointing = 'whole', trainer.ranks = 8, "
+        "trainer.tensor_parallel = 1, broker.partitions_per_version = 8, "
+        "trainer.expert_parallel = 8"
+    )
+    again = plan(
+        LARGE, backend="megatron", num_devices=16, ranks=8, tensor_parallel=2, expert_parallel=8,
+        activation_checkpointing="whole",
+    )  # fmt: skip
+    assert again.fits
+
+
 def test_too_long_samples_count_as_a_micro_batch_of_their_own() -> None:
     assert plan(max_tokens_per_micro_batch=256).tokens == 4096
 
@@ -117,7 +132,7 @@ def test_processor_holds_all_workers() -> None:
 def test_what_can_not_be_planned_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"trainer.ranks is 4, and the trainer has 2 device"):
         plan(num_devices=2, ranks=4)
-    with pytest.raises(ConfigError, match=r"backend 'torch'.*'mine.py:Mine'"):
+    with pytest.raises(ConfigError, match=r"backends torch and megatron.*'mine.py:Mine'"):
         plan(backend="mine.py:Mine")
 
 

@@ -1,0 +1,82 @@
+"""Replays the engine's choice of experts in megatron-core's routers (rollout routing replay, R3).
+
+The choices of a micro-batch go with its row: cut for the context-parallel ranks, then along the
+sequence for the tensor-parallel ones. A router weighs the chosen experts by its own current
+probabilities; tokens without a recorded choice it routes itself. `models.routers` does the same for
+models of transformers, and names the source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from relax_events.training.megatron.row import Row
+
+TopK = Callable[..., tuple[Tensor, Tensor]]
+
+
+class LayerReplay:
+    """What one layer's router asks in place of megatron-core's own `RouterReplay`."""
+
+    def __init__(self) -> None:
+        self.chosen: Int[Tensor, "tokens top_k"] | None = None
+        self.is_replayed: Bool[Tensor, "tokens 1"] | None = None
+
+    def get_replay_topk(
+        self,
+        scores: Float[Tensor, "tokens experts"],
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        default_compute_topk: TopK,
+    ) -> tuple[Float[Tensor, "tokens top_k"], Int[Tensor, "tokens top_k"]]:
+        """Return the scores and numbers of each token's experts. The name is megatron-core's."""
+        values, routed = default_compute_topk(
+            scores, topk, num_groups=num_groups, group_topk=group_topk
+        )
+        if self.chosen is None or self.is_replayed is None:
+            return values, routed
+        chosen = torch.where(self.is_replayed, self.chosen.to(routed.dtype), routed)
+        return scores.gather(1, chosen), chosen
+
+
+class RoutingReplay:
+    """The routers of this rank's layers.
+
+    Args:
+        decoder: megatron-core's block of layers, each with experts.
+        tensor: Rank and number of the tensor-parallel ranks, which divide the sequence.
+    """
+
+    def __init__(self, decoder: nn.Module, *, tensor: tuple[int, int]) -> None:
+        self._tensor = tensor
+        self._layers: list[tuple[int, LayerReplay]] = []
+        for layer in decoder.layers:  # type: ignore[union-attr]
+            part: Any = layer
+            part.mlp.router.router_replay = replay = LayerReplay()
+            self._layers.append((part.layer_number - 1, replay))
+
+    @contextmanager
+    def replay(self, row: Row, device: torch.device) -> Iterator[None]:
+        """Replay a row's choices in the forward pass of this context."""
+        if row.experts is None or row.is_replayed is None:
+            yield
+            return
+        index, number = self._tensor
+        size = len(row.own) // number
+        own = row.own[index * size : (index + 1) * size]
+        chosen = torch.from_numpy(row.experts[own]).to(device)
+        is_replayed = torch.from_numpy(row.is_replayed[own]).to(device)[:, None]
+        for layer, replay in self._layers:
+            replay.chosen, replay.is_replayed = chosen[:, layer], is_replayed
+        try:
+            yield
+        finally:
+            for _, replay in self._layers:
+                replay.chosen = replay.is_replayed = None
