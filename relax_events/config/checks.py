@@ -185,10 +185,12 @@ def check_trainer_memory(config: RunConfig) -> None:
             "trainer.sharding = 'full' shards a model that is trained whole, and [model.lora] "
             "trains small adapters; set trainer.sharding = 'none'"
         )
-    if trainer.activation_checkpointing != "none" and config.model.replays_routing:
+    replays = config.model.replays_routing and trainer.backend != "megatron"
+    if trainer.activation_checkpointing != "none" and replays:
         raise ValueError(
             f"trainer.activation_checkpointing = {trainer.activation_checkpointing!r} computes "
-            "layers again after model.routing_replay has ended; set one of them to 'none'"
+            "layers again after model.routing_replay has ended; set one of them to 'none', or "
+            "trainer.backend to 'megatron'"
         )
 
 

@@ -252,7 +252,9 @@ def _changes(
         smaller: dict[str, object] = {"trainer.max_tokens_per_micro_batch": longest}
         yield _text(smaller), smaller, num_devices
     recomputed: dict[str, object] = {"trainer.activation_checkpointing": "whole"}
-    if not config.model.replays_routing:
+    if config.model.replays_routing and config.trainer.backend == "torch":
+        recomputed = {}
+    if recomputed:
         yield _text(recomputed), recomputed, num_devices
     if config.model.lora is not None:
         return

@@ -77,6 +77,12 @@ LONG = {
     "experts_pipeline": Scenario("qwen3_moe", {"pipeline": 2}),
     "experts_context": Scenario("qwen3_moe", {"context": 2, "expert": 2}),
     "replayed_pipeline": Scenario("qwen3_moe", {"pipeline": 2}, replays_routing=True),
+    "replayed_recomputed": Scenario(
+        "qwen3_moe", {"tensor": 2}, {"activation_checkpointing": "whole"}, replays_routing=True
+    ),
+    "replayed_recomputed_stages": Scenario(
+        "qwen3_moe", {"pipeline": 2}, {"activation_checkpointing": "whole"}, replays_routing=True
+    ),
     "replayed_context": Scenario("qwen3_moe", {"context": 2, "expert": 2}, replays_routing=True),
 }
 FOUR = {
@@ -136,6 +142,8 @@ def run(name: str, folder: Path, ranks: TorchRanks) -> dict[str, Any]:
     if scenario.replays_routing:
         replaying = config.model.model_copy(update={"routing_replay": "rollout"})
         config = config.model_copy(update={"model": replaying})
+    kept = config.trainer.model_copy(update={"activation_checkpointing": "none"})
+    plain = config.model_copy(update={"trainer": kept})  # for the reference
     results: dict[str, Any] = {}
     store = ObjectStore.open((folder / "objects").as_uri())
     at = {"data": ranks.at.data, "num_data": ranks.topology.data}
@@ -151,7 +159,7 @@ def run(name: str, folder: Path, ranks: TorchRanks) -> dict[str, Any]:
         results["weights_again"] = collect_weights(backend)
         if ranks.rank == 0:
             with Float64Reference():
-                alone = TorchBackend(config, ranks=SingleRank(), dtype=torch.float64)
+                alone = TorchBackend(plain, ranks=SingleRank(), dtype=torch.float64)
                 expected = {"metrics": train(alone, model)}
                 expected["first"] = {
                     key: value.clone() for key, value in alone.state().tensors.items()
@@ -167,7 +175,7 @@ def run(name: str, folder: Path, ranks: TorchRanks) -> dict[str, Any]:
     ) as alone_checkpoints:
         # what one rank of backend `torch` wrote is loaded in pieces
         with Float64Reference():
-            whole = TorchBackend(config, ranks=SingleRank(), dtype=torch.float64)
+            whole = TorchBackend(plain, ranks=SingleRank(), dtype=torch.float64)
         whole.load_state(checkpoints.load(first).state)
         back = alone_checkpoints.save(whole.state(), extra={}).wait(60)
         backend.load_state(alone_checkpoints.load(back).state)

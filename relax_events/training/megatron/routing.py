@@ -8,9 +8,10 @@ models of transformers, and names the source.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -21,12 +22,24 @@ from relax_events.training.megatron.row import Row
 TopK = Callable[..., tuple[Tensor, Tensor]]
 
 
+class Choices(NamedTuple):
+    """The recorded experts of one layer, for a rank's tokens of a micro-batch."""
+
+    chosen: Int[Tensor, "tokens top_k"]
+    is_replayed: Bool[Tensor, "tokens 1"]
+
+
 class LayerReplay:
-    """What one layer's router asks in place of megatron-core's own `RouterReplay`."""
+    """What one layer's router asks in place of megatron-core's own `RouterReplay`.
+
+    A layer that is computed again in the backward pass routes as in the forward pass: its choices
+    are kept until then. Both passes take the micro-batches in the same order.
+    """
 
     def __init__(self) -> None:
-        self.chosen: Int[Tensor, "tokens top_k"] | None = None
-        self.is_replayed: Bool[Tensor, "tokens 1"] | None = None
+        self.choices: Choices | None = None
+        self.is_recomputed = False
+        self.kept: deque[Choices | None] = deque()
 
     def get_replay_topk(
         self,
@@ -40,10 +53,18 @@ class LayerReplay:
         values, routed = default_compute_topk(
             scores, topk, num_groups=num_groups, group_topk=group_topk
         )
-        if self.chosen is None or self.is_replayed is None:
+        if (given := self._take_choices()) is None:
             return values, routed
-        chosen = torch.where(self.is_replayed, self.chosen.to(routed.dtype), routed)
+        chosen = torch.where(given.is_replayed, given.chosen.to(routed.dtype), routed)
         return scores.gather(1, chosen), chosen
+
+    def _take_choices(self) -> Choices | None:
+        if not self.is_recomputed:
+            return self.choices
+        if torch.is_grad_enabled():  # of the backward pass: the forward pass has none here
+            return self.kept.popleft()
+        self.kept.append(self.choices)
+        return self.choices
 
 
 class RoutingReplay:
@@ -62,6 +83,14 @@ class RoutingReplay:
             part.mlp.router.router_replay = replay = LayerReplay()
             self._layers.append((part.layer_number - 1, replay))
 
+    def begin(self, *, is_recomputed: bool) -> None:
+        """Begin to run micro-batches; `is_recomputed`: the layers are computed again in their
+        backward pass.
+        """
+        for _, replay in self._layers:
+            replay.is_recomputed = is_recomputed
+            replay.kept.clear()
+
     @contextmanager
     def replay(self, row: Row, device: torch.device) -> Iterator[None]:
         """Replay a row's choices in the forward pass of this context."""
@@ -74,9 +103,9 @@ class RoutingReplay:
         chosen = torch.from_numpy(row.experts[own]).to(device)
         is_replayed = torch.from_numpy(row.is_replayed[own]).to(device)[:, None]
         for layer, replay in self._layers:
-            replay.chosen, replay.is_replayed = chosen[:, layer], is_replayed
+            replay.choices = Choices(chosen[:, layer], is_replayed)
         try:
             yield
         finally:
             for _, replay in self._layers:
-                replay.chosen = replay.is_replayed = None
+                replay.choices = None

@@ -80,12 +80,13 @@ class ModelStage:
         self._is_first = parallel_state.is_pipeline_first_stage()
         self._context = parallel_state.get_context_parallel_group()
         self._tensor = parallel_state.get_tensor_model_parallel_group()
+        self._recomputes = trainer.activation_checkpointing == "whole"
         config = build_config(
             sizes,
             topology,
             dtype=dtype,
             sequence_parallel=topology.tensor > 1,
-            recompute=trainer.activation_checkpointing == "whole",
+            recompute=self._recomputes,
         )
         self.module = build_model(sizes, config)
         self._routing: RoutingReplay | None = None
@@ -157,6 +158,8 @@ class ModelStage:
             return hidden, loss
 
         self.module.train(mode=not forward_only)
+        if self._routing:
+            self._routing.begin(is_recomputed=self._recomputes and not forward_only)
         with torch.set_grad_enabled(not forward_only):
             get_forward_backward_func()(
                 forward_step_func=forward,
