@@ -112,7 +112,7 @@ def train(backend: TrainerBackend, folder: Path, *, data: int = 0, num_data: int
 
 @cache
 def samples_of(folder: Path, step: int, experts: ExpertShape | None) -> list[SampleReady]:
-    """Return a step's samples, the same for the reference; with experts drawn at random, where
+    """Return a step's samples, the same for the reference; with random experts, where
     their routing is replayed."""
     with Float64Reference():
         samples = make_samples(10, seed=step, model_path=folder)

@@ -101,8 +101,9 @@ class ModelStage:
     @property
     def experts(self) -> ExpertShape | None:
         """Shape of the replayed routing; None where the model routes by itself."""
-        sizes = self.sizes
-        return self._routing and ExpertShape(sizes.num_layers, sizes.top_k, sizes.num_experts)
+        if self._routing is None:
+            return None
+        return ExpertShape(self.sizes.num_layers, self.sizes.top_k, self.sizes.num_experts)
 
     @torch.no_grad()
     def load(self, path: Path, shards: Sequence[Shard]) -> None:
