@@ -139,3 +139,27 @@ def scale(release: Release, token: str, *, more: int = 3) -> list[tuple[str, flo
                 )
                 found.append((f"{direction} to {number}", ready, fulfilled))
     return found
+
+
+def scale_by_keda(release: Release, prometheus: str, *, more: int = 2) -> list[tuple[str, float]]:
+    """Let KEDA scale rollout out and in again by the prompt queue: its threshold is lowered until
+    the queue exceeds it, then raised. Returns the seconds from each upgrade until the pods are ready.
+
+    Raises:
+        KubernetesError: Rollout was not scaled in time.
+    """
+    release.words += [
+        "--set",
+        f"scaling.by=keda,scaling.keda.prometheus={prometheus},scaling.keda.max={more}",
+    ]
+    found = []
+    for direction, number, threshold in (("out", more, "0.01"), ("in", 1, "1000")):
+        release.words += ["--set-string", f"scaling.keda.threshold={threshold}"]
+        started = time.monotonic()
+        release.install()
+        release.wait_until_ready("rollout", number)
+        found.append((f"{direction} to {number}", time.monotonic() - started))
+        release.cluster.log.write(
+            f"{release.name}: rollout scaled {direction} to {number} by KEDA after {found[-1][1]:.1f} s"
+        )
+    return found

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 import tempfile
 import time
@@ -33,7 +32,17 @@ ROLES = (
     "kafka", "controller", "metrics", "prompter", "rollout", "reward", "reference", "actor-forward",
     "advantage", "trainer",
 )  # fmt: skip
-STAGES = ("resources", "quickstart", "delete", "kill", "drain", "scale", "upgrade", "second")
+STAGES = (
+    "resources",
+    "quickstart",
+    "delete",
+    "kill",
+    "drain",
+    "scale",
+    "keda",
+    "upgrade",
+    "second",
+)
 START_SECONDS, RUN_SECONDS = 900.0, 2400.0
 GOAL_REWARD, LAST_STEPS = 0.8, 10
 ENDLESS, STEPS_LEFT, FEW_STEPS = 1_000_000, 20, 15
@@ -57,8 +66,10 @@ class Proof:
     values: Sequence[str]
     upgrade: Sequence[str]
     folder: Path
+    prometheus: str = ""
     recoveries: list[Recovery] = field(default_factory=list)
     scaled: list[tuple[str, float, float]] = field(default_factory=list)
+    scaled_by_keda: list[tuple[str, float]] = field(default_factory=list)
     ledgers: dict[str, dict[str, Any]] = field(default_factory=dict)
     facts: dict[str, str] = field(default_factory=dict)
 
@@ -173,6 +184,8 @@ def prove_faults(proof: Proof, stages: Sequence[str]) -> None:
             )
         if "scale" in stages:
             proof.scaled = faults.scale(release, token)
+        if "keda" in stages:
+            proof.scaled_by_keda = faults.scale_by_keda(release, proof.prometheus)
         if "upgrade" in stages:
             release.words += ["--set", "drainSeconds=25", *proof.upgrade]
             proof.recoveries.append(
@@ -255,6 +268,10 @@ def write_report(proof: Proof, machine: str, folder: Path) -> None:
             {"scaled": what, "pods after": f"{pods:.1f}", "request fulfilled after": f"{done:.1f}"}
             for what, pods, done in proof.scaled
         ],
+        "Rollout workers, scaled by KEDA": [
+            {"scaled": what, "pods after": f"{seconds:.1f}"}
+            for what, seconds in proof.scaled_by_keda
+        ],
         "Ledgers": [
             {
                 "release": name,
@@ -270,7 +287,7 @@ def write_report(proof: Proof, machine: str, folder: Path) -> None:
         "kubernetes",
         title="The chart on a real cluster",
         question=QUESTION,
-        command=shlex.join(["python", "-m", "tests.kubernetes", *sys.argv[1:]]),
+        command="make kubernetes",
         conclusion=f"{len(proof.recoveries)} faults; {len(proof.ledgers)} ledgers, all clean. {machine}.",
         tables={heading: table for heading, table in tables.items() if table},
         data={"recoveries": [vars(one) for one in proof.recoveries], "ledgers": proof.ledgers},
@@ -289,10 +306,16 @@ def prove(arguments: argparse.Namespace, log: ProofLog) -> None:
     log.write(machine)
     if not cluster.kubectl("get", "namespace", cluster.namespace, "--ignore-not-found"):
         cluster.kubectl("create", "namespace", cluster.namespace)
-    stages: list[str] = arguments.stages
+    stages: list[str] = arguments.stages or [
+        stage for stage in STAGES if stage != "keda" or arguments.prometheus
+    ]
+    if "keda" in stages and not arguments.prometheus:
+        raise KubernetesError("the stage keda needs --prometheus, which KEDA is to ask")
     with tempfile.TemporaryDirectory() as folder:
         values = [str(KIND), *arguments.values]
-        proof = Proof(cluster, values, arguments.upgrade.split(), Path(folder))
+        proof = Proof(
+            cluster, values, arguments.upgrade.split(), Path(folder), arguments.prometheus
+        )
         work: list[Callable[[], None]] = []
         if "resources" in stages:
             work.append(partial(prove_resources, proof, arguments.crds))
@@ -302,7 +325,9 @@ def prove(arguments: argparse.Namespace, log: ProofLog) -> None:
             work.append(partial(prove_faults, proof, stages))
         for one in work:
             one()
-        write_report(proof, machine, FOLDER if set(stages) == set(STAGES) else OWN_FOLDER)
+        write_report(
+            proof, machine, FOLDER if set(stages) >= set(STAGES) - {"keda"} else OWN_FOLDER
+        )
 
 
 def main() -> int:
@@ -311,9 +336,14 @@ def main() -> int:
         prog="python -m tests.kubernetes", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
+    parser.add_argument("--stages", nargs="+", choices=STAGES, help="all, where not given")
     parser.add_argument("--namespace", default="relax-proof", help="is created where it is missing")
     parser.add_argument("--values", action="append", default=[], help="a further values file")
+    parser.add_argument(
+        "--prometheus", default="",
+        help="address, from within the cluster, of a Prometheus that scrapes the releases as their "
+        "ServiceMonitor says; with it, and where KEDA runs, KEDA scales rollout too",
+    )  # fmt: skip
     parser.add_argument("--upgrade", default="", help="helm's options for the upgrade: new images")
     parser.add_argument(
         "--crds", type=Path, help="folder with the operators' CustomResourceDefinitions, *.yaml.gz"
