@@ -18,6 +18,7 @@ from tests.kubernetes.release import Release, StepReader
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
 BOUND_SECONDS = 300.0
 DRAIN_SECONDS = 300.0
+GROUPS_OF_A_WORKER, ABOVE_ANY_QUEUE = 2, 1000
 MAX_STALENESS = load_run_config(QUICKSTART, environment={}).run.max_staleness
 
 
@@ -142,19 +143,23 @@ def scale(release: Release, token: str, *, more: int = 3) -> list[tuple[str, flo
 
 
 def scale_by_keda(release: Release, prometheus: str, *, more: int = 2) -> list[tuple[str, float]]:
-    """Let KEDA scale rollout out and in again by the prompt queue: its threshold is lowered until
-    the queue exceeds it, then raised. Returns the seconds from each upgrade until the pods are ready.
+    """Let KEDA scale rollout out and in again by the prompt queue. A worker takes few prompt groups
+    at once, so that the queue stays longer than the threshold; then the threshold is raised above
+    it. Returns the seconds from each upgrade until the pods are ready.
 
     Raises:
         KubernetesError: Rollout was not scaled in time.
     """
     release.words += [
-        "--set",
-        f"scaling.by=keda,scaling.keda.prometheus={prometheus},scaling.keda.max={more}",
-    ]
+        "--set", f"scaling.by=keda,scaling.keda.prometheus={prometheus},scaling.keda.max={more}",
+        "--set", f"run.environment.RELAX_ENGINE__MAX_PROMPT_GROUPS={GROUPS_OF_A_WORKER}",
+    ]  # fmt: skip
     found = []
-    for direction, number, threshold in (("out", more, "0.01"), ("in", 1, "1000")):
-        release.words += ["--set-string", f"scaling.keda.threshold={threshold}"]
+    for direction, number, threshold in (
+        ("out", more, GROUPS_OF_A_WORKER),
+        ("in", 1, ABOVE_ANY_QUEUE),
+    ):
+        release.words += ["--set", f"scaling.keda.threshold={threshold}"]
         started = time.monotonic()
         release.install()
         release.wait_until_ready("rollout", number)

@@ -1,9 +1,10 @@
 """Prove the chart on a real cluster: `make kubernetes`. Any cluster that kubectl reaches will do, on
 whose nodes the images are, and which has volumes for two releases.
 
-The quickstart's release reaches its goal. Then a run without an end has a pod of every role
-deleted, a node drained, rollout scaled by the API, and an upgrade rolled out. A second release runs
-next to it. At the end the first gets a goal. Each ledger is checked.
+The quickstart's release reaches its goal, and another one trains with two ranks. Then a run without
+an end has a pod of every role deleted, a node drained, rollout scaled by the API and by KEDA, and an
+upgrade rolled out. A second release runs next to it. At the end the first gets a goal. Each ledger
+is checked.
 """
 
 from __future__ import annotations
@@ -33,16 +34,8 @@ ROLES = (
     "advantage", "trainer",
 )  # fmt: skip
 STAGES = (
-    "resources",
-    "quickstart",
-    "delete",
-    "kill",
-    "drain",
-    "scale",
-    "keda",
-    "upgrade",
-    "second",
-)
+    "resources", "quickstart", "ranks", "delete", "kill", "drain", "scale", "keda", "upgrade", "second",
+)  # fmt: skip
 START_SECONDS, RUN_SECONDS = 900.0, 2400.0
 GOAL_REWARD, LAST_STEPS = 0.8, 10
 ENDLESS, STEPS_LEFT, FEW_STEPS = 1_000_000, 20, 15
@@ -153,6 +146,16 @@ def prove_quickstart(proof: Proof) -> None:
         proof.cluster.log.write(f"quickstart: mean reward {first:.2f} -> {reached:.2f}")
         if reached < GOAL_REWARD:
             raise KubernetesError(f"mean reward {reached:.3f}, the goal is {GOAL_REWARD}")
+
+
+def prove_ranks(proof: Proof) -> None:
+    """A trainer of two ranks, each in a pod of its own; raises KubernetesError."""
+    release = proof.release(
+        "ranks", num_steps=FEW_STEPS, words=["--set", "roles.trainer.replicas=2"]
+    )
+    with installed(proof, release) as steps:
+        release.wait_until_ready("trainer", 2)
+        proof.finish(release, steps)
 
 
 def read_page(url: str, run_id: str) -> None:
@@ -321,7 +324,9 @@ def prove(arguments: argparse.Namespace, log: ProofLog) -> None:
             work.append(partial(prove_resources, proof, arguments.crds))
         if "quickstart" in stages:
             work.append(partial(prove_quickstart, proof))
-        if set(stages) - {"resources", "quickstart"}:
+        if "ranks" in stages:
+            work.append(partial(prove_ranks, proof))
+        if set(stages) - {"resources", "quickstart", "ranks"}:
             work.append(partial(prove_faults, proof, stages))
         for one in work:
             one()
