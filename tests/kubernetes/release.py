@@ -15,7 +15,7 @@ from tests.kubernetes.cluster import CHART, Cluster, KubernetesError
 
 INSTALL_SECONDS, UNINSTALL_SECONDS = 120.0, 330.0
 READY_SECONDS = 600.0
-LEDGER_SECONDS = 180.0
+LEDGER_SECONDS = 900.0
 RUN_FILE = "configs/run.toml"
 INSTANCE = "app.kubernetes.io/instance"
 COMPONENT = "app.kubernetes.io/component"
