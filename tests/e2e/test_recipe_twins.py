@@ -10,7 +10,15 @@ from command_line import Relax, report_of
 
 from tests.recipes import make_twin
 
-TWINS = ("avqa-omni", "avqa-omni-async", "dapo-math", "distillation", "genrm")
+TWINS = (
+    "avqa-omni",
+    "avqa-omni-async",
+    "dapo-math",
+    "dapo-math-sync",
+    "distillation",
+    "genrm",
+    "omni-video",
+)
 
 
 @pytest.mark.long
