@@ -18,6 +18,7 @@ TWINS = (
     "distillation",
     "genrm",
     "omni-video",
+    "open-r1-vl",
 )
 
 
