@@ -41,6 +41,7 @@ class Row:
     temperature: float = 1.0
     prompt_group_id: str = ""
     num_prompt_tokens: int = 1
+    path_lengths: tuple[int, ...] = ()
 
 
 def make_model(folder: Path, *, vocab_size: int = VOCAB_SIZE) -> Path:

@@ -150,7 +150,8 @@ def test_browser_finds_pages_in_both_languages_offline(url: str) -> None:
             browser.resize(400)
             browser.open(f"{url}/{page}")
             browser.wait_for(f"location.pathname === '/{page}' && document.querySelector('h1')")
-            assert browser.run("document.documentElement.scrollWidth <= innerWidth"), page
+            # once the navigation has slid out
+            browser.wait_for("document.documentElement.scrollWidth <= innerWidth")
         asked = [one for one in browser.requests if one.startswith(("http", "ws"))]
         assert [one for one in asked if not one.startswith(url)] == []
         # the theme looks for a sitemap next to each page of the other language, and does without

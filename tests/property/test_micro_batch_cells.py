@@ -21,7 +21,10 @@ from tests.unit.trainer_samples import make_samples, run_config
 
 def sample(number: int, length: int) -> Any:
     return SimpleNamespace(
-        sample_id=str(number), prompt_group_id=str(number // 2), tokens=np.zeros(length, np.int32)
+        sample_id=str(number),
+        prompt_group_id=str(number // 2),
+        tokens=np.zeros(length, np.int32),
+        path_lengths=(),
     )
 
 
