@@ -190,6 +190,9 @@ def make_twin(name: str, folder: Path, *, run_id: str, bootstrap_servers: str) -
         "broker": {"bootstrap_servers": bootstrap_servers, "partitions_per_version": 2},
         "workers": {"rollout": 1},
     }
+    if recipe["trainer"].get("backend") == "megatron":
+        divided = {"ranks": 2, "tensor_parallel": 1, "expert_parallel": 2}
+        overlay["trainer"] = divided | {"max_tokens_per_micro_batch": 4096, "threads": 1}
     if "multimodal_keys" in recipe["data"]:
         tokens = {"image_max_token_num": 16, "video_min_token_num": 4, "video_max_token_num": 16}
         overlay["model"]["media"] = tokens

@@ -17,6 +17,7 @@ TWINS = (
     "dapo-math-sync",
     "distillation",
     "genrm",
+    "moe-r3",
     "omni-video",
     "open-r1-vl",
 )
