@@ -8,24 +8,11 @@ import orjson
 import pytest
 from command_line import Relax, report_of
 
-from tests.recipes import make_twin
-
-TWINS = (
-    "avqa-omni",
-    "avqa-omni-async",
-    "dapo-math",
-    "dapo-math-sync",
-    "distillation",
-    "genrm",
-    "moe-r3",
-    "omni-video",
-    "open-r1-vl",
-)
-
+from tests.recipes import RECIPES, make_twin
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", TWINS)
+@pytest.mark.parametrize("name", RECIPES)
 def test_twin_of_a_recipe_runs_to_the_end(
     name: str, relax: Relax, bootstrap_servers: str, run_id: str, tmp_path: Path
 ) -> None:
