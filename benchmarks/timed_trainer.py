@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.profiles import Timing
 from relax_events.config import RunConfig
 from relax_events.events.types import SampleReady, SampleRolledOut
-from relax_events.training.backend.protocol import SampleScores, StepMetrics
+from relax_events.training.backend.protocol import IdsOf, SampleScores, StepMetrics
 from relax_events.training.backend.state import StateSource, TrainerState
 from relax_events.training.ranks import Ranks
 from relax_events.weights.manifest import Weights
@@ -141,14 +141,15 @@ class TimedScorer:
         return [np.zeros(len(np.asarray(sample.tokens)), np.float32) for sample in samples]
 
     def score_topk(
-        self, samples: Sequence[SampleRolledOut], *, num_ids: int, choose_own: bool
+        self, samples: Sequence[SampleRolledOut], *, num_ids: int, ids_of: IdsOf
     ) -> list[SampleScores]:
         """Sleep as long: the ids come off the same logits."""
         scores = []
         for sample, logprobs in zip(samples, self.score(samples), strict=True):
-            ids = np.zeros((int(np.asarray(sample.loss_mask).sum()), num_ids), np.int32)
+            width = 2 * num_ids if ids_of == "both" else num_ids
+            ids = np.zeros((int(np.asarray(sample.loss_mask).sum()), width), np.int32)
             scores.append(
-                SampleScores(logprobs, ids if choose_own else None, ids.astype(np.float32))
+                SampleScores(logprobs, None if ids_of == "sample" else ids, ids.astype(np.float32))
             )
         return scores
 

@@ -30,4 +30,8 @@ SMALL: Mapping[str, Any] = {
 def small_run(tree: Any) -> RunConfig:
     """Return the configuration of a run file, with small settings for the keys that it leaves out."""
     config = RunConfig.model_validate(tree)
-    return with_values(config, {key: SMALL[key] for key in missing_keys(config)})
+    return with_values(config, {key: _value_of(key) for key in missing_keys(config)})
+
+
+def _value_of(key: str) -> Any:
+    return SMALL["teacher.dtype" if key.startswith("teachers.") else key]

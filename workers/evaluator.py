@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 
 import structlog
 
-from relax_events.config import EvaluationDatasetConfig, RunConfig
+from relax_events.config import EvaluationDatasetConfig, RewardConfig, RunConfig
+from relax_events.config.reward import JUDGED
 from relax_events.data.rendering import PromptRenderer
 from relax_events.data.rows import PromptSource
 from relax_events.data.sources import named_evaluation_datasets, open_source
@@ -29,6 +30,7 @@ from relax_events.events.types import Event, PolicyEvaluated, PolicyVersionPubli
 from relax_events.media.library import MediaLibrary
 from relax_events.rewards.pool import RewardPool
 from relax_events.roles.engine_factory import open_rollout_engine
+from relax_events.roles.evaluation_judge import EvaluationJudge
 from relax_events.roles.evaluation_pass import EvaluationPass
 from relax_events.roles.worker_factory import open_store, open_worker
 from relax_events.runtime.control_follower import RECENT_VERSIONS
@@ -50,9 +52,13 @@ def run(config: RunConfig, *, index: int = 0) -> None:
         for section, part in named_evaluation_datasets(config.evaluation)
     }
     with ExitStack() as stack:
+        computed = {
+            part.name: _computed_reward(config, part) for part in config.evaluation.datasets
+        }
         rewards = {
-            part.name: stack.enter_context(RewardPool(part.reward or config.reward))
-            for part in config.evaluation.datasets
+            name: stack.enter_context(RewardPool(reward))
+            for name, reward in computed.items()
+            if reward is not None
         }
         num_versions = max(
             RECENT_VERSIONS, config.run.retain_versions + config.weights.full_snapshot_interval
@@ -71,13 +77,24 @@ def run(config: RunConfig, *, index: int = 0) -> None:
         asked = config.model_copy(update={"model": config.model.routing_freely})
         engine = open_rollout_engine(asked, name=config.engine.name, metrics=worker.metrics)
         stack.callback(engine.close)
+        judge = None
+        if config.judged_datasets:
+            judge = EvaluationJudge(config, metrics=worker.metrics.routing)
+            stack.callback(judge.close)
         EvaluatorLoop(
             worker,
             engine,
             StoreReader(store, full_snapshot_interval=config.weights.full_snapshot_interval),
             sources=sources,
             rewards=rewards,
+            judge=judge,
         ).run()
+
+
+def _computed_reward(config: RunConfig, dataset: EvaluationDatasetConfig) -> RewardConfig | None:
+    """Return the reward of a dataset without what the judge scores; None where nothing is left."""
+    reward = dataset.reward or config.reward
+    return reward.without(JUDGED) if dataset.name in config.judged_datasets else reward
 
 
 class EvaluatorLoop:
@@ -90,7 +107,8 @@ class EvaluatorLoop:
         transport: WeightsReader,
         *,
         sources: dict[str, PromptSource],
-        rewards: dict[str, RewardPool],
+        rewards: Mapping[str, RewardPool],
+        judge: EvaluationJudge | None = None,
     ) -> None:
         self._worker, self._engine, self._transport, self._config = (
             worker,
@@ -98,7 +116,7 @@ class EvaluatorLoop:
             transport,
             worker.config,
         )
-        self._sources, self._rewards = sources, rewards
+        self._sources, self._rewards, self._judge = sources, rewards, judge
         self._renderer = PromptRenderer.from_folder(
             self._config.model.path, self._config.data, media=self._config.model.media
         )
@@ -218,7 +236,8 @@ class EvaluatorLoop:
             engine=self._engine,
             renderer=self._renderer,
             library=self._library,
-            rewards=self._rewards[dataset.name],
+            rewards=self._rewards.get(dataset.name),
+            judge=self._judge,
             config=self._config,
             send_heartbeat=self._send_heartbeat_between_scores,
         )
@@ -229,7 +248,7 @@ class EvaluatorLoop:
             one.step()
             failpoint("evaluator.generating")
             self._worker.heartbeat.set_in_flight(self._engine.num_running)
-            self._worker.heartbeat.advance_to(self._engine.num_tokens)
+            self._worker.heartbeat.advance_to(one.num_tokens)
             self._worker.lifecycle.tick(working=True)
         self._worker.metrics.count_tokens(one.tally.num_tokens)
         done = one.result(

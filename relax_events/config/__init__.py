@@ -23,7 +23,7 @@ from relax_events.config.run_config import (
     WorkersConfig,
 )
 from relax_events.config.scaling import AutoscalerConfig, ScalingConfig
-from relax_events.config.teacher import TeacherConfig
+from relax_events.config.teacher import SourceTeacherConfig, TeacherConfig, TeacherModelConfig
 from relax_events.config.tracing import TracesConfig
 from relax_events.config.training import SftWarmupConfig, TrainerConfig
 from relax_events.config.weights import WeightsConfig
@@ -55,7 +55,9 @@ __all__ = [
     "SamplingConfig",
     "ScalingConfig",
     "SftWarmupConfig",
+    "SourceTeacherConfig",
     "TeacherConfig",
+    "TeacherModelConfig",
     "TelemetryConfig",
     "TracesConfig",
     "TrainerConfig",

@@ -133,11 +133,11 @@ class AlgorithmConfig(Section):
     distill_placement: Literal["loss", "advantage"] = "loss"
     """Whether the divergence is a term of the loss, or its estimate at each sampled token is
     subtracted from that token's advantage."""
-    distill_tokens: Literal["sampled", "teacher_topk", "student_topk"] = "sampled"
+    distill_tokens: Literal["sampled", "teacher_topk", "student_topk", "union"] = "sampled"
     """Tokens at which policy and teacher are compared: the sampled one; the teacher's most probable
-    ones; or the policy's most probable ones at sampling time."""
+    ones; the policy's most probable ones at sampling time; or both (`union`)."""
     distill_top_k: Annotated[int, Field(ge=0)] = 0
-    """Number of most probable tokens; 0 for `sampled`."""
+    """Number of most probable tokens, of each model with `union`; 0 for `sampled`."""
     distill_divergence: Literal["reverse_kl", "forward_kl", "jsd"] = "reverse_kl"
     """KL(policy || teacher), KL(teacher || policy), or the Jensen-Shannon divergence of the two."""
     distill_mixture: Annotated[float, Field(ge=0, le=1)] = 0.5
@@ -489,9 +489,18 @@ class AlgorithmConfig(Section):
         """How many most probable tokens the engine has to give with each token that it samples."""
         return (
             self.distill_top_k
-            if self.has_topk_loss and self.distill_tokens == "student_topk"
+            if self.has_topk_loss and self.distill_tokens in ("student_topk", "union")
             else 0
         )
+
+    @property
+    def num_compared_tokens(self) -> int:
+        """At how many token ids the loss compares policy and teacher, for each sampled token.
+
+        A `union` has always twice `distill_top_k`: in place of ids that both models name, the
+        teacher gives its next ones.
+        """
+        return 2 * self.distill_top_k if self.distill_tokens == "union" else self.distill_top_k
 
     @property
     def rejects(self) -> bool:

@@ -10,12 +10,11 @@ from pydantic import Field
 from relax_events.config.base import DERIVED, OrDerived, Positive, Section
 from relax_events.config.engine import EngineConfig, ModelConfig, SamplingConfig
 from relax_events.config.external_values import FilePath, Names, Text
+from relax_events.config.media import MediaConfig
+from relax_events.config.reward import JUDGED
 
 if TYPE_CHECKING:
     from relax_events.config.run_config import RunConfig
-
-JUDGED = "genrm"
-"""The reward function whose samples the judge role scores."""
 
 
 class JudgeSamplingConfig(SamplingConfig):
@@ -61,14 +60,25 @@ class JudgeConfig(Section):
     on_parse_error: Literal["fail", "zero"] = "fail"
     """What happens to a sample whose judge response holds no score in range: scoring fails, or its
     reward is 0."""
+    media: MediaConfig | None = None
+    """How the judge is shown the images, videos and audio of prompt and environment, before its
+    question; its model must read them. Without the table it reads text only. `[judge.media]` alone
+    takes the usual settings."""
     engine: JudgeEngineConfig = JudgeEngineConfig()
     """The engine of each worker: `name = "sglang"` starts servers, or attaches to those at
     `sglang.urls`."""
 
     def as_model(self, path: Path) -> ModelConfig:
         """Return the judge as code takes it that loads any model."""
+        media = {} if self.media is None else {"media": self.media.model_dump()}
         return ModelConfig.model_validate(
-            {"path": path, "dtype": self.dtype, "device": self.device, "attention": self.attention}
+            {
+                "path": path,
+                "dtype": self.dtype,
+                "device": self.device,
+                "attention": self.attention,
+                **media,
+            }
         )
 
 
@@ -78,10 +88,11 @@ def check_judge(config: RunConfig) -> None:
     Raises:
         ValueError: So it is; the text names the keys.
     """
+    _check_evaluations(config)
     if not config.has_judge:
         return
     reward = config.reward
-    if not config.judged_sources:
+    if not config.judged_sources and not config.judged_datasets:
         rule = f"judge.model_path is of no use with reward.function = {reward.function!r}"
         raise ValueError(
             f"{rule}, which uses no judge; set reward.function = '{JUDGED}', or leave "
@@ -90,8 +101,21 @@ def check_judge(config: RunConfig) -> None:
     if any("url" in reward.chosen[source].options for source in config.judged_sources):
         remedy = "leave url out, and set judge.engine.sglang.urls to attach to servers of your own"
         raise ValueError(f"reward.options.url and judge.model_path name two judges; {remedy}")
-    if any(dataset.reward is None for dataset in config.evaluation.datasets):
-        raise ValueError(
-            "the judge scores what is trained, not evaluations; give evaluation.datasets a "
-            "reward of their own"
-        )
+
+
+def _check_evaluations(config: RunConfig) -> None:
+    for dataset in config.evaluation.datasets:
+        reward = dataset.reward or config.reward
+        functions = {source for source, one in reward.chosen.items() if one.function == JUDGED}
+        if not (judged := reward.judged_sources):
+            continue
+        if config.judge.model_path is None:
+            raise ValueError(
+                f"evaluation dataset {dataset.name} is scored by {JUDGED}, which needs a judge; "
+                "set judge.model_path, or url in the options of its reward"
+            )
+        if judged != functions:
+            raise ValueError(
+                f"evaluation dataset {dataset.name} has two judges: {JUDGED} with options.url, and "
+                "judge.model_path; take one of them for all its sources"
+            )

@@ -14,6 +14,8 @@ from relax_events.config.base import Positive, Seconds, Section
 from relax_events.config.external_values import Code, Names, Options, Text
 
 MAX_PROCESSES = 8
+JUDGED = "genrm"
+"""The reward function whose samples a judge of the run scores."""
 TOKEN_VARIABLE = re.compile(r"(JUDGE|REWARD|RELAX)_([A-Z0-9]+_)*TOKEN")
 """Names of environment variables whose values a reward function may send to its service without
 being listed."""
@@ -112,6 +114,15 @@ class RewardConfig(ChosenReward):
         """
         own: dict[str | None, ChosenReward] = {None: self}
         return own | dict(self.routes)
+
+    @property
+    def judged_sources(self) -> frozenset[str | None]:
+        """Which of `chosen` an LLM judge of the run scores: `genrm` without the URL of another."""
+        return frozenset(
+            source
+            for source, one in self.chosen.items()
+            if one.function == JUDGED and "url" not in one.options
+        )
 
     def source_of(self, metadata: Mapping[str, Any]) -> str | None:
         """Return which of `chosen` a sample with this metadata goes to."""

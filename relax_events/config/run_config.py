@@ -27,10 +27,10 @@ from relax_events.config.engine import EngineConfig, ModelConfig
 from relax_events.config.environment import EnvironmentConfig
 from relax_events.config.evaluation import EvaluationConfig
 from relax_events.config.external_values import Address, FilePath, Listener, Names, Text
-from relax_events.config.judge import JUDGED, JudgeConfig, check_judge
-from relax_events.config.reward import RewardConfig
+from relax_events.config.judge import JudgeConfig, check_judge
+from relax_events.config.reward import JUDGED, RewardConfig
 from relax_events.config.scaling import ScalingConfig
-from relax_events.config.teacher import TeacherConfig
+from relax_events.config.teacher import SourceTeacherConfig, TeacherConfig, check_teachers
 from relax_events.config.tracing import TracesConfig
 from relax_events.config.training import SftWarmupConfig, TrainerConfig
 from relax_events.config.weights import WeightsConfig
@@ -257,6 +257,8 @@ class RunConfig(Section):
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     critic: CriticConfig = CriticConfig()
     teacher: TeacherConfig = TeacherConfig()
+    teachers: dict[str, SourceTeacherConfig] = Field(default_factory=dict)
+    """Other teachers for the samples of other sources: tables by a name of your choice."""
     trainer: TrainerConfig = TrainerConfig()
     devices: DevicesConfig = DevicesConfig()
     sft_warmup: SftWarmupConfig = SftWarmupConfig()
@@ -380,15 +382,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _has_its_teacher(self) -> RunConfig:
-        if self.algorithm.distills and not self.is_replay and self.teacher.model_path is None:
-            need = (
-                f"algorithm.distill_coefficient = {self.algorithm.distill_coefficient:g} needs a "
-                "teacher"
-            )
-            raise ValueError(
-                f"{need}; set teacher.model_path to the folder of its checkpoint, or "
-                "algorithm.distill_coefficient = 0"
-            )
+        check_teachers(self)
         return self
 
     @model_validator(mode="after")
@@ -414,6 +408,15 @@ class RunConfig(Section):
             )
             if self.has_judge
             else frozenset()
+        )
+
+    @property
+    def judged_datasets(self) -> frozenset[str]:
+        """Names of the evaluation datasets that the run's LLM judge scores, in whole or in part."""
+        return frozenset(
+            dataset.name
+            for dataset in self.evaluation.datasets
+            if self.judge.model_path is not None and (dataset.reward or self.reward).judged_sources
         )
 
     @property

@@ -33,8 +33,12 @@ def value_of(config: Section, key: str) -> Any:
     """Return the value of a dotted key; None for one that is yet to be derived."""
     found: Any = config
     for name in key.split("."):
-        found = getattr(found, name)
+        found = _member(found, name)
     return found
+
+
+def _member(section: Any, name: str) -> Any:
+    return section[name] if isinstance(section, Mapping) else getattr(section, name)
 
 
 def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
@@ -60,7 +64,9 @@ def _with(section: Any, values: Mapping[str, Any]) -> Any:
             inner.setdefault(name, {})[rest] = value
         else:
             own[name] = value
-    own |= {name: _with(getattr(section, name), further) for name, further in inner.items()}
+    own |= {name: _with(_member(section, name), further) for name, further in inner.items()}
+    if isinstance(section, Mapping):
+        return {**section, **own}
     return section.model_copy(update=own) if own else section
 
 
@@ -76,8 +82,9 @@ def missing_keys(config: RunConfig) -> list[str]:
         )
         if path is None
     ]
+    of_teachers = (f"teachers.{name}.dtype" for name in config.teachers)
     return [
         key
-        for key in (*OF_RUN, *sorted(OF_MACHINE))
+        for key in (*OF_RUN, *of_teachers, *sorted(OF_MACHINE))
         if key.partition(".")[0] not in absent and value_of(config, key) is None
     ]

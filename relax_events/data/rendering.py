@@ -230,7 +230,8 @@ def load_judge_renderer(judge: JudgeConfig, data: DataConfig) -> PromptRenderer:
     """Load the renderer of the judge model: its own tokenizer with its own chat template.
 
     Raises:
-        ConfigError: The judge has no model, or its tokenizer can't be used.
+        ConfigError: The judge has no model, its tokenizer can't be used, or it reads no media and
+            `judge.media` is set.
     """
     if judge.model_path is None:
         raise ConfigError(
@@ -241,7 +242,14 @@ def load_judge_renderer(judge: JudgeConfig, data: DataConfig) -> PromptRenderer:
         "chat_template_file": None,
         "chat_template_options": judge.chat_template_options,
     }
-    return PromptRenderer.from_folder(judge.model_path, data.model_copy(update=overrides))
+    if judge.media is not None and MediaLayout.from_folder(judge.model_path, judge.media) is None:
+        raise ConfigError(
+            f"[judge.media] is set, and the model in judge.model_path {judge.model_path} reads "
+            "text only; leave the table out, or take a model that reads media"
+        )
+    return PromptRenderer.from_folder(
+        judge.model_path, data.model_copy(update=overrides), media=judge.media
+    )
 
 
 def _content(message: ChatMessage) -> str | list[dict[str, str]]:

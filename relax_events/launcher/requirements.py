@@ -11,8 +11,9 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
-from relax_events.config import ModelConfig, RunConfig
+from relax_events.config import ModelConfig, RunConfig, TeacherModelConfig
 from relax_events.config.algorithm_spec import find_algorithm
+from relax_events.config.teacher import list_teachers
 from relax_events.controller.api_server import require_api_port
 from relax_events.data.prompt_filter import build_length_filter, needs_token_counts
 from relax_events.data.rendering import PromptRenderer, load_judge_renderer
@@ -240,32 +241,46 @@ def require_teacher(config: RunConfig) -> str:
         ConfigError: The folder is missing, lacks a file, or holds another tokenizer; the text names
             both.
     """
-    path = config.teacher.model_path
     if not config.algorithm.distills or config.is_replay:
         return (
             "none: algorithm.distill_coefficient is 0"
             if not config.algorithm.distills
             else "none: a replay reads what was recorded"
         )
-    if path is not None:
-        require_regular_files(path, key="teacher.model_path")
-    if path is None:
+    teachers = list_teachers(config)
+    if not teachers:
         raise ConfigError(
             "algorithm.distill_coefficient needs a teacher; set teacher.model_path to the "
             "folder of its checkpoint"
         )
-    if not (path / "config.json").is_file() or not list(path.glob("*.safetensors")):
+    found = {_require_teacher(config, name, one): None for name, one in teachers.items()}
+    return "; ".join(found)
+
+
+def _require_teacher(config: RunConfig, section: str, teacher: TeacherModelConfig) -> str:
+    path = teacher.model_path
+    assert path is not None, "checked by the configuration"
+    require_regular_files(path, key=f"{section}.model_path")
+    is_whole = (path / "config.json").is_file() and list(path.glob("*.safetensors"))
+    if not teacher.urls and not is_whole:
         raise ConfigError(
-            f"teacher.model_path {path} holds no config.json with *.safetensors; give a "
+            f"{section}.model_path {path} holds no config.json with *.safetensors; give a "
             "complete folder in Hugging Face layout"
+        )
+    media = {kind for _, part in named_sources(config.data) for kind in media_modalities(part)}
+    if teacher.urls and media:
+        raise ConfigError(
+            f"{section}.urls: a teacher on servers reads text only, and the data bring "
+            f"{', '.join(sorted(media))}; leave urls out"
         )
     if not config.model.path.exists():
         return (
             f"{path}; its vocabulary is compared by the teacher role, once the policy's model is "
             "made"
         )
-    require_same_vocabulary(config.model.path, path)
-    return f"{path} has the vocabulary of {config.model.path}"
+    require_same_vocabulary(config.model.path, path, section=section)
+    where = f" on {len(teacher.urls)} servers" if teacher.urls else ""
+    return f"{path}{where} has the vocabulary of {config.model.path}"
 
 
 def require_judge(config: RunConfig) -> str:

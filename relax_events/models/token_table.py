@@ -12,7 +12,7 @@ from relax_events.errors import ConfigError
 from relax_events.regular_files import read_regular_text
 
 
-def require_same_vocabulary(policy: Path, teacher: Path) -> None:
+def require_same_vocabulary(policy: Path, teacher: Path, *, section: str = "teacher") -> None:
     """Reject a teacher whose token ids have other tokens than the policy's: its log-probabilities
     would be of other texts.
 
@@ -22,6 +22,7 @@ def require_same_vocabulary(policy: Path, teacher: Path) -> None:
     Args:
         policy: Folder of the policy's model.
         teacher: Folder of the teacher's model.
+        section: The teacher's section, for errors.
     Raises:
         ConfigError: A folder has no readable tokenizer.json, or the vocabularies differ; the text
             names the first id that differs.
@@ -36,8 +37,8 @@ def require_same_vocabulary(policy: Path, teacher: Path) -> None:
     )
     remedy = "use a teacher of the policy's family, with the same tokenizer"
     difference = (
-        f"token id {at} is {teacher_tokens.get(at)!r} in teacher.model_path = {teacher} and "
-        f"{policy_tokens.get(at)!r} in model.path = {policy}"
+        f"token id {at} is {teacher_tokens.get(at)!r} in {section}.model_path = {teacher} "
+        f"and {policy_tokens.get(at)!r} in model.path = {policy}"
     )
     raise ConfigError(f"teacher and policy must have the same vocabulary: {difference}; {remedy}")
 

@@ -11,6 +11,7 @@ from math import gcd
 from relax_events.config.devices import DevicesConfig
 from relax_events.config.engine import EngineConfig
 from relax_events.config.run_config import RunConfig
+from relax_events.config.teacher import list_teachers
 from relax_events.config.training import TrainerConfig
 from relax_events.config.unset_keys import with_values
 from relax_events.errors import ConfigError
@@ -200,8 +201,10 @@ class _Models:
         if role == "critic":
             critic = TrainerMemory(known, dtype, on_gpu=self.on_gpu)
             return PlannedWorker(worker_id, critic.parts(self.tokens))
-        known = self.facts.get(role, known)
-        weights = {"weights": known.num_parameters * width_of(dtype)}
+        models = self._models_of(role) or [known]
+        known = max(models, key=lambda one: one.cell_bytes(dtype) / one.num_layers)
+        num_parameters = sum(one.num_parameters for one in self._models_of(role))
+        weights = {"weights": num_parameters * width_of(dtype)}
         process = {"process": RESERVED_GPU_BYTES if self.on_gpu else RESERVED_CPU_BYTES}
         if role in CACHING_ROLES:
             return PlannedWorker(
@@ -209,6 +212,18 @@ class _Models:
             )
         layer = self.tokens * known.cell_bytes(dtype) // known.num_layers
         return PlannedWorker(worker_id, MemoryParts(weights | {"activations": layer} | process))
+
+    def _models_of(self, role: str) -> list[CheckpointFacts]:
+        """Return the models that a worker of the role holds; each teacher worker has all teachers
+        that no server has.
+        """
+        policy = self.facts["model"]
+        if role == "evaluator" and self.config.judged_datasets:
+            return [policy, self.facts.get("judge", policy)]
+        if role != "teacher":
+            return [self.facts.get(role, policy)]
+        teachers = list_teachers(self.config).items()
+        return [self.facts.get(name, policy) for name, one in teachers if not one.urls]
 
     def engine_of(self, role: str) -> EngineConfig:
         """Return the engine of a role that generates."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from relax_events.config import ChosenReward, JudgeConfig, RunConfig
+from relax_events.config import ChosenReward, JudgeConfig, RewardConfig, RunConfig
 from relax_events.errors import ConfigError
 from relax_events.rewards.code_version import reward_digest
 from relax_events.rewards.registry import check_options
@@ -28,18 +28,23 @@ class JudgeReward:
     digest: str
 
 
-def load_judge_rewards(config: RunConfig) -> dict[str | None, JudgeReward]:
+def load_judge_rewards(
+    config: RunConfig, evaluated: RewardConfig | None = None
+) -> dict[str | None, JudgeReward]:
     """Load the judge rewards of each source that the judge scores; see `RewardConfig.chosen`.
 
+    Args:
+        config: The run.
+        evaluated: The reward of an evaluation; by default that of the run's training.
     Raises:
         ConfigError: An option does not fit, or the judge model is missing.
     """
-    gradings = {
-        source: load_grading(config.reward.chosen[source]) for source in config.judged_sources
-    }
+    chosen = (evaluated or config.reward).chosen
+    sources = config.judged_sources if evaluated is None else evaluated.judged_sources
+    gradings = {source: load_grading(chosen[source]) for source in sources}
     model = describe_judge_model(config.judge) if gradings else {}
     return {
-        source: _build_judge_reward(config.reward.chosen[source], grading, model)
+        source: _build_judge_reward(chosen[source], grading, model)
         for source, grading in gradings.items()
     }
 
@@ -104,6 +109,7 @@ def describe_judge_model(config: JudgeConfig) -> dict[str, object]:
         "chat_template_options": config.chat_template_options,
         "dtype": config.dtype,
         "on_parse_error": config.on_parse_error,
+        **({} if config.media is None else {"media": config.media.model_dump()}),
     }
 
 

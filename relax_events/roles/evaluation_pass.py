@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import structlog
 
 from relax_events.config import EvaluationDatasetConfig, RunConfig
+from relax_events.config.reward import JUDGED
 from relax_events.data.conversations import insert_media
 from relax_events.data.rendering import PromptRenderer
 from relax_events.data.rows import PromptRow, PromptSource
@@ -26,7 +27,10 @@ from relax_events.media.items import MediaItem
 from relax_events.media.library import MediaLibrary
 from relax_events.media.model_inputs import ProcessedMedia
 from relax_events.rewards.pool import RewardItem, RewardPool
+from relax_events.rewards.run_judge import JudgeReward
+from relax_events.rewards.scores import Score
 from relax_events.rewards.scoring import role_text_pairs
+from relax_events.roles.evaluation_judge import EvaluationJudge, choose_judge_reward
 from relax_events.roles.evaluation_metrics import EvaluationResults
 
 log = structlog.get_logger()
@@ -52,8 +56,9 @@ class EvaluationPass:
         engine: Engine,
         renderer: PromptRenderer,
         library: MediaLibrary,
-        rewards: RewardPool,
+        rewards: RewardPool | None,
         config: RunConfig,
+        judge: EvaluationJudge | None = None,
         send_heartbeat: Callable[[], None] = lambda: None,
     ) -> None:
         """Start at the first row.
@@ -64,8 +69,9 @@ class EvaluationPass:
             engine: Holds the version's weights; idle.
             renderer: The policy's prompt renderer.
             library: Loads the media of the rows.
-            rewards: Score the completions.
+            rewards: Score the completions; None where the judge scores all of them.
             config: The run.
+            judge: Scores completions of the sources that a judge of the run scores.
             send_heartbeat: Called while samples are scored, because a reward function may hang.
         """
         self._send_heartbeat, self._num_at_once = (
@@ -79,6 +85,8 @@ class EvaluationPass:
             rewards,
             library,
         )
+        self._judge, self._reward = judge, dataset.reward or config.reward
+        self._judged = {} if judge is None else judge.rewards_of(dataset.name)
         self._sampling = dataset.sampling or config.engine.sampling
         self._max_running = config.engine.max_running_samples
         self._seed = config.run.seed
@@ -95,7 +103,9 @@ class EvaluationPass:
         return self._next_row == self._source.num_rows and not self._at_work
 
     def step(self) -> None:
-        """Fill the engine, wait a moment for samples, and score them."""
+        """Fill the engine, wait a moment for samples, and score them; a judge scores while the
+        engine generates.
+        """
         while self._next_row < self._source.num_rows and self._has_room():
             self._submit(self._next_row)
             self._next_row += 1
@@ -103,10 +113,20 @@ class EvaluationPass:
         for start in range(0, len(samples), self._num_at_once):
             self._score(samples[start : start + self._num_at_once])
             self._send_heartbeat()
+        if self._judge is not None:
+            for sample, result in self._judge.poll(timeout_seconds=STEP_SECONDS):
+                self._record(sample, result)
 
     def abort(self) -> None:
         """Abort the running requests."""
         self._engine.abort()
+        if self._judge is not None:
+            self._judge.abort()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the policy and the judge have generated so far."""
+        return self._engine.num_tokens + (0 if self._judge is None else self._judge.num_tokens)
 
     def result(
         self, *, policy_version: int, weights_digest: bytes, seconds: float
@@ -131,8 +151,8 @@ class EvaluationPass:
             num_truncated=tally.num_truncated,
             num_unscored=tally.num_unscored,
             num_failed_prompts=tally.num_failed_prompts,
-            reward_name=self._rewards.name,
-            reward_digest=self._rewards.digest,
+            reward_name=describe_scorers(self._rewards, self._judged),
+            reward_digest=digest_scorers(self._rewards, self._judged),
             weights_digest=weights_digest,
             seconds=seconds,
         )
@@ -192,30 +212,45 @@ class EvaluationPass:
         )
 
     def _score(self, samples: list[GeneratedSample]) -> None:
-        results = self._rewards.score_batch(
-            [self._item(sample) for sample in samples], on_answer=self._send_heartbeat
-        )
-        for sample, result in zip(samples, results, strict=True):
-            index, row, missing = self._at_work[sample.prompt_group_id]
-            failed = isinstance(result, RewardError) or sample.finish_reason is FinishReason.ERROR
-            if failed:
-                error = sample.error or str(result)
-                log.warning(
-                    "sample.unscored",
-                    policy_version=self._policy_version,
-                    sample_id=sample.sample_id,
-                    error=error,
-                )
-            self.tally.add_sample(
-                index,
-                reward=None if failed or isinstance(result, RewardError) else result.reward,
-                num_tokens=sample.num_sampled_tokens,
-                is_truncated=sample.finish_reason is FinishReason.LENGTH,
-            )
-            if missing > 1:
-                self._at_work[sample.prompt_group_id] = (index, row, missing - 1)
+        computed: list[tuple[GeneratedSample, RewardItem]] = []
+        for sample in samples:
+            item, row = self._item(sample), self._at_work[sample.prompt_group_id][1]
+            reward = choose_judge_reward(self._judged, self._reward, row.metadata)
+            if sample.finish_reason is FinishReason.ERROR:
+                self._record(sample, RewardError(sample.error))
+            elif reward is not None and self._judge is not None:
+                self._judge.submit(sample, item, reward, row=row)
             else:
-                del self._at_work[sample.prompt_group_id]
+                computed.append((sample, item))
+        if not computed:
+            return
+        assert self._rewards is not None, "the judge scores every source"
+        results = self._rewards.score_batch(
+            [item for _, item in computed], on_answer=self._send_heartbeat
+        )
+        for (sample, _), result in zip(computed, results, strict=True):
+            self._record(sample, result)
+
+    def _record(self, sample: GeneratedSample, result: Score | RewardError) -> None:
+        """Count a scored sample."""
+        index, row, missing = self._at_work[sample.prompt_group_id]
+        if isinstance(result, RewardError):
+            log.warning(
+                "sample.unscored",
+                policy_version=self._policy_version,
+                sample_id=sample.sample_id,
+                error=str(result),
+            )
+        self.tally.add_sample(
+            index,
+            reward=None if isinstance(result, RewardError) else result.reward,
+            num_tokens=sample.num_sampled_tokens,
+            is_truncated=sample.finish_reason is FinishReason.LENGTH,
+        )
+        if missing > 1:
+            self._at_work[sample.prompt_group_id] = (index, row, missing - 1)
+        else:
+            del self._at_work[sample.prompt_group_id]
 
     def _item(self, sample: GeneratedSample) -> RewardItem:
         versions = {segment.policy_version for segment in sample.segments} | {self._policy_version}
@@ -243,3 +278,18 @@ class EvaluationPass:
             turns=role_text_pairs(sample.turns),
             token_ids=chosen,
         )
+
+
+def describe_scorers(rewards: RewardPool | None, judged: Mapping[str | None, JudgeReward]) -> str:
+    """Return the names of the functions that score a dataset, with the sources of a judge's."""
+    names = [JUDGED if source is None else f"{source}: {JUDGED}" for source in judged]
+    return "; ".join([*([] if rewards is None else [rewards.name]), *sorted(names)])
+
+
+def digest_scorers(rewards: RewardPool | None, judged: Mapping[str | None, JudgeReward]) -> str:
+    """Return the version of everything that scores a dataset."""
+    digests = [] if rewards is None else [rewards.digest]
+    digests += [judged[source].digest for source in sorted(judged, key=str)]
+    if len(digests) == 1:
+        return digests[0]
+    return hashlib.sha256("/".join(digests).encode()).hexdigest()

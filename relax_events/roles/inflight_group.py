@@ -309,8 +309,8 @@ def select_top_tokens(sample: GeneratedSample, config: RunConfig) -> np.ndarray 
     if sample.top_tokens is None or sample.top_tokens.shape != wanted:
         got = "none" if sample.top_tokens is None else f"shape {sample.top_tokens.shape}"
         need = (
-            f"algorithm.distill_tokens = 'student_topk' needs {num_wanted} most probable tokens "
-            "with each token"
+            f"algorithm.distill_tokens = {config.algorithm.distill_tokens!r} needs {num_wanted} "
+            "most probable tokens with each token"
         )
         remedy = "take another engine, or distill_tokens = 'teacher_topk'"
         raise ConfigError(f"{need}; engine.name = {config.engine.name!r} gave {got}; {remedy}")

@@ -69,6 +69,8 @@ def build_run_description(
     for section, key in path_keys:
         if tree[section][key] is not None:
             tree[section][key] = str(Path(tree[section][key]).resolve())
+    for teacher in tree["teachers"].values():
+        teacher["model_path"] = str(Path(teacher["model_path"]).resolve())
     return RunDescribed(
         run_id=config.run.id,
         config=orjson.dumps(tree, option=orjson.OPT_SORT_KEYS).decode(),

@@ -197,7 +197,7 @@ def check_trainable(
             "that large"
         )
     if algorithm.has_topk_loss:
-        _check_used_token_sets(sample, num_ids=algorithm.distill_top_k, vocab_size=vocab_size)
+        _check_used_token_sets(sample, num_ids=algorithm.num_compared_tokens, vocab_size=vocab_size)
     if experts is not None:
         experts.checked(sample)
     return sample
@@ -213,8 +213,8 @@ def _check_used_token_sets(sample: SampleReady, *, num_ids: int, vocab_size: int
     )
     if ids.shape[1] < num_ids:
         rule = (
-            f"topk_ids must have at least algorithm.distill_top_k = {num_ids} ids for each loss "
-            "token"
+            f"topk_ids must have at least the {num_ids} ids of algorithm.distill_top_k for each "
+            "loss token"
         )
         raise PoisonSample(f"{where}: {rule}, got {ids.shape[1]}")
     ids, teacher = ids[:, :num_ids], teacher[:, :num_ids]

@@ -98,6 +98,7 @@ def read_checkpoint_facts(config: RunConfig) -> dict[str, CheckpointFacts]:
         "model": config.model.path,
         "judge": config.judge.model_path,
         "teacher": config.teacher.model_path,
+        **{f"teachers.{name}": one.model_path for name, one in config.teachers.items()},
     }
     found = {
         section: read_facts(path)

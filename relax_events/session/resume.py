@@ -94,7 +94,9 @@ def resolve_worker_config(config: RunConfig, role: str) -> RunConfig:
     log_derived(derived)
     if role not in WITHOUT_MODEL and (
         unknown := [
-            key for key in missing_keys(whole) if not key.startswith(("judge.", "teacher."))
+            key
+            for key in missing_keys(whole)
+            if not key.startswith(("judge.", "teacher.", "teachers."))
         ]
     ):
         remedy = f"set {unknown[0]} in the run file, or give the process the folder"

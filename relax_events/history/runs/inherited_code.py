@@ -25,7 +25,15 @@ from relax_events.runtime.run_description import build_run_description
 
 NOT_INHERITED: tuple[str, ...] = ("broker.", "parent.", "run.id")
 """Keys that the new run file sets."""
-UNUSED_BY_REPLAY = ("data.", "engine.", "environment.", "reward.", "judge.", "teacher.")
+UNUSED_BY_REPLAY = (
+    "data.",
+    "engine.",
+    "environment.",
+    "reward.",
+    "judge.",
+    "teacher.",
+    "teachers.",
+)
 """Keys that a replay does not use: it trains recorded and scored rollouts."""
 MAX_SHOWN = 1000
 

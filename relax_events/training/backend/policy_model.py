@@ -150,7 +150,8 @@ class PolicyModel:
             entropy_gradient: Compute entropies with gradient.
             ids: Token ids whose log-probabilities are also returned, [loss_tokens, ids]; with a
                 gradient.
-            num_top: Instead of `ids`, use so many of the most probable ones.
+            num_top: Use so many of the most probable ids: of those that are not among `ids`, and
+                after them.
         """
         result: tuple[Tensor, Tensor, Tensor, Tensor] = call_with_weights(
             self.module, self._compute_logprobs, batch, entropy_gradient, ids, num_top
@@ -312,7 +313,8 @@ class PolicyModel:
         logprobs = logits.log_softmax(-1)
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             entropies = -(logprobs.exp() * logprobs).sum(-1)
-        ids = logprobs.detach().topk(num_top, dim=-1).indices if num_top else ids
+        if num_top:
+            ids = _with_most_probable(ids, logprobs.detach(), num_top)
         return logprobs.gather(-1, targets[:, None])[:, 0], entropies, ids, logprobs.gather(-1, ids)
 
     def replace_weights(self, tensors: Mapping[str, Tensor], *, base_digest: bytes = b"") -> None:
@@ -411,3 +413,13 @@ class PolicyModel:
         return float(
             2 * config.num_hidden_layers * config.num_attention_heads * head_width / num_weights
         )
+
+
+def _with_most_probable(
+    ids: Int[Tensor, "tokens given"], logprobs: Float[Tensor, "tokens vocabulary"], num_top: int
+) -> Int[Tensor, "tokens all"]:
+    """Return the ids, and after them so many of the most probable others, most probable first."""
+    if not ids.shape[1]:
+        return logprobs.topk(num_top, dim=-1).indices
+    others = logprobs.scatter(-1, ids, -torch.inf)
+    return torch.cat([ids, others.topk(num_top, dim=-1).indices], dim=-1)

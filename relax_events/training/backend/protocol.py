@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from relax_events.events.types import SampleReady, SampleRolledOut
 
@@ -100,6 +100,9 @@ class StepMetrics:
         )
 
 
+IdsOf = Literal["sample", "model", "both"]
+
+
 @dataclass(frozen=True, slots=True)
 class SampleScores:
     """A model's log-probabilities for a sample: of its tokens and, if requested, of several token
@@ -107,7 +110,7 @@ class SampleScores:
 
     Attributes:
         logprobs: Of the tokens, as `Scorer.score` returns them.
-        ids: The model's most probable ids, most probable first; None where the ids were given.
+        ids: The token ids, each model's most probable first; None where the sample has them.
         id_logprobs: Of the ids, in nats.
     """
 
@@ -128,7 +131,25 @@ class TokenScorer(Protocol):
         """
 
 
-class Scorer(TokenScorer, Protocol):
+class TopTokenScorer(TokenScorer, Protocol):
+    """Log-probabilities of sampled tokens, and of several token ids at each of them."""
+
+    def score_topk(
+        self, samples: Sequence[SampleRolledOut], *, num_ids: int, ids_of: IdsOf
+    ) -> list[SampleScores]:
+        """Return the same and the log-probabilities of several token ids at each loss token.
+
+        Args:
+            samples: In any number.
+            num_ids: Ids at each loss token, of each of both.
+            ids_of: Whose ids: the sample's `topk_ids`, the model's most probable ones, or the
+                sample's and after them the model's most probable ones among all others.
+        Raises:
+            PoisonSample: A sample can't be scored, or lacks the ids; the text names it.
+        """
+
+
+class Scorer(TopTokenScorer, Protocol):
     """Forward-only log-probabilities, for the roles reference, actor-forward and teacher: of the
     initial weights until others are loaded.
     """
@@ -139,19 +160,6 @@ class Scorer(TokenScorer, Protocol):
 
         Raises:
             PoisonSample: A sample can't be scored; the text names it.
-        """
-
-    def score_topk(
-        self, samples: Sequence[SampleRolledOut], *, num_ids: int, choose_own: bool
-    ) -> list[SampleScores]:
-        """Return the same and the log-probabilities of several token ids at each loss token.
-
-        Args:
-            samples: In any number.
-            num_ids: Ids at each loss token.
-            choose_own: Use the model's most probable ids, not the sample's `topk_ids`.
-        Raises:
-            PoisonSample: A sample can't be scored, or lacks the ids; the text names it.
         """
 
     def load_weights(self, weights: Weights) -> None:

@@ -22,7 +22,7 @@ from relax_events.media.library import MediaLibrary
 from relax_events.models.causal_lm import choose_device
 from relax_events.training.backend.determinism import make_deterministic
 from relax_events.training.backend.policy_model import PolicyModel
-from relax_events.training.backend.protocol import SampleScores
+from relax_events.training.backend.protocol import IdsOf, SampleScores
 from relax_events.training.batch.packing import PackedBatch, micro_batch_slices, pack
 from relax_events.training.batch.paths import count_paths, split_paths
 from relax_events.training.batch.row_layout import (
@@ -94,12 +94,12 @@ class LogprobScorer:
         ]
 
     def score_topk(
-        self, samples: Sequence[SampleRolledOut], *, num_ids: int, choose_own: bool
+        self, samples: Sequence[SampleRolledOut], *, num_ids: int, ids_of: IdsOf
     ) -> list[SampleScores]:
         """Return the same and the log-probabilities of several token ids at each loss token; see
         `Scorer`.
         """
-        if choose_own:
+        if ids_of == "model":
             return self._score(samples, [NO_IDS] * len(samples), num_top=num_ids)
         given = [
             read_topk_ids(sample, num_ids=num_ids, vocab_size=self._model.vocab_size).astype(
@@ -107,6 +107,8 @@ class LogprobScorer:
             )
             for sample in samples
         ]
+        if ids_of == "both":
+            return self._score(samples, given, num_top=num_ids)
         return [replace(scores, ids=None) for scores in self._score(samples, given, num_top=0)]
 
     def _score(
@@ -125,7 +127,9 @@ class LogprobScorer:
             )
             scores |= zip(indices, rows, strict=True)
         ordered = iter([scores[index] for index in range(len(paths))])
-        return [_joined(list(islice(ordered, number))) for number in count_paths(samples).tolist()]
+        return [
+            join_paths(list(islice(ordered, number))) for number in count_paths(samples).tolist()
+        ]
 
     def _score_rows(
         self, samples: Sequence[TokenSequence], ids: Sequence[NDArray[np.int64]], *, num_top: int
@@ -196,7 +200,7 @@ def _by_path(ids: NDArray[np.int64], sample: TokenSequence) -> list[NDArray[np.i
     return np.split(ids, np.cumsum([mask.sum() for mask in masks])[:-1])
 
 
-def _joined(paths: list[SampleScores]) -> SampleScores:
+def join_paths(paths: list[SampleScores]) -> SampleScores:
     """Return the scores of a sample from those of its paths."""
     if len(paths) == 1:
         return paths[0]

@@ -75,7 +75,9 @@ class LossBatch:
             for name, field in _per_token_fields(algorithm).items()
         }
         sets = (
-            TokenSets.from_samples(samples, num_ids=algorithm.distill_top_k, vocab_size=vocab_size)
+            TokenSets.from_samples(
+                samples, num_ids=algorithm.num_compared_tokens, vocab_size=vocab_size
+            )
             if algorithm.has_topk_loss
             else None
         )

@@ -98,7 +98,12 @@ def require_recorded_teacher(
         if recorded.has_topk_loss
         else ("sampled", 0)
     )
-    if wanted.has_topk_loss and (had[0] != wanted.distill_tokens or had[1] < wanted.distill_top_k):
+    has_fewer = (
+        had[1] != wanted.distill_top_k  # the ids of a smaller union are not a part of a larger one
+        if wanted.distill_tokens == "union"
+        else had[1] < wanted.distill_top_k
+    )
+    if wanted.has_topk_loss and (had[0] != wanted.distill_tokens or has_fewer):
         need = (
             f"algorithm.distill_tokens = {wanted.distill_tokens!r} with distill_top_k = "
             f"{wanted.distill_top_k}"

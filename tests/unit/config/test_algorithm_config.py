@@ -511,7 +511,9 @@ def test_run_has_a_teacher_role_when_the_policy_distils(make_run_config: Any) ->
     )
 
 
-@pytest.mark.parametrize(("tokens", "num_wanted"), [("student_topk", 5), ("teacher_topk", 0)])
+@pytest.mark.parametrize(
+    ("tokens", "num_wanted"), [("student_topk", 5), ("teacher_topk", 0), ("union", 5)]
+)
 def test_rollout_top_tokens_are_requested_only_when_distillation_uses_them(
     tokens: str, num_wanted: int
 ) -> None:
@@ -600,7 +602,7 @@ def test_sample_needs_reference_logprobs_only_if_the_loss_uses_them() -> None:
                 "topk_teacher_logprobs": np.full((1, 2), -1.0, np.float32),
             },
             (
-                "topk_ids must have at least algorithm.distill_top_k = 3 ids for each loss "
+                "topk_ids must have at least the 3 ids of algorithm.distill_top_k for each loss "
                 "token, got 2"
             ),
         ),

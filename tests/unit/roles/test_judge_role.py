@@ -22,11 +22,12 @@ from relax_events.events.parts import FinishReason, VersionSegment
 from relax_events.events.types import SampleScored
 from relax_events.launcher.requirements import require_judge, require_roles
 from relax_events.rewards.run_judge import load_judge_rewards
+from relax_events.roles.judging import open_judge
 from relax_events.telemetry.metrics import WorkerMetrics
 from relax_events.topics import TopicPlan
 from relax_events.topics.role_inputs import list_role_inputs
 from tests.unit.trainer_samples import tiny_model
-from workers.judge import JudgeScorer, open_judge
+from workers.judge import JudgeScorer
 from workers.reward import RewardScorer
 
 pytestmark = pytest.mark.unit
@@ -339,12 +340,22 @@ def test_judge_takes_the_place_of_the_reward_role(make_run_config: MakeRunConfig
         (
             {
                 "reward": {"function": "genrm"},
-                "evaluation": {"datasets": [{"name": "a", "source": "jsonl:unused"}]},
+                "evaluation": {
+                    "datasets": [
+                        {
+                            "name": "a",
+                            "source": "jsonl:unused",
+                            "reward": {
+                                "function": "genrm",
+                                "routes": {
+                                    "x": {"function": "genrm", "options": {"url": "http://j"}}
+                                },
+                            },
+                        }
+                    ]
+                },
             },
-            (
-                "the judge scores what is trained, not evaluations; give evaluation.datasets a "
-                "reward of their own"
-            ),
+            "evaluation dataset a has two judges: genrm with options.url, and judge.model_path",
         ),
         (
             {
@@ -419,3 +430,11 @@ def test_judge_reward_digest_covers_template_model_and_sampling(
     ]
     assert digests[0] == digests[1]
     assert len(set(digests)) == 4
+
+
+def test_judge_of_media_must_read_them(make_run_config: MakeRunConfig) -> None:
+    judge = {"model_path": tiny_model(), "media": {}}
+    with pytest.raises(
+        ConfigError, match=r"\[judge.media\] is set, and the model .* reads text only"
+    ):
+        require_judge(make_run_config(reward={"function": "genrm"}, judge=judge))

@@ -89,12 +89,12 @@ def test_each_path_is_scored_as_a_sequence_of_its_own(max_tokens):
             for path in split_paths([sample])
         ]
         np.testing.assert_allclose(own, np.concatenate(expected), atol=2e-5)
-    best = scorer.score_topk(SAMPLES, num_ids=3, choose_own=True)
+    best = scorer.score_topk(SAMPLES, num_ids=3, ids_of="model")
     for sample, scores in zip(SAMPLES, best, strict=True):
         assert scores.ids is not None
         assert scores.ids.shape == (int(sample.loss_mask.sum()), 3)
         given = scorer.score_topk(
-            [changed(sample, topk_ids=scores.ids)], num_ids=3, choose_own=False
+            [changed(sample, topk_ids=scores.ids)], num_ids=3, ids_of="sample"
         )[0]
         np.testing.assert_allclose(given.id_logprobs, scores.id_logprobs, atol=2e-5)
 

@@ -83,7 +83,7 @@ def whole_logprobs(sample):
 
 @pytest.mark.parametrize("max_tokens", [1, 10_000])
 def test_score_topk_gives_the_models_own_most_probable_ids(max_tokens):
-    found = scorer(max_tokens=max_tokens).score_topk(SAMPLES, num_ids=3, choose_own=True)
+    found = scorer(max_tokens=max_tokens).score_topk(SAMPLES, num_ids=3, ids_of="model")
     for sample, scores, plain in zip(SAMPLES, found, scorer().score(SAMPLES), strict=True):
         expected = whole_logprobs(sample)
         assert scores.ids.dtype == np.int32
@@ -96,13 +96,28 @@ def test_score_topk_gives_the_models_own_most_probable_ids(max_tokens):
 
 @pytest.mark.parametrize("max_tokens", [1, 10_000])
 def test_score_topk_scores_the_given_ids_of_each_sample(max_tokens):
-    found = scorer(max_tokens=max_tokens).score_topk(SAMPLES, num_ids=4, choose_own=False)
+    found = scorer(max_tokens=max_tokens).score_topk(SAMPLES, num_ids=4, ids_of="sample")
     for sample, scores in zip(SAMPLES, found, strict=True):
         assert scores.ids is None
         expected = np.take_along_axis(
             whole_logprobs(sample), sample.topk_ids[:, :4].astype(np.int64), -1
         )
         np.testing.assert_allclose(scores.id_logprobs, expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 10_000])
+def test_score_topk_of_both_adds_the_models_most_probable_other_ids(max_tokens):
+    found = scorer(max_tokens=max_tokens).score_topk(SAMPLES, num_ids=4, ids_of="both")
+    for sample, scores in zip(SAMPLES, found, strict=True):
+        whole = whole_logprobs(sample)
+        for ids, logprobs, given, row in zip(
+            scores.ids, scores.id_logprobs, sample.topk_ids, whole, strict=True
+        ):
+            ranked = np.argsort(-row)
+            others = [token for token in ranked if token not in given[:4]][:4]
+            assert ids.tolist() == [*given[:4], *others]
+            assert set(ranked[:4]) <= set(ids), "all that the model itself would choose"
+            np.testing.assert_allclose(logprobs, row[ids], atol=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +139,7 @@ def test_score_topk_error_names_the_sample_with_invalid_ids(ids, text):
         ids = np.where(np.arange(4) == 0, 99_999, 0) + np.zeros_like(SAMPLES[1].topk_ids[:, :4])
     with pytest.raises(PoisonSample, match=text):
         scorer().score_topk(
-            [SAMPLES[0], changed(SAMPLES[1], topk_ids=ids)], num_ids=4, choose_own=False
+            [SAMPLES[0], changed(SAMPLES[1], topk_ids=ids)], num_ids=4, ids_of="sample"
         )
 
 
