@@ -74,7 +74,7 @@ class EvaluationJudge:
 
         Args:
             sample: The completion.
-            item: What the judge is told of it.
+            item: What the judge reads of it.
             reward: Template and rubric of its source.
             row: The row of the dataset, for its media.
         """
