@@ -1,112 +1,314 @@
-"""What a run pays for being watched: the quickstart with five pages open and without, in turn, same
-seeds.
+"""What a run pays for being watched: one quickstart, in which windows with five pages open and without
+take turns (without, with, with, without, ...), and neighbours are compared.
 
     python -m benchmarks.watched
 
-A page is a client of this process that does what a browser's page does: it follows the stream of
-events, and asks for its view again whenever the stream says that something is new. Drawing, which a
-person's own machine does, is left out.
+A page is a client of this process that asks what a browser's page asks: it follows the stream of
+events, asks for its view every other second, for the alarms every five seconds and for the runs
+every thirty. Drawing, which a person's own machine does, is left out, and the clients have the
+lowest priority. In the windows without, the server's process is stopped by a signal; with pages, it
+also reads what the log got meanwhile.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
+import time
+import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import quickstart, report
+import numpy as np
+import psutil
 
+from benchmarks import quickstart, report
+from relax_events.config import load_run_config
+from relax_events.events.types import TrainStepCommitted
+from relax_events.history.run_log import RunLog
+
+RUN_ID = "watched"
 ADDRESS = re.compile(r"(http://127\.0\.0\.1:\d+)/\?run=\S+")
 VIEWS = ("overview", "timeline", "samples", "fleet", "lag")
-STEPS_LEFT_OUT = 2  # the first steps carry the workers' start
-CALL_SECONDS = 60.0
+NUM_PAIRS, WINDOW_SECONDS, SETTLING_SECONDS = 30, 11.0, 3.0
+FIRST_STEPS = 40  # the workers' start, and the pages' first reading, come before the windows
+ASK_SECONDS, ALARMS_SECONDS, RUNS_SECONDS = 2.0, 5.0, 30.0
+CALL_SECONDS, DRAIN_SECONDS = 60.0, 120.0
+RESAMPLES = 10_000
+SERVER = "relax_events.launcher.run_page_server"
 
 
-def main(repeats: int = 5, num_steps: int = 60) -> None:
-    """Run both sides `repeats` times, alternating, and write the result."""
-    measured: dict[str, list[dict[str, Any]]] = {"without": [], "five pages": []}
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A part of the run; processor times are seconds of all that time."""
+
+    is_watched: bool
+    start: float
+    stop: float
+    server_cpu: float
+    broker_cpu: float
+
+
+class Page(threading.Thread):
+    """Asks what an open page asks, until it is closed."""
+
+    def __init__(self, address: str, view: str) -> None:
+        super().__init__(daemon=True)
+        self._address, self._view, self._closed = address, view, threading.Event()
+        self._run = f"{address}/api/runs/{RUN_ID}"
+        self._tags: dict[str, str] = {}
+        self._asked: dict[str, float] = {}
+        self.seconds: list[float] = []
+
+    def close(self) -> None:
+        """Ask for nothing more."""
+        self._closed.set()
+
+    def run(self) -> None:
+        """Follow the stream of events."""
+        with (
+            suppress(OSError),  # the run has ended, and its page with it
+            urllib.request.urlopen(f"{self._run}/events", timeout=CALL_SECONDS) as stream,
+        ):
+            for line in stream:
+                if self._closed.is_set():
+                    return
+                if line.startswith(b"data:"):
+                    self._draw()
+
+    def _draw(self) -> None:
+        found = self._ask(f"{self._run}/{self._view}", ASK_SECONDS)
+        if found and self._view == "samples":
+            rows = ",".join(str(row["row"]) for row in json.loads(found)["rows"])
+            self._ask(f"{self._run}/texts?rows={rows}", 0.0)
+        self._ask(f"{self._run}/alarms", ALARMS_SECONDS)
+        self._ask(f"{self._address}/api/runs", RUNS_SECONDS)
+
+    def _ask(self, address: str, interval_seconds: float) -> bytes:
+        """Return the answer; nothing where the page has it, or asked a short time ago."""
+        began = time.monotonic()
+        if began - self._asked.get(address, -1e9) < interval_seconds:
+            return b""
+        if interval_seconds:
+            self._asked[address] = began
+        known = {"If-None-Match": self._tags[address]} if address in self._tags else {}
+        request = urllib.request.Request(address, headers=known)
+        try:
+            with urllib.request.urlopen(request, timeout=CALL_SECONDS) as answer:
+                body: bytes = answer.read()
+                if interval_seconds and (tag := answer.headers.get("ETag")):
+                    self._tags[address] = tag
+        except urllib.error.HTTPError as error:
+            if error.code != 304:
+                raise
+            body = b""
+        self.seconds.append(time.monotonic() - began)
+        return body
+
+
+class WatchedRun:
+    """A quickstart that runs until it is interrupted."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._output = folder, folder / "output.txt"
+        settings = [f"run.id={RUN_ID}", f"run.directory={folder}", "run.num_steps=100000"]
+        settings += [f"model.path={folder / 'model'}"]
+        command = [sys.executable, "-m", "relax_events.cli", "run", str(quickstart.CONFIG)]
+        with self._output.open("wb") as sink:
+            self.process = subprocess.Popen(
+                [*command, *settings], stdout=sink, stderr=subprocess.STDOUT
+            )
+
+    @property
+    def run_file(self) -> Path:
+        """The resolved run file."""
+        return self._folder / "runs" / RUN_ID / "run.json"
+
+    def wait_for_address(self) -> str:
+        """Return where the run's page is."""
+        while not (found := ADDRESS.search(self._output.read_text())):
+            self._check()
+            time.sleep(0.2)
+        return found[1]
+
+    def wait_for_steps(self, num_steps: int, address: str) -> None:
+        """Wait until so many steps are committed."""
+        step = 0
+        while step < num_steps:
+            self._check()
+            with (
+                suppress(TimeoutError),  # the start of the workers comes before that of the page
+                urllib.request.urlopen(
+                    f"{address}/api/runs/{RUN_ID}/summary", timeout=CALL_SECONDS
+                ) as answer,
+            ):
+                step = json.loads(answer.read())["step"]
+            time.sleep(1.0)
+
+    def _check(self) -> None:
+        if self.process.poll() is not None:
+            raise RuntimeError(f"the run has ended:\n{self._output.read_text()}")
+
+    def find_process(self, word: str) -> psutil.Process:
+        """Return the process of this run with a word in its command line."""
+        for process in psutil.process_iter(["cmdline"]):
+            words = " ".join(process.info["cmdline"] or ())
+            if word in words and str(self._folder) in words:
+                return process
+        raise RuntimeError(f"no process of the run has {word} in its command line")
+
+    def read_commits(self) -> list[float]:
+        """Return when the steps were committed, seconds since the epoch."""
+        with RunLog(load_run_config(self.run_file), name="benchmark") as log:
+            found = log.read_control("control.train-steps", TrainStepCommitted)
+            return sorted(one.event.committed_at / 1e6 for one in found)
+
+    def interrupt(self) -> None:
+        """End the run as Ctrl-C does."""
+        self.process.send_signal(signal.SIGINT)
+        try:
+            self.process.wait(DRAIN_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+
+
+def open_pages(server: psutil.Process, address: str) -> list[float]:
+    """Open five pages for a window; return how long they waited for each answer."""
+    server.resume()
+    pages = [Page(address, view) for view in VIEWS]
+    for page in pages:
+        page.start()
+    time.sleep(WINDOW_SECONDS)
+    for page in pages:
+        page.close()
+    server.suspend()
+    return [seconds for page in pages for seconds in page.seconds]
+
+
+def cpu_seconds(process: psutil.Process) -> float:
+    """Return the processor time that a process has taken."""
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def measure(run: WatchedRun, num_pairs: int) -> tuple[list[Window], list[float]]:
+    """Take the windows in turn; return them, and how long the pages waited for each answer."""
+    address = run.wait_for_address()
+    run.wait_for_steps(FIRST_STEPS, address)
+    server, broker = run.find_process(SERVER), run.find_process("kafka.Kafka")
+    windows: list[Window] = []
+    waits: list[float] = []
+    server.suspend()
+    for is_watched in order_of(num_pairs):
+        before = cpu_seconds(server), cpu_seconds(broker)
+        start = time.time()
+        if is_watched:
+            waits += open_pages(server, address)
+        else:
+            time.sleep(WINDOW_SECONDS)
+        taken = (cpu_seconds(server) - before[0], cpu_seconds(broker) - before[1])
+        windows.append(Window(is_watched, start, time.time(), *taken))
+        print(f"window {len(windows)} of {2 * num_pairs}", flush=True)
+    server.resume()
+    return windows, waits
+
+
+def order_of(num_pairs: int) -> list[bool]:
+    """Return for each window whether it is watched: a drift of the run favours neither side."""
+    return [
+        is_watched for pair in range(num_pairs) for is_watched in (pair % 2 == 1, pair % 2 == 0)
+    ]
+
+
+def rate(commits: Sequence[float], start: float, stop: float) -> float:
+    """Return steps a second; a step that a bound divides counts by its part."""
+    counts = np.interp([start, stop], commits, np.arange(len(commits)))
+    return float(counts[1] - counts[0]) / (stop - start)
+
+
+def pair_ratios(windows: Sequence[Window], commits: Sequence[float]) -> list[float]:
+    """Return, for each pair of neighbours, the rate with pages relative to the rate without."""
+    ratios = []
+    for first, second in zip(windows[::2], windows[1::2], strict=True):
+        watched, alone = (first, second) if first.is_watched else (second, first)
+        rates = [rate(commits, one.start + SETTLING_SECONDS, one.stop) for one in (watched, alone)]
+        ratios.append(rates[0] / rates[1])
+    return ratios
+
+
+def interval(ratios: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % interval of the geometric mean, from pairs chosen at random, with replacement."""
+    random, logs = np.random.default_rng(0), np.log(ratios)
+    means = logs[random.integers(0, len(logs), (RESAMPLES, len(logs)))].mean(axis=1)
+    low, high = np.exp(np.quantile(means, [0.025, 0.975]))
+    return float(low), float(high)
+
+
+def row_of(side: str, windows: Sequence[Window], commits: Sequence[float]) -> dict[str, Any]:
+    """Return a row of the table."""
+    rates = [rate(commits, one.start + SETTLING_SECONDS, one.stop) for one in windows]
+    seconds = sum(one.stop - one.start for one in windows)
+    return {
+        "side": side,
+        "windows": len(windows),
+        "steps a second": f"{statistics.mean(rates):.3f}",
+        "server, % of a core": f"{100 * sum(one.server_cpu for one in windows) / seconds:.1f}",
+        "broker, % of a core": f"{100 * sum(one.broker_cpu for one in windows) / seconds:.1f}",
+    }
+
+
+def main(num_pairs: int = NUM_PAIRS) -> None:
+    """Measure, and write the result."""
     with tempfile.TemporaryDirectory() as folder:
-        for seed in range(repeats):
-            for side in sorted(measured, reverse=bool(seed % 2)):
-                found = run(Path(folder), seed, num_steps, is_watched=side == "five pages")
-                measured[side].append(found)
-    pairs = zip(measured["without"], measured["five pages"], strict=True)
-    ratios = [one["step_seconds"] / other["step_seconds"] for one, other in pairs]
+        run = WatchedRun(Path(folder))
+        os.nice(19)  # from here on the clients, which stand for another machine
+        try:
+            windows, waits = measure(run, num_pairs)
+            commits = run.read_commits()
+        finally:
+            run.interrupt()
+    ratios = pair_ratios(windows, commits)
+    low, high = interval(ratios)
+    mean = statistics.geometric_mean(ratios)
     report.write(
         "watched",
         title="A run with five pages open",
         question=(
-            f"The quickstart, {repeats} seeds, each with five pages open and without, one after "
-            "the other on the same machine."
+            f"One quickstart, {num_pairs} pairs of neighbouring windows of {WINDOW_SECONDS:g} s, the "
+            f"first {SETTLING_SECONDS:g} s of each left out: with five pages open ({', '.join(VIEWS)}) "
+            "and without."
         ),
         command="python -m benchmarks.watched",
-        rows=[row_of(side, runs) for side, runs in measured.items()],
-        conclusion=f"With five pages open the throughput is {statistics.median(ratios):.3f} of that "
-        f"without (median of the paired ratios; {', '.join(f'{one:.3f}' for one in ratios)}).",
-        data=measured,
+        rows=[
+            row_of("without", [one for one in windows if not one.is_watched], commits),
+            row_of("five pages", [one for one in windows if one.is_watched], commits),
+        ],
+        conclusion=(
+            f"With five pages open the throughput is {mean:.3f} of that without (geometric mean of "
+            f"the pairs; 95 % interval {low:.3f} to {high:.3f} by bootstrap; median "
+            f"{statistics.median(ratios):.3f}). The pages waited {1e3 * statistics.median(waits):.0f} "
+            f"ms for an answer in the median of {len(waits):,}, at most {max(waits):.1f} s."
+        ),
+        data={
+            "ratios": ratios,
+            "windows": [asdict(one) for one in windows],
+            "commits": commits,
+            "waits": waits,
+        },
     )
 
 
-def run(folder: Path, seed: int, num_steps: int, *, is_watched: bool) -> dict[str, Any]:
-    """Run the quickstart once, watched or not; return its metrics."""
-    run_id = f"{'watched' if is_watched else 'alone'}-{seed}"
-    settings = [f"run.id={run_id}", f"run.seed={seed}", f"run.num_steps={num_steps}"]
-    settings += [f"run.directory={folder}", f"model.path={folder / 'model'}"]
-    command = [sys.executable, "-m", "relax_events.cli", "run", str(quickstart.CONFIG), *settings]
-    calls: list[str] = []
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        deadline = threading.Timer(quickstart.RUN_SECONDS, process.kill)
-        deadline.start()
-        assert process.stdout is not None
-        for line in process.stdout:
-            print(line, end="", flush=True)
-            if is_watched and (found := ADDRESS.search(line)):
-                for view in VIEWS:
-                    given = (f"{found[1]}/api/runs/{run_id}", view, calls)
-                    threading.Thread(target=watch, args=given, daemon=True).start()
-        deadline.cancel()
-    if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, command)
-    data = json.loads((folder / "runs" / run_id / "report.json").read_text())
-    seconds = [one for one in data["curves"]["step_seconds"][STEPS_LEFT_OUT:] if one is not None]
-    return {
-        "step_seconds": statistics.mean(seconds),
-        "reward": data["reward_last_10"],
-        "calls": len(calls),
-    }
-
-
-def watch(address: str, view: str, calls: list[str]) -> None:
-    """Follow a run's stream of events until it ends, and ask for a view at each."""
-    with (
-        suppress(OSError),  # the run has ended, and its page with it
-        urllib.request.urlopen(f"{address}/events", timeout=CALL_SECONDS) as stream,
-    ):
-        for line in stream:
-            if line.startswith(b"data:"):
-                with urllib.request.urlopen(f"{address}/{view}", timeout=CALL_SECONDS) as answer:
-                    answer.read()
-                calls.append(view)
-
-
-def row_of(side: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return a row of the table."""
-    return {
-        "side": side,
-        "seconds a step": f"{statistics.median(one['step_seconds'] for one in runs):.3f}",
-        "views answered": f"{statistics.median(one['calls'] for one in runs):.0f}",
-    }
-
-
 if __name__ == "__main__":
-    main()
+    main(*map(int, sys.argv[1:]))

@@ -29,13 +29,14 @@ def dashboard(
     from relax_events.cli.run_reader import is_run_file, reader_may_leave
     from relax_events.config import load_run_config
     from relax_events.dashboard.registry import RunRegistry
-    from relax_events.dashboard.server import build_server, build_url, open_port
+    from relax_events.dashboard.server import build_server, build_url, give_way, open_port
     from relax_events.history.cluster import Cluster
 
     first = load_run_config(Path(run)) if run and is_run_file(run) else None
     cluster = broker.cluster() if first is None else Cluster.from_run_file(first)
     run_id = first.run.id if first else run
     with cluster.running(by="relax dashboard"), open_port(port) as listener:
+        give_way()  # but not the broker that was started
         registry = RunRegistry(cluster, first=first)
         if run_id:
             registry.open(run_id)

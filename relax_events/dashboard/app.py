@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, MutableMapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +14,7 @@ from fastapi.responses import FileResponse, Response, StreamingResponse
 
 from relax_events.dashboard import actions, details, views
 from relax_events.dashboard.alarms import list_alarms
+from relax_events.dashboard.answers import encode_json
 from relax_events.dashboard.registry import OpenRun, RunRegistry, find_runbook
 from relax_events.dashboard.sample_columns import SampleQuery
 from relax_events.errors import (
@@ -24,7 +25,7 @@ from relax_events.errors import (
     RelaxError,
 )
 from relax_events.history.samples.filter import UNBOUNDED, parse_bounds
-from relax_events.http.server import RequestGuard
+from relax_events.http.server import App, Message, Receive, RequestGuard, Send
 
 STATIC = Path(__file__).parent / "static"
 CONTENT_TYPES = {
@@ -45,7 +46,7 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-NEWS_SECONDS = 0.5
+NEWS_SECONDS = 1.0
 PING_SECONDS = 10.0
 MAX_PAGE = 200
 BOUNDS = ("reward", "tokens", "staleness", "version", "step")
@@ -67,18 +68,26 @@ def build_app(registry: RunRegistry, *, host: str) -> RequestGuard:
     app.add_exception_handler(RelaxError, _respond_error)
     app.add_exception_handler(RequestValidationError, _respond_invalid)
 
-    @app.middleware("http")
-    async def add_headers(request: Request, call_next: Callable[..., Any]) -> Response:
-        response: Response = await call_next(request)
-        response.headers.update(HEADERS)
-        return response
+    return RequestGuard(_with_headers(app), problem=_problem, host=host)
 
-    return RequestGuard(app, problem=_problem, host=host)
+
+def _with_headers(app: App) -> App:
+    """Return an application whose responses have the headers of a page that loads nothing else."""
+    headers = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
+
+    async def answer(scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], *headers]
+            await send(message)
+
+        await app(scope, receive, send_with_headers)
+
+    return answer
 
 
 def _json(value: object, status: int = 200) -> Response:
-    content = orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS, default=str)
-    return Response(content, status_code=status, media_type="application/json")
+    return Response(encode_json(value), status_code=status, media_type="application/json")
 
 
 def _problem(code: int, text: str) -> bytes:
@@ -115,29 +124,38 @@ def _run_routes(registry: RunRegistry) -> APIRouter:
         return _json({"runs": registry.list_runs(), "first": registry.first_run})
 
     @routes.get("/runs/{run_id}/summary")
-    def summary(run_id: str) -> Response:
-        return _json(views.build_summary(registry.open(run_id).reader))
+    def summary(request: Request, run_id: str) -> Response:
+        run = registry.open(run_id)
+        return _shared(request, run, lambda: views.build_summary(run.reader))
 
     @routes.get("/runs/{run_id}/alarms")
-    def alarms(run_id: str) -> Response:
+    def alarms(request: Request, run_id: str) -> Response:
         run = registry.open(run_id)
-        return _json({"alarms": list_alarms(run.reader, run.dead_letters())})
+        return _shared(
+            request, run, lambda: {"alarms": list_alarms(run.reader, run.dead_letters())}
+        )
 
     @routes.get("/runs/{run_id}/overview")
-    def overview(run_id: str) -> Response:
-        return _json(views.build_overview(registry.open(run_id).reader))
+    def overview(request: Request, run_id: str) -> Response:
+        run = registry.open(run_id)
+        return _shared(request, run, lambda: views.build_overview(run.reader))
 
     @routes.get("/runs/{run_id}/fleet")
-    def fleet(run_id: str) -> Response:
-        return _json(views.build_fleet(registry.open(run_id).reader))
+    def fleet(request: Request, run_id: str) -> Response:
+        run = registry.open(run_id)
+        return _shared(request, run, lambda: views.build_fleet(run.reader))
 
     @routes.get("/runs/{run_id}/timeline")
-    def timeline(run_id: str, seconds: Annotated[float, Query(ge=10, le=86_400)] = 120) -> Response:
-        return _json(views.build_timeline(registry.open(run_id).reader, seconds=seconds))
+    def timeline(
+        request: Request, run_id: str, seconds: Annotated[float, Query(ge=10, le=86_400)] = 120
+    ) -> Response:
+        run = registry.open(run_id)
+        return _shared(request, run, lambda: views.build_timeline(run.reader, seconds=seconds))
 
     @routes.get("/runs/{run_id}/tails")
-    def tails(run_id: str) -> Response:
-        return _json(views.build_tails(registry.open(run_id).reader))
+    def tails(request: Request, run_id: str) -> Response:
+        run = registry.open(run_id)
+        return _shared(request, run, lambda: views.build_tails(run.reader))
 
     @routes.get("/runs/{run_id}/config")
     def config(run_id: str, other: Text = "") -> Response:
@@ -147,17 +165,8 @@ def _run_routes(registry: RunRegistry) -> APIRouter:
 
     @routes.get("/runs/{run_id}/samples")
     def samples(request: Request, run_id: str) -> Response:
-        table = registry.open(run_id).reader.table
-        page = table.select(parse_query(dict(request.query_params)))
-        rows = table.describe(page.rows)
-        return _json(
-            {
-                "rows": rows,
-                "num_matching": page.num_matching,
-                "num_samples": len(table),
-                "choices": views.build_choices(table),
-            }
-        )
+        run, query = registry.open(run_id), parse_query(dict(request.query_params))
+        return _shared(request, run, lambda: views.build_samples(run.reader.table, query))
 
     @routes.get("/runs/{run_id}/events")
     def events(request: Request, run_id: str) -> StreamingResponse:
@@ -170,21 +179,33 @@ def _run_routes(registry: RunRegistry) -> APIRouter:
     return routes
 
 
+def _shared(request: Request, run: OpenRun, compute: Callable[[], object]) -> Response:
+    """Answer from the reader's state, once for all pages; a page that has the answer gets 304."""
+    question = f"{request.url.path}?{request.url.query}"
+    answer = run.answers.get(question, compute)
+    if request.headers.get("if-none-match") == answer.tag:
+        return Response(status_code=304, headers={"ETag": answer.tag})
+    return Response(answer.body, media_type="application/json", headers={"ETag": answer.tag})
+
+
 async def _news(request: Request, run: OpenRun) -> AsyncIterator[bytes]:
-    """Yield an event when the log has something new, and a ping when it has not for a while."""
-    last, silent = -1, 0.0
+    """Yield an event when the log has something new, at most one a second, and a ping when it has
+    not for a while.
+    """
+    last = b""
     while not await request.is_disconnected():
-        revision = run.reader.status.revision
-        if revision != last:
-            last, silent = revision, 0.0
-            summary = await asyncio.to_thread(views.build_summary, run.reader)
-            yield b"event: news\ndata: " + orjson.dumps(summary) + b"\n\n"
-        elif silent >= PING_SECONDS:
-            silent = 0.0
+        run.keep_open()
+        num_rings = run.bell.num_rings
+        answer = await asyncio.to_thread(
+            run.answers.get, "news", lambda: views.build_summary(run.reader)
+        )
+        if answer.body != last:
+            last = answer.body
+            yield b"event: news\ndata: " + last + b"\n\n"
+        else:
             yield b": ping\n\n"
-        run.used_at = max(run.used_at, asyncio.get_running_loop().time())
         await asyncio.sleep(NEWS_SECONDS)
-        silent += NEWS_SECONDS
+        await run.bell.wait(num_heard=num_rings, timeout_seconds=PING_SECONDS)
 
 
 def _described(run: OpenRun) -> dict[str, Any]:
@@ -235,7 +256,11 @@ def _detail_routes(registry: RunRegistry) -> APIRouter:
     def texts(run_id: str, rows: Annotated[str, Query(max_length=4096)]) -> Response:
         run = registry.open(run_id)
         wanted = [int(row) for row in rows.split(",") if row.isdecimal()][:MAX_PAGE]
-        return _json(details.read_texts(run.config, run.reader.table, wanted))
+        found = run.reader.texts.find(wanted)
+        missing = [row for row in wanted if row not in found]
+        if missing:
+            found |= details.read_texts(run.config, run.reader.table, missing)
+        return _json(found)
 
     @routes.get("/sample")
     def sample(run_id: str, row: int = -1, sample_id: Text = "") -> Response:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from relax_events.config import RunConfig
+from relax_events.dashboard.recent_texts import excerpt_texts
 from relax_events.dashboard.sample_columns import SampleTable
 from relax_events.errors import ConfigError, EnvironmentProblem, ObjectError
 from relax_events.events.parts import ChatMessage, MediaRef
@@ -32,7 +33,6 @@ from relax_events.ops.topic_tail import read_record
 from relax_events.reports.sample_media import MAX_SECONDS, encode_png, select_frames
 from relax_events.session.broker_address import open_admin
 
-EXCERPT = 240
 MAX_TOKENS = 4096
 MAX_GAP = 32
 """Records between two wanted ones that are read over rather than sought."""
@@ -52,10 +52,7 @@ def read_texts(config: RunConfig, table: SampleTable, rows: Sequence[int]) -> di
     positions = {table.position(row): row for row in rows}
     with open_log(config) as log:
         return {
-            positions[at]: {
-                "completion": sample.completion[:EXCERPT],
-                "prompt": (sample.messages[-1].text if sample.messages else "")[-EXCERPT:],
-            }
+            positions[at]: excerpt_texts(sample)
             for at, sample in read_samples_at(log, positions).items()
         }
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from relax_events.config import RunConfig
+from relax_events.dashboard.answers import Answers, Bell
 from relax_events.dashboard.details import LagReader, list_dead_letters
 from relax_events.dashboard.run_reader import RunReader
 from relax_events.errors import ConfigError
@@ -22,16 +23,24 @@ DEAD_LETTER_SECONDS = 10.0
 
 
 class OpenRun:
-    """A run that pages show: its reader, its lag and its dead letters."""
+    """A run that pages show: its reader, the answers from its state, its lag, its dead letters."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
-        self.reader = RunReader(config).start()
+        self.reader, self.bell = RunReader(config, gives_way=True), Bell()
+        self.reader.on_news = self.bell.ring
+        self.reader.start()
+        self.answers = Answers(lambda: self.reader.status.revision)
         self.lag = LagReader(config)
         self.used_at = time.monotonic()
         self._lock = threading.Lock()
         self._letters: list[dict[str, Any]] = []
         self._letters_at = -DEAD_LETTER_SECONDS
+
+    def keep_open(self) -> None:
+        """Note that a page shows the run: its reader reads on."""
+        self.used_at = time.monotonic()
+        self.reader.keep_reading()
 
     def dead_letters(self, *, at_most_old: float = DEAD_LETTER_SECONDS) -> list[dict[str, Any]]:
         """Return the dead letters, read again when they are older than so many seconds."""
@@ -92,7 +101,7 @@ class RunRegistry:
             run = self._open.get(run_id)
             if run is None:
                 run = self._open[run_id] = OpenRun(self._config(run_id))
-            run.used_at = time.monotonic()
+            run.keep_open()
             while len(self._open) > MAX_OPEN:
                 oldest = min(self._open, key=lambda name: self._open[name].used_at)
                 self._open.pop(oldest).reader.close()

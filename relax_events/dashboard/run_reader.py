@@ -1,30 +1,31 @@
 """The one reader of a run's log: folds control events, and keeps columns of all samples.
 
-It joins no consumer group and commits nothing, so the run does not notice it. New records are
-followed from the start; older samples are read meanwhile, the newest versions first. When the
-broker goes away, it tries again from where it was.
+It joins no consumer group and commits nothing. New records are followed from the start; older
+samples are read in turn with them, the newest versions first. When the broker goes away, it tries
+again from where it was.
 
     live   control topics, and samples and scores from now on  ──▶ RunFold, SampleTable
     older  samples and scores of earlier versions, by blocks   ──▶ SampleTable
+
+While the run may be running it gives way to it: it fetches the records of a second at once, reads a
+bounded number of bytes of older samples a second, and reads nothing while no page asks.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
-import orjson
 import structlog
 
 from relax_events.config import RunConfig
+from relax_events.dashboard.recent_texts import RecentTexts
 from relax_events.dashboard.run_fold import RunFold
-from relax_events.dashboard.sample_columns import NewSample, SampleTable, encode_group
+from relax_events.dashboard.sample_columns import NewSample, SampleTable
+from relax_events.dashboard.score_join import NewScore, ScoreJoin, new_sample
 from relax_events.errors import RelaxError, SchemaError
-from relax_events.events.generations import trajectory_of
 from relax_events.events.parts import now_micros
 from relax_events.events.types import (
     Event,
@@ -50,99 +51,26 @@ CONTROL_TOPICS = (
 )
 MAX_OLD_REPORTS = 20_000
 """Metrics reports of a role that are read back at the start."""
-MAX_JOINING = 50_000
 RECORDS_A_TURN = 500
 RETRY_SECONDS = 1.0
 SILENT_SECONDS = 3.0
 """After so long without a record the reader asks whether the broker still answers."""
+FETCH_WAIT_MS = 100
 IDLE_SECONDS = 0.25
 STOP_SECONDS = 5.0
 
-
-class ScoreJoin:
-    """Joins samples with scores that come before or after them; memory is bounded."""
-
-    def __init__(self, table: SampleTable, fold: RunFold) -> None:
-        self._table, self._fold = table, fold
-        self._rows: dict[int, int] = {}
-        self._scores: dict[int, float | None] = {}
-
-    def add_sample(self, sample: NewSample) -> None:
-        """Add a sample, unless it is a copy of one that was added a short time before."""
-        if sample.key in self._rows:
-            return
-        row = self._table.add(sample)
-        _keep(self._rows, sample.key, row)
-        if sample.key in self._scores:
-            self._table.set_reward(row, self._scores.pop(sample.key))
-
-    def add_score(self, score: NewScore) -> None:
-        """Add a score; of several the first counts."""
-        row = self._rows.get(score.key)
-        if row is None:
-            if score.key not in self._scores:
-                self._fold.add_score(score.version, score.values)
-                _keep(self._scores, score.key, score.reward)
-        elif np.isnan(self._table.columns["reward"][row]):
-            self._fold.add_score(score.version, score.values)
-            self._table.set_reward(row, score.reward)
-
-
-@dataclass(frozen=True, slots=True)
-class NewScore:
-    """What is kept of a score: `values` are the reward and its components, if any."""
-
-    key: int
-    version: int
-    reward: float | None
-    values: dict[str, float]
-
-    @classmethod
-    def of(cls, score: SampleScored) -> NewScore:
-        """Return what is kept of a score's record."""
-        values = {} if score.reward is None else {"reward": score.reward, **score.components}
-        return cls(hash(trajectory_of(score)), score.policy_version, score.reward, values)
-
-
-def new_sample(sample: SampleRolledOut, *, partition: int, offset: int) -> NewSample:
-    """Return what is kept of a sample's record."""
-    key = sample.key
-    return NewSample(
-        hash(trajectory_of(sample)),
-        encode_group(key.prompt_group_id),
-        key.sample_index,
-        key.policy_version,
-        key.min_policy_version,
-        len(sample.tokens) - sample.num_prompt_tokens,
-        sample.finish_reason.value,
-        sample.worker_id,
-        read_source(sample.metadata),
-        sample.rolled_out_at,
-        partition,
-        offset,
-    )
-
-
-def _keep(kept: dict[int, Any], key: int, value: Any) -> None:
-    kept.setdefault(key, value)
-    if len(kept) > MAX_JOINING:
-        del kept[next(iter(kept))]
-
-
-def read_source(metadata: str) -> str:
-    """Return what a sample's metadata names as its source or task; empty for neither."""
-    if len(metadata) <= 2:
-        return ""
-    try:
-        fields = orjson.loads(metadata)
-    except orjson.JSONDecodeError:
-        return ""
-    if not isinstance(fields, dict):
-        return ""
-    for name in ("source", "data_source", "dataset", "task"):
-        if isinstance(fields.get(name), str):
-            return str(fields[name])[:64]
-    return ""
+# Giving way to a run
+BATCH_WAIT_MS, BATCH_BYTES = 1000, 1 << 20
+"""The broker answers once so many bytes are new, or after this time."""
+BATCH_IDLE_SECONDS = 1.5
+"""Longer than the broker waits: what was on the log before has then come."""
+QUICK_SECONDS = 5.0
+"""Before it fetches in batches it has read what was there, or read for so long."""
+REST_SECONDS = 0.5
+"""After less than a full turn of new records."""
+OLDER_BYTES_PER_SECOND = 32e6
+WATCHED_SECONDS = 20.0
+"""It reads for so long after a page has asked for something."""
 
 
 @dataclass(slots=True)
@@ -169,33 +97,47 @@ class ReaderStatus:
 class RunReader:
     """Reads a run's log in a thread until it is closed. Read `fold` under `lock`."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, *, gives_way: bool = False) -> None:
         """Read nothing yet.
 
         Args:
             config: The run, with the broker's address filled in.
+            gives_way: Whether to take little from the run that writes the log, and read only while
+                `keep_reading` is called at least every 20 s.
         """
         self.config, self.fold, self.table = config, RunFold(config), SampleTable()
+        self.texts = RecentTexts()
         self.status, self.lock = ReaderStatus(), threading.Lock()
+        self.on_news: Callable[[], None] = _do_nothing
+        """Called by the reading thread after each change of `status.revision`."""
+        self._gives_way = gives_way
+        self._watched, self._watched_until = threading.Event(), 0.0
         self._join = ScoreJoin(self.table, self.fold)
         self._positions: dict[TopicPartition, int] = {}
-        self._sample_ends: dict[TopicPartition, int] = {}
         self._blocks: list[range] | None = None
         self._closing = threading.Event()
         self._changed = threading.Condition(self.lock)
         self._is_silent = False
+        self._older_at = 0.0
         self._thread = threading.Thread(target=self._run, name="dashboard", daemon=True)
 
     def start(self) -> RunReader:
         """Start reading."""
+        self.keep_reading()
         self._thread.start()
         return self
 
     def close(self) -> None:
         """Stop reading."""
         self._closing.set()
+        self._watched.set()
         if self._thread.is_alive():
             self._thread.join(STOP_SECONDS)
+
+    def keep_reading(self) -> None:
+        """Read for the next 20 s at least."""
+        self._watched_until = time.monotonic() + WATCHED_SECONDS
+        self._watched.set()
 
     def wait(self, *, num_steps: int, timeout_seconds: float) -> bool:
         """Wait until all that the log has now is read, or the log can't be read; return whether
@@ -227,6 +169,7 @@ class RunReader:
             except RelaxError as error:
                 self._note_trouble(str(error))
                 self._closing.wait(RETRY_SECONDS)
+                self._wait_until_watched()
 
     def _note_trouble(self, text: str) -> None:
         if not self.status.trouble:
@@ -234,46 +177,86 @@ class RunReader:
             log.warning("dashboard.read_failed", run_id=self.config.run.id, error=text)
         with self._changed:
             self.status.trouble = text
-            self.status.revision += 1
             self._changed.notify_all()
+        self._tell()
+
+    def _tell(self) -> None:
+        self.status.revision += 1
+        self.on_news()
 
     def _follow(self, run_log: RunLog) -> None:
         self._find_starts(run_log)
-        reader = LogReader(run_log.connection, start=self._positions)
-        older, answered = self._read_older(run_log), time.monotonic()
+        began = answered = time.monotonic()
+        in_batches = False
+        reader = self._open_reader(run_log, in_batches=in_batches)
+        older = self._read_older(run_log)
         try:
             while not self._closing.is_set():
-                is_behind = self._blocks is not None and bool(self._blocks)
-                began_at = now_micros()
-                records = reader.fetch(
-                    RECORDS_A_TURN, timeout_seconds=0.01 if is_behind else IDLE_SECONDS
-                )
-                self._take(run_log, records)
-                if records or not is_behind:  # a short wait finds nothing although there is more
-                    times = (record.timestamp_ms * 1000 for record in records)
-                    oldest = min(times, default=began_at)
-                    self.status.read_until = max(self.status.read_until, oldest)
-                with self._changed:
-                    self._is_silent = not records and not is_behind
-                    self._changed.notify_all()
-                self._positions = dict(reader.positions)
-                if not records and is_behind:
+                if not self._is_watched:
+                    reader.pause()
+                    self._wait_until_watched()
+                    reader.resume()
+                num_records = self._read_new(run_log, reader, in_batches=in_batches)
+                if self._blocks and time.monotonic() >= self._older_at:
                     next(older, None)
-                    self.status.revision += 1
-                if records:
+                    self._tell()
+                if num_records:
                     answered = time.monotonic()
                 elif time.monotonic() - answered > SILENT_SECONDS:
                     reader.watermarks(run_log.plan.topic("control.policy-versions"), 0)
                     answered = time.monotonic()
                 self._end_trouble()
                 self.status.num_unreadable = run_log.unreadable.count
+                if in_batches and not self._blocks and num_records < RECORDS_A_TURN:
+                    self._closing.wait(REST_SECONDS)
+                is_read = not num_records or time.monotonic() - began > QUICK_SECONDS
+                if self._gives_way and not in_batches and is_read:
+                    in_batches = True
+                    quick, reader = reader, self._open_reader(run_log, in_batches=in_batches)
+                    quick.close()
         finally:
             reader.close()
+
+    def _open_reader(self, run_log: RunLog, *, in_batches: bool) -> LogReader:
+        return LogReader(
+            run_log.connection,
+            start=self._positions,
+            fetch_wait_ms=BATCH_WAIT_MS if in_batches else FETCH_WAIT_MS,
+            fetch_min_bytes=BATCH_BYTES if in_batches else 1,
+        )
+
+    @property
+    def _is_watched(self) -> bool:
+        return not self._gives_way or time.monotonic() < self._watched_until
+
+    def _wait_until_watched(self) -> None:
+        while not self._is_watched and not self._closing.is_set():
+            self._watched.clear()
+            if not self._is_watched and not self._closing.is_set():  # nothing came meanwhile
+                self._watched.wait()
+
+    def _read_new(self, run_log: RunLog, reader: LogReader, *, in_batches: bool) -> int:
+        """Read at most a turn of new records; return how many there were."""
+        is_behind, began_at = bool(self._blocks), now_micros()
+        idle = BATCH_IDLE_SECONDS if in_batches else IDLE_SECONDS
+        if is_behind and (in_batches or not self._gives_way):
+            idle = min(max(self._older_at - time.monotonic(), 0.01), idle)
+        records = reader.fetch(RECORDS_A_TURN, timeout_seconds=idle)
+        self._take(run_log, records)
+        if records or not is_behind:  # a short wait finds nothing although there is more
+            times = (record.timestamp_ms * 1000 for record in records)
+            oldest = min(times, default=began_at)
+            self.status.read_until = max(self.status.read_until, oldest)
+        with self._changed:
+            self._is_silent = not records and not is_behind
+            self._changed.notify_all()
+        self._positions = dict(reader.positions)
+        return len(records)
 
     def _end_trouble(self) -> None:
         if self.status.trouble:
             self.status.trouble = ""
-            self.status.revision += 1
+            self._tell()
 
     def _find_starts(self, run_log: RunLog) -> None:
         """Find the first offsets to read; a later connection continues where this one ended."""
@@ -310,13 +293,13 @@ class RunReader:
                 event = None if record.is_damaged else run_log.decode(record)
                 if event is not None and belongs_on(entity, event):
                     self._apply(event, record)
-        self.status.revision += 1
+        self._tell()
 
     def _apply(self, event: Event, record: Record) -> None:
         if isinstance(event, SampleRolledOut):
-            self._join.add_sample(
-                new_sample(event, partition=record.partition, offset=record.offset)
-            )
+            sample = new_sample(event, partition=record.partition, offset=record.offset)
+            if (row := self._join.add_sample(sample)) is not None:
+                self.texts.add(row, event)
         elif isinstance(event, SampleScored):
             self._join.add_score(NewScore.of(event))
         else:
@@ -327,7 +310,7 @@ class RunReader:
                 self.table.newest_version = max(self.table.newest_version, event.policy_version)
 
     def _read_older(self, run_log: RunLog) -> Iterator[None]:
-        """Read the samples of the older versions; yield after some records.
+        """Read the samples of the older versions; yield after some records or bytes.
 
         A block is added once it is read completely, so one that fails half-way is read again.
         """
@@ -335,6 +318,7 @@ class RunReader:
             block = self._blocks[0]
             scores: list[NewScore] = []
             samples: list[NewSample] = []
+            num_records, num_bytes = 0, 0
             for event, record in self._read_block(run_log, block):
                 if isinstance(event, SampleScored):
                     scores.append(NewScore.of(event))
@@ -342,8 +326,12 @@ class RunReader:
                     samples.append(
                         new_sample(event, partition=record.partition, offset=record.offset)
                     )
-                if (len(scores) + len(samples)) % RECORDS_A_TURN == 0:
+                num_records, num_bytes = num_records + 1, num_bytes + len(record.value or b"")
+                if num_records == RECORDS_A_TURN or num_bytes > BATCH_BYTES:
+                    self._rest_after(num_bytes)
+                    num_records, num_bytes = 0, 0
                     yield
+            self._rest_after(num_bytes)
             with self.lock:
                 for sample in samples:
                     self._join.add_sample(sample)
@@ -354,11 +342,20 @@ class RunReader:
             self.status.is_caught_up = not self._blocks
             yield
 
+    def _rest_after(self, num_bytes: int) -> None:
+        """Set the time of the next turn of older samples."""
+        if self._gives_way:
+            self._older_at = time.monotonic() + num_bytes / OLDER_BYTES_PER_SECOND
+
     def _read_block(self, run_log: RunLog, block: range) -> Iterator[tuple[Event | None, Record]]:
         for entity in ("rollout.samples", "reward.scores"):
             if run_log.plan.topic(entity) in run_log.topics:
                 for record in run_log.records(run_log.offset_ranges(entity, block)):
                     yield (None if record.is_damaged else run_log.decode(record)), record
+
+
+def _do_nothing() -> None:
+    """Ignore the news."""
 
 
 def _learn(run_log: RunLog, record: Record) -> None:

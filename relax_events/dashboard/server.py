@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from typing import Any
 
@@ -16,6 +17,7 @@ from relax_events.http.server import (
 
 HOST = "127.0.0.1"
 SHUTDOWN_SECONDS = 2
+LOWEST_PRIORITY = 19
 
 
 def open_port(port: int) -> socket.socket:
@@ -32,6 +34,11 @@ def open_port(port: int) -> socket.socket:
     return listener
 
 
+def give_way() -> None:
+    """Give this thread, and those that it starts later, the lowest priority."""
+    os.setpriority(os.PRIO_PROCESS, 0, LOWEST_PRIORITY)
+
+
 def build_server(registry: RunRegistry) -> Any:
     """Return uvicorn's server of the page; `run(sockets=[listener])` serves until its end."""
     import uvicorn
@@ -46,4 +53,4 @@ def build_server(registry: RunRegistry) -> Any:
     return uvicorn.Server(settings)
 
 
-__all__ = ["HOST", "build_server", "build_url", "open_port"]
+__all__ = ["HOST", "build_server", "build_url", "give_way", "open_port"]

@@ -16,6 +16,7 @@ from relax_events.dashboard.sample_columns import (
     FINISH_REASONS,
     INDEX_BITS,
     OUTCOMES,
+    SampleQuery,
     SampleTable,
 )
 from relax_events.events.parts import FinishReason, WorkerState, now_micros
@@ -79,8 +80,11 @@ def build_summary(reader: RunReader) -> dict[str, Any]:
             "remaining_seconds": progress.remaining_seconds,
             "num_samples": len(reader.table),
             "outcomes": dict(state.outcomes),
-            "reader": asdict(reader.status),
-            "now": now // 1000,
+            "reader": {
+                name: value
+                for name, value in asdict(reader.status).items()
+                if name != "read_until"  # moves on without news
+            },
         }
 
 
@@ -313,6 +317,17 @@ def build_tails(reader: RunReader) -> dict[str, Any]:
                 },
             }
     return {"workers": tails}
+
+
+def build_samples(table: SampleTable, query: SampleQuery) -> dict[str, Any]:
+    """Return a page of the sample list."""
+    page = table.select(query)
+    return {
+        "rows": table.describe(page.rows),
+        "num_matching": page.num_matching,
+        "num_samples": len(table),
+        "choices": build_choices(table),
+    }
 
 
 def build_choices(table: SampleTable) -> dict[str, list[str]]:

@@ -40,6 +40,7 @@ class LogReader(BaseConsumer):
         consumer_group: str = "",
         start: Mapping[TopicPartition, int] | None = None,
         fetch_wait_ms: int = 100,
+        fetch_min_bytes: int = 1,
     ) -> None:
         """Create the consumer.
 
@@ -47,8 +48,10 @@ class LogReader(BaseConsumer):
             connection: How to reach the broker.
             consumer_group: The consumer group whose offsets it may commit.
             start: Start offsets, as for `assign`.
-            fetch_wait_ms: How long the broker may delay a fetch response when no records are
-                available. A reader that is reassigned first waits for its last response.
+            fetch_wait_ms: How long the broker may delay a fetch response when fewer bytes than
+                `fetch_min_bytes` are available. A reader that is reassigned first waits for its
+                last response.
+            fetch_min_bytes: More than one byte makes fewer, larger responses of many small ones.
         """
         name = (
             consumer_group or f"relax.{connection.client_id}.reader"
@@ -56,7 +59,8 @@ class LogReader(BaseConsumer):
         settings = connection.lasting_settings(
             group_id=name,
             enable_partition_eof=True,
-            **build_reader_settings() | {"fetch_wait_max_ms": fetch_wait_ms},
+            **build_reader_settings()
+            | {"fetch_wait_max_ms": fetch_wait_ms, "fetch_min_bytes": fetch_min_bytes},
         )
         super().__init__(Consumer(settings), connection)
         self._checked_topics: set[str] = set()
@@ -89,6 +93,14 @@ class LogReader(BaseConsumer):
                 for (topic, partition), offset in start.items()
             ]
         )
+
+    def pause(self) -> None:
+        """Request no more records until `resume`, and forget those that are prefetched."""
+        self._consumer.pause(self._consumer.assignment())
+
+    def resume(self) -> None:
+        """Read on behind the last record that was fetched."""
+        self._consumer.resume(self._consumer.assignment())
 
     def read_at(
         self, topic: str, positions: Collection[tuple[int, int]]

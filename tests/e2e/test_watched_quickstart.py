@@ -1,30 +1,38 @@
-"""The quickstart is watched in a browser from its first minute until it is interrupted: the address
-comes from the output of `relax run`, and every page is filled while the run is running.
+"""The quickstart is watched in a browser from its first minute until it has ended: the address comes from
+the output of `relax run`, every page is filled while the run is running, and the open page says at
+last that it has ended.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
-from command_line import report_of
+from command_line import call_relax, report_of
 
+from tests.axe import fetch_axe, find_violations
 from tests.chromium import Chromium, find_chromium
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 ADDRESS = re.compile(r"http://127\.0\.0\.1:\d+/\?run=\S+")
+ROW = "document.querySelector('tbody a[data-focus^=row-]')"
 SHOWS = {
     "alarms": "document.querySelector('main h1')",
     "overview": "document.querySelectorAll('[data-plot] canvas').length >= 6",
     "timeline": "document.querySelectorAll('main svg rect').length > 20",
     "lag": "document.querySelectorAll('tbody tr').length >= 3",
-    "samples": "document.querySelectorAll('tbody tr').length >= 20",
+    "samples": f"document.querySelectorAll('tbody tr').length >= 20 && {ROW}",
+    "samples&row=0": "document.querySelectorAll('main table').length >= 1",
     "lineage": "document.querySelectorAll('main dl dt, main tbody tr').length > 3",
     "deadletters": "document.querySelector('main')",
     "fleet": "document.querySelector('main').innerText.includes('rollout-0')",
@@ -32,9 +40,39 @@ SHOWS = {
     "tails": "document.querySelector('main').innerText.includes('rollout-0')",
     "runs": "document.querySelectorAll('tbody tr').length >= 1",
 }
-INTERRUPTED = 130
+LOOKS = list(product((1400, 400), ("light", "dark"), ("en", "zh")))
 FOLDER_OF_IMAGES = "RELAX_TEST_PHOTOGRAPHS"
-"""Names the folder where photographs of the pages are kept; none are kept without it."""
+"""Names the folder where photographs of the pages are kept; else they go to the test's own."""
+PNG_WIDTH = slice(16, 20)
+needs_chromium = pytest.mark.skipif(not find_chromium(), reason="no Chromium is installed")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A running quickstart."""
+
+    run_id: str
+    address: str
+    process: subprocess.Popen[bytes]
+    output: Path
+
+
+@contextmanager
+def quickstart(bootstrap_servers: str, run_id: str, folder: Path, *settings: str) -> Iterator[Run]:
+    """Run the quickstart during the block; it is killed if it did not end by itself."""
+    output = folder / "output.txt"
+    command = [sys.executable, "-m", "relax_events.cli", "run", str(QUICKSTART), f"run.id={run_id}"]
+    command += [f"broker.bootstrap_servers={bootstrap_servers}", f"model.path={folder / 'model'}"]
+    environment = {name: value for name, value in os.environ.items() if name[:6] != "RELAX_"}
+    with output.open("wb") as sink:
+        process = subprocess.Popen(
+            [*command, *settings], cwd=folder, stdout=sink, stderr=sink, env=environment
+        )
+    try:
+        yield Run(run_id, address_of(output, process), process, output)
+    finally:
+        process.kill()
+        process.wait()
 
 
 def address_of(output: Path, process: subprocess.Popen[bytes]) -> str:
@@ -47,56 +85,115 @@ def address_of(output: Path, process: subprocess.Popen[bytes]) -> str:
     return found.group()
 
 
-def photograph(browser: Chromium, name: str) -> None:
-    """Keep what the page looks like, where a folder is named."""
-    if folder := os.environ.get(FOLDER_OF_IMAGES):
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        browser.photograph(Path(folder) / f"{name}.png", whole=False)
+def wait_for_step(browser: Chromium, step: int) -> None:
+    """Wait until the head of the page shows this train step, or a later one."""
+    shown = "Number(document.getElementById('step')?.innerText.split('/')[0].replace(/\\D/g, ''))"
+    browser.wait_for(f"{shown} >= {step}", seconds=600)
 
 
-def look_at_every_page(browser: Chromium, address: str, name: str) -> None:
-    """Open every page, and wait until it shows the run."""
-    for page, shows in SHOWS.items():
-        browser.open(f"{address}&page={page}")
-        browser.wait_for(f"document.getElementById('main')?.dataset.page === '{page}' && ({shows})")
-        assert not browser.run("!!document.querySelector('main .banner.bad')"), page
-        photograph(browser, f"{name}-{page}")
+def photograph(browser: Chromium, folder: Path, name: str, width: int) -> None:
+    """Keep what the page looks like."""
+    chosen = Path(os.environ.get(FOLDER_OF_IMAGES) or folder / "photographs")
+    chosen.mkdir(parents=True, exist_ok=True)
+    path = chosen / f"{name}.png"
+    browser.photograph(path, whole=False)
+    assert int.from_bytes(path.read_bytes()[PNG_WIDTH]) == width
 
 
-@pytest.mark.skipif(not find_chromium(), reason="no Chromium is installed")
-@pytest.mark.long
-@pytest.mark.timeout(1800)
-def test_quickstart_is_watched_until_it_is_interrupted(
+def show(browser: Chromium, address: str, page: str) -> None:
+    """Open a page, and wait until it shows the run."""
+    browser.open(f"{address}&page={page}")
+    name = page.partition("&")[0]
+    browser.wait_for(
+        f"document.getElementById('main')?.dataset.page === '{name}' && ({SHOWS[page]})"
+    )
+    assert not browser.run("!!document.querySelector('main .banner.bad')"), page
+
+
+def find_wrong(browser: Chromium, language: str, theme: str) -> list[str]:
+    """Return what is wrong with how the shown page looks."""
+    found = []
+    if browser.run("document.documentElement.scrollWidth > innerWidth"):
+        found.append("wider than the window")
+    if browser.run("document.documentElement.lang") != language:
+        found.append("another language")
+    background = browser.run("getComputedStyle(document.body).backgroundColor")
+    if (sum(map(int, re.findall(r"\d+", background)[:3])) < 3 * 128) != (theme == "dark"):
+        found.append(f"background {background}")
+    return found
+
+
+def requests_elsewhere(browser: Chromium, address: str) -> list[str]:
+    """Return the requests of the browser that went to another server."""
+    server = address.partition("/?")[0]
+    asked = [one for one in browser.requests if one.startswith(("http", "ws"))]
+    assert asked
+    return [one for one in asked if not one.startswith(f"{server}/")]
+
+
+def wait_for_end(browser: Chromium, run: Run, *, word: str = "ended") -> Any:
+    """Wait until the open page says that the run has ended, and then that its server has too."""
+    browser.wait_for(f"document.getElementById('status')?.innerText === '{word}'", seconds=300)
+    browser.wait_for("document.getElementById('server-gone')", seconds=300)
+    assert browser.run(f"document.getElementById('status').innerText === '{word}'")
+    assert not browser.run("!!document.querySelector('main .banner.bad')")
+    return run.process.wait(300)
+
+
+@needs_chromium
+@pytest.mark.timeout(600)
+def test_open_page_follows_a_short_quickstart_to_its_end(
     bootstrap_servers: str, run_id: str, tmp_path: Path
 ) -> None:
-    output = tmp_path / "output.txt"
-    command = [sys.executable, "-m", "relax_events.cli", "run", str(QUICKSTART), f"run.id={run_id}"]
-    command += [f"broker.bootstrap_servers={bootstrap_servers}", f"model.path={tmp_path / 'model'}"]
-    command += ["run.num_steps=100000"]  # so that no machine is too slow to look at every page
-    environment = {name: value for name, value in os.environ.items() if name[:6] != "RELAX_"}
-    with output.open("wb") as sink:
-        process = subprocess.Popen(command, cwd=tmp_path, stdout=sink, stderr=sink, env=environment)
-    try:
-        address = address_of(output, process)
-        with Chromium(timeout_seconds=120) as browser:
-            browser.resize(1400)
-            browser.open(f"{address}&page=overview")
-            browser.wait_for("document.getElementById('status')?.innerText === 'running'")
-            step = "Number(document.getElementById('step')?.innerText.split('/')[0])"
-            browser.wait_for(f"{step} >= 5", seconds=600)
-            look_at_every_page(browser, address, "running-light-en")
-            browser.resize(400, dark=True)
-            look_at_every_page(browser, f"{address}&lang=zh", "running-dark-zh")
-            assert browser.run("document.documentElement.scrollWidth <= innerWidth")
-            server = address.partition("/?")[0]
-            asked = [one for one in browser.requests if one.startswith(("http", "ws"))]
-            assert [one for one in asked if not one.startswith(server)] == []
-            assert browser.problems == []
-            process.send_signal(signal.SIGINT)
-        assert process.wait(600) == INTERRUPTED, output.read_text()
-    finally:
-        process.kill()
-        process.wait()
+    with (
+        quickstart(bootstrap_servers, run_id, tmp_path, "run.num_steps=12") as run,
+        Chromium(timeout_seconds=120) as browser,
+    ):
+        browser.resize(1400)
+        show(browser, run.address, "samples")
+        assert wait_for_end(browser, run) == 0, run.output.read_text()
+        assert browser.run("document.getElementById('step').innerText") == "12/12"
+        assert browser.run("document.querySelectorAll('tbody tr').length") == 50
+        assert requests_elsewhere(browser, run.address) == []
+    assert report_of(tmp_path, run_id)["steps"] == 12
+
+
+@needs_chromium
+@pytest.mark.long
+@pytest.mark.timeout(3000)
+def test_every_page_of_a_running_quickstart_in_every_look(
+    bootstrap_servers: str, run_id: str, tmp_path: Path
+) -> None:
+    axe = fetch_axe(tmp_path)
+    # so that no machine is too slow to look at every page
+    with (
+        quickstart(bootstrap_servers, run_id, tmp_path, "run.num_steps=100000") as run,
+        Chromium(timeout_seconds=120) as browser,
+    ):
+        browser.resize(1400)
+        browser.open(f"{run.address}&page=overview")
+        browser.wait_for("document.getElementById('status')?.innerText === 'running'")
+        wait_for_step(browser, 5)
+        wrong = []
+        for (width, theme, language), page in product(LOOKS, SHOWS):
+            browser.resize(width, dark=theme == "dark")
+            show(browser, f"{run.address}&lang={language}", page)
+            look = f"{page.replace('&', '-')}-{width}-{theme}-{language}"
+            found = find_wrong(browser, language, theme) + find_violations(browser, axe)
+            wrong += [f"{look}: {one}" for one in found]
+            photograph(browser, tmp_path, look, width)
+        assert wrong == []
+        assert run.process.poll() is None, run.output.read_text()
+        stopped = call_relax(
+            *("runs", "stop", run_id, "--bootstrap-servers", bootstrap_servers),
+            cwd=tmp_path,
+            timeout_seconds=300,
+        )
+        assert stopped.code == 0, stopped.err
+        assert wait_for_end(browser, run, word="已结束") == 1, run.output.read_text()
+        assert requests_elsewhere(browser, run.address) == []
+        gone = [one for one in browser.problems if "ERR_" not in one]
+        assert gone == [], "when its server has ended, calls of the page fail"
     report = report_of(tmp_path, run_id)
     assert report["steps"] >= 5
     assert report["ledger_problems"] == []

@@ -58,6 +58,7 @@ def test_open_page_continues_after_the_broker_was_killed_and_started_again(tmp_p
                 write_group(run, 1)
                 browser.wait_for("!document.getElementById('trouble')")
                 browser.wait_for("document.getElementById('num-samples')?.innerText === '4'")
+                browser.wait_for("document.querySelectorAll('tbody tr').length === 4")
                 assert browser.run("window.opened") == "once", "the page was not loaded again"
                 unexpected = [one for one in browser.problems if " 503 " not in one]
                 assert unexpected == [], "texts can't be read while the broker is down"

@@ -13,8 +13,9 @@ from relax_events.dashboard.alarms import find_alarms
 from relax_events.dashboard.app import parse_query
 from relax_events.dashboard.details import rounds
 from relax_events.dashboard.run_fold import RunFold
-from relax_events.dashboard.run_reader import ReaderStatus, read_source
+from relax_events.dashboard.run_reader import ReaderStatus
 from relax_events.dashboard.sample_columns import NewSample, SampleTable, encode_group
+from relax_events.dashboard.score_join import read_source
 from relax_events.dashboard.views import group_curves, run_status, thin
 from relax_events.errors import ConfigError
 from relax_events.events.parts import Command, Outcome

@@ -10,6 +10,22 @@ export class ApiError extends Error {
   }
 }
 
+const MAX_KEPT = 20;
+const kept = new Map();
+
+// Asks only for what changed: the server answers with a tag, and with 304 while the answer is the same.
+async function getTagged(path) {
+  const known = kept.get(path);
+  const response = await fetch(path, known && { headers: { "If-None-Match": known.tag } });
+  if (known && response.status === 304) return known.body;
+  const body = await answer(response);
+  const tag = response.headers.get("ETag");
+  kept.delete(path);
+  if (tag) kept.set(path, { tag, body });
+  if (kept.size > MAX_KEPT) kept.delete(kept.keys().next().value);
+  return body;
+}
+
 async function answer(response) {
   const body = await response.json().catch(() => ({}));
   if (!response.ok) throw new ApiError(response.status, body.error || body.message || response.statusText);
@@ -20,7 +36,7 @@ export async function get(path, parameters = {}) {
   const given = Object.entries(parameters).filter(([, value]) => value !== "" && value !== undefined && value !== null);
   if (snapshot) return answerOfFile(path, Object.fromEntries(given));
   const text = new URLSearchParams(given).toString();
-  return answer(await fetch(`/api/${path}${text ? `?${text}` : ""}`));
+  return getTagged(`/api/${path}${text ? `?${text}` : ""}`);
 }
 
 function answerOfFile(path, given) {

@@ -23,15 +23,21 @@ import * as timeline from "./pages/timeline.js";
 const LIVE = { alarms, overview, timeline, lag, samples, lineage, deadletters, fleet, config, tails };
 const PAGES = snapshot ? { result, ...LIVE } : { ...LIVE, runs };
 const HOME = snapshot ? "result" : "alarms";
-const MIN_MILLIS = 1500;
+// A page asks again after two seconds at the earliest, and after ten times as long as it waited: it can
+// take a small share of its server's time only.
+const MIN_MILLIS = 2000;
+const REST_OF_TIME = 10;
 const main = document.getElementById("main");
 let summary = null;
 let stream = null;
 let streamed = "";
 let drawnAt = 0;
+let pause = MIN_MILLIS;
+let due = 0;
 let drawing = false;
 let again = false;
 let isServerGone = false;
+let shown = null;
 let numAlarms = 0;
 let known = [];
 
@@ -102,12 +108,18 @@ function currentPage() {
 function banners() {
   const found = [];
   if (snapshot) found.push(h("div", { class: "banner", id: "written" }, t("snapshot", { at: time(snapshot.written_at), count: number(snapshot.samples.rows.length), all: number(snapshot.samples.num_samples) })));
-  if (isServerGone) found.push(h("div", { class: "banner bad", role: "alert" }, t("server_gone")));
+  const isOver = summary?.status === "ended";
+  if (isServerGone) found.push(h("div", { class: isOver ? "banner" : "banner bad", role: "alert", id: "server-gone" }, t(isOver ? "server_gone_at_end" : "server_gone")));
   const reader = summary?.reader;
   if (reader?.trouble) found.push(h("div", { class: "banner bad", id: "trouble" }, t("reader_trouble", { since: time(reader.trouble_since * 1000), why: reader.trouble })));
   if (reader && !reader.is_caught_up && reader.num_old_versions_left > 0) found.push(h("div", { class: "banner" }, t("reading_older", { left: reader.num_old_versions_left, all: reader.num_old_versions })));
   if (reader?.num_unreadable) found.push(h("div", { class: "banner" }, t("unreadable", { count: reader.num_unreadable })));
   return found;
+}
+
+// What the page shows stays, for example when its server is gone.
+function drawBanners() {
+  replace(main, banners(), [...main.childNodes].filter((node) => !node.classList?.contains("banner")));
 }
 
 async function draw() {
@@ -126,14 +138,17 @@ async function draw() {
   drawNav();
   try {
     const content = await PAGES[page].draw({ run: query().run, query: query(), summary, runs: known });
+    pause = Math.max(MIN_MILLIS, REST_OF_TIME * (Date.now() - drawnAt));
     isServerGone = false;
     if (place() === at) {
       replace(main, banners(), h("h1", {}, t(page)), content);
       main.dataset.page = page;
+      shown = at;
     }
   } catch (error) {
     if (!(error.status > 0)) isServerGone = true;
-    if (place() === at) replace(main, banners(), h("h1", {}, t(page)), error.status ? h("div", { class: "banner bad", role: "alert" }, error.message) : h("p", {}, error.name === "TypeError" ? "" : String(error)));
+    if (place() === at && shown === at && !error.status) drawBanners();
+    else if (place() === at) replace(main, banners(), h("h1", {}, t(page)), error.status ? h("div", { class: "banner bad", role: "alert" }, error.message) : h("p", {}, error.name === "TypeError" ? "" : String(error)));
     if (!error.status && error.name !== "TypeError") console.error(error);
   }
   drawing = false;
@@ -143,14 +158,20 @@ async function draw() {
   }
 }
 
-// News redraws the page, but neither a form that is being filled in nor a page that is not seen.
-function refresh() {
-  if (document.hidden || Date.now() - drawnAt < MIN_MILLIS) return;
+function isInUse() {
   const active = document.activeElement;
-  if (main.contains(active) && ["INPUT", "SELECT", "TEXTAREA"].includes(active.tagName)) return;
-  if (!getSelection().isCollapsed && main.contains(getSelection().anchorNode)) return;
-  if (PAGES[currentPage()].isStill?.(query())) return;
-  draw();
+  if (main.contains(active) && ["INPUT", "SELECT", "TEXTAREA"].includes(active.tagName)) return true;
+  return !getSelection().isCollapsed && main.contains(getSelection().anchorNode);
+}
+
+// News redraws the page, the last one too: later where it was just drawn, or a form is being filled in;
+// not where it is not seen, or stands still.
+function refresh() {
+  clearTimeout(due);
+  if (document.hidden || PAGES[currentPage()].isStill?.(query())) return;
+  const wait = drawnAt + pause - Date.now();
+  if (drawing || wait > 0 || isInUse()) due = setTimeout(refresh, Math.max(wait, 500));
+  else draw();
 }
 
 async function countAlarms() {
@@ -166,8 +187,8 @@ async function countAlarms() {
 function follow(run) {
   if (streamed === run) return;
   stream?.close();
+  if (summary?.run_id !== run) summary = snapshot && snapshot.summary;
   streamed = run;
-  summary = snapshot && snapshot.summary;
   if (snapshot) return;
   stream = new EventSource(`/api/runs/${encodeURIComponent(run)}/events`);
   stream.addEventListener("news", (event) => {
@@ -177,24 +198,24 @@ function follow(run) {
     isServerGone = false;
     drawHead();
     if (before && before.status !== summary.status) document.getElementById("news").textContent = t("news", { step: summary.step, status: t(`status_${summary.status}`) });
-    if (first || before.reader.is_caught_up !== summary.reader.is_caught_up || before.reader.trouble !== summary.reader.trouble) draw();
+    if (first || before.status !== summary.status || before.reader.is_caught_up !== summary.reader.is_caught_up || before.reader.trouble !== summary.reader.trouble) draw();
     else refresh();
   });
   stream.addEventListener("error", () => {
     if (!isServerGone) {
       isServerGone = true;
-      replace(main, banners(), [...main.childNodes].filter((node) => !node.classList?.contains("banner")));
+      drawBanners();
     }
     if (stream.readyState === EventSource.CLOSED) {
       streamed = "";
-      setTimeout(() => query().run && follow(query().run), 3000);
+      setTimeout(() => !document.hidden && query().run && follow(query().run), 3000);
     }
   });
 }
 
 async function moved({ fresh = false } = {}) {
   if (fresh) forgetPlots();
-  if (query().run) follow(query().run);
+  if (query().run && !document.hidden) follow(query().run);
   await draw();
 }
 
@@ -215,7 +236,13 @@ document.addEventListener("click", (event) => {
     if (!link.dataset.stay) scrollTo(0, 0);
   });
 });
-document.addEventListener("visibilitychange", () => !document.hidden && draw());
+document.addEventListener("visibilitychange", () => {
+  if (snapshot) return;
+  if (document.hidden) {
+    stream?.close(); // a page that is not seen costs nothing
+    streamed = "";
+  } else moved();
+});
 
 async function listRuns() {
   try {
@@ -241,7 +268,7 @@ async function begin() {
   countAlarms();
   if (snapshot) return;
   setInterval(countAlarms, 5000);
-  setInterval(listRuns, 15000);
+  setInterval(() => document.hidden || listRuns(), 30000);
 }
 
 begin();

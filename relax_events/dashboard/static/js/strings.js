@@ -72,6 +72,7 @@ const TABLE = {
   loading: ["Reading the log …", "正在读取日志……"],
   reading_older: ["Older samples are being read: {left} of {all} versions left. The newest are there already.", "正在读取较早的样本：还剩 {left}/{all} 个版本。最新的样本已可查看。"],
   reader_trouble: ["The broker does not answer, so this page stands still since {since}; it continues by itself. {why}", "代理没有应答，页面自 {since} 起停止更新，恢复后会自动继续。{why}"],
+  server_gone_at_end: ["The run has ended, and its page's server with it. What is shown stays. report.html in the run's folder holds the whole page; relax dashboard serves it again.", "运行已结束，看板服务随之停止，当前内容仍可查看。运行目录中的 report.html 保存了整个页面；也可用 relax dashboard 重新打开。"],
   server_gone: ["The dashboard's server does not answer; the page continues once it runs again.", "看板服务没有应答，恢复后页面会自动继续。"],
   unreadable: ["{count} records could not be read.", "有 {count} 条记录无法读取。"],
   nothing: ["Nothing here.", "没有内容。"],
