@@ -43,7 +43,7 @@ def list_alarms(reader: RunReader, dead_letters: Sequence[dict[str, Any]]) -> li
         reader: Of the run.
         dead_letters: Of the run.
     """
-    groups = group_curves(reader.table)
+    groups = reader.remember("groups", lambda: group_curves(reader.table))
     unresolved = [found for found in dead_letters if not found["resolution"]]
     with reader.lock:
         found = find_alarms(

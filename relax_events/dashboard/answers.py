@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Generic, TypeVar
 
 import orjson
 
+Value = TypeVar("Value")
 MAX_ANSWERS = 64
+REST_OF_TIME = 20.0
+"""How many times as long as it read something the server then reads it not."""
 CLOCK_SECONDS = 5.0
 """Kept so long at most: an answer depends on the time too, for example by a heartbeat's age."""
 
@@ -79,6 +84,46 @@ class Answers:
             if len(self._slots) > MAX_ANSWERS:
                 self._slots.popitem(last=False)
             return slot
+
+
+class Remembered(Generic[Value]):
+    """A value that is read from the broker at most once in a while, and the longer reading takes,
+    the more rarely. Threads that ask at once wait for one of them.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], Value],
+        *,
+        seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Read nothing yet.
+
+        Args:
+            read: Reads the value.
+            seconds: How old the value may be at least.
+            clock: Returns seconds.
+        """
+        self._read, self._seconds, self._clock = read, seconds, clock
+        self._lock = threading.Lock()
+        self._value: Value | None = None
+        self._read_until = -math.inf
+
+    def get(self) -> Value:
+        """Return the value, read again when it is too old; raises as reading does."""
+        with self._lock:
+            began = self._clock()
+            if self._value is None or began > self._read_until:
+                self._value = self._read()
+                ended = self._clock()
+                self._read_until = ended + max(self._seconds, REST_OF_TIME * (ended - began))
+            return self._value
+
+    def forget(self) -> None:
+        """Read the value at the next call."""
+        with self._lock:
+            self._value = None
 
 
 class Bell:

@@ -132,7 +132,7 @@ def _run_routes(registry: RunRegistry) -> APIRouter:
     def alarms(request: Request, run_id: str) -> Response:
         run = registry.open(run_id)
         return _shared(
-            request, run, lambda: {"alarms": list_alarms(run.reader, run.dead_letters())}
+            request, run, lambda: {"alarms": list_alarms(run.reader, run.dead_letters.get())}
         )
 
     @routes.get("/runs/{run_id}/overview")
@@ -293,11 +293,11 @@ def _detail_routes(registry: RunRegistry) -> APIRouter:
 
     @routes.get("/lag")
     def lag(run_id: str) -> Response:
-        return _json({"rows": registry.open(run_id).lag.read()})
+        return _json({"rows": registry.open(run_id).lag.get()})
 
     @routes.get("/dead-letters")
     def dead_letters(run_id: str) -> Response:
-        return _json({"rows": registry.open(run_id).dead_letters(at_most_old=2.0)})
+        return _json({"rows": registry.open(run_id).dead_letters.get()})
 
     @routes.get("/dead-letters/{name}")
     def dead_letter(run_id: str, name: str) -> Response:
@@ -328,7 +328,10 @@ def _action_routes(registry: RunRegistry) -> APIRouter:
     ) -> Response:
         run = registry.open(run_id)
         actions.require_token(run.config, authorization)
-        return _json(actions.resolve_dead_letters(run.config, action))
+        try:
+            return _json(actions.resolve_dead_letters(run.config, action))
+        finally:
+            run.dead_letters.forget()
 
     return routes
 

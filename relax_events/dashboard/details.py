@@ -253,18 +253,10 @@ def show_dead_letter(config: RunConfig, name: str) -> dict[str, Any]:
     }
 
 
-class LagReader:
-    """Reads the lag of all roles, at most once in a while: it asks the broker for many offsets."""
-
-    def __init__(self, config: RunConfig, *, seconds: float = 2.0) -> None:
-        self._config, self._seconds = config, seconds
-        self._read_at, self._rows = 0.0, list[dict[str, Any]]()
-
-    def read(self) -> list[dict[str, Any]]:
-        """Return a row for each role and slot, with the age of the oldest unread record."""
-        if time.monotonic() - self._read_at > self._seconds:
-            with closing(open_admin(self._config, name="dashboard-lag")) as admin:
-                rows = read_partition_lag(self._config, admin)
-            self._rows = [asdict(row) for row in sum_by_slot(rows, now_ms=int(time.time() * 1e3))]
-            self._read_at = time.monotonic()
-        return self._rows
+def read_lag(config: RunConfig) -> list[dict[str, Any]]:
+    """Return a row for each role and slot, with the age of the oldest unread record. It asks the
+    broker for many offsets.
+    """
+    with closing(open_admin(config, name="dashboard-lag")) as admin:
+        rows = read_partition_lag(config, admin)
+    return [asdict(row) for row in sum_by_slot(rows, now_ms=int(time.time() * 1e3))]

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from relax_events.config import RunConfig
-from relax_events.dashboard.answers import Answers, Bell
-from relax_events.dashboard.details import LagReader, list_dead_letters
+from relax_events.dashboard.answers import Answers, Bell, Remembered
+from relax_events.dashboard.details import list_dead_letters, read_lag
 from relax_events.dashboard.run_reader import RunReader
 from relax_events.errors import ConfigError
 from relax_events.history.cluster import Cluster
@@ -20,6 +20,7 @@ from relax_events.runtime.run_description import SHAPE_KEYS
 MAX_OPEN = 4
 LIST_SECONDS = 3.0
 DEAD_LETTER_SECONDS = 10.0
+LAG_SECONDS = 5.0
 
 
 class OpenRun:
@@ -31,24 +32,16 @@ class OpenRun:
         self.reader.on_news = self.bell.ring
         self.reader.start()
         self.answers = Answers(lambda: self.reader.status.revision)
-        self.lag = LagReader(config)
+        self.lag = Remembered(lambda: read_lag(config), seconds=LAG_SECONDS)
+        self.dead_letters = Remembered(
+            lambda: list_dead_letters(config), seconds=DEAD_LETTER_SECONDS
+        )
         self.used_at = time.monotonic()
-        self._lock = threading.Lock()
-        self._letters: list[dict[str, Any]] = []
-        self._letters_at = -DEAD_LETTER_SECONDS
 
     def keep_open(self) -> None:
         """Note that a page shows the run: its reader reads on."""
         self.used_at = time.monotonic()
         self.reader.keep_reading()
-
-    def dead_letters(self, *, at_most_old: float = DEAD_LETTER_SECONDS) -> list[dict[str, Any]]:
-        """Return the dead letters, read again when they are older than so many seconds."""
-        with self._lock:
-            if time.monotonic() - self._letters_at > at_most_old:
-                self._letters = list_dead_letters(self.config)
-                self._letters_at = time.monotonic()
-            return self._letters
 
 
 class RunRegistry:
@@ -68,8 +61,7 @@ class RunRegistry:
         self._lister = RunLister(self._connection)
         self._open: dict[str, OpenRun] = {}
         self._lock = threading.Lock()
-        self._listed: list[dict[str, Any]] = []
-        self._listed_at = -LIST_SECONDS
+        self._listed = Remembered(self._list_runs, seconds=LIST_SECONDS)
 
     @property
     def first_run(self) -> str:
@@ -83,13 +75,11 @@ class RunRegistry:
 
     def list_runs(self) -> list[dict[str, Any]]:
         """Return the runs of the cluster, the newest first."""
-        with self._lock:
-            if time.monotonic() - self._listed_at > LIST_SECONDS:
-                found = self._lister.read().values()
-                ordered = sorted(found, key=lambda run: run.started_at, reverse=True)
-                self._listed = [_row(run) for run in ordered]
-                self._listed_at = time.monotonic()
-            return self._listed
+        return self._listed.get()
+
+    def _list_runs(self) -> list[dict[str, Any]]:
+        found = self._lister.read().values()
+        return [_row(run) for run in sorted(found, key=lambda run: run.started_at, reverse=True)]
 
     def open(self, run_id: str) -> OpenRun:
         """Return an open run.

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import structlog
 
@@ -42,6 +43,7 @@ from relax_events.projections.run_state import RUN_STATE_TOPICS
 from relax_events.topics.plan import METRICS, belongs_on
 
 log = structlog.get_logger()
+Value = TypeVar("Value")
 SCHEMAS = "control.schemas"
 CONTROL_TOPICS = (
     SCHEMAS,
@@ -119,6 +121,7 @@ class RunReader:
         self._changed = threading.Condition(self.lock)
         self._is_silent = False
         self._older_at = 0.0
+        self._kept: dict[str, tuple[int, Any]] = {}
         self._thread = threading.Thread(target=self._run, name="dashboard", daemon=True)
 
     def start(self) -> RunReader:
@@ -138,6 +141,15 @@ class RunReader:
         """Read for the next 20 s at least."""
         self._watched_until = time.monotonic() + WATCHED_SECONDS
         self._watched.set()
+
+    def remember(self, name: str, compute: Callable[[], Value]) -> Value:
+        """Return what a call computes from the state, computed once for each state."""
+        revision = self.status.revision
+        kept = self._kept.get(name)
+        if kept is None or kept[0] != revision:
+            kept = self._kept[name] = revision, compute()
+        found: Value = kept[1]
+        return found
 
     def wait(self, *, num_steps: int, timeout_seconds: float) -> bool:
         """Wait until all that the log has now is read, or the log can't be read; return whether

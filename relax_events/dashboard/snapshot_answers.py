@@ -60,7 +60,7 @@ def collect_answers(
             str(seconds): views.build_timeline(reader, seconds=seconds) for seconds in WINDOWS
         },
         "tails": views.build_tails(reader),
-        "lag": {"rows": _attempt(details.LagReader(config).read, otherwise=[])},
+        "lag": {"rows": _attempt(details.read_lag, config, otherwise=[])},
         "config": {"config": report["config"], "other": {}},
         "dead-letters": {"rows": dead_letters[:MAX_DEAD_LETTERS]},
         "dead_letters": {

@@ -116,7 +116,7 @@ def build_overview(reader: RunReader) -> dict[str, Any]:
                 for found in fold.evaluations
             ],
         }
-    return document | {"groups": group_curves(reader.table)}
+    return document | {"groups": reader.remember("groups", lambda: group_curves(reader.table))}
 
 
 def _spreads(found: dict[int, list[float]]) -> dict[str, Any]:

@@ -47,6 +47,12 @@ def write(run: WrittenRun, number: int) -> None:
     run.write_sample("rollout.samples", rolled_out(f"000000-{number:04d}-0", 0))
 
 
+def has_read(reader: RunReader, num_samples: int) -> bool:
+    """Ask as a page does, and return whether so many samples are read."""
+    reader.keep_reading()
+    return len(reader.table) == num_samples
+
+
 def until(holds: Callable[[], bool]) -> None:
     """Wait until a condition holds."""
     stop = time.monotonic() + SECONDS
@@ -96,16 +102,13 @@ def test_reader_rests_while_no_page_asks_and_then_reads_on_where_it_was(
     heard = threading.Event()
     reader.on_news = heard.set
     try:
-        assert paused.wait(SECONDS)
-        reader.keep_reading()
-        until(lambda: len(reader.table) == NUM_OLD)
+        until(lambda: has_read(reader, NUM_OLD))
         paused.clear()
         assert paused.wait(SECONDS)
         heard.clear()
         write(written, NUM_OLD)
         assert not heard.wait(3.0), "it read although no page asked"
-        reader.keep_reading()
-        until(lambda: len(reader.table) == NUM_OLD + 1)
+        until(lambda: has_read(reader, NUM_OLD + 1))
         texts = reader.texts.find([NUM_OLD])
         assert texts[NUM_OLD]["completion"] == rolled_out("000000-0000-0", 0).completion
     finally:

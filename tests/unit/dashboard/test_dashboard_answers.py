@@ -10,7 +10,7 @@ import pytest
 from event_samples import rolled_out
 
 from relax_events.dashboard import answers as answers_module
-from relax_events.dashboard.answers import MAX_ANSWERS, Answer, Answers, Bell
+from relax_events.dashboard.answers import MAX_ANSWERS, Answer, Answers, Bell, Remembered
 from relax_events.dashboard.recent_texts import EXCERPT, MAX_TEXTS, RecentTexts
 
 
@@ -66,6 +66,28 @@ def test_answers_are_bounded(clock: Callable[[float], None]) -> None:
     for number in [*range(MAX_ANSWERS + 1), MAX_ANSWERS, 0]:
         kept.get(str(number), lambda number=number: computed.append(number))  # type: ignore[misc]
     assert computed == [*range(MAX_ANSWERS + 1), 0]
+
+
+def test_value_is_read_again_the_more_rarely_the_longer_reading_takes() -> None:
+    now, reads, took = [0.0], [0], [0.1]
+
+    def read() -> int:
+        now[0] += took[0]
+        reads[0] += 1
+        return reads[0]
+
+    value = Remembered(read, seconds=5.0, clock=lambda: now[0])
+    assert (value.get(), value.get()) == (1, 1)
+    now[0] = 5.0
+    assert value.get() == 1
+    now[0], took[0] = 5.2, 2.0
+    assert value.get() == 2
+    now[0] = 7.2 + 39.0  # twenty times two seconds are not over
+    assert value.get() == 2
+    now[0] = 7.2 + 41.0
+    assert value.get() == 3
+    value.forget()
+    assert value.get() == 4
 
 
 def test_bell_wakes_all_that_wait_and_none_that_missed_a_ring() -> None:
