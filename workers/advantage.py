@@ -70,6 +70,7 @@ class AdvantageLoop:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         logprob_roles = needed_model_roles(worker.config.algorithm)
+        self._has_rewards = worker.config.algorithm.has_rewards
         scores = ["reward.scores"] if self._has_rewards else []
         entities = [
             "rollout.samples",
@@ -89,10 +90,6 @@ class AdvantageLoop:
             on_revoked=self._release,
         )
         worker.lifecycle.track_lag(self._consumer)
-
-    @property
-    def _has_rewards(self) -> bool:
-        return self._worker.config.algorithm.has_rewards
 
     def run(self) -> None:
         """Work until the drain starts."""

@@ -34,7 +34,7 @@ READER_SETTINGS: dict[str, Any] = {
     "isolation_level": "read_committed",
     "check_crcs": True,
     "auto_offset_reset": "error",
-    "fetch_wait_max_ms": 100,
+    "fetch_wait_max_ms": 500,  # a record ends the wait at once
     "fetch_message_max_bytes": 16 * 1024 * 1024,
     "queued_max_messages_kbytes": 65_536,
     # A member may process one record batch for long and must remain a member. The worker's

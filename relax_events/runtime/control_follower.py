@@ -52,6 +52,8 @@ each worker."""
 STOP_SECONDS = 5.0
 SILENT_SECONDS = 60.0
 """Seconds without a record after which the thread checks whether its client finds a broker."""
+FOLLOW_WAIT_MS = 500
+"""How long the broker holds a follower's fetch while no record comes; a record ends it at once."""
 NO_START_OFFSETS: Mapping[str, int] = MappingProxyType({})
 Listener = Callable[[Event], None]
 
@@ -153,7 +155,10 @@ class ControlFollower:
             topic_partition: self._positions.get(topic_partition, start)
             for topic_partition, start in starts.items()
         }
-        self._reader.assign(self._starts)
+        reader, self._reader = self._reader, LogReader(
+            self._own, start=self._starts, fetch_wait_ms=FOLLOW_WAIT_MS
+        )
+        reader.close()
         self._thread.start()
 
     def _span(self, entity: str, start_offsets: Mapping[str, int]) -> tuple[int, int]:
@@ -291,7 +296,7 @@ class ControlFollower:
         """
         if self._reader.cluster_id(self._schemas_topic):
             return
-        reader = LogReader(self._own)
+        reader = LogReader(self._own, fetch_wait_ms=FOLLOW_WAIT_MS)
         if not reader.cluster_id(self._schemas_topic):
             reader.close()  # the brokers are unreachable
             return

@@ -437,8 +437,8 @@ def test_worker_with_a_broken_follower_client_ends_with_the_reason(
     def fetch(*_: object, **__: object) -> list[Record]:
         raise ClientFailed("reading control.commands: _FATAL the client is of no use any more")
 
-    monkeypatch.setattr(worker.control.follower._reader, "fetch", fetch)
     worker.control.follow()
+    monkeypatch.setattr(worker.control.follower._reader, "fetch", fetch)
     with pytest.raises(ClientFailed, match="the client is of no use any more"):
         turn_until(lambda: False, lambda: worker.lifecycle.tick(working=True))
 
