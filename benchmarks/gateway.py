@@ -26,16 +26,16 @@ import numpy as np
 import psutil
 
 from benchmarks.gateway_clients import TURNS
-from relax_events.config import DataConfig, SamplingConfig
+from relax_events.config import DataConfig
 from relax_events.data.rendering import PromptRenderer
-from relax_events.engines.protocol import GeneratedSample, GenerationRequest, SampleRequest
-from relax_events.events.parts import FinishReason, VersionSegment
+from relax_events.engines.protocol import GeneratedSample, GenerationRequest
 from relax_events.examples.tiny_tokenizer import train_tokenizer
 from relax_events.gateway.app import SessionKeys
 from relax_events.gateway.chat_renderer import ChatRenderer
 from relax_events.gateway.graph import path_tokens
 from relax_events.gateway.server import GatewayServer
-from relax_events.gateway.session import Session, SessionBounds
+from relax_events.gateway.session import Session
+from tests.gateway_sessions import open_session, spoken_turn
 
 NUM_SESSIONS = 500
 SECONDS = (5.0, 15.0)
@@ -64,15 +64,7 @@ class Timer:
         self.seconds.append(seconds)
         await asyncio.sleep(seconds)
         sampled = np.random.default_rng(len(self.seconds)).integers(97, 123, SAMPLED_TOKENS)
-        tokens = np.append(sampled, request.stop_token_ids[0]).astype(np.int32)
-        return GeneratedSample(
-            sample_id=request.samples[0].sample_id,
-            prompt_group_id=request.prompt_group_id,
-            tokens=tokens,
-            logprobs=np.full(len(tokens), -0.5, np.float32),
-            segments=(VersionSegment(0, len(tokens)),),
-            finish_reason=FinishReason.STOP,
-        )
+        return spoken_turn(request, np.append(sampled, request.stop_token_ids[0]))
 
 
 def build_renderer(folder: Path) -> ChatRenderer:
@@ -86,26 +78,18 @@ def build_renderer(folder: Path) -> ChatRenderer:
 
 def open_sessions(renderer: ChatRenderer, keys: SessionKeys) -> dict[str, tuple[Session, Timer]]:
     """Open the sessions, and return them by key."""
-    empty, found = np.empty(0, np.int32), {}
+    found = {}
     for number in range(NUM_SESSIONS):
-        name = f"{number:06}-0000-0"
-        sample = SampleRequest(
-            sample_id=f"{name}/0",
-            seed=number,
-            tokens=empty,
-            logprobs=empty.astype(np.float32),
-            segments=(),
-        )
-        request = GenerationRequest(
-            prompt_group_id=name,
-            prompt_tokens=empty,
-            samples=(sample,),
-            sampling=SamplingConfig(max_new_tokens=10_000),
-            stop_token_ids=renderer.stop_token_ids,
-        )
-        bounds = SessionBounds(max_turns=TURNS, max_new_tokens=10_000, max_context_tokens=40_000)
         timer = Timer(number)
-        session = Session(request, sample, bounds, renderer, timer)
+        session = open_session(
+            renderer,
+            timer,
+            name=f"{number:06}-0000-0",
+            seed=number,
+            max_turns=TURNS,
+            max_new_tokens=10_000,
+            max_context_tokens=40_000,
+        )
         found[keys.open(session)] = session, timer
     return found
 

@@ -24,6 +24,7 @@ from relax_events.events.parts import FinishReason
 from relax_events.gateway.graph import Node, path_tokens
 from relax_events.gateway.messages import Message
 from relax_events.gateway.session import Session, SessionClosed, SessionLimit
+from relax_events.serving.schemas import without_neutral_fields
 
 RETRY_SECONDS = 1
 LINE_BREAKS = {"\x85": b"\\u0085", "\u2028": b"\\u2028", "\u2029": b"\\u2029"}
@@ -82,12 +83,7 @@ class ModelCall(BaseModel, ABC):
     @model_validator(mode="before")
     @classmethod
     def _reject_unsupported(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        for key, values in cls.NEUTRAL.items():
-            if key in data and data[key] not in values:
-                raise ValueError(f"{key} = {data[key]!r} is not supported here; leave it out")
-        return {key: value for key, value in data.items() if value is not None}
+        return without_neutral_fields(data, cls.NEUTRAL)
 
     @property
     @abstractmethod

@@ -4,6 +4,7 @@ are rejected.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -49,6 +50,23 @@ UNSUPPORTED_OPENAI_FIELDS = (
     "presence_penalty",
 )
 """Unsupported fields of OpenAI's requests, unless they are empty or 0."""
+
+
+def without_neutral_fields(data: Any, neutral: Mapping[str, tuple[Any, ...]]) -> Any:
+    """Return a body without nulls; what is no JSON object is returned as it is.
+
+    Args:
+        data: The body.
+        neutral: Fields that are not supported, with the values that have no effect.
+    Raises:
+        ValueError: Such a field has another value; the text names it.
+    """
+    if not isinstance(data, dict):
+        return data
+    for key, values in neutral.items():
+        if key in data and data[key] not in values:
+            raise ValueError(f"{key} = {data[key]!r} is not supported here; leave it out")
+    return {key: value for key, value in data.items() if value is not None}
 
 
 class SamplingParams(BaseModel):

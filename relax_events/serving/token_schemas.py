@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field, model_validator
 
-from relax_events.serving.schemas import UNSUPPORTED_SAMPLING
+from relax_events.serving.schemas import UNSUPPORTED_SAMPLING, without_neutral_fields
 
 UNSUPPORTED_MEDIA = ("features", "content_parts")
 NEUTRAL = {key: values for key, values in UNSUPPORTED_SAMPLING.items() if key != "regex"} | {
@@ -42,12 +42,7 @@ class TokenSampling(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _reject_unsupported(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        for key, values in NEUTRAL.items():
-            if key in data and data[key] not in values:
-                raise ValueError(f"{key} is not supported here; leave it out")
-        return {key: value for key, value in data.items() if value is not None}
+        return without_neutral_fields(data, NEUTRAL)
 
 
 class TokenBody(BaseModel):

@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from relax_events.config import DataConfig, SamplingConfig
+from relax_events.config import DataConfig
 from relax_events.data.rendering import PromptRenderer
-from relax_events.engines.protocol import GeneratedSample, GenerationRequest, SampleRequest
-from relax_events.events.parts import FinishReason, VersionSegment
+from relax_events.engines.protocol import GeneratedSample, GenerationRequest
 from relax_events.examples.tiny_tokenizer import train_tokenizer
 from relax_events.gateway.app import SessionKeys
 from relax_events.gateway.chat_renderer import ChatRenderer
 from relax_events.gateway.graph import path_tokens
 from relax_events.gateway.server import GatewayServer
-from relax_events.gateway.session import Session, SessionBounds
+from relax_events.gateway.session import Session
+from tests.gateway_sessions import open_session, spoken_turn
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-agents" / "bin" / "python"
@@ -55,41 +55,25 @@ class SpokenEngine:
         turn = self._turns[len(self.read) % len(SAID)]
         tokens = np.append(turn, np.int32(request.stop_token_ids[0]))
         self.read.append(request.prompt_tokens)
-        return GeneratedSample(
-            sample_id=request.samples[0].sample_id,
-            prompt_group_id=request.prompt_group_id,
-            tokens=tokens,
-            logprobs=np.full(len(tokens), -0.5, np.float32),
-            segments=(VersionSegment(0, len(tokens)),),
-            finish_reason=FinishReason.STOP,
-        )
+        return spoken_turn(request, tokens)
 
 
-def open_session(folder: Path) -> tuple[Session, SpokenEngine]:
+def open_spoken_session(folder: Path) -> tuple[Session, SpokenEngine]:
     """Open a session whose policy says the given turns."""
     file = folder / "template.jinja"
     file.write_text(TEMPLATE)
     train_tokenizer(list(SAID)).save_pretrained(folder)
     config = DataConfig(source="http", chat_template_file=file)
     plain = PromptRenderer.from_folder(folder, config)
-    renderer, engine = ChatRenderer(plain), SpokenEngine(plain)
-    empty = np.empty(0, np.int32)
-    sample = SampleRequest(
-        sample_id="0-0-0/0", seed=1, tokens=empty, logprobs=empty.astype(np.float32), segments=()
+    engine = SpokenEngine(plain)
+    session = open_session(
+        ChatRenderer(plain), engine, max_new_tokens=4000, max_context_tokens=2000
     )
-    request = GenerationRequest(
-        prompt_group_id="0-0-0",
-        prompt_tokens=empty,
-        samples=(sample,),
-        sampling=SamplingConfig(max_new_tokens=4000),
-        stop_token_ids=renderer.stop_token_ids,
-    )
-    bounds = SessionBounds(max_turns=40, max_new_tokens=4000, max_context_tokens=2000)
-    return Session(request, sample, bounds, renderer, engine), engine
+    return session, engine
 
 
 def test_the_clients_of_openai_and_anthropic_call_tools_and_keep_the_tokens(tmp_path: Path) -> None:
-    session, engine = open_session(tmp_path)
+    session, engine = open_spoken_session(tmp_path)
     keys = SessionKeys()
     server = GatewayServer(keys, model_name="tiny")
     try:

@@ -16,15 +16,16 @@ from gateway_programs import PROGRAMS, Program, StoredResponsesProgram
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_events.config import DataConfig, SamplingConfig
+from relax_events.config import DataConfig
 from relax_events.data.rendering import PromptRenderer
-from relax_events.engines.protocol import GeneratedSample, GenerationRequest, SampleRequest
-from relax_events.events.parts import FinishReason, VersionSegment
+from relax_events.engines.protocol import GeneratedSample, GenerationRequest
+from relax_events.events.parts import FinishReason
 from relax_events.examples.tiny_tokenizer import train_tokenizer
 from relax_events.gateway.chat_renderer import ChatRenderer
 from relax_events.gateway.graph import path_tokens
 from relax_events.gateway.sample import build_sample
-from relax_events.gateway.session import Session, SessionBounds, SessionLimit
+from relax_events.gateway.session import Session, SessionLimit
+from tests.gateway_sessions import open_session, spoken_turn
 
 TEMPLATE = (
     "{%- if tools %}{{- '<|im_start|>system\n' }}{%- for tool in tools %}{{- tool | tojson }}"
@@ -61,7 +62,7 @@ class RandomEngine:
 
     async def __call__(self, request: GenerationRequest) -> GeneratedSample:
         """Sample a turn of up to 12 random tokens, or a tool call."""
-        rng, (sample,) = self._rng, request.samples
+        rng = self._rng
         text = self._renderer._renderer.encode(rng.choice(SAID)).tolist()
         tokens = text or [rng.randrange(300) for _ in range(rng.randrange(12))]
         tokens = [token for token in tokens if token not in request.stop_token_ids]
@@ -69,13 +70,11 @@ class RandomEngine:
         reason = rng.choice([FinishReason.STOP, FinishReason.STOP, FinishReason.LENGTH])
         if reason is FinishReason.STOP or not tokens:
             tokens, reason = [*tokens, request.stop_token_ids[0]], FinishReason.STOP
-        version = len(self.sampled) // 2
-        found = GeneratedSample(
-            sample_id=sample.sample_id,
-            prompt_group_id=request.prompt_group_id,
-            tokens=np.array(tokens, np.int32),
-            logprobs=np.array([-rng.random() for _ in tokens], np.float32),
-            segments=(VersionSegment(version, len(tokens)),),
+        found = spoken_turn(
+            request,
+            tokens,
+            logprobs=[-rng.random() for _ in tokens],
+            policy_version=len(self.sampled) // 2,
             finish_reason=reason,
         )
         self.read.append(request.prompt_tokens)
@@ -83,25 +82,6 @@ class RandomEngine:
         assert request.is_sampled is not None
         assert len(request.is_sampled) == len(request.prompt_tokens)
         return found
-
-
-def open_session(
-    renderer: ChatRenderer, engine: RandomEngine, *, max_new_tokens: int = 400
-) -> Session:
-    """Open a session with wide bounds on turns and context."""
-    empty = np.empty(0, np.int32)
-    sample = SampleRequest(
-        sample_id="0-0-0/0", seed=1, tokens=empty, logprobs=empty.astype(np.float32), segments=()
-    )
-    request = GenerationRequest(
-        prompt_group_id="0-0-0",
-        prompt_tokens=empty,
-        samples=(sample,),
-        sampling=SamplingConfig(max_new_tokens=max_new_tokens),
-        stop_token_ids=renderer.stop_token_ids,
-    )
-    bounds = SessionBounds(max_turns=40, max_new_tokens=max_new_tokens, max_context_tokens=4000)
-    return Session(request, sample, bounds, renderer, engine)
 
 
 async def talk(session: Session, rng: random.Random, kind: type[Program]) -> None:
