@@ -272,7 +272,9 @@ class AdvantageLoop:
             temperature=sample.temperature,
             num_prompt_tokens=sample.num_prompt_tokens,
             finish_reason=sample.finish_reason,
-            media=list_media(sample),
+            media=[] if sample.path_lengths else list_media(sample),
+            num_prompt_media=0 if sample.path_lengths else len(sample.prompt_media),
+            path_media=sample.path_media,
             routed_experts=sample.routed_experts,
             path_lengths=sample.path_lengths,
         )

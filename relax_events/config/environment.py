@@ -45,6 +45,14 @@ class EnvironmentConfig(Section):
     """How often an episode is begun in all if its program fails, is late or calls no model
     (`command`). After the last attempt the prompt becomes a dead letter, and its prompt group fails
     without a score."""
+    max_media_files: Positive = 64
+    """Maximum media files that one program may show the policy, those of its row included
+    (`command`). `model.media` bounds the size of each."""
+    tool_call_format: Literal[
+        "auto", "hermes", "qwen3_coder", "glm", "llama3", "mistral", "deepseek"
+    ] = "auto"
+    """How the policy writes tool calls, which programs receive as such (`command`); `auto` chooses
+    by the chat template, and `hermes`, which Qwen3 has, where that shows none."""
     trained_paths: Literal["all", "last"] = "all"
     """Which paths of an episode are trained whose program edited its history, shortened it or asked
     twice (`command`): all, each sampled token once, or that of the last turn."""

@@ -114,7 +114,7 @@ class PromptRenderer:
         """
         if not self._config.chat_template:
             return self.encode("\n".join(message.text for message in messages))
-        return self._with_media(
+        return self.encode_with_media(
             self.apply_template(messages, tools=tools), list_message_media(messages)
         )
 
@@ -144,11 +144,26 @@ class PromptRenderer:
                 "the chat template leaves out a completion that a reply follows; set "
                 "data.chat_template_file to a template that keeps it"
             )
-        tokens = self._with_media(ANSWER_MARK.join(pieces), list_message_media([reply]))
+        tokens = self.encode_with_media(ANSWER_MARK.join(pieces), list_message_media([reply]))
         stops = np.flatnonzero(np.isin(tokens, self.stop_token_ids))
         return tokens[int(stops[0]) + 1 :] if len(stops) else tokens
 
-    def _with_media(self, text: str, media: Sequence[MediaRef]) -> NDArray[np.int32]:
+    @property
+    def chat_template(self) -> str:
+        """The text of the chat template; empty if there is none."""
+        return str(self._tokenizer.chat_template or "")
+
+    @property
+    def reads_media(self) -> bool:
+        """Whether prompts may have media."""
+        return self._layout is not None
+
+    def encode_with_media(self, text: str, media: Sequence[MediaRef]) -> NDArray[np.int32]:
+        """Tokenize a rendered text, each of whose media placeholders stands for a media file.
+
+        Raises:
+            PoisonSample: Media and placeholders don't match, or the model reads text only.
+        """
         if not media:
             return self.encode(text)
         if self._layout is None:

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relax_events.config import SamplingConfig
-from relax_events.events.parts import ChatMessage, FinishReason, VersionSegment
+from relax_events.events.parts import ChatMessage, FinishReason, MediaRef, VersionSegment
 from relax_events.media.model_inputs import ProcessedMedia
 from relax_events.weights import Weights
 
@@ -138,6 +138,8 @@ class GeneratedSample:
         prompt_messages: The messages of `prompt_tokens`.
         path_lengths: For an episode that branched, the tokens of each path, which `prompt_tokens`
             and `tokens` hold one after another, the path of `turns` last; empty for a single path.
+        path_media: The media files of each of those paths, in the order of their placeholders;
+            empty for a single path, and where none has media.
     """
 
     sample_id: str
@@ -154,6 +156,7 @@ class GeneratedSample:
     prompt_tokens: NDArray[np.int32] | None = None
     prompt_messages: tuple[ChatMessage, ...] = ()
     path_lengths: tuple[int, ...] = ()
+    path_media: tuple[tuple[MediaRef, ...], ...] = ()
 
     @property
     def num_sampled_tokens(self) -> int:

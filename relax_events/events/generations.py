@@ -31,8 +31,8 @@ def with_generation_digest(samples: Sequence[SampleRolledOut]) -> list[SampleRol
     generation.
 
     The digest covers what scores, log-probabilities and advantages are computed from: tokens, loss
-    masks, log-probabilities of the engine, version segments, paths, and media of the turns. The
-    same work done twice with the same result counts as one generation.
+    masks, log-probabilities of the engine, version segments, paths, and media. The same work done
+    twice with the same result counts as one generation.
     """
     digest = blake2b(digest_size=DIGEST_BYTES)
     for sample in sorted(samples, key=lambda sample: sample.key.sample_index):
@@ -50,8 +50,10 @@ def with_generation_digest(samples: Sequence[SampleRolledOut]) -> list[SampleRol
         for name in ("tokens", "loss_mask", "rollout_logprobs"):
             array = dense(getattr(sample, name), what=f"sample {sample.sample_id}: {name}")
             digest.update(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).data)
+        said = (*sample.messages, *sample.turns) if sample.turns else ()
         for media in (
-            part.media for turn in sample.turns for part in turn.parts if part.media is not None
+            *(part.media for turn in said for part in turn.parts if part.media is not None),
+            *(media for path in sample.path_media for media in path),
         ):
             digest.update(media.digest)
     return [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from relax_events.events.parts import (
@@ -63,8 +64,15 @@ class SampleRolledOut(SampleEvent):
     routed_experts: Array | None = None
     topk_ids: Array | None = None
     path_lengths: list[int] = field(default_factory=list)
+    path_media: list[list[MediaRef]] = field(default_factory=list)
     worker_id: str = ""
     rolled_out_at: int = field(default_factory=now_micros)
+
+    @property
+    def prompt_media(self) -> Sequence[MediaRef]:
+        """The media files among the first `num_prompt_tokens` tokens."""
+        parts = (part for message in self.messages for part in message.parts)
+        return [part.media for part in parts if part.media is not None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,9 +128,18 @@ class SampleReady(SampleEvent):
     num_prompt_tokens: int
     finish_reason: FinishReason
     media: list[MediaRef] = field(default_factory=list)
+    num_prompt_media: int = 0
     routed_experts: Array | None = None
     path_lengths: list[int] = field(default_factory=list)
+    path_media: list[list[MediaRef]] = field(default_factory=list)
     ready_at: int = field(default_factory=now_micros)
+
+    @property
+    def prompt_media(self) -> Sequence[MediaRef]:
+        """The media files among the first `num_prompt_tokens` tokens; none in records from before
+        they were counted.
+        """
+        return self.media[: self.num_prompt_media]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from relax_events import __version__
-from relax_events.errors import EngineFailed, PoisonSample
+from relax_events.errors import EngineFailed, ObjectError, PoisonSample, StoreUnavailable
 from relax_events.gateway.anthropic_dialect import AnthropicCall, AnthropicPrompt, anthropic_error
 from relax_events.gateway.chat_dialect import ChatCall, openai_error
 from relax_events.gateway.dialect import AnswerHead, ModelCall, Problem, describe
@@ -40,7 +40,14 @@ COMMENT_SECONDS = 10.0
 """Between two comments in a stream whose answer is not there yet; before the first, a call that
 fails is refused with a status."""
 BEARER = "bearer "
-REFUSALS = (SessionLimit, SessionClosed, PoisonSample, EngineFailed)
+REFUSALS = (
+    SessionLimit,
+    SessionClosed,
+    PoisonSample,
+    EngineFailed,
+    ObjectError,
+    StoreUnavailable,
+)
 """The errors of a session that its program receives."""
 
 
@@ -110,8 +117,8 @@ def build_gateway(keys: SessionKeys, *, model_name: str, host: str = "127.0.0.1"
         """Count what the policy would read."""
         session = keys.find(request)
         try:
-            count = session.count_tokens(call.history(session), tools=call.tool_list())
-        except PoisonSample as error:
+            count = await session.count_tokens(call.history(session), tools=call.tool_list())
+        except REFUSALS as error:
             return _refuse(request, describe(error, session))
         return JSONResponse({"input_tokens": count})
 
@@ -151,7 +158,8 @@ async def _chat(session: Session, call: ModelCall, head: AnswerHead) -> Node:
     """Have the policy answer a call.
 
     Raises:
-        SessionLimit, SessionClosed, PoisonSample, EngineFailed: See `Session.chat`.
+        SessionLimit, SessionClosed, PoisonSample, EngineFailed, ObjectError, StoreUnavailable: See
+            `Session.chat`.
     """
     node = await session.chat(call.history(session), tools=call.tool_list(), max_tokens=call.bound)
     call.record(session, node, head)

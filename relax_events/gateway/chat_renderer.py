@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,14 +11,23 @@ from numpy.typing import NDArray
 from relax_events.data.conversations import ASSISTANT
 from relax_events.data.rendering import ANSWER_MARK, PromptRenderer
 from relax_events.errors import PoisonSample
-from relax_events.gateway.messages import Message, for_template
+from relax_events.gateway.messages import Message, for_template, media_of, text_of
+from relax_events.gateway.tool_formats import choose_format
 
 
 class ChatRenderer:
     """Renders a session's messages with the policy's chat template."""
 
-    def __init__(self, renderer: PromptRenderer) -> None:
+    def __init__(self, renderer: PromptRenderer, *, tool_format: str = "auto") -> None:
+        """Use the policy's renderer.
+
+        Args:
+            renderer: Of the policy.
+            tool_format: The format of its tool calls; see `tool_formats.choose_format`.
+        """
         self._renderer = renderer
+        self.tool_format = choose_format(tool_format, template=renderer.chat_template)
+        self.reads_media = renderer.reads_media
         self.stop_token_ids = renderer.stop_token_ids
 
     def prompt_tokens(
@@ -26,10 +36,13 @@ class ChatRenderer:
         """Render a whole conversation up to the start of the next turn.
 
         Raises:
-            PoisonSample: The template rejects it; the text says why.
+            PoisonSample: The template rejects it, or media and placeholders don't match; the text
+                says why.
         """
-        turns = [for_template(message) for message in messages]
-        return self._renderer.encode(self._renderer.render_turns(turns, tools=list(tools) or None))
+        turns = self._for_template(messages)
+        return self._renderer.encode_with_media(
+            self._renderer.render_turns(turns, tools=list(tools) or None), media_of(messages)
+        )
 
     def bridge_tokens(
         self,
@@ -51,20 +64,25 @@ class ChatRenderer:
             tools: Of the session.
             has_stop: Whether the sampled turn ends with a stop token, which is then not repeated.
         Raises:
-            PoisonSample: The template rejects the conversation or leaves the sampled turn out.
+            PoisonSample: The template rejects the conversation or leaves the sampled turn out, or
+                media and placeholders don't match.
         """
-        turns = [for_template(message) for message in (*before, *rest)]
+        turns = self._for_template((*before, *rest))
         turns.insert(len(before), {"role": ASSISTANT, "content": ANSWER_MARK})
         text = self._renderer.render_turns(turns, tools=list(tools) or None)
-        num_marks = sum(str(turn.get("content", "")).count(ANSWER_MARK) for turn in turns)
-        if num_marks != 1 or text.count(ANSWER_MARK) != 1:
+        num_marks = sum(text_of(message).count(ANSWER_MARK) for message in (*before, *rest))
+        if num_marks or text.count(ANSWER_MARK) != 1:
             raise PoisonSample(
                 "the chat template leaves out, or repeats, an earlier turn of the policy; set "
                 "data.chat_template_file to a template that keeps it"
             )
-        tokens = self._renderer.encode(text.partition(ANSWER_MARK)[2])
+        tokens = self._renderer.encode_with_media(text.partition(ANSWER_MARK)[2], media_of(rest))
         stops = np.flatnonzero(np.isin(tokens, self.stop_token_ids))
         return tokens[int(stops[0]) + 1 :] if has_stop and len(stops) else tokens
+
+    def _for_template(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        takes_text = self.tool_format.takes_text
+        return [for_template(message, takes_text=takes_text) for message in messages]
 
     def reply_text(self, tokens: NDArray[np.int32]) -> str:
         """Decode a sampled turn without its stop token; with special tokens where it has a tool
@@ -73,6 +91,6 @@ class ChatRenderer:
         if len(tokens) and int(tokens[-1]) in self.stop_token_ids:
             tokens = tokens[:-1]
         raw = self._renderer.completion_text(tokens, skip_special_tokens=False)
-        if "<tool_call>" in raw or "</think>" in raw:
+        if any(opener in raw for opener in ("</think>", *self.tool_format.openers)):
             return raw
         return self._renderer.completion_text(tokens)

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import orjson
 from pydantic import BaseModel, model_validator
 
-from relax_events.errors import PoisonSample
+from relax_events.errors import EngineFailed, PoisonSample
 from relax_events.events.parts import FinishReason
 from relax_events.gateway.graph import Node, path_tokens
 from relax_events.gateway.messages import Message
@@ -123,7 +123,9 @@ class ModelCall(BaseModel, ABC):
 
 
 def describe(error: Exception, session: Session) -> Problem:
-    """Return an error of a session as a problem: a refused call is 4xx, a failed engine 503."""
+    """Return an error of a session as a problem: a refused call is 4xx, a failed engine or store
+    503.
+    """
     if isinstance(error, SessionLimit):
         return Problem(status=400, text=str(error), code=error.limit.value)
     if isinstance(error, SessionClosed):
@@ -131,9 +133,8 @@ def describe(error: Exception, session: Session) -> Problem:
     if isinstance(error, PoisonSample):
         session.num_refused += 1
         return Problem(status=400, text=str(error), code="invalid_messages")
-    return Problem(
-        status=503, text=str(error), code="engine_failed", retry_after_seconds=RETRY_SECONDS
-    )
+    code = "engine_failed" if isinstance(error, EngineFailed) else "store_failed"
+    return Problem(status=503, text=str(error), code=code, retry_after_seconds=RETRY_SECONDS)
 
 
 def is_cut_off(node: Node) -> bool:

@@ -17,9 +17,10 @@ the next worker.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import structlog
@@ -33,7 +34,14 @@ from relax_events.engines.protocol import (
     SampleRequest,
 )
 from relax_events.engines.turn_engine import TurnEngine
-from relax_events.errors import EngineFailed, EpisodeFailed, PoisonSample
+from relax_events.errors import (
+    EngineFailed,
+    EpisodeFailed,
+    MediaError,
+    ObjectError,
+    PoisonSample,
+    StoreUnavailable,
+)
 from relax_events.events.parts import FinishReason
 from relax_events.gateway.app import SessionKeys
 from relax_events.gateway.chat_renderer import ChatRenderer
@@ -41,6 +49,9 @@ from relax_events.gateway.program import ProgramLimits, resolve_command, run_pro
 from relax_events.gateway.sample import build_sample, build_task
 from relax_events.gateway.server import GatewayServer
 from relax_events.gateway.session import Session, SessionBounds
+from relax_events.gateway.session_media import MediaThreads, SessionMedia
+from relax_events.media.library import MediaLibrary
+from relax_events.objects.store import list_message_media
 from relax_events.telemetry.component_metrics import EpisodeMetrics
 
 log = structlog.get_logger()
@@ -66,6 +77,7 @@ class EpisodeEngine(TurnEngine[_Call | GeneratedSample]):
         config: RunConfig,
         renderer: PromptRenderer,
         metrics: EpisodeMetrics,
+        libraries: Callable[[], MediaLibrary] | None = None,
     ) -> None:
         """Start the gateway; `close` closes it and the engine.
 
@@ -74,16 +86,18 @@ class EpisodeEngine(TurnEngine[_Call | GeneratedSample]):
             config: The run; its environment has a command.
             renderer: Of the policy.
             metrics: Receive the counts.
+            libraries: Opens a library of the run's media; None for one without a version's folder.
         """
         super().__init__(engine)
         self._config, self._metrics = config, metrics
-        self._renderer = ChatRenderer(renderer)
+        self._renderer = ChatRenderer(renderer, tool_format=config.environment.tool_call_format)
         self._bounds = SessionBounds(
             max_turns=config.environment.max_turns,
             max_new_tokens=config.engine.sampling.max_new_tokens,
             max_context_tokens=config.engine.max_context_tokens,
         )
         self._command = resolve_command(config.environment.command)
+        self._media = MediaThreads(libraries or (lambda: MediaLibrary(config)), config)
         self._keys = SessionKeys()
         self._calls: dict[str, _Call] = {}
         self._episodes: dict[str, tuple[GenerationRequest, Future[None]]] = {}
@@ -139,6 +153,7 @@ class EpisodeEngine(TurnEngine[_Call | GeneratedSample]):
         for _, running in self._episodes.values():
             running.cancel()
         self._server.close(seconds=CLOSE_SECONDS)
+        self._media.close()
         self._engine.close()
 
     async def _generate(self, request: GenerationRequest) -> GeneratedSample:
@@ -193,28 +208,42 @@ class EpisodeEngine(TurnEngine[_Call | GeneratedSample]):
                     result = await self._run_attempt(request, sample)
                     self._metrics.count_episode("finished")
                     break
-                except (EpisodeFailed, EngineFailed, OSError) as error:
+                except (EpisodeFailed, EngineFailed, StoreUnavailable, OSError) as error:
                     problem = (
                         f"episode {sample.sample_id}, attempt {attempt} of {attempts}: {error}"
                     )
                     log.warning("episode.failed", sample_id=sample.sample_id, error=problem)
                     self._metrics.count_episode("failed" if attempt == attempts else "begun_again")
+                except (MediaError, ObjectError) as error:
+                    result = _without_tokens(
+                        request, sample.sample_id, FinishReason.ERROR, error=str(error)
+                    )
+                    break
             else:
                 result = _without_tokens(
                     request, sample.sample_id, FinishReason.ERROR, error=problem
                 )
         self._put(result)
 
+    def _open_session(self, request: GenerationRequest, sample: SampleRequest) -> Session:
+        """Open a session of a prompt group, which knows the media of its row."""
+        media = None
+        if self._renderer.reads_media and request.environment_context is not None:
+            known = list_message_media(request.environment_context.messages)
+            media = SessionMedia.of_prompt(self._media, known)
+        return Session(request, sample, self._bounds, self._renderer, self._generate, media=media)
+
     async def _run_attempt(
         self, request: GenerationRequest, sample: SampleRequest
     ) -> GeneratedSample:
         environment = self._config.environment
-        session = Session(request, sample, self._bounds, self._renderer, self._generate)
+        session = self._open_session(request, sample)
+        task = await self._media.run(partial(build_task, request, fetch=self._media.fetch_file))
         key = self._keys.open(session)
         try:
             await run_program(
                 self._command,
-                task=build_task(request),
+                task=task,
                 variables={
                     "OPENAI_BASE_URL": f"{self._server.url}/v1",
                     "OPENAI_API_KEY": key,
@@ -233,6 +262,7 @@ class EpisodeEngine(TurnEngine[_Call | GeneratedSample]):
             )
         finally:
             self._keys.close(key)
+        self._metrics.count_malformed_calls(session.malformed_calls)
         result = build_sample(session, trains_all_paths=environment.trained_paths == "all")
         if session.graph.num_forks:
             self._metrics.count_forks(session.graph.num_forks)

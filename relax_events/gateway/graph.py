@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from relax_events.engines.protocol import GeneratedSample
 from relax_events.engines.requests import merge_segments
-from relax_events.events.parts import VersionSegment
-from relax_events.gateway.messages import Message, extend_digest, path_digests
+from relax_events.events.parts import MediaRef, VersionSegment
+from relax_events.gateway.messages import Message, extend_digest, media_of, path_digests
 
 
 @dataclass(slots=True, eq=False)
@@ -169,6 +169,16 @@ def path_tokens(node: Node | None) -> NDArray[np.int32]:
     parts = [] if node is None else node.path()
     pieces = [piece for one in parts for piece in (one.input_tokens, one.sample.tokens)]
     return np.concatenate(pieces) if pieces else np.empty(0, np.int32)
+
+
+def path_messages(node: Node) -> list[Message]:
+    """Return the conversation up to the end of a node's turn."""
+    return [message for one in node.path() for message in (*one.messages, one.reply)]
+
+
+def path_media(node: Node | None) -> list[MediaRef]:
+    """Return the media files of `path_tokens`, in order."""
+    return [] if node is None else [one for each in node.path() for one in media_of(each.messages)]
 
 
 def sampled_mask(node: Node | None) -> NDArray[np.bool_]:

@@ -3,48 +3,93 @@
 A program sends its whole history with each call. Whether a message of that history is one that the
 session knows is decided by `fingerprint`, which ignores what programs change without meaning it:
 the spelling of JSON arguments and of whole numbers in them, missing against empty content, spaces
-around the policy's text, and fields other than role, content, tool calls and the id of the answered
-call.
+around the policy's text, the encoding of a media file, and fields other than role, content, tool
+calls and the id of the answered call.
+
+A program's media are data URIs or web addresses in parts of messages. `session_media` puts
+references in their place: `{"type": "image", "media": MediaRef(...)}`.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import orjson
 
 from relax_events.data.conversations import ASSISTANT
 from relax_events.errors import PoisonSample
+from relax_events.events.parts import ChatMessage, ContentPart, MediaRef, Modality
 
 Message = Mapping[str, Any]
 DIGEST_BYTES = 16
 SYSTEM = "system"
+SYSTEM_ROLES = (SYSTEM, "developer")
+"""Chat templates know the first of them only."""
 MAX_EXACT_INTEGER = 2**53
 """Below it a float has the value of the integer that it stands for."""
 
 
-def text_of(message: Message) -> str:
-    """Return a message's text; parts of text are joined.
+def content_of(message: Message) -> list[str | MediaRef]:
+    """Return a message's content: texts, with neighbours joined, and media references.
 
     Raises:
-        PoisonSample: A part is no text.
+        PoisonSample: A part is neither; the text names its type.
     """
     content = message.get("content")
     if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise PoisonSample(
-                f"a message has a part of type {kind!r}; this gateway takes text parts only"
-            )
-        texts.append(part["text"])
-    return "".join(texts)
+        return []
+    found: list[str | MediaRef] = []
+    for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+        piece = _piece(part)
+        if isinstance(piece, str) and found and isinstance(before := found[-1], str):
+            found[-1] = before + piece
+        else:
+            found.append(piece)
+    return found
+
+
+def _piece(part: Any) -> str | MediaRef:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "text" and isinstance(text := part.get("text"), str):
+        return text
+    if kind != "text" and isinstance(part, Mapping):
+        media = part.get("media")
+        if isinstance(media, MediaRef):
+            return media
+    raise PoisonSample(f"a message has a part of type {kind!r}; this gateway takes text parts only")
+
+
+def text_of(message: Message) -> str:
+    """Return a message's text without its media; errors as for `content_of`."""
+    return "".join(piece for piece in content_of(message) if isinstance(piece, str))
+
+
+def media_of(messages: Iterable[Message]) -> list[MediaRef]:
+    """Return the media references of messages, in order; errors as for `content_of`."""
+    return [
+        piece
+        for message in messages
+        if not isinstance(message.get("content"), str)
+        for piece in content_of(message)
+        if isinstance(piece, MediaRef)
+    ]
+
+
+def to_chat_message(message: Message) -> ChatMessage:
+    """Return a message as events have it; errors as for `content_of`."""
+    parts = [
+        ContentPart(Modality.TEXT, piece)
+        if isinstance(piece, str)
+        else ContentPart(_modality(piece), media=piece)
+        for piece in content_of(message)
+    ]
+    return ChatMessage(str(message["role"]), parts or [ContentPart(Modality.TEXT, "")])
+
+
+def _modality(media: MediaRef) -> Modality:
+    return Modality(media.media_type.partition("/")[0])
 
 
 def joined_parts(parts: Sequence[Mapping[str, Any]]) -> str | list[Mapping[str, Any]]:
@@ -59,7 +104,7 @@ def with_one_system_message(messages: Sequence[Message]) -> list[Message]:
     take one there; a developer's message is a system message, which they don't know either.
     """
     known = [
-        {**message, "role": SYSTEM} if message.get("role") == "developer" else message
+        {**message, "role": SYSTEM} if message.get("role") in SYSTEM_ROLES else message
         for message in messages
     ]
     count = next(
@@ -73,13 +118,19 @@ def with_one_system_message(messages: Sequence[Message]) -> list[Message]:
 
 def fingerprint(message: Message) -> bytes:
     """Return what two messages share exactly if they count as the same."""
-    role, text = str(message.get("role", "")), text_of(message)
+    role = str(message.get("role", ""))
+    said: list[str | MediaRef] = content_of(message)
+    text: Any = "".join(one for one in said if isinstance(one, str))
+    if role == ASSISTANT:
+        text = text.strip()
+    elif any(isinstance(one, MediaRef) for one in said):
+        text = [one if isinstance(one, str) else [one.digest.hex()] for one in said]
     calls = [
         [call["function"]["name"], _sorted_json(call["function"].get("arguments", ""))]
         for call in message.get("tool_calls") or ()
     ]
     answered = str(message.get("tool_call_id") or "")
-    return orjson.dumps([role, text.strip() if role == ASSISTANT else text, calls, answered])
+    return orjson.dumps([role, text, calls, answered])
 
 
 def path_digests(messages: Sequence[Message], *, tools: Sequence[Message]) -> list[bytes]:
@@ -106,13 +157,22 @@ def extend_digest(digest: bytes, message: Message) -> bytes:
     return hashlib.blake2b(digest + fingerprint(message), digest_size=DIGEST_BYTES).digest()
 
 
-def for_template(message: Message) -> dict[str, Any]:
-    """Return a message as chat templates read it: the text in one piece, and the arguments of tool
-    calls parsed.
+def for_template(message: Message, *, takes_text: bool = False) -> dict[str, Any]:
+    """Return a message as chat templates read it: the text in one piece where it has no media, and
+    the arguments of tool calls parsed, unless the template takes their text.
     """
     rendered = {key: value for key, value in message.items() if value is not None}
-    rendered["content"] = text_of(message)
-    if calls := message.get("tool_calls"):
+    said = content_of(message)
+    if all(isinstance(one, str) for one in said):
+        rendered["content"] = text_of(message)
+    else:
+        rendered["content"] = [
+            {"type": "text", "text": one}
+            if isinstance(one, str)
+            else {"type": _modality(one).value}
+            for one in said
+        ]
+    if (calls := message.get("tool_calls")) and not takes_text:
         rendered["tool_calls"] = [
             {**call, "function": {**call["function"], "arguments": _parsed(call["function"])}}
             for call in calls

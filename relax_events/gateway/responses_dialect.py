@@ -17,8 +17,13 @@ from relax_events.gateway.dialect import (
     require_list,
     require_text,
 )
-from relax_events.gateway.graph import Node
-from relax_events.gateway.messages import Message, joined_parts, with_one_system_message
+from relax_events.gateway.graph import Node, path_messages
+from relax_events.gateway.messages import (
+    SYSTEM_ROLES,
+    Message,
+    joined_parts,
+    with_one_system_message,
+)
 from relax_events.gateway.responses_answer import (
     answer_events,
     build_response,
@@ -80,9 +85,16 @@ class ResponsesCall(ModelCall):
         return with_one_system_message(spoken)
 
     def record(self, session: Session, node: Node, head: AnswerHead) -> None:
-        """Keep the conversation, for a call that names this answer."""
-        spoken = self._without_instructions(session)
-        session.answers[response_id(head)] = [*spoken, node.reply]
+        """Keep the conversation, for a call that names this answer: as the graph has it, which
+        has references in the place of media.
+        """
+        spoken, told = self._without_instructions(session), path_messages(node)
+        first = next(
+            (at for at, message in enumerate(spoken) if message["role"] not in SYSTEM_ROLES),
+            len(spoken),
+        )
+        known = told[len(told) - 1 - (len(spoken) - first) :]
+        session.answers[response_id(head)] = [*spoken[:first], *known]
 
     def answer(self, node: Node, head: AnswerHead) -> dict[str, Any]:
         """Return the answer of a call that is not streamed."""
@@ -182,6 +194,8 @@ def _part(part: Mapping[str, Any]) -> dict[str, Any]:
         return {"type": "text", "text": _part_text(part)}
     if part.get("type") == "input_image" and isinstance(part.get("image_url"), str):
         return {"type": "image_url", "image_url": {"url": part["image_url"]}}
+    if part.get("type") == "input_audio":
+        return {"type": "input_audio", "input_audio": part.get("input_audio")}
     return {"type": part.get("type")}
 
 

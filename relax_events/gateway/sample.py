@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,26 +13,47 @@ from relax_events.data.conversations import ASSISTANT
 from relax_events.engines.protocol import GeneratedSample, GenerationRequest
 from relax_events.engines.requests import merge_segments
 from relax_events.errors import EpisodeFailed
-from relax_events.events.parts import ChatMessage, FinishReason
-from relax_events.gateway.graph import Row
-from relax_events.gateway.messages import text_of
+from relax_events.events.parts import ChatMessage, FinishReason, MediaRef
+from relax_events.gateway.graph import Row, path_media
+from relax_events.gateway.messages import to_chat_message
 from relax_events.gateway.session import Session
+from relax_events.gateway.session_media import to_chat_part
 
 
-def build_task(request: GenerationRequest) -> dict[str, Any]:
+def build_task(request: GenerationRequest, *, fetch: Callable[[MediaRef], bytes]) -> dict[str, Any]:
     """Return what a program learns of its row: messages, metadata and tools, never the answer.
 
     Args:
         request: Of the prompt group, with the row for the environment.
+        fetch: Returns the content of a media file.
+    Raises:
+        MediaError, ObjectError: A media file of the row is not there.
     """
     row = request.environment_context
     assert row is not None, "checked on submission"
     return {
-        "messages": [{"role": message.role, "content": message.text} for message in row.messages],
+        "messages": [
+            {"role": message.role, "content": _chat_content(message, fetch)}
+            for message in row.messages
+        ],
         "metadata": orjson.loads(row.metadata),
         "tools": orjson.loads(row.tools) if row.tools else [],
         "prompt_group_id": request.prompt_group_id,
     }
+
+
+def _chat_content(
+    message: ChatMessage, fetch: Callable[[MediaRef], bytes]
+) -> str | list[dict[str, Any]]:
+    """Return a message's content in the form of OpenAI's chat."""
+    if all(part.media is None for part in message.parts):
+        return message.text
+    return [
+        {"type": "text", "text": part.text or ""}
+        if part.media is None
+        else to_chat_part(part.media, fetch(part.media))
+        for part in message.parts
+    ]
 
 
 def build_sample(session: Session, *, trains_all_paths: bool) -> GeneratedSample:
@@ -53,11 +74,12 @@ def build_sample(session: Session, *, trains_all_paths: bool) -> GeneratedSample
     main, num_prompt = rows[-1], len(rows[0].prompt_tokens)
     last = main.nodes[-1].sample
     segments = [segment for row in rows for segment in row.segments]
+    media = [tuple(path_media(row.nodes[-1])) for row in rows]
     return GeneratedSample(
         sample_id=session.sample.sample_id,
         prompt_group_id=session.request.prompt_group_id,
         prompt_tokens=rows[0].prompt_tokens,
-        prompt_messages=tuple(_message(one) for one in main.nodes[0].messages),
+        prompt_messages=tuple(to_chat_message(one) for one in main.nodes[0].messages),
         tokens=_all_paths(rows, "tokens")[num_prompt:],
         logprobs=_all_paths(rows, "logprobs")[num_prompt:],
         segments=merge_segments((), segments),
@@ -67,6 +89,7 @@ def build_sample(session: Session, *, trains_all_paths: bool) -> GeneratedSample
         turns=tuple(_turns(session, main)),
         routed_experts=_routed_experts(rows),
         path_lengths=tuple(map(len, rows)) if len(rows) > 1 else (),
+        path_media=tuple(media) if len(rows) > 1 and any(media) else (),
     )
 
 
@@ -99,14 +122,10 @@ def _turns(session: Session, row: Row) -> list[ChatMessage]:
     turns: list[ChatMessage] = []
     for number, node in enumerate(row.nodes):
         if number:
-            turns += [_message(message) for message in node.messages]
+            turns += [to_chat_message(message) for message in node.messages]
         text = session.renderer.reply_text(node.sample.tokens)
         turns.append(ChatMessage.of_text(ASSISTANT, text))
     return turns
-
-
-def _message(message: Any) -> ChatMessage:
-    return ChatMessage.of_text(str(message["role"]), text_of(message))
 
 
 def _top_tokens(rows: Sequence[Row]) -> NDArray[np.int32] | None:

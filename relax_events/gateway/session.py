@@ -9,7 +9,6 @@ seed follows from the sample's seed and the number of calls before it.
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -27,15 +26,16 @@ from relax_events.gateway.graph import (
     Continuation,
     MessageGraph,
     Node,
+    path_media,
     path_tokens,
     sampled_mask,
 )
-from relax_events.gateway.messages import Message
+from relax_events.gateway.messages import Message, media_of
+from relax_events.gateway.session_media import SessionMedia
 from relax_events.gateway.tool_calls import ParsedReply, parse_reply
+from relax_events.gateway.tool_formats import ToolFormat
 
 Generate = Callable[[GenerationRequest], Awaitable[GeneratedSample]]
-NOT_IN_IDS = re.compile(r"[^A-Za-z0-9_-]")
-"""Characters that ids of tool calls may not have in every dialect."""
 
 
 class Limit(StrEnum):
@@ -81,6 +81,8 @@ class Session:
         first_call: Set when the program calls the model.
         answers: Conversations that a later call may refer to by the name of their last answer.
         num_refused: Calls that were refused for what they asked.
+        media: The media files of its messages; None if the policy reads text only.
+        malformed_calls: Why tool calls of the policy could not be read, one word for each.
     """
 
     request: GenerationRequest
@@ -94,6 +96,8 @@ class Session:
     answers: dict[str, list[Message]] = field(default_factory=dict)
     num_refused: int = 0
     num_calls: int = 0
+    media: SessionMedia | None = None
+    malformed_calls: list[str] = field(default_factory=list)
     first_call: asyncio.Event = field(default_factory=asyncio.Event)
     _is_closed: bool = False
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -125,14 +129,20 @@ class Session:
             SessionLimit: A bound of the sample is met.
             PoisonSample: The messages can't be rendered, or the engine refuses them.
             EngineFailed: The engine has failed; the same call may succeed later.
+            ObjectError, StoreUnavailable: The media of the messages can't be stored or loaded.
         """
         self.first_call.set()
         async with self._turn:
             if self._is_closed:
                 raise SessionClosed("the session has ended; no further call is answered")
+            messages = await self._resolve(messages)
             continuation = self.graph.find(messages, tools=tools)
             input_tokens = self._render(messages, continuation, tools)
             request = self._build_request(continuation, input_tokens, max_tokens)
+            if self.media is not None and (
+                files := path_media(continuation.parent) + media_of(continuation.rest)
+            ):
+                request = replace(request, media=await self.media.load(files))
             self.num_calls += 1
             sample = await self.generate(request)
             self.error = ""
@@ -146,18 +156,24 @@ class Session:
                 tools=tools,
                 input_tokens=input_tokens,
                 sample=sample,
-                reply=reply_message(self._parse(sample), name=request.samples[0].sample_id),
+                reply=self._reply(sample, tools, name=request.samples[0].sample_id),
             )
 
-    def count_tokens(self, messages: Sequence[Message], *, tools: Sequence[Message]) -> int:
+    async def count_tokens(self, messages: Sequence[Message], *, tools: Sequence[Message]) -> int:
         """Return how many tokens the policy would read.
 
         Raises:
             PoisonSample: The messages can't be rendered.
+            ObjectError, StoreUnavailable: As for `chat`.
         """
+        messages = await self._resolve(messages)
         continuation = self.graph.find(messages, tools=tools)
         rendered = self._render(messages, continuation, tools)
         return len(path_tokens(continuation.parent)) + len(rendered)
+
+    async def _resolve(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Return messages with references in the place of media files."""
+        return messages if self.media is None else await self.media.resolve(messages)
 
     def _render(
         self, messages: Sequence[Message], continuation: Continuation, tools: Sequence[Message]
@@ -215,6 +231,7 @@ class Session:
             prompt_tokens=prompt,
             is_sampled=np.concatenate([sampled_mask(parent), np.zeros(len(input_tokens), bool)]),
             samples=(sample,),
+            media=(),
             sampling=self.request.sampling.model_copy(update={"max_new_tokens": wanted}),
             environment_context=None,
         )
@@ -223,16 +240,21 @@ class Session:
         self.limit = self.limit or limit
         return SessionLimit(limit, text)
 
-    def _parse(self, sample: GeneratedSample) -> ParsedReply:
-        return parse_reply(self.renderer.reply_text(sample.tokens))
+    def _reply(self, sample: GeneratedSample, tools: Sequence[Message], *, name: str) -> Message:
+        """Return a turn as the program receives it."""
+        style = self.renderer.tool_format
+        parsed = parse_reply(self.renderer.reply_text(sample.tokens), style=style, tools=tools)
+        self.malformed_calls += parsed.malformed
+        return reply_message(parsed, style=style, name=name)
 
 
-def reply_message(parsed: ParsedReply, *, name: str) -> Message:
+def reply_message(parsed: ParsedReply, *, style: ToolFormat, name: str) -> Message:
     """Return a turn as a message of OpenAI's chat API.
 
     Args:
         parsed: The turn.
-        name: Of the call, unique in the run: the ids of tool calls begin with it.
+        style: The format of its tool calls.
+        name: Of the call, unique in the run: the ids of tool calls are derived from it.
     """
     message: dict[str, object] = {"role": ASSISTANT, "content": parsed.content}
     if parsed.reasoning:
@@ -241,7 +263,7 @@ def reply_message(parsed: ParsedReply, *, name: str) -> Message:
         message["content"] = parsed.content or None
         message["tool_calls"] = [
             {
-                "id": f"call_{NOT_IN_IDS.sub('-', name)}-{number}",
+                "id": style.call_id(name, number),
                 "type": "function",
                 "function": {"name": function, "arguments": arguments},
             }

@@ -1,18 +1,27 @@
-"""Read tool calls and reasoning out of the policy's text, in the format of Qwen and Hermes models:
+"""Read tool calls and reasoning out of the policy's text.
 
-<think>...</think> text <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>
+A call that can't be read stays in the text, as the policy wrote it, with the reason beside.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import orjson
 
+from relax_events.gateway.messages import Message
+from relax_events.gateway.tool_formats import (
+    Call,
+    MalformedCall,
+    NoCall,
+    ToolFormat,
+    schemas_of,
+)
+
 THINKING = re.compile(r"\A\s*(?:<think>)?(.*?)</think>\s*", re.DOTALL)
-CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+UNCLOSED = "unclosed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,41 +32,56 @@ class ParsedReply:
         content: The text outside of reasoning and tool calls.
         reasoning: The text between the think tags.
         calls: Name and arguments, the text of a JSON object, of each well-formed tool call.
+        malformed: Why a tool call could not be read, in one word for each such call.
     """
 
     content: str
     reasoning: str
     calls: tuple[tuple[str, str], ...]
+    malformed: tuple[str, ...] = ()
 
 
-def parse_reply(text: str) -> ParsedReply:
-    """Split a turn; a malformed tool call stays in the content, as the policy wrote it."""
+def parse_reply(text: str, *, style: ToolFormat, tools: Sequence[Message] = ()) -> ParsedReply:
+    """Split a turn.
+
+    Args:
+        text: The turn without its stop token.
+        style: The format of tool calls.
+        tools: What the program offers, as chat templates read it.
+    """
     reasoning = ""
     if found := THINKING.match(text):
         reasoning, text = found.group(1).strip(), text[found.end() :]
+    schemas = schemas_of(tools)
     calls: list[tuple[str, str]] = []
+    malformed: list[str] = []
+    num_left = 0
 
     def take(match: re.Match[str]) -> str:
-        call = _parse_call(match.group(1))
-        if call is None:
+        nonlocal num_left
+        try:
+            calls.extend([_written(call) for call in style.read(match.group(1), schemas)])
+        except NoCall:
             return match.group(0)
-        calls.append(call)
+        except MalformedCall as error:
+            malformed.append(str(error))
+            num_left += sum(match.group(0).count(opener) for opener in style.openers)
+            return match.group(0)
         return ""
 
-    content = CALL.sub(take, text)
-    return ParsedReply(content.strip() if calls else content, reasoning, tuple(calls))
+    content = style.blocks.sub(take, text)
+    if sum(content.count(opener) for opener in style.openers) > num_left:
+        malformed.append(UNCLOSED)
+    for wrapper in style.wrappers if calls else ():
+        content = content.replace(wrapper, "")
+    return ParsedReply(
+        content.strip() if calls else content, reasoning, tuple(calls), tuple(malformed)
+    )
 
 
-def _parse_call(text: str) -> tuple[str, str] | None:
+def _written(call: Call) -> tuple[str, str]:
+    name, arguments = call
     try:
-        call: Any = orjson.loads(text)
-    except orjson.JSONDecodeError:
-        return None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return None
-    if not isinstance(arguments := call.get("arguments", {}), dict):
-        return None
-    try:
-        return call["name"], orjson.dumps(arguments).decode()
-    except TypeError:  # nested too deep to be written again
-        return None
+        return name, orjson.dumps(arguments).decode()
+    except TypeError:
+        raise MalformedCall("nested_too_deep") from None

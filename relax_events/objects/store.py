@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
+from itertools import chain
 from mmap import ACCESS_COPY, mmap
 from os import fstat
 from pathlib import Path
@@ -409,9 +410,12 @@ class AllowedRoots:
 
 
 def list_media(event: Any) -> list[MediaRef]:
-    """Return all media references of an event, in order."""
+    """Return all media references of an event, in order; those of a sample of several paths may
+    occur twice.
+    """
     said = (*getattr(event, "messages", ()), *getattr(event, "turns", ()))
-    return [*getattr(event, "media", ()), *list_message_media(said)]
+    by_path = chain.from_iterable(getattr(event, "path_media", ()))
+    return [*getattr(event, "media", ()), *list_message_media(said), *by_path]
 
 
 def list_message_media(messages: Iterable[ChatMessage]) -> list[MediaRef]:

@@ -56,8 +56,11 @@ def open_rollout_engine(
     Raises:
         ConfigError: As `open_engine`, or the environment can't be loaded.
     """
+    folder = (
+        (lambda: build_version_folder(max(newest_version(), 0))) if newest_version else lambda: ""
+    )
     if config.environment.command:
-        return _open_episode_engine(config, name=name, metrics=metrics)
+        return _open_episode_engine(config, name=name, metrics=metrics, folder=folder)
     if not config.environment.function:
         return open_engine(config, name=name, metrics=metrics.routing)
     from relax_events.environments.multi_turn import (
@@ -66,11 +69,6 @@ def open_rollout_engine(
     from relax_events.environments.pool import EnvironmentPool
 
     with ExitStack() as on_failure:
-        folder = (
-            (lambda: build_version_folder(max(newest_version(), 0)))
-            if newest_version
-            else lambda: ""
-        )
         pool = EnvironmentPool(config, libraries=lambda: MediaLibrary(config, folder=folder))
         on_failure.callback(pool.close)
         renderer = PromptRenderer.from_folder(
@@ -84,14 +82,22 @@ def open_rollout_engine(
     return episodes
 
 
-def _open_episode_engine(config: RunConfig, *, name: str, metrics: WorkerMetrics) -> Engine:
+def _open_episode_engine(
+    config: RunConfig, *, name: str, metrics: WorkerMetrics, folder: Callable[[], str]
+) -> Engine:
     """Load the engine whose samples are episodes of the run's program."""
     from relax_events.gateway.episodes import EpisodeEngine
 
-    renderer = PromptRenderer.from_folder(config.model.path, config.data)
+    renderer = PromptRenderer.from_folder(config.model.path, config.data, media=config.model.media)
     engine = open_engine(config, name=name, metrics=metrics.routing)
     with ExitStack() as on_failure:
         on_failure.callback(engine.close)
-        episodes = EpisodeEngine(engine, config=config, renderer=renderer, metrics=metrics.episodes)
+        episodes = EpisodeEngine(
+            engine,
+            config=config,
+            renderer=renderer,
+            metrics=metrics.episodes,
+            libraries=lambda: MediaLibrary(config, folder=folder),
+        )
         on_failure.pop_all()
     return episodes

@@ -269,6 +269,7 @@ def build_sample_event(
         routed_experts=select_routed_experts(sample, worker.config, num_tokens=len(tokens)),
         topk_ids=select_top_tokens(sample, worker.config),
         path_lengths=list(sample.path_lengths),
+        path_media=[list(media) for media in sample.path_media],
         worker_id=worker.worker_id,
     )
 

@@ -327,7 +327,13 @@ def _check_routed_experts(event: SampleRolledOut | SampleReady) -> None:
 
 def _check_paths(event: SampleRolledOut | SampleReady) -> None:
     """Check the paths of an episode that branched."""
-    if not (lengths := event.path_lengths):
+    lengths, media = event.path_lengths, event.path_media
+    if media and len(media) != len(lengths):
+        raise PoisonSample(
+            f"sample {event.sample_id}: path_media must have an entry for each of {len(lengths)} "
+            f"paths, got {len(media)}"
+        )
+    if not lengths:
         return
     rule, total = f"sample {event.sample_id}: path_lengths must", event.tokens.shape[0]
     if min(lengths) < 1 or sum(lengths) != total:
@@ -337,11 +343,17 @@ def _check_paths(event: SampleRolledOut | SampleReady) -> None:
             f"{rule} begin with the path of num_prompt_tokens = {event.num_prompt_tokens}, got "
             f"{lengths[0]}"
         )
-    said = () if isinstance(event, SampleReady) else (*event.messages, *event.turns)
-    if any(part.media for message in said for part in message.parts) or (
-        isinstance(event, SampleReady) and event.media
-    ):
-        raise PoisonSample(f"{rule} be empty for a sample with media, got {lengths}")
+    if isinstance(event, SampleReady):
+        shown, known = event.media, []
+    else:
+        parts = (part for said in (*event.messages, *event.turns) for part in said.parts)
+        shown = [part.media for part in parts if part.media is not None]
+        known = media[-1] if media else []
+    if shown != known:
+        raise PoisonSample(
+            f"sample {event.sample_id}: path_media must end with the {len(shown)} media files of "
+            f"its messages, got {len(known)}"
+        )
     starts = np.cumsum(lengths) - np.array(lengths)
     if not isinstance(event.loss_mask, StoredArray) and event.loss_mask[starts].any():
         raise PoisonSample(f"{rule} begin each path with a token that loss_mask leaves out")

@@ -5,7 +5,7 @@ transfer: a part of every worker's metrics.
 from __future__ import annotations
 
 from collections import Counter as Tally
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -131,12 +131,24 @@ class EpisodeMetrics:
             ["role"],
             registry=registry,
         )
+        self._malformed = Counter(
+            "relax_malformed_tool_calls_total",
+            "Tool calls of the policy that could not be read in the format of its model family: "
+            "their programs received them as text.",
+            ["role", "reason"],
+            registry=registry,
+        )
         for outcome in ("finished", "begun_again", "failed"):
             self._attempts.labels(role, outcome)
 
     def count_episode(self, outcome: str) -> None:
         """Count an attempt."""
         self._attempts.labels(self._role, outcome).inc()
+
+    def count_malformed_calls(self, reasons: Iterable[str]) -> None:
+        """Count tool calls that could not be read, by reason."""
+        for reason in reasons:
+            self._malformed.labels(self._role, reason).inc()
 
     def count_forks(self, number: int) -> None:
         """Count the forks of a session."""

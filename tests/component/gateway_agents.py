@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -58,12 +58,28 @@ def write_program(folder: Path, body: str) -> tuple[str, ...]:
 
 
 @contextmanager
-def episodes(folder: Path, body: str, **environment: Any) -> Iterator[EpisodeEngine]:
-    """Open an engine whose samples are episodes of a program."""
-    model = make_tiny(folder / "model", corpus=["12=21"], hidden_size=32, seed=3)
+def episodes(
+    folder: Path,
+    body: str,
+    *,
+    model: Path | None = None,
+    command: tuple[str, ...] = (),
+    **environment: Any,
+) -> Iterator[EpisodeEngine]:
+    """Open an engine whose samples are episodes of a program.
+
+    Args:
+        folder: For the run's files, and for the program.
+        body: What the program does after `HEAD`.
+        model: The folder of another model than a tiny one that reads text.
+        command: Another command than the program.
+        environment: Settings of the section.
+    """
+    model = model or make_tiny(folder / "model", corpus=["12=21"], hidden_size=32, seed=3)
+    command = command or write_program(folder, body)
     config = RunConfig.model_validate(
         {
-            "run": {"id": "agents"},
+            "run": {"id": "agents", "directory": folder / "run"},
             "model": {"path": model, "dtype": "float32", "device": "cpu"},
             "data": {"source": "http"},
             "engine": {
@@ -72,11 +88,11 @@ def episodes(folder: Path, body: str, **environment: Any) -> Iterator[EpisodeEng
                 "threads": 1,
                 "sampling": {"max_new_tokens": 64},
             },
-            "environment": {"command": write_program(folder, body), "max_turns": 4} | environment,
+            "environment": {"command": command, "max_turns": 4} | environment,
             "reward": {"function": "exact_match"},
         }
     )
-    renderer = PromptRenderer.from_folder(model, config.data)
+    renderer = PromptRenderer.from_folder(model, config.data, media=config.model.media)
     inner = TransformersEngine(model, config=config.engine, model=config.model)
     metrics = EpisodeMetrics("rollout", CollectorRegistry())
     engine = EpisodeEngine(inner, config=config, renderer=renderer, metrics=metrics)
@@ -86,7 +102,16 @@ def episodes(folder: Path, body: str, **environment: Any) -> Iterator[EpisodeEng
         engine.close()
 
 
-def begin(engine: EpisodeEngine, *, num_samples: int = 1, name: str = "000000-0000-0") -> None:
+QUESTION = (ChatMessage.of_text("user", "12"),)
+
+
+def begin(
+    engine: EpisodeEngine,
+    *,
+    num_samples: int = 1,
+    name: str = "000000-0000-0",
+    messages: Sequence[ChatMessage] = QUESTION,
+) -> None:
     """Submit a prompt group."""
     empty = np.empty(0, np.int32)
     engine.submit(
@@ -106,7 +131,7 @@ def begin(engine: EpisodeEngine, *, num_samples: int = 1, name: str = "000000-00
             sampling=engine._config.engine.sampling,
             stop_token_ids=engine._renderer.stop_token_ids,
             environment_context=EnvironmentContext(
-                messages=[ChatMessage.of_text("user", "12")], answer="21", metadata='{"a": 1}'
+                messages=messages, answer="21", metadata='{"a": 1}'
             ),
         )
     )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from relax_events.gateway.anthropic_dialect import AnthropicCall
@@ -34,6 +35,25 @@ def read_events(stream: Sequence[bytes]) -> list[Item]:
     return [json.loads(text) for text in texts if text != "[DONE]"]
 
 
+def data_uri(image: bytes) -> str:
+    """Return an image as a program names it."""
+    return f"data:image/png;base64,{base64.b64encode(image).decode()}"
+
+
+def images_of(value: Any) -> Iterator[bytes]:
+    """Yield all images in a JSON value, in order."""
+    if isinstance(value, list):
+        for one in value:
+            yield from images_of(one)
+    elif isinstance(value, dict):
+        if value.get("type") == "base64":
+            yield base64.b64decode(value["data"])
+        else:
+            yield from images_of(list(value.values()))
+    elif isinstance(value, str) and value.startswith("data:image/"):
+        yield base64.b64decode(value.partition(",")[2])
+
+
 class Program(ABC):
     """A program; `calls` are the ids of the tool calls of the last answer."""
 
@@ -41,6 +61,11 @@ class Program(ABC):
         self.history: list[Item] = []
         self.calls: list[str] = []
         self.say(text)
+
+    @property
+    def images(self) -> list[bytes]:
+        """The images of the history, in order."""
+        return list(images_of(self.history))
 
     async def ask(self, session: Session, number: int, *, is_streamed: bool) -> None:
         """Have the policy answer, and append its turn."""
@@ -65,13 +90,17 @@ class Program(ABC):
         self.history = []
         self.say("summary")
 
-    def say(self, text: str) -> None:
+    def say(self, text: str, *images: bytes) -> None:
         """Append a message of the user."""
-        self.history.append(self.user_message(text))
+        self.history.append(self.user_message(text, *images))
 
-    def user_message(self, text: str) -> Item:
+    def user_message(self, text: str, *images: bytes) -> Item:
         """Return a message of the user."""
-        return {"role": "user", "content": text}
+        return {"role": "user", "content": self.content(text, *images)}
+
+    @abstractmethod
+    def content(self, text: str, *images: bytes) -> Any:
+        """Return a text, and images after it."""
 
     @abstractmethod
     def body(self) -> Item:
@@ -94,7 +123,7 @@ class Program(ABC):
         """Append a turn of the policy, as clients send it back."""
 
     @abstractmethod
-    def reply(self, call_id: str, text: str) -> None:
+    def reply(self, call_id: str, text: str, *images: bytes) -> None:
         """Append the result of a tool."""
 
 
@@ -137,8 +166,15 @@ class ChatProgram(Program):
         self.history.append(turn)
         self.calls = [call["id"] for call in turn.get("tool_calls") or ()]
 
-    def reply(self, call_id: str, text: str) -> None:
-        self.history.append({"role": "tool", "tool_call_id": call_id, "content": text})
+    def content(self, text: str, *images: bytes) -> Any:
+        if not images:
+            return text
+        parts = [{"type": "image_url", "image_url": {"url": data_uri(one)}} for one in images]
+        return [{"type": "text", "text": text}, *parts]
+
+    def reply(self, call_id: str, text: str, *images: bytes) -> None:
+        content = self.content(text, *images)
+        self.history.append({"role": "tool", "tool_call_id": call_id, "content": content})
 
 
 class ResponsesProgram(Program):
@@ -157,9 +193,12 @@ class ResponsesProgram(Program):
     def parse(self, body: Item) -> ModelCall:
         return ResponsesCall.model_validate(body)
 
-    def user_message(self, text: str) -> Item:
-        part = {"type": "input_text", "text": text}
-        return {"type": "message", "role": "user", "content": [part]}
+    def user_message(self, text: str, *images: bytes) -> Item:
+        return {"type": "message", "role": "user", "content": self.content(text, *images)}
+
+    def content(self, text: str, *images: bytes) -> Any:
+        parts = [{"type": "input_image", "image_url": data_uri(one)} for one in images]
+        return [{"type": "input_text", "text": text}, *parts]
 
     def turn(self, answer: Item) -> Any:
         return answer["output"]
@@ -187,20 +226,27 @@ class ResponsesProgram(Program):
         self.history += turn
         self.calls = [item["call_id"] for item in turn if item["type"] == "function_call"]
 
-    def reply(self, call_id: str, text: str) -> None:
-        self.history.append({"type": "function_call_output", "call_id": call_id, "output": text})
+    def reply(self, call_id: str, text: str, *images: bytes) -> None:
+        output = self.content(text, *images) if images else text
+        self.history.append({"type": "function_call_output", "call_id": call_id, "output": output})
 
 
 class StoredResponsesProgram(ResponsesProgram):
     """Speaks OpenAI's responses, and names the last answer instead of sending it."""
 
     previous = ""
+    earlier: tuple[bytes, ...] = ()
+
+    @property
+    def images(self) -> list[bytes]:
+        return [*self.earlier, *images_of(self.history)]
 
     def body(self) -> Item:
         return super().body() | {"previous_response_id": self.previous or None, "store": True}
 
     def take(self, turn: Any, name: str) -> None:
         super().take(turn, name)
+        self.earlier = tuple(self.images)
         self.history, self.previous = [], f"resp_{name}"
 
     def edit(self, index: int) -> None:
@@ -208,7 +254,7 @@ class StoredResponsesProgram(ResponsesProgram):
             super().edit(index)
 
     def compact(self) -> None:
-        self.previous = ""
+        self.previous, self.earlier = "", ()
         super().compact()
 
 
@@ -252,8 +298,16 @@ class AnthropicProgram(Program):
         self.history.append({"role": "assistant", "content": blocks})
         self.calls = [one["id"] for one in turn if one["type"] == "tool_use"]
 
-    def reply(self, call_id: str, text: str) -> None:
-        content = [{"type": "text", "text": text}]
+    def content(self, text: str, *images: bytes) -> Any:
+        sources = [
+            {"type": "base64", "media_type": "image/png", "data": base64.b64encode(one).decode()}
+            for one in images
+        ]
+        blocks = [{"type": "image", "source": source} for source in sources]
+        return [{"type": "text", "text": text}, *blocks]
+
+    def reply(self, call_id: str, text: str, *images: bytes) -> None:
+        content = self.content(text, *images)
         result = {"type": "tool_result", "tool_use_id": call_id, "content": content}
         self.history.append({"role": "user", "content": [result]})
 

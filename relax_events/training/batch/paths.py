@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relax_events.errors import PoisonSample
+from relax_events.events.parts import MediaRef
 from relax_events.training.batch.row_layout import TokenSequence, read_array
 
 
@@ -25,6 +26,8 @@ class SamplePath:
 
     Attributes:
         num_prompt_tokens: Tokens before its first loss token.
+        is_sampled: True for each token that the policy sampled, on this path or on one before.
+        media: Its media files, in the order of their placeholders.
     """
 
     sample_id: str
@@ -32,9 +35,18 @@ class SamplePath:
     num_prompt_tokens: int
     tokens: NDArray[np.generic]
     loss_mask: NDArray[np.generic]
+    is_sampled: NDArray[np.bool_]
     routed_experts: NDArray[np.generic] | None
     temperature: float
+    media: Sequence[MediaRef] = ()
     path_lengths: tuple[int, ...] = ()
+
+    @property
+    def prompt_media(self) -> Sequence[MediaRef]:
+        """All of its media: two paths with the same prompt are taken for others if they differ in
+        one.
+        """
+        return self.media
 
 
 def split_paths(samples: Sequence[TokenSequence]) -> list[TokenSequence]:
@@ -75,19 +87,52 @@ def _paths_of(sample: TokenSequence) -> Sequence[TokenSequence]:
             f"{len(tokens)} tokens, got {list(lengths)}"
         )
     experts = None if sample.routed_experts is None else read_array(sample, "routed_experts")
-    ends = np.cumsum(lengths).tolist()
-    return [
-        SamplePath(
-            sample.sample_id,
-            sample.prompt_group_id,
-            _num_before_loss(mask[end - length : end]),
-            tokens[end - length : end],
-            mask[end - length : end],
-            None if experts is None else experts[end - length : end - 1],
-            sample.temperature,
+    media = getattr(sample, "path_media", None) or [()] * len(lengths)
+    paths: list[SamplePath] = []
+    for own_media, length, end in zip(media, lengths, np.cumsum(lengths).tolist(), strict=True):
+        own = slice(end - length, end)
+        paths.append(
+            SamplePath(
+                sample.sample_id,
+                sample.prompt_group_id,
+                _num_before_loss(mask[own]),
+                tokens[own],
+                mask[own],
+                _find_sampled(tokens[own], mask[own], paths),
+                None if experts is None else experts[end - length : end - 1],
+                sample.temperature,
+                own_media,
+            )
         )
-        for length, end in zip(lengths, ends, strict=True)
-    ]
+    return paths
+
+
+def sampled_tokens(sequence: TokenSequence) -> NDArray[np.bool_]:
+    """Return which tokens of a sequence the policy sampled; only the others may be media."""
+    if isinstance(sequence, SamplePath):
+        return sequence.is_sampled
+    return read_array(sequence, "loss_mask").astype(bool)
+
+
+def _find_sampled(
+    tokens: NDArray[np.generic], mask: NDArray[np.generic], earlier: Sequence[SamplePath]
+) -> NDArray[np.bool_]:
+    """Return which tokens of a path were sampled: its loss tokens, and those that it shares with an
+    earlier path, where they are loss tokens.
+
+    What paths share ends before the first loss token of the later one. Tokens that are equal by
+    chance between both are no placeholders: a message of the policy's role has no media.
+    """
+    found = mask.astype(bool)
+    bound, longest = _num_before_loss(mask), 0
+    for path in earlier:
+        limit = min(bound, len(path.tokens))
+        differ = np.flatnonzero(tokens[:limit] != path.tokens[:limit])
+        num_shared = int(differ[0]) if len(differ) else limit
+        if num_shared > longest:
+            longest = num_shared
+            found[:longest] = path.is_sampled[:longest]
+    return found
 
 
 def _num_before_loss(mask: NDArray[np.generic]) -> int:

@@ -28,7 +28,7 @@ from jaxtyping import Float32, Int64
 from numpy.typing import NDArray
 
 from relax_events.errors import PoisonSample
-from relax_events.events.parts import Array
+from relax_events.events.parts import Array, MediaRef
 from relax_events.events.tensors import dense
 from relax_events.events.types import SampleReady, SampleRolledOut
 
@@ -67,6 +67,10 @@ class TokenSequence(Protocol):
     @property
     def path_lengths(self) -> Sequence[int]:
         """Tokens of each path, where the sample has several."""
+
+    @property
+    def prompt_media(self) -> Sequence[MediaRef]:
+        """The media files of the prompt."""
 
 
 def read_array(sample: TokenSequence, field: str) -> NDArray[np.generic]:
@@ -276,14 +280,15 @@ def choose_layout(
 def _group_by_prompt(
     samples: Sequence[TokenSequence], *, same_routing: bool
 ) -> Iterator[Iterator[TokenSequence]]:
-    def prompt(sample: TokenSequence) -> tuple[str, bytes, bytes]:
+    def prompt(sample: TokenSequence) -> tuple[str, bytes, bytes, bytes]:
         end = sample.num_prompt_tokens
         routing = (
             read_array(sample, "routed_experts")[:end].tobytes()
             if same_routing and sample.routed_experts is not None
             else b""
         )
-        return sample.prompt_group_id, read_array(sample, "tokens")[:end].tobytes(), routing
+        media = b"".join(one.digest for one in sample.prompt_media)
+        return sample.prompt_group_id, read_array(sample, "tokens")[:end].tobytes(), routing, media
 
     return (alike for _, alike in groupby(samples, key=prompt))
 

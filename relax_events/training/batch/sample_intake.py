@@ -33,7 +33,7 @@ from relax_events.topics import TopicPlan
 from relax_events.training.backend.protocol import TrainerBackend
 from relax_events.training.batch.assembly import BatchAssembler, LocatedSample
 from relax_events.training.batch.packing import PackedBatch
-from relax_events.training.batch.paths import split_paths
+from relax_events.training.batch.paths import sampled_tokens, split_paths
 from relax_events.training.batch.row_layout import TokenSequence, read_array
 from relax_events.training.issue_rules import IssueRules
 
@@ -112,13 +112,12 @@ class SampleIntake:
         """Return a sample that can be trained, its media at hand; raises PoisonSample as
         `check_trainable`, or where its media can't be had.
         """
-        self._library.prefetch(sample.media)
+        self._library.prefetch(list_media(sample))
         try:
-            self._library.require_fit(
-                read_array(sample, "tokens"),
-                ~read_array(sample, "loss_mask").astype(bool),
-                sample.media,
-            )
+            for path in split_paths([sample]):
+                self._library.require_fit(
+                    read_array(path, "tokens"), ~sampled_tokens(path), list_media(path)
+                )
         except PoisonSample as error:
             raise PoisonSample(f"sample {sample.sample_id}: {error}") from error
         backend = self._backend
@@ -193,7 +192,7 @@ class SampleMedia:
         )
 
     def _sequence(self, sample: TokenSequence, cells: np.ndarray) -> MediaSequence:
-        name, given = f"sample {sample.sample_id}", ~read_array(sample, "loss_mask").astype(bool)
+        name, given = f"sample {sample.sample_id}", ~sampled_tokens(sample)
         try:
             media = [self._library.load(reference) for reference in list_media(sample)]
         except PoisonSample as error:

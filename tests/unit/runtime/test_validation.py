@@ -13,9 +13,11 @@ import pytest
 from event_samples import ended, ready, rolled_out, scored
 
 from relax_events.errors import PoisonSample
-from relax_events.events.parts import Outcome
+from relax_events.events.parts import MediaRef, Outcome
 from relax_events.runtime.validation import allowed_outcomes, check_ended, check_ready, check_sample
 from relax_events.topics.plan import END_REQUESTS, TRAINING_SAMPLES
+
+MEDIA = MediaRef("file:///a.png", bytes(32), "image/png", 3)
 
 
 def vector(*values: float, dtype: Any = np.float32) -> np.ndarray:
@@ -33,6 +35,14 @@ def vector(*values: float, dtype: Any = np.float32) -> np.ndarray:
         (
             {"path_lengths": [1, 3], "num_prompt_tokens": 2},
             "path_lengths must begin with the path of num_prompt_tokens = 2, got 1",
+        ),
+        (
+            {"path_lengths": [2, 2], "path_media": [[]]},
+            "path_media must have an entry for each of 2 paths, got 1",
+        ),
+        (
+            {"path_lengths": [2, 2], "path_media": [[], [MEDIA]]},
+            "path_media must end with the 0 media files of its messages, got 1",
         ),
         (
             {"path_lengths": [3, 1], "loss_mask": np.array([0, 0, 1, 1], np.uint8)},

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relax_events.events.parts import MediaRef
 from relax_events.examples.tiny_models import make_tiny
 from relax_events.training.backend.policy_model import PolicyModel
 from relax_events.training.backend.torch_backend import TorchBackend
@@ -93,6 +94,23 @@ def test_last_token_attends_only_to_its_own_sample(seed, sizes):
         last = int(np.flatnonzero(sample.loss_mask)[-1])
         np.testing.assert_array_equal(batch.input_ids[row, visible], sample.tokens[:last])
         np.testing.assert_array_equal(batch.position_ids[row, visible], np.arange(last))
+
+
+@pytest.mark.parametrize(
+    ("digests", "num_prompt_media", "is_shared"),
+    [((1, 1), 1, True), ((1, 2), 1, False), ((1, 2), 0, True)],
+)
+def test_equal_tokens_with_other_images_are_other_prompts(digests, num_prompt_media, is_shared):
+    samples = [
+        dataclasses.replace(
+            sample,
+            media=[MediaRef("file:///a.png", bytes([digest]) * 32, "image/png", 3)],
+            num_prompt_media=num_prompt_media,
+        )
+        for sample, digest in zip(in_groups(make_samples(2, seed=4), [2]), digests, strict=True)
+    ]
+    batch = pack(samples, vocab_size=256, sharing=FREE)
+    assert (batch.units is not None) == is_shared
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

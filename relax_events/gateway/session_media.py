@@ -1,0 +1,206 @@
+"""The media of sessions: found in their messages, stored with the run's objects, known by content.
+
+    part of a message --> bytes --> digest --> known to the session: its reference
+                                         `---> checked, decoded and stored --> MediaRef
+
+A program sends its whole history with each call, and so each file again. A session stores it once,
+whatever its encoding, and has the same reference for it on all paths. What is slow runs in threads,
+each with a library of its own; the sessions' event loop only waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any, TypeVar
+
+from relax_events.config import MediaConfig, RunConfig
+from relax_events.data.conversations import ASSISTANT
+from relax_events.errors import MediaError, PoisonSample
+from relax_events.events.parts import MediaRef, Modality
+from relax_events.gateway.messages import SYSTEM, Message
+from relax_events.media.items import DATA_URI, WEB, MediaAccess, MediaItem, MediaKey
+from relax_events.media.library import MediaLibrary
+from relax_events.media.model_inputs import ProcessedMedia
+from relax_events.media.token_layout import modality_of
+
+Result = TypeVar("Result")
+NUM_THREADS = 2
+URL_PARTS = {
+    "image_url": Modality.IMAGE,
+    "video_url": Modality.VIDEO,
+    "audio_url": Modality.AUDIO,
+}
+"""Types of parts with an address, in the form of OpenAI's chat and of its extensions."""
+AUDIO_PART = "input_audio"
+
+
+class MediaThreads:
+    """The threads that read, store and load media for all sessions of a gateway."""
+
+    def __init__(self, libraries: Callable[[], MediaLibrary], config: RunConfig) -> None:
+        """Start no thread yet.
+
+        Args:
+            libraries: Opens a library of the run's media; each thread has its own.
+            config: The run, with the limits of files and the hosts of web addresses.
+        """
+        self.limits: MediaConfig = config.model.media
+        self.access = MediaAccess(hosts=config.data.media_hosts)
+        self.max_files = config.environment.max_media_files
+        self._libraries, self._local = libraries, threading.local()
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="session-media")
+
+    @property
+    def library(self) -> MediaLibrary:
+        """The library of the calling thread, one of these."""
+        if not hasattr(self._local, "library"):
+            self._local.library = self._libraries()
+        found: MediaLibrary = self._local.library
+        return found
+
+    async def run(self, work: Callable[[], Result]) -> Result:
+        """Run a function in one of the threads."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def fetch_file(self, reference: MediaRef) -> bytes:
+        """Fetch a stored file, in one of the threads; errors as for `MediaLibrary.load`."""
+        return self.library.fetch_file(reference)
+
+    def close(self) -> None:
+        """Stop the threads; what they have begun is finished."""
+        self._threads.shutdown(cancel_futures=True)
+
+
+@dataclass(slots=True, eq=False)
+class SessionMedia:
+    """The media files of a session.
+
+    Attributes:
+        threads: Of the gateway.
+        by_digest: The known files by content; those of the prompt's row from the beginning.
+    """
+
+    threads: MediaThreads
+    by_digest: dict[tuple[bytes, Modality], MediaRef] = field(default_factory=dict)
+    _by_key: dict[MediaKey, MediaRef] = field(default_factory=dict)
+
+    @classmethod
+    def of_prompt(cls, threads: MediaThreads, references: Iterable[MediaRef]) -> SessionMedia:
+        """Begin with the files of the prompt's row, which are stored already."""
+        return cls(threads, {(one.digest, modality_of(one)): one for one in references})
+
+    async def resolve(self, messages: Sequence[Message]) -> list[Message]:
+        """Return the messages with a reference in the place of each media file.
+
+        Raises:
+            MediaError: A file is missing, invalid, too large, or not for this model.
+            PoisonSample: There are too many files, or a part has another form.
+            ObjectError, StoreUnavailable: The store failed.
+        """
+        if not any(map(media_parts, messages)):
+            return list(messages)
+        return await self.threads.run(lambda: [self._resolve(message) for message in messages])
+
+    async def load(self, references: Sequence[MediaRef]) -> tuple[ProcessedMedia, ...]:
+        """Load files as inputs of the model; errors as for `resolve`."""
+        load = self.threads.run
+        return await load(lambda: tuple(map(self.threads.library.load, references)))
+
+    def known(self, messages: Sequence[Message]) -> list[Message]:
+        """Return messages that were resolved before with their references again."""
+        return [self._resolve(message) for message in messages]
+
+    def _resolve(self, message: Message) -> Message:
+        if not media_parts(message):
+            return message
+        role = message.get("role")
+        if role in (ASSISTANT, SYSTEM):
+            raise PoisonSample(f"a message of role {role!r} has media; it takes text only")
+        parts = [
+            part if is_text_or_reference(part) else self._reference_part(part)
+            for part in message["content"]
+        ]
+        return {**message, "content": parts}
+
+    def _reference_part(self, part: Mapping[str, Any]) -> Message:
+        item = read_part(part, access=self.threads.access)
+        if (known := self._by_key.get(item.key)) is None:
+            known = self._by_key[item.key] = self._store(item)
+        return {"type": modality_of(known).value, "media": known}
+
+    def _store(self, item: MediaItem) -> MediaRef:
+        data = item.read(self.threads.limits)
+        name = sha256(data).digest(), item.modality
+        if (known := self.by_digest.get(name)) is not None:
+            return known
+        if len(self.by_digest) >= self.threads.max_files:
+            raise MediaError(
+                f"the session has its {self.threads.max_files} media files "
+                "(environment.max_media_files)",
+                reason="too_many",
+            )
+        reference = self.threads.library.add(MediaItem(item.modality, data, item.location))
+        self.by_digest[name] = reference
+        return reference
+
+
+def media_parts(message: Message) -> list[Mapping[str, Any]]:
+    """Return the parts of a message that are neither text nor a reference."""
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return []
+    return [part for part in content if not is_text_or_reference(part)]
+
+
+def is_text_or_reference(part: Any) -> bool:
+    """Return whether a part needs no further reading."""
+    if not isinstance(part, Mapping):
+        return False
+    return part.get("type") == "text" or isinstance(part.get("media"), MediaRef)
+
+
+def read_part(part: Any, *, access: MediaAccess) -> MediaItem:
+    """Return the media file of a part in the form of OpenAI's chat.
+
+    Raises:
+        PoisonSample: It is none; the text says what is taken.
+    """
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == AUDIO_PART:
+        source, modality = _audio_source(part), Modality.AUDIO
+    elif (found := URL_PARTS.get(str(kind))) is not None:
+        address, modality = part.get(kind), found
+        source = address.get("url") if isinstance(address, Mapping) else address
+    else:
+        kinds = ", ".join(("text", *URL_PARTS, AUDIO_PART))
+        raise PoisonSample(f"a message has a part of type {kind!r}; this model takes {kinds}")
+    if not isinstance(source, str) or not source.startswith((DATA_URI, *WEB)):
+        raise PoisonSample(
+            f"a part of type {kind!r} must hold a data URI or a web address, got "
+            f"{str(source)[:40]!r}"
+        )
+    return MediaItem(modality, source, f"a part of type {kind!r}", access)
+
+
+def _audio_source(part: Mapping[str, Any]) -> str | None:
+    audio = part.get(AUDIO_PART)
+    if not isinstance(audio, Mapping) or not isinstance(audio.get("data"), str):
+        return None
+    return f"data:audio/{audio.get('format', 'wav')};base64,{audio['data']}"
+
+
+def to_chat_part(reference: MediaRef, content: bytes) -> dict[str, Any]:
+    """Return a media file as a part of OpenAI's chat, with its content."""
+    data = base64.b64encode(content).decode()
+    if (modality := modality_of(reference)) is Modality.AUDIO:
+        kind = reference.media_type.partition("/")[2].removeprefix("x-")
+        return {"type": AUDIO_PART, AUDIO_PART: {"data": data, "format": kind}}
+    uri = f"data:{reference.media_type};base64,{data}"
+    name = f"{modality.value}_url"
+    return {"type": name, name: {"url": uri}}
