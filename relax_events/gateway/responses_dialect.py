@@ -88,12 +88,12 @@ class ResponsesCall(ModelCall):
         """Keep the conversation, for a call that names this answer: as the graph has it, which
         has references in the place of media.
         """
-        spoken, told = self._without_instructions(session), path_messages(node)
+        spoken, whole = self._without_instructions(session), path_messages(node)
         first = next(
             (at for at, message in enumerate(spoken) if message["role"] not in SYSTEM_ROLES),
             len(spoken),
         )
-        known = told[len(told) - 1 - (len(spoken) - first) :]
+        known = whole[len(whole) - 1 - (len(spoken) - first) :]
         session.answers[response_id(head)] = [*spoken[:first], *known]
 
     def answer(self, node: Node, head: AnswerHead) -> dict[str, Any]:

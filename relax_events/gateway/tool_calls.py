@@ -1,6 +1,6 @@
 """Read tool calls and reasoning out of the policy's text.
 
-A call that can't be read stays in the text, as the policy wrote it, with the reason beside.
+A call that can't be read stays in the text, as the policy wrote it; the reason is counted.
 """
 
 from __future__ import annotations

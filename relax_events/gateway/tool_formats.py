@@ -54,7 +54,7 @@ class ToolFormat:
         openers: Begin a call; one that is left over has no end.
         wrappers: Stand around all calls of a turn.
         takes_text: Whether the chat template takes the arguments as text, not as an object.
-        has_short_ids: Whether the chat template takes ids of nine letters and digits only.
+        has_short_ids: Whether the chat template demands alphanumeric ids of nine characters.
     """
 
     name: str

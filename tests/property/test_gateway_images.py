@@ -84,15 +84,15 @@ class LookingEngine:
 
 async def look(session: Session, rng: random.Random, kind: type[Program]) -> list[list[bytes]]:
     """Drive a session as a program does; return the digests of the images of each call."""
-    program, told = kind("go"), []
+    program, shown = kind("go"), []
     for number in range(rng.randrange(2, 9)):
         images = [rng.choice(IMAGES) for _ in range(rng.randrange(3))]
         step, before = rng.randrange(6), list(program.history)
-        told.append([sha256(image).digest() for image in program.images])
+        shown.append([sha256(image).digest() for image in program.images])
         try:
             await program.ask(session, number, is_streamed=False)
         except SessionLimit:
-            return told[:-1]
+            return shown[:-1]
         if step == 0 and kind is not StoredResponsesProgram:
             program.history = before
             continue
@@ -105,7 +105,7 @@ async def look(session: Session, rng: random.Random, kind: type[Program]) -> lis
                 program.reply(call_id, str(step), *images)
         else:
             program.say(f"and {step}", *images)
-    return told
+    return shown
 
 
 def check_images(
@@ -119,8 +119,8 @@ def check_images(
     rng = random.Random(seed)
     engine = LookingEngine(renderer, layout, rng)
     session = open_session(renderer, engine, media=SessionMedia(threads))
-    told = asyncio.run(look(session, rng, kind))
-    assert engine.seen == told
+    shown = asyncio.run(look(session, rng, kind))
+    assert engine.seen == shown
     sample = build_sample(session, trains_all_paths=True)
     assert sample.prompt_tokens is not None
     assert sample.loss_mask is not None
