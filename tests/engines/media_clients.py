@@ -37,11 +37,11 @@ def chat(client: openai.OpenAI) -> None:
         sound = {"data": encoded("sound.wav"), "format": "wav"}
         shown.append({"type": "input_audio", "input_audio": sound})
     messages: list[Any] = [{"role": "user", "content": shown}]
-    with client.chat.completions.stream(
-        model=MODEL, messages=messages, max_tokens=MAX_TOKENS
-    ) as stream:
-        answer = stream.get_final_completion()
-    messages.append(answer.choices[0].message.model_dump(exclude_none=True))
+    stream = client.chat.completions.create(
+        model=MODEL, messages=messages, max_tokens=MAX_TOKENS, stream=True
+    )
+    said = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+    messages.append({"role": "assistant", "content": said})
     messages.append({"role": "tool", "tool_call_id": "a", "content": [second]})
     client.chat.completions.create(model=MODEL, messages=messages, max_tokens=MAX_TOKENS)
 
