@@ -41,10 +41,6 @@ def vector(*values: float, dtype: Any = np.float32) -> np.ndarray:
             "path_media must have an entry for each of 2 paths, got 1",
         ),
         (
-            {"path_lengths": [2, 2], "path_media": [[], [MEDIA]]},
-            "path_media must end with the 0 media files of its messages, got 1",
-        ),
-        (
             {"path_lengths": [3, 1], "loss_mask": np.array([0, 0, 1, 1], np.uint8)},
             "path_lengths must begin each path with a token that loss_mask leaves out",
         ),
@@ -203,3 +199,17 @@ def test_topic_determines_the_outcomes_its_writers_may_request(
             else nullcontext()
         ):
             check_ended(ended("000001-0002-0", outcome), allowed=allowed_outcomes(entity))
+
+
+def test_media_of_paths_must_be_those_of_the_messages() -> None:
+    sample = rolled_out("000000-0000-0")
+    half = sample.tokens.shape[0] // 2
+    lengths = [half, sample.tokens.shape[0] - half]
+    mask = np.zeros(sample.tokens.shape[0], np.uint8)
+    changed = replace(sample, loss_mask=mask, path_lengths=lengths, path_media=[[], [MEDIA]])
+    rule = "path_media must end with the 0 media files of its messages, got 1"
+    with pytest.raises(PoisonSample, match=rule):
+        check_sample(changed)
+    media = replace(ready("000000-0000-0"), path_lengths=lengths, media=[MEDIA])
+    with pytest.raises(PoisonSample, match="path_media must end with the 1 media files"):
+        check_ready(media)
