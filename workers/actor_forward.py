@@ -12,6 +12,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import closing
 
+import structlog
+
 from relax_events.config import RunConfig
 from relax_events.errors import PoisonSample, WeightsError
 from relax_events.events.types import Event, PolicyVersionPublished
@@ -24,6 +26,7 @@ from relax_events.weights.factory import open_weights_reader
 from relax_events.weights.manifest import Weights
 from relax_events.weights.transport import WeightsReader
 
+log = structlog.get_logger()
 MAX_VERSIONS = 2
 """Versions whose weights are held in memory: two, because samples of neighbouring versions may
 alternate."""
@@ -125,7 +128,7 @@ class VersionedWeights:
                 f"window, {sorted(self._published)}"
             )
         try:
-            return self._transport.fetch(published)
+            weights = self._transport.fetch(published)
         except WeightsError as error:
             remedy = (
                 "restore the object, or start the run again: its trainer writes its newest "
@@ -134,3 +137,5 @@ class VersionedWeights:
             lost = WeightsError(f"{error}; {remedy}")
             self._lost[policy_version] = self._clock(), lost
             raise lost from error
+        log.info("weights.loaded", policy_version=policy_version, transport=weights.transport)
+        return weights

@@ -66,7 +66,7 @@ POINTS = {
     "weights.broadcasting": (
         "a bucket of a version is being sent to an engine, its artifact may be incomplete"
     ),
-    "rollout.receiving": ("a bucket of a version has arrived, the engine has the version before"),
+    "weights.receiving": ("a bucket of a version has arrived, the engine has the version before"),
     "trainer.after_weights": "a version's artifact is complete, the step is not committed",
     "trainer.in_transaction": "the step and its offsets are in an open transaction",
     "trainer.after_commit": "the step is committed, its follow-up work is not done",

@@ -30,7 +30,7 @@ BY_DEFAULT = [
     ),
 ]
 LONG = [
-    ("weights.broadcasting:3", "rollout.receiving:2"),
+    ("weights.broadcasting:3", "weights.receiving:2"),
     (
         "rollout.before_settle:2",
         "reward.after_commit:3",
@@ -156,8 +156,8 @@ def assert_evaluated_once(run: FaultRun) -> None:
 
 
 def assert_broadcast_again(run: FaultRun) -> None:
-    """Assert that engine and trainer reconnected after each of them had died, and that each
-    process of the engine first loaded weights from the store."""
+    """Assert that receivers and trainer reconnected after one of each had died, and that each
+    process of a receiver first loaded weights from the store."""
     codec = EventCodec()
     lists = [
         event
@@ -166,11 +166,18 @@ def assert_broadcast_again(run: FaultRun) -> None:
     ]
     assert [reported.membership_version for reported in lists] == list(range(1, len(lists) + 1))
     assert len({reported.join_token for reported in lists}) == 2, "of two trainers"
-    starts = [line["timestamp"] for line in run.logged("rollout-0", "worker.started")]
-    loads = run.logged("rollout-0", "weights.loaded")
     lives = [
+        life for worker_id in ("rollout-0", "actor-forward-0") for life in _loads(run, worker_id)
+    ]
+    assert [transports[0] for transports in lives] == ["store"] * 3, "one of them died"
+    assert all("memory" in _loads(run, name)[-1] for name in ("rollout-0", "actor-forward-0"))
+
+
+def _loads(run: FaultRun, worker_id: str) -> list[list[str]]:
+    """Return by which transports each process of a worker loaded weights."""
+    starts = [line["timestamp"] for line in run.logged(worker_id, "worker.started")]
+    loads = run.logged(worker_id, "weights.loaded")
+    return [
         [line["transport"] for line in loads if start < line["timestamp"] < end]
         for start, end in zip(starts, [*starts[1:], "9"], strict=True)
     ]
-    assert [ways[0] for ways in lives] == ["store", "store"]
-    assert "memory" in lives[-1]

@@ -443,7 +443,7 @@ def test_engine_that_dies_or_hangs_in_a_broadcast_does_not_block_others(
     victim = opened.enter_context(
         closing(
             EngineProcess(
-                store, "rollout-1", folder=tmp_path, failpoint=f"rollout.receiving:3={action}"
+                store, "rollout-1", folder=tmp_path, failpoint=f"weights.receiving:3={action}"
             )
         )
     )

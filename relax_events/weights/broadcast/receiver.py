@@ -330,7 +330,7 @@ class Receiver:
                     )
                 )
             pending.popleft().wait()
-            failpoint("rollout.receiving")
+            failpoint("weights.receiving")
             digest.update(bucket)
         return digest.value()
 
