@@ -155,8 +155,9 @@ class ControlFollower:
             topic_partition: self._positions.get(topic_partition, start)
             for topic_partition, start in starts.items()
         }
-        reader, self._reader = self._reader, LogReader(
-            self._own, start=self._starts, fetch_wait_ms=FOLLOW_WAIT_MS
+        reader, self._reader = (
+            self._reader,
+            LogReader(self._own, start=self._starts, fetch_wait_ms=FOLLOW_WAIT_MS),
         )
         reader.close()
         self._thread.start()

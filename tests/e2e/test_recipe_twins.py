@@ -10,6 +10,7 @@ from command_line import Relax, report_of
 
 from tests.recipes import RECIPES, make_twin
 
+
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", RECIPES)
