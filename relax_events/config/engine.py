@@ -130,6 +130,11 @@ class SGLangConfig(Section):
     """A server that returns no token of a pending request for this long counts as lost."""
     stream_interval_tokens: Positive = 16
     """Tokens of a stream chunk: what each sample loses when its server dies."""
+    weight_updates: Literal["disk", "distributed"] = "disk"
+    """How a policy version gets into a server. `disk`: from a folder that worker and server see.
+    `distributed`: broadcast over gloo to the server's ranks, so a server on another machine needs
+    no shared folder; it must reach this machine, and have one pipeline stage and one data-parallel
+    part."""
     weights_directory: FilePath | None = None
     """Folder, visible to both, where policy versions are written for a server to load. Default: in
     memory (`/dev/shm`) where three models fit for each server, else among temporary files."""

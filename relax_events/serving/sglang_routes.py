@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from relax_events.engines.sglang.checkpoint import ModelFolder, split_experts
 from relax_events.engines.sglang.client import SUPPORTED_VERSIONS
-from relax_events.engines.sglang.weight_checksums import TensorRecipe
+from relax_events.engines.sglang.weight_checksums import Part, TensorRecipe
 from relax_events.errors import EngineFailed, RelaxError
 from relax_events.serving.completions import CompletionRequest, CompletionService
 from relax_events.serving.engine_runner import EngineRunner
@@ -191,6 +191,6 @@ def _checksums(tensors: dict[str, Any]) -> dict[str, str]:
         for name, part in split_experts(whole, tensor)
     }
     return {
-        name: TensorRecipe((name,)).digest(single, dtype=tensor.dtype)
+        name: TensorRecipe((Part(name),)).digest(single, dtype=tensor.dtype)
         for name, tensor in single.items()
     }

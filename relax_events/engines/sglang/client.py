@@ -22,6 +22,8 @@ CONNECT_SECONDS = 10.0
 CONTROL_SECONDS = 30.0
 """Deadline of a call that touches no weights."""
 NOT_FOUND = 404
+SEEDS = 2**63
+"""A server takes seeds below this."""
 END_OF_EVENT, END_OF_STREAM = b"\n\n", b"[DONE]"
 EVENT_BYTES, TOKEN_BYTES, TOP_TOKEN_BYTES = 1024**2, 1024, 128
 """Size limits of an event: the base, each token (id, log-probability, version, text), and each of
@@ -62,6 +64,7 @@ class SGLangClient:
         self._http = httpx2
         self.url = url.rstrip("/")
         self._model, self._weights_seconds = model, weights_seconds
+        self._takes_seeds = False
         # No connection is reused: SGLang closes idle ones after 5 s, and in 100 steps 130 turns
         # were sent on a connection that was just closing.
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
@@ -120,6 +123,7 @@ class SGLangClient:
                 f"the SGLang server at {self.url} repeats all tokens with each event; start "
                 "it with --incremental-streaming-output"
             )
+        self._takes_seeds = bool(info.get("enable_deterministic_inference"))
         states = info.get("internal_states") or [{}]
         if takes_media and states[0].get("media_format") != FORMAT:
             remedy = (
@@ -152,8 +156,9 @@ class SGLangClient:
         the experts of its tokens.
 
         Args:
-            prompts: `rid`, `input_ids`, `max_new_tokens`, `stop_token_ids` and `num_routed` of
-                each; `num_routed` is the number of first tokens whose experts are already recorded.
+            prompts: `rid`, `input_ids`, `max_new_tokens`, `stop_token_ids`, `num_routed` and `seed`
+                of each; `num_routed` is the number of first tokens whose experts are already
+                recorded. A server that is not deterministic is sent no seeds.
             media: The output of `media_features.build_image_data`; empty without media.
             sampling: Sampling parameters.
             extra_key: Prompts with different keys share no cache.
@@ -162,9 +167,11 @@ class SGLangClient:
             ServerRejected: The server rejects the request.
             ServerUnavailable: The connection broke.
         """
-        body = _build_generate_body(
+        body = build_generate_body(
             prompts, media=media, sampling=sampling, extra_key=extra_key, num_top=num_top
         )
+        if self._takes_seeds:
+            add_seeds(body, [prompt["seed"] for prompt in prompts])
         start = min(prompt["num_routed"] for prompt in prompts)  # one for the whole request
         if self.records_experts:
             body |= {"return_routed_experts": True, "routed_experts_start_len": start}
@@ -214,24 +221,106 @@ class SGLangClient:
             ServerUnavailable: The result is unknown.
         """
         body = {"model_path": str(folder), "weight_version": name, "flush_cache": flush_cache}
-        reply = await self._call(
-            "POST", "/update_weights_from_disk", body, seconds=self._weights_seconds
+        await self._require_success(
+            "/update_weights_from_disk", body, seconds=self._weights_seconds
         )
-        if not reply.get("success"):
-            raise ServerRejected(
-                f"POST {self.url}/update_weights_from_disk: {reply.get('message')}"
-            )
 
-    async def checksums(self) -> dict[str, str]:
-        """Return the digest of every tensor that the server holds; empty with several ranks, since
-        each has a shard.
-        """
+    async def checksums(self) -> list[dict[str, str]]:
+        """Return the digest of every tensor that the server holds, for each of its ranks."""
         reply = await self._call(
             "POST", "/weights_checker", {"action": "checksum"}, seconds=self._weights_seconds
         )
-        ranks = reply.get("ranks") or []
-        found: dict[str, str] = ranks[0]["checksums"] if len(ranks) == 1 else {}
-        return found
+        return [rank["checksums"] for rank in reply.get("ranks") or []]
+
+    async def require_one_group(self) -> int:
+        """Return the number of tensor-parallel ranks, which are all ranks of the server.
+
+        Raises:
+            ConfigError: The server has several pipeline stages, or several data-parallel parts.
+            ServerUnavailable, ServerRejected: The call failed.
+        """
+        info = await self._call("GET", "/server_info")
+        for key in ("pp_size", "dp_size"):
+            if info.get(key, 1) != 1:
+                raise ConfigError(
+                    f"engine.sglang.weight_updates = 'distributed' needs {key} = 1, and the server "
+                    f"at {self.url} has {info[key]}; set weight_updates = 'disk'"
+                )
+        return int(info.get("tp_size", 1))
+
+    async def join_weight_group(
+        self, host: str, port: int, *, name: str, num_ranks: int, seconds: float
+    ) -> None:
+        """Have the server's ranks join a group over gloo, after its rank 0.
+
+        Raises:
+            ServerRejected: They did not join.
+            ServerUnavailable: The result is unknown.
+        """
+        body = {
+            "master_address": host,
+            "master_port": port,
+            "rank_offset": 1,
+            "world_size": num_ranks,
+            "group_name": name,
+            "backend": "gloo",
+        }
+        await self._require_success("/init_weights_update_group", body, seconds=seconds)
+
+    async def leave_weight_group(self, name: str, *, seconds: float) -> None:
+        """Have the server's ranks leave a group; errors as for `join_weight_group`."""
+        body = {"group_name": name}
+        await self._require_success("/destroy_weights_update_group", body, seconds=seconds)
+
+    async def begin_weight_update(self) -> None:
+        """Begin to load weights by `receive_bucket`; errors as for it."""
+        await self._require_success("/begin_weight_update", {}, seconds=self._weights_seconds)
+
+    async def end_weight_update(self) -> None:
+        """End what `begin_weight_update` began; errors as for `receive_bucket`."""
+        await self._require_success("/end_weight_update", {}, seconds=self._weights_seconds)
+
+    async def receive_bucket(
+        self,
+        *,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        group: str,
+        weight_version: str | None,
+        flush_cache: bool,
+    ) -> None:
+        """Have the server receive one broadcast of a group, and load its tensors.
+
+        Args:
+            names: Of the tensors, in the order of their bytes.
+            dtypes: Of each.
+            shapes: Of each.
+            group: The group's name.
+            weight_version: What later tokens carry; None before the last bucket.
+            flush_cache: Drop the prefix cache afterwards.
+        Raises:
+            ServerRejected: The tensors are not loaded.
+            ServerUnavailable: The result is unknown.
+        """
+        body: dict[str, Any] = {
+            "names": list(names),
+            "dtypes": list(dtypes),
+            "shapes": [list(shape) for shape in shapes],
+            "group_name": group,
+            "flush_cache": flush_cache,
+            "load_format": "flattened_bucket",
+        }
+        if weight_version is not None:
+            body["weight_version"] = weight_version
+        await self._require_success(
+            "/update_weights_from_distributed", body, seconds=self._weights_seconds
+        )
+
+    async def _require_success(self, path: str, body: dict[str, Any], *, seconds: float) -> None:
+        reply = await self._call("POST", path, body, seconds=seconds)
+        if not reply.get("success"):
+            raise ServerRejected(f"POST {self.url}{path}: {reply.get('message')}")
 
     async def _call(
         self,
@@ -288,7 +377,7 @@ class SGLangClient:
 JSON = {"Content-Type": "application/json"}
 
 
-def _build_generate_body(
+def build_generate_body(
     prompts: Sequence[dict[str, Any]],
     *,
     media: Sequence[str],
@@ -320,6 +409,14 @@ def _build_generate_body(
         "stream": True,
         **({"image_data": [[one] for one in media]} if media else {}),
     }
+
+
+def add_seeds(body: dict[str, Any], seeds: Sequence[int]) -> None:
+    """Give each sample of a request its own seed; a server draws a token by seed and position, so a
+    sample that continues elsewhere continues the same draws.
+    """
+    for parameters, seed in zip(body["sampling_params"], seeds, strict=True):
+        parameters["sampling_seed"] = seed % SEEDS
 
 
 async def _read_events(

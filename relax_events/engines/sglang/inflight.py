@@ -68,6 +68,7 @@ class InflightRequest:
             "max_new_tokens": sample.max_new_tokens - len(sample.tokens),
             "stop_token_ids": list(sample.stop_token_ids),
             "num_routed": len(sample.experts),
+            "seed": sample.seed,
         }
 
     def add_event(self, event: dict[str, Any]) -> None:

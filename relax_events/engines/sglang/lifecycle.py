@@ -23,7 +23,8 @@ from relax_events.engines.sglang.checkpoint import ModelFolder
 from relax_events.engines.sglang.client import ServerRejected, ServerUnavailable, SGLangClient
 from relax_events.engines.sglang.generation import Generation, ServedVersion
 from relax_events.engines.sglang.process import ServerProcess
-from relax_events.engines.sglang.weight_checksums import WeightChecksums
+from relax_events.engines.sglang.weight_checksums import WeightChecksums, name_by_rank
+from relax_events.engines.sglang.weight_group import WeightGroup
 from relax_events.errors import ConfigError, EngineFailed, EnvironmentProblem, WeightsError
 
 log = structlog.get_logger()
@@ -56,6 +57,13 @@ class ServerLifecycle:
             on_result,
         )
         self._checksums = WeightChecksums({}, dtype=torch.float32)
+        self._group = (
+            WeightGroup(client, seconds=config.start_seconds)
+            if config.weight_updates == "distributed"
+            else None
+        )
+        self._is_proven = True
+        """Whether checksums prove what the server holds."""
         self._expected: Mapping[str, str] = {}
         self._is_ready = self._is_asleep = False
         self._loss_reason = ""
@@ -71,35 +79,32 @@ class ServerLifecycle:
         try:
             await self._start()
             await self._client.require_supported(takes_media=model.layout is not None)
+            tensors = model.tensors()
+            if self._group is not None:
+                await self._group.open(await self._client.require_one_group())
             if self._process is None:  # an external server may hold the weights of an earlier run
-                await self._client.load_weights(
-                    model.path, name=self.generation.served.name, flush_cache=True
-                )
-            await self._infer_checksums(model.tensors(), dtype=getattr(torch, settings.dtype))
+                await self._put(self.generation.served, tensors, flush_cache=True)
+            await self._infer_checksums(tensors, dtype=getattr(torch, settings.dtype))
         except (ServerUnavailable, ServerRejected) as error:
             raise EnvironmentProblem(f"engine 'sglang' can't use the server: {error}") from error
         self._mark_ready()
         self._watch_task = asyncio.get_running_loop().create_task(self._watch())
 
-    def expected(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-        """Return the checksums that the server must report after it has loaded these weights; from
-        any thread.
-        """
-        return self._checksums.compute(tensors)
-
     async def load(
         self,
         served: ServedVersion,
-        expected: Mapping[str, str],
+        tensors: Mapping[str, Tensor],
         *,
         on_running: Literal["swap", "restart"],
     ) -> None:
         """Load weights while samples run; on an error the server keeps the old ones, or is lost.
+        Without checksums that prove which ones it holds, it is lost.
 
         Raises:
             WeightsError: The server is lost, rejected the weights, or reports other checksums.
         """
         generation, keeps_cache = self.generation, False
+        expected = await asyncio.to_thread(self._checksums.compute, tensors)
         if not self._is_ready:
             raise WeightsError(
                 f"policy version {served.policy_version} is not served: the server is lost"
@@ -116,9 +121,7 @@ class ServerLifecycle:
             generation.begin_weight_update(served, is_swapped=keeps_cache)
             if is_paused := generation.num_requests > 0:
                 await self._client.pause("in_place" if keeps_cache else "retract")
-            await self._client.load_weights(
-                served.folder, name=served.name, flush_cache=not keeps_cache
-            )
+            await self._put(served, tensors, flush_cache=not keeps_cache)
             await self._verify(expected)
             if is_paused:
                 await self._client.resume()
@@ -159,6 +162,8 @@ class ServerLifecycle:
             self._watch_task.cancel()
             await asyncio.gather(self._watch_task, return_exceptions=True)
         await self.generation.close()
+        if self._group is not None:
+            await self._group.close()
         await self._client.close()
 
     def _mark_ready(self) -> None:
@@ -188,6 +193,19 @@ class ServerLifecycle:
         if self._process is not None:
             self._process.record_shared_memory()
 
+    async def _put(
+        self, served: ServedVersion, tensors: Mapping[str, Tensor], *, flush_cache: bool
+    ) -> None:
+        """Load weights into the server, from their folder or by broadcast; errors as for the
+        client's calls.
+        """
+        if self._group is None:
+            await self._client.load_weights(
+                served.folder, name=served.name, flush_cache=flush_cache
+            )
+        else:
+            await self._group.send(tensors, name=served.name, flush_cache=flush_cache)
+
     async def _infer_checksums(self, tensors: Mapping[str, Tensor], *, dtype: torch.dtype) -> None:
         self._checksums, unverified = WeightChecksums.infer(
             await self._client.checksums(), tensors, dtype=dtype
@@ -202,6 +220,7 @@ class ServerLifecycle:
                 f"{rule}; set engine.sglang.on_unverified_weights = 'accept' to load weights "
                 "without verification"
             )
+        self._is_proven = not unverified
         if unverified:
             log.warning("weights.unverified", tensor=unverified[0], num_tensors=len(unverified))
 
@@ -212,7 +231,7 @@ class ServerLifecycle:
             ServerRejected: One differs; the text names the tensor.
             ServerUnavailable: The call failed.
         """
-        reported = await self._client.checksums()
+        reported = name_by_rank(await self._client.checksums())
         if different := next(
             (name for name, digest in expected.items() if reported.get(name) != digest), None
         ):
@@ -222,13 +241,20 @@ class ServerLifecycle:
         """Continue with the old version after a failed load; a server that no longer has it is
         lost.
         """
+        can_go_on = self._is_proven and (self._group is None or not self._group.is_broken)
         with suppress(ServerUnavailable, ServerRejected):
+            if not can_go_on:
+                raise ServerRejected("nothing proves which weights the server holds")
             await self._verify(self._expected)
             await self._client.resume()
             self._mark_ready()
             return
         self._is_ready = False
-        self._loss_reason = "after a failed load of weights it has neither version"
+        self._loss_reason = (
+            "after a failed load of weights it has neither version"
+            if can_go_on
+            else "after a failed load of weights nothing proves which version it has"
+        )
 
     async def _watch(self) -> None:
         """Watch the server until it is lost; then kill it, unless it is external."""

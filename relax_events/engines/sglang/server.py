@@ -60,6 +60,7 @@ class SGLangServer:
         )
         self._merge = None if model.lora is None else AdapterMerge.from_folder(self._model, model)
         self._max_context_tokens = config.max_context_tokens
+        self._writes_versions = config.sglang.weight_updates == "disk"
         self._results: queue.SimpleQueue[GeneratedSample | None] = queue.SimpleQueue()
         self._running: set[str] = set()
         self._num_submitted = 0
@@ -192,12 +193,9 @@ class SGLangServer:
             served = ServedVersion.new(version, self._folder / f"{version}-{time.monotonic_ns()}")
             with ExitStack() as stack:
                 stack.callback(shutil.rmtree, served.folder, ignore_errors=True)
-                self._model.write_version(tensors, served.folder)
-                self._loop.run(
-                    self._lifecycle.load(
-                        served, self._lifecycle.expected(tensors), on_running=on_running
-                    )
-                )
+                if self._writes_versions:
+                    self._model.write_version(tensors, served.folder)
+                self._loop.run(self._lifecycle.load(served, tensors, on_running=on_running))
                 stack.pop_all()
             for folder in self._folder.iterdir():
                 if folder.is_dir() and folder != served.folder:

@@ -1,15 +1,16 @@
 """Verify that a server has loaded the right weights: compare its checksums with expected ones.
 
 A server reports a digest of each of its tensors. Each is a concatenation of checkpoint tensors (the
-projections of attention, all experts of a layer, the padded vocabulary), followed by zeros. The
-parts of a tensor are guessed from its name. A guess is confirmed if it reproduces the server's
-digest of the weights that it was started on.
+projections of attention, all experts of a layer, the padded vocabulary), followed by zeros. Of
+several ranks each has a part: whole tensors, or a slice of rows or columns. The parts of a tensor
+are guessed from its name. A guess is confirmed if it reproduces the server's digest of the weights
+that it was started on.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
@@ -33,19 +34,43 @@ EXPERT_PARTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj
 
 
 @dataclass(frozen=True, slots=True)
-class TensorRecipe:
-    """A server's tensor: checkpoint tensors concatenated, then zeros."""
+class Part:
+    """A checkpoint tensor, or a slice of it.
 
-    parts: tuple[str, ...]
+    Attributes:
+        name: Of the tensor.
+        dim: Of the slice: 0 for rows, 1 for columns.
+        start: Its first row or column.
+        length: Its number of rows or columns; None for the whole tensor.
+    """
+
+    name: str
+    dim: int = 0
+    start: int = 0
+    length: int | None = None
+
+    def take(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return the slice."""
+        whole = tensors[self.name]
+        return whole if self.length is None else whole.narrow(self.dim, self.start, self.length)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRecipe:
+    """A server's tensor: checkpoint tensors or slices of them concatenated, then zeros."""
+
+    parts: tuple[Part, ...]
     num_zero_rows: int = 0
 
     def digest(self, tensors: Mapping[str, Tensor], *, dtype: torch.dtype) -> str:
         """Compute the checksum that a server reports for the tensor."""
         digest = sha256()
-        for name in self.parts:
-            tensor = tensors[name].to(dtype)
+        for part in self.parts:
+            tensor = part.take(tensors).to(dtype)
             digest.update(raw_bytes(tensor))
-            digest.update(bytes(self.num_zero_rows * tensor[0].nbytes))
+            if self.num_zero_rows:
+                row = tensors[part.name][0].to(dtype)
+                digest.update(bytes(self.num_zero_rows * row.nbytes))
         return digest.hexdigest()[:NUM_DIGITS]
 
 
@@ -57,12 +82,16 @@ class WeightChecksums:
 
     @classmethod
     def infer(
-        cls, checksums: Mapping[str, str], tensors: Mapping[str, Tensor], *, dtype: torch.dtype
+        cls,
+        checksums: Sequence[Mapping[str, str]],
+        tensors: Mapping[str, Tensor],
+        *,
+        dtype: torch.dtype,
     ) -> tuple[WeightChecksums, list[str]]:
         """Infer how a server concatenates its tensors.
 
         Args:
-            checksums: The server's, by its own names.
+            checksums: Of each rank of the server, by its own names.
             tensors: The checkpoint that it holds.
             dtype: Dtype of the server's tensors.
         Returns:
@@ -70,16 +99,19 @@ class WeightChecksums:
             reproduces, and checkpoint tensors in none of them.
         """
         recipes: dict[str, TensorRecipe] = {}
-        weights = {name: value for name, value in checksums.items() if not NO_WEIGHTS.search(name)}
+        named = name_by_rank(checksums)
+        weights = {name: value for name, value in named.items() if not NO_WEIGHTS.search(name)}
         for name, digest in weights.items():
+            rank, own_name = _split_name(name)
             matching = (
                 recipe
-                for recipe in _candidates(name, tensors)
+                for whole in _candidates(own_name, tensors)
+                for recipe in _of_rank(whole, tensors, rank=rank, num_ranks=len(checksums))
                 if recipe.digest(tensors, dtype=dtype) == digest
             )
             if (recipe := next(matching, None)) is not None:
                 recipes[name] = recipe
-        used = {part for recipe in recipes.values() for part in recipe.parts}
+        used = {part.name for recipe in recipes.values() for part in recipe.parts}
         return cls(recipes, dtype=dtype), sorted(
             (weights.keys() - recipes.keys()) | (tensors.keys() - used)
         )
@@ -109,9 +141,10 @@ def _candidates(name: str, tensors: Mapping[str, Tensor]) -> Iterator[TensorReci
     ]
     for parts in [_parts(one, tensors) for one in names] + others:
         if parts and all(part in tensors for part in parts):
-            yield TensorRecipe(parts)
+            whole = tuple(map(Part, parts))
+            yield TensorRecipe(whole)
             if len(parts) == 1 and (num_zero_rows := -len(tensors[parts[0]]) % VOCABULARY_BLOCK):
-                yield TensorRecipe(parts, num_zero_rows)
+                yield TensorRecipe(whole, num_zero_rows)
 
 
 def _parts(name: str, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
@@ -132,3 +165,73 @@ def _parts(name: str, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
         if f".{fused}." in name:
             return tuple(name.replace(fused, part) for part in parts)
     return (name,)
+
+
+def name_by_rank(checksums: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Return the digests of all ranks by one name each: with several ranks `rank/name`."""
+    if len(checksums) == 1:
+        return dict(checksums[0])
+    return {
+        f"{rank}/{name}": digest
+        for rank, of_rank in enumerate(checksums)
+        for name, digest in of_rank.items()
+    }
+
+
+def _split_name(name: str) -> tuple[int, str]:
+    rank, slash, own_name = name.partition("/")
+    return (int(rank), own_name) if slash and rank.isdigit() else (0, name)
+
+
+def _of_rank(
+    whole: TensorRecipe, tensors: Mapping[str, Tensor], *, rank: int, num_ranks: int
+) -> Iterator[TensorRecipe]:
+    """Yield what a rank may hold of a tensor: all of it, or its slice of rows or columns."""
+    if num_ranks == 1 or not whole.num_zero_rows:
+        yield whole
+    if num_ranks == 1:
+        return
+    names = [part.name for part in whole.parts]
+    if whole.num_zero_rows or len(names) == 1:
+        rows = len(tensors[names[0]]) + whole.num_zero_rows
+        if rows % num_ranks == 0:
+            yield _rows_of_rank(names[0], tensors, rank=rank, num_rows=rows // num_ranks)
+    for dim in (0, 1):
+        for num_slices in _divisors(num_ranks):
+            # of attention with fewer heads for keys and values than ranks, several have the same
+            first = _slice(names[0], tensors, dim=dim, index=rank, count=num_ranks)
+            others = [
+                _slice(
+                    name, tensors, dim=dim, index=rank * num_slices // num_ranks, count=num_slices
+                )
+                for name in names[1:]
+            ]
+            parts = [part for part in (first, *others) if part is not None]
+            if len(parts) == len(names):
+                yield TensorRecipe(tuple(parts))
+            if len(names) == 1:
+                break
+
+
+def _rows_of_rank(
+    name: str, tensors: Mapping[str, Tensor], *, rank: int, num_rows: int
+) -> TensorRecipe:
+    """Return a rank's rows of a tensor that zeros pad to a multiple of the ranks."""
+    start = min(rank * num_rows, len(tensors[name]))
+    length = min(num_rows, len(tensors[name]) - start)
+    return TensorRecipe((Part(name, 0, start, length),), num_rows - length)
+
+
+def _slice(
+    name: str, tensors: Mapping[str, Tensor], *, dim: int, index: int, count: int
+) -> Part | None:
+    """Return one of so many equal slices of a tensor; None where it can't be divided so."""
+    shape = tensors[name].shape
+    if dim >= len(shape) or shape[dim] % count:
+        return None
+    length = shape[dim] // count
+    return Part(name, dim, index * length, length)
+
+
+def _divisors(number: int) -> list[int]:
+    return [one for one in range(number, 0, -1) if number % one == 0]

@@ -126,12 +126,14 @@ class ProcessGroupChannel:
 class GlooChannel(ProcessGroupChannel):
     """Sends host memory over TCP."""
 
-    def __init__(self, store: Store, *, rank: int, host: str, deadline: Deadline) -> None:
-        """See `open_channel`."""
+    def __init__(
+        self, store: Store, *, rank: int, host: str, deadline: Deadline, num_ranks: int = 2
+    ) -> None:
+        """See `open_channel`; a group may have more ranks, all of which receive."""
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001  # the only way to name the address to listen on
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]  # noqa: SLF001
         options._timeout, options._threads = remaining_time(deadline), 1  # noqa: SLF001
-        self._group = dist.ProcessGroupGloo(store, rank, 2, options)
+        self._group = dist.ProcessGroupGloo(store, rank, num_ranks, options)
 
     def send(self, data: Tensor, deadline: Deadline) -> Transfer:
         """See `Channel.send`."""

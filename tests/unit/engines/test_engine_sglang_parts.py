@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from base64 import b64decode
+from collections.abc import Mapping
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -31,7 +32,8 @@ from relax_events.engines.sglang.engine import servers
 from relax_events.engines.sglang.inflight import InflightRequest, UnknownVersion
 from relax_events.engines.sglang.patches import model as model_intake
 from relax_events.engines.sglang.patches import plugin
-from relax_events.engines.sglang.weight_checksums import WeightChecksums
+from relax_events.engines.sglang.weight_checksums import WeightChecksums, name_by_rank
+from relax_events.engines.sglang.weight_group import split_into_buckets
 from relax_events.errors import ConfigError, WeightsError
 from relax_events.events.parts import VersionSegment
 from tests.unit.video_and_audio import expert_model, omni_model, whole_omni_model
@@ -225,10 +227,74 @@ def test_server_checksums_of_every_tensor_can_be_predicted(family: str) -> None:
         ModelFolder.read(tiny_model(family, seed=9)).tensors(),
     )
     checksums, unverified = WeightChecksums.infer(
-        server_tensors(family, own), own, dtype=torch.float32
+        [server_tensors(family, own)], own, dtype=torch.float32
     )
     assert unverified == []
     assert checksums.compute(other) == server_tensors(family, other)
+
+
+def rank_tensors(own: Mapping[str, torch.Tensor], *, rank: int, of: int) -> dict[str, str]:
+    """Return the checksums of a rank of a dense model whose weights several share."""
+
+    def rows(name: str, *, parts: int = of) -> torch.Tensor:
+        return own[name].chunk(parts)[rank * parts // of]
+
+    def columns(name: str) -> torch.Tensor:
+        return own[name].chunk(of, dim=1)[rank].contiguous()
+
+    vocabulary = own["model.embed_tokens.weight"]
+    padded = torch.nn.functional.pad(vocabulary, (0, 0, 0, -len(vocabulary) % 64))
+    sums = {
+        "model.embed_tokens.weight": checksum(padded.chunk(of)[rank]),
+        "model.norm.weight": checksum(own["model.norm.weight"]),
+    }
+    if "lm_head.weight" in own:
+        head = own["lm_head.weight"]
+        padded = torch.nn.functional.pad(head, (0, 0, 0, -len(head) % 64))
+        sums["lm_head.weight"] = checksum(padded.chunk(of)[rank])
+    for layer in ("model.layers.0", "model.layers.1"):
+        attention = f"{layer}.self_attn"
+        # keys and values have two heads: with four ranks each pair of them has the same one
+        sums[f"{attention}.qkv_proj.weight"] = checksum(
+            rows(f"{attention}.q_proj.weight"),
+            *(rows(f"{attention}.{part}_proj.weight", parts=min(of, 2)) for part in "kv"),
+        )
+        sums[f"{layer}.mlp.gate_up_proj.weight"] = checksum(
+            rows(f"{layer}.mlp.gate_proj.weight"), rows(f"{layer}.mlp.up_proj.weight")
+        )
+        for name in (f"{attention}.o_proj.weight", f"{layer}.mlp.down_proj.weight"):
+            sums[name] = checksum(columns(name))
+        for name in ("self_attn.q_norm", "self_attn.k_norm", "input_layernorm",
+                     "post_attention_layernorm"):  # fmt: skip
+            sums[f"{layer}.{name}.weight"] = checksum(own[f"{layer}.{name}.weight"])
+    return sums
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_checksums_of_each_rank_can_be_predicted(num_ranks: int) -> None:
+    own, other = (ModelFolder.read(tiny_model(seed=seed)).tensors() for seed in (3, 9))
+    ranks = [rank_tensors(own, rank=rank, of=num_ranks) for rank in range(num_ranks)]
+    checksums, unverified = WeightChecksums.infer(ranks, own, dtype=torch.float32)
+    assert unverified == []
+    expected = [rank_tensors(other, rank=rank, of=num_ranks) for rank in range(num_ranks)]
+    assert checksums.compute(other) == name_by_rank(expected)
+
+
+def test_buckets_keep_all_experts_of_a_layer_together() -> None:
+    own = ModelFolder.read(tiny_model("qwen3_moe")).tensors()
+    names = sorted(own)
+    buckets = list(split_into_buckets({name: own[name] for name in names}, max_bytes=5000))
+    assert sorted(name for bucket in buckets for name in bucket) == names
+    assert len(buckets) > 4
+    for layer in ("model.layers.0.", "model.layers.1."):
+        with_experts = [
+            bucket
+            for bucket in buckets
+            if any(name.startswith(layer) and ".experts." in name for name in bucket)
+        ]
+        assert len(with_experts) == 1
+    mixed = {"a": torch.zeros(3, dtype=torch.uint8), "b": torch.zeros(2), "c": torch.zeros(1)}
+    assert list(split_into_buckets(mixed, max_bytes=100)) == [["b", "c", "a"]]
 
 
 def test_tensors_without_a_matching_checksum_stay_unverified() -> None:
@@ -236,7 +302,7 @@ def test_tensors_without_a_matching_checksum_stay_unverified() -> None:
     sums = server_tensors("qwen3", own)
     sums["model.norm.weight"] = "0" * 16
     del sums["model.layers.1.self_attn.qkv_proj.weight"]
-    _, unverified = WeightChecksums.infer(sums, own, dtype=torch.float32)
+    _, unverified = WeightChecksums.infer([sums], own, dtype=torch.float32)
     assert unverified == [
         *(f"model.layers.1.self_attn.{part}_proj.weight" for part in "kqv"),
         "model.norm.weight",
