@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from command_line import Relax, report_of
+from command_line import Relax, report_of, write_rows
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -54,6 +54,40 @@ def test_distillation_loss_of_policy_to_teacher_falls(
     assert curves["distill_loss"][-1] < 0.6 * curves["distill_loss"][0]
     assert curves["teacher_kl"][-1] < 0.8 * curves["teacher_kl"][0]
     assert curves["policy_loss"] == [0.0] * 6
+
+
+@pytest.mark.long
+def test_policy_approaches_two_teachers_each_on_its_own_source(
+    relax: Relax,
+    run_file: Path,
+    bootstrap_servers: str,
+    run_id: str,
+    teacher: Path,
+    prepared: Path,
+    tmp_path: Path,
+) -> None:
+    rows = [
+        {"prompt": f"spell {word} backwards", "answer": "", "data_source": source}
+        for word, source in (("tea", "drinks"), ("milk", "drinks"), ("ox", "beasts"))
+    ]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    distil(
+        relax,
+        run_file,
+        bootstrap_servers,
+        f"data.source=jsonl:{tmp_path / 'rows.jsonl'}",
+        f"teachers.other.model_path={teacher}",
+        'teachers.other.sources=["drinks"]',
+        f"teachers.same.model_path={prepared / 'model'}",  # the policy as it begins
+        'teachers.same.sources=["beasts"]',
+        "algorithm.distill_placement=loss",
+        "algorithm.distill_tokens=union",
+        "algorithm.distill_top_k=16",
+        "run.prompts_per_step=9",
+    )
+    curves = curves_of(run_file, run_id)
+    assert curves["distill_loss"][0] > 0.1
+    assert curves["distill_loss"][-1] < 0.85 * curves["distill_loss"][0]
 
 
 @pytest.mark.long
