@@ -26,8 +26,9 @@ from collections.abc import Sequence
 
 import structlog
 
-from relax_events.config import RunConfig
-from relax_events.errors import StepNotFinite
+from relax_events.config import RunConfig, TrainerConfig
+from relax_events.config.topology import Topology
+from relax_events.errors import ConfigError, StepNotFinite
 from relax_events.events.parts import TopicOffset
 from relax_events.events.types import SampleReady
 from relax_events.kafka.log_reader import LogReader
@@ -75,7 +76,8 @@ def run(config: RunConfig, *, index: int = 0) -> None:
     """
     store = open_store(config)
     with open_ranks(
-        timeout_seconds=config.trainer.collective_timeout_seconds, lay_out=config.trainer.topology
+        timeout_seconds=config.trainer.collective_timeout_seconds,
+        lay_out=lambda num_ranks: lay_out_ranks(config.trainer, num_ranks),
     ) as ranks:
         telemetry = config.telemetry.model_copy(
             update={"metrics_port": config.telemetry.worker_port(ranks.local_rank)}
@@ -93,6 +95,25 @@ def run(config: RunConfig, *, index: int = 0) -> None:
             )
             backend = open_backend(config, ranks)
             TrainLoop(worker, backend, ranks, store).run()
+
+
+def lay_out_ranks(trainer: TrainerConfig, num_ranks: int) -> Topology:
+    """Return how the ranks that a launcher started are laid out.
+
+    Args:
+        trainer: The run file's section.
+        num_ranks: Those that were started: `WORLD_SIZE` of the launcher, 1 without one.
+    Raises:
+        ConfigError: The run file names another number, by which the run was planned.
+    """
+    if num_ranks != trainer.ranks:
+        raise ConfigError(
+            f"trainer.ranks = {trainer.ranks}, and {num_ranks} "
+            f"{'was' if num_ranks == 1 else 'were'} started; start as many, for example with "
+            f"torchrun --nnodes N --nproc-per-node M where N times M is {trainer.ranks}, or set "
+            f"trainer.ranks = {num_ranks}"
+        )
+    return trainer.topology(num_ranks)
 
 
 class TrainLoop:

@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 
+from relax_events.config import TrainerConfig
+from relax_events.errors import ConfigError
 from relax_events.training.backend.state import TrainerState
 from relax_events.training.replay import start_weights
 from relax_events.training.replay.start_weights import load_parent_weights
+from workers.trainer import lay_out_ranks
 
 
 def test_first_checkpoint_has_the_transfer_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,3 +44,11 @@ def test_first_checkpoint_has_the_transfer_deadline(monkeypatch: pytest.MonkeyPa
     ranks: Any = SimpleNamespace()
     load_parent_weights(source, worker, backend, ranks=ranks, checkpoints=checkpoints)
     assert (waited, named) == ([5_000.0], ["write the first checkpoint"])
+
+
+@pytest.mark.parametrize(("num_ranks", "was"), [(1, "1 was started"), (4, "4 were started")])
+def test_other_number_of_ranks_than_the_run_files_is_refused(num_ranks: int, was: str) -> None:
+    trainer = TrainerConfig(ranks=2)
+    assert lay_out_ranks(trainer, 2).num_ranks == 2
+    with pytest.raises(ConfigError, match=rf"trainer.ranks = 2, and {was}; start as many"):
+        lay_out_ranks(trainer, num_ranks)
