@@ -103,6 +103,14 @@ fuzz: setup ## Fuzz everything that decodes: make fuzz MINUTES=60. What breaks a
 .PHONY: agents
 agents: .venv-agents/.ready ## Install the clients of the gateway and of the token route (`openai`, `anthropic`, `renderers`, `verifiers`), apart from the rest: long tests run them
 
+.venv-openenv/.ready: .venv/.ready requirements/openenv.txt
+	$(UV) venv --quiet --clear .venv-openenv
+	$(UV) pip install --quiet --python .venv-openenv/bin/python --no-deps --require-hashes -r requirements/openenv.txt
+	touch $@
+
+.PHONY: openenv
+openenv: .venv-openenv/.ready ## Install OpenEnv and skyrl-gym, apart from the rest: a long test runs environments of theirs
+
 .venv-trackers/.ready: .venv/.ready requirements/trackers.txt pyproject.toml
 	$(UV) venv --quiet --clear .venv-trackers
 	$(UV) pip install --quiet --python .venv-trackers/bin/python --no-deps --require-hashes -r requirements/trackers.txt
@@ -144,9 +152,9 @@ bench: setup ## Measure, paired, and write docs/benchmarks
 	$(BIN)/python -m benchmarks
 
 COMPILE := $(UV) pip compile --quiet --universal --python-version 3.11 --no-emit-index-url --no-header --generate-hashes
-IMAGE_EXTRAS := --extra media --extra tasks --extra rewards --extra registry --extra security --extra parquet --extra notifications --extra tracing --extra api
+IMAGE_EXTRAS := --extra media --extra tasks --extra rewards --extra registry --extra security --extra parquet --extra notifications --extra tracing --extra api --extra environments
 lock: .venv/.ready ## Resolve the requirements again
-	$(COMPILE) pyproject.toml requirements/build.in --extra model --extra megatron --extra lora --extra media --extra tasks --extra english --extra rewards --extra registry --extra security --extra notifications --extra tracing --extra api --extra test --override requirements/overrides.txt -o requirements/lock.txt
+	$(COMPILE) pyproject.toml requirements/build.in --extra model --extra megatron --extra lora --extra media --extra tasks --extra english --extra rewards --extra registry --extra security --extra notifications --extra tracing --extra api --extra environments --extra test --override requirements/overrides.txt -o requirements/lock.txt
 	$(COMPILE) pyproject.toml requirements/build.in $(IMAGE_EXTRAS) --constraint requirements/lock.txt -o requirements/light.txt
 	cp requirements/light.txt requirements/trackers.txt # what the trackers can't do with is pinned again
 	$(COMPILE) pyproject.toml requirements/build.in $(IMAGE_EXTRAS) --extra trackers -o requirements/trackers.txt
@@ -156,6 +164,7 @@ lock: .venv/.ready ## Resolve the requirements again
 	$(COMPILE) requirements/tools.in -o requirements/tools.txt
 	$(COMPILE) requirements/sbom.in -o requirements/sbom.txt
 	$(COMPILE) requirements/agents.in -o requirements/agents.txt
+	$(COMPILE) requirements/openenv.in -o requirements/openenv.txt
 	$(COMPILE) requirements/site.in -o requirements/site.txt
 	$(COMPILE) pyproject.toml requirements/build.in --extra lint --constraint requirements/lock.txt -o requirements/lint.txt
 	mkdir -p .relax && sed -n '/^[a-z].*==/{s/ \\$$//;p}' requirements/lock.txt | grep -v ^antlr4 > .relax/constraints.txt # math-verify and hydra-core need different ones

@@ -337,7 +337,7 @@ class RolloutLoop:
                 if errors
                 else []
             )
-            if errors and self._worker.config.environment.command:
+            if errors and self._worker.config.environment.has_episodes:
                 self._worker.records.dead_letter(group.leases[0].record, EpisodeFailed(errors[0]))
             for record in failure or self._records(group):
                 self._worker.records.producer.send(record)

@@ -7,44 +7,78 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from relax_events.config.base import Positive, Seconds, Section
-from relax_events.config.external_values import Code, Options, Program
+from relax_events.config.external_values import Address, Code, Options, Program
+
+
+class ToolServerConfig(Section):
+    """An MCP server: a program or an address."""
+
+    command: Program = ()
+    """A program and its arguments, started for each sample; it speaks MCP on stdin and stdout."""
+    address: Address = ""
+    """The URL of a server that speaks MCP over streamable HTTP, such as
+    `http://127.0.0.1:8000/mcp`."""
+
+    @model_validator(mode="after")
+    def _is_one(self) -> ToolServerConfig:
+        if bool(self.command) == bool(self.address):
+            raise ValueError("a tool server needs either command or address; set one of them")
+        return self
 
 
 class EnvironmentConfig(Section):
-    """Who answers the policy: a function called after each turn (ADR 17), or a program that drives
-    the policy through a model API. Without one a sample is a single turn.
+    """Who answers the policy: a function called after each turn (ADR 17), a stateful environment of
+    a known interface (ADR 36), or a program that drives the policy through a model API. Without one
+    a sample is a single turn.
     """
 
     function: Code = ""
     """A name in the entry point group `relax_events.environments`, such as `zoom`, or
     `path/to/file.py:function`; empty for none."""
+    interface: Literal["function", "interaction", "gymnasium", "skyrl_gym", "openenv", "mcp"] = (
+        "function"
+    )
+    """What `function` names: a stateless function; or a class, or a function that builds an object,
+    with the methods of Relax's `BaseInteractionEnv` (`interaction`), of Gymnasium or of skyrl-gym.
+    `openenv` is a server at `address`, `mcp` the tools of `tool_servers`. All but `function` have a
+    state for each sample, called a session."""
+    address: Address = ""
+    """The server of interface `openenv`, such as `http://127.0.0.1:8000`."""
+    tool_servers: dict[str, ToolServerConfig] = Field(default_factory=dict)
+    """The MCP servers of interface `mcp`, by name."""
     command: Program = ()
     """A program and its arguments, such as `["python", "agents/mine.py"]`; each sample is one run
     of it. It finds the model at `OPENAI_BASE_URL` with the key `OPENAI_API_KEY`, and its task in
     the file `RELAX_TASK_FILE`. Paths must be absolute or of programs on `PATH`, or of files that
     exist where `relax` is called. Empty for none."""
     options: Options = Field(default_factory=dict)
-    """Settings of the function, passed as keyword arguments."""
+    """Settings of the function or class, passed as keyword arguments; to `skyrl_gym` as
+    `env_config`."""
     max_turns: Positive = 4
-    """Maximum assistant turns of a sample; the environment is not called after the last.
+    """Maximum assistant turns of a sample; a function is not called after the last, a session is.
     `engine.sampling.max_new_tokens` bounds all of them together. A program that asks for more turns
     or tokens is refused."""
     processes: Positive = 1
-    """Child processes that run the function."""
+    """Child processes that run the function, or hold the sessions."""
     timeout_seconds: Seconds = 10.0
-    """Deadline of a call; after it the process is killed and the sample fails."""
+    """Deadline of a call. After it the process of a function is killed and the sample fails; the
+    episode of a session is begun again."""
+    setup_seconds: Seconds = 60.0
+    """Deadline of the set-up of a session: building the environment and its first observation."""
+    finish_seconds: Seconds = 10.0
+    """Deadline for closing a session."""
     memory_bytes: Positive = 4 * 1024**3
     """Address space limit of one child process."""
     concurrency: Positive = 64
-    """Programs that one rollout worker runs at the same time (`command`)."""
+    """Programs, or sessions, that one rollout worker runs at the same time."""
     start_seconds: Seconds = 60.0
     """Deadline of a program for its first call of the model (`command`)."""
     episode_seconds: Seconds = 900.0
     """Deadline of a program after that (`command`)."""
     attempts: Positive = 3
-    """How often an episode is begun in all if its program fails, is late or calls no model
-    (`command`). After the last attempt the prompt becomes a dead letter, and its prompt group fails
-    without a score."""
+    """How often an episode is begun in all if its program or session fails or is late, or its
+    program calls no model. After the last attempt the prompt becomes a dead letter, and its prompt
+    group fails without a score."""
     max_media_files: Positive = 64
     """Maximum media files that one program may show the policy, those of its row included
     (`command`). `model.media` bounds the size of each."""
@@ -63,4 +97,38 @@ class EnvironmentConfig(Section):
             raise ValueError(
                 "function and command are two ways to answer the policy; leave one of them out"
             )
+        wanted = {"openenv": "address", "mcp": "tool_servers"}.get(self.interface, "function")
+        given = [key for key in ("address", "tool_servers", "function") if getattr(self, key)]
+        if self.holds_sessions and given != [wanted]:
+            found = ", ".join(given) or "nothing"
+            raise ValueError(
+                f"interface = {self.interface!r} needs {wanted} alone, got {found}; set "
+                f"environment.{wanted}"
+            )
+        if not self.holds_sessions and given not in ([], ["function"]):
+            raise ValueError(
+                f"{given[0]} is for interface 'openenv' or 'mcp', got {self.interface!r}; set "
+                "environment.interface"
+            )
+        if self.holds_sessions and self.command:
+            raise ValueError(
+                f"command and interface = {self.interface!r} are two ways to answer the policy; "
+                "leave one of them out"
+            )
         return self
+
+    @property
+    def holds_sessions(self) -> bool:
+        """Whether each sample has an environment with a state."""
+        return self.interface != "function"
+
+    @property
+    def has_episodes(self) -> bool:
+        """Whether a sample whose environment failed is begun again."""
+        return self.holds_sessions or bool(self.command)
+
+    @property
+    def name(self) -> str:
+        """The environment, for texts; empty without one."""
+        servers = ", ".join(self.tool_servers)
+        return self.function or self.address or servers or " ".join(self.command)

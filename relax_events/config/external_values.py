@@ -45,7 +45,13 @@ Listener = Annotated[str, Names.LISTENER]
 FilePath = Annotated[Path, Names.FILE]
 Options = Annotated[dict[str, Any], Names.OPTIONS]
 
-GENERATED_DATA = ("reasoning_gym:", "synthetic_images:", "synthetic_videos:", "synthetic_audio:")
+GENERATED_DATA = (
+    "reasoning_gym:",
+    "synthetic_text:",
+    "synthetic_images:",
+    "synthetic_videos:",
+    "synthetic_audio:",
+)
 _WORDS = re.compile(r"[\w -]{0,64}")
 _TELLING_KEY = re.compile(
     r"variable|env|token|user|host|ur[li]|address|endpoint|server|socket|path|file|folder|dir|repo|command|program|python|module|function",

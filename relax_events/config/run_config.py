@@ -282,19 +282,15 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _environment_has_somebody_to_talk_with(self) -> RunConfig:
         environment, algorithm = self.environment, self.algorithm
-        key = "command" if environment.command else "function"
-        function = list(environment.command) or environment.function
-        if function and not algorithm.has_rewards:
+        if environment.name and not algorithm.has_rewards:
             rule = (
                 f"is of no use to algorithm {algorithm.name}, which learns from answers that the "
                 "data bring"
             )
-            raise ValueError(f"environment.{key} = {function!r} {rule}; leave it out")
-        if function and not self.data.chat_template:
+            raise ValueError(f"environment {environment.name} {rule}; leave it out")
+        if environment.name and not self.data.chat_template:
             need = "needs a chat template, which knows how messages part"
-            raise ValueError(
-                f"environment.{key} = {function!r} {need}; leave data.chat_template out"
-            )
+            raise ValueError(f"environment {environment.name} {need}; leave data.chat_template out")
         return self
 
     @model_validator(mode="after")

@@ -107,6 +107,8 @@ RULES: Mapping[str, tuple[Rule, str]] = {
     "environment": (ACCEPTED, "the environment answers in another way from here on"),
     "environment.processes": (FREE, _SPEED),
     "environment.timeout_seconds": (FREE, "when an answer counts as failed"),
+    "environment.setup_seconds": (FREE, "when an episode counts as failed"),
+    "environment.finish_seconds": (FREE, "how long the end of an episode is waited for"),
     "environment.memory_bytes": (FREE, "when an answer counts as failed"),
     "environment.concurrency": (FREE, _SPEED),
     "environment.start_seconds": (FREE, "when an episode counts as failed"),

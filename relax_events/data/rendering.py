@@ -23,6 +23,7 @@ from relax_events.regular_files import read_regular_text
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+TOOL_CALL, END_OF_REASONING = "<tool_call>", "</think>"
 ANSWER_MARK = "\ue000"
 """Placeholder for a completion that is not rendered: a character that no prompt contains."""
 
@@ -119,32 +120,33 @@ class PromptRenderer:
         )
 
     def reply_tokens(
-        self, before: Sequence[ChatMessage], reply: ChatMessage, *, tools: str = ""
+        self, before: Sequence[ChatMessage], *replies: ChatMessage, tools: str = ""
     ) -> NDArray[np.int32]:
         """Render the tokens between a completion's stop token and the next completion: the end of
-        its message, the reply, and the head of the next message.
+        its message, the replies, and the head of the next message.
 
         The template receives a mark instead of the completion, and the output before the mark is
         discarded: sampled tokens are never rendered again.
 
         Args:
             before: The conversation up to the completion.
-            reply: The message that follows the completion.
+            *replies: The messages that follow the completion.
             tools: As for `prompt_tokens`.
         Raises:
             PoisonSample: The template rejects the conversation or leaves out the completion, or the
-                reply's media and placeholders don't match.
+                replies' media and placeholders don't match.
         """
         text = self.apply_template(
-            [*before, ChatMessage.of_text(ASSISTANT, ANSWER_MARK), reply], tools=tools
+            [*before, ChatMessage.of_text(ASSISTANT, ANSWER_MARK), *replies], tools=tools
         )
-        _, *pieces = text.rsplit(ANSWER_MARK, reply.text.count(ANSWER_MARK) + 1)
-        if len(pieces) <= reply.text.count(ANSWER_MARK):
+        num_marks = sum(reply.text.count(ANSWER_MARK) for reply in replies)
+        _, *pieces = text.rsplit(ANSWER_MARK, num_marks + 1)
+        if len(pieces) <= num_marks:
             raise PoisonSample(
                 "the chat template leaves out a completion that a reply follows; set "
                 "data.chat_template_file to a template that keeps it"
             )
-        tokens = self.encode_with_media(ANSWER_MARK.join(pieces), list_message_media([reply]))
+        tokens = self.encode_with_media(ANSWER_MARK.join(pieces), list_message_media(replies))
         stops = np.flatnonzero(np.isin(tokens, self.stop_token_ids))
         return tokens[int(stops[0]) + 1 :] if len(stops) else tokens
 
@@ -235,6 +237,17 @@ class PromptRenderer:
         characters.
         """
         return str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=skip_special_tokens))
+
+    def turn_text(self, tokens: NDArray[np.int32]) -> str:
+        """Decode a turn of a conversation without its stop token; with special tokens where it has
+        a tool call or reasoning, whose tags are special in some tokenizers.
+        """
+        if len(tokens) and int(tokens[-1]) in self.stop_token_ids:
+            tokens = tokens[:-1]
+        raw = self.completion_text(tokens, skip_special_tokens=False)
+        if TOOL_CALL in raw or END_OF_REASONING in raw:
+            return raw
+        return self.completion_text(tokens)
 
     def encode(self, text: str) -> NDArray[np.int32]:
         """Tokenize a text without special tokens."""

@@ -103,7 +103,7 @@ class PromptSourceKind(Protocol):
     """
 
     modality: Modality
-    """Modality of the media in its rows."""
+    """Modality of the media in its rows; text if they have none."""
 
     def open(self, name: str, task: str, config: RowsConfig, *, seed: int) -> PromptSource:
         """Open a source.

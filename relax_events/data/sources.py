@@ -197,7 +197,7 @@ def media_modalities(config: RowsConfig) -> set[Modality]:
     """Return the modalities of media that a source's rows may have."""
     kind = _installed_kind(config.source.partition(":")[0])
     return {Modality(name) for name in config.multimodal_keys} | (
-        {kind.modality} if kind else set()
+        {kind.modality} if kind and kind.modality is not Modality.TEXT else set()
     )
 
 

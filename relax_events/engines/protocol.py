@@ -140,6 +140,8 @@ class GeneratedSample:
             and `tokens` hold one after another, the path of `turns` last; empty for a single path.
         path_media: The media files of each of those paths, in the order of their placeholders;
             empty for a single path, and where none has media.
+        environment_rewards: What a stateful environment gave to each turn of the policy; empty for
+            others.
     """
 
     sample_id: str
@@ -157,6 +159,7 @@ class GeneratedSample:
     prompt_messages: tuple[ChatMessage, ...] = ()
     path_lengths: tuple[int, ...] = ()
     path_media: tuple[tuple[MediaRef, ...], ...] = ()
+    environment_rewards: tuple[float, ...] = ()
 
     @property
     def num_sampled_tokens(self) -> int:

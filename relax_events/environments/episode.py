@@ -17,7 +17,7 @@ from relax_events.engines.protocol import (
     SampleRequest,
 )
 from relax_events.engines.requests import merge_segments
-from relax_events.environments.pool import ProcessedReply
+from relax_events.environments.reply_media import ProcessedReply
 from relax_events.errors import PoisonSample
 from relax_events.events.parts import ChatMessage, FinishReason, MediaRef, VersionSegment
 from relax_events.media.model_inputs import ProcessedMedia

@@ -28,7 +28,8 @@ from relax_events.engines.protocol import (
 )
 from relax_events.engines.turn_engine import TurnEngine
 from relax_events.environments.episode import Episode
-from relax_events.environments.pool import EnvironmentPool, ProcessedReply
+from relax_events.environments.pool import EnvironmentPool
+from relax_events.environments.reply_media import ProcessedReply
 from relax_events.errors import PoisonSample
 from relax_events.events.parts import ChatMessage, FinishReason
 from relax_events.media.library import MediaLibrary
@@ -156,7 +157,7 @@ class MultiTurnEngine(TurnEngine[PendingReply]):
         """Pass a turn to the environment, unless it is the last one."""
         episode = self._episodes[turn.sample_id]
         episode.add_turn(turn)
-        text = self._renderer.completion_text(turn.tokens)
+        text = self._renderer.turn_text(turn.tokens)
         episode.turns.append(ChatMessage.of_text(ASSISTANT, text))
         is_last = episode.num_turns >= self._max_turns or episode.num_left <= 0
         if turn.finish_reason is not FinishReason.STOP or is_last:

@@ -8,30 +8,19 @@ import queue
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import Any
 
 from relax_events.config import RunConfig
-from relax_events.data.conversations import PLACEHOLDERS, insert_media, split_at_placeholders
+from relax_events.data.conversations import PLACEHOLDERS
 from relax_events.engines.protocol import EnvironmentContext
+from relax_events.environments.reply_media import ProcessedReply, process_reply, split_contents
 from relax_events.errors import ConfigError, PoisonSample
-from relax_events.events.parts import ChatMessage, Modality
-from relax_events.media.items import read_items
+from relax_events.events.parts import ChatMessage
 from relax_events.media.library import MediaLibrary
-from relax_events.media.model_inputs import ProcessedMedia
 from relax_events.objects.store import list_message_media
 from relax_events.runtime.subprocess_rpc import LENGTHS, ChildProcessLost, SubprocessRpc
 
 START_SECONDS = 120.0
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessedReply:
-    """A reply with its media stored and preprocessed."""
-
-    message: ChatMessage
-    media: tuple[ProcessedMedia, ...]
 
 
 ReplyCallback = Callable[["Future[ProcessedReply | None]"], None]
@@ -159,7 +148,7 @@ class _EnvironmentChild:
         request = {
             "completion": last.text,
             "messages": [
-                {"role": message.role, "content": _content(message)} for message in before
+                {"role": message.role, "content": describe_content(message)} for message in before
             ],
             "answer": task.answer,
             "metadata": task.metadata,
@@ -174,7 +163,12 @@ class _EnvironmentChild:
         return (
             None
             if response["reply"] is None
-            else self._process_reply(response["reply"], _split(content, response[LENGTHS]), where)
+            else process_reply(
+                response["reply"],
+                split_contents(content, response[LENGTHS]),
+                library=self._library,
+                where=where,
+            )
         )
 
     def _request(
@@ -195,30 +189,7 @@ class _EnvironmentChild:
                 f"{where}: it {limit if lost.is_late else f'died ({lost.ending})'}"
             ) from None
 
-    def _process_reply(
-        self, reply: dict[str, Any], contents: Sequence[bytes], where: str
-    ) -> ProcessedReply:
-        files: dict[Modality, list[bytes | str]] = {Modality(name): [] for name in reply["media"]}
-        for (name, is_file), content in zip(reply["kinds"], contents, strict=True):
-            files[Modality(name)].append(content if is_file else content.decode())
-        items = {
-            modality: read_items(pieces, modality=modality, location=f"{where}: {modality.value}")
-            for modality, pieces in files.items()
-        }
-        try:
-            messages, ordered = split_at_placeholders(
-                [ChatMessage.of_text(reply["role"], reply["text"])], items, location=where
-            )
-        except ConfigError as error:
-            raise PoisonSample(str(error)) from None
-        references = [self._library.add(item) for item in ordered]
-        media = tuple(self._library.load(reference) for reference in references)
-        return ProcessedReply(insert_media(messages, references)[0], media)
 
-
-def _content(message: ChatMessage) -> str:
+def describe_content(message: ChatMessage) -> str:
+    """Return a message's text, with a placeholder for each media file."""
     return "".join(PLACEHOLDERS.get(part.kind, part.text or "") for part in message.parts)
-
-
-def _split(content: bytes, lengths: Sequence[int]) -> list[bytes]:
-    return [content[start:end] for start, end in pairwise(accumulate(lengths, initial=0))]

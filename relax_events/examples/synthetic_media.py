@@ -105,6 +105,20 @@ def _zoom(generator: np.random.Generator, options: ImageOptions) -> SyntheticIte
     return SyntheticItem(name, _png(small), metadata)
 
 
+def _deepeyes(generator: np.random.Generator, options: ImageOptions) -> SyntheticItem:
+    """Generate the images of `zoom`, with the turns of DeepEyes: a tool call, and a tagged answer.
+
+    The tool call of the warm-up zooms into a random quarter.
+    """
+    item = _zoom(generator, options)
+    row, column = (int(generator.integers(2)) for _ in range(2))
+    corners = [500 * column, 500 * row, 500 * column + 500, 500 * row + 500]
+    box = f'{{"name": "image_zoom_in_tool", "arguments": {{"bbox_2d": {corners}}}}}'
+    turns = [f"<tool_call>{box}</tool_call>", f"<answer>{item.answer}</answer>"]
+    metadata = {"original": item.metadata["original"], "calls": turns}
+    return SyntheticItem(item.answer, item.file, metadata)
+
+
 def _square(generator: np.random.Generator, area: Canvas, colour: str) -> None:
     pixels = len(area)
     side = int(generator.integers(pixels // 3, pixels // 2 + 1))
@@ -147,6 +161,7 @@ SYNTHETIC_IMAGES = SyntheticKind(
         "count": (QUESTIONS["count"], _count),
         "where": (QUESTIONS["where"], _where),
         "zoom": (QUESTIONS["colour"], _zoom),
+        "deepeyes": (QUESTIONS["colour"], _deepeyes),
     },
 )
 

@@ -13,17 +13,22 @@ from typing import Any
 
 import numpy as np
 import orjson
+from numpy.typing import NDArray
 
 from relax_events.config import RunConfig
 from relax_events.data.conversations import ASSISTANT, insert_media
 from relax_events.data.rendering import PromptRenderer
 from relax_events.data.rows import PromptRow
 from relax_events.engines.protocol import EnvironmentContext
-from relax_events.environments.pool import EnvironmentPool, ProcessedReply
+from relax_events.environments.pool import EnvironmentPool
+from relax_events.environments.reply_media import ProcessedReply
+from relax_events.environments.session_engine import open_task
+from relax_events.environments.session_pool import SessionPool
 from relax_events.errors import ConfigError
 from relax_events.events.parts import ChatMessage
 from relax_events.examples.sft_warmup import SupervisedExample
 from relax_events.media.library import MediaLibrary
+from relax_events.media.model_inputs import ProcessedMedia
 from relax_events.objects.store import ObjectStore
 
 
@@ -49,14 +54,22 @@ class WarmupConversations:
             MediaLibrary, config, model_path=model_path, store=ObjectStore.open("memory://")
         )
         self._library = library()
+        environment = config.environment
         self._pool = (
-            EnvironmentPool(config, libraries=library) if config.environment.function else None
+            EnvironmentPool(config, libraries=library)
+            if environment.function and not environment.holds_sessions
+            else None
+        )
+        self._sessions = (
+            SessionPool(config, libraries=library) if environment.holds_sessions else None
         )
 
     def close(self) -> None:
         """Stop the environment."""
         if self._pool is not None:
             self._pool.close()
+        if self._sessions is not None:
+            self._sessions.close()
 
     def build_example(self, row: PromptRow) -> SupervisedExample:
         """Build the example of a row.
@@ -65,6 +78,7 @@ class WarmupConversations:
             ConfigError: The row has no assistant turns, or the environment ends the sample before
                 the last of them.
             PoisonSample: The environment failed, or the chat template rejects the conversation.
+            EpisodeFailed: A session of the environment failed.
         """
         answers = read_assistant_turns(row, key=self._config.sft_warmup.assistant_turns_key)
         references = [self._library.add(item) for item in row.media]
@@ -75,25 +89,54 @@ class WarmupConversations:
             metadata=row.metadata,
             tools=row.tools,
         )
+        if self._sessions is not None:
+            return self._build_from_session(row, task, media, answers)
         prompt = self._renderer.prompt_tokens(task.messages, tools=task.tools)
         turns = [ChatMessage.of_text(ASSISTANT, answers[0])]
         pieces = [self._renderer.answer_tokens(answers[0])]
         for number, answer in enumerate(answers[1:], 1):
             if (observation := self._request_reply(task, turns, number)) is None:
-                raise ConfigError(
-                    f"the environment ends the sample at answer {number} of {len(answers)}: "
-                    f"{answers}; see sft_warmup.assistant_turns_key"
-                )
+                raise ConfigError(describe_early_end(answers, number))
             reply = self._renderer.reply_tokens(
                 (*task.messages, *turns[:-1]), observation.message, tools=task.tools
             )
             turns += [observation.message, ChatMessage.of_text(ASSISTANT, answer)]
             pieces += [reply, self._renderer.answer_tokens(answer)]
             media += observation.media
-        loss_masks = [np.full(len(piece), index % 2 == 0) for index, piece in enumerate(pieces)]
-        return SupervisedExample(
-            prompt, np.concatenate(pieces), np.concatenate(loss_masks), tuple(media)
-        )
+        return join_pieces(prompt, pieces, media)
+
+    def _build_from_session(
+        self,
+        row: PromptRow,
+        task: EnvironmentContext,
+        media: list[ProcessedMedia],
+        answers: list[str],
+    ) -> SupervisedExample:
+        """Build the example of a row by a session of the environment, as `SessionEngine` does."""
+        assert self._sessions is not None
+        session = self._sessions.session(f"warm-up/{row.answer}", task)
+        try:
+            opening = session.open().result()
+            task, media = open_task(task, media, opening)
+            prompt = self._renderer.prompt_tokens(task.messages, tools=task.tools)
+            turns: list[ChatMessage] = []
+            pieces: list[NDArray[np.int32]] = []
+            for number, answer in enumerate(answers, 1):
+                turns.append(ChatMessage.of_text(ASSISTANT, answer))
+                pieces.append(self._renderer.answer_tokens(answer))
+                if number == len(answers):
+                    break
+                observation = session.step(answer).result()
+                if observation.is_over or not observation.replies:
+                    raise ConfigError(describe_early_end(answers, number))
+                said = [reply.message for reply in observation.replies]
+                before = (*task.messages, *turns[:-1])
+                pieces.append(self._renderer.reply_tokens(before, *said, tools=task.tools))
+                turns += said
+                media = [*media, *(piece for one in observation.replies for piece in one.media)]
+        finally:
+            session.close()
+        return join_pieces(prompt, pieces, media)
 
     def _request_reply(
         self, task: EnvironmentContext, turns: Sequence[ChatMessage], number: int
@@ -104,6 +147,26 @@ class WarmupConversations:
         found: queue.SimpleQueue[Future[ProcessedReply | None]] = queue.SimpleQueue()
         self._pool.request_reply("of the SFT warm-up", task, turns, on_reply=found.put)
         return found.get().result()
+
+
+def join_pieces(
+    prompt: NDArray[np.int32],
+    pieces: Sequence[NDArray[np.int32]],
+    media: Sequence[ProcessedMedia],
+) -> SupervisedExample:
+    """Join the tokens of answers and of what was said between them to one example."""
+    loss_masks = [np.full(len(piece), index % 2 == 0) for index, piece in enumerate(pieces)]
+    return SupervisedExample(
+        prompt, np.concatenate(pieces), np.concatenate(loss_masks), tuple(media)
+    )
+
+
+def describe_early_end(answers: Sequence[str], number: int) -> str:
+    """Return the error of a row whose environment ends too early."""
+    return (
+        f"the environment ends the sample at answer {number} of {len(answers)}: {list(answers)}; "
+        "see sft_warmup.assistant_turns_key"
+    )
 
 
 def read_replies(metadata: str, *, key: str) -> list[ChatMessage]:

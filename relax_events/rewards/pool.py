@@ -35,7 +35,8 @@ class RewardItem:
     adjacent and share its id.
 
     `turns` are role and text of each message from the first completion on; empty for a single
-    completion. `token_ids` are the ids of the sampled tokens.
+    completion. `token_ids` are the ids of the sampled tokens. `environment_rewards` are what a
+    stateful environment gave to each turn.
     """
 
     sample_id: str
@@ -46,6 +47,7 @@ class RewardItem:
     prompt_group_id: str = ""
     turns: Sequence[tuple[str, str]] = ()
     token_ids: NDArray[np.generic] | None = None
+    environment_rewards: Sequence[float] = ()
 
 
 class RewardPool:
@@ -112,7 +114,7 @@ class RewardPool:
 
     @property
     def optional_arguments(self) -> list[str]:
-        """Names of the optional arguments that the function takes: `turns`, `token_ids`."""
+        """Names of the optional arguments that the function takes, such as `turns`."""
         return self._loaded.optional_arguments
 
     @property
@@ -359,4 +361,8 @@ def _token_ids(item: RewardItem) -> list[int]:
     return [] if item.token_ids is None else list(map(int, item.token_ids.tolist()))
 
 
-SERIALIZERS: dict[str, Callable[[RewardItem], object]] = {"turns": _turns, "token_ids": _token_ids}
+SERIALIZERS: dict[str, Callable[[RewardItem], object]] = {
+    "turns": _turns,
+    "token_ids": _token_ids,
+    "environment_rewards": lambda item: list(item.environment_rewards),
+}

@@ -124,7 +124,7 @@ def describe_reward(name: str) -> RewardDescription:
 
 PROMPT_GROUP_PARAMETER = "completions"
 CALL_ARGUMENTS = ("answer", "metadata", "prompt")
-OPTIONAL_ARGUMENTS = ("turns", "token_ids")
+OPTIONAL_ARGUMENTS = ("turns", "token_ids", "environment_rewards")
 """Passed to functions that have a parameter of that name."""
 
 
@@ -134,9 +134,10 @@ class RewardFunction(Protocol):
     A function whose first parameter is `completions` gets those of a whole prompt group, and
     returns a list with one element for each; an element may be a `RewardError`. Both may be `async
     def`. A parameter `turns` gets the sample's messages from the first completion to the last, as
-    `role` and `content`; `token_ids` gets the ids of the sampled tokens. For a prompt group these
-    are lists of them. A function may leave out what it does not read: `(completion)` is enough.
-    Further keyword arguments are options.
+    `role` and `content`; `token_ids` gets the ids of the sampled tokens; `environment_rewards`
+    gets what a stateful environment gave to each turn. For a prompt group these are lists of them.
+    A function may leave out what it does not read: `(completion)` is enough. Further keyword
+    arguments are options.
 
     It may also return `turn_rewards`, a number for each completion, and `token_rewards`, one for
     each sampled token. They are added to the total; algorithms with token-level advantages use

@@ -34,6 +34,7 @@ def build_reward_item(sample: SampleRolledOut) -> RewardItem:
         prompt_group_id=f"{sample.prompt_group_id}@{sample.policy_version}.{sample.key.generation_digest}",
         turns=role_text_pairs(sample.turns),
         token_ids=token_ids,
+        environment_rewards=sample.environment_rewards,
     )
 
 

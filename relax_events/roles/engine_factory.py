@@ -61,23 +61,32 @@ def open_rollout_engine(
     )
     if config.environment.command:
         return _open_episode_engine(config, name=name, metrics=metrics, folder=folder)
-    if not config.environment.function:
+    if not config.environment.name:
         return open_engine(config, name=name, metrics=metrics.routing)
     from relax_events.environments.multi_turn import (
         MultiTurnEngine,  # imports torch, as local engines do
     )
     from relax_events.environments.pool import EnvironmentPool
+    from relax_events.environments.session_engine import SessionEngine
+    from relax_events.environments.session_pool import SessionPool
 
     with ExitStack() as on_failure:
-        pool = EnvironmentPool(config, libraries=lambda: MediaLibrary(config, folder=folder))
+        kind = SessionPool if config.environment.holds_sessions else EnvironmentPool
+        pool = kind(config, libraries=lambda: MediaLibrary(config, folder=folder))
         on_failure.callback(pool.close)
         renderer = PromptRenderer.from_folder(
             config.model.path, config.data, media=config.model.media
         )
         engine = open_engine(config, name=name, metrics=metrics.routing)
-        episodes = MultiTurnEngine(
-            engine, pool, config=config, renderer=renderer, library=MediaLibrary(config)
-        )
+        episodes: Engine
+        if isinstance(pool, SessionPool):
+            episodes = SessionEngine(
+                engine, pool, config=config, renderer=renderer, metrics=metrics.episodes
+            )
+        else:
+            episodes = MultiTurnEngine(
+                engine, pool, config=config, renderer=renderer, library=MediaLibrary(config)
+            )
         on_failure.pop_all()
     return episodes
 

@@ -90,7 +90,7 @@ class EvaluationPass:
         self._sampling = dataset.sampling or config.engine.sampling
         self._max_running = config.engine.max_running_samples
         self._seed = config.run.seed
-        self._has_environment = bool(config.environment.function)
+        self._has_environment = bool(config.environment.name)
         self._policy_version = engine.policy_version
         self._next_row = 0
         self._at_work: dict[str, tuple[int, PromptRow, int]] = {}
@@ -277,6 +277,7 @@ class EvaluationPass:
             prompt=prompt,
             turns=role_text_pairs(sample.turns),
             token_ids=chosen,
+            environment_rewards=sample.environment_rewards,
         )
 
 

@@ -132,7 +132,7 @@ def test_reward_function_takes_only_the_arguments_that_it_names(
         (
             "def score(completion, *, anwser): pass",
             {},
-            r"reward.options.anwser: Field required.* as far as the function names them, answer, metadata, prompt, turns, token_ids",
+            r"reward.options.anwser: Field required.* as far as the function names them, answer, metadata, prompt, turns, token_ids, environment_rewards",
         ),
         (
             SCORE,

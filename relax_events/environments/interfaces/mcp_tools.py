@@ -1,0 +1,176 @@
+"""MCP servers as the tools of a sample, over streamable HTTP or as programs over stdio, by the
+official package `mcp`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from typing import Any
+
+from relax_events.environments.interfaces.contents import as_text
+from relax_events.environments.interfaces.protocol import Observation, Opening, Task
+from relax_events.environments.reply import Reply
+from relax_events.environments.tool_calls import ToolCall, read_tool_calls
+from relax_events.errors import ConfigError, EnvironmentProblem, EpisodeFailed
+
+MAX_CALLS_OF_TURN = 8
+CONNECTION_CLOSED, REQUEST_TIMEOUT = -32000, -32001
+"""Codes of MCP errors that are not an answer of the server."""
+
+
+class McpAdapter:
+    """Connects each sample to all servers of the run file: a program is started for each sample."""
+
+    is_concurrent = True
+    takes_files = False
+
+    def __init__(self, servers: Mapping[str, Mapping[str, Any]]) -> None:
+        """Check that the package and the servers' programs are there.
+
+        Args:
+            servers: Each with a `command` or an `address`, by name.
+        Raises:
+            ConfigError: There is no such program.
+            EnvironmentProblem: The package is not installed.
+        """
+        try:
+            import mcp
+        except ImportError as error:
+            raise EnvironmentProblem(
+                f"environment.interface = 'mcp' needs the package mcp ({error}); install "
+                "relax-events[environments]"
+            ) from None
+        del mcp
+        for name, server in servers.items():
+            if server["command"] and shutil.which(server["command"][0]) is None:
+                raise ConfigError(
+                    f"environment.tool_servers.{name}.command: there is no program "
+                    f"{server['command'][0]!r}; give its path, or a name on PATH"
+                )
+        self._servers = servers
+
+    def begin(self, task: Task) -> McpSession:
+        """See `Adapter`."""
+        return McpSession(self._servers, task)
+
+
+class McpSession:
+    """The connections of one sample; see `Session`. One task opens and closes them, as the package
+    demands.
+    """
+
+    def __init__(self, servers: Mapping[str, Mapping[str, Any]], task: Task) -> None:
+        self._servers, self._task = servers, task
+        self._clients: dict[str, Any] = {}
+        """The client of each tool."""
+        self._is_ending = asyncio.Event()
+        self._owner: asyncio.Task[None] | None = None
+
+    async def open(self) -> Opening:
+        """Connect to the servers and list their tools, which the prompt then shows."""
+        opened: asyncio.Future[Opening] = asyncio.get_running_loop().create_future()
+        self._owner = asyncio.get_running_loop().create_task(self._hold(opened))
+        return await opened
+
+    async def step(self, completion: str) -> Observation:
+        """Run the tool calls of a turn; a turn without one ends the sample.
+
+        Raises:
+            EpisodeFailed: A server is gone.
+        """
+        calls = read_tool_calls(completion)[:MAX_CALLS_OF_TURN]
+        if not calls:
+            return Observation(is_over=True)
+        return Observation(replies=[await self._run(call) for call in calls])
+
+    async def close(self) -> None:
+        """Disconnect, and end the programs."""
+        self._is_ending.set()
+        if self._owner is not None:
+            await asyncio.gather(self._owner, return_exceptions=True)
+
+    async def _hold(self, opened: asyncio.Future[Opening]) -> None:
+        """Hold the connections until the session ends."""
+        try:
+            async with AsyncExitStack() as stack:
+                tools: list[dict[str, Any]] = []
+                for name, server in self._servers.items():
+                    tools += await self._connect(stack, name, server)
+                opened.set_result(Opening(tools=tools))
+                await self._is_ending.wait()
+        except Exception as error:  # of a server, by any of the package's layers
+            if not opened.done():
+                opened.set_exception(EpisodeFailed(f"no connection to a tool server: {error!r}"))
+            elif not self._is_ending.is_set():
+                self._is_ending.set()
+
+    async def _connect(
+        self, stack: AsyncExitStack, name: str, server: Mapping[str, Any]
+    ) -> list[dict[str, Any]]:
+        from mcp import Client, StdioServerParameters
+
+        where: Any = server["address"]
+        if server["command"]:
+            program, *arguments = server["command"]
+            where = StdioServerParameters(command=program, args=arguments)
+        client = await stack.enter_async_context(Client(where))
+        tools, cursor = [], None
+        while True:
+            page = await client.list_tools(cursor=cursor)
+            for tool in page.tools:
+                if tool.name in self._clients:
+                    raise EpisodeFailed(
+                        f"two servers have a tool {tool.name!r}, one of them {name}; leave one out"
+                    )
+                self._clients[tool.name] = client
+                tools.append(describe_tool(tool))
+            if not (cursor := page.next_cursor):
+                return tools
+
+    async def _run(self, call: ToolCall) -> Reply:
+        """Run a tool call. What the policy did wrong is a text for it, not an error."""
+        from mcp import MCPError
+
+        if call.error:
+            return Reply(call.error, role="tool")
+        client = self._clients.get(call.name)
+        if client is None:
+            known = ", ".join(self._clients)
+            return Reply(f"there is no tool {call.name!r}, only {known}", role="tool")
+        if self._is_ending.is_set():
+            raise EpisodeFailed(f"the server of tool {call.name!r} is gone")
+        try:
+            result = await client.call_tool(call.name, dict(call.arguments))
+        except MCPError as error:
+            if error.code in (CONNECTION_CLOSED, REQUEST_TIMEOUT):
+                raise EpisodeFailed(f"the server of tool {call.name!r} is gone: {error}") from None
+            return Reply(f"error: {error}", role="tool")
+        return read_result(result.content)
+
+
+def describe_tool(tool: Any) -> dict[str, Any]:
+    """Return a tool in OpenAI's format, which chat templates show."""
+    function = {
+        "name": tool.name,
+        "description": tool.description or "",
+        "parameters": tool.input_schema,
+    }
+    return {"type": "function", "function": function}
+
+
+def read_result(content: Sequence[Any]) -> Reply:
+    """Return a tool's result as a message: its texts and images in order, other content as JSON."""
+    texts: list[str] = []
+    images: list[bytes | str] = []
+    for part in content:
+        if part.type == "text":
+            texts.append(part.text)
+        elif part.type == "image":
+            texts.append("<image>")
+            images.append(f"data:{part.mime_type};base64,{part.data}")
+        else:
+            texts.append(as_text(part.model_dump(mode="json", exclude_none=True)))
+    return Reply("".join(texts), {"image": images} if images else {}, role="tool")

@@ -1,0 +1,268 @@
+"""Runs stateful environments in child processes, many sessions in each.
+
+    engine's thread            this pool's thread (event loop)             child process
+    open, step, close  ---->   one task each: request with a deadline ---> the session
+    callback           <----   media fetched and stored in threads   <---  its answer
+
+A failure of environment, child or server is an `EpisodeFailed`: the caller begins the episode
+again. An invalid reply is a `PoisonSample`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import queue
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, TypeVar
+
+import structlog
+
+from relax_events.config import RunConfig
+from relax_events.engines.protocol import EnvironmentContext
+from relax_events.environments.pool import describe_content
+from relax_events.environments.reply_media import ProcessedReply, process_reply, split_contents
+from relax_events.environments.session_process import SessionProcess
+from relax_events.errors import EpisodeFailed
+from relax_events.media.library import MediaLibrary
+from relax_events.objects.store import list_message_media
+from relax_events.runtime.subprocess_rpc import LENGTHS
+
+log = structlog.get_logger()
+Result = TypeVar("Result")
+CLOSE_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessedOpening:
+    """What the environment said before the first turn; see `Opening`. `tools` is a JSON list."""
+
+    messages: tuple[ProcessedReply, ...]
+    replaces_prompt: bool
+    tools: str
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessedObservation:
+    """What the environment said to a turn; see `Observation`."""
+
+    replies: tuple[ProcessedReply, ...]
+    is_over: bool
+    reward: float | None
+
+
+class EnvironmentSession:
+    """The environment of one sample, from the engine's side. Each call returns a future."""
+
+    def __init__(self, pool: SessionPool, sample_id: str, task: EnvironmentContext) -> None:
+        """Prepare a session; `open` sets it up."""
+        self._pool, self.sample_id, self.task = pool, sample_id, task
+        self._opening: Future[ProcessedOpening] | None = None
+        self.number = 0
+        self.process: SessionProcess | None = None
+        self.holds_slot = False
+
+    def open(self) -> Future[ProcessedOpening]:
+        """Set the session up, once a slot of `environment.concurrency` is free."""
+        self._opening = self._pool.run(self._pool.open_session(self))
+        return self._opening
+
+    def step(self, completion: str) -> Future[ProcessedObservation]:
+        """Give the environment a turn of the policy."""
+        return self._pool.run(self._pool.step_session(self, completion))
+
+    def close(self) -> None:
+        """Close the session, also one that is being set up; the caller does not wait for it."""
+        if self._opening is not None:
+            self._opening.cancel()
+            self._pool.run(self._pool.close_session(self))
+
+
+class SessionPool:
+    """`environment.processes` children, each with many sessions. Used from one thread."""
+
+    def __init__(
+        self, config: RunConfig, *, libraries: Callable[[], MediaLibrary] | None = None
+    ) -> None:
+        """Start the children, and wait until all have loaded the environment.
+
+        Args:
+            config: The run; its environment has an interface with sessions.
+            libraries: Opens a library of the run's media; each thread has its own.
+        Raises:
+            ConfigError: The environment can't be loaded; the text says why.
+        """
+        environment = config.environment
+        setup = {
+            **environment.model_dump(mode="json"),
+            "max_item_bytes": config.model.media.max_item_bytes,
+        }
+        self.name = f"environment {environment.name}"
+        self._libraries: queue.SimpleQueue[MediaLibrary] = queue.SimpleQueue()
+        for _ in range(environment.processes):
+            self._libraries.put((libraries or (lambda: MediaLibrary(config)))())
+        self._threads = ThreadPoolExecutor(environment.processes, thread_name_prefix="replies")
+        self._numbers = count(1)
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._loop = asyncio.new_event_loop()
+        self._free = asyncio.Semaphore(environment.concurrency)
+        self._thread = threading.Thread(target=self._run, name="environments", daemon=True)
+        self._thread.start()
+        self._processes = [
+            SessionProcess(setup, name=self.name) for _ in range(environment.processes)
+        ]
+        try:
+            for process in self._processes:
+                self.run(process.start()).result()
+        except BaseException:
+            self.close()
+            raise
+
+    def session(self, sample_id: str, task: EnvironmentContext) -> EnvironmentSession:
+        """Return the session of a sample, not yet set up."""
+        return EnvironmentSession(self, sample_id, task)
+
+    def run(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
+        """Run a coroutine in the pool's thread."""
+        return asyncio.run_coroutine_threadsafe(self._tracked(work), self._loop)
+
+    def close(self) -> None:
+        """Close all sessions and processes."""
+        if not self._thread.is_alive():
+            return
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(CLOSE_SECONDS)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CLOSE_SECONDS)
+        self._loop.close()
+        self._threads.shutdown()
+
+    async def open_session(self, session: EnvironmentSession) -> ProcessedOpening:
+        """Set a session up; see `EnvironmentSession.open`.
+
+        Raises:
+            EpisodeFailed: The environment failed or is late.
+            PoisonSample: Its messages are invalid.
+        """
+        await self._free.acquire()
+        session.holds_slot = True
+        task = session.task
+        process = min(self._processes, key=lambda one: one.num_sessions)
+        await process.start()
+        session.number, session.process = next(self._numbers), process
+        process.num_sessions += 1
+        files = await self._fetch(task) if process.takes_files else []
+        question = {
+            "op": "open",
+            "sample_id": session.sample_id,
+            "seed": seed_of(session.sample_id),
+            "messages": [
+                {"role": message.role, "content": describe_content(message)}
+                for message in task.messages
+            ],
+            "answer": task.answer,
+            "metadata": task.metadata,
+        }
+        response, content = await self._request(session, question, files)
+        replies = await self._process(session, response, content)
+        return ProcessedOpening(replies, response["replaces_prompt"], response["tools"])
+
+    async def step_session(
+        self, session: EnvironmentSession, completion: str
+    ) -> ProcessedObservation:
+        """Give a session a turn; errors as of `open_session`."""
+        question = {"op": "step", "completion": completion}
+        response, content = await self._request(session, question)
+        replies = await self._process(session, response, content)
+        return ProcessedObservation(replies, response["is_over"], response["reward"])
+
+    async def close_session(self, session: EnvironmentSession) -> None:
+        """Close a session and free its slot; a failure is logged."""
+        try:
+            if session.process is not None:
+                session.process.num_sessions -= 1
+                if not session.process.forget(session.number):
+                    await self._request(session, {"op": "close"})
+        except EpisodeFailed as error:
+            log.warning("session.close_failed", sample_id=session.sample_id, error=str(error))
+        finally:
+            if session.holds_slot:
+                session.holds_slot = False
+                self._free.release()
+
+    async def _request(
+        self,
+        session: EnvironmentSession,
+        question: Mapping[str, Any],
+        files: Sequence[bytes] = (),
+    ) -> tuple[dict[str, Any], bytes]:
+        assert session.process is not None
+        where = f"{self.name}, {question['op']}, sample {session.sample_id}"
+        return await session.process.request(
+            {**question, "session": session.number}, files, where=where
+        )
+
+    async def _fetch(self, task: EnvironmentContext) -> list[bytes]:
+        return await self._in_thread(
+            lambda library: [
+                library.fetch_file(reference) for reference in list_message_media(task.messages)
+            ]
+        )
+
+    async def _process(
+        self, session: EnvironmentSession, response: Mapping[str, Any], content: bytes
+    ) -> tuple[ProcessedReply, ...]:
+        if not response["replies"]:
+            return ()
+        contents = split_contents(content, response[LENGTHS])
+        where = f"{self.name}, sample {session.sample_id}"
+
+        def process(library: MediaLibrary) -> tuple[ProcessedReply, ...]:
+            processed, first = [], 0
+            for reply in response["replies"]:
+                end = first + len(reply["kinds"])
+                own = contents[first:end]
+                processed.append(process_reply(reply, own, library=library, where=where))
+                first = end
+            return tuple(processed)
+
+        return await self._in_thread(process)
+
+    async def _in_thread(self, work: Callable[[MediaLibrary], Result]) -> Result:
+        def run() -> Result:
+            library = self._libraries.get()
+            try:
+                return work(library)
+            finally:
+                self._libraries.put(library)
+
+        return await asyncio.get_running_loop().run_in_executor(self._threads, run)
+
+    async def _tracked(self, work: Coroutine[Any, Any, Result]) -> Result:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            return await work
+        finally:
+            self._tasks.discard(task)
+
+    async def _stop(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(process.stop() for process in self._processes))
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+
+def seed_of(sample_id: str) -> int:
+    """Return the seed of a sample's prompt group."""
+    prompt_group_id = sample_id.rpartition("/")[0]
+    return int.from_bytes(hashlib.blake2b(prompt_group_id.encode(), digest_size=4).digest()) >> 1

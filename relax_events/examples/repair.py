@@ -1,0 +1,74 @@
+"""Small Python functions with a wrong body: problems for a coding agent, with hidden tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import orjson
+
+BODIES = {
+    "the sum of a and b": "a + b",
+    "the difference of a and b": "a - b",
+    "the product of a and b": "a * b",
+    "the larger of a and b": "max(a, b)",
+    "the smaller of a and b": "min(a, b)",
+    "a divided by b, rounded down": "a // b",
+    "what a divided by b leaves": "a % b",
+    "a to the power of b": "a ** b",
+}
+"""The right body of each function, by what it shall return."""
+NUM_HIDDEN_TESTS = 6
+MAX_ARGUMENT = 9
+FAILED = "A test fails."
+
+
+def make_bug(generator: np.random.Generator) -> tuple[str, str, dict[str, Any]]:
+    """Make a wrong function, with a visible test for the agent, and the hidden ones as the answer,
+    which the agent never sees.
+    """
+    wanted = str(generator.choice(list(BODIES)))
+    body = BODIES[wanted]
+    wrong = str(generator.choice([one for one in BODIES.values() if one != body]))
+    arguments = generator.integers(2, MAX_ARGUMENT + 1, (NUM_HIDDEN_TESTS + 1, 2)).tolist()
+    visible, *hidden = (write_test(body, a, b) for a, b in arguments)
+    first = str(generator.choice(list(BODIES.values())))
+    turns, replies = [write_function(first)], []
+    if not passes(first, visible):
+        turns.append(write_function(str(generator.choice(list(BODIES.values())))))
+        replies.append({"role": "user", "content": FAILED})
+    prompt = f"f must return {wanted}:\n{write_function(wrong)}"
+    metadata = {"visible_test": visible, "turns": turns, "replies": replies}
+    return prompt, orjson.dumps({"tests": hidden}).decode(), metadata
+
+
+def write_function(body: str) -> str:
+    """Return the function as a Python block."""
+    return f"```python\ndef f(a, b):\n    return {body}\n```"
+
+
+def write_test(body: str, a: int, b: int) -> str:
+    """Return a test of the function with a right body."""
+    return f"assert f({a}, {b}) == {compute(body, a, b)}"
+
+
+def passes(body: str, test: str) -> bool:
+    """Return whether a function with one of the known bodies passes a test."""
+    call, _, wanted = test.removeprefix("assert f(").partition(") == ")
+    a, b = map(int, call.split(", "))
+    return compute(body, a, b) == int(wanted)
+
+
+def compute(body: str, a: int, b: int) -> int:
+    """Return what a known body returns."""
+    results = {
+        "a + b": a + b,
+        "a - b": a - b,
+        "a * b": a * b,
+        "max(a, b)": max(a, b),
+        "min(a, b)": min(a, b),
+        "a // b": a // b,
+        "a % b": a % b,
+        "a ** b": int(a**b),
+    }
+    return results[body]

@@ -1,0 +1,235 @@
+"""Samples with stateful environments of other projects' interfaces: states, images, rewards, and
+what happens when an environment fails.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_requests import fresh_sample
+from prometheus_client import CollectorRegistry
+from small_settings import small_run
+from test_environments import ENGINE, SETTINGS, check_logprobs, engine_of, ready
+
+from relax_events.config import SamplingConfig
+from relax_events.data.rendering import PromptRenderer
+from relax_events.engines.protocol import EnvironmentContext, GeneratedSample, GenerationRequest
+from relax_events.environments.session_engine import SessionEngine
+from relax_events.environments.session_pool import SessionPool
+from relax_events.errors import ConfigError
+from relax_events.events.parts import FinishReason
+from relax_events.media.library import MediaLibrary
+from relax_events.telemetry.component_metrics import EpisodeMetrics
+from tests.unit.image_model import build_image_model, image_run, question
+
+ENVIRONMENTS = Path(__file__).parents[1] / "session_environments.py"
+
+
+class Talk:
+    """An engine over a tiny model, and an environment with sessions."""
+
+    def __init__(self, folder: Path, interface: str, name: str, **settings: Any) -> None:
+        environment = {
+            "interface": interface,
+            "function": f"{ENVIRONMENTS}:{name}",
+            "timeout_seconds": 20.0,
+            **settings,
+        }
+        tree = image_run(folder).model_dump(mode="json", exclude_unset=True) | {
+            "environment": environment,
+            "engine": ENGINE,
+        }
+        self.config = small_run(tree)
+        self.library, path = MediaLibrary(self.config), build_image_model()
+        media = self.config.model.media
+        self.renderer = PromptRenderer.from_folder(path, self.config.data, media=media)
+        self.registry = CollectorRegistry()
+        self.inner = engine_of(path, media, records_experts=False)
+        self.pool = SessionPool(self.config)
+        self.engine = SessionEngine(
+            self.inner,
+            self.pool,
+            config=self.config,
+            renderer=self.renderer,
+            metrics=EpisodeMetrics("rollout", self.registry),
+        )
+
+    def request(
+        self, name: str = "g0", *, num_samples: int = 3, metadata: str = "{}", **sampling: Any
+    ) -> GenerationRequest:
+        messages = question()
+        samples = tuple(fresh_sample(f"{name}/{index}", index) for index in range(num_samples))
+        return GenerationRequest(
+            prompt_group_id=name,
+            prompt_tokens=self.renderer.prompt_tokens(messages),
+            samples=samples,
+            sampling=SamplingConfig(**SETTINGS | sampling),
+            stop_token_ids=(*self.renderer.stop_token_ids, *range(256)),
+            environment_context=EnvironmentContext(
+                messages=messages, answer="red", metadata=metadata
+            ),
+        )
+
+    def finish(self, *requests: GenerationRequest) -> dict[str, GeneratedSample]:
+        for request in requests:
+            self.engine.submit(request)
+        deadline, ended = time.monotonic() + 100, {}
+        while self.engine.num_running:
+            assert time.monotonic() < deadline
+            ended |= {one.sample_id: one for one in self.engine.poll(timeout_seconds=0.5)}
+        return ended
+
+    def attempts(self, outcome: str) -> float | None:
+        labels = {"role": "rollout", "outcome": outcome}
+        return self.registry.get_sample_value("relax_episode_attempts_total", labels)
+
+
+@contextmanager
+def conversation(folder: Path, interface: str, name: str, **settings: Any) -> Iterator[Talk]:
+    opened = Talk(folder, interface, name, **settings)
+    try:
+        yield opened
+    finally:
+        opened.engine.abort()
+        opened.pool.close()
+
+
+def texts(sample: GeneratedSample) -> list[str]:
+    return [turn.text for turn in sample.turns if turn.role != "assistant"]
+
+
+@pytest.mark.parametrize("name", ["build_env", "AsyncCounting"])
+def test_interaction_environment_of_relax_runs_unchanged_with_its_state_and_images(
+    tmp_path: Path, name: str
+) -> None:
+    options = {"num_turns": 3}
+    with conversation(tmp_path, "interaction", name, options=options) as one:
+        request = one.request()
+        ended = one.finish(request)
+        for sample in ended.values():
+            said = [turn for turn in sample.turns if turn.role == "assistant"]
+            assert texts(sample) == [f"{n} of red, {len(said[n - 1].text)}" for n in (1, 2)]
+            assert [part.kind.value for part in sample.turns[1].parts] == ["image", "text"]
+            assert sample.environment_rewards == (0.25, 0.5, 0.75)
+            assert sample.finish_reason is FinishReason.STOP
+        assert one.attempts("begun_again") == 0, "asynchronous sessions did not meet"
+        policy, media = image_policy(one)
+        check_logprobs(one, policy, media, [ready(request, each) for each in ended.values()])  # type: ignore[arg-type]
+
+
+def image_policy(one: Talk) -> Any:
+    import torch
+
+    from relax_events.training.backend.policy_model import PolicyModel
+    from relax_events.training.batch.sample_intake import SampleMedia
+
+    policy = PolicyModel(one.config.model.path, config=one.config.model, device=torch.device("cpu"))
+    return policy, SampleMedia(policy.family, one.library)
+
+
+def test_gymnasium_environment_adds_its_first_observation_to_the_prompt(tmp_path: Path) -> None:
+    with conversation(tmp_path, "gymnasium", "Guess", options={"low": 3}) as one:
+        requests = [one.request("g0"), one.request("g1", metadata='{"seed": 7}')]
+        ended = one.finish(*requests)
+    firsts = {name: sample.prompt_messages[-1].text for name, sample in ended.items()}
+    assert firsts["g1/0"] == "guess, seed 7"
+    assert len({firsts[f"g0/{index}"] for index in range(3)}) == 1
+    assert firsts["g0/0"] != firsts["g1/0"]
+    for sample in ended.values():
+        assert sample.prompt_tokens is not None
+        expected = one.renderer.prompt_tokens(sample.prompt_messages)
+        np.testing.assert_array_equal(sample.prompt_tokens, expected)
+        assert texts(sample) == ["no, 1"]
+        assert sample.environment_rewards == (0.5, 1.0)
+
+
+def test_turn_that_is_cut_off_gets_no_reward_and_is_not_answered(tmp_path: Path) -> None:
+    with conversation(tmp_path, "gymnasium", "Guess") as one:
+        request = replace(one.request(max_new_tokens=1), stop_token_ids=(10**6,))
+        for sample in one.finish(request).values():
+            assert sample.finish_reason is FinishReason.LENGTH
+            assert sample.environment_rewards == (0.0,)
+            assert texts(sample) == []
+
+
+def test_skyrl_gym_environment_writes_the_prompt_and_several_messages_a_turn(
+    tmp_path: Path,
+) -> None:
+    with conversation(tmp_path, "skyrl_gym", "Lines", max_turns=2) as one:
+        ended = one.finish(one.request())
+        for sample in ended.values():
+            assert [message.text for message in sample.prompt_messages][-1] == "in lines"
+            assert len(sample.prompt_messages) == 2
+            assert texts(sample) == ["a", "b"]
+            assert sample.environment_rewards == (1.0, 1.0)
+            assert sample.loss_mask is not None
+            observed = sample.tokens[sample.loss_mask == 0]
+            text = one.renderer.completion_text(observed, skip_special_tokens=False)
+            assert text.count("<|im_start|>user") == 2
+            assert text.endswith("<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize("how", ["raises", "dies", "hangs", "hangs at first"])
+def test_episode_is_begun_again_when_its_environment_fails(tmp_path: Path, how: str) -> None:
+    options = {"folder": str(tmp_path), "how": how}
+    deadlines = {"timeout_seconds": 1.0, "setup_seconds": 1.0}
+    with conversation(tmp_path, "gymnasium", "Failing", options=options, **deadlines) as one:
+        ended = one.finish(one.request())
+        assert all(sample.finish_reason is FinishReason.STOP for sample in ended.values())
+        assert all(sample.environment_rewards == (0.5, 1.0) for sample in ended.values())
+        assert one.attempts("finished") == 3
+        assert one.attempts("begun_again") in (1, 2, 3)  # others shared the process
+    assert len(list(tmp_path.glob("closed-*"))) >= 3
+
+
+def test_episode_fails_without_a_reward_after_its_last_attempt(tmp_path: Path) -> None:
+    options = {"folder": str(tmp_path), "how": "raises", "times": 99}
+    with conversation(tmp_path, "gymnasium", "Failing", options=options, attempts=2) as one:
+        ended = one.finish(one.request())
+        for sample in ended.values():
+            assert sample.finish_reason is FinishReason.ERROR
+            assert not sample.environment_rewards
+            assert not len(sample.tokens)
+            assert "attempt 2 of 2" in sample.error
+            assert "raised ConnectionError: the simulator is gone" in sample.error
+        assert one.attempts("failed") == 3
+
+
+def test_late_environment_names_its_deadline(tmp_path: Path) -> None:
+    options = {"folder": str(tmp_path), "how": "hangs at first", "times": 99}
+    settings = {"options": options, "attempts": 1, "setup_seconds": 0.5}
+    with conversation(tmp_path, "gymnasium", "Failing", **settings) as one:
+        (sample,) = one.finish(one.request(num_samples=1)).values()
+        assert "took longer than 0.5 s (environment.setup_seconds)" in sample.error
+
+
+def test_aborted_sample_closes_its_session_and_begins_again_from_its_first_turn(
+    tmp_path: Path,
+) -> None:
+    options = {"num_turns": 3}
+    with conversation(tmp_path, "interaction", "AsyncCounting", options=options) as one:
+        request = one.request()
+        one.engine.submit(request)
+        while not any(talk.rewards for talk in one.engine._talks.values()):
+            one.engine.poll(timeout_seconds=0.1)
+        aborted = one.engine.abort()
+        assert {sample.finish_reason for sample in aborted} == {FinishReason.ABORT}
+        assert not any(len(sample.tokens) for sample in aborted)
+        ended = one.finish(request)
+        assert all(sample.environment_rewards == (0.25, 0.5, 0.75) for sample in ended.values())
+        deadline = time.monotonic() + 10
+        while one.pool._processes[0].num_sessions:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def test_invalid_session_environment_is_rejected_at_startup(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no function 'Absent'"):
+        Talk(tmp_path, "gymnasium", "Absent")

@@ -1,0 +1,112 @@
+"""Runs whose samples have stateful environments, with a kill in the middle of sessions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from harness import FaultRun, assert_ledger_balances
+
+from relax_events.events.types import SampleRolledOut
+
+pytestmark = pytest.mark.long
+
+ENVIRONMENT = """
+import os, time
+
+
+class Counting:
+    def reset(self, *, seed=None, options=None):
+        self.count = 0
+        return f"begin {seed}", {}
+
+    def step(self, action):
+        self.count += 1
+        time.sleep(0.05)
+        return f"{self.count}", 0.5 * self.count, self.count == 2, False, {}
+
+
+class Failing(Counting):
+    def reset(self, *, seed=None, options=None):
+        self.fails = seed % 3 == 0
+        return super().reset(seed=seed)
+
+    def step(self, action):
+        if self.fails:
+            raise ConnectionError("the simulator is gone")
+        return super().step(action)
+"""
+CHILD = "relax_events.environments.session_child"
+SETTINGS = {
+    "algorithm": {"kl_coefficient": 0.0, "old_logprobs": "rollout"},
+    "reward": {"function": "environment"},
+}
+
+
+def environment_of(folder: Path, name: str, **settings: object) -> dict[str, object]:
+    file = folder / "environment.py"
+    file.write_text(ENVIRONMENT)
+    return {"interface": "gymnasium", "function": f"{file}:{name}", **settings}
+
+
+def children_of(worker: int) -> list[psutil.Process]:
+    """Return the children of a worker that hold sessions."""
+    return [one for one in psutil.Process(worker).children() if CHILD in one.cmdline()]
+
+
+def samples_of(run: FaultRun) -> list[SampleRolledOut]:
+    records = run.records("rollout.samples", num_partitions=run.plan.num_sample_partitions)
+    return [event for record in records if isinstance(event := run.decode(record), SampleRolledOut)]
+
+
+def test_killed_rollout_worker_begins_its_sessions_again_and_trains_each_once(
+    start_run: Callable[..., FaultRun], tmp_path: Path
+) -> None:
+    run = start_run(
+        run={"num_steps": 6, "prompts_per_step": 4},
+        environment=environment_of(tmp_path, "Counting"),
+        **SETTINGS,
+    )
+    process = run.start()
+    run.wait_until_steps(1)
+    children = children_of(run.pid("rollout-0"))
+    assert children
+    killed = run.kill("rollout-0")
+    run.wait_until(
+        lambda: not any(one.is_running() for one in children),
+        "the killed worker's environments are gone",
+    )
+    run.wait_until_ready_again("rollout-0", killed=killed)
+    assert run.wait_until_ended(process) == 0
+    assert_ledger_balances(run)
+    samples = samples_of(run)
+    for sample in samples:
+        turns = [turn for turn in sample.turns if turn.role == "assistant"]
+        assert len(sample.environment_rewards) == len(turns)
+        assert sample.messages[-1].text.startswith("begin ")
+    assert (0.5, 1.0) in {tuple(sample.environment_rewards) for sample in samples}
+
+
+def test_sessions_with_spent_attempts_become_dead_letters_and_no_rewards(
+    start_run: Callable[..., FaultRun], tmp_path: Path
+) -> None:
+    run = start_run(
+        run={"num_steps": 3, "prompts_per_step": 4, "max_failed_prompt_groups": 1000},
+        environment=environment_of(tmp_path, "Failing", attempts=2),
+        **SETTINGS,
+    )
+    assert run.wait_until_ended(run.start()) == 0
+    assert_ledger_balances(run)
+    dead_letters = run.records("rollout.dead-letters")
+    assert dead_letters
+    for dead_letter in dead_letters:
+        assert dead_letter.headers["error-class"] == "EpisodeFailed"
+        assert "attempt 2 of 2" in dead_letter.headers["error-text"]
+        assert "ConnectionError: the simulator is gone" in dead_letter.headers["error-text"]
+    scored = {
+        run.decode(record).prompt_group_id
+        for record in run.records("reward.scores", num_partitions=run.plan.num_sample_partitions)
+    }
+    assert not {dead_letter.key for dead_letter in dead_letters} & scored

@@ -1,0 +1,154 @@
+"""Stateful environments of tests, in the forms of other projects. Child processes load this file,
+so it imports nothing of the tests.
+"""
+
+import asyncio
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+
+def image_of(width: int, height: int, *, seed: int = 0) -> Image.Image:
+    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3)).astype(np.uint8)
+    return Image.fromarray(pixels)
+
+
+class BaseInteractionEnv:
+    """The contract of Relax's environments."""
+
+    def reset(self) -> Any:
+        raise NotImplementedError
+
+    def step(self, response_text: str) -> Any:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        return
+
+    def format_observation(self, observation: dict[str, Any]) -> dict[str, Any]:
+        images = (observation.get("multi_modal_data") or {}).get("image", [])
+        parts: list[dict[str, Any]] = [{"type": "image", "image": image} for image in images]
+        return {
+            "role": observation.get("role", "user"),
+            "content": [*parts, {"type": "text", "text": observation.get("obs_str", "")}],
+        }
+
+
+class Counting(BaseInteractionEnv):
+    """Shows an image after each turn, and counts the turns in its own state."""
+
+    def __init__(self, sample: SimpleNamespace, args: Any) -> None:
+        self.sample, self.end = sample, args.num_turns
+        self.count = -1
+
+    def reset(self) -> Any:
+        self.count = 0
+        return {}, {}
+
+    def step(self, response_text: str) -> Any:
+        self.count += 1
+        observation = {
+            "obs_str": f"{self.count} of {self.sample.label}, {len(response_text)}",
+            "role": "user",
+            "multi_modal_data": {"image": [image_of(48, 32, seed=self.count)]},
+        }
+        return observation, self.count == self.end, {"reward": 0.25 * self.count}
+
+
+def build_env(sample: SimpleNamespace, args: Any) -> Counting:
+    return Counting(sample, args)
+
+
+class AsyncCounting(Counting):
+    """The same, asynchronous; the first turns of three sessions wait for one another."""
+
+    arrived = 0
+    have_met: asyncio.Event | None = None
+
+    async def step(self, response_text: str) -> Any:
+        kind = type(self)
+        kind.have_met = kind.have_met or asyncio.Event()
+        kind.arrived += 1
+        if kind.arrived >= 3:
+            kind.have_met.set()
+        await kind.have_met.wait()
+        return Counting.step(self, response_text)
+
+
+class Guess:
+    """Guess a number, in the form of Gymnasium."""
+
+    def __init__(self, low: int = 0) -> None:
+        self.low = low
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.number, self.tries = (seed or 0) % 10 + self.low, 0
+        return f"guess, seed {seed}", {}
+
+    def step(self, action: str) -> Any:
+        self.tries += 1
+        image = np.full((32, 48, 3), 20 * self.tries, np.uint8)
+        observation = {"text": f"no, {self.tries}", "image": image}
+        return observation, self.tries / 2, self.tries == 2, False, {}
+
+
+class Lines:
+    """Asks for lines, in the form of skyrl-gym."""
+
+    def __init__(self, env_config: Any = None, extras: Any = None) -> None:
+        self.extras, self.turns = extras or {}, 0
+
+    def init(self, prompt: Any) -> Any:
+        return [*prompt, {"role": "user", "content": "in lines"}], {}
+
+    def step(self, action: str) -> Any:
+        self.turns += 1
+        is_over = self.turns == self.extras["max_turns"]
+        said = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+        return {
+            "observations": [] if is_over else said,
+            "reward": float(self.extras["reward_spec"]["ground_truth"] == "red"),
+            "done": is_over,
+            "metadata": {},
+        }
+
+    def close(self) -> None:
+        return
+
+
+class Failing(Guess):
+    """Does what its option names, the first times that any process asks it to."""
+
+    def __init__(self, folder: str, how: str, times: int = 1) -> None:
+        super().__init__()
+        self.folder, self.how, self.times = Path(folder), how, times
+
+    def _is_due(self) -> bool:
+        made = len(list(self.folder.glob("failed-*")))
+        if made >= self.times:
+            return False
+        (self.folder / f"failed-{time.time_ns()}").touch()
+        return True
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        if self.how == "hangs at first" and self._is_due():
+            time.sleep(60)
+        return super().reset(seed=seed)
+
+    def step(self, action: str) -> Any:
+        if self.how != "hangs at first" and self._is_due():
+            if self.how == "raises":
+                raise ConnectionError("the simulator is gone")
+            if self.how == "dies":
+                os._exit(9)
+            time.sleep(60)
+        observation, *rest = super().step(action)
+        return observation["text"], *rest
+
+    def close(self) -> None:
+        (self.folder / f"closed-{time.time_ns()}").touch()
