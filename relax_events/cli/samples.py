@@ -143,6 +143,7 @@ def export(
     media: Path | None = None,
     last: int = 0,
     limit: int | None = None,
+    layout: Literal["rows", "atif"] = "rows",
 ) -> None:
     """Write samples into a .jsonl or .parquet file, with their media next to it, or into an .html
     page that shows them.
@@ -158,6 +159,8 @@ def export(
         media: Folder for images, videos and audio; by default `<file>-media` next to the file.
         last: Write only so many of the newest samples.
         limit: End after so many samples.
+        layout: What a line of JSON is: a row, or a trajectory of ATIF 1.7, as other tools for
+            agents read it.
     """
     from relax_events.cli.run_reader import note_unreadable, open_run_log, reader_may_leave
     from relax_events.history.samples.reader import read_last_samples, read_samples
@@ -168,7 +171,7 @@ def export(
         views = read_last_samples(log, wanted, count=last) if last else read_samples(log, wanted)
         with (
             reader_may_leave() if output_file is None else nullcontext(),
-            open_export(log, output_file, media=media, tokens=tokens) as exported,
+            open_export(log, output_file, media=media, tokens=tokens, layout=layout) as exported,
         ):
             for view in islice(views, limit):
                 exported.add(view)
@@ -177,3 +180,43 @@ def export(
         print(
             f"wrote {exported.num_rows} samples to {output_file}, with {exported.num_media} media"
         )
+
+
+@app.command
+def trace(
+    config: Path,
+    *overrides: str,
+    endpoint: str,
+    which: Annotated[Which, Parameter(name="*")] = EVERYTHING,
+    content: bool = False,
+    last: int = 0,
+    limit: int | None = None,
+) -> None:
+    """Send samples to a collector of OpenTelemetry: agent, calls of the model, and tools as spans.
+
+    Example: relax samples trace configs/quickstart.toml --endpoint http://localhost:4318/v1/traces
+
+    Args:
+        config: The run file, TOML.
+        overrides: section.key=value, overrides the run file.
+        endpoint: The collector's address for traces, OTLP over HTTP.
+        which: Which samples.
+        content: Add what was said, and what tools were given and returned.
+        last: Send only so many of the newest samples.
+        limit: End after so many samples.
+    """
+    from relax_events.cli.run_reader import note_unreadable, open_run_log
+    from relax_events.history.samples.reader import read_last_samples, read_samples
+    from relax_events.telemetry.traces import require_package
+
+    require_package("relax samples trace")
+    from relax_events.reports.episode_traces import EpisodeTracer
+
+    wanted = which.as_filter()
+    with open_run_log(config, overrides, name="samples") as log:
+        views = read_last_samples(log, wanted, count=last) if last else read_samples(log, wanted)
+        with EpisodeTracer(log, endpoint, content=content) as tracer:
+            for view in islice(views, limit):
+                tracer.add(view)
+        note_unreadable(log)
+    print(f"sent {tracer.num_samples} samples as {tracer.num_spans} spans to {endpoint}")

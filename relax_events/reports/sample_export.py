@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, Literal, Protocol
 
 import orjson
 
@@ -28,6 +28,7 @@ from relax_events.events.parts import (
 from relax_events.history.run_log import RunLog
 from relax_events.history.samples.view import SampleView
 from relax_events.objects import ObjectStore, check_out
+from relax_events.reports.atif import TrajectoryBuilder
 from relax_events.reports.report_files import replace_file
 from relax_events.reports.sample_page import SamplePage
 
@@ -45,18 +46,26 @@ class RowWriter(Protocol):
         """Close the file; an incomplete one is removed."""
 
 
+Layout = Literal["rows", "atif"]
+
+
 def open_export(
-    log: RunLog, path: Path | None, *, media: Path | None = None, tokens: bool = False
+    log: RunLog,
+    path: Path | None,
+    *,
+    media: Path | None = None,
+    tokens: bool = False,
+    layout: Layout = "rows",
 ) -> Export | SamplePage:
     """Open the export that the file's suffix names; arguments and errors as for `Export`. A page
     embeds its media, and has no tokens.
     """
     if path is None or path.suffix != ".html":
-        return Export(log, path, media=media, tokens=tokens)
-    if media is not None or tokens:
+        return Export(log, path, media=media, tokens=tokens, layout=layout)
+    if media is not None or tokens or layout != "rows":
         raise ConfigError(
-            "a page embeds its media, and shows no tokens; leave out --media and "
-            "--tokens, or export .jsonl"
+            "a page embeds its media, and shows no tokens; leave out --media, --tokens and "
+            "--layout, or export .jsonl"
         )
     return SamplePage(log, path)
 
@@ -65,7 +74,13 @@ class Export(AbstractContextManager["Export"]):
     """An export into a `.jsonl` or `.parquet` file, or as JSON lines to stdout."""
 
     def __init__(
-        self, log: RunLog, path: Path | None, *, media: Path | None = None, tokens: bool = False
+        self,
+        log: RunLog,
+        path: Path | None,
+        *,
+        media: Path | None = None,
+        tokens: bool = False,
+        layout: Layout = "rows",
     ) -> None:
         """Open the file and the run's object store.
 
@@ -73,12 +88,22 @@ class Export(AbstractContextManager["Export"]):
             log: The run's log, which also counts unreadable records.
             path: The file; stdout when None. Its suffix selects the format.
             media: Folder for media; by default `<file>-media` next to the file, or `media` here.
-            tokens: Add the columns tokens, loss_mask, rollout_logprobs and path_lengths.
+            tokens: Add the columns tokens, loss_mask, rollout_logprobs and path_lengths; to
+                trajectories the tokens of each turn.
+            layout: What a line is: a row of columns, or a trajectory of ATIF.
         Raises:
-            ConfigError: The file has another suffix, or the object store can't be opened.
+            ConfigError: The file has another suffix, or one that trajectories can't have, or the
+                object store can't be opened.
             EnvironmentProblem: Parquet is wanted and pyarrow is not installed.
         """
+        if layout == "atif" and path is not None and path.suffix != ".jsonl":
+            raise ConfigError(
+                f"trajectories are JSON: --output-file must end in .jsonl, got {path}"
+            )
         self._log, self._tokens = log, tokens
+        self._trajectories = (
+            TrajectoryBuilder.from_config(log.config, tokens=tokens) if layout == "atif" else None
+        )
         self._store = ObjectStore.open(
             log.config.objects_uri, uri_aliases=log.config.objects.uri_aliases
         )
@@ -109,15 +134,22 @@ class Export(AbstractContextManager["Export"]):
         named.
         """
         try:
-            row = build_row(view, newest_version=self._log.newest_version, save=self._media.save)
-            if self._tokens:
-                whole = check_out(view.sample, self._store)
-                row |= {name: getattr(whole, name) for name in TOKEN_COLUMNS}
+            row = self._build(view)
         except ObjectError as error:
             self._log.unreadable.add(view.position, error)
             return
         self._writer.write(row)
         self.num_rows += 1
+
+    def _build(self, view: SampleView) -> Row:
+        save = self._media.save
+        if self._trajectories is not None:
+            return self._trajectories.build(view, check_out(view.sample, self._store), save)
+        row = build_row(view, newest_version=self._log.newest_version, save=save)
+        if self._tokens:
+            whole = check_out(view.sample, self._store)
+            row |= {name: getattr(whole, name) for name in TOKEN_COLUMNS}
+        return row
 
 
 def build_row(view: SampleView, *, newest_version: int, save: Callable[[MediaRef], str]) -> Row:

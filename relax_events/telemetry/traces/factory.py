@@ -23,12 +23,20 @@ def require_tracing(traces: TracesConfig) -> str:
     """
     if not traces.endpoint:
         return "none: telemetry.traces.endpoint is empty"
+    require_package("telemetry.traces.endpoint")
+    return f"{traces.ratio:.0%} of the prompt groups, to {traces.endpoint}"
+
+
+def require_package(what: str) -> None:
+    """Refuse something that needs OpenTelemetry, where it is not installed.
+
+    Raises:
+        ConfigError: It is not; the text names what needs it.
+    """
     if not _is_installed():
         raise ConfigError(
-            "telemetry.traces.endpoint needs OpenTelemetry; pip install "
-            "'relax-events[tracing]', or leave it empty"
+            f"{what} needs OpenTelemetry; pip install 'relax-events[tracing]', or leave it out"
         )
-    return f"{traces.ratio:.0%} of the prompt groups, to {traces.endpoint}"
 
 
 def _is_installed() -> bool:
