@@ -70,6 +70,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
             name=config.rollout_engine,
             metrics=worker.metrics,
             newest_version=lambda: versions.policy_version,
+            index=index,
         )
         try:
             with closing(open_weights_reader(worker, store)) as transport:

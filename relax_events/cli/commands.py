@@ -28,6 +28,10 @@ COMMANDS = {
         "relax_events.cli.run:worker",
         "Run one worker of a role: what a container, a unit file or a shell starts.",
     ),
+    "gateway": (
+        "relax_events.cli.gateway:gateway",
+        "Serve sessions on a run to harnesses that people start.",
+    ),
     "status": (
         "relax_events.cli.status:status",
         "Show the progress of a run from another shell, live or once.",

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from relax_events.config.base import Positive, Seconds, Section
-from relax_events.config.external_values import Address, Code, Options, Program
+from relax_events.config.external_values import (
+    Address,
+    Code,
+    FilePath,
+    Listener,
+    Options,
+    Program,
+)
 
 
 class ToolServerConfig(Section):
@@ -24,6 +31,37 @@ class ToolServerConfig(Section):
         if bool(self.command) == bool(self.address):
             raise ValueError("a tool server needs either command or address; set one of them")
         return self
+
+
+class HarnessConfig(Section):
+    """Harnesses that people start, on any machine: they take sessions from the rollout workers,
+    each of which serves them at an address of its own (ADR 35).
+    """
+
+    host: Listener = "127.0.0.1"
+    """Address on which each rollout worker listens, as harnesses write it."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port of rollout worker 0; worker i listens on port + i. 0 serves no harness."""
+    token_file: FilePath | None = None
+    """File with the token that a harness must have to take a session."""
+
+    @model_validator(mode="after")
+    def _is_safe(self) -> HarnessConfig:
+        if self.port and self.token_file is None:
+            raise ValueError(
+                "harnesses need a token to take sessions; set environment.harness.token_file"
+            )
+        if self.host in ("", "0.0.0.0", "::"):  # noqa: S104 compared, not bound
+            raise ValueError(
+                f"host = {self.host!r} is no address that a harness could write; set "
+                "environment.harness.host to one of this machine"
+            )
+        return self
+
+    @property
+    def is_served(self) -> bool:
+        """Whether harnesses drive the episodes."""
+        return self.port > 0
 
 
 class EnvironmentConfig(Section):
@@ -91,8 +129,16 @@ class EnvironmentConfig(Section):
     """Which paths of an episode are trained whose program edited its history, shortened it or asked
     twice (`command`): all, each sampled token once, or that of the last turn."""
 
+    harness: HarnessConfig = HarnessConfig()
+    """Programs that people start instead of the rollout workers."""
+
     @model_validator(mode="after")
     def _one_answers(self) -> EnvironmentConfig:
+        if self.harness.is_served and (self.function or self.command or self.holds_sessions):
+            raise ValueError(
+                "harness.port is one way to answer the policy, and a function, command or "
+                "interface another; leave one of them out"
+            )
         if self.function and self.command:
             raise ValueError(
                 "function and command are two ways to answer the policy; leave one of them out"
@@ -125,10 +171,15 @@ class EnvironmentConfig(Section):
     @property
     def has_episodes(self) -> bool:
         """Whether a sample whose environment failed is begun again."""
-        return self.holds_sessions or bool(self.command)
+        return self.holds_sessions or self.has_programs
 
     @property
     def name(self) -> str:
         """The environment, for texts; empty without one."""
-        servers = ", ".join(self.tool_servers)
-        return self.function or self.address or servers or " ".join(self.command)
+        servers, harness = ", ".join(self.tool_servers), "harness" * self.harness.is_served
+        return self.function or self.address or servers or " ".join(self.command) or harness
+
+    @property
+    def has_programs(self) -> bool:
+        """Whether programs drive the policy through the gateway."""
+        return bool(self.command) or self.harness.is_served

@@ -282,6 +282,11 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _environment_has_somebody_to_talk_with(self) -> RunConfig:
         environment, algorithm = self.environment, self.algorithm
+        if environment.harness.is_served and self.evaluation.datasets:
+            raise ValueError(
+                "evaluation.datasets need an environment of the run's own: no harness takes the "
+                "sessions of an evaluation; leave them out, or environment.harness.port"
+            )
         if environment.name and not algorithm.has_rewards:
             rule = (
                 f"is of no use to algorithm {algorithm.name}, which learns from answers that the "

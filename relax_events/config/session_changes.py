@@ -110,6 +110,8 @@ RULES: Mapping[str, tuple[Rule, str]] = {
     "environment.setup_seconds": (FREE, "when an episode counts as failed"),
     "environment.finish_seconds": (FREE, "how long the end of an episode is waited for"),
     "environment.memory_bytes": (FREE, "when an answer counts as failed"),
+    "environment.harness.host": (FREE, "where harnesses take their sessions"),
+    "environment.harness.token_file": (FREE, "who may take sessions"),
     "environment.concurrency": (FREE, _SPEED),
     "environment.start_seconds": (FREE, "when an episode counts as failed"),
     "environment.episode_seconds": (FREE, "when an episode counts as failed"),

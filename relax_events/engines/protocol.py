@@ -140,8 +140,8 @@ class GeneratedSample:
             and `tokens` hold one after another, the path of `turns` last; empty for a single path.
         path_media: The media files of each of those paths, in the order of their placeholders;
             empty for a single path, and where none has media.
-        environment_rewards: What a stateful environment gave to each turn of the policy; empty for
-            others.
+        environment_rewards: What a stateful environment gave to each turn of the policy, or a
+            harness to the episode; empty for others.
     """
 
     sample_id: str

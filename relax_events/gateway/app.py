@@ -5,6 +5,7 @@
     POST /v1/messages            Anthropic       /
     POST /v1/messages/count_tokens
     GET  /v1/models
+    POST /sessions, /sessions/finish   harnesses that people start: see `offer_routes`
 
 A call that waits long gets comments in its stream, so that no proxy or client gives it up. An
 invalid call is refused with a status as long as its stream has not begun.
@@ -29,6 +30,8 @@ from relax_events.gateway.anthropic_dialect import AnthropicCall, AnthropicPromp
 from relax_events.gateway.chat_dialect import ChatCall, openai_error
 from relax_events.gateway.dialect import AnswerHead, ModelCall, Problem, describe
 from relax_events.gateway.graph import Node
+from relax_events.gateway.offer_routes import add_offer_routes
+from relax_events.gateway.offers import SessionOffers
 from relax_events.gateway.responses_dialect import ResponsesCall
 from relax_events.gateway.session import Session, SessionClosed, SessionLimit
 from relax_events.http.server import RequestGuard
@@ -82,13 +85,22 @@ class SessionKeys:
         return session
 
 
-def build_gateway(keys: SessionKeys, *, model_name: str, host: str = "127.0.0.1") -> RequestGuard:
+def build_gateway(
+    keys: SessionKeys,
+    *,
+    model_name: str,
+    host: str = "127.0.0.1",
+    token: str = "",
+    offers: SessionOffers | None = None,
+) -> RequestGuard:
     """Build the application.
 
     Args:
         keys: The open sessions.
         model_name: The name under which the policy is listed; calls may use any other.
         host: Address that the server listens on.
+        token: Which a harness must have to take a session.
+        offers: The episodes of harnesses that people start, if they drive the policy.
     """
     app = FastAPI(title="Relax Events gateway", version=__version__, docs_url=None, redoc_url=None)
 
@@ -122,6 +134,8 @@ def build_gateway(keys: SessionKeys, *, model_name: str, host: str = "127.0.0.1"
             return _refuse(request, describe(error, session))
         return JSONResponse({"input_tokens": count})
 
+    if offers is not None:
+        add_offer_routes(app, offers, token=token, model_name=model_name)
     app.add_exception_handler(RequestValidationError, _not_understood)
     app.add_exception_handler(HTTPException, _http_error)
     return RequestGuard(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +15,8 @@ from relax_events.data.rendering import ANSWER_MARK, PromptRenderer
 from relax_events.errors import PoisonSample
 from relax_events.gateway.messages import Message, for_template, media_of, text_of
 from relax_events.gateway.tool_formats import choose_format
+
+Result = TypeVar("Result")
 
 
 class ChatRenderer:
@@ -28,7 +32,16 @@ class ChatRenderer:
         self._renderer = renderer
         self.tool_format = choose_format(tool_format, template=renderer.chat_template)
         self.reads_media = renderer.reads_media
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="session-renderer")
         self.stop_token_ids = renderer.stop_token_ids
+
+    async def run(self, work: Callable[[], Result]) -> Result:
+        """Run something slow in the renderer's thread; an event loop goes on meanwhile."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._thread.shutdown(cancel_futures=True)
 
     def prompt_tokens(
         self, messages: Sequence[Message], *, tools: Sequence[Message]

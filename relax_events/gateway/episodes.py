@@ -1,5 +1,5 @@
 """An engine whose samples are episodes of a foreign program, which talks with the policy through
-the gateway.
+the gateway: one that this worker starts, or a harness that somebody else has started (`offers`).
 
     rollout loop's thread                         gateway's thread (event loop)
     submit ------------------------------------>  an episode: session, key, program
@@ -19,8 +19,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import structlog
@@ -45,11 +46,13 @@ from relax_events.errors import (
 from relax_events.events.parts import FinishReason
 from relax_events.gateway.app import SessionKeys
 from relax_events.gateway.chat_renderer import ChatRenderer
+from relax_events.gateway.offers import SessionOffers
 from relax_events.gateway.program import ProgramLimits, resolve_command, run_program
 from relax_events.gateway.sample import build_sample, build_task
 from relax_events.gateway.server import GatewayServer
 from relax_events.gateway.session import Session, SessionBounds
 from relax_events.gateway.session_media import MediaThreads, SessionMedia
+from relax_events.kafka.security.folder import read_secret
 from relax_events.media.library import MediaLibrary
 from relax_events.objects.store import list_message_media
 from relax_events.telemetry.component_metrics import EpisodeMetrics
@@ -78,6 +81,7 @@ class EpisodeEngine(TurnEngine[_Call | GeneratedSample]):
         renderer: PromptRenderer,
         metrics: EpisodeMetrics,
         libraries: Callable[[], MediaLibrary] | None = None,
+        index: int = 0,
     ) -> None:
         """Start the gateway; `close` closes it and the engine.
 
@@ -87,6 +91,10 @@ class EpisodeEngine(TurnEngine[_Call | GeneratedSample]):
             renderer: Of the policy.
             metrics: Receive the counts.
             libraries: Opens a library of the run's media; None for one without a version's folder.
+            index: The worker's, which is added to the port for harnesses.
+        Raises:
+            ConfigError: There is no such program, or no token for harnesses.
+            EnvironmentProblem: The port for harnesses is taken.
         """
         super().__init__(engine)
         self._config, self._metrics = config, metrics
@@ -96,14 +104,38 @@ class EpisodeEngine(TurnEngine[_Call | GeneratedSample]):
             max_new_tokens=config.engine.sampling.max_new_tokens,
             max_context_tokens=config.engine.max_context_tokens,
         )
-        self._command = resolve_command(config.environment.command)
+        environment = config.environment
+        self._limits = ProgramLimits(
+            start_seconds=environment.start_seconds,
+            episode_seconds=environment.episode_seconds,
+            memory_bytes=environment.memory_bytes,
+        )
+        self._command = resolve_command(environment.command) if environment.command else ()
+        self._offers = SessionOffers(self._limits) if environment.harness.is_served else None
         self._media = MediaThreads(libraries or (lambda: MediaLibrary(config)), config)
         self._keys = SessionKeys()
         self._calls: dict[str, _Call] = {}
         self._episodes: dict[str, tuple[GenerationRequest, Future[None]]] = {}
         self._num_events = 0
-        self._server = GatewayServer(self._keys, model_name=config.model.path.name)
+        self._server = self._serve(index)
         self._free = asyncio.Semaphore(config.environment.concurrency)
+
+    def _serve(self, index: int) -> GatewayServer:
+        """Start the gateway: for programs of this worker, or where harnesses find it."""
+        name, harness = self._config.model.path.name, self._config.environment.harness
+        if self._offers is None:
+            return GatewayServer(self._keys, model_name=name)
+        assert harness.token_file is not None, "the run file has one"
+        server = GatewayServer(
+            self._keys,
+            model_name=name,
+            host=harness.host,
+            port=harness.port + index,
+            token=read_secret(harness.token_file, key="environment.harness.token_file"),
+            offers=self._offers,
+        )
+        log.info("gateway.opened", url=server.url)
+        return server
 
     @property
     def num_running(self) -> int:
@@ -118,6 +150,14 @@ class EpisodeEngine(TurnEngine[_Call | GeneratedSample]):
     @property
     def _is_waiting(self) -> bool:
         return bool(self._episodes)
+
+    def poll(self, *, timeout_seconds: float) -> list[GeneratedSample]:
+        """Return the finished samples; see `Engine`. Waiting for a harness is no failure of this
+        worker, so it counts as progress while no harness has an episode.
+        """
+        if self._offers is not None and self._episodes and not self._offers.num_taken:
+            self._num_events += 1
+        return super().poll(timeout_seconds=timeout_seconds)
 
     def submit(self, request: GenerationRequest) -> None:
         """Begin the episodes of a prompt group; see `Engine`.
@@ -154,6 +194,7 @@ class EpisodeEngine(TurnEngine[_Call | GeneratedSample]):
             running.cancel()
         self._server.close(seconds=CLOSE_SECONDS)
         self._media.close()
+        self._renderer.close()
         self._engine.close()
 
     async def _generate(self, request: GenerationRequest) -> GeneratedSample:
@@ -236,44 +277,59 @@ class EpisodeEngine(TurnEngine[_Call | GeneratedSample]):
     async def _run_attempt(
         self, request: GenerationRequest, sample: SampleRequest
     ) -> GeneratedSample:
-        environment = self._config.environment
         session = self._open_session(request, sample)
         task = await self._media.run(partial(build_task, request, fetch=self._media.fetch_file))
         key = self._keys.open(session)
         try:
-            await run_program(
-                self._command,
-                task=task,
-                variables={
-                    "OPENAI_BASE_URL": f"{self._server.url}/v1",
-                    "OPENAI_API_KEY": key,
-                    "OPENAI_MODEL": self._config.model.path.name,
-                    "ANTHROPIC_BASE_URL": self._server.url,
-                    "ANTHROPIC_API_KEY": key,
-                    "ANTHROPIC_MODEL": self._config.model.path.name,
-                },
-                limits=ProgramLimits(
-                    start_seconds=environment.start_seconds,
-                    episode_seconds=environment.episode_seconds,
-                    memory_bytes=environment.memory_bytes,
-                ),
-                first_call=session.first_call,
-                accepts_failure=lambda: session.limit is not None,
-            )
+            reward = await self._drive(session, key, task)
         finally:
             self._keys.close(key)
         self._metrics.count_malformed_calls(session.malformed_calls)
-        result = build_sample(session, trains_all_paths=environment.trained_paths == "all")
-        if session.graph.num_forks:
-            self._metrics.count_forks(session.graph.num_forks)
-            log.info(
-                "session.forked",
-                sample_id=sample.sample_id,
-                num_forks=session.graph.num_forks,
-                num_paths=len(result.path_lengths) or 1,
-                num_untrained_tokens=session.num_sampled_tokens - result.num_sampled_tokens,
-            )
+        trains_all_paths = self._config.environment.trained_paths == "all"
+        result = build_sample(session, trains_all_paths=trains_all_paths)
+        if reward is not None:
+            result = replace(result, environment_rewards=(reward,))
+        self._report_forks(session, result)
         return result
+
+    async def _drive(self, session: Session, key: str, task: dict[str, Any]) -> float | None:
+        """Have a program drive a session up to its end; return the reward of a harness.
+
+        Raises:
+            EpisodeFailed: It fails, or is late.
+        """
+        if self._offers is not None:
+            return await self._offers.run(session, key, task)
+        name = self._config.model.path.name
+        await run_program(
+            self._command,
+            task=task,
+            variables={
+                "OPENAI_BASE_URL": f"{self._server.url}/v1",
+                "OPENAI_API_KEY": key,
+                "OPENAI_MODEL": name,
+                "ANTHROPIC_BASE_URL": self._server.url,
+                "ANTHROPIC_API_KEY": key,
+                "ANTHROPIC_MODEL": name,
+            },
+            limits=self._limits,
+            first_call=session.first_call,
+            accepts_failure=lambda: session.limit is not None,
+        )
+        return None
+
+    def _report_forks(self, session: Session, result: GeneratedSample) -> None:
+        """Count and log the forks of a session."""
+        if not session.graph.num_forks:
+            return
+        self._metrics.count_forks(session.graph.num_forks)
+        log.info(
+            "session.forked",
+            sample_id=result.sample_id,
+            num_forks=session.graph.num_forks,
+            num_paths=len(result.path_lengths) or 1,
+            num_untrained_tokens=session.num_sampled_tokens - result.num_sampled_tokens,
+        )
 
 
 def _without_tokens(

@@ -109,26 +109,30 @@ async def run_program(
                 env=environment,
                 start_new_session=True,
             )
+        ended = asyncio.ensure_future(process.wait())
         try:
-            await _wait(process, limits, first_call)
+            await wait_for_end(ended, limits, first_call, who="it")
         finally:
+            ended.cancel()
             await _end(process)
         if process.returncode and not accepts_failure():
             raise EpisodeFailed(f"exited with {process.returncode}: {_tail(output)}")
 
 
-async def _wait(
-    process: asyncio.subprocess.Process, limits: ProgramLimits, first_call: asyncio.Event
+async def wait_for_end(
+    ended: asyncio.Future[Any], limits: ProgramLimits, first_call: asyncio.Event, *, who: str
 ) -> None:
     """Wait for the end of a program.
 
+    Args:
+        ended: Done when the program has ended.
+        limits: Its deadlines, which begin now.
+        first_call: Set when it calls the model.
+        who: The program, for errors.
     Raises:
         EpisodeFailed: It is late.
     """
-    ended, called = (
-        asyncio.ensure_future(process.wait()),
-        asyncio.ensure_future(first_call.wait()),
-    )
+    called = asyncio.ensure_future(first_call.wait())
     try:
         done, _ = await asyncio.wait(
             [ended, called],
@@ -137,17 +141,16 @@ async def _wait(
         )
         if not done:
             raise EpisodeFailed(
-                f"did not call the model within {limits.start_seconds:g} s "
+                f"{who} did not call the model within {limits.start_seconds:g} s "
                 "(environment.start_seconds)"
             )
         if not (await asyncio.wait([ended], timeout=limits.episode_seconds))[0]:
             raise EpisodeFailed(
-                f"took longer than {limits.episode_seconds:g} s (environment.episode_seconds)"
+                f"{who} took longer than {limits.episode_seconds:g} s (environment.episode_seconds)"
             )
     finally:
-        for waiting in (ended, called):
-            waiting.cancel()
-        await asyncio.gather(ended, called, return_exceptions=True)
+        called.cancel()
+        await asyncio.gather(called, return_exceptions=True)
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

@@ -12,6 +12,7 @@ import uvicorn
 
 from relax_events.errors import EnvironmentProblem
 from relax_events.gateway.app import SessionKeys, build_gateway
+from relax_events.gateway.offers import SessionOffers
 from relax_events.http.server import build_server_config, build_url, open_listener
 
 Result = TypeVar("Result")
@@ -25,24 +26,36 @@ KEEP_ALIVE_SECONDS = 75
 
 
 class GatewayServer:
-    """Serves the gateway on a free port of this machine."""
+    """Serves the gateway: on a free port of this machine, or where harnesses find it."""
 
-    def __init__(self, keys: SessionKeys, *, model_name: str) -> None:
+    def __init__(
+        self,
+        keys: SessionKeys,
+        *,
+        model_name: str,
+        host: str = HOST,
+        port: int = 0,
+        token: str = "",
+        offers: SessionOffers | None = None,
+    ) -> None:
         """Start the thread, and wait until it answers.
 
         Args:
             keys: The open sessions.
             model_name: The name under which the policy is listed.
+            host: Address to listen on.
+            port: 0 takes a free one.
+            token: Which a harness must have to take a session.
+            offers: The episodes of harnesses that people start, if they drive the policy.
         Raises:
             EnvironmentProblem: No port is free, or the server does not start.
         """
-        self._listener = open_listener(
-            HOST, 0, remedies=("free a port", "check the loopback interface"), what="the gateway"
-        )
+        remedies = "free it, or set environment.harness.port", "set environment.harness.host"
+        self._listener = open_listener(host, port, remedies=remedies, what="the gateway")
         self._listener.listen(MAX_CONNECTIONS)
         self.url = build_url(self._listener)
         config = build_server_config(
-            build_gateway(keys, model_name=model_name),
+            build_gateway(keys, model_name=model_name, host=host, token=token, offers=offers),
             max_connections=MAX_CONNECTIONS,
             timeout_graceful_shutdown=DRAIN_SECONDS,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,

@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -137,7 +138,7 @@ class Session:
                 raise SessionClosed("the session has ended; no further call is answered")
             messages = await self._resolve(messages)
             continuation = self.graph.find(messages, tools=tools)
-            input_tokens = self._render(messages, continuation, tools)
+            input_tokens = await self._render(messages, continuation, tools)
             request = self._build_request(continuation, input_tokens, max_tokens)
             if self.media is not None and (
                 files := path_media(continuation.parent) + media_of(continuation.rest)
@@ -168,26 +169,29 @@ class Session:
         """
         messages = await self._resolve(messages)
         continuation = self.graph.find(messages, tools=tools)
-        rendered = self._render(messages, continuation, tools)
+        rendered = await self._render(messages, continuation, tools)
         return len(path_tokens(continuation.parent)) + len(rendered)
 
     async def _resolve(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Return messages with references in the place of media files."""
         return messages if self.media is None else await self.media.resolve(messages)
 
-    def _render(
+    async def _render(
         self, messages: Sequence[Message], continuation: Continuation, tools: Sequence[Message]
     ) -> NDArray[np.int32]:
+        renderer = self.renderer
         if continuation.parent is None:
-            return self.renderer.prompt_tokens(messages, tools=tools)
+            return await renderer.run(partial(renderer.prompt_tokens, messages, tools=tools))
         known = len(messages) - len(continuation.rest)
         tokens = continuation.parent.sample.tokens
-        return self.renderer.bridge_tokens(
+        work = partial(
+            renderer.bridge_tokens,
             messages[: known - 1],
             continuation.rest,
             tools=tools,
-            has_stop=bool(len(tokens)) and int(tokens[-1]) in self.renderer.stop_token_ids,
+            has_stop=bool(len(tokens)) and int(tokens[-1]) in renderer.stop_token_ids,
         )
+        return await renderer.run(work)
 
     def _build_request(
         self, continuation: Continuation, input_tokens: NDArray[np.int32], max_tokens: int | None

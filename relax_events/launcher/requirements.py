@@ -22,6 +22,7 @@ from relax_events.engines.sglang.checkpoint import MEDIA_MODELS, UNTESTED_MEDIA_
 from relax_events.errors import ConfigError, EnvironmentProblem, PoisonSample
 from relax_events.gateway.program import resolve_command
 from relax_events.http.server import open_listener
+from relax_events.kafka.security.folder import read_secret
 from relax_events.media.token_layout import MEDIA_FAMILIES, MediaLayout
 from relax_events.model_folder import has_experts, read_model_json
 from relax_events.models.token_table import require_same_vocabulary
@@ -73,6 +74,8 @@ def require_roles(config: RunConfig) -> str:
         )
     if config.environment.command:
         resolve_command(config.environment.command)
+    if (token_file := config.environment.harness.token_file) is not None:
+        read_secret(token_file, key="environment.harness.token_file")
     _require_own_servers(config)
     find_plugin(
         TRAINER_BACKENDS,

@@ -109,8 +109,11 @@ class FolderTokenizer:
         )
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Return a text's token ids."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        """Return a text's token ids. Other threads run meanwhile, unlike with the library's method
+        for a single text.
+        """
+        (found,) = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = found.ids
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:

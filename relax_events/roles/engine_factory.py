@@ -44,6 +44,7 @@ def open_rollout_engine(
     name: str,
     metrics: WorkerMetrics,
     newest_version: Callable[[], int] | None = None,
+    index: int = 0,
 ) -> Engine:
     """Load the engine that generates samples, with the run's environment if it has one.
 
@@ -53,14 +54,15 @@ def open_rollout_engine(
         metrics: Receive the counts of the engine and of episodes.
         newest_version: Returns the newest policy version; the environment's media are stored with
             its objects.
+        index: The worker's, which is added to the port for harnesses.
     Raises:
         ConfigError: As `open_engine`, or the environment can't be loaded.
     """
     folder = (
         (lambda: build_version_folder(max(newest_version(), 0))) if newest_version else lambda: ""
     )
-    if config.environment.command:
-        return _open_episode_engine(config, name=name, metrics=metrics, folder=folder)
+    if config.environment.has_programs:
+        return _open_episode_engine(config, name=name, metrics=metrics, folder=folder, index=index)
     if not config.environment.name:
         return open_engine(config, name=name, metrics=metrics.routing)
     from relax_events.environments.multi_turn import (
@@ -92,7 +94,12 @@ def open_rollout_engine(
 
 
 def _open_episode_engine(
-    config: RunConfig, *, name: str, metrics: WorkerMetrics, folder: Callable[[], str]
+    config: RunConfig,
+    *,
+    name: str,
+    metrics: WorkerMetrics,
+    folder: Callable[[], str],
+    index: int,
 ) -> Engine:
     """Load the engine whose samples are episodes of the run's program."""
     from relax_events.gateway.episodes import EpisodeEngine
@@ -107,6 +114,7 @@ def _open_episode_engine(
             renderer=renderer,
             metrics=metrics.episodes,
             libraries=lambda: MediaLibrary(config, folder=folder),
+            index=index,
         )
         on_failure.pop_all()
     return episodes

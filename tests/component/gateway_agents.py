@@ -76,7 +76,8 @@ def episodes(
         environment: Settings of the section.
     """
     model = model or make_tiny(folder / "model", corpus=["12=21"], hidden_size=32, seed=3)
-    command = command or write_program(folder, body)
+    if "harness" not in environment:
+        command = command or write_program(folder, body)
     config = RunConfig.model_validate(
         {
             "run": {"id": "agents", "directory": folder / "run"},
