@@ -36,7 +36,7 @@ class ChatRenderer:
         self.stop_token_ids = renderer.stop_token_ids
 
     async def run(self, work: Callable[[], Result]) -> Result:
-        """Run something slow in the renderer's thread; an event loop goes on meanwhile."""
+        """Run something slow in the renderer's thread, so that the event loop stays free."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def close(self) -> None:

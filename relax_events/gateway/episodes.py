@@ -1,5 +1,5 @@
 """An engine whose samples are episodes of a foreign program, which talks with the policy through
-the gateway: one that this worker starts, or a harness that somebody else has started (`offers`).
+the gateway: one that this worker starts, or a harness that a person has started (`offers`).
 
     rollout loop's thread                         gateway's thread (event loop)
     submit ------------------------------------>  an episode: session, key, program

@@ -34,7 +34,7 @@ def post(url: str, path: str, body: dict[str, Any], *, key: str = TOKEN) -> tupl
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on."""
+    """Return a free port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
@@ -54,7 +54,7 @@ def offering(folder: Path, **environment: Any) -> Iterator[EpisodeEngine]:
 def drive(
     engine: EpisodeEngine, work: Callable[[str], None], *, num_samples: int = 1
 ) -> list[GeneratedSample]:
-    """Run a harness beside the rollout loop, and return the samples."""
+    """Run a harness in a thread and the rollout loop in this one, and return the samples."""
     errors: list[BaseException] = []
 
     def run() -> None:

@@ -62,7 +62,7 @@ def start_harness(file: Path, ports: list[int]) -> subprocess.Popen[bytes]:
 
 
 def free_ports() -> list[int]:
-    """Return two ports in a row that nobody listens on."""
+    """Return two free ports in a row."""
     while True:
         with socket.socket() as first, socket.socket() as second:
             first.bind(("127.0.0.1", 0))
