@@ -32,6 +32,7 @@ from relax_events.rewards.pool import RewardPool
 from relax_events.roles.engine_factory import open_rollout_engine
 from relax_events.roles.evaluation_judge import EvaluationJudge
 from relax_events.roles.evaluation_pass import EvaluationPass
+from relax_events.roles.judging import open_judge
 from relax_events.roles.worker_factory import open_store, open_worker
 from relax_events.runtime.control_follower import RECENT_VERSIONS
 from relax_events.runtime.failpoints import failpoint
@@ -79,8 +80,9 @@ def run(config: RunConfig, *, index: int = 0) -> None:
         stack.callback(engine.close)
         judge = None
         if config.judged_datasets:
-            judge = EvaluationJudge(config, metrics=worker.metrics.routing)
-            stack.callback(judge.close)
+            judging = open_judge(config, metrics=worker.metrics.routing)
+            stack.callback(judging.close)
+            judge = EvaluationJudge(config, judging)
         EvaluatorLoop(
             worker,
             engine,

@@ -35,7 +35,7 @@ from relax_events.plugins import (
     find_plugin,
 )
 from relax_events.regular_files import require_regular_files
-from relax_events.rewards.run_judge import load_grading
+from relax_events.rewards.run_judge import load_grading, load_judge_rewards
 from relax_events.telemetry.traces import require_tracing
 from relax_events.telemetry.trackers import require_trackers
 
@@ -294,7 +294,7 @@ def require_judge(config: RunConfig) -> str:
             fit; the text names it.
     """
     path = config.judge.model_path
-    if path is None or not config.has_judge:
+    if path is None or not (config.has_judge or config.judged_datasets):
         return (
             "none: judge.model_path is not given"
             if path is None
@@ -308,6 +308,9 @@ def require_judge(config: RunConfig) -> str:
         )
     for source in config.judged_sources:
         load_grading(config.reward.chosen[source])
+    for dataset in config.evaluation.datasets:
+        if dataset.name in config.judged_datasets:
+            load_judge_rewards(config, dataset.reward or config.reward)
     load_judge_renderer(config.judge, config.data)
     num_judged, num_all = len(config.judged_sources), len(config.reward.chosen)
     scope = f", for {num_judged} of {num_all} sources" if num_judged < num_all else ""

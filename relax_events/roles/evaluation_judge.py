@@ -1,4 +1,4 @@
-"""The judge of evaluations: the evaluator asks the judge model on an engine of its own."""
+"""The judge of evaluations: the evaluator asks the judge model on a second engine."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from relax_events.errors import MediaError, PoisonSample, RewardError
 from relax_events.rewards.pool import RewardItem
 from relax_events.rewards.run_judge import JudgeReward, load_judge_rewards
 from relax_events.rewards.scores import Score
-from relax_events.roles.judging import JudgeQuestions, open_judge
-from relax_events.telemetry.component_metrics import ReplicaMetrics
+from relax_events.roles.judging import JudgeQuestions
 
 Judged = tuple[GeneratedSample, Score | RewardError]
 
@@ -31,24 +30,18 @@ class _Asked:
 
 
 class EvaluationJudge:
-    """Judges completions of evaluations, many at once. Used by one thread.
+    """Judges completions of evaluations, many at once. Used by one thread."""
 
-    The engine is loaded with the first completion, and stays until `close`.
-    """
-
-    def __init__(
-        self, config: RunConfig, *, metrics: ReplicaMetrics, engine: Engine | None = None
-    ) -> None:
+    def __init__(self, config: RunConfig, engine: Engine) -> None:
         """Load the judge's tokenizer and the rewards of all datasets.
 
         Args:
             config: The run; its evaluation datasets say what is judged.
-            metrics: Of the engine's servers.
-            engine: An open engine of the judge model; by default the judge's own.
+            engine: Holds the judge model; idle.
         Raises:
             ConfigError: An option of a reward does not fit, or the judge's model is missing.
         """
-        self._config, self._metrics, self._engine = config, metrics, engine
+        self._engine = engine
         self._questions = JudgeQuestions(config)
         self._rewards = {
             dataset.name: load_judge_rewards(config, dataset.reward or config.reward)
@@ -57,11 +50,6 @@ class EvaluationJudge:
         self._asked: dict[str, _Asked] = {}
         self._failed: list[Judged] = []
         self._numbers = count()
-
-    @property
-    def num_waiting(self) -> int:
-        """Completions that are being judged."""
-        return len(self._asked) + len(self._failed)
 
     def rewards_of(self, dataset: str) -> dict[str | None, JudgeReward]:
         """Return the judged sources of a dataset, with their rewards."""
@@ -83,7 +71,7 @@ class EvaluationJudge:
             library = self._questions.library
             media = [] if library is None else [library.preprocess(one) for one in row.media]
             request = self._questions.request(name, item, reward, media=media)
-            self._opened().submit(request)
+            self._engine.submit(request)
         except (PoisonSample, RewardError, MediaError) as error:
             failure = RewardError(f"the judge request can't be made: {error}")
             self._failed.append((sample, failure))
@@ -94,7 +82,7 @@ class EvaluationJudge:
         """Return judged completions, waiting for the first; at once when nothing is judged."""
         done, self._failed = self._failed, []
         if self._asked:
-            for written in self._opened().poll(timeout_seconds=0.0 if done else timeout_seconds):
+            for written in self._engine.poll(timeout_seconds=0.0 if done else timeout_seconds):
                 if (asked := self._asked.pop(written.prompt_group_id, None)) is not None:
                     seconds = time.monotonic() - asked.since
                     read = self._questions.read(written, asked.reward, seconds=seconds)
@@ -103,24 +91,13 @@ class EvaluationJudge:
 
     def abort(self) -> None:
         """Drop all completions that are being judged."""
-        if self._engine is not None:
-            self._engine.abort()
+        self._engine.abort()
         self._asked, self._failed = {}, []
 
     @property
     def num_tokens(self) -> int:
         """Tokens that the judge has generated so far."""
-        return 0 if self._engine is None else self._engine.num_tokens
-
-    def close(self) -> None:
-        """Close the engine."""
-        if self._engine is not None:
-            self._engine.close()
-
-    def _opened(self) -> Engine:
-        if self._engine is None:
-            self._engine = open_judge(self._config, metrics=self._metrics)
-        return self._engine
+        return self._engine.num_tokens
 
 
 def choose_judge_reward(

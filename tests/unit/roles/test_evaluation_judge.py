@@ -19,7 +19,6 @@ from relax_events.engines.protocol import GeneratedSample, GenerationRequest
 from relax_events.events.parts import ChatMessage, FinishReason, VersionSegment
 from relax_events.roles.evaluation_judge import EvaluationJudge
 from relax_events.roles.evaluation_pass import EvaluationPass
-from relax_events.telemetry.metrics import WorkerMetrics
 from tests.unit.trainer_samples import tiny_model
 
 ROWS = [
@@ -119,7 +118,7 @@ def run_pass(
         renderer=policy,
         library=SimpleNamespace(),  # type: ignore[arg-type]
         rewards=pool,
-        judge=EvaluationJudge(config, metrics=WorkerMetrics("evaluator").routing, engine=judge),
+        judge=EvaluationJudge(config, judge),
         config=config,
     )
     for _ in range(10):
