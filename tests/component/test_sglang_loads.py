@@ -13,7 +13,8 @@ from engine_requests import other_weights, tiny_model
 
 from relax_events.config import ModelConfig, SamplingConfig, SGLangConfig
 from relax_events.engines.sglang.checkpoint import ModelFolder
-from relax_events.engines.sglang.client import ServerRejected, add_seeds, build_generate_body
+from relax_events.engines.sglang.client import ServerRejected
+from relax_events.engines.sglang.generate_body import add_seeds, build_generate_body
 from relax_events.engines.sglang.generation import ServedVersion
 from relax_events.engines.sglang.lifecycle import ServerLifecycle
 from relax_events.errors import WeightsError

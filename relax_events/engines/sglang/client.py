@@ -13,6 +13,7 @@ import orjson
 
 from relax_events.config import SamplingConfig
 from relax_events.engines.sglang.checkpoint import ModelFolder
+from relax_events.engines.sglang.generate_body import add_seeds, build_generate_body
 from relax_events.engines.sglang.media_features import FORMAT
 from relax_events.errors import ConfigError, EnvironmentProblem
 
@@ -22,8 +23,6 @@ CONNECT_SECONDS = 10.0
 CONTROL_SECONDS = 30.0
 """Deadline of a call that touches no weights."""
 NOT_FOUND = 404
-SEEDS = 2**63
-"""A server takes seeds below this."""
 END_OF_EVENT, END_OF_STREAM = b"\n\n", b"[DONE]"
 EVENT_BYTES, TOKEN_BYTES, TOP_TOKEN_BYTES = 1024**2, 1024, 128
 """Size limits of an event: the base, each token (id, log-probability, version, text), and each of
@@ -375,48 +374,6 @@ class SGLangClient:
 
 
 JSON = {"Content-Type": "application/json"}
-
-
-def build_generate_body(
-    prompts: Sequence[dict[str, Any]],
-    *,
-    media: Sequence[str],
-    sampling: SamplingConfig,
-    extra_key: str,
-    num_top: int,
-) -> dict[str, Any]:
-    """Return the body of a generate request; see `SGLangClient.generate`."""
-    common = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k or -1,
-        "skip_special_tokens": False,
-    }
-    return {
-        "input_ids": [prompt["input_ids"] for prompt in prompts],
-        "rid": [prompt["rid"] for prompt in prompts],
-        "sampling_params": [
-            common
-            | {
-                "max_new_tokens": prompt["max_new_tokens"],
-                "stop_token_ids": prompt["stop_token_ids"],
-            }
-            for prompt in prompts
-        ],
-        "extra_key": [extra_key] * len(prompts),
-        "return_logprob": True,
-        "top_logprobs_num": num_top,
-        "stream": True,
-        **({"image_data": [[one] for one in media]} if media else {}),
-    }
-
-
-def add_seeds(body: dict[str, Any], seeds: Sequence[int]) -> None:
-    """Give each sample of a request its own seed; a server draws a token by seed and position, so a
-    sample that continues elsewhere continues the same draws.
-    """
-    for parameters, seed in zip(body["sampling_params"], seeds, strict=True):
-        parameters["sampling_seed"] = seed % SEEDS
 
 
 async def _read_events(
