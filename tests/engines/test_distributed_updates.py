@@ -61,6 +61,7 @@ def engine(
         weights_directory=tmp_path,
         arguments=("--tp-size", str(NUM_RANKS)),
         weight_updates="distributed",
+        stall_seconds=500.0,
     )
     config = EngineConfig(threads=1, max_running_samples=8, max_context_tokens=512, sglang=server)
     opened = SGLangEngine(path, config=config, model=ModelConfig(dtype="float32", path=path))
