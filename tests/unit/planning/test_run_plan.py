@@ -60,6 +60,30 @@ def test_every_worker_has_its_parts() -> None:
     assert workers["trainer-3"].memory.parts["optimizer"] == 2 * 4_022_468_096
 
 
+def test_teacher_worker_holds_all_teachers_that_no_server_has() -> None:
+    config = RunConfig.model_validate(
+        {
+            "run": {"id": "mine", "prompts_per_step": 8, "samples_per_prompt": 8},
+            "model": {"path": "model", "dtype": "bfloat16"},
+            "data": {"source": "jsonl:rows"},
+            "engine": {"max_context_tokens": 4096, "sampling": {"max_new_tokens": 2048}},
+            "algorithm": {"name": "opd"},
+            "teacher": {"model_path": "large"},
+            "teachers": {
+                "math": {"model_path": "middle", "sources": ["math"]},
+                "code": {"model_path": "huge", "sources": ["code"], "urls": ["http://code:1"]},
+            },
+            "trainer": {"max_tokens_per_micro_batch": 4096, "ranks": 4, "sharding": "full"},
+            "broker": {"partitions_per_version": 4},
+        }
+    )
+    facts = {"model": MIDDLE, "teacher": LARGE, "teachers.math": MIDDLE}
+    found = plan_run(config, facts, device=H100, num_devices=8, sample_tokens=2048)
+    workers = {worker.worker_id: worker for one in found.devices for worker in one.workers}
+    weights = workers["teacher-0"].memory.parts["weights"]
+    assert weights == 2 * (30_532_122_624 + 4_022_468_096)
+
+
 def test_cache_of_an_engine_takes_what_is_left_in_whole_samples() -> None:
     found = plan(sharding="full", ranks=4, activation_checkpointing="whole")
     (engine,) = [one for device in found.devices for one in device.workers if one.most_samples]
