@@ -148,7 +148,7 @@ class WatchedRun:
         while step < num_steps:
             self._check()
             with (
-                suppress(TimeoutError),  # the start of the workers comes before that of the page
+                suppress(OSError),  # the start of the workers comes before that of the page
                 urllib.request.urlopen(
                     f"{address}/api/runs/{RUN_ID}/summary", timeout=CALL_SECONDS
                 ) as answer,
