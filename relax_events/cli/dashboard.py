@@ -36,13 +36,14 @@ def dashboard(
     cluster = broker.cluster() if first is None else Cluster.from_run_file(first)
     run_id = first.run.id if first else run
     with cluster.running(by="relax dashboard"), open_port(port) as listener:
-        give_way()  # but not the broker that was started
         registry = RunRegistry(cluster, first=first)
         if run_id:
             registry.open(run_id)
+        server = build_server(registry)
         print(f"{build_url(listener)}/{f'?run={run_id}' if run_id else ''}", flush=True)
+        give_way()  # but not the broker that was started
         try:
             with reader_may_leave():
-                build_server(registry).run(sockets=[listener])
+                server.run(sockets=[listener])
         finally:
             registry.close()

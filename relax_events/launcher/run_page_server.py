@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import sys
 from pathlib import Path
@@ -13,22 +12,18 @@ from relax_events.dashboard.server import build_server, give_way
 from relax_events.history.cluster import Cluster
 from relax_events.launcher.parent_watch import drain_when_supervisor_exits
 
-NICENESS_AT_START = 10
-"""While the workers start too, which may need all processors for a minute, the page shall come."""
 DRAIN_SECONDS = 5.0
 
 
 def main(run_file: str, listener_fd: str) -> None:
     """Serve until SIGTERM, or until `relax run` exits."""
-    os.nice(NICENESS_AT_START)
+    give_way()
     drain_when_supervisor_exits(drain_seconds=DRAIN_SECONDS)
     config = load_run_config(Path(run_file))
     registry = RunRegistry(Cluster.from_run_file(config), first=config)
     try:
         with socket.socket(fileno=int(listener_fd)) as listener:
-            server = build_server(registry)
-            give_way()
-            server.run(sockets=[listener])
+            build_server(registry).run(sockets=[listener])
     finally:
         registry.close()
 

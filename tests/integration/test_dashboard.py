@@ -389,7 +389,8 @@ def test_page_beside_a_run_starts_when_someone_connects_and_ends_with_the_run(
         address = addresses[0].partition("/?")[0]
         assert addresses[0].endswith(f"/?run={config.run.id}")
         until(lambda: answers(address, written), seconds=300.0)
-        assert [psutil.Process(pid).nice() for pid in servers_of(run_file)] == [19]
+        low = min(psutil.Process().nice() + 10, 19)
+        assert [psutil.Process(pid).nice() for pid in servers_of(run_file)] == [low]
     assert servers_of(run_file) == []
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(address, timeout=5)
