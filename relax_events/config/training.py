@@ -196,5 +196,6 @@ class SftWarmupConfig(Section):
     The environment is called between them, and all of them are trained on. Empty trains on the
     reference answer alone."""
     replies_key: Text = ""
-    """For runs with `environment.command`: metadata key of a row that lists the messages between
-    the assistant turns, as objects with `role` and `content`."""
+    """Metadata key of a row that lists the messages between the assistant turns, as objects with
+    `role` and `content`: for runs with `environment.command`, and for others to spare the calls of
+    the environment."""

@@ -80,9 +80,14 @@ def score_game(
 def make_game(generator: np.random.Generator) -> tuple[str, str, dict[str, Any]]:
     """Make the start of a game, with a game of random moves for the warm-up."""
     stones = int(generator.integers(MIN_STONES, MAX_STONES + 1))
-    left, moves = stones, []
+    left, moves, replies = stones, [], []
     while left:
         moves.append(int(generator.integers(1, min(MAX_TAKEN, left) + 1)))
         left -= moves[-1]
-    metadata = {"options": {"stones": stones}, "moves": list(map(str, moves))}
+        replies.append({"role": "user", "content": str(left)})
+    metadata = {
+        "options": {"stones": stones},
+        "moves": list(map(str, moves)),
+        "replies": replies[:-1],
+    }
     return str(stones), "", metadata

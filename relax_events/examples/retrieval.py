@@ -93,7 +93,9 @@ def make_question(generator: np.random.Generator) -> tuple[str, str, dict[str, A
     asked = f"Not {other}: in which country is {person}?"
     first = person if generator.random() < 0.5 else other
     turns = [call_of(first), call_of(cities[first]), countries[cities[first]]]
-    return asked, countries[cities[person]], {"turns": turns}
+    said = [f"{first} lives in the city of {cities[first]}.", f"{cities[first]} is in {turns[-1]}."]
+    replies = [{"role": "tool", "content": text} for text in said]
+    return asked, countries[cities[person]], {"turns": turns, "replies": replies}
 
 
 def call_of(query: str) -> str:

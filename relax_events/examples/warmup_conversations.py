@@ -57,11 +57,15 @@ class WarmupConversations:
         environment = config.environment
         self._pool = (
             EnvironmentPool(config, libraries=library)
-            if environment.function and not environment.holds_sessions
+            if environment.function
+            and not environment.holds_sessions
+            and not config.sft_warmup.replies_key
             else None
         )
         self._sessions = (
-            SessionPool(config, libraries=library) if environment.holds_sessions else None
+            SessionPool(config, libraries=library)
+            if environment.holds_sessions and not config.sft_warmup.replies_key
+            else None
         )
 
     def close(self) -> None:

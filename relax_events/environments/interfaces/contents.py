@@ -60,10 +60,10 @@ def read_observation(observation: Any) -> Reply | None:
     Raises:
         ValueError: An image has an unknown form.
     """
-    if observation is None or observation == "":
+    if observation is None:
         return None
     if isinstance(observation, str):
-        return Reply(observation)
+        return Reply(observation) if observation else None
     if is_image(observation):
         return Reply(IMAGE_MARK, {"image": [read_image(observation)]})
     if isinstance(observation, Mapping):
