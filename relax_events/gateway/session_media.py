@@ -112,10 +112,6 @@ class SessionMedia:
         load = self.threads.run
         return await load(lambda: tuple(map(self.threads.library.load, references)))
 
-    def known(self, messages: Sequence[Message]) -> list[Message]:
-        """Return messages that were resolved before with their references again."""
-        return [self._resolve(message) for message in messages]
-
     def _resolve(self, message: Message) -> Message:
         if not media_parts(message):
             return message

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from harness import FaultRun, assert_ledger_balances
+from harness import FaultRun, assert_ledger_balances, failpoint_marker
 
 from relax_events.events.types import SampleRolledOut
 
@@ -76,6 +76,27 @@ def test_killed_rollout_worker_begins_its_episodes_again_and_trains_each_once(
     ]
     assert {len(sample.path_lengths) for sample in samples} == {0, 2}
     assert all(sum(one.path_lengths) in (0, one.tokens.shape[0]) for one in samples)
+
+
+def test_workers_killed_at_named_points_leave_no_program_and_train_each_episode_once(
+    start_run: Callable[..., FaultRun], tmp_path: Path
+) -> None:
+    file = tmp_path / "agent.py"
+    file.write_text(AGENT)
+    run = start_run(
+        run={"num_steps": 6, "prompts_per_step": 4},
+        algorithm={"kl_coefficient": 0.0, "old_logprobs": "rollout"},
+        environment={"command": [sys.executable, "-I", "-S", str(file)], "concurrency": 8},
+    )
+    points = tuple(
+        f"{point}=kill"
+        for point in ("rollout.generating:2", "rollout.before_flush:2", "rollout.before_settle:3")
+    )
+    run.arm(*points)
+    assert run.wait_until_ended(run.start()) == 0
+    assert run.fired() == {failpoint_marker(point) for point in points}
+    assert_ledger_balances(run)
+    assert agents_of(file) == []
 
 
 FAILING = (
