@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
 from relax_events.gateway.offers import SessionOffers
+from relax_events.serving.streams import cancel_on_disconnect
 
 MAX_WAIT_SECONDS = 60.0
 MAX_ERROR_CHARACTERS = 400
@@ -58,7 +59,7 @@ def add_offer_routes(app: FastAPI, offers: SessionOffers, *, token: str, model_n
         """Give a harness the oldest episode that waits."""
         if not hmac.compare_digest(bearer_of(request).encode(), token.encode()):
             raise HTTPException(401, "no token, or the wrong one; see environment.harness")
-        offer = await offers.take(seconds=body.wait_seconds)
+        offer = await cancel_on_disconnect(request, offers.take(seconds=body.wait_seconds))
         if offer is None:
             return Response(status_code=204)
         address = str(request.base_url).rstrip("/")

@@ -6,6 +6,7 @@ import http.client
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from urllib.parse import urlsplit
 
 from gateway_agents import begin, episodes, finish
 
+from relax_events.deadline import Deadline
 from relax_events.engines.protocol import GeneratedSample
 from relax_events.events.parts import FinishReason
 from relax_events.gateway.episodes import EpisodeEngine
@@ -118,6 +120,29 @@ def test_sessions_are_for_harnesses_with_the_token_alone(tmp_path: Path) -> None
         assert post(url, "/sessions/finish", {}, key=session["key"])[0] == 200
 
     with offering(tmp_path) as engine:
+        (sample,) = drive(engine, work)
+    assert sample.error == ""
+
+
+def test_a_harness_that_hangs_up_while_it_waits_takes_nothing(tmp_path: Path) -> None:
+    with offering(tmp_path, attempts=1, start_seconds=20.0) as engine:
+        address = urlsplit(engine._server.url)
+        leaving = http.client.HTTPConnection(address.hostname or "", address.port, timeout=60)
+        headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
+        leaving.request("POST", "/sessions", "{}", headers)
+        assert post(engine._server.url, "/sessions", {"wait_seconds": 0.2}) == (204, None)
+        leaving.close()
+        assert engine._offers is not None
+        deadline = Deadline(30.0)
+        while engine._offers._changed._waiters:  # until the gateway has seen that it left
+            assert not deadline.passed
+            time.sleep(0.01)
+
+        def work(url: str) -> None:
+            _, session = post(url, "/sessions", {})
+            say(session, session["task"]["messages"])
+            assert post(url, "/sessions/finish", {}, key=session["key"])[0] == 200
+
         (sample,) = drive(engine, work)
     assert sample.error == ""
 
