@@ -47,7 +47,12 @@ from relax_events.events.parts import FinishReason
 from relax_events.gateway.app import SessionKeys
 from relax_events.gateway.chat_renderer import ChatRenderer
 from relax_events.gateway.offers import SessionOffers
-from relax_events.gateway.program import ProgramLimits, resolve_command, run_program
+from relax_events.gateway.program import (
+    ProgramLimits,
+    delete_abandoned_folders,
+    resolve_command,
+    run_program,
+)
 from relax_events.gateway.sample import build_sample, build_task
 from relax_events.gateway.server import GatewayServer
 from relax_events.gateway.session import Session, SessionBounds
@@ -111,6 +116,8 @@ class EpisodeEngine(TurnEngine[_Call | GeneratedSample]):
             memory_bytes=environment.memory_bytes,
         )
         self._command = resolve_command(environment.command) if environment.command else ()
+        if num_deleted := delete_abandoned_folders():
+            log.info("episode_folders.deleted", num_folders=num_deleted)
         self._offers = SessionOffers(self._limits) if environment.harness.is_served else None
         self._media = MediaThreads(libraries or (lambda: MediaLibrary(config)), config)
         self._keys = SessionKeys()

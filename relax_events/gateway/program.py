@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,8 @@ TASK_FILE = "task.json"
 MAX_OUTPUT_BYTES = 64 * 1024
 """Kept of what a program prints: its end."""
 MAX_ERROR_CHARACTERS = 400
+YOUNG_SECONDS = 60.0
+"""A folder of this age may not be locked yet."""
 END_SECONDS = 10.0
 """For a killed program to be gone."""
 
@@ -83,8 +87,8 @@ async def run_program(
     Raises:
         EpisodeFailed: It can't be started, is late, or fails; the text has the end of its output.
     """
-    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, ignore_cleanup_errors=True) as name:
-        folder = Path(name)
+    with locked_folder() as folder:
+        name = str(folder)
         (folder / TASK_FILE).write_bytes(orjson.dumps(task))
         environment = build_child_environment() | {
             "HOME": name,
@@ -117,6 +121,38 @@ async def run_program(
             await _end(process)
         if process.returncode and not accepts_failure():
             raise EpisodeFailed(f"exited with {process.returncode}: {_tail(output)}")
+
+
+@contextlib.contextmanager
+def locked_folder() -> Iterator[Path]:
+    """Make a folder for an episode, delete it afterwards, and hold a lock on it meanwhile."""
+    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, ignore_cleanup_errors=True) as name:
+        handle = os.open(name, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_SH)
+            yield Path(name)
+        finally:
+            os.close(handle)
+
+
+def delete_abandoned_folders() -> int:
+    """Delete the folders of episodes whose worker was killed just before or after their program
+    ran, when no guard was there to do it: no process has a lock on them. Return their number.
+    """
+    num_deleted = 0
+    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
+        with contextlib.suppress(OSError):  # in use, or gone meanwhile
+            facts = folder.lstat()
+            if facts.st_uid != os.getuid() or time.time() - facts.st_mtime < YOUNG_SECONDS:
+                continue
+            handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder)
+                num_deleted += 1
+            finally:
+                os.close(handle)
+    return num_deleted
 
 
 async def wait_for_end(

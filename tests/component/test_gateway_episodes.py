@@ -6,16 +6,23 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 import structlog
 from gateway_agents import begin, episodes, finish
 
 from relax_events.deadline import Deadline
 from relax_events.events.parts import FinishReason
-from relax_events.gateway.program import GUARD
+from relax_events.gateway.program import (
+    GUARD,
+    YOUNG_SECONDS,
+    delete_abandoned_folders,
+    locked_folder,
+)
 from relax_events.gateway.program_guard import FOLDER_PREFIX
 
 TALK = """
@@ -207,6 +214,23 @@ time.sleep(60)
         aborted = engine.abort()
     assert [sample.finish_reason for sample in aborted] == [FinishReason.ABORT] * 2
     assert all(is_gone(int(pid)) for pid in mark.read_text().split())
+
+
+def test_folders_that_a_killed_worker_left_are_deleted_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    long_ago = time.time() - 2 * YOUNG_SECONDS
+    left, young, other = (tmp_path / name for name in ("relax-episode-a", "relax-episode-b", "c"))
+    for folder in (left, young, other):
+        folder.mkdir()
+        (folder / "file").write_text("x")
+    with locked_folder() as used:
+        for folder in (left, other, used):
+            os.utime(folder, (long_ago, long_ago))
+        assert delete_abandoned_folders() == 1
+        assert sorted(tmp_path.iterdir()) == sorted([young, other, used])
+    assert not used.exists()
 
 
 PARENT = """
