@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import report
+from benchmarks.ready_samples import ready_sample
 from relax_events.config import RunConfig
-from relax_events.events.parts import FinishReason, SampleKey
 from relax_events.events.types import SampleReady
 from relax_events.examples.tiny_models import make_tiny
 from relax_events.training.backend.torch_backend import TorchBackend
@@ -62,38 +62,19 @@ def samples_of(prompt: int, completion: int) -> list[SampleReady]:
             tokens = np.concatenate(
                 [given, generator.integers(0, VOCAB_SIZE, own).astype(np.int32)]
             )
-            mask = (np.arange(len(tokens)) >= prompt).astype(np.uint8)
-            samples.append(_sample(group, index, tokens, mask, prompt))
+            mask = np.arange(len(tokens)) >= prompt
+            samples.append(
+                ready_sample(
+                    tokens,
+                    num_prompt_tokens=prompt,
+                    samples_per_prompt=SAMPLES_PER_PROMPT,
+                    group_index=group,
+                    sample_index=index,
+                    rollout_logprobs=np.where(mask, -np.log(VOCAB_SIZE), 0).astype(np.float32),
+                    advantages=(mask * (index - SAMPLES_PER_PROMPT / 2)).astype(np.float32),
+                )
+            )
     return samples
-
-
-def _sample(
-    group: int, index: int, tokens: np.ndarray, mask: np.ndarray, prompt: int
-) -> SampleReady:
-    logprobs = np.where(mask, -np.log(VOCAB_SIZE), 0).astype(np.float32)
-    return SampleReady(
-        key=SampleKey(
-            sample_id=f"000000-{group:04d}-0/{index}",
-            prompt_group_id=f"000000-{group:04d}-0",
-            sample_index=index,
-            samples_per_prompt=SAMPLES_PER_PROMPT,
-            train_step=0,
-            group_index=group,
-            attempt=0,
-            row=group,
-            policy_version=0,
-            min_policy_version=0,
-            max_policy_version=0,
-        ),
-        tokens=tokens,
-        loss_mask=mask,
-        rollout_logprobs=logprobs,
-        advantages=(mask * (index - SAMPLES_PER_PROMPT / 2)).astype(np.float32),
-        reward=float(index),
-        temperature=1.0,
-        num_prompt_tokens=prompt,
-        finish_reason=FinishReason.STOP,
-    )
 
 
 def backend_of(model: Path, *, share_prompts: bool) -> TorchBackend:

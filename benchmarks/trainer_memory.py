@@ -25,8 +25,8 @@ import torch
 
 from benchmarks import report
 from benchmarks.head_memory import CLEAR_PEAK, peak_bytes
+from benchmarks.ready_samples import ready_sample
 from relax_events.config import RunConfig
-from relax_events.events.parts import FinishReason, SampleKey
 from relax_events.events.types import SampleReady
 from relax_events.models.checkpoint_facts import read_facts
 from relax_events.planning.megatron_memory import memory_of_trainer
@@ -123,29 +123,14 @@ def run_config(model: Path, setting: Setting) -> RunConfig:
 def sample(num_tokens: int, index: int) -> SampleReady:
     """Draw a sample."""
     generator = np.random.default_rng(index)
-    mask = (np.arange(num_tokens) >= PROMPT_TOKENS).astype(np.uint8)
-    return SampleReady(
-        key=SampleKey(
-            sample_id=f"000000-0000-0/{index}",
-            prompt_group_id="000000-0000-0",
-            sample_index=index,
-            samples_per_prompt=2,
-            train_step=0,
-            group_index=0,
-            attempt=0,
-            row=0,
-            policy_version=0,
-            min_policy_version=0,
-            max_policy_version=0,
-        ),
-        tokens=generator.integers(0, SHAPE["vocab_size"], num_tokens).astype(np.int32),
-        loss_mask=mask,
+    mask = np.arange(num_tokens) >= PROMPT_TOKENS
+    return ready_sample(
+        generator.integers(0, SHAPE["vocab_size"], num_tokens).astype(np.int32),
+        num_prompt_tokens=PROMPT_TOKENS,
+        samples_per_prompt=2,
+        sample_index=index,
         rollout_logprobs=np.where(mask, -11.9, 0).astype(np.float32),
         advantages=(mask * (1.0 - 2 * (index % 2))).astype(np.float32),
-        reward=float(index),
-        temperature=1.0,
-        num_prompt_tokens=PROMPT_TOKENS,
-        finish_reason=FinishReason.STOP,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from relax_events.events.parts import FinishReason, SampleKey
+from benchmarks.ready_samples import ready_sample
 from relax_events.events.types import SampleReady
 
 BYTES_PER_TOKEN = 13  # int32 token, uint8 mask, two float32
@@ -28,27 +28,14 @@ def arrays(num_tokens: int, *, seed: int = 0) -> dict[str, NDArray[Any]]:
 
 def sample(num_tokens: int) -> SampleReady:
     """Make the sample that all others are copies of."""
-    content: dict[str, Any] = arrays(num_tokens)
-    return SampleReady(
-        key=SampleKey(
-            sample_id="",
-            prompt_group_id="",
-            sample_index=0,
-            samples_per_prompt=SAMPLES_PER_PROMPT,
-            train_step=0,
-            group_index=0,
-            attempt=0,
-            row=0,
-            policy_version=0,
-            min_policy_version=0,
-            max_policy_version=0,
-        ),
-        reward=1.0,
-        temperature=1.0,
+    content = arrays(num_tokens)
+    pattern = ready_sample(
+        content.pop("tokens"),
         num_prompt_tokens=100,
-        finish_reason=FinishReason.STOP,
+        samples_per_prompt=SAMPLES_PER_PROMPT,
         **content,
     )
+    return dataclasses.replace(pattern, reward=1.0)
 
 
 def copy_of(pattern: SampleReady, row: int, ready_at: int) -> SampleReady:

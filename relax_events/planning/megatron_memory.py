@@ -4,12 +4,19 @@ takes most.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import product
+from math import gcd
 
 from relax_events.config.run_config import RunConfig
 from relax_events.config.topology import Topology
 from relax_events.planning.inventory import CheckpointFacts, width_of
 from relax_events.planning.memory import TrainerMemory
+
+MOST_EXPERT_PARALLEL = 8
+"""Over one machine: experts exchange tokens in each layer."""
+TENSOR_SIZES, PIPELINE_SIZES = (1, 2, 4, 8), (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +26,9 @@ class MegatronMemory(TrainerMemory):
     topology: Topology = field(default_factory=Topology)
 
     def _state(self) -> dict[str, int]:
-        """Each parameter in the dtype of the computation with a float32 gradient; float32 masters
-        and moments are divided over the ranks with the same parameters.
+        """Each parameter in the dtype of the computation with a float32 gradient; moments, and
+        float32 masters where the model is not float32 itself, are divided over the ranks with the
+        same parameters.
         """
         at, known, width = self.topology, self.facts, width_of(self.dtype)
         outer = known.num_outer_parameters
@@ -33,11 +41,12 @@ class MegatronMemory(TrainerMemory):
         copies = at.num_ranks // at.pipeline  # of each stage's ranks
         dense_copies = copies // at.tensor
         expert_copies = copies // (at.expert * at.expert_tensor)
+        updated = dense / dense_copies + experts / expert_copies
         return {
             "weights": round((dense + experts) * width),
             "gradients": round((dense + experts) * 4),
-            "float32 weights": round((dense / dense_copies + experts / expert_copies) * 4),
-            "optimizer": round((dense / dense_copies + experts / expert_copies) * 8),
+            "float32 weights": round(updated * 4) if width < 4 else 0,
+            "optimizer": round(updated * 8),
         }
 
     def _gathered(self) -> dict[str, int]:
@@ -61,6 +70,31 @@ class MegatronMemory(TrainerMemory):
         """As without division, of this rank's tokens and part of the vocabulary."""
         whole = TrainerMemory.head_bytes(self, -(-num_tokens // self.topology.context))
         return -(-whole // self.topology.tensor)
+
+
+    @staticmethod
+    def recomputing(config: RunConfig) -> dict[str, object]:
+        """Return the values with which layers are computed again."""
+        return {"trainer.activation_checkpointing": "whole"}
+
+    def divisions(self, config: RunConfig, ranks: int) -> Iterator[dict[str, object]]:
+        """Yield ways to divide the model over so many ranks: fewer stages first, since each more
+        leaves ranks idle at the ends of a step; then narrower tensors.
+        """
+        known = self.facts
+        for pipeline, tensor in product(PIPELINE_SIZES, TENSOR_SIZES):
+            is_whole = not (known.num_kv_heads % tensor or known.num_layers % pipeline)
+            if not is_whole or ranks % (tensor * pipeline):
+                continue
+            values: dict[str, object] = {"trainer.ranks": ranks, "trainer.tensor_parallel": tensor}
+            if pipeline > 1:
+                values["trainer.pipeline_parallel"] = pipeline
+            copies = ranks // (tensor * pipeline)
+            if copies > config.broker.partitions_per_version:
+                values["broker.partitions_per_version"] = copies
+            if known.num_expert_parameters:
+                values["trainer.expert_parallel"] = gcd(ranks // pipeline, MOST_EXPERT_PARALLEL)
+            yield values
 
 
 def memory_of_trainer(config: RunConfig, facts: CheckpointFacts, *, on_gpu: bool) -> TrainerMemory:

@@ -5,7 +5,7 @@ checkpoint's sizes; `benchmarks/trainer_memory.py` compares it with what a train
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -156,3 +156,21 @@ class TrainerMemory:
         """
         counts = range(unit, most + 1, unit)
         return unit * bisect_right(counts, num_bytes, key=lambda count: self.parts(count).total)
+
+    @staticmethod
+    def recomputing(config: RunConfig) -> dict[str, object]:
+        """Return the values with which layers are computed again; none where the run allows no
+        recomputation.
+        """
+        if config.model.replays_routing:
+            return {}
+        return {"trainer.activation_checkpointing": "whole"}
+
+    def divisions(self, config: RunConfig, ranks: int) -> Iterator[dict[str, object]]:
+        """Yield ways to divide the model over so many ranks, from small to large changes."""
+        if config.model.lora is not None:
+            return
+        values: dict[str, object] = {"trainer.sharding": "full", "trainer.ranks": ranks}
+        if ranks > config.broker.partitions_per_version:
+            values["broker.partitions_per_version"] = ranks
+        yield values

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import gcd
 
 from relax_events.config.devices import DevicesConfig
 from relax_events.config.engine import EngineConfig
@@ -29,8 +28,6 @@ from relax_events.planning.placement import place_workers
 CACHING_ROLES = frozenset({"rollout", "evaluator", "judge"})
 CPU = "CPU"
 PLANNED_BACKENDS = ("torch", "megatron")
-MOST_EXPERT_PARALLEL = 8
-"""Over one machine: experts exchange tokens in each layer."""
 NO_CHANGE = "no setting of this backend makes it fit"
 DEVICE_COUNTS = (2, 4, 8, 16, 32, 64, 128, 256, 512)
 SCORING_ROLES = ("reference", "actor-forward", "teacher")
@@ -266,39 +263,15 @@ def _changes(
     if (config.trainer.max_tokens_per_micro_batch or 0) > longest > 0:
         smaller: dict[str, object] = {"trainer.max_tokens_per_micro_batch": longest}
         yield _text(smaller), smaller, num_devices
-    recomputed: dict[str, object] = {"trainer.activation_checkpointing": "whole"}
-    if config.model.replays_routing and config.trainer.backend == "torch":
-        recomputed = {}
+    trainer = memory_of_trainer(config, known, on_gpu=False)
+    recomputed = trainer.recomputing(config)
     if recomputed:
         yield _text(recomputed), recomputed, num_devices
-    if config.model.lora is not None:
-        return
     for count in (num_devices, *(size for size in DEVICE_COUNTS if size > num_devices)):
+        more = "" if count == num_devices else f", on {count} devices"
         for ranks in sorted({count - 1, count * 3 // 4, count // 2, count} - {0, 1}):
-            more = "" if count == num_devices else f", on {count} devices"
-            if config.trainer.backend == "megatron":
-                for divided in _megatron_changes(config, known, ranks):
-                    yield _text(recomputed | divided) + more, recomputed | divided, count
-                continue
-            sharded = recomputed | {"trainer.sharding": "full", "trainer.ranks": ranks}
-            if ranks > config.broker.partitions_per_version:
-                sharded["broker.partitions_per_version"] = ranks
-            yield _text(sharded) + more, sharded, count
-
-
-def _megatron_changes(
-    config: RunConfig, known: CheckpointFacts, ranks: int
-) -> Iterator[dict[str, object]]:
-    """Yield ways to divide the model over so many ranks."""
-    for tensor in (size for size in (1, 2, 4, 8) if not known.num_kv_heads % size):
-        if ranks % tensor:
-            continue
-        values: dict[str, object] = {"trainer.ranks": ranks, "trainer.tensor_parallel": tensor}
-        if ranks // tensor > config.broker.partitions_per_version:
-            values["broker.partitions_per_version"] = ranks // tensor
-        if known.num_expert_parameters:
-            values["trainer.expert_parallel"] = gcd(ranks, MOST_EXPERT_PARALLEL)
-        yield values
+            for divided in trainer.divisions(config, ranks):
+                yield _text(recomputed | divided) + more, recomputed | divided, count
 
 
 def _text(values: Mapping[str, object]) -> str:

@@ -91,6 +91,13 @@ def test_megatron_ranks_hold_their_part_and_divide_the_moments_over_copies() -> 
     assert parts["output head"] == (LOGITS + 4 * HEAD + 2 * HEAD) // 2
 
 
+def test_float32_model_of_megatron_has_no_masters_besides_its_weights() -> None:
+    parts = MegatronMemory(SMALL, "float32", topology=Topology.of(2, tensor=2)).parts(0).parts
+    assert parts["weights"] == 4 * 596_049_920 // 2
+    assert parts["float32 weights"] == 0
+    assert parts["optimizer"] == 8 * 596_049_920 // 2
+
+
 def test_first_pipeline_stage_holds_as_many_micro_batches_as_there_are_stages() -> None:
     memory = MegatronMemory(SMALL, "bfloat16", topology=Topology.of(4, pipeline=4))
     parts = memory.parts(1024).parts

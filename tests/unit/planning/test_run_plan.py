@@ -124,6 +124,18 @@ def test_mixture_is_divided_by_megatron_where_it_does_not_fit() -> None:
     assert again.fits
 
 
+def test_stages_are_named_where_tensors_do_not_suffice() -> None:
+    # one head of keys: no tensor can be split, and 6 bytes of 12.5e9 parameters stand on each rank
+    narrow = CheckpointFacts("bfloat16", 125 * 10**8, 151_936, 4096, 64, 32, 1, 128, 12_288, 40_960)
+    found = plan(narrow, backend="megatron")
+    assert not found.fits
+    assert "trainer.tensor_parallel = 1, trainer.pipeline_parallel = 4" in found.change
+    again = plan(
+        narrow, backend="megatron", ranks=4, pipeline_parallel=4, activation_checkpointing="whole"
+    )
+    assert again.fits
+
+
 def test_too_long_samples_count_as_a_micro_batch_of_their_own() -> None:
     assert plan(max_tokens_per_micro_batch=256).tokens == 4096
 
