@@ -75,9 +75,8 @@ class Adapters:
         targets = find_targets(module, config, language_model=language_model)
         _inject(module, config, targets)
         module.requires_grad_(False)
-        self._path = path
-        self.parameters = published_parameters(module)
-        self._set_dtypes(module)
+        self._path, self._module = path, module
+        self._set_dtypes()
         self.initialise(seed=0)
 
     @classmethod
@@ -93,12 +92,17 @@ class Adapters:
             return None
         return cls(module, config.lora, language_model=family.language_model(module), path=path)
 
-    def _set_dtypes(self, module: nn.Module) -> None:
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters of the adapters, by name. Sharding a model replaces them."""
+        return published_parameters(self._module)
+
+    def _set_dtypes(self) -> None:
         """Give each adapter the dtype of the weights that it is added to."""
         for name, parameter in self.parameters.items():
             found = ADAPTER.fullmatch(name)
             assert found is not None, f"{name} is no adapter"
-            base = module.get_parameter(f"{found['module']}.base_layer.weight")
+            base = self._module.get_parameter(f"{found['module']}.base_layer.weight")
             parameter.data = parameter.data.to(base.dtype)
             parameter.requires_grad_()
 
@@ -114,9 +118,9 @@ class Adapters:
 
         Source: LoRA, section 4.1 (arXiv 2106.09685); `peft` samples A from the same range.
         """
-        generator = torch.Generator().manual_seed(seed)
-        for name in sorted(self.parameters):
-            parameter = self.parameters[name]
+        generator, parameters = torch.Generator().manual_seed(seed), self.parameters
+        for name in sorted(parameters):
+            parameter = parameters[name]
             if ".lora_B." in name:
                 parameter.zero_()
             else:
@@ -125,17 +129,18 @@ class Adapters:
     @contextmanager
     def randomised(self) -> Iterator[None]:
         """Give the adapters an effect within the block, for measurements of the whole model."""
-        kept = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+        parameters = self.parameters
+        kept = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         generator = torch.Generator().manual_seed(PROBE_SEED)
         with torch.no_grad():
-            for parameter in self.parameters.values():
+            for parameter in parameters.values():
                 parameter.copy_(_sample_uniform(parameter, generator))
         try:
             yield
         finally:
             with torch.no_grad():
                 for name, values in kept.items():
-                    self.parameters[name].copy_(values)
+                    parameters[name].copy_(values)
 
     def replace(self, tensors: Mapping[str, Tensor], *, base_digest: bytes) -> None:
         """Load other adapters; on an error the old ones stay.
@@ -148,10 +153,11 @@ class Adapters:
                 shape; the text names it.
         """
         self.require_base(base_digest)
-        require_same_adapters(tensors, self.parameters)
+        parameters = self.parameters
+        require_same_adapters(tensors, parameters)
         with torch.no_grad():
             for name, tensor in tensors.items():
-                self.parameters[name].copy_(tensor)
+                parameters[name].copy_(tensor)
 
     def require_base(self, base_digest: bytes) -> None:
         """Require that adapters were trained on the model that is loaded here.

@@ -71,7 +71,6 @@ class MegatronMemory(TrainerMemory):
         whole = TrainerMemory.head_bytes(self, -(-num_tokens // self.topology.context))
         return -(-whole // self.topology.tensor)
 
-
     @staticmethod
     def recomputing(config: RunConfig) -> dict[str, object]:
         """Return the values with which layers are computed again."""

@@ -101,7 +101,8 @@ class TrainerMemory:
             frozen, trained = 0, known.num_parameters
         has_masters = width < 4 and self.num_pieces == 1
         return {
-            "weights": frozen * width + self._piece(trained * (width if has_masters else 4)),
+            "weights": self._piece(frozen * width)
+            + self._piece(trained * (width if has_masters else 4)),
             "float32 weights": trained * 4 if has_masters else 0,
             "gradients": self._piece(trained * 4),
             "optimizer": self._piece(trained * 8),
@@ -168,8 +169,6 @@ class TrainerMemory:
 
     def divisions(self, config: RunConfig, ranks: int) -> Iterator[dict[str, object]]:
         """Yield ways to divide the model over so many ranks, from small to large changes."""
-        if config.model.lora is not None:
-            return
         values: dict[str, object] = {"trainer.sharding": "full", "trainer.ranks": ranks}
         if ranks > config.broker.partitions_per_version:
             values["broker.partitions_per_version"] = ranks

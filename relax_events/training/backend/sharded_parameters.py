@@ -1,9 +1,10 @@
 """Shards a model over all ranks by FSDP2: weights, gradients and AdamW's moments.
 
 Each decoder layer is gathered when it is needed, in the model's dtype, and freed after it; the
-embeddings and the output head stay gathered from the start of a micro-batch to its end. Gradients
-are added over ranks in at least float32, after each micro-batch. A rank keeps 16 bytes of each
-parameter, divided by the number of ranks.
+embeddings, the output head and the towers for images and audio stay gathered from the start of a
+micro-batch to its end, so a rank whose micro-batch has no media runs no tower. Gradients are added
+over ranks in at least float32, after each micro-batch. A rank keeps 16 bytes of each trained
+parameter, divided by the number of ranks, and its part of a frozen one in the model's dtype.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from relax_events.config import TrainerConfig
+from relax_events.models.adapters import published_parameters
 from relax_events.training.backend.flat_parameters import MOMENTS
 from relax_events.training.backend.state import StateShard, StateSource, require_same_tensors
 from relax_events.training.backend.weight_stream import split_into_buckets
@@ -93,7 +95,8 @@ def _sharded_modules(module: nn.Module) -> Iterator[FSDPModule]:
 
 
 class ShardedParameters:
-    """The parameters of a model sharded by `shard_model`, and AdamW over this rank's pieces.
+    """The parameters of a model sharded by `shard_model`, and AdamW over this rank's pieces. Of a
+    model with adapters, only they belong to the state.
 
     As `FlatParameters`, with every result the same on all ranks.
     """
@@ -108,7 +111,7 @@ class ShardedParameters:
         """
         self._module, self._ranks = module, ranks
         self._parameters: dict[str, DTensor] = {}
-        for name, parameter in module.named_parameters():
+        for name, parameter in published_parameters(module).items():
             assert isinstance(parameter, DTensor), f"{name} is not sharded"
             self._parameters[name] = parameter
         self._trained = {

@@ -65,6 +65,14 @@ def test_adapters_leave_the_base_without_gradients_and_moments() -> None:
     assert parts["output head"] == LOGITS
 
 
+def test_sharding_divides_the_base_of_adapters_too() -> None:
+    num_adapters = SMALL.num_adapter_parameters(16)
+    parts = TrainerMemory(SMALL, "bfloat16", num_pieces=4, adapter_rank=16).parts(1024).parts
+    assert parts["weights"] == 2 * 596_049_920 // 4 + 4 * num_adapters // 4
+    assert parts["optimizer"] == 8 * num_adapters // 4
+    assert parts["float32 weights"] == 0
+
+
 def test_small_micro_batch_has_no_chunks() -> None:
     parts = TrainerMemory(SMALL, "bfloat16").parts(100).parts
     assert parts["output head"] == 100 * 151_936 * 26 + 2 * HEAD
