@@ -277,6 +277,7 @@ class AdvantageLoop:
             path_media=sample.path_media,
             routed_experts=sample.routed_experts,
             path_lengths=sample.path_lengths,
+            version_segments=sample.version_segments,
         )
         return self._worker.records.build_for_sample(
             "advantage.samples",

@@ -96,6 +96,8 @@ class ObjectiveInputs:
             the whole step.
         teacher_logprobs: Of the teacher, where the algorithm has one.
         token_set: Where the loss compares policy and teacher over several token ids.
+        staleness: Versions that each token is behind the trainer, where that is bounded.
+        imbalance: Load-balancing loss of each sample, where experts are balanced.
     """
 
     logprobs: Float[Tensor, " tokens"]
@@ -108,6 +110,8 @@ class ObjectiveInputs:
     second_moment_cutoff: float | None = None
     teacher_logprobs: Float[Tensor, " tokens"] | None = None
     token_set: TokenSet | None = None
+    staleness: Float[Tensor, " tokens"] | None = None
+    imbalance: Float[Tensor, " samples"] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,8 +119,8 @@ class TokenLosses:
     """A micro-batch's losses: (token_weights * losses).sum() is its share of the step's, before the
     step's normaliser.
 
-    `policy_losses` are after correction, `kl` and `distillation` are 0 where the loss has none,
-    `masked` are the tokens without a policy gradient.
+    `policy_losses` are after correction, `kl`, `distillation` and `imbalance` are 0 where the loss
+    has none, `masked` are the tokens without a policy gradient.
     """
 
     token_weights: Float[Tensor, " tokens"]
@@ -124,6 +128,7 @@ class TokenLosses:
     policy_losses: Float[Tensor, " tokens"]
     kl: Float[Tensor, " tokens"]
     distillation: Float[Tensor, " tokens"]
+    imbalance: Float[Tensor, " tokens"]
     policy_loss: PolicyLossOutput
     correction: CorrectionWeights
     rejection: Rejection
@@ -150,6 +155,17 @@ class Objective:
     def num_units(self, num_loss_tokens: Int[Tensor, " samples"]) -> int:
         """Count this part's share of the step's normaliser."""
         return num_units(num_loss_tokens, aggregation=self.algorithm.aggregation)
+
+    def sample_weights(self, num_loss_tokens: Int[Tensor, " samples"]) -> Float[Tensor, " samples"]:
+        """Return the weight of each sample in the loss, before the step's normaliser."""
+        weights = token_weights(
+            num_loss_tokens,
+            aggregation=self.algorithm.aggregation,
+            length_normaliser=self._length_normaliser,
+            dtype=torch.float64,
+        )
+        owners = torch.arange(len(num_loss_tokens)).repeat_interleave(num_loss_tokens)
+        return weights.new_zeros(len(num_loss_tokens)).index_add(0, owners, weights)
 
     def __call__(self, inputs: ObjectiveInputs) -> TokenLosses:
         """Compute the losses of a micro-batch.
@@ -186,6 +202,10 @@ class Objective:
         losses = losses + algorithm.distill_coefficient * distillation
         if algorithm.entropy_coefficient:
             losses = losses - algorithm.entropy_coefficient * inputs.entropies
+        imbalance = torch.zeros_like(inputs.logprobs)
+        if algorithm.load_balancing_coefficient and inputs.imbalance is not None:
+            imbalance = inputs.imbalance.repeat_interleave(inputs.num_loss_tokens)
+            losses = losses + algorithm.load_balancing_coefficient * imbalance
         return TokenLosses(
             token_weights=token_weights(
                 inputs.num_loss_tokens,
@@ -197,6 +217,7 @@ class Objective:
             policy_losses=policy_losses,
             kl=kl,
             distillation=distillation,
+            imbalance=imbalance,
             policy_loss=policy_loss_output,
             correction=correction,
             rejection=rejection,
@@ -241,6 +262,8 @@ class Objective:
         if inputs.second_moment_cutoff is not None:
             squares = (inputs.logprobs.detach() - inputs.rollout_logprobs).double().square()
             dropped = dropped | (squares > inputs.second_moment_cutoff)
+        if inputs.staleness is not None and self.algorithm.max_token_staleness is not None:
+            dropped = dropped | (inputs.staleness > self.algorithm.max_token_staleness)
         return dropped
 
     def _with_kl(

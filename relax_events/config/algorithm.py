@@ -125,8 +125,16 @@ class AlgorithmConfig(Section):
     kl_unbiased: bool = False
     """Multiply the loss's KL estimate by the ratio of the policy to the sampling policy, which
     makes its gradient unbiased."""
+    reference_every: Annotated[int, Field(ge=0)] = 0
+    """Versions between refreshes of the reference model; 0 keeps the model of `model.path`. A
+    sample's reference is then the newest version divisible by this that is not newer than the
+    sample; a fork begins with the version that it starts from. The reference reads these versions
+    from the object store, which keeps them as long as they are needed."""
     entropy_coefficient: NonNegative = 0.0
     """Weight of the policy's entropy bonus."""
+    load_balancing_coefficient: NonNegative = 0.0
+    """Weight of the load-balancing loss of a mixture of experts. It is computed for each sample
+    alone, prompt included, and weighted as the sample's loss tokens are."""
     distill_coefficient: NonNegative = 0.0
     """Weight of the divergence from the teacher; above 0 needs the teacher role and
     `teacher.model_path`."""
@@ -161,6 +169,11 @@ class AlgorithmConfig(Section):
     """Lower end of the range; by default 0 for tis, 0.5 for icepop and mask."""
     correction_high: NonNegative | None = None
     """Upper end of the range; by default 2 for tis and mask, 5 for icepop."""
+    max_token_staleness: Annotated[int, Field(ge=0)] | None = None
+    """Tokens whose policy version is further behind the trainer carry no policy gradient, also
+    where the sample's other tokens do: for samples that several versions generated
+    (`run.weight_update_mode`). Below `run.max_staleness`; omitted, no token is masked for its
+    version."""
     rejection: Literal["none", "k1", "k2", "k3"] = "none"
     """Estimator that rejects samples: those whose old policy diverges too far from the engine's
     carry no policy gradient, independent of `correction`. Schulman's estimate at each token,
@@ -245,6 +258,11 @@ class AlgorithmConfig(Section):
             )
         self._check_critic()
         self._check_whitening()
+        if self.reference_every and not (self.is_unread or self.needs_reference):
+            raise ValueError(
+                f"reference_every = {self.reference_every} refreshes a reference model, and there "
+                "is none; set kl_coefficient, or leave reference_every out"
+            )
         if self.kl_unbiased and self.kl_placement == "reward":
             raise ValueError(
                 "kl_unbiased = true corrects the gradient of a KL estimate in the loss; set "

@@ -162,6 +162,28 @@ if TYPE_CHECKING:
     from relax_events.config.run_config import RunConfig
 
 
+def check_token_staleness(config: RunConfig) -> None:
+    """Refuse a bound of the tokens' staleness that masks nothing.
+
+    Raises:
+        ValueError: The text names the setting, its value and the remedy.
+    """
+    bound, algorithm = config.algorithm.max_token_staleness, config.algorithm
+    if bound is None:
+        return
+    if not algorithm.has_rewards:
+        raise ValueError(
+            f"algorithm.max_token_staleness = {bound} masks tokens by the version that generated "
+            f"them, and algorithm {algorithm.name} generates none; leave it out"
+        )
+    if bound >= config.run.max_staleness and not config.is_replay:
+        raise ValueError(
+            f"algorithm.max_token_staleness = {bound} masks no token, since none is more than "
+            f"run.max_staleness = {config.run.max_staleness} versions behind; set it below, or "
+            "leave it out"
+        )
+
+
 def check_mini_batches(config: RunConfig) -> None:
     """Refuse mini-batches that a train batch can't be dealt into, and several optimizer steps where
     the algorithm can take but one.
@@ -180,11 +202,6 @@ def check_trainer_memory(config: RunConfig) -> None:
         ValueError: The text names both settings and the remedy.
     """
     trainer = config.trainer
-    if trainer.sharding == "full" and config.model.lora is not None:
-        raise ValueError(
-            "trainer.sharding = 'full' shards a model that is trained whole, and [model.lora] "
-            "trains small adapters; set trainer.sharding = 'none'"
-        )
     replays = config.model.replays_routing and trainer.backend != "megatron"
     if trainer.activation_checkpointing != "none" and replays:
         raise ValueError(

@@ -16,6 +16,7 @@ from relax_events.config.checks import (
     DATASET_ENGINE,
     check_answers,
     check_mini_batches,
+    check_token_staleness,
     check_trainer_backend,
     check_trainer_memory,
     with_group_size,
@@ -330,6 +331,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _train_batches_can_be_dealt(self) -> RunConfig:
         check_mini_batches(self)
+        check_token_staleness(self)
         return self
 
     @model_validator(mode="after")

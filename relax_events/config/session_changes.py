@@ -130,6 +130,7 @@ RULES: Mapping[str, tuple[Rule, str]] = {
     "evaluation": (FREE, "affects evaluation, not training"),
     "algorithm": (ACCEPTED, "the loss is another one from here on"),
     "algorithm.name": (NEVER, "samples under way were made ready for another algorithm"),
+    "algorithm.reference_every": (NEVER, "the versions that it names may be deleted"),
     "algorithm.old_logprobs": (
         NEVER,
         f"{_UNDER_WAY}, and lack the log-probabilities or bring idle ones",

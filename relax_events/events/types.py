@@ -133,6 +133,7 @@ class SampleReady(SampleEvent):
     routed_experts: Array | None = None
     path_lengths: list[int] = field(default_factory=list)
     path_media: list[list[MediaRef]] = field(default_factory=list)
+    version_segments: list[VersionSegment] = field(default_factory=list)
     ready_at: int = field(default_factory=now_micros)
 
     @property

@@ -11,7 +11,7 @@ Source: "Stabilizing MoE Reinforcement Learning by Aligning Training and Inferen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -36,16 +36,20 @@ class Routers:
     `replay`.
     """
 
-    def __init__(self, language: nn.Module, *, path: Path) -> None:
+    def __init__(
+        self, language: nn.Module, *, path: Path, wanted_by: str = "model.routing_replay"
+    ) -> None:
         """Find the routers.
 
         Args:
             language: Module that computes hidden states from embeddings.
             path: The model's folder, for errors.
+            wanted_by: The setting that needs them, for errors.
         Raises:
             ConfigError: The model has no router, or routers with different numbers of experts.
         """
         self._path = path
+        remedy = REMEDY if wanted_by == "model.routing_replay" else f"leave {wanted_by} out"
         self._routers: list[Any] = [
             part
             for part in language.modules()
@@ -53,19 +57,20 @@ class Routers:
         ]
         if not self._routers:
             raise ConfigError(
-                "model.routing_replay needs a mixture of experts, but the "
-                f"model in {path} is not one; {REMEDY}"
+                f"{wanted_by} needs a mixture of experts, but the model in {path} is not one; "
+                f"{remedy}"
             )
         kinds = {(router.top_k, router.num_experts) for router in self._routers}
         if len(kinds) > 1:
             raise ConfigError(
-                "model.routing_replay needs the same number of experts in all layers, but the "
-                f"model in {path} has {sorted(kinds)}; {REMEDY}"
+                f"{wanted_by} needs the same number of experts in all layers, but the model in "
+                f"{path} has {sorted(kinds)}; {remedy}"
             )
         top_k, num_experts = kinds.pop()
         self.shape = ExpertShape(len(self._routers), top_k, num_experts)
         self._latest: list[Any] = [None] * len(self._routers)
         self._replayed: tuple[Tensor, Tensor] | None = None
+        self._routed: list[tuple[Tensor, Tensor]] | None = None
         for layer, router in enumerate(self._routers):
             router.register_forward_hook(partial(self._on_forward, layer))
 
@@ -104,6 +109,19 @@ class Routers:
             self._replayed = None
             self.clear()
 
+    @contextmanager
+    def recording(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
+        """Yield a list to which each layer of the forward passes in this context adds its logits,
+        with gradient, and the experts that its tokens went to. Layers that are computed again in a
+        backward pass add nothing.
+        """
+        routed: list[tuple[Tensor, Tensor]] = []
+        self._routed = routed
+        try:
+            yield routed
+        finally:
+            self._routed = None
+
     @torch.no_grad()
     def require_known_rule(self, forward: Callable[[], object]) -> None:
         """Check in a forward pass that the routers weigh experts as `expert_weights` does.
@@ -130,12 +148,14 @@ class Routers:
         self, layer: int, router: nn.Module, _: object, output: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         self._latest[layer] = output
-        if self._replayed is None:
-            return output
-        logits, weights, routed = output
-        experts, is_replayed = self._replayed
-        chosen = torch.where(is_replayed, experts[:, layer].to(routed.dtype), routed)
-        return logits, expert_weights(router, logits, chosen).to(weights.dtype), chosen
+        logits, weights, chosen = output
+        if self._replayed is not None:
+            experts, is_replayed = self._replayed
+            chosen = torch.where(is_replayed, experts[:, layer].to(chosen.dtype), chosen)
+            weights = expert_weights(router, logits, chosen).to(weights.dtype)
+        if self._routed is not None:
+            self._routed.append((logits, chosen))
+        return logits, weights, chosen
 
 
 def expert_weights(
@@ -148,6 +168,40 @@ def expert_weights(
         if getattr(router, "norm_topk_prob", True)
         else weights
     )
+
+
+def imbalance(
+    routed: Sequence[tuple[Float[Tensor, "cells experts"], Int[Tensor, "cells top_k"]]],
+    *,
+    cells: Int[Tensor, " tokens"],
+    num_tokens: Int[Tensor, " samples"],
+) -> Float[Tensor, " samples"]:
+    """Return the load-balancing loss of each sample: for each layer, the number of experts times
+    the sum over experts of the share of tokens that went there and the mean probability of going
+    there; then the mean over layers. It is `top_k` where all experts are used alike.
+
+    A sample's value depends on its own tokens alone, so it does not depend on how samples are
+    packed or spread over ranks. The gradient flows through the probabilities.
+
+    Args:
+        routed: Logits and chosen experts of each layer; the gradient flows through the logits.
+        cells: The cell of each token of the concatenated samples.
+        num_tokens: Of each sample.
+    Source: Switch Transformers, equations 4 to 6 (arXiv 2101.03961), with top_k choices; by
+    sequence as DeepSeek-V3's, equations 17 to 20 (arXiv 2412.19437).
+    """
+    owners = torch.arange(len(num_tokens), device=cells.device).repeat_interleave(num_tokens)
+    layers = []
+    for logits, chosen in routed:
+        probabilities = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+        means = probabilities.new_zeros(len(num_tokens), logits.shape[-1]).index_add(
+            0, owners, probabilities[cells]
+        )
+        counts = num_tokens.to(probabilities.dtype)[:, None]
+        numbered = owners[:, None] * logits.shape[-1] + chosen[cells]
+        used = numbered.flatten().bincount(minlength=means.numel()).view_as(means)
+        layers.append((used / counts * means / counts).sum(-1) * logits.shape[-1])
+    return torch.stack(layers).mean(0)
 
 
 def split_rows(experts: NDArray[np.generic], num_rows: int) -> NDArray[np.generic]:

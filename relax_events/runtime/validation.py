@@ -144,9 +144,30 @@ def check_ready(event: Event) -> SampleReady:
     _check_token_sets(event, ("topk_ids", "topk_teacher_logprobs"))
     _check_routed_experts(event)
     _check_paths(event)
+    _check_segments(event)
     if not np.isfinite(event.reward):
         raise PoisonSample(f"sample {event.sample_id}: reward must be finite, got {event.reward}")
     return event
+
+
+def _check_segments(sample: SampleReady) -> None:
+    """Check that the version segments, where there are any, cover the loss tokens."""
+    if not sample.version_segments:
+        return
+    num_tokens = int(np.count_nonzero(np.asarray(sample.loss_mask)))
+    lengths = [segment.num_tokens for segment in sample.version_segments]
+    if min(lengths) < 1 or sum(lengths) != num_tokens:
+        raise PoisonSample(
+            f"sample {sample.sample_id}: version_segments must be positive and add up to "
+            f"{num_tokens} loss tokens, got {lengths}"
+        )
+    oldest, newest = sample.key.min_policy_version, sample.key.max_policy_version
+    for segment in sample.version_segments:
+        if not oldest <= segment.policy_version <= newest:
+            raise PoisonSample(
+                f"sample {sample.sample_id}: version_segments must be of versions {oldest} to "
+                f"{newest} as its key says, got {segment.policy_version}"
+            )
 
 
 def check_trainable(

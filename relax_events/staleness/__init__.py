@@ -16,6 +16,7 @@ from relax_events.staleness.window import (
     compute_staleness,
     find_skip_targets,
     is_expired,
+    reference_version,
     select_groups,
     window,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "find_unissued_slots",
     "is_expired",
     "is_external",
+    "reference_version",
     "select_groups",
     "window",
 ]

@@ -24,6 +24,18 @@ def is_expired(policy_version: int, *, trainer_version: int, max_staleness: int)
     return compute_staleness(policy_version, trainer_version=trainer_version) > max_staleness
 
 
+def reference_version(policy_version: int, *, every: int, first_version: int) -> int:
+    """Return the version whose weights are the reference of a sample: the newest one divisible by
+    `every` that is not newer than the sample, and none before the run's first version.
+
+    Args:
+        policy_version: Of the sample.
+        every: `algorithm.reference_every`, above 0.
+        first_version: Of the run.
+    """
+    return max(policy_version - policy_version % every, first_version)
+
+
 def find_skip_targets(
     positions: Mapping[int, int], start_offsets: Iterable[tuple[int, int]]
 ) -> dict[int, int]:

@@ -32,7 +32,12 @@ from relax_events.training.step_record import RankStepResult
 from relax_events.weights.artifact_writer import delete_weights, stored_versions
 from relax_events.weights.factory import open_weights_publisher
 from relax_events.weights.file_content import lay_out
-from relax_events.weights.retention import BestVersions, deletable_versions, num_newest
+from relax_events.weights.retention import (
+    BestVersions,
+    deletable_versions,
+    num_newest,
+    reference_versions,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -199,14 +204,21 @@ class StepPublisher:
         """Delete all weights that are no longer needed, including those that an earlier crash
         left.
         """
-        weights = self._worker.config.weights
+        config, num_slots = self._worker.config, self._worker.plan.num_slots
+        weights = config.weights
+        references = reference_versions(
+            policy_version,
+            every=config.algorithm.reference_every,
+            first_version=config.first_version,
+            num_slots=num_slots,
+        )
         unwanted = deletable_versions(
             stored_versions(self._store),
             newest=policy_version,
-            num_newest=num_newest(weights, num_slots=self._worker.plan.num_slots),
+            num_newest=num_newest(weights, num_slots=num_slots),
             every=weights.keep_every,
             full_snapshot_interval=weights.full_snapshot_interval,
-            best=self.best.versions(),
+            others=self.best.versions() | references,
         )
         delete_weights(self._store, *unwanted)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from relax_events.config import WeightsConfig
 from relax_events.events.types import Event, PolicyEvaluated
+from relax_events.staleness import reference_version
 
 
 def num_newest(config: WeightsConfig, *, num_slots: int) -> int:
@@ -25,7 +26,7 @@ def deletable_versions(
     num_newest: int,
     every: int,
     full_snapshot_interval: int,
-    best: Collection[int],
+    others: Collection[int],
 ) -> list[int]:
     """Return the versions that can be deleted, oldest first.
 
@@ -38,13 +39,13 @@ def deletable_versions(
         num_newest: How many of the newest stay.
         every: Multiples of this stay; 0 for none.
         full_snapshot_interval: As `weights.full_snapshot_interval`.
-        best: Versions that stay because of their evaluations.
+        others: Versions that stay for another reason: their evaluations, or as a reference.
     """
     found = sorted(stored)
     kept = {
         version
         for version in found
-        if version > newest - num_newest or version in best or (every and version % every == 0)
+        if version > newest - num_newest or version in others or (every and version % every == 0)
     }
     needed = {
         base
@@ -52,6 +53,24 @@ def deletable_versions(
         for base in range(version - version % full_snapshot_interval, version)
     }
     return [version for version in found if version > 0 and version not in kept | needed]
+
+
+def reference_versions(newest: int, *, every: int, first_version: int, num_slots: int) -> set[int]:
+    """Return the versions that are the reference of a sample that may still be scored; none where
+    the reference is not refreshed.
+
+    Args:
+        newest: The newest version on the log.
+        every: `algorithm.reference_every`.
+        first_version: Of the run.
+        num_slots: Of the topic plan: no sample in the window is further behind.
+    """
+    if not every:
+        return set()
+    return {
+        reference_version(version, every=every, first_version=first_version)
+        for version in range(max(newest - num_slots, first_version), newest + 1)
+    }
 
 
 @dataclass(slots=True)

@@ -6,7 +6,6 @@ import sys
 import warnings
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from relax_events.training.checkpoint.checkpoints import Checkpoints
 from relax_events.training.distributed import TorchRanks
 from relax_events.training.megatron.backend import MegatronBackend
 from relax_events.training.ranks import Ranks, SingleRank
+from tests.float64_experts import grouped_product
 from tests.unit.trainer_samples import make_samples, run_config
 
 TIMEOUT_SECONDS = 120.0
@@ -40,6 +40,7 @@ WHOLE_STEP = {
     "old_logprobs": "trainer",
     "entropy_coefficient": 0.01,
 }
+BALANCED = {"load_balancing_coefficient": 0.2}
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,22 @@ LONG = {
     ),
     "replayed_recomputed_stages": Scenario(
         "qwen3_moe", {"pipeline": 2}, {"activation_checkpointing": "whole"}, replays_routing=True
+    ),
+    "balanced_data": Scenario("qwen3_moe", {"expert": 2}, algorithm=BALANCED),
+    "balanced_tensor": Scenario("qwen3_moe", {"tensor": 2}, algorithm=BALANCED),
+    "balanced_pipeline": Scenario("qwen3_moe", {"pipeline": 2}, algorithm=BALANCED),
+    "balanced_context": Scenario(
+        "qwen3_moe",
+        {"context": 2, "expert": 2},
+        {"activation_checkpointing": "whole"},
+        BALANCED | {"aggregation": "sample_mean"},
+    ),
+    "balanced_replayed": Scenario(
+        "qwen3_moe",
+        {"pipeline": 2},
+        {"activation_checkpointing": "whole"},
+        BALANCED,
+        replays_routing=True,
     ),
     "replayed_context": Scenario("qwen3_moe", {"context": 2, "expert": 2}, replays_routing=True),
 }
@@ -210,7 +227,7 @@ class Float64Reference:
             (Qwen3RMSNorm, "forward", _norm),
             (Qwen3MoeRMSNorm, "forward", _norm),
             (Qwen3MoeTopKRouter, "forward", _route),
-            (moe, "_grouped_mm", _grouped_product),
+            (moe, "_grouped_mm", grouped_product),
         ):
             self._originals.append((owner, name, getattr(owner, name)))
             setattr(owner, name, replacement)
@@ -231,12 +248,6 @@ def _route(self: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _norm(self: Any, hidden: Tensor) -> Tensor:
     squares = hidden.square().mean(-1, keepdim=True)
     return hidden * torch.rsqrt(squares + self.variance_epsilon) * self.weight
-
-
-def _grouped_product(rows: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-    ends = [0, *offs.tolist()]
-    parts = [rows[start:end] @ weight[at] for at, (start, end) in enumerate(pairwise(ends))]
-    return torch.cat([*parts, rows.new_zeros(len(rows) - ends[-1], weight.shape[-1])])
 
 
 def main(folder: Path, names: list[str]) -> None:

@@ -77,6 +77,11 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def require_equal(found: dict[str, Any], name: str) -> None:
     """Require that a scenario gave what one rank gives."""
     expected, tolerance = found["expected"], TOLERANCES[SCENARIOS[name].family]
+    if name.startswith("balanced"):  # gradients that nearly cancel, which AdamW makes large
+        tolerance = 1e-3
+        for key, value in expected["first"].items():
+            if key.startswith("exp_avg."):
+                torch.testing.assert_close(found["first"][key], value, rtol=0, atol=1e-6)
     for kind in ("metrics", "metrics_again"):
         for mine, alone in zip(found[kind], expected[kind], strict=True):
             assert mine == pytest.approx(alone, rel=max(1e-6, tolerance), abs=tolerance), name

@@ -9,14 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from relax_events.config import ModelConfig
@@ -26,9 +24,9 @@ from relax_events.media.model_inputs import MediaInputs
 from relax_events.models.adapters import Adapters, replace_version
 from relax_events.models.causal_lm import attention_kinds, load_causal_lm
 from relax_events.models.families import Family, read_family
-from relax_events.models.routers import Routers
+from relax_events.models.routers import Routers, imbalance
 from relax_events.planning.memory import MAX_LOGITS_ELEMENTS
-from relax_events.training.backend.chunked_head import ChunkedHead
+from relax_events.training.backend.head_logprobs import HeadInputs, apply_head
 from relax_events.training.backend.packing_probe import (
     BRANCHES,
     NEIGHBOURS,
@@ -39,9 +37,6 @@ from relax_events.training.backend.sharded_parameters import call_with_weights
 from relax_events.training.batch.packing import PackedBatch, ReplayedExperts
 from relax_events.training.batch.row_layout import PromptSharing
 
-# below eight rows the CPU's matrix product sums in another order, so a token's rounding would
-# depend more on the other tokens
-HEAD_ROWS = 8
 MASKED_ATTENTION = ("sdpa", "eager")
 """Implementations that accept any mask."""
 
@@ -52,21 +47,14 @@ class TokenLogprobs:
     that it was sampled from, in nats.
 
     `ids` are the requested ones, usually none, and `id_logprobs` their log-probabilities.
+    `imbalance` is the load-balancing loss of each sample, or of no sample where it is not computed.
     """
 
     logprobs: Float[Tensor, " loss_tokens"]
     entropies: Float[Tensor, " loss_tokens"]
     ids: Int[Tensor, "loss_tokens ids"]
     id_logprobs: Float[Tensor, "loss_tokens ids"]
-
-
-class HeadInputs(NamedTuple):
-    """What the output head takes at each loss token; `ids` are the requested ones."""
-
-    hidden: Float[Tensor, "loss_tokens hidden"]
-    targets: Int[Tensor, " loss_tokens"]
-    temperatures: Float[Tensor, " loss_tokens"]
-    ids: Int[Tensor, "loss_tokens ids"]
+    imbalance: Float[Tensor, " samples"]
 
 
 class PolicyModel:
@@ -85,7 +73,8 @@ class PolicyModel:
         device: torch.device,
         dtype: torch.dtype | None = None,
         separate_media: bool = False,
-        prepare: Callable[[PreTrainedModel, Family], None] | None = None,
+        balances_experts: bool = False,
+        prepare: Callable[[PreTrainedModel, Family, Adapters | None], None] | None = None,
     ) -> None:
         """Load from a folder; nothing is fetched.
 
@@ -97,12 +86,13 @@ class PolicyModel:
             dtype: Of the weights, for tests in float64.
             separate_media: Encode each media item separately, at a shape that does not depend on
                 other items.
-            prepare: Freezes and shards the loaded model, or sets what it recomputes. Where it
-                shards, the constructor and all forward passes are collective.
+            balances_experts: Compute the load-balancing loss of each sample.
+            prepare: Freezes and shards the loaded model with its adapters, or sets what it
+                recomputes. Where it shards, the constructor and all forward passes are collective.
         Raises:
             ConfigError: The folder is missing or holds no causal language model, its logits
-                are not a linear head's, its routing can't be replayed as configured, or it lacks a
-                module that gets adapters.
+                are not a linear head's, its routing can't be replayed as configured, it has no
+                experts to balance, or it lacks a module that gets adapters.
         """
         self.device = device
         self.dtype = dtype or getattr(torch, config.dtype)
@@ -115,12 +105,13 @@ class PolicyModel:
             device=device,
             loader=self.family.loader,
         )
-        if prepare is not None:
-            prepare(self.module, self.family)
         self.adapters = Adapters.for_model(self.module, config, family=self.family, path=path)
+        if prepare is not None:
+            prepare(self.module, self.family, self.adapters)
         self.vocab_size = len(self.module.get_input_embeddings().get_parameter("weight"))
         self._head: nn.Module = self.module.get_output_embeddings()
         self._routers = self._replaying_routers(path) if config.replays_routing else None
+        self._balanced = self._balanced_routers(path) if balances_experts else None
         self._require_linear_head(path)
         self.shares_rows = self._isolates_neighbours()
         self.cell_cost = self._cell_cost()
@@ -153,7 +144,7 @@ class PolicyModel:
             num_top: Use so many of the most probable ids: of those that are not among `ids`, and
                 after them.
         """
-        result: tuple[Tensor, Tensor, Tensor, Tensor] = call_with_weights(
+        result: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = call_with_weights(
             self.module, self._compute_logprobs, batch, entropy_gradient, ids, num_top
         )
         return TokenLogprobs(*result)
@@ -186,7 +177,7 @@ class PolicyModel:
             )
         )
         attention_mask = self._shared_prompt_mask(batch.units, batch.branches)
-        with self._replay_routing(batch.experts):
+        with self._replay_routing(batch.experts), self._record_routing() as routed:
             hidden = (
                 self._hidden(input_ids, position_ids, attention_mask, batch.media)
                 .flatten(0, 1)
@@ -197,46 +188,21 @@ class PolicyModel:
         ).to(self.device)
         inputs = HeadInputs(hidden, targets, temperatures, requested_ids)
         chunk = max(1, MAX_LOGITS_ELEMENTS // self.vocab_size)
-        if len(targets) <= chunk:
-            return self._apply_whole_head(inputs, entropy_gradient, num_top)
-        return self._apply_chunked_head(inputs, entropy_gradient, num_top, chunk=chunk)
+        scores = apply_head(
+            self._head, inputs, chunk=chunk, entropy_gradient=entropy_gradient, num_top=num_top
+        )
+        return *scores, self._imbalance(routed, batch)
 
-    def _apply_whole_head(
-        self, inputs: HeadInputs, entropy_gradient: bool, num_top: int
-    ) -> tuple[Tensor, ...]:
-        """Apply the head to all loss tokens at once, padded to a multiple of `HEAD_ROWS`."""
-        num_tokens, missing = len(inputs.targets), -len(inputs.targets) % HEAD_ROWS
-        targets, temperatures = (
-            torch.nn.functional.pad(values, (0, missing), value=1)
-            for values in (inputs.targets, inputs.temperatures)
+    def _imbalance(
+        self, routed: Sequence[tuple[Tensor, Tensor]], batch: PackedBatch
+    ) -> Float[Tensor, " samples"]:
+        if not routed:
+            return torch.zeros(0, device=self.device)
+        cells, num_tokens = (
+            torch.from_numpy(array).to(self.device)
+            for array in (batch.cells, batch.num_sample_tokens)
         )
-        hidden, ids = (
-            torch.nn.functional.pad(values, (0, 0, 0, missing))
-            for values in (inputs.hidden, inputs.ids)
-        )
-        whole = self._head_logprobs(
-            self._head, hidden, targets, temperatures, ids, entropy_gradient, num_top
-        )
-        return tuple(values[:num_tokens] for values in whole)
-
-    def _apply_chunked_head(
-        self, inputs: HeadInputs, entropy_gradient: bool, num_top: int, *, chunk: int
-    ) -> tuple[Tensor, ...]:
-        """Apply the head to chunks of loss tokens, and compute each again in the backward pass."""
-        head = ChunkedHead(self._head)
-        parts = [
-            checkpoint(
-                self._head_logprobs,
-                head,
-                *piece,
-                entropy_gradient,
-                num_top,
-                use_reentrant=False,
-                preserve_rng_state=False,
-            )
-            for piece in zip(*(values.split(chunk) for values in inputs), strict=True)
-        ]
-        return tuple(torch.cat(values) for values in zip(*parts, strict=True))
+        return imbalance(routed, cells=cells, num_tokens=num_tokens)
 
     def _replay_routing(self, experts: ReplayedExperts | None) -> AbstractContextManager[None]:
         return (
@@ -244,6 +210,15 @@ class PolicyModel:
             if self._routers is None or experts is None
             else self._routers.replay(experts.experts, experts.is_replayed)
         )
+
+    def _record_routing(self) -> AbstractContextManager[list[tuple[Tensor, Tensor]]]:
+        return nullcontext([]) if self._balanced is None else self._balanced.recording()
+
+    def _balanced_routers(self, path: Path) -> Routers:
+        if self._routers is not None:
+            return self._routers
+        setting = "algorithm.load_balancing_coefficient"
+        return Routers(self.family.language_model(self.module), path=path, wanted_by=setting)
 
     def _replaying_routers(self, path: Path) -> Routers:
         routers = Routers(self.family.language_model(self.module), path=path)
@@ -292,30 +267,6 @@ class PolicyModel:
             (branch[:, None] == 0) | (branch[:, :, None] == branch[:, None])
         )
         return torch.where(seen.tril_(), 0.0, float("-inf")).to(self.dtype)[:, None]
-
-    def _head_logprobs(
-        self,
-        head: Callable[[Tensor], Tensor],
-        hidden: Float[Tensor, "tokens hidden"],
-        targets: Int[Tensor, " tokens"],
-        temperatures: Float[Tensor, " tokens"],
-        ids: Int[Tensor, "tokens ids"],
-        entropy_gradient: bool,
-        num_top: int,
-    ) -> tuple[
-        Float[Tensor, " tokens"],
-        Float[Tensor, " tokens"],
-        Int[Tensor, "tokens ids"],
-        Float[Tensor, "tokens ids"],
-    ]:
-        logits = head(hidden)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperatures[:, None]
-        logprobs = logits.log_softmax(-1)
-        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-            entropies = -(logprobs.exp() * logprobs).sum(-1)
-        if num_top:
-            ids = _with_most_probable(ids, logprobs.detach(), num_top)
-        return logprobs.gather(-1, targets[:, None])[:, 0], entropies, ids, logprobs.gather(-1, ids)
 
     def replace_weights(self, tensors: Mapping[str, Tensor], *, base_digest: bytes = b"") -> None:
         """Load other weights of the same model, in Hugging Face names, or other adapters of it; on
@@ -413,13 +364,3 @@ class PolicyModel:
         return float(
             2 * config.num_hidden_layers * config.num_attention_heads * head_width / num_weights
         )
-
-
-def _with_most_probable(
-    ids: Int[Tensor, "tokens given"], logprobs: Float[Tensor, "tokens vocabulary"], num_top: int
-) -> Int[Tensor, "tokens all"]:
-    """Return the ids, and after them so many of the most probable others, most probable first."""
-    if not ids.shape[1]:
-        return logprobs.topk(num_top, dim=-1).indices
-    others = logprobs.scatter(-1, ids, -torch.inf)
-    return torch.cat([ids, others.topk(num_top, dim=-1).indices], dim=-1)

@@ -205,6 +205,7 @@ class PolicyTraining(ABC):
             share_rows=model.shares_rows,
             sharing=sharing,
             experts=model.experts,
+            trainer_version=self.policy_version,
         )
         return self._add_media(loss_batch, samples) if len(loss_batch.batch.targets) else loss_batch
 

@@ -46,7 +46,8 @@ class StepMetrics:
     `num_rejected_by_*` count samples that rejection excluded; they are included in `num_samples`.
     `distill_loss` is the divergence from the teacher in the loss, before its coefficient;
     `teacher_kl` estimates KL(engine's policy || teacher) from the sampled tokens, and so may be
-    slightly negative. `algorithm_metrics` are those that the algorithm's spec names.
+    slightly negative. `load_balancing_loss` is that of a mixture of experts before its coefficient,
+    0 where the loss has none. `algorithm_metrics` are those that the algorithm's spec names.
 
     With several optimizer steps, means are over all of them, except `mismatch_*` and
     `effective_sample_ratio`, which are of the first one, before the weights moved; counts are those
@@ -63,6 +64,7 @@ class StepMetrics:
     kl_estimate: float
     distill_loss: float
     teacher_kl: float
+    load_balancing_loss: float
     entropy: float
     clip_low_fraction: float
     clip_high_fraction: float

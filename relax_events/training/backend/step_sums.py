@@ -24,8 +24,8 @@ from relax_events.training.ranks import GatheringRanks
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Sums over loss tokens; `loss` to `kl_estimate`, and `distillation`, are weighted as the
-    aggregation says.
+    """Sums over loss tokens; `loss` to `kl_estimate`, `distillation` and `imbalance` are weighted
+    as the aggregation says.
     """
 
     loss: float
@@ -47,13 +47,14 @@ class Totals:
     num_rejected_by_veto: float
     num_rejected_by_divergence: float
     policy_kl: float
+    imbalance: float
     num_units: float
     num_loss_tokens: float
     num_tokens: float
     num_samples: float
 
 
-NUM_DEVICE_SUMS = 19
+NUM_DEVICE_SUMS = 20
 """So many sums are computed on the device; the others are counts known on the host."""
 
 
@@ -106,6 +107,7 @@ def sum_micro_batch(
         torch.zeros_like(difference)
         if inputs.old_logprobs is None
         else _policy_kl(inputs.old_logprobs, inputs.logprobs),
+        weights * tokens.imbalance,
     ]
     sums = torch.stack([row.detach().double().sum() for row in rows])
     largest = difference.abs().double().max() if len(difference) else sums.new_zeros(())
@@ -113,6 +115,20 @@ def sum_micro_batch(
         (weights * surrogate.metrics[name]).detach().double().sum() for name in metrics
     ]
     return torch.stack([*sums, largest, *algorithm_metrics])
+
+
+def add_imbalance(micro_batch: MicroBatchSums, imbalance: float, *, coefficient: float) -> None:
+    """Add a load-balancing loss that was computed apart from the others to the sums of its
+    micro-batch.
+
+    Args:
+        micro_batch: Changed in place.
+        imbalance: Weighted as the aggregation says.
+        coefficient: Of it in the loss.
+    """
+    names = [item.name for item in fields(Totals)]
+    micro_batch.device[names.index("imbalance")] += imbalance
+    micro_batch.device[names.index("loss")] += coefficient * imbalance
 
 
 def _policy_kl(
@@ -214,6 +230,7 @@ def build_step_metrics(updates: Sequence[OptimizerStep], *, learning_rate: float
         policy_loss=totals.policy_loss / units,
         kl_estimate=totals.kl_estimate / units,
         distill_loss=totals.distillation / units,
+        load_balancing_loss=totals.imbalance / units,
         teacher_kl=totals.teacher_kl / tokens,
         entropy=totals.entropy / tokens,
         clip_low_fraction=totals.clip_low / tokens,

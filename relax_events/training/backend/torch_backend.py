@@ -18,6 +18,7 @@ from relax_events.events.types import SampleReady
 from relax_events.media.library import MediaLibrary
 from relax_events.models.adapters import (
     BASE_DIGEST,
+    Adapters,
     base_state,
     published_parameters,
     take_base_state,
@@ -76,18 +77,23 @@ class TorchBackend(PolicyTraining):
             config=config.model,
             device=device,
             dtype=dtype,
+            balances_experts=config.algorithm.load_balancing_coefficient > 0,
             prepare=self._prepare_model,
         )
-        if self._model.adapters is not None:
-            self._model.adapters.initialise(seed=config.run.seed)
         self._media = SampleMedia(self._model.family, MediaLibrary(config))
         self._parameters = self._make_parameters()
 
-    def _prepare_model(self, module: PreTrainedModel, family: Family) -> None:
-        """Freeze parts of the loaded model, set what it recomputes, and shard it."""
+    def _prepare_model(
+        self, module: PreTrainedModel, family: Family, adapters: Adapters | None
+    ) -> None:
+        """Freeze parts of the loaded model or initialise its adapters, set what it recomputes, and
+        shard it.
+        """
         config = self._config
-        if config.model.lora is None:
+        if adapters is None:
             freeze(module, config.model.frozen, family=family)
+        else:
+            adapters.initialise(seed=config.run.seed)
         recomputed = config.trainer.activation_checkpointing
         if recomputed == "none" and not self._is_sharded:
             return
@@ -100,11 +106,6 @@ class TorchBackend(PolicyTraining):
         recompute_layers(layers, recomputed)
         if not self._is_sharded:
             return
-        if family.layout is not None:
-            raise ConfigError(
-                f"trainer.sharding = 'full' shards models that read text only, and the one in "
-                f"{config.model.path} has towers; set trainer.sharding = 'none'"
-            )
         with self._ranks.guard("sharding the model"):
             shard_model(
                 module,

@@ -21,6 +21,7 @@ from relax_events.training.backend.policy_model import TokenLogprobs
 from relax_events.training.batch.packing import (
     PackedBatch,
     gather_loss_values,
+    gather_staleness,
     pack,
     require_whole_prompt_groups,
 )
@@ -35,8 +36,8 @@ from relax_events.training.ranks import GatheringRanks
 
 @dataclass(frozen=True, slots=True)
 class LossBatch:
-    """`values` hold `advantages` and, where the algorithm needs them, `rollout`, `old`, `ref` and
-    `teacher`: one number for each loss token.
+    """`values` hold `advantages` and, where the algorithm needs them, `rollout`, `old`, `ref`,
+    `teacher` and `staleness`: one number for each loss token.
 
     `rewards` are those of the samples that have loss tokens. `token_sets` are set where the loss
     compares policy and teacher over several token ids.
@@ -58,8 +59,9 @@ class LossBatch:
         share_rows: bool,
         sharing: PromptSharing | None = None,
         experts: ExpertShape | None = None,
+        trainer_version: int = 0,
     ) -> LossBatch:
-        """Pack samples; see `pack` for the arguments.
+        """Pack samples of a step that trains `trainer_version`; see `pack` for the arguments.
 
         Raises:
             PoisonSample: A sample can't be trained on; the text names it.
@@ -74,6 +76,8 @@ class LossBatch:
             name: gather_loss_values(samples, field)
             for name, field in _per_token_fields(algorithm).items()
         }
+        if algorithm.max_token_staleness is not None:
+            values["staleness"] = gather_staleness(samples, trainer_version=trainer_version)
         sets = (
             TokenSets.from_samples(
                 samples, num_ids=algorithm.num_compared_tokens, vocab_size=vocab_size
@@ -146,6 +150,8 @@ class LossBatch:
             second_moment_cutoff=cutoff,
             teacher_logprobs=given.get("teacher"),
             token_set=self._token_set(result),
+            staleness=given.get("staleness"),
+            imbalance=result.imbalance.to(logprobs.dtype) if len(result.imbalance) else None,
         )
 
     def _token_set(self, result: TokenLogprobs) -> TokenSet | None:

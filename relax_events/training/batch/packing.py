@@ -48,6 +48,7 @@ class PackedBatch:
     targets: Int64[np.ndarray, " loss_tokens"]
     temperatures: Float32[np.ndarray, " loss_tokens"]
     num_loss_tokens: Int64[np.ndarray, " samples"]
+    num_sample_tokens: Int64[np.ndarray, " samples"]
     num_tokens: int
     cells: Int64[np.ndarray, " tokens"]
     """Cell of each token of the concatenated samples; several tokens have the same cell where a
@@ -251,6 +252,7 @@ def pack(
         targets=tokens[mask],
         temperatures=np.repeat(temperatures, num_loss_tokens),
         num_loss_tokens=num_loss_tokens,
+        num_sample_tokens=sums_by_sample(lengths, samples),
         num_tokens=len(tokens),
         cells=layout.cells,
         units=None if layout.units is None else layout.units.reshape(shape),
@@ -324,6 +326,33 @@ def _validate_length(sample: TokenSequence) -> int:
             f"sample {sample.sample_id}: temperature must be > 0, got {sample.temperature}"
         )
     return len(tokens)
+
+
+def gather_staleness(
+    samples: Sequence[SampleReady], *, trainer_version: int
+) -> NDArray[np.float32]:
+    """Return how many versions each loss token of the samples is behind the trainer.
+
+    Args:
+        samples: In packed order. The tokens of one without version segments count as of its oldest
+            version.
+        trainer_version: Of the weights being trained.
+    """
+    return np.concatenate(
+        [trainer_version - _versions_of(sample) for sample in samples], dtype=np.float32
+    )
+
+
+def _versions_of(sample: SampleReady) -> NDArray[np.int64]:
+    """Return the policy version of each loss token; of a masked sample there are none."""
+    num_tokens = int(np.count_nonzero(read_array(sample, "loss_mask")))
+    if not sample.version_segments or not num_tokens:
+        return np.full(num_tokens, sample.key.min_policy_version, np.int64)
+    versions, lengths = zip(
+        *((segment.policy_version, segment.num_tokens) for segment in sample.version_segments),
+        strict=True,
+    )
+    return np.repeat(np.array(versions, np.int64), lengths)
 
 
 def gather_loss_values(samples: Sequence[SampleReady], field: str) -> NDArray[np.float32]:

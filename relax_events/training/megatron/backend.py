@@ -29,6 +29,7 @@ from relax_events.training.backend.policy_model import TokenLogprobs
 from relax_events.training.backend.policy_training import PolicyTraining
 from relax_events.training.backend.protocol import Critic, Scorer, StepMetrics
 from relax_events.training.backend.state import StateSource, TrainerState
+from relax_events.training.backend.step_sums import add_imbalance
 from relax_events.training.batch.loss_batch import LossBatch
 from relax_events.training.megatron.cpu import cuda_calls_on_cpu
 from relax_events.training.megatron.layout import rank_shards
@@ -80,6 +81,11 @@ class MegatronBackend(PolicyTraining):
                 "model.routing_replay needs a mixture of experts, but the model in "
                 f"{path} is not one; set model.routing_replay = 'none'"
             )
+        if config.algorithm.load_balancing_coefficient and not sizes.num_experts:
+            raise ConfigError(
+                "algorithm.load_balancing_coefficient needs a mixture of experts, but the model in "
+                f"{path} is not one; leave it out"
+            )
         self._sizes = sizes
         self._dtype = dtype or getattr(torch, config.model.dtype)
         with ranks.guard("building the model"), cuda_calls_on_cpu():
@@ -111,6 +117,7 @@ class MegatronBackend(PolicyTraining):
         stage = ModelStage(
             self._sizes, ranks.topology, trainer=trainer, dtype=self._dtype, device=self._device,
             replays_routing=self._config.model.replays_routing,
+            balance_coefficient=self._config.algorithm.load_balancing_coefficient,
         )  # fmt: skip
         shards = list(rank_shards(self._sizes, ranks.topology, ranks.at))
         stage.load(self._config.model.path, shards)
@@ -144,6 +151,12 @@ class MegatronBackend(PolicyTraining):
     def _train_all(self, loss_batches: Sequence[LossBatch], *, cutoff: float | None = None) -> None:
         """Run micro-batches forward and backward; see `PolicyTraining`."""
         self._run([self._training_work(one, cutoff) for one in loss_batches])
+        imbalances = self._model.take_imbalances().cpu()
+        if len(imbalances) and self._micro_batches:  # the stage that computes the loss has these
+            trained = self._micro_batches[-len(imbalances) :]
+            coefficient = self._config.algorithm.load_balancing_coefficient
+            for sums, value in zip(trained, imbalances, strict=True):
+                add_imbalance(sums, float(value), coefficient=coefficient)
 
     def _training_work(self, loss_batch: LossBatch, cutoff: float | None) -> Work:
         from relax_events.training.megatron.stage import Work
@@ -159,6 +172,9 @@ class MegatronBackend(PolicyTraining):
             loss,
             entropy_gradient=self._config.algorithm.entropy_coefficient > 0,
             ids=loss_batch.token_sets.ids if loss_batch.token_sets else None,
+            sample_weights=self._objective.sample_weights(
+                torch.from_numpy(loss_batch.batch.num_loss_tokens)
+            ).numpy(),
         )
 
     def _score_all(self, loss_batches: Sequence[LossBatch]) -> Iterator[NDArray[np.floating]]:

@@ -5,7 +5,7 @@ next, and on the last one the log-probabilities of its loss tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from relax_events.training.backend.chunked_head import ChunkedHead
 from relax_events.training.backend.policy_model import TokenLogprobs
 from relax_events.training.batch.packing import PackedBatch
 from relax_events.training.batch.row_layout import PromptSharing
+from relax_events.training.megatron.balancing import ExpertBalance, add_over_stages
 from relax_events.training.megatron.building import build_config, build_model
 from relax_events.training.megatron.folder_tensors import FolderTensors
 from relax_events.training.megatron.layout import Shard, cut, full_shapes
@@ -47,12 +48,14 @@ class Work(NamedTuple):
         loss: Returns the loss, on the last pipeline stage. Without gradients, its result is unused.
         entropy_gradient: Compute entropies with gradient.
         ids: Token ids whose log-probabilities are also computed, [loss_tokens, ids].
+        sample_weights: Of each sample in the loss, where experts are balanced.
     """
 
     batch: PackedBatch | None
     loss: LossFunction
     entropy_gradient: bool = False
     ids: NDArray[np.int64] | None = None
+    sample_weights: NDArray[np.floating] | None = None
 
 
 class ModelStage:
@@ -71,6 +74,7 @@ class ModelStage:
         dtype: torch.dtype,
         device: torch.device,
         replays_routing: bool = False,
+        balance_coefficient: float = 0.0,
     ) -> None:
         """Build this rank's part without values; the process groups must exist."""
         self.sizes, self.device, self.dtype = sizes, device, dtype
@@ -93,6 +97,15 @@ class ModelStage:
         if replays_routing:
             tensor = (self._tensor.rank(), self._tensor.size())
             self._routing = RoutingReplay(self.module.decoder, tensor=tensor)
+        self._balance: ExpertBalance | None = None
+        if balance_coefficient:
+            self._balance = ExpertBalance(
+                self.module.decoder,
+                coefficient=balance_coefficient,
+                num_layers=sizes.num_layers,
+                tensor=self._tensor,
+                context=self._context,
+            )
         parts = topology.context
         self._row_multiple = topology.tensor * (2 * parts if parts > 1 else 1)
         exponents = torch.arange(0, sizes.head_dim, 2, dtype=torch.int64).float() / sizes.head_dim
@@ -149,7 +162,8 @@ class ModelStage:
                 parts=self._topology.context,
                 index=self._context.rank(),
             )
-            with self._routing.replay(row, self.device) if self._routing else nullcontext():
+            replayed = self._routing.replay(row, self.device) if self._routing else nullcontext()
+            with replayed, self._balanced(work, row):
                 hidden = self._hidden(row)
             on_done()
 
@@ -161,6 +175,8 @@ class ModelStage:
         self.module.train(mode=not forward_only)
         if self._routing:
             self._routing.begin(is_recomputed=self._recomputes and not forward_only)
+        if self._balance:
+            self._balance.begin(is_recomputed=self._recomputes and not forward_only)
         with torch.set_grad_enabled(not forward_only):
             get_forward_backward_func()(
                 forward_step_func=forward,
@@ -171,6 +187,27 @@ class ModelStage:
                 micro_batch_size=1,
                 forward_only=forward_only,
             )
+
+    def _balanced(self, work: Work, row: Row) -> AbstractContextManager[None]:
+        """Balance the experts of a micro-batch that is trained, if they are to be."""
+        if self._balance is None or work.batch is None or work.sample_weights is None:
+            return nullcontext()
+        return self._balance.balance(
+            row,
+            num_tokens=work.batch.num_sample_tokens,
+            weights=work.sample_weights,
+            device=self.device,
+        )
+
+    def take_imbalances(self) -> Float[Tensor, " micro_batches"]:
+        """Return the weighted load-balancing loss of each micro-batch that the last `run` trained,
+        before its coefficient, over all layers; collective over the stages. Empty where experts are
+        not balanced.
+        """
+        if self._balance is None or not self._balance.imbalances:
+            return torch.zeros(0)
+        group = parallel_state.get_pipeline_model_parallel_group()
+        return add_over_stages(self._balance.imbalances, group)
 
     def _hidden(self, row: Row) -> Float[Tensor, "tokens 1 hidden"]:
         tokens, positions, ends = (
@@ -218,7 +255,11 @@ class ModelStage:
             whole = sum_over_ranks(whole, self._context)
             logprobs, entropies = whole[:, :-1], whole[:, -1]
         return TokenLogprobs(
-            logprobs[:, 0], entropies, torch.from_numpy(wanted[:, 1:]), logprobs[:, 1:]
+            logprobs[:, 0],
+            entropies,
+            torch.from_numpy(wanted[:, 1:]),
+            logprobs[:, 1:],
+            imbalance=logprobs.new_zeros(0),
         )
 
     def _apply_head(

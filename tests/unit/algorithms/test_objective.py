@@ -27,6 +27,7 @@ FIELDS["logprobs"] = FIELDS["rollout"] + RNG.normal(0, 0.4, sum(LENGTHS))
 FIELDS["actor"] = FIELDS["rollout"] + RNG.normal(0, 0.3, sum(LENGTHS))
 FIELDS["entropies"] = RNG.uniform(0.1, 2.0, sum(LENGTHS))
 FIELDS["advantages"] = np.repeat([1.2, 0.3, -0.7, -1.5, 0.4], LENGTHS)
+FIELDS["staleness"] = np.array([2.0, 2, 1, 0, 3, 2, 1, 1, 0, 0, 0])
 CUTOFF = 0.3
 SETTINGS: list[dict[str, Any]] = [
     {},
@@ -87,6 +88,7 @@ SETTINGS: list[dict[str, Any]] = [
         "veto_low": 0.7,
         "veto_high": 1.6,
     },
+    {"max_token_staleness": 1, "kl_coefficient": 0.3, "kl_placement": "loss", "kl_estimator": "k2"},
     {"opsm_threshold": 0.05, "entropy_coefficient": 0.2},
     {"m2_threshold": 0.1, "kl_coefficient": 0.3, "kl_placement": "loss", "kl_estimator": "k2"},
     {
@@ -154,6 +156,9 @@ def factor(
     algorithm: AlgorithmConfig, row: dict[str, float], rows: list[dict[str, float]]
 ) -> float:
     """Return the factor of corrections and masks on a token's policy loss."""
+    bound = algorithm.max_token_staleness
+    if bound is not None and row["staleness"] > bound:
+        return 0.0
     if algorithm.m2_threshold and (row["logprobs"] - row["rollout"]) ** 2 > CUTOFF:
         return 0.0
     if algorithm.opsm_threshold and row["advantages"] < 0:
@@ -255,6 +260,7 @@ def inputs(algorithm: AlgorithmConfig, **changes: Any) -> ObjectiveInputs:
         "num_loss_tokens": torch.tensor(LENGTHS),
         "second_moment_cutoff": CUTOFF if algorithm.m2_threshold else None,
         "teacher_logprobs": tensors["teacher"],
+        "staleness": tensors["staleness"] if algorithm.max_token_staleness is not None else None,
     }
     return ObjectiveInputs(**fields | changes)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from event_samples import published
 
-from workers.actor_forward import MAX_VERSIONS, VersionedWeights
+from relax_events.roles.versioned_weights import MAX_VERSIONS, VersionedWeights
 
 
 class Artifact:

@@ -13,7 +13,7 @@ import pytest
 from event_samples import ended, ready, rolled_out, scored
 
 from relax_events.errors import PoisonSample
-from relax_events.events.parts import MediaRef, Outcome
+from relax_events.events.parts import MediaRef, Outcome, VersionSegment
 from relax_events.runtime.validation import allowed_outcomes, check_ended, check_ready, check_sample
 from relax_events.topics.plan import END_REQUESTS, TRAINING_SAMPLES
 
@@ -213,3 +213,21 @@ def test_media_of_paths_must_be_those_of_the_messages() -> None:
     media = replace(ready("000000-0000-0"), path_lengths=lengths, media=[MEDIA])
     with pytest.raises(PoisonSample, match="path_media must end with the 1 media files"):
         check_ready(media)
+
+
+@pytest.mark.parametrize(
+    ("segments", "text"),
+    [
+        ([(0, 1)], "version_segments must be positive and add up to 2 loss tokens, got [1]"),
+        ([(0, 2), (0, 0)], "version_segments must be positive and add up to 2 loss tokens"),
+        ([(0, 1), (1, 1)], "must be of versions 0 to 0 as its key says, got 1"),
+    ],
+)
+def test_version_segments_of_a_ready_sample_cover_its_loss_tokens(
+    segments: list[tuple[int, int]], text: str
+) -> None:
+    made = [VersionSegment(*segment) for segment in segments]
+    with pytest.raises(PoisonSample, match=re.escape(text)):
+        check_ready(ready(version_segments=made))
+    check_ready(ready(version_segments=[VersionSegment(0, 2)]))
+    check_ready(ready())

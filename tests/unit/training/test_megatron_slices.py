@@ -86,6 +86,7 @@ def batch_of(lengths: list[int]) -> PackedBatch:
         targets=ends,
         temperatures=np.ones(3, np.float32),
         num_loss_tokens=np.ones(3, np.int64),
+        num_sample_tokens=np.array(lengths),
         num_tokens=len(cells),
         cells=cells,
     )

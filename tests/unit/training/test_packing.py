@@ -9,16 +9,36 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_events.errors import PoisonSample
-from relax_events.events.parts import ObjectRef, StoredArray
+from relax_events.events.parts import ObjectRef, StoredArray, VersionSegment
 from relax_events.training.batch.packing import (
     MicroBatcher,
     gather_loss_values,
+    gather_staleness,
     micro_batch_slices,
     pack,
     require_whole_prompt_groups,
 )
 from tests.event_samples import changed
 from tests.unit.trainer_samples import make_samples
+
+
+def test_staleness_is_that_of_the_version_that_generated_each_loss_token():
+    first, second, third = make_samples(3)
+    lengths = [int(np.count_nonzero(sample.loss_mask)) for sample in (first, second, third)]
+    split = dataclasses.replace(
+        changed(first, min_policy_version=4, max_policy_version=6),
+        loss_mask=np.concatenate([np.zeros(len(first.tokens) - 3), np.ones(3)]).astype(np.uint8),
+        version_segments=[VersionSegment(4, 1), VersionSegment(6, 2)],
+    )
+    unsplit = changed(second, min_policy_version=5, max_policy_version=7)
+    masked = dataclasses.replace(
+        third,
+        loss_mask=np.zeros_like(third.loss_mask),
+        version_segments=[VersionSegment(0, lengths[2])],
+    )
+    found = gather_staleness([split, masked, unsplit], trainer_version=7)
+    assert found.tolist() == [3, 1, 1] + [2] * lengths[1]
+
 
 LENGTHS = st.lists(st.integers(1, 30), max_size=40)
 

@@ -720,6 +720,7 @@ def test_metrics_contain_every_field():
     )
     assert set(own) == {
         "loss",
+        "load_balancing_loss",
         "entropy",
         "grad_norm",
         "learning_rate",

@@ -18,9 +18,9 @@ from relax_events.errors import WeightsError
 from relax_events.events.parts import Outcome
 from relax_events.events.types import LogprobsComputed, PolicyVersionPublished, SampleRolledOut
 from relax_events.roles.logprob_processor import LogprobScorer
+from relax_events.roles.versioned_weights import LOST_SECONDS, VersionedWeights
 from relax_events.telemetry.metrics import WorkerMetrics
 from relax_events.weights.manifest import Weights
-from workers.actor_forward import LOST_SECONDS, VersionedWeights
 
 
 class RecordingWorker:

@@ -11,7 +11,12 @@ import pytest
 
 from relax_events.config import RunConfig
 from relax_events.events.types import PolicyEvaluated
-from relax_events.weights.retention import BestVersions, deletable_versions, num_newest
+from relax_events.weights.retention import (
+    BestVersions,
+    deletable_versions,
+    num_newest,
+    reference_versions,
+)
 
 STORED = range(21)
 
@@ -22,7 +27,7 @@ def left(**changes: Any) -> list[int]:
         "num_newest": 4,
         "every": 0,
         "full_snapshot_interval": 1,
-        "best": (),
+        "others": (),
     } | changes
     gone = deletable_versions(STORED, **settings)
     return [version for version in STORED if version not in gone]
@@ -36,7 +41,7 @@ def test_newest_versions_and_the_first_stay() -> None:
 
 def test_every_nth_version_and_the_best_versions_are_kept() -> None:
     assert left(every=5) == [0, 5, 10, 15, 17, 18, 19, 20]
-    assert left(best={7, 3}) == [0, 3, 7, 17, 18, 19, 20]
+    assert left(others={7, 3}) == [0, 3, 7, 17, 18, 19, 20]
 
 
 @pytest.mark.parametrize(
@@ -44,7 +49,26 @@ def test_every_nth_version_and_the_best_versions_are_kept() -> None:
     [({7}, [0, 4, 5, 6, 7, 16, 17, 18, 19, 20]), ({8}, [0, 8, 16, 17, 18, 19, 20])],
 )
 def test_kept_version_also_keeps_its_delta_bases(best: set[int], expected: list[int]) -> None:
-    assert left(full_snapshot_interval=4, best=best) == expected
+    assert left(full_snapshot_interval=4, others=best) == expected
+
+
+@pytest.mark.parametrize(
+    ("newest", "every", "first_version", "expected"),
+    [
+        (20, 0, 0, set()),
+        (3, 10, 0, {0}),
+        (10, 10, 0, {0, 10}),
+        (13, 10, 0, {0, 10}),
+        (14, 10, 0, {10}),
+        (14, 10, 12, {12}),
+        (7, 1, 0, {3, 4, 5, 6, 7}),
+    ],
+)
+def test_reference_of_every_sample_in_the_window_stays(
+    newest: int, every: int, first_version: int, expected: set[int]
+) -> None:
+    found = reference_versions(newest, every=every, first_version=first_version, num_slots=4)
+    assert found == expected
 
 
 def evaluated(version: int, reward: float | None, *, dataset: str = "held-out") -> PolicyEvaluated:
