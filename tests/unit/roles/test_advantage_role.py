@@ -69,6 +69,7 @@ def finish(
             )
             group.logprobs.setdefault("teacher", {})[sample.sample_id] = evaluated
     sent, loop = Sent(config), AdvantageLoop.__new__(AdvantageLoop)
+    loop._has_rewards = config.algorithm.has_rewards
     loop._worker = sent  # type: ignore[assignment]
     loop._estimator = AdvantageEstimator(
         config.algorithm, max_new_tokens=config.engine.sampling.max_new_tokens
