@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import orjson
 from fastapi import APIRouter, FastAPI, Header, Query, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse, Response, StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 
 from relax_events.dashboard import actions, details, views
 from relax_events.dashboard.alarms import list_alarms
@@ -32,6 +32,7 @@ CONTENT_TYPES = {
     ".js": "text/javascript; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".html": "text/html; charset=utf-8",
+    ".svg": "image/svg+xml",
     ".txt": "text/plain; charset=utf-8",
 }
 POLICY = (
@@ -337,27 +338,33 @@ def _action_routes(registry: RunRegistry) -> APIRouter:
 
 
 def _page_routes(registry: RunRegistry) -> APIRouter:
-    """Build the routes of the page's own files, and of the alerts' pages."""
+    """Build the routes of the page's own files, kept in memory, and of the alerts' pages."""
     routes = APIRouter()
     files = {
-        f"/{path.relative_to(STATIC).as_posix()}": path
+        path.relative_to(STATIC).as_posix(): (
+            path.read_bytes(),
+            CONTENT_TYPES.get(path.suffix, "text/plain"),
+        )
         for path in STATIC.rglob("*")
         if path.is_file()
     }
 
+    def respond(name: str) -> Response:
+        content, media_type = files[name]
+        return Response(content, media_type=media_type)
+
     @routes.get("/")
-    def index() -> Response:
-        return FileResponse(STATIC / "index.html", media_type=CONTENT_TYPES[".html"])
+    async def index() -> Response:
+        return respond("index.html")
 
     @routes.get("/api/runbooks/{name}")
     def runbook(name: str) -> Response:
         return _json({"text": find_runbook(name)})
 
     @routes.get("/static/{path:path}")
-    def static(path: str) -> Response:
-        file = files.get(f"/{path}")
-        if file is None:
+    async def static(path: str) -> Response:
+        if path not in files:
             return _json({"error": f"there is no file {path[:100]!r}"}, 404)
-        return FileResponse(file, media_type=CONTENT_TYPES.get(file.suffix, "text/plain"))
+        return respond(path)
 
     return routes

@@ -5,7 +5,7 @@ import { h, svg } from "../dom.js";
 import { duration, number, saveCsv, time } from "../format.js";
 import { go } from "../state.js";
 import { table } from "../table.js";
-import { t } from "../strings.js";
+import { lang, t } from "../strings.js";
 
 const WINDOWS = [30, 120, 600, 3600, 21600];
 const LANE = 26;
@@ -59,7 +59,7 @@ function lanes(found, width) {
     rows,
     svg("text", { x: 0, y: last + 17 }, t("weights_lane")),
     found.versions.map((one) => svg("line", { class: "tick", x1: place(one.at), x2: place(one.at), y1: last + 3, y2: last + LANE - 4 }, svg("title", {}, `${t("version")} ${one.version}, ${time(one.at)}`))),
-    ticks.map((at, index) => (width < 600 && index % 2 ? null : svg("text", { x: place(at), y: height - 5, "text-anchor": index === 0 ? "start" : index === 4 ? "end" : "middle" }, new Date(at).toLocaleTimeString()))),
+    ticks.map((at, index) => (width < 600 && index % 2 ? null : svg("text", { x: place(at), y: height - 5, "text-anchor": index === 0 ? "start" : index === 4 ? "end" : "middle" }, new Date(at).toLocaleTimeString(lang(), { hourCycle: "h23" })))),
   );
 }
 
