@@ -50,7 +50,7 @@ class _AddGradient(torch.autograd.Function):
         return logits.view_as(logits)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient + ctx.later[0], None
 
 
