@@ -5,9 +5,14 @@ forbids.
 from __future__ import annotations
 
 import copy
+import io
+import json
 from collections.abc import Callable
 from typing import Any
 
+import fastavro
+
+from relax_events.events.codec import MAGIC, EventCodec
 from relax_events.events.schemas import Release, Schema, current_release, schema_directory
 
 Edit = Callable[[dict[str, Schema]], None]
@@ -168,3 +173,30 @@ FORBIDDEN: dict[str, tuple[Edit, str, str, str]] = {
         "keep the schema",
     ),
 }
+
+
+def end_by_newer_release(group_id: str) -> tuple[bytes, bytes, bytes]:
+    """Return the end of a prompt group as a release writes it whose schema has a field more: the
+    schema, its fingerprint and the record's value."""
+    schemas = {schema["name"]: schema for schema in EventCodec().schemas.values()}
+    newer = copy.deepcopy(schemas["PromptGroupEnded"])
+    added({"PromptGroupEnded": newer}, default="")
+    values = {
+        "prompt_group_id": group_id,
+        "train_step": int(group_id[:6]),
+        "group_index": int(group_id[7:11]),
+        "attempt": 0,
+        "row": 7,
+        "outcome": "failed",
+        "reason": "because",
+        "policy_version": 0,
+        "trainer_version": 0,
+        "mean_reward": None,
+        "ended_at": 1,
+        "judge": "x",
+    }
+    schema = json.dumps(newer).encode()
+    fingerprint = EventCodec().learn(schema)
+    body = io.BytesIO()
+    fastavro.schemaless_writer(body, fastavro.parse_schema(newer), values)
+    return schema, fingerprint, MAGIC + fingerprint + body.getvalue()

@@ -64,6 +64,11 @@ UNREADABLE = (
 """Errors of decoding bytes that are no record of the schema."""
 
 
+def schema_marker(data: bytes) -> bytes:
+    """Return the first bytes of a record, which name its schema."""
+    return bytes(data[: HEADER_BYTES if data[:2] == MAGIC else CONFLUENT_HEADER_BYTES])
+
+
 class UnknownFingerprint(SchemaError):
     """The record was written with a schema that this process does not know yet."""
 

@@ -65,7 +65,7 @@ class SampleRolledOut(SampleEvent):
     topk_ids: Array | None = None
     path_lengths: list[int] = field(default_factory=list)
     path_media: list[list[MediaRef]] = field(default_factory=list)
-    environment_rewards: list[float] = field(default_factory=list)
+    environment_rewards: Array | None = None
     worker_id: str = ""
     rolled_out_at: int = field(default_factory=now_micros)
 

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 from relax_events.config import RunConfig
 from relax_events.errors import CorruptRecord, SchemaError
-from relax_events.events.codec import EventCodec
+from relax_events.events.codec import EventCodec, UnknownFingerprint, schema_marker
 from relax_events.events.types import Event, PolicyVersionPublished, PromptGroupEnded
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.log_reader import LogReader
@@ -78,6 +78,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._readers: list[LogReader] = []
         self._idle: list[LogReader] = []
         self._seen_ends: dict[TopicPartition, int] = {}
+        self._unknown_schemas: set[bytes] = set()
         self._learn_schemas(config.run.id)
         self.versions = self._read_versions(config.run.id)
         self._owning_versions = self.versions
@@ -284,12 +285,33 @@ class RunLog(AbstractContextManager["RunLog"]):
             return reader.read_at(topic, set(topic_partitions))
 
     def decode(self, record: Record) -> Event | None:
-        """Return a record's event; None for an undecodable record, which is counted and named."""
+        """Return a record's event; None for an undecodable record, which is counted and named.
+
+        A writer that started later publishes its schemas before its first record, and topics have
+        no order among each other: for an unknown schema, control.schemas is read again.
+        """
         try:
+            try:
+                return self.codec.decode(record.value)
+            except UnknownFingerprint:
+                if not self._learn_newer_schemas(record):
+                    raise
             return self.codec.decode(record.value)
         except (CorruptRecord, SchemaError) as error:
             self.unreadable.add(record.location, error)
             return None
+
+    def _learn_newer_schemas(self, record: Record) -> bool:
+        """Read the schemas again, once for each schema that stays unknown; return whether they were
+        read.
+        """
+        marker = schema_marker(record.value)
+        if marker in self._unknown_schemas:
+            return False
+        self._unknown_schemas.add(marker)
+        self._seen_ends.pop((self.plan.topic("control.schemas"), 0), None)
+        self._learn_schemas(self.config.run.id)
+        return True
 
     def follow(
         self, starts: Mapping[TopicPartition, int], *, turn_seconds: float = 0.5

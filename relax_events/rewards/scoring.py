@@ -12,6 +12,7 @@ from relax_events.algorithms.gae import rewards_by_loss_token
 from relax_events.config import RewardConfig
 from relax_events.errors import RewardError
 from relax_events.events.parts import ChatMessage, StoredArray
+from relax_events.events.tensors import dense
 from relax_events.events.types import SampleRolledOut, SampleScored
 from relax_events.rewards.pool import RewardItem
 from relax_events.rewards.scores import Score
@@ -19,7 +20,7 @@ from relax_events.rewards.scores import Score
 
 def build_reward_item(sample: SampleRolledOut) -> RewardItem:
     """Build the reward request of a sample."""
-    tokens, mask = sample.tokens, sample.loss_mask
+    tokens, mask, given = sample.tokens, sample.loss_mask, sample.environment_rewards
     token_ids = (
         None
         if isinstance(tokens, StoredArray) or isinstance(mask, StoredArray)
@@ -34,7 +35,9 @@ def build_reward_item(sample: SampleRolledOut) -> RewardItem:
         prompt_group_id=f"{sample.prompt_group_id}@{sample.policy_version}.{sample.key.generation_digest}",
         turns=role_text_pairs(sample.turns),
         token_ids=token_ids,
-        environment_rewards=sample.environment_rewards,
+        environment_rewards=()
+        if given is None
+        else dense(given, what=f"sample {sample.sample_id}: environment_rewards").tolist(),
     )
 
 

@@ -270,7 +270,7 @@ def build_sample_event(
         topk_ids=select_top_tokens(sample, worker.config),
         path_lengths=list(sample.path_lengths),
         path_media=[list(media) for media in sample.path_media],
-        environment_rewards=list(sample.environment_rewards),
+        environment_rewards=np.array(given) if (given := sample.environment_rewards) else None,
         worker_id=worker.worker_id,
     )
 

@@ -118,6 +118,11 @@ def check_sample(event: Event) -> SampleRolledOut:
     _check_token_sets(event, ("topk_ids",))
     _check_routed_experts(event)
     _check_paths(event)
+    if (rewards := event.environment_rewards) is not None:
+        what = f"sample {event.sample_id}: environment_rewards"
+        if len(rewards.shape) != 1:
+            raise PoisonSample(f"{what} must be one number per turn, got shape {rewards.shape}")
+        _check_array(rewards, rewards.shape, what)
     return event
 
 

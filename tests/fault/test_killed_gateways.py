@@ -116,7 +116,7 @@ def assert_trained_once(run: FaultRun) -> None:
     ]
     assert samples
     for sample in samples:
-        assert sample.environment_rewards == [len(sample.sample_id) % 2]
+        assert list(sample.environment_rewards) == [len(sample.sample_id) % 2]
         assert sum(turn.role == "assistant" for turn in sample.turns) == 2
 
 

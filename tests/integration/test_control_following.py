@@ -4,7 +4,6 @@ and how each worker reacts.
 
 from __future__ import annotations
 
-import json
 import queue
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -45,6 +44,7 @@ from relax_events.roles.worker_factory import StoreClaimCheck, open_store, open_
 from relax_events.runtime.control_follower import ControlFollower
 from relax_events.runtime.worker import Worker
 from relax_events.topics import TopicPlan
+from tests.schema_changes import end_by_newer_release
 
 CODEC = EventCodec()
 
@@ -481,41 +481,9 @@ def test_worker_learns_a_schema_that_was_published_after_its_start(
 ) -> None:
     """A newer writer, whose samples have a field more, publishes its schema before its first
     record."""
-    import copy
-    import io
-
-    import fastavro
-
-    own = next(schema for schema in CODEC.schemas.values() if schema["name"] == "PromptGroupEnded")
-    newer = copy.deepcopy(own)
-    newer["fields"].append({"name": "judge", "type": "string", "doc": "New.", "default": ""})
-    fingerprint = EventCodec().learn(json.dumps(newer))
-    body = io.BytesIO()
-    values = {
-        "prompt_group_id": "000001-0002-0",
-        "train_step": 1,
-        "group_index": 2,
-        "attempt": 0,
-        "row": 7,
-        "outcome": "failed",
-        "reason": "because",
-    }
-    values |= {
-        "policy_version": 0,
-        "trainer_version": 0,
-        "mean_reward": None,
-        "ended_at": 1,
-        "judge": "x",
-    }
-    fastavro.schemaless_writer(body, fastavro.parse_schema(newer), values)
-    producer.write(
-        [
-            ProducerRecord(
-                plan.topic("control.schemas"), json.dumps(newer).encode(), key=fingerprint.hex()
-            )
-        ]
-    )
-    record = Record("t", 0, 0, "000001-0002-0", b"\xc3\x01" + fingerprint + body.getvalue(), {}, 0)
+    schema, fingerprint, value = end_by_newer_release("000001-0002-0")
+    producer.write([ProducerRecord(plan.topic("control.schemas"), schema, key=fingerprint.hex())])
+    record = Record("t", 0, 0, "000001-0002-0", value, {}, 0)
     assert worker.records.decode(record) == ended("000001-0002-0")
 
 

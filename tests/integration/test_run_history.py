@@ -6,15 +6,18 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import orjson
 import pytest
+from event_samples import ended
 from small_settings import small_run
 from written_run import WrittenRun
 
 from relax_events.cli.app import app
 from relax_events.config import RewardConfig, RunConfig
 from relax_events.errors import ConfigError
+from relax_events.events.codec import MAGIC
 from relax_events.events.parts import Outcome
 from relax_events.events.types import SampleScored
 from relax_events.history.lineage.prompt import prompt_lineage
@@ -33,7 +36,8 @@ from relax_events.history.samples.reader import (
 )
 from relax_events.history.samples.rescoring import RescoringProgress, rescore
 from relax_events.history.samples.score_comparison import Comparison
-from relax_events.kafka.records import ProducerRecord
+from relax_events.kafka.records import ProducerRecord, Record
+from tests.schema_changes import end_by_newer_release
 
 A, B, C, D, E, F, G = (
     f"{step:06d}-{group_index:04d}-0"
@@ -535,3 +539,16 @@ def test_dead_letters_are_requeued_by_command(
     assert "dropped 1 records" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="dead letter reward@0 is dropped already; give --force"):
         app(["deadletter", "requeue", run_file, "--id", "reward@0", "--yes"])
+
+
+def test_log_is_readable_with_a_schema_that_was_published_after_it_was_opened(
+    written: WrittenRun, log: RunLog
+) -> None:
+    schema, fingerprint, value = end_by_newer_release("000000-0000-0")
+    topic = written.plan.topic("control.schemas")
+    record = Record("t", 0, 0, "000000-0000-0", value, {}, 0)
+    written.producer.write([ProducerRecord(topic, schema, key=fingerprint.hex())])
+    assert log.decode(record) == ended("000000-0000-0")
+    unknown = replace(record, value=MAGIC + bytes(8) + value[10:])
+    assert [log.decode(unknown) for _ in range(3)] == [None] * 3
+    assert log.unreadable.count == 3
