@@ -62,7 +62,7 @@ COMMANDS = {
     ),
     "samples": (
         "relax_events.cli.samples:app",
-        "Inspect samples and their outcomes: tail, show, export.",
+        "Inspect samples and their outcomes: tail, show, export, trace.",
     ),
     "runs": (
         "relax_events.cli.runs:app",

@@ -222,6 +222,6 @@ def test_sample_page_with_too_many_samples_is_rejected_and_leaves_no_file(
 
 
 def test_sample_page_rejects_the_media_and_tokens_flags(config: RunConfig) -> None:
-    with pytest.raises(ConfigError, match="leave out --media and --tokens"):
+    with pytest.raises(ConfigError, match="leave out --media, --tokens and --layout"):
         open_export(log_of(config), Path("page.html"), tokens=True)
     assert isinstance(open_export(log_of(config), Path("page.html")), SamplePage)
