@@ -42,6 +42,7 @@ CHILD = "relax_events.environments.session_child"
 SETTINGS = {
     "algorithm": {"kl_coefficient": 0.0, "old_logprobs": "rollout"},
     "reward": {"function": "environment"},
+    "engine": {"max_context_tokens": 256, "sampling": {"max_new_tokens": 64}},
 }
 
 
@@ -87,7 +88,8 @@ def test_killed_rollout_worker_begins_its_sessions_again_and_trains_each_once(
         assert sample.environment_rewards is not None
         assert sample.environment_rewards.shape == (len(turns),)
         assert sample.messages[-1].text.startswith("begin ")
-    assert [0.5, 1.0] in [list(sample.environment_rewards) for sample in samples]
+    given = [list(sample.environment_rewards) for sample in samples]
+    assert [0.5, 1.0] in given, "no turn ended by itself"
 
 
 def test_sessions_with_spent_attempts_become_dead_letters_and_no_rewards(
