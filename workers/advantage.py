@@ -277,7 +277,8 @@ class AdvantageLoop:
             path_media=sample.path_media,
             routed_experts=sample.routed_experts,
             path_lengths=sample.path_lengths,
-            version_segments=sample.version_segments,
+            # no version generated the data's own answers
+            version_segments=sample.version_segments if self._has_rewards else [],
         )
         return self._worker.records.build_for_sample(
             "advantage.samples",

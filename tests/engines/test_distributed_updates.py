@@ -31,7 +31,7 @@ from tests.folders import kept_folder
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 NUM_RANKS = 2
 BUCKET_BYTES = 8192
-UNTIL_OPEN = ("no engine is available", "the server is lost")
+UNTIL_OPEN = ("no engine is available", "is lost")
 
 
 @cache

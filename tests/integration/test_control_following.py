@@ -359,12 +359,14 @@ def test_worker_publishes_its_schemas_and_heartbeats(
     }
     worker.heartbeat.record_processed(5, seconds=0.1)
     worker.heartbeat.set_in_flight(2)
-    turn_until(
-        lambda: len(read(connection, plan.topic("control.heartbeats.reward"))) >= 2,
-        lambda: worker.lifecycle.tick(working=True),
-    )
-    heartbeat = CODEC.decode(read(connection, plan.topic("control.heartbeats.reward"))[-1].value)
-    assert isinstance(heartbeat, WorkerHeartbeat)
+
+    def busy() -> list[WorkerHeartbeat]:
+        records = read(connection, plan.topic("control.heartbeats.reward"))
+        events = [CODEC.decode(record.value) for record in records]
+        return [one for one in events if isinstance(one, WorkerHeartbeat) and one.num_in_flight]
+
+    turn_until(lambda: bool(busy()), lambda: worker.lifecycle.tick(working=True))
+    heartbeat = busy()[-1]
     assert (
         heartbeat.worker_id,
         heartbeat.role,
