@@ -30,6 +30,7 @@ from relax_events.environments.session_process import SessionProcess
 from relax_events.errors import EpisodeFailed
 from relax_events.media.library import MediaLibrary
 from relax_events.objects.store import list_message_media
+from relax_events.runtime.cancellable_tasks import CancellableTasks
 from relax_events.runtime.subprocess_rpc import LENGTHS
 
 log = structlog.get_logger()
@@ -107,8 +108,8 @@ class SessionPool:
             self._libraries.put((libraries or (lambda: MediaLibrary(config)))())
         self._threads = ThreadPoolExecutor(environment.processes, thread_name_prefix="replies")
         self._numbers = count(1)
-        self._tasks: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.new_event_loop()
+        self._tasks = CancellableTasks(self._loop)
         self._free = asyncio.Semaphore(environment.concurrency)
         self._thread = threading.Thread(target=self._run, name="environments", daemon=True)
         self._thread.start()
@@ -128,7 +129,7 @@ class SessionPool:
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
         """Run a coroutine in the pool's thread."""
-        return asyncio.run_coroutine_threadsafe(self._tracked(work), self._loop)
+        return self._tasks.run(work)
 
     def close(self) -> None:
         """Close all sessions and processes."""
@@ -241,20 +242,8 @@ class SessionPool:
 
         return await asyncio.get_running_loop().run_in_executor(self._threads, run)
 
-    async def _tracked(self, work: Coroutine[Any, Any, Result]) -> Result:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        try:
-            return await work
-        finally:
-            self._tasks.discard(task)
-
     async def _stop(self) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.cancel()
         await asyncio.gather(*(process.stop() for process in self._processes))
 
     def _run(self) -> None:

@@ -15,6 +15,7 @@ from relax_events.errors import EnvironmentProblem
 from relax_events.gateway.app import SessionKeys, build_gateway
 from relax_events.gateway.offers import SessionOffers
 from relax_events.http.server import build_server_config, build_url, open_listener
+from relax_events.runtime.cancellable_tasks import CancellableTasks
 
 Result = TypeVar("Result")
 HOST = "127.0.0.1"
@@ -63,7 +64,7 @@ class GatewayServer:
         )
         self._server = uvicorn.Server(config)
         self._loop = asyncio.new_event_loop()
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks = CancellableTasks(self._loop)
         self._is_ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gateway", daemon=True)
         self._thread.start()
@@ -78,31 +79,16 @@ class GatewayServer:
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
         """Run a coroutine in the gateway's thread, from another one."""
-        return asyncio.run_coroutine_threadsafe(self._tracked(work), self._loop)
+        return self._tasks.run(work)
 
     def close(self, *, seconds: float) -> None:
         """Cancel what runs, and stop the server."""
         if not self._thread.is_alive():
             return
-        asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop).result(seconds)
+        asyncio.run_coroutine_threadsafe(self._tasks.cancel(), self._loop).result(seconds)
         self._server.should_exit = True
         self._thread.join(seconds)
         self._listener.close()
-
-    async def _tracked(self, work: Coroutine[Any, Any, Result]) -> Result:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        try:
-            return await work
-        finally:
-            self._tasks.discard(task)
-
-    async def _cancel_all(self) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
