@@ -9,10 +9,30 @@ import threading
 from abc import ABC, abstractmethod
 from typing import Generic, Literal, TypeVar
 
-from relax_events.engines.protocol import Engine, EngineUsage, GeneratedSample
+from relax_events.engines.protocol import (
+    Engine,
+    EngineUsage,
+    EnvironmentContext,
+    GeneratedSample,
+    GenerationRequest,
+)
+from relax_events.errors import PoisonSample
 from relax_events.weights import Weights
 
 Item = TypeVar("Item")
+
+
+def require_context(request: GenerationRequest) -> EnvironmentContext:
+    """Return what a request's environment gets.
+
+    Raises:
+        PoisonSample: The request has nothing for an environment.
+    """
+    if request.environment_context is None:
+        raise PoisonSample(
+            f"prompt group {request.prompt_group_id} has no context for the environment"
+        )
+    return request.environment_context
 
 
 class TurnEngine(ABC, Generic[Item]):

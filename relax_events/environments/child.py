@@ -5,8 +5,6 @@ by `EnvironmentPool`.
 from __future__ import annotations
 
 import inspect
-import os
-import resource
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +17,13 @@ import orjson
 from relax_events.environments.reply_encoding import encode_reply
 from relax_events.errors import ConfigError, RelaxError
 from relax_events.plugins import ENVIRONMENTS, FUNCTION, find_plugin, select_named
-from relax_events.runtime.subprocess_rpc import LENGTHS, raise_failures, read_requests, respond
+from relax_events.runtime.subprocess_rpc import (
+    LENGTHS,
+    begin_child,
+    raise_failures,
+    read_requests,
+    respond,
+)
 
 FILES = "files"
 ARGUMENTS = ("messages", "answer", "metadata")
@@ -28,12 +32,7 @@ MAX_ERROR_CHARACTERS = 600
 
 def main() -> int:
     """Serve until stdin ends: report the loaded function, then return the environment's replies."""
-    answers, requests = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(0), "rb")
-    os.dup2(2, 1)  # user code must neither print into the responses nor read the requests
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    setup = orjson.loads(requests.readline())
-    resource.setrlimit(resource.RLIMIT_AS, (setup["memory_bytes"], setup["memory_bytes"]))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    answers, requests, setup = begin_child()
     questions = read_requests(requests)
     next(questions)
     try:

@@ -26,7 +26,7 @@ from relax_events.engines.protocol import (
     GenerationRequest,
     SampleRequest,
 )
-from relax_events.engines.turn_engine import TurnEngine
+from relax_events.engines.turn_engine import TurnEngine, require_context
 from relax_events.environments.episode import Episode
 from relax_events.environments.pool import EnvironmentPool
 from relax_events.environments.reply_media import ProcessedReply
@@ -90,12 +90,9 @@ class MultiTurnEngine(TurnEngine[PendingReply]):
         Raises:
             PoisonSample: As `Engine`; or there is no context for the environment.
         """
-        if request.environment_context is None:
-            raise PoisonSample(
-                f"prompt group {request.prompt_group_id} has no context for the environment"
-            )
+        context = require_context(request)
         episodes = {
-            sample.sample_id: self._build_episode(request, request.environment_context, sample)
+            sample.sample_id: self._build_episode(request, context, sample)
             for sample in request.samples
         }
         fresh = tuple(sample for sample in request.samples if not sample.turns)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import resource
 import sys
 import threading
 import time
@@ -35,7 +34,7 @@ from relax_events.environments.interfaces.protocol import (
 from relax_events.environments.reply import Reply
 from relax_events.environments.reply_encoding import encode_reply
 from relax_events.errors import PoisonSample, RelaxError
-from relax_events.runtime.subprocess_rpc import LENGTHS, read_requests, respond
+from relax_events.runtime.subprocess_rpc import LENGTHS, begin_child, read_requests, respond
 
 TICK_SECONDS = 1.0
 EXIT_SECONDS = 1.0
@@ -45,12 +44,7 @@ ANSWER = tuple[dict[str, Any], Sequence[bytes]]
 
 def main() -> int:
     """Serve until stdin ends: report the loaded adapter, then answer requests."""
-    answers, requests = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(0), "rb")
-    os.dup2(2, 1)  # foreign code must neither print into the answers nor read the requests
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    setup = orjson.loads(requests.readline())
-    resource.setrlimit(resource.RLIMIT_AS, (setup["memory_bytes"], setup["memory_bytes"]))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    answers, requests, setup = begin_child()
     try:
         adapter = load_adapter(setup)
     except (RelaxError, MemoryError) as error:

@@ -32,7 +32,7 @@ from relax_events.engines.protocol import (
     GenerationRequest,
     SampleRequest,
 )
-from relax_events.engines.turn_engine import TurnEngine
+from relax_events.engines.turn_engine import TurnEngine, require_context
 from relax_events.environments.episode import Episode
 from relax_events.environments.session_pool import (
     EnvironmentSession,
@@ -120,10 +120,6 @@ class SessionEngine(TurnEngine[PendingAnswer]):
         Raises:
             PoisonSample: There is no context for the environment.
         """
-        if request.environment_context is None:
-            raise PoisonSample(
-                f"prompt group {request.prompt_group_id} has no context for the environment"
-            )
         for sample in request.samples:
             self._begin(request, sample, attempt=1)
 
@@ -144,8 +140,7 @@ class SessionEngine(TurnEngine[PendingAnswer]):
         self._engine.close()
 
     def _begin(self, request: GenerationRequest, sample: SampleRequest, *, attempt: int) -> None:
-        assert request.environment_context is not None, "checked on submission"
-        session = self._pool.session(sample.sample_id, request.environment_context)
+        session = self._pool.session(sample.sample_id, require_context(request))
         talk = _Talk(request, sample, session, attempt)
         self._talks[sample.sample_id] = talk
         self._await(talk, session.open())

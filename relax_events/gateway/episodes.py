@@ -34,7 +34,7 @@ from relax_events.engines.protocol import (
     GenerationRequest,
     SampleRequest,
 )
-from relax_events.engines.turn_engine import TurnEngine
+from relax_events.engines.turn_engine import TurnEngine, require_context
 from relax_events.errors import (
     EngineFailed,
     EpisodeFailed,
@@ -172,10 +172,7 @@ class EpisodeEngine(TurnEngine[_Call | GeneratedSample]):
         Raises:
             PoisonSample: There is no context for the environment.
         """
-        if request.environment_context is None:
-            raise PoisonSample(
-                f"prompt group {request.prompt_group_id} has no context for the environment"
-            )
+        require_context(request)
         for sample in request.samples:
             running = self._server.run(self._run_episode(request, sample))
             self._episodes[sample.sample_id] = (request, running)

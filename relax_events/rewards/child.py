@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import os
 import queue
-import resource
 import sys
 import threading
 import time
@@ -24,20 +23,14 @@ from relax_events.errors import RelaxError
 from relax_events.rewards.by_source import RewardRoutes, load_routes
 from relax_events.rewards.code_version import file_stamps
 from relax_events.rewards.scores import BY_TOKEN, BY_TURN, parse_score
+from relax_events.runtime.subprocess_rpc import begin_child
 
 MAX_ERROR_CHARACTERS = 600
 
 
 def main() -> int:
     """Load the function and process requests until stdin closes."""
-    answers, requests = os.fdopen(os.dup(1), "wb", buffering=0), os.fdopen(os.dup(0), "rb")
-    os.dup2(
-        2, 1
-    )  # User code's prints must not mix with the responses, and it must not read the requests.
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    setup = orjson.loads(requests.readline())
-    resource.setrlimit(resource.RLIMIT_AS, (setup["memory_bytes"], setup["memory_bytes"]))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    answers, requests, setup = begin_child(buffering=0)
     try:
         routes = load_routes(setup)
     except (RelaxError, MemoryError) as error:

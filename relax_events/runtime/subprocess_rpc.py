@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
 import orjson
 
@@ -179,6 +180,25 @@ class SubprocessRpc:
         except (BrokenPipeError, ValueError):  # ValueError: the pipe was closed by `close`
             return None
         return _read(self._process.stdout)
+
+
+def begin_child(*, buffering: int = -1) -> tuple[BinaryIO, BinaryIO, dict[str, Any]]:
+    """Begin a child process: take its stdout for answers and its stdin for requests, read the first
+    line of JSON, its setup, and limit the memory to the setup's `memory_bytes`. What foreign code
+    prints goes to stderr, and it reads nothing.
+
+    Args:
+        buffering: Of the answers, as for `open`.
+    Returns:
+        The stream of answers, the stream of requests, and the setup.
+    """
+    answers, requests = os.fdopen(os.dup(1), "wb", buffering), os.fdopen(os.dup(0), "rb")
+    os.dup2(2, 1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    setup: dict[str, Any] = orjson.loads(requests.readline())
+    resource.setrlimit(resource.RLIMIT_AS, (setup["memory_bytes"], setup["memory_bytes"]))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    return answers, requests, setup
 
 
 def read_requests(requests: IO[bytes]) -> Iterator[tuple[dict[str, Any], bytes]]:
