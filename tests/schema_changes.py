@@ -12,7 +12,7 @@ from typing import Any
 
 import fastavro
 
-from relax_events.events.codec import MAGIC, EventCodec
+from relax_events.events.codec import HEADER_BYTES, MAGIC, EventCodec
 from relax_events.events.schemas import Release, Schema, current_release, schema_directory
 
 Edit = Callable[[dict[str, Schema]], None]
@@ -175,28 +175,35 @@ FORBIDDEN: dict[str, tuple[Edit, str, str, str]] = {
 }
 
 
-def end_by_newer_release(group_id: str) -> tuple[bytes, bytes, bytes]:
+END_VALUES = {
+    "prompt_group_id": "000000-0000-0",
+    "train_step": 0,
+    "group_index": 0,
+    "attempt": 0,
+    "row": 7,
+    "outcome": "failed",
+    "reason": "because",
+    "policy_version": 0,
+    "trainer_version": 0,
+    "mean_reward": None,
+    "ended_at": 1,
+}
+"""What `event_samples.ended` says, as the fields of its record."""
+
+
+def encode_by(schema: Schema, values: dict[str, Any], codec: EventCodec) -> bytes:
+    """Encode as another release would, after its schema was learned."""
+    fingerprint = codec.learn(json.dumps(schema))
+    body = io.BytesIO()
+    fastavro.schemaless_writer(body, fastavro.parse_schema(schema), values)
+    return MAGIC + fingerprint + body.getvalue()
+
+
+def end_by_newer_release(**values: Any) -> tuple[bytes, bytes, bytes]:
     """Return the end of a prompt group as a release writes it whose schema has a field more: the
     schema, its fingerprint and the record's value."""
     schemas = {schema["name"]: schema for schema in EventCodec().schemas.values()}
     newer = copy.deepcopy(schemas["PromptGroupEnded"])
     added({"PromptGroupEnded": newer}, default="")
-    values = {
-        "prompt_group_id": group_id,
-        "train_step": int(group_id[:6]),
-        "group_index": int(group_id[7:11]),
-        "attempt": 0,
-        "row": 7,
-        "outcome": "failed",
-        "reason": "because",
-        "policy_version": 0,
-        "trainer_version": 0,
-        "mean_reward": None,
-        "ended_at": 1,
-        "judge": "x",
-    }
-    schema = json.dumps(newer).encode()
-    fingerprint = EventCodec().learn(schema)
-    body = io.BytesIO()
-    fastavro.schemaless_writer(body, fastavro.parse_schema(newer), values)
-    return schema, fingerprint, MAGIC + fingerprint + body.getvalue()
+    value = encode_by(newer, END_VALUES | {"judge": "x"} | values, EventCodec())
+    return json.dumps(newer).encode(), value[len(MAGIC) : HEADER_BYTES], value

@@ -18,7 +18,6 @@ from typing import Any
 
 import orjson
 import pytest
-from small_settings import small_run
 from websockets.asyncio.server import ServerConnection, serve
 
 from relax_events.engines.protocol import EnvironmentContext
@@ -27,20 +26,10 @@ from relax_events.environments.session_pool import EnvironmentSession, SessionPo
 from relax_events.errors import ConfigError, EpisodeFailed
 from relax_events.events.parts import ChatMessage
 from relax_events.http.server import open_listener
-from tests.unit.image_model import image_run
+from tests.environment_pools import pool_of
 
 SERVER = Path(__file__).parents[1] / "tool_server.py"
 SECONDS = 60.0
-
-
-@contextmanager
-def pool_of(folder: Path, **environment: Any) -> Iterator[SessionPool]:
-    tree = image_run(folder).model_dump(mode="json", exclude_unset=True)
-    pool = SessionPool(small_run(tree | {"environment": environment}))
-    try:
-        yield pool
-    finally:
-        pool.close()
 
 
 def session_of(

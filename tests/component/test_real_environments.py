@@ -6,20 +6,17 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from small_settings import small_run
 
 from relax_events.engines.protocol import EnvironmentContext
 from relax_events.environments.session_pool import EnvironmentSession, SessionPool
 from relax_events.errors import EpisodeFailed
 from relax_events.events.parts import ChatMessage
 from relax_events.http.server import open_listener
-from tests.unit.image_model import image_run
+from tests.environment_pools import pool_of
 
 PYTHON = Path(__file__).parents[2] / ".venv-openenv" / "bin" / "python"
 SERVER = Path(__file__).with_name("openenv_server.py")
@@ -28,16 +25,6 @@ pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(not PYTHON.exists(), reason="needs the environment of `make openenv`"),
 ]
-
-
-@contextmanager
-def pool_of(folder: Path, **environment: Any) -> Iterator[SessionPool]:
-    tree = image_run(folder).model_dump(mode="json", exclude_unset=True)
-    pool = SessionPool(small_run(tree | {"environment": environment}))
-    try:
-        yield pool
-    finally:
-        pool.close()
 
 
 def session_of(pool: SessionPool, name: str, answer: str = "") -> EnvironmentSession:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +13,13 @@ from typing import Any
 
 import orjson
 
-from relax_events.config import RunConfig
+from relax_events.config import RunConfig, load_run_config
+from relax_events.events.codec import EventCodec
+from relax_events.events.types import Event
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.log_reader import LogReader
 from relax_events.runtime.failpoints import VARIABLE
+from relax_events.topics import TopicPlan
 
 
 @dataclass(frozen=True)
@@ -94,14 +100,19 @@ def log_of(folder: Path, run_id: str, worker_id: str) -> list[dict[str, Any]]:
 
 
 def run_file_text(
-    prepared: Path, run_id: str, *, more: str = "", learning_rate: float = 1e-3
+    prepared: Path,
+    run_id: str,
+    *,
+    more: str = "",
+    learning_rate: float = 1e-3,
+    num_steps: int = 3,
 ) -> str:
-    """Return a run file of three steps of four prompt groups of four samples; `more` goes into its
+    """Return a run file of some steps of four prompt groups of four samples; `more` goes into its
     table `run`."""
     return f"""
 [run]
 id = "{run_id}"
-num_steps = 3
+num_steps = {num_steps}
 prompts_per_step = 4
 samples_per_prompt = 4
 {more}
@@ -137,3 +148,41 @@ def snapshot_of(folder: Path) -> dict[str, Any]:
     begin = page.index('id="snapshot">') + len('id="snapshot">')
     found: dict[str, Any] = orjson.loads(page[begin : page.index("</script>", begin)])
     return found
+
+
+def sample_events(run: FinishedRun, entity: str) -> list[Event]:
+    """Return the events of a sample topic."""
+    plan, codec = TopicPlan.from_config(run.config), EventCodec()
+    reader = LogReader(Connection.from_config(run.config.broker, client_id="test"))
+    topic_partitions = [
+        (plan.topic(entity), partition) for partition in range(plan.num_sample_partitions)
+    ]
+    found = [codec.decode(record.value) for record in reader.read_to_end(topic_partitions)]
+    reader.close()
+    return found
+
+
+def run_on_policy(
+    prepared: Path,
+    folder: Path,
+    bootstrap_servers: str,
+    sections: str,
+    *,
+    learning_rate: float = 1e-3,
+    num_steps: int = 3,
+    timeout_seconds: float = 200.0,
+) -> FinishedRun:
+    """Run to the end, strictly on-policy, with these sections after those of `run_file_text`."""
+    run_file = folder / "run.toml"
+    more = f'directory = "{folder / ".relax"}"\nmode = "sync"\nmax_staleness = 0'
+    text = run_file_text(
+        prepared,
+        f"t-{uuid.uuid4().hex[:12]}",
+        more=more,
+        learning_rate=learning_rate,
+        num_steps=num_steps,
+    )
+    run_file.write_text(f'{text}{sections}\n[broker]\nbootstrap_servers = "{bootstrap_servers}"\n')
+    ended = call_relax("run", run_file, cwd=folder, timeout_seconds=timeout_seconds)
+    assert ended.code == 0, ended.err
+    return FinishedRun(run_file, load_run_config(run_file, environment={}))

@@ -4,21 +4,22 @@ replay trains on the recorded values.
 
 from __future__ import annotations
 
-import uuid
 from pathlib import Path
 
 import numpy as np
 import orjson
 import pytest
-from command_line import FinishedRun, Relax, call_relax, log_of, report_of, run_file_text
+from command_line import (
+    FinishedRun,
+    Relax,
+    log_of,
+    report_of,
+    run_on_policy,
+    sample_events,
+)
 
 from relax_events.algorithms.gae import GroupValues, gae_advantages
-from relax_events.config import load_run_config
-from relax_events.events.codec import EventCodec
-from relax_events.events.types import Event, LogprobsComputed, SampleReady
-from relax_events.kafka.connection import Connection
-from relax_events.kafka.log_reader import LogReader
-from relax_events.topics import TopicPlan
+from relax_events.events.types import LogprobsComputed, SampleReady
 
 pytestmark = pytest.mark.timeout(300)
 PPO = """
@@ -37,24 +38,7 @@ def ppo_run(
 ) -> FinishedRun:
     """Return a finished run of three steps, strictly on-policy."""
     folder = tmp_path_factory.mktemp("ppo")
-    run_file = folder / "run.toml"
-    more = f'directory = "{folder / ".relax"}"\nmode = "sync"\nmax_staleness = 0'
-    text = run_file_text(prepared, f"t-{uuid.uuid4().hex[:12]}", more=more)
-    run_file.write_text(f'{text}{PPO}\n[broker]\nbootstrap_servers = "{bootstrap_servers}"\n')
-    ended = call_relax("run", run_file, cwd=folder, timeout_seconds=200)
-    assert ended.code == 0, ended.err
-    return FinishedRun(run_file, load_run_config(run_file, environment={}))
-
-
-def events(run: FinishedRun, entity: str) -> list[Event]:
-    plan, codec = TopicPlan.from_config(run.config), EventCodec()
-    reader = LogReader(Connection.from_config(run.config.broker, client_id="test"))
-    topic_partitions = [
-        (plan.topic(entity), partition) for partition in range(plan.num_sample_partitions)
-    ]
-    found = [codec.decode(record.value) for record in reader.read_to_end(topic_partitions)]
-    reader.close()
-    return found
+    return run_on_policy(prepared, folder, bootstrap_servers, PPO)
 
 
 def test_critic_version_equals_the_policy_version_that_it_scores(ppo_run: FinishedRun) -> None:
@@ -67,7 +51,9 @@ def test_critic_version_equals_the_policy_version_that_it_scores(ppo_run: Finish
         [],
     )
     evaluated = [
-        event for event in events(ppo_run, "critic.values") if isinstance(event, LogprobsComputed)
+        event
+        for event in sample_events(ppo_run, "critic.values")
+        if isinstance(event, LogprobsComputed)
     ]
     assert len(evaluated) == 3 * 16
     assert {
@@ -91,11 +77,13 @@ def test_critic_version_equals_the_policy_version_that_it_scores(ppo_run: Finish
 def test_advantages_are_computed_from_the_recorded_critic_values(ppo_run: FinishedRun) -> None:
     values = {
         event.sample_id: event.values
-        for event in events(ppo_run, "critic.values")
+        for event in sample_events(ppo_run, "critic.values")
         if isinstance(event, LogprobsComputed)
     }
     ready = [
-        event for event in events(ppo_run, "advantage.samples") if isinstance(event, SampleReady)
+        event
+        for event in sample_events(ppo_run, "advantage.samples")
+        if isinstance(event, SampleReady)
     ]
     assert len(ready) == 3 * 16
     for sample in ready:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import uuid
 from pathlib import Path
 
 import numpy as np
 import pytest
-from command_line import FinishedRun, call_relax, report_of, run_file_text
+from command_line import FinishedRun, report_of, run_on_policy, sample_events
 
-from relax_events.config import load_run_config
-from relax_events.events.codec import EventCodec
-from relax_events.events.types import Event, LogprobsComputed, SampleReady
-from relax_events.kafka.connection import Connection
-from relax_events.kafka.log_reader import LogReader
+from relax_events.events.types import LogprobsComputed, SampleReady
 from relax_events.objects import ObjectStore
 from relax_events.topics import TopicPlan
 from relax_events.weights.artifact_writer import stored_versions
@@ -33,33 +28,24 @@ def run(
 ) -> FinishedRun:
     """Return a finished run, strictly on-policy."""
     folder = tmp_path_factory.mktemp("refreshed")
-    run_file = folder / "run.toml"
-    more = f'directory = "{folder / ".relax"}"\nmode = "sync"\nmax_staleness = 0'
-    text = run_file_text(
-        prepared, f"t-{uuid.uuid4().hex[:12]}", more=more, learning_rate=1e-2
-    ).replace("num_steps = 3", f"num_steps = {NUM_STEPS}")
-    run_file.write_text(f'{text}{ALGORITHM}[broker]\nbootstrap_servers = "{bootstrap_servers}"\n')
-    ended = call_relax("run", run_file, cwd=folder, timeout_seconds=280)
-    assert ended.code == 0, ended.err
-    return FinishedRun(run_file, load_run_config(run_file, environment={}))
-
-
-def events(run: FinishedRun, entity: str) -> list[Event]:
-    plan, codec = TopicPlan.from_config(run.config), EventCodec()
-    reader = LogReader(Connection.from_config(run.config.broker, client_id="test"))
-    topic_partitions = [
-        (plan.topic(entity), partition) for partition in range(plan.num_sample_partitions)
-    ]
-    found = [codec.decode(record.value) for record in reader.read_to_end(topic_partitions)]
-    reader.close()
-    return found
+    return run_on_policy(
+        prepared,
+        folder,
+        bootstrap_servers,
+        ALGORITHM,
+        learning_rate=1e-2,
+        num_steps=NUM_STEPS,
+        timeout_seconds=280,
+    )
 
 
 def test_reference_of_a_sample_is_the_newest_refreshed_version(run: FinishedRun) -> None:
     report = report_of(run.run_file.parent, run.config.run.id)
     assert (report["succeeded"], report["ledger_problems"]) == (True, [])
     scored = [
-        event for event in events(run, "reference.logprobs") if isinstance(event, LogprobsComputed)
+        event
+        for event in sample_events(run, "reference.logprobs")
+        if isinstance(event, LogprobsComputed)
     ]
     assert len(scored) == NUM_STEPS * 16
     assert {(event.policy_version, event.model_version) for event in scored} == {
@@ -69,7 +55,7 @@ def test_reference_of_a_sample_is_the_newest_refreshed_version(run: FinishedRun)
 
 def test_policy_equals_its_reference_at_each_refresh_and_only_there(run: FinishedRun) -> None:
     distances: dict[int, float] = {}
-    for event in events(run, "advantage.samples"):
+    for event in sample_events(run, "advantage.samples"):
         assert isinstance(event, SampleReady)
         mask = np.asarray(event.loss_mask, bool)
         apart = np.abs(np.asarray(event.rollout_logprobs) - np.asarray(event.ref_logprobs))[mask]

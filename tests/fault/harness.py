@@ -26,7 +26,7 @@ from relax_events.config import RunConfig
 from relax_events.errors import BrokerUnavailable
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import Outcome, WorkerState
-from relax_events.events.types import Event, PromptGroupEnded
+from relax_events.events.types import Event, PromptGroupEnded, SampleRolledOut
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.batch_verification import VARIABLE as EXAMINE
 from relax_events.kafka.connection import Connection
@@ -387,6 +387,11 @@ class FaultRun:
         finally:
             reader.close()
 
+    def samples(self) -> list[SampleRolledOut]:
+        """Read the samples that rollout workers have written."""
+        records = self.records("rollout.samples", num_partitions=self.plan.num_sample_partitions)
+        return [event for one in records if isinstance(event := self.decode(one), SampleRolledOut)]
+
     def log(self, worker_id: str) -> list[dict[str, Any]]:
         """Read the log events of a worker."""
         lines = (self.folder / "logs" / f"{worker_id}.log").read_text(errors="replace").splitlines()
@@ -439,3 +444,21 @@ def assert_ledger_balances(run: FaultRun) -> dict[str, Any]:
     )
     assert ledger["staleness_max"] <= config.max_staleness
     return ledger
+
+
+def assert_spent_attempts_are_not_scored(run: FaultRun, reason: str) -> set[str]:
+    """Assert that prompts whose attempts are spent became dead letters with a reason, and that none
+    of their samples has a reward; return their prompt groups."""
+    dead_letters = run.records("rollout.dead-letters")
+    assert dead_letters
+    for dead_letter in dead_letters:
+        assert dead_letter.headers["error-class"] == "EpisodeFailed"
+        assert "attempt 2 of 2" in dead_letter.headers["error-text"]
+        assert reason in dead_letter.headers["error-text"]
+    scored = {
+        run.decode(record).prompt_group_id
+        for record in run.records("reward.scores", num_partitions=run.plan.num_sample_partitions)
+    }
+    spent = {dead_letter.key for dead_letter in dead_letters}
+    assert not spent & scored
+    return spent

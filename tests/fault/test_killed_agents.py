@@ -8,9 +8,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from harness import FaultRun, assert_ledger_balances, failpoint_marker
-
-from relax_events.events.types import SampleRolledOut
+from harness import (
+    FaultRun,
+    assert_ledger_balances,
+    assert_spent_attempts_are_not_scored,
+    failpoint_marker,
+)
 
 pytestmark = pytest.mark.long
 
@@ -46,16 +49,28 @@ def agents_of(file: Path) -> list[psutil.Process]:
     ]
 
 
+def start_agents(
+    start_run: Callable[..., FaultRun],
+    file: Path,
+    program: str,
+    *,
+    run: dict[str, int],
+    **environment: int,
+) -> FaultRun:
+    """Prepare a run whose samples are a program's episodes."""
+    file.write_text(program)
+    return start_run(
+        run={"prompts_per_step": 4, **run},
+        algorithm={"kl_coefficient": 0.0, "old_logprobs": "rollout"},
+        environment={"command": [sys.executable, "-I", "-S", str(file)], **environment},
+    )
+
+
 def test_killed_rollout_worker_begins_its_episodes_again_and_trains_each_once(
     start_run: Callable[..., FaultRun], tmp_path: Path
 ) -> None:
     file = tmp_path / "agent.py"
-    file.write_text(AGENT)
-    run = start_run(
-        run={"num_steps": 6, "prompts_per_step": 4},
-        algorithm={"kl_coefficient": 0.0, "old_logprobs": "rollout"},
-        environment={"command": [sys.executable, "-I", "-S", str(file)], "concurrency": 8},
-    )
+    run = start_agents(start_run, file, AGENT, run={"num_steps": 6}, concurrency=8)
     process = run.start()
     run.wait_until_steps(1)
     run.wait_until(lambda: bool(agents_of(file)), "an episode runs")
@@ -69,11 +84,7 @@ def test_killed_rollout_worker_begins_its_episodes_again_and_trains_each_once(
     assert run.wait_until_ended(process) == 0
     assert_ledger_balances(run)
     assert agents_of(file) == []
-    samples = [
-        event
-        for record in run.records("rollout.samples", num_partitions=run.plan.num_sample_partitions)
-        if isinstance(event := run.decode(record), SampleRolledOut)
-    ]
+    samples = run.samples()
     assert {len(sample.path_lengths) for sample in samples} == {0, 2}
     assert all(sum(one.path_lengths) in (0, one.tokens.shape[0]) for one in samples)
 
@@ -82,12 +93,7 @@ def test_workers_killed_at_named_points_leave_no_program_and_train_each_episode_
     start_run: Callable[..., FaultRun], tmp_path: Path
 ) -> None:
     file = tmp_path / "agent.py"
-    file.write_text(AGENT)
-    run = start_run(
-        run={"num_steps": 6, "prompts_per_step": 4},
-        algorithm={"kl_coefficient": 0.0, "old_logprobs": "rollout"},
-        environment={"command": [sys.executable, "-I", "-S", str(file)], "concurrency": 8},
-    )
+    run = start_agents(start_run, file, AGENT, run={"num_steps": 6}, concurrency=8)
     points = tuple(
         f"{point}=kill"
         for point in ("rollout.generating:2", "rollout.before_flush:2", "rollout.before_settle:3")
@@ -111,28 +117,10 @@ if sum(task["prompt_group_id"].encode()) % 3 == 0:
 def test_spent_attempts_become_dead_letters_and_no_rewards(
     start_run: Callable[..., FaultRun], tmp_path: Path
 ) -> None:
-    file = tmp_path / "agent.py"
-    file.write_text(FAILING)
-    run = start_run(
-        run={"num_steps": 3, "prompts_per_step": 4, "max_failed_prompt_groups": 1000},
-        algorithm={"kl_coefficient": 0.0, "old_logprobs": "rollout"},
-        environment={"command": [sys.executable, "-I", "-S", str(file)], "attempts": 2},
-    )
+    bounds = {"num_steps": 3, "max_failed_prompt_groups": 1000}
+    run = start_agents(start_run, tmp_path / "agent.py", FAILING, run=bounds, attempts=2)
     assert run.wait_until_ended(run.start()) == 0
     assert_ledger_balances(run)
-    dead_letters = run.records("rollout.dead-letters")
-    assert dead_letters
-    for dead_letter in dead_letters:
-        assert dead_letter.headers["error-class"] == "EpisodeFailed"
-        assert (
-            "attempt 2 of 2: exited with 1: the sandbox is gone"
-            in dead_letter.headers["error-text"]
-        )
-    scored = [
-        run.decode(record).prompt_group_id
-        for record in run.records("reward.scores", num_partitions=run.plan.num_sample_partitions)
-    ]
-    assert not {dead_letter.key for dead_letter in dead_letters} & set(scored)
-    assert {name for name, reason in run.failures.items() if "sandbox is gone" in reason} <= {
-        dead_letter.key for dead_letter in dead_letters
-    }
+    reason = "attempt 2 of 2: exited with 1: the sandbox is gone"
+    spent = assert_spent_attempts_are_not_scored(run, reason)
+    assert {name for name, text in run.failures.items() if "sandbox is gone" in text} <= spent

@@ -16,8 +16,6 @@ from typing import Any
 import pytest
 from harness import FaultRun, assert_ledger_balances, failpoint_marker
 
-from relax_events.events.types import SampleRolledOut
-
 pytestmark = pytest.mark.long
 TOKEN = "a-token"
 HARNESS = """
@@ -109,11 +107,7 @@ def start_harness_run(
 def assert_trained_once(run: FaultRun) -> None:
     """Check the ledger, and that each sample has the harness's reward."""
     assert_ledger_balances(run)
-    samples = [
-        event
-        for record in run.records("rollout.samples", num_partitions=run.plan.num_sample_partitions)
-        if isinstance(event := run.decode(record), SampleRolledOut)
-    ]
+    samples = run.samples()
     assert samples
     for sample in samples:
         assert list(sample.environment_rewards) == [len(sample.sample_id) % 2]

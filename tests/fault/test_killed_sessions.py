@@ -7,9 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from harness import FaultRun, assert_ledger_balances
-
-from relax_events.events.types import SampleRolledOut
+from harness import FaultRun, assert_ledger_balances, assert_spent_attempts_are_not_scored
 
 pytestmark = pytest.mark.long
 
@@ -57,11 +55,6 @@ def children_of(worker: int) -> list[psutil.Process]:
     return [one for one in psutil.Process(worker).children() if CHILD in one.cmdline()]
 
 
-def samples_of(run: FaultRun) -> list[SampleRolledOut]:
-    records = run.records("rollout.samples", num_partitions=run.plan.num_sample_partitions)
-    return [event for record in records if isinstance(event := run.decode(record), SampleRolledOut)]
-
-
 def test_killed_rollout_worker_begins_its_sessions_again_and_trains_each_once(
     start_run: Callable[..., FaultRun], tmp_path: Path
 ) -> None:
@@ -82,7 +75,7 @@ def test_killed_rollout_worker_begins_its_sessions_again_and_trains_each_once(
     run.wait_until_ready_again("rollout-0", killed=killed)
     assert run.wait_until_ended(process) == 0
     assert_ledger_balances(run)
-    samples = samples_of(run)
+    samples = run.samples()
     for sample in samples:
         turns = [turn for turn in sample.turns if turn.role == "assistant"]
         assert sample.environment_rewards is not None
@@ -102,14 +95,4 @@ def test_sessions_with_spent_attempts_become_dead_letters_and_no_rewards(
     )
     assert run.wait_until_ended(run.start()) == 0
     assert_ledger_balances(run)
-    dead_letters = run.records("rollout.dead-letters")
-    assert dead_letters
-    for dead_letter in dead_letters:
-        assert dead_letter.headers["error-class"] == "EpisodeFailed"
-        assert "attempt 2 of 2" in dead_letter.headers["error-text"]
-        assert "ConnectionError: the simulator is gone" in dead_letter.headers["error-text"]
-    scored = {
-        run.decode(record).prompt_group_id
-        for record in run.records("reward.scores", num_partitions=run.plan.num_sample_partitions)
-    }
-    assert not {dead_letter.key for dead_letter in dead_letters} & scored
+    assert_spent_attempts_are_not_scored(run, "ConnectionError: the simulator is gone")

@@ -16,7 +16,7 @@ from poison import OVERSIZE_BYTES
 from relax_events.errors import BrokerRefused
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import StoredArray
-from relax_events.events.types import PromptGroupEnded, SampleRolledOut
+from relax_events.events.types import PromptGroupEnded
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord
 
@@ -26,15 +26,10 @@ CLAIM_CHECK_THRESHOLD_BYTES = 64
 
 def rolled_out(run: FaultRun) -> dict[str, Path]:
     """Return the object references of the tokens of one sample of each prompt group."""
-    codec = EventCodec()
-    events = [
-        codec.decode(record.value)
-        for record in run.records("rollout.samples", num_partitions=run.plan.num_sample_partitions)
-    ]
     return {
-        event.prompt_group_id: Path(unquote(urlsplit(event.tokens.reference.uri).path))
-        for event in events
-        if isinstance(event, SampleRolledOut) and isinstance(event.tokens, StoredArray)
+        sample.prompt_group_id: Path(unquote(urlsplit(sample.tokens.reference.uri).path))
+        for sample in run.samples()
+        if isinstance(sample.tokens, StoredArray)
     }
 
 

@@ -483,7 +483,9 @@ def test_worker_learns_a_schema_that_was_published_after_its_start(
 ) -> None:
     """A newer writer, whose samples have a field more, publishes its schema before its first
     record."""
-    schema, fingerprint, value = end_by_newer_release("000001-0002-0")
+    schema, fingerprint, value = end_by_newer_release(
+        prompt_group_id="000001-0002-0", train_step=1, group_index=2
+    )
     producer.write([ProducerRecord(plan.topic("control.schemas"), schema, key=fingerprint.hex())])
     record = Record("t", 0, 0, "000001-0002-0", value, {}, 0)
     assert worker.records.decode(record) == ended("000001-0002-0")

@@ -98,6 +98,19 @@ class Program(ABC):
         """Return a message of the user."""
         return {"role": "user", "content": self.content(text, *images)}
 
+    def go_on(self, step: int, index: int, *images: bytes) -> None:
+        """Change the history before the next call: edit a message at step 1, begin again with a
+        summary at step 2, and answer the tool calls, if there are any, at others."""
+        if step == 1:
+            self.edit(index)
+        if step == 2:
+            self.compact()
+        elif self.calls and step != 1:
+            for call_id in self.calls:
+                self.reply(call_id, str(step), *images)
+        else:
+            self.say(f"and {step}", *images)
+
     @abstractmethod
     def content(self, text: str, *images: bytes) -> Any:
         """Return a text, and images after it."""

@@ -18,7 +18,6 @@ from typing import Any
 
 import avro.io
 import avro.schema
-import fastavro
 import numpy as np
 import pytest
 from event_samples import ended, rolled_out
@@ -33,6 +32,7 @@ from relax_events.events.parts import Array, Modality, ObjectRef, Outcome, Store
 from relax_events.events.schemas import Schema
 from relax_events.events.tensors import DTYPES, pack, unpack
 from relax_events.events.types import Event, PromptGroupEnded, SampleRolledOut
+from tests.schema_changes import END_VALUES, encode_by
 
 CODEC = EventCodec()
 EVENTS = typing.get_args(Event)
@@ -307,33 +307,10 @@ def test_event_with_a_value_of_another_type_is_refused(changes: dict[str, Any], 
         CODEC.encode(dataclasses.replace(ended(), **changes))
 
 
-def foreign(schema: Schema, values: dict[str, Any], codec: EventCodec) -> bytes:
-    """Encode as another release would, after its schema was learned."""
-    fingerprint = codec.learn(json.dumps(schema))
-    body = io.BytesIO()
-    fastavro.schemaless_writer(body, fastavro.parse_schema(schema), values)
-    return MAGIC + fingerprint + body.getvalue()
-
-
-VALUES = {
-    "prompt_group_id": "000000-0000-0",
-    "train_step": 0,
-    "group_index": 0,
-    "attempt": 0,
-    "row": 7,
-    "outcome": "failed",
-    "reason": "because",
-    "policy_version": 0,
-    "trainer_version": 0,
-    "mean_reward": None,
-    "ended_at": 1,
-}
-
-
 def test_record_of_a_newer_writer_is_read_without_its_new_field() -> None:
     codec, schema = EventCodec(), schema_of("PromptGroupEnded")
     schema["fields"].insert(0, {"name": "judge", "type": "string", "doc": "New."})
-    assert codec.decode(foreign(schema, VALUES | {"judge": "x"}, codec)) == ended()
+    assert codec.decode(encode_by(schema, END_VALUES | {"judge": "x"}, codec)) == ended()
 
 
 def test_record_of_an_older_writer_gets_the_default_of_a_field_that_it_lacks() -> None:
@@ -341,7 +318,7 @@ def test_record_of_an_older_writer_gets_the_default_of_a_field_that_it_lacks() -
     schema["fields"] = [
         field for field in schema["fields"] if field["name"] not in ("reason", "mean_reward")
     ]
-    event = codec.decode(foreign(schema, VALUES, codec))
+    event = codec.decode(encode_by(schema, END_VALUES, codec))
     assert event == ended(reason="")
 
 
@@ -349,7 +326,7 @@ def test_symbol_of_a_newer_writer_is_read_as_the_default() -> None:
     codec, schema = EventCodec(), schema_of("PromptGroupEnded")
     outcome = next(field for field in schema["fields"] if field["name"] == "outcome")["type"]
     outcome["symbols"].append("postponed")
-    event = codec.decode(foreign(schema, VALUES | {"outcome": "postponed"}, codec))
+    event = codec.decode(encode_by(schema, END_VALUES | {"outcome": "postponed"}, codec))
     assert isinstance(event, PromptGroupEnded)
     assert event.outcome is Outcome.FAILED
 
@@ -358,7 +335,7 @@ def test_record_that_lacks_a_field_without_default_is_corrupt() -> None:
     codec, schema = EventCodec(), schema_of("PromptGroupEnded")
     schema["fields"] = [field for field in schema["fields"] if field["name"] != "train_step"]
     with pytest.raises(CorruptRecord, match="train_step"):
-        codec.decode(foreign(schema, VALUES, codec))
+        codec.decode(encode_by(schema, END_VALUES, codec))
 
 
 def test_codec_learns_schemas_published_by_another_codec() -> None:

@@ -96,15 +96,7 @@ async def look(session: Session, rng: random.Random, kind: type[Program]) -> lis
         if step == 0 and kind is not StoredResponsesProgram:
             program.history = before
             continue
-        if step == 1:
-            program.edit(rng.randrange(12))
-        if step == 2:
-            program.compact()
-        elif program.calls and step != 1:
-            for call_id in program.calls:
-                program.reply(call_id, str(step), *images)
-        else:
-            program.say(f"and {step}", *images)
+        program.go_on(step, rng.randrange(12), *images)
     return shown
 
 

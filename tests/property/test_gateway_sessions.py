@@ -97,15 +97,7 @@ async def talk(session: Session, rng: random.Random, kind: type[Program]) -> Non
         if step == 0 and kind is not StoredResponsesProgram:  # a retry: the answer was lost
             program.history = before
             continue
-        if step == 1:
-            program.edit(rng.randrange(12))
-        if step == 2:
-            program.compact()
-        elif program.calls and step != 1:
-            for call_id in program.calls:
-                program.reply(call_id, str(step))
-        else:
-            program.say(f"and {step}")
+        program.go_on(step, rng.randrange(12))
 
 
 def check_session(renderer: ChatRenderer, kind: type[Program], seed: int) -> None:
