@@ -3,11 +3,9 @@ take turns (without, with, with, without, ...), and neighbours are compared.
 
     python -m benchmarks.watched
 
-A page is a client of this process that asks what a browser's page asks: it follows the stream of
-events, asks for its view every other second, for the alarms every five seconds and for the runs
-every thirty. Drawing, which a person's own machine does, is left out, and the clients have a low
-priority. In the windows without, the server's process is stopped by a signal; with pages, it
-also reads what the log got meanwhile.
+The pages are clients that ask what a browser's pages ask (`benchmarks.open_pages`). In the windows
+without, the server's process is stopped by a signal; with pages, it also reads what the log got
+meanwhile.
 """
 
 from __future__ import annotations
@@ -20,9 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from contextlib import suppress
@@ -34,17 +30,16 @@ import numpy as np
 import psutil
 
 from benchmarks import quickstart, report
+from benchmarks.open_pages import CALL_SECONDS, VIEWS, PageClients
 from relax_events.config import load_run_config
 from relax_events.events.types import TrainStepCommitted
 from relax_events.history.run_log import RunLog
 
 RUN_ID = "watched"
 ADDRESS = re.compile(r"(http://127\.0\.0\.1:\d+)/\?run=\S+")
-VIEWS = ("overview", "timeline", "samples", "fleet", "lag")
 NUM_PAIRS, WINDOW_SECONDS, SETTLING_SECONDS = 20, 11.0, 3.0
 FIRST_STEPS = 40  # the workers' start, and the pages' first reading, come before the windows
-ASK_SECONDS, ALARMS_SECONDS, RUNS_SECONDS = 2.0, 5.0, 30.0
-CALL_SECONDS, DRAIN_SECONDS = 60.0, 120.0
+DRAIN_SECONDS = 120.0
 RESAMPLES = 10_000
 BUSY_LOAD = 4.0  # by core: a quickstart alone makes less
 SERVER = "relax_events.launcher.run_page_server"
@@ -59,63 +54,6 @@ class Window:
     stop: float
     server_cpu: float
     broker_cpu: float
-
-
-class Page(threading.Thread):
-    """Asks what an open page asks, until it is closed."""
-
-    def __init__(self, address: str, view: str) -> None:
-        super().__init__(daemon=True)
-        self._address, self._view, self._closed = address, view, threading.Event()
-        self._run = f"{address}/api/runs/{RUN_ID}"
-        self._tags: dict[str, str] = {}
-        self._asked: dict[str, float] = {}
-        self.seconds: list[float] = []
-
-    def close(self) -> None:
-        """Ask for nothing more."""
-        self._closed.set()
-
-    def run(self) -> None:
-        """Follow the stream of events."""
-        with (
-            suppress(OSError),  # the run has ended, and its page with it
-            urllib.request.urlopen(f"{self._run}/events", timeout=CALL_SECONDS) as stream,
-        ):
-            for line in stream:
-                if self._closed.is_set():
-                    return
-                if line.startswith(b"data:"):
-                    self._draw()
-
-    def _draw(self) -> None:
-        found = self._ask(f"{self._run}/{self._view}", ASK_SECONDS)
-        if found and self._view == "samples":
-            rows = ",".join(str(row["row"]) for row in json.loads(found)["rows"])
-            self._ask(f"{self._run}/texts?rows={rows}", 0.0)
-        self._ask(f"{self._run}/alarms", ALARMS_SECONDS)
-        self._ask(f"{self._address}/api/runs", RUNS_SECONDS)
-
-    def _ask(self, address: str, interval_seconds: float) -> bytes:
-        """Return the answer; nothing where the page has it, or asked a short time ago."""
-        began = time.monotonic()
-        if began - self._asked.get(address, -1e9) < interval_seconds:
-            return b""
-        if interval_seconds:
-            self._asked[address] = began
-        known = {"If-None-Match": self._tags[address]} if address in self._tags else {}
-        request = urllib.request.Request(address, headers=known)
-        try:
-            with urllib.request.urlopen(request, timeout=CALL_SECONDS) as answer:
-                body: bytes = answer.read()
-                if interval_seconds and (tag := answer.headers.get("ETag")):
-                    self._tags[address] = tag
-        except urllib.error.HTTPError as error:
-            if error.code != 304:
-                raise
-            body = b""
-        self.seconds.append(time.monotonic() - began)
-        return body
 
 
 class WatchedRun:
@@ -185,19 +123,6 @@ class WatchedRun:
             self.process.wait()
 
 
-def open_pages(server: psutil.Process, address: str) -> list[float]:
-    """Open five pages for a window; return how long they waited for each answer."""
-    server.resume()
-    pages = [Page(address, view) for view in VIEWS]
-    for page in pages:
-        page.start()
-    time.sleep(WINDOW_SECONDS)
-    for page in pages:
-        page.close()
-    server.suspend()
-    return [seconds for page in pages for seconds in page.seconds]
-
-
 def cpu_seconds(process: psutil.Process) -> float:
     """Return the processor time that a process has taken."""
     times = process.cpu_times()
@@ -208,6 +133,14 @@ def measure(run: WatchedRun, num_pairs: int) -> tuple[list[Window], list[float]]
     """Take the windows in turn; return them, and how long the pages waited for each answer."""
     address = run.wait_for_address()
     run.wait_for_steps(FIRST_STEPS, address)
+    with PageClients(address, RUN_ID) as clients:
+        return take_windows(run, num_pairs, clients)
+
+
+def take_windows(
+    run: WatchedRun, num_pairs: int, clients: PageClients
+) -> tuple[list[Window], list[float]]:
+    """Take the windows in turn."""
     server, broker = run.find_process(SERVER), run.find_process("kafka.Kafka")
     windows: list[Window] = []
     waits: list[float] = []
@@ -216,7 +149,9 @@ def measure(run: WatchedRun, num_pairs: int) -> tuple[list[Window], list[float]]
         before = cpu_seconds(server), cpu_seconds(broker)
         start = time.time()
         if is_watched:
-            waits += open_pages(server, address)
+            server.resume()
+            waits += clients.open_for(WINDOW_SECONDS)
+            server.suspend()
         else:
             time.sleep(WINDOW_SECONDS)
         taken = (cpu_seconds(server) - before[0], cpu_seconds(broker) - before[1])
@@ -274,7 +209,6 @@ def main(num_pairs: int = NUM_PAIRS) -> None:
     """Measure, and write the result."""
     with tempfile.TemporaryDirectory() as folder:
         run = WatchedRun(Path(folder))
-        os.nice(10)  # from here on the clients, which stand for another machine
         try:
             windows, waits = measure(run, num_pairs)
             load = os.getloadavg()[0]
