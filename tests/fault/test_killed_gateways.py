@@ -4,6 +4,7 @@ and each sample is trained once, with the harness's reward.
 
 from __future__ import annotations
 
+import math
 import signal
 import socket
 import subprocess
@@ -18,9 +19,12 @@ from harness import FaultRun, assert_ledger_balances, failpoint_marker
 
 pytestmark = pytest.mark.long
 TOKEN = "a-token"
+NUM_BEFORE = 16
+"""Episodes of one step."""
 HARNESS = """
-import http.client, json, sys, time
+import http.client, json, sys, threading, time
 ports, token = [int(port) for port in sys.argv[1].split(",")], sys.argv[2]
+limit = float(sys.argv[3])
 
 def post(port, path, body, key):
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
@@ -33,30 +37,39 @@ def post(port, path, body, key):
 def episode(port):
     status, session = post(port, "/sessions", {"wait_seconds": 2}, token)
     if status != 200:
-        return
+        return False
     messages = session["task"]["messages"]
     for _ in range(2):
         body = {"model": "any", "messages": messages, "max_tokens": 3}
         status, answer = post(port, "/v1/chat/completions", body, session["key"])
         if status != 200:
-            return
+            return False
         messages += [answer["choices"][0]["message"], {"role": "user", "content": "and"}]
-    post(port, "/sessions/finish", {"reward": len(session["sample_id"]) % 2}, session["key"])
+    reward = {"reward": len(session["sample_id"]) % 2}
+    return post(port, "/sessions/finish", reward, session["key"])[0] == 200
 
-while True:
-    for port in ports:
+def serve(port):
+    finished = 0
+    while finished < limit:
         try:
-            episode(port)
+            finished += episode(port)
         except OSError:
             time.sleep(0.2)
+
+for port in ports:
+    threading.Thread(target=serve, args=(port,)).start()
 """
 
 
-def start_harness(file: Path, ports: list[int]) -> subprocess.Popen[bytes]:
-    """Start a harness as a person does: in no relation to the run."""
+def start_harness(
+    file: Path, ports: list[int], *, limit: float = math.inf
+) -> subprocess.Popen[bytes]:
+    """Start a harness as a person does, in no relation to the run: it takes sessions from all
+    gateways side by side, and ends after `limit` episodes of each.
+    """
     file.write_text(HARNESS)
     names = ",".join(map(str, ports))
-    return subprocess.Popen([sys.executable, "-I", "-S", str(file), names, TOKEN])
+    return subprocess.Popen([sys.executable, "-I", "-S", str(file), names, TOKEN, str(limit)])
 
 
 def free_ports() -> list[int]:
@@ -73,9 +86,11 @@ def free_ports() -> list[int]:
 
 
 @contextmanager
-def running_harness(folder: Path, ports: list[int]) -> Iterator[subprocess.Popen[bytes]]:
+def running_harness(
+    folder: Path, ports: list[int], *, limit: float = math.inf
+) -> Iterator[subprocess.Popen[bytes]]:
     """Have a harness for as long as the block takes."""
-    process = start_harness(folder / "harness.py", ports)
+    process = start_harness(folder / "harness.py", ports, limit=limit)
     try:
         yield process
     finally:
@@ -140,14 +155,14 @@ def test_a_gateway_joins_a_run_and_leaves_it_by_a_signal_without_losing_a_sessio
     start_run: Callable[..., FaultRun], tmp_path: Path
 ) -> None:
     ports = free_ports()
-    run = start_harness_run(
-        start_run, tmp_path, ports, run={"num_steps": 12, "prompts_per_step": 4}
-    )
+    run = start_harness_run(start_run, tmp_path, ports, run={"num_steps": 8, "prompts_per_step": 4})
     process = run.start()
+    # Without a harness the run waits until the second gateway is ready, however long that takes.
+    with running_harness(tmp_path, ports[:1], limit=NUM_BEFORE) as first:
+        assert run.wait_until_ended(first) == 0
+    gateway = run.start("gateway", run.folder / "run.json", "--index", "1")
+    run.wait_until(lambda: run.is_ready("rollout-1"), "the second gateway is ready")
     with running_harness(tmp_path, ports):
-        run.wait_until_steps(1)
-        gateway = run.start("gateway", run.folder / "run.json", "--index", "1")
-        run.wait_until(lambda: run.is_ready("rollout-1"), "the second gateway is ready")
         run.wait_until(
             lambda: run.state.workers["rollout-1"].num_processed > 0, "it has written samples"
         )
