@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +17,9 @@ import orjson
 from relax_events.events.parts import Outcome, TopicOffset
 from relax_events.events.types import PromptGroupEnded
 from relax_events.training.batch.assembly import LocatedSample
+
+MAX_COMPONENTS = 32
+"""Components of rewards whose means are recorded with a step."""
 
 
 class PhaseTimer:
@@ -67,6 +70,7 @@ class RankStepResult:
     micro_batches: list[int] = field(default_factory=list)
     staleness: list[int] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
+    components: list[dict[str, float]] = field(default_factory=list)
     completion_lengths: list[int] = field(default_factory=list)
     num_micro_batches: int = 0
     ended: list[PromptGroupEnded] = field(default_factory=list)
@@ -86,6 +90,7 @@ class RankStepResult:
             self.micro_batches.append(self.num_micro_batches)
             self.staleness.append(trainer_version - sample.key.min_policy_version)
             self.rewards.append(sample.reward)
+            self.components.append(sample.components)
             self.completion_lengths.append(len(sample.tokens) - sample.num_prompt_tokens)
         self.num_micro_batches += 1
 
@@ -101,6 +106,7 @@ class RankStepResult:
             self.micro_batches,
             self.staleness,
             self.rewards,
+            self.components,
             self.completion_lengths,
         ):
             column.clear()
@@ -121,6 +127,18 @@ class RankStepResult:
         ]
         consumed = [TopicOffset(**item) for item in fields.pop("consumed")]
         return cls(ended=ended, consumed=consumed, **fields)
+
+
+def mean_components(samples: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each component of the rewards over the samples that have it, as
+    `reward_mean/NAME`: of the first `MAX_COMPONENTS` names by the alphabet.
+    """
+    values: dict[str, list[float]] = defaultdict(list)
+    for components in samples:
+        for name, value in components.items():
+            values[name].append(value)
+    names = sorted(values)[:MAX_COMPONENTS]
+    return {f"reward_mean/{name}": float(np.mean(values[name])) for name in names}
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +180,11 @@ class StepRecord:
             staleness_counts=np.bincount(staleness).tolist(),
             metrics={
                 **(
-                    {"reward_mean": float(rewards.mean()), "reward_std": float(rewards.std())}
+                    {
+                        "reward_mean": float(rewards.mean()),
+                        "reward_std": float(rewards.std()),
+                        **mean_components(one for result in results for one in result.components),
+                    }
                     if has_rewards
                     else {}
                 ),

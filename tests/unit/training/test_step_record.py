@@ -220,3 +220,24 @@ def test_training_history_starting_after_version_zero_requires_a_checkpoint() ->
     ):
         history.require_steps_from(0)
     history.require_steps_from(5)
+
+
+def test_step_has_the_mean_of_each_component_over_the_samples_that_have_it() -> None:
+    first, second = RankStepResult(0), RankStepResult(1)
+    components = [{"accuracy": 1.0, "format": -1.0}, {"accuracy": 0.0}, {}, {"accuracy": 0.5}]
+    for share, own in ((first, components[:2]), (second, components[2:])):
+        placed = [
+            LocatedSample(
+                ready("000003-0000-0", index, version=3, components=one),
+                partition=0,
+                offset=index,
+            )
+            for index, one in enumerate(own)
+        ]
+        share.add_micro_batch(placed, trainer_version=3)
+    shares = [RankStepResult.from_bytes(share.to_bytes()) for share in (first, second)]
+    metrics = StepRecord.merge(shares).metrics
+    assert (metrics["reward_mean/accuracy"], metrics["reward_mean/format"]) == (0.5, -1.0)
+    assert not any("/" in name for name in StepRecord.merge(shares, has_rewards=False).metrics)
+    first.pop_micro_batches()
+    assert first.components == []
