@@ -32,6 +32,7 @@ from relax_events.kafka.records import ProducerRecord
 from relax_events.media.library import MediaLibrary
 from relax_events.roles.engine_factory import open_rollout_engine
 from relax_events.roles.engine_monitor import EngineMonitor
+from relax_events.roles.engine_turns import EngineTurns
 from relax_events.roles.handover import PartialSamples
 from relax_events.roles.inflight_group import (
     InflightGroup,
@@ -64,7 +65,9 @@ def run(config: RunConfig, *, index: int = 0) -> None:
     """Run the role until it is asked to stop."""
     store = open_store(config)
     with open_worker("rollout", config, index=index, store=store, linger_ms=0) as worker:
-        versions = worker.control
+        versions, turns = worker.control, EngineTurns(worker)
+        if worker.drain.requested:
+            return
         engine = open_rollout_engine(
             config,
             name=config.rollout_engine,
@@ -74,9 +77,8 @@ def run(config: RunConfig, *, index: int = 0) -> None:
         )
         try:
             with closing(open_weights_reader(worker, store)) as transport:
-                RolloutLoop(
-                    worker, engine, transport, library=MediaLibrary(config, store=store)
-                ).run()
+                library = MediaLibrary(config, store=store)
+                RolloutLoop(worker, engine, transport, library=library, turns=turns).run()
         finally:
             engine.close()
 
@@ -91,7 +93,10 @@ class RolloutLoop:
         transport: WeightsReader,
         *,
         library: MediaLibrary | None = None,
+        turns: EngineTurns | None = None,
     ) -> None:
+        self._turns = turns or EngineTurns(worker)
+        self._turns.call_on_begin(lambda: self._put(None))
         self._worker, self._engine, self._transport = worker, engine, transport
         self._config = worker.config
         self._library = library or MediaLibrary(self._config)
@@ -162,19 +167,27 @@ class RolloutLoop:
         self._poll_leases(block=False)
         for lease in self._redelivery_guard.find_unclaimed():
             self._intake.give_up(lease)
-        if self._weights.update_if_newer():
-            self._asleep = False
-        self._submit_waiting_groups()
+        if may_work := self._turns.may_work(has_work=self._has_work()):
+            if self._weights.update_if_newer():
+                self._asleep = False
+            self._submit_waiting_groups()
         busy = self._engine.num_running > 0
         if busy:
             self._collect_finished()
         else:
             self._poll_leases(block=True)
-            if self._config.run.mode == "sync" and not self._waiting and not self._asleep:
-                self._engine.sleep()
-                self._asleep = True
+            if self._config.run.mode == "sync" and not self._has_work():
+                self._sleep()
         self._report_in_flight()
-        self._worker.lifecycle.tick(working=busy or self._is_blocked_on_weights())
+        self._worker.lifecycle.tick(working=busy or (may_work and self._has_work()))
+
+    def _sleep(self) -> None:
+        """Let the trainer work."""
+        if self._asleep:
+            self._turns.end()
+        else:
+            self._turns.sleep(self._engine)
+            self._asleep = True
 
     def _report_in_flight(self) -> None:
         waiting = (group.issued.prompt_group_id for group in self._waiting)
@@ -184,9 +197,9 @@ class RolloutLoop:
             written=tuple(islice(reversed(self._written), NUM_REPORTED_GROUPS)),
         )
 
-    def _is_blocked_on_weights(self) -> bool:
-        """Return whether a prompt group waits for a published version that the engine has not
-        loaded.
+    def _has_work(self) -> bool:
+        """Return whether a prompt group waits for a published version, which the engine may not
+        have loaded.
         """
         published = self._worker.control.policy_version
         return not self._worker.control.is_paused and any(

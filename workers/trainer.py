@@ -51,6 +51,7 @@ from relax_events.training.batch.live_batches import IDLE_SECONDS, LiveBatches
 from relax_events.training.batch.sample_intake import SampleIntake
 from relax_events.training.checkpoint.checkpoints import Checkpoints, CheckpointSchedule
 from relax_events.training.checkpoint.pending import PendingCheckpoint
+from relax_events.training.device_turns import DeviceTurns
 from relax_events.training.distributed import open_ranks
 from relax_events.training.publishing import StepPublisher, TrainedStep
 from relax_events.training.ranks import Ranks
@@ -93,8 +94,12 @@ def run(config: RunConfig, *, index: int = 0) -> None:
                     "wait for the other ranks", deadline_seconds=seconds, is_progress=False
                 )
             )
+            turns = DeviceTurns(worker, ranks)
+            if worker.drain.requested:
+                return
             backend = open_backend(config, ranks)
-            TrainLoop(worker, backend, ranks, store).run()
+            turns.share(backend)
+            TrainLoop(worker, backend, ranks, store, turns).run()
 
 
 def lay_out_ranks(trainer: TrainerConfig, num_ranks: int) -> Topology:
@@ -120,15 +125,15 @@ class TrainLoop:
     """See the module's docstring."""
 
     def __init__(
-        self, worker: Worker, backend: TrainerBackend, ranks: Ranks, store: ObjectStore
+        self,
+        worker: Worker,
+        backend: TrainerBackend,
+        ranks: Ranks,
+        store: ObjectStore,
+        turns: DeviceTurns,
     ) -> None:
-        self._worker, self._config, self._backend, self._ranks, self._store = (
-            worker,
-            worker.config,
-            backend,
-            ranks,
-            store,
-        )
+        self._worker, self._config, self._backend = worker, worker.config, backend
+        self._ranks, self._store, self._turns = ranks, store, turns
         self._topic = worker.plan.topic(TRAINING_SAMPLES)
         self._reader = LogReader(
             worker.connection, consumer_group=worker.plan.consumer_group("trainer")
@@ -168,6 +173,7 @@ class TrainLoop:
             self._follower = FollowerPosition(worker)
             self._follower.retain_all()
         num_recovered = self._recover()
+        self._turns.end()
         self._schedule.restart_clock()
         worker.control.follow(*([] if self._publisher is None else [self._publisher.best.apply]))
         try:
@@ -242,6 +248,7 @@ class TrainLoop:
             assembler=self._assembler,
             intake=self._intake,
             commits=self._commits,
+            turns=self._turns,
         )
 
     def _open_batches(self, history: TrainingHistory) -> None:
@@ -346,9 +353,13 @@ class TrainLoop:
         recorded = self._recorded
         if self._follower is not None and recorded is not None and recorded.current is not None:
             self._follower.add_trained_step(recorded.current.step, self._schedule.written)
+        if self._turns.are_taken:  # all that reads the model comes before the engines' turn
+            self._schedule.start_if_due(self._backend.policy_version, self._start_checkpoint)
+            self._turns.end()
         if not self._config.weights.async_publish:
             self._commits.commit_step()
-        self._schedule.start_if_due(self._backend.policy_version, self._start_checkpoint)
+        if not self._turns.are_taken:
+            self._schedule.start_if_due(self._backend.policy_version, self._start_checkpoint)
 
     def _consumed(self) -> list[TopicOffset]:
         """Flush the dead letters; return the offsets below which all records are decided."""

@@ -211,6 +211,44 @@ def check_trainer_memory(config: RunConfig) -> None:
         )
 
 
+def check_time_share(config: RunConfig) -> None:
+    """Refuse that trainer and engines take turns on a device where they can't.
+
+    Raises:
+        ValueError: The text names the setting, its value and the remedy.
+    """
+    if config.devices.time_share and (problem := next(_time_share_problems(config), None)):
+        raise ValueError(f"devices.time_share = true {problem}, or set devices.time_share = false")
+
+
+def _time_share_problems(config: RunConfig) -> Iterator[str]:
+    run, engine, trainer = config.run, config.rollout_engine, config.trainer
+    if config.is_replay:
+        yield "shares devices with engines, and a replay has none; leave it out"
+        return
+    if run.mode != "sync":
+        yield (
+            f"is for a trainer and engines that work in turn, and run.mode is {run.mode!r}; set "
+            "run.mode = 'sync' and run.max_staleness = 0"
+        )
+    if engine != "transformers":
+        yield (
+            f"needs an engine that frees its memory, and that of the rollout workers is "
+            f"{engine!r}; set engine.name = 'transformers'"
+        )
+    if trainer.backend == "megatron" or trainer.sharding != "none":
+        has = f"{trainer.backend!r} and trainer.sharding {trainer.sharding!r}"
+        yield (
+            f"needs a trainer whose whole state leaves the device, and trainer.backend is {has}; "
+            "set them to 'torch' and 'none'"
+        )
+    if config.weights.transport == "nccl":
+        yield (
+            "frees the devices between which weights.transport = 'nccl' sends; set "
+            "weights.transport = 'store'"
+        )
+
+
 def check_trainer_backend(config: RunConfig) -> None:
     """Refuse what backend `megatron` does not train.
 

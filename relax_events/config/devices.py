@@ -36,13 +36,17 @@ class DevicesConfig(Section):
     """Judge workers, with their engines."""
     evaluator: Indices = ()
     """The evaluator, with its engine."""
+    time_share: bool = False
+    """Whether the trainer and the rollout workers on its devices hold them in turn (`run.mode =
+    "sync"`): each frees the memory of its model while the other works. On the CPU the memory goes
+    to a file in the run's folder."""
 
     def by_role(self) -> dict[str, tuple[int, ...]]:
         """Return the devices of the roles that the run file names."""
         return {
             name.replace("_", "-"): named
             for name in type(self).model_fields
-            if (named := getattr(self, name))
+            if isinstance(named := getattr(self, name), tuple) and named
         }
 
     def key_of(self, role: str) -> str:

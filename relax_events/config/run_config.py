@@ -16,6 +16,7 @@ from relax_events.config.checks import (
     DATASET_ENGINE,
     check_answers,
     check_mini_batches,
+    check_time_share,
     check_token_staleness,
     check_trainer_backend,
     check_trainer_memory,
@@ -338,6 +339,7 @@ class RunConfig(Section):
     def _memory_settings_agree(self) -> RunConfig:
         check_trainer_memory(self)
         check_trainer_backend(self)
+        check_time_share(self)
         return self
 
     @model_validator(mode="after")
@@ -477,6 +479,13 @@ class RunConfig(Section):
     def run_directory(self) -> Path:
         """Folder of the run's logs, reports and, by default, objects."""
         return self.run.directory / "runs" / self.run.id
+
+    @property
+    def devices_directory(self) -> Path:
+        """Folder of the locks on devices that processes use in turn, and of memory that leaves
+        the CPU.
+        """
+        return self.run_directory / "devices"
 
     @property
     def objects_uri(self) -> str:

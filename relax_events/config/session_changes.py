@@ -60,6 +60,7 @@ RULES: Mapping[str, tuple[Rule, str]] = {
     ),
     "model.device": (FREE, _SPEED),
     "devices": (FREE, _SPEED),
+    "devices.time_share": (FREE, "memory against time"),
     "model.media": (ACCEPTED, "media are shown to the model in another way"),
     "model.routing_replay": (
         NEVER,

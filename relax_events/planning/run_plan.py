@@ -5,7 +5,7 @@ a step, and the smallest change that makes it fit. Pure arithmetic.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from relax_events.config.devices import DevicesConfig
 from relax_events.config.engine import EngineConfig
@@ -54,11 +54,23 @@ class PlannedDevice:
     index: int
     num_bytes: int
     workers: tuple[PlannedWorker, ...]
+    is_time_shared: bool = False
 
     @property
     def needed(self) -> int:
-        """Bytes of all workers."""
-        return sum(worker.memory.total for worker in self.workers)
+        """Bytes of all workers; where the trainer and the rollout workers hold the device in turn,
+        the larger turn, in which the others keep their process alone.
+        """
+        total = sum(worker.memory.total for worker in self.workers)
+        sides = [
+            sum(
+                worker.memory.total - worker.memory.parts["process"]
+                for worker in self.workers
+                if worker.worker_id.startswith(role)
+            )
+            for role in ("trainer-", "rollout-")
+        ]
+        return total - min(sides) if self.is_time_shared else total
 
     @property
     def fits(self) -> bool:
@@ -162,6 +174,7 @@ def _plan(
                     for name, device_index in placed.items()
                     if device_index == index
                 ),
+                config.devices.time_share,
             ),
             models,
         )
@@ -252,7 +265,7 @@ def _fill_caches(device: PlannedDevice, models: _Models) -> PlannedDevice:
         cache = MemoryParts(dict(worker.memory.parts) | {"cache": fitting * one})
         return PlannedWorker(worker.worker_id, cache, num_samples=fitting, most_samples=most)
 
-    return PlannedDevice(device.index, device.num_bytes, tuple(map(fill, device.workers)))
+    return replace(device, workers=tuple(map(fill, device.workers)))
 
 
 def _changes(

@@ -12,6 +12,7 @@ from relax_events.engines.protocol import Engine
 from relax_events.media.library import MediaLibrary
 from relax_events.objects.version_objects import build_version_folder
 from relax_events.plugins import ENGINES, find_plugin
+from relax_events.roles.engine_turns import OffloadingEngine
 from relax_events.telemetry.component_metrics import ReplicaMetrics
 from relax_events.telemetry.metrics import WorkerMetrics
 
@@ -35,6 +36,8 @@ def open_engine(config: RunConfig, *, name: str, metrics: ReplicaMetrics) -> Eng
     engine: Engine = plugin.load()(config.model.path, config=config.engine, model=config.model)
     if isinstance(engine, RoutingMetricsReceiver):
         engine.set_metrics(metrics)
+    if config.devices.time_share and isinstance(engine, OffloadingEngine):
+        engine.offload_to(config.devices_directory)
     return engine
 
 

@@ -54,6 +54,7 @@ from relax_events.training.backend.protocol import StepMetrics
 from relax_events.training.backend.state import StateSource, TrainerState
 from relax_events.training.backend.weight_stream import collect_weights
 from relax_events.training.batch import live_batches
+from relax_events.training.device_turns import DeviceTurns
 from relax_events.training.ranks import SingleRank
 from workers import advantage, prompter, trainer
 
@@ -377,7 +378,8 @@ class SimulatedRun:
         advantage.AdvantageLoop(opened).run()
 
     def _trainer(self, opened: Worker) -> None:
-        trainer.TrainLoop(opened, HashingBackend(), SingleRank(), self.store).run()
+        turns = DeviceTurns(opened, SingleRank())
+        trainer.TrainLoop(opened, HashingBackend(), SingleRank(), self.store, turns).run()
 
     def _reward(self, opened: Worker) -> None:
         def score(samples: Sequence[SampleRolledOut]) -> list[ProducerRecord]:

@@ -27,6 +27,7 @@ from relax_events.models.adapter_folder import read_adapter_tensors
 from relax_events.models.adapters import Adapters, published_parameters, replace_version
 from relax_events.models.causal_lm import attention_kinds, choose_device, load_causal_lm
 from relax_events.models.families import read_family
+from relax_events.models.offload import Offload
 from relax_events.models.routers import Routers, split_rows
 
 FULL, LINEAR = "full_attention", "linear_attention"
@@ -59,6 +60,7 @@ class CausalModel:
             device=self.device,
             loader=self.family.loader,
         )
+        self._offload: Offload | None = None
         self._adapters = Adapters.for_model(self._module, config, family=self.family, path=path)
         self._head: nn.Module = self._module.get_output_embeddings()
         self.vocab_size = len(self._module.get_input_embeddings().get_parameter("weight"))
@@ -216,15 +218,28 @@ class CausalModel:
         """
         replace_version(self._module, self._adapters, tensors, base_digest=base_digest)
 
+    def offload_to(self, folder: Path) -> None:
+        """Let `offload` free the memory of the CPU too, in favour of a file in this folder."""
+        self._offload = Offload(folder)
+
     def offload(self) -> None:
-        """Move the weights to the CPU and release the device's memory."""
-        if self.device.type != "cpu":
-            self._module.cpu()
-            torch.cuda.empty_cache()
+        """Free the device's memory; the weights are kept on the host."""
+        if self._offload is not None:
+            self._offload.move_away(self._module.parameters())
+        else:
+            self.free_device()
 
     def reload(self) -> None:
         """Undo `offload`."""
+        if self._offload is not None:
+            self._offload.bring_back()
         nn.Module.to(self._module, self.device)
+
+    def free_device(self) -> None:
+        """Move the weights to the CPU, if they are elsewhere, and release the device's memory."""
+        if self.device.type != "cpu":
+            self._module.cpu()
+            torch.cuda.empty_cache()
 
     def _logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocabulary"]:
         num_rows = len(hidden)

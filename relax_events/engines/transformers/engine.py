@@ -48,6 +48,7 @@ from relax_events.engines.transformers.prefill_inputs import (
 )
 from relax_events.engines.transformers.rows import RowTable
 from relax_events.engines.transformers.sampling import sample_tokens, top_tokens, uniforms
+from relax_events.errors import WeightsError
 from relax_events.events.parts import FinishReason
 from relax_events.planning.inventory import num_threads
 from relax_events.weights import Weights
@@ -220,13 +221,23 @@ class TransformersEngine:
         Raises:
             WeightsError: The weights don't fit the model; the text names the tensor.
         """
-        self._model.replace_weights(weights.tensors, base_digest=weights.base_digest)
+        was_asleep = self._asleep
+        self.wake()
+        try:
+            self._model.replace_weights(weights.tensors, base_digest=weights.base_digest)
+        except WeightsError:
+            if was_asleep:
+                self.sleep()
+            raise
         self.policy_version = weights.policy_version
         if on_running == "swap":
             self._table.mark_version(weights.policy_version)
         else:
             self._requeue_running()
-        self.wake()
+
+    def offload_to(self, folder: Path) -> None:
+        """Also free the weights of the CPU in every sleep from now on: they go to a file there."""
+        self._model.offload_to(folder)
 
     def sleep(self) -> None:
         """Release the device memory; running samples wait, and their cache is recomputed after
@@ -245,8 +256,10 @@ class TransformersEngine:
 
     def close(self) -> None:
         """Drop the running samples and free the device memory."""
-        self.sleep()
+        self._requeue_running()
         self._waiting.clear()
+        self._cache.release()
+        self._model.free_device()
 
     @torch.inference_mode()
     def _step(self) -> None:

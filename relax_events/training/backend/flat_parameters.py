@@ -156,6 +156,26 @@ class FlatParameters:
                 list(self._parameters.values()), list(self._views(self.values).values())
             )
 
+    def memory(self, *, with_gradients: bool) -> tuple[list[Tensor], list[Tensor]]:
+        """Return tensors with all memory of the trained parameters, gradients and moments: what
+        must be kept while it is off the device, and what `rebuild` computes again.
+
+        Args:
+            with_gradients: Whether the gradients must be kept.
+        """
+        kept = [self.values, *self._moments.values()]
+        rebuilt: list[Tensor] = list(self._parameters.values()) if self._is_master else []
+        (kept if with_gradients else rebuilt).append(self.gradients)
+        return kept, rebuilt
+
+    def rebuild(self, *, with_gradients: bool) -> None:
+        """Compute what was not kept: a rounded copy of the master weights, and gradients of
+        zero.
+        """
+        self._copy_to_model()
+        if not with_gradients:
+            self.zero_gradients()
+
     def tensors(self) -> dict[str, Tensor]:
         """Return master and frozen weights, moments and steps: `model.<name>`, `exp_avg.<name>`,
         `exp_avg_sq.<name>`, `optimizer.step.<group>`.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from relax_events.events.types import SampleReady, SampleRolledOut
 
@@ -352,4 +352,24 @@ class TrainerBackend(Protocol):
         Raises:
             ConfigError: The model can't be loaded.
         """
+        ...
+
+
+@runtime_checkable
+class OffloadingBackend(Protocol):
+    """A `TrainerBackend` that can leave its device to others between two calls. Both methods are
+    local to a rank; in between no other method is called.
+    """
+
+    def move_away(self) -> int:
+        """Free the device's memory of parameters, gradients and optimizer; return how many bytes
+        that are.
+
+        Raises:
+            EnvironmentProblem: There is no room for them elsewhere.
+        """
+        ...
+
+    def bring_back(self) -> None:
+        """Restore the state that `move_away` found, bit for bit."""
         ...

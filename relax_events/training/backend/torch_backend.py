@@ -25,6 +25,7 @@ from relax_events.models.adapters import (
 )
 from relax_events.models.causal_lm import choose_device
 from relax_events.models.families import Family, freeze
+from relax_events.models.offload import Offload
 from relax_events.training.backend.determinism import (
     GENERATORS,
     generator_states,
@@ -82,6 +83,8 @@ class TorchBackend(PolicyTraining):
         )
         self._media = SampleMedia(self._model.family, MediaLibrary(config))
         self._parameters = self._make_parameters()
+        self._offload = Offload(config.devices_directory)
+        self._keeps_gradients = False
 
     def _prepare_model(
         self, module: PreTrainedModel, family: Family, adapters: Adapters | None
@@ -215,6 +218,27 @@ class TorchBackend(PolicyTraining):
         self._reset_step()
         self.policy_version = state.policy_version
         restore_generators(generators, self._model.device)
+
+    def move_away(self) -> int:
+        """Free the device's memory; see `OffloadingBackend`. Gradients are kept in the middle of a
+        step.
+        """
+        assert isinstance(self._parameters, FlatParameters), "refused with trainer.sharding"
+        self._keeps_gradients = bool(self._micro_batches)
+        kept, rebuilt = self._parameters.memory(with_gradients=self._keeps_gradients)
+        others = (
+            parameter
+            for parameter in self._model.module.parameters()
+            if not parameter.requires_grad
+        )
+        return self._offload.move_away([*kept, *others], dropped=rebuilt)
+
+    def bring_back(self) -> None:
+        """Restore the state; see `OffloadingBackend`."""
+        assert isinstance(self._parameters, FlatParameters), "refused with trainer.sharding"
+        if self._offload.is_away:
+            self._offload.bring_back()
+            self._parameters.rebuild(with_gradients=self._keeps_gradients)
 
     @staticmethod
     def open_scorer(config: RunConfig) -> Scorer:

@@ -19,6 +19,7 @@ from relax_events.training.batch.assembly import BatchAssembler
 from relax_events.training.batch.batch_opener import BatchOpener
 from relax_events.training.batch.sample_intake import SampleIntake
 from relax_events.training.batch.step_batch import StepBatch, UntrainableGroup
+from relax_events.training.device_turns import DeviceTurns
 from relax_events.training.ranks import Ranks
 from relax_events.training.step_commits import StepCommits
 from relax_events.training.step_record import RankStepResult
@@ -40,7 +41,9 @@ class LiveBatches:
         assembler: BatchAssembler,
         intake: SampleIntake,
         commits: StepCommits,
+        turns: DeviceTurns,
     ) -> None:
+        self._turns = turns
         self._worker, self._reader, self._opener = worker, reader, opener
         self._ranks: Ranks = opener.ranks
         self._config: RunConfig = worker.config
@@ -76,11 +79,14 @@ class LiveBatches:
         while remaining:
             if not taken:
                 self._commits.commit_step()
+                self._turns.end()
             self._read(version, wait=not taken)
             if self._commits.agree_to_drain():
                 return None
             self._commits.commit_outcomes()
             taken, mine = self._choose(version, remaining)
+            if taken and not self._turns.begin(self._commits.agree_to_drain):
+                return None
             remaining -= taken
             for group in mine:
                 self._begin_trace(group, share, version)

@@ -10,7 +10,8 @@ from relax_events.config import RunConfig
 from relax_events.errors import ConfigError
 from relax_events.planning.device_specs import DeviceSpec, parse_devices
 from relax_events.planning.inventory import CheckpointFacts
-from relax_events.planning.run_plan import RunPlan, plan_run
+from relax_events.planning.memory import MemoryParts
+from relax_events.planning.run_plan import PlannedDevice, PlannedWorker, RunPlan, plan_run
 
 pytestmark = pytest.mark.unit
 MIDDLE = CheckpointFacts("bfloat16", 4_022_468_096, 151_936, 2560, 36, 32, 8, 128, 9728, 40_960)
@@ -190,3 +191,15 @@ def test_devices_are_parsed(text: str, count: int, gigabytes: float, speed: floa
 def test_other_texts_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="not of the form 8xH100-80GB"):
         parse_devices(text)
+
+
+@pytest.mark.parametrize("is_time_shared", [False, True])
+def test_device_that_is_held_in_turn_needs_the_larger_turn(is_time_shared: bool) -> None:
+    """By hand: the trainer's 100 bytes and 10 of a process, two engines of 30 and 10, a scorer."""
+    sizes = {"trainer-0": 100, "rollout-0": 30, "rollout-1": 30, "reference-0": 5}
+    workers = tuple(
+        PlannedWorker(name, MemoryParts({"weights": size, "process": 10}))
+        for name, size in sizes.items()
+    )
+    device = PlannedDevice(0, 1000, workers, is_time_shared)
+    assert device.needed == (100 + 5 + 4 * 10 if is_time_shared else 165 + 4 * 10)

@@ -1,0 +1,46 @@
+"""A process's turns on the device of its model, which other processes of the machine use too."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import torch
+
+from relax_events.config import RunConfig
+from relax_events.models.causal_lm import choose_device
+from relax_events.runtime.device_turn import DeviceTurn, lock_path
+from relax_events.runtime.drain import Drain
+
+
+def open_turn(config: RunConfig, *, alone: bool, local_rank: int = 0) -> DeviceTurn:
+    """Return this process's turns on its device.
+
+    Args:
+        config: The run.
+        alone: Whether no other process may have a turn at the same time.
+        local_rank: Which of the visible devices is its own.
+    """
+    device = choose_device(config.model.device, local_rank=local_rank)
+    return DeviceTurn(lock_path(config.devices_directory, name_device(device)), alone=alone)
+
+
+def name_device(device: torch.device) -> str:
+    """Return a device's name, the same in all processes of the machine: an index of CUDA counts
+    the devices that a process sees.
+    """
+    if device.type != "cuda":
+        return device.type
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    index = device.index or 0
+    name = visible[index].strip() if index < len(visible) else ""
+    return f"{device.type}-{name or index}"
+
+
+def wait_for_turn(turn: DeviceTurn, drain: Drain) -> bool:
+    """Wait until a turn begins; return False when the drain started first."""
+    changed = threading.Event()
+    drain.on_start(changed.set)
+    if not turn.ask(changed.set):
+        changed.wait()
+    return turn.has_begun

@@ -1,0 +1,70 @@
+"""An engine's turns on a device that it shares with the trainer (`devices.time_share`).
+
+    a prompt group can be generated ──▶ ask for the device ──▶ weights onto it, generate all there
+    is ──▶ nothing more for a moment: weights and cache off the device ──▶ end the turn
+
+The trainer waits for the end of all engines' turns, and they for the end of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import structlog
+
+from relax_events.engines.protocol import Engine
+from relax_events.models.shared_device import open_turn, wait_for_turn
+from relax_events.runtime.device_turn import DeviceTurn
+from relax_events.runtime.resident_memory import resident_bytes
+from relax_events.runtime.worker import Worker
+
+log = structlog.get_logger()
+
+
+@runtime_checkable
+class OffloadingEngine(Protocol):
+    """An engine that can free its weights while it sleeps, also on the CPU."""
+
+    def offload_to(self, folder: Path) -> None:
+        """Free the weights in every sleep from now on; those of the CPU go to a file there."""
+        ...
+
+
+class EngineTurns:
+    """The turns of a rollout worker's engine; without `devices.time_share` the device is always
+    its own.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        """Wait for the first turn, in which the engine is loaded; the drain ends the wait."""
+        self._on_begin: Callable[[], None] = lambda: None
+        self._turn: DeviceTurn | None = None
+        if worker.config.devices.time_share:
+            self._turn = open_turn(worker.config, alone=False)
+            wait_for_turn(self._turn, worker.drain)
+
+    def call_on_begin(self, on_begin: Callable[[], None]) -> None:
+        """Call this from another thread when a later turn begins."""
+        self._on_begin = on_begin
+
+    def may_work(self, *, has_work: bool) -> bool:
+        """Return whether the engine may use the device now; ask for it if there is work."""
+        if self._turn is None or self._turn.has_begun:
+            return True
+        return has_work and self._turn.ask(self._on_begin)
+
+    def sleep(self, engine: Engine) -> None:
+        """Free the engine's memory, and let others use the device."""
+        before = resident_bytes()
+        engine.sleep()
+        if self._turn is not None:
+            after = resident_bytes()
+            log.info("device.left", resident_bytes=after, resident_bytes_before=before)
+        self.end()
+
+    def end(self) -> None:
+        """Let others use the device, once the engine sleeps."""
+        if self._turn is not None:
+            self._turn.end()

@@ -1,0 +1,82 @@
+"""A process's turn on a device that several processes of a machine use in turn.
+
+The turn is a lock on a file: the trainer's alone, or shared by engines. The kernel gives it to the
+next process when its holder dies, at whatever instruction, so nothing has to be detected or
+repaired.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+"""Names the running kernel, which is what two processes must share: a folder may be another
+machine's too."""
+
+
+class DeviceTurn:
+    """Asked for and ended by one thread; a thread of its own waits for the lock."""
+
+    def __init__(self, path: Path, *, alone: bool) -> None:
+        """Start without the turn.
+
+        Args:
+            path: The lock's file, the same for all processes on the device.
+            alone: Whether no other process may have a turn at the same time.
+        """
+        self._path, self._alone = path, alone
+        self._asked_for: threading.Event | None = None
+        self._file = -1
+
+    def ask(self, on_begin: Callable[[], None] = lambda: None) -> bool:
+        """Ask for the turn, unless it was asked for; return whether it has begun.
+
+        Args:
+            on_begin: Called from another thread when it begins.
+        """
+        if self._asked_for is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._asked_for = begun = threading.Event()
+            arguments = (self._file, begun, on_begin)
+            threading.Thread(
+                target=self._wait_for_lock, args=arguments, name="device-turn", daemon=True
+            ).start()
+        return self._asked_for.is_set()
+
+    def wait(self, timeout_seconds: float | None = None) -> bool:
+        """Wait for a turn that was asked for; return whether it has begun."""
+        return self.ask() or bool(self._asked_for and self._asked_for.wait(timeout_seconds))
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether this process may use the device."""
+        return self._asked_for is not None and self._asked_for.is_set()
+
+    def end(self) -> None:
+        """End a turn that has begun; does nothing without one."""
+        if self.has_begun:
+            os.close(self._file)
+            self._asked_for = None
+
+    def _wait_for_lock(
+        self, file: int, begun: threading.Event, on_begin: Callable[[], None]
+    ) -> None:
+        fcntl.flock(file, fcntl.LOCK_EX if self._alone else fcntl.LOCK_SH)
+        begun.set()
+        on_begin()
+
+
+def lock_path(folder: Path, device: str) -> Path:
+    """Return the file that is locked for a device of this machine.
+
+    Args:
+        folder: Of the run's devices.
+        device: Its name, the same in all processes.
+    """
+    boot = BOOT_ID.read_text().strip()[:8] if BOOT_ID.exists() else os.uname().nodename
+    return folder / f"{boot}-{device}.lock"

@@ -1,0 +1,85 @@
+"""A trainer and an engine that hold one device in turn train what they train side by side, also when
+either is killed in its turn.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from command_line import call_relax, log_of, report_of, run_file_text
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.long]
+SECONDS = 280.0
+NUM_STEPS = 3
+TINY = "tiny = { hidden_size = 512, num_layers = 8, corpus_rows = 8 }"
+SYNC = 'mode = "sync"\nmax_staleness = 0'
+KILLS = "trainer.after_accumulate=kill,rollout.generating=kill"
+
+
+@pytest.fixture
+def large(prepared: Path, tmp_path: Path) -> Path:
+    """Return a folder with the prompts, and a model whose weights show in a process's memory."""
+    folder = tmp_path / "large"
+    folder.mkdir()
+    for name in ("prompts.jsonl", "reward.py"):
+        shutil.copy(prepared / name, folder)
+    run_file = folder / "prepare.toml"
+    run_file.write_text(
+        f'[run]\nid = "prepare"\n[model]\npath = "{folder / "model"}"\n{TINY}\n'
+        f'[data]\nsource = "jsonl:{folder / "prompts.jsonl"}"\n'
+    )
+    made = call_relax("models", "prepare", run_file, cwd=folder, timeout_seconds=SECONDS)
+    assert made.code == 0, made.err
+    return folder
+
+
+def test_models_that_take_turns_train_the_same_and_free_their_memory(
+    large: Path, tmp_path: Path, bootstrap_servers: str, run_id: str
+) -> None:
+    run_file = tmp_path / "run.toml"
+    run_file.write_text(run_file_text(large, run_id, more=SYNC, num_steps=NUM_STEPS))
+    reports = {}
+    for name, override, failpoints in (
+        ("apart", "devices.time_share=false", ""),
+        ("turns", "devices.time_share=true", KILLS),
+    ):
+        ended = call_relax(
+            "run",
+            run_file,
+            f"run.id={run_id}-{name}",
+            f"broker.bootstrap_servers={bootstrap_servers}",
+            override,
+            cwd=tmp_path,
+            timeout_seconds=SECONDS,
+            failpoints=failpoints,
+        )
+        assert ended.code == 0, ended.err
+        reports[name] = report_of(tmp_path, f"{run_id}-{name}")
+    apart, turns = reports["apart"], reports["turns"]
+    assert turns["ledger_problems"] == []
+    assert turns["outcomes"]["trained"] == 4 * NUM_STEPS
+    assert turns["curves"]["reward_mean"] == pytest.approx(apart["curves"]["reward_mean"], abs=1e-6)
+    assert turns["curves"]["loss"] == pytest.approx(apart["curves"]["loss"], abs=1e-4)
+    assert turns["curves"]["grad_norm"] == pytest.approx(apart["curves"]["grad_norm"], rel=1e-3)
+
+    weights = sum(path.stat().st_size for path in (large / "model").glob("*.safetensors"))
+    assert weights > 50e6
+    # master weights, gradients and two moments in the trainer
+    for worker_id, share in (("trainer-0", 4), ("rollout-0", 1)):
+        left = [
+            event
+            for event in log_of(tmp_path, f"{run_id}-turns", worker_id)
+            if event["event"] == "device.left"
+        ]
+        freed = [event["resident_bytes_before"] - event["resident_bytes"] for event in left]
+        assert len(freed) >= NUM_STEPS
+        assert max(freed) > 0.8 * share * weights, worker_id
+    entered = [
+        event
+        for event in log_of(tmp_path, f"{run_id}-turns", "trainer-0")
+        if event["event"] == "device.entered"
+    ]
+    assert len(entered) >= NUM_STEPS
+    assert min(event["resident_bytes"] for event in entered) > 3 * weights
