@@ -231,6 +231,7 @@ class TrainLoop:
             self._assembler,
             library=self._library,
             topic=self._topic,
+            keeps_decoded=not self._opener.is_in_rounds,
         )
         self._commits = StepCommits(
             self._worker,

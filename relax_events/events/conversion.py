@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 from relax_events.events.parts import Array
+from relax_events.events.schemas import TYPES_NAMESPACE
 from relax_events.events.tensors import pack, unpack
 
 Converter = Callable[[Any], Any]
@@ -26,13 +27,8 @@ def record_writer(cls: type) -> Converter:
 
 @cache
 def record_reader(cls: type) -> Converter:
-    """Return a function from an Avro record to an instance of the dataclass."""
+    """Return a function from an Avro record, which it changes, to an instance of the dataclass."""
     return _reader(cls) or (lambda value: value)
-
-
-def _fields(cls: type) -> list[tuple[str, Any]]:
-    hints = typing.get_type_hints(cls)
-    return [(field.name, hints[field.name]) for field in dataclasses.fields(cls)]
 
 
 def _optional(kind: Any) -> Any | None:
@@ -45,35 +41,49 @@ def _optional(kind: Any) -> Any | None:
     return Array if set(arms) == set(typing.get_args(Array)) else arms[0]
 
 
-def _inner(kind: Any, make: Callable[[Any], Converter | None]) -> Converter | None:
-    """Build a converter for optionals, lists and maps from that of their content."""
-    if (content := _optional(kind)) is not None:
-        convert = make(content)
-        return convert and _unless_none(convert)
-    if typing.get_origin(kind) is list:
-        convert = make(typing.get_args(kind)[0])
-        return convert and _each(convert)
-    return None
-
-
-def _unless_none(convert: Converter) -> Converter:
-    return lambda value: None if value is None else convert(value)
-
-
-def _each(convert: Converter) -> Converter:
+def _each(kind: Any, make: Callable[[Any], Converter | None]) -> Converter | None:
+    """Build the converter of a list from that of its content."""
+    if typing.get_origin(kind) is not list or (convert := make(typing.get_args(kind)[0])) is None:
+        return None
     return lambda values: [convert(value) for value in values]
+
+
+def _converted(cls: type, make: Callable[[Any], Converter | None]) -> list[tuple[str, Converter]]:
+    """Return the fields that need a converter; those of a value that may be missing are called for
+    values only.
+    """
+    fields = typing.get_type_hints(cls)
+    found = ((field.name, make(fields[field.name])) for field in dataclasses.fields(cls))
+    return [(name, convert) for name, convert in found if convert is not None]
 
 
 def _writer(kind: Any) -> Converter | None:
     if kind == Array:
         return pack
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        parts = [(name, _writer(hint)) for name, hint in _fields(kind)]
-        return lambda value: {
-            name: convert(getattr(value, name)) if convert else getattr(value, name)
-            for name, convert in parts
-        }
-    return _inner(kind, _writer)
+    if (content := _optional(kind)) is not None:
+        return _as_branch(content, _writer(content))
+    if not _is_record(kind):
+        return _each(kind, _writer)
+    names, converted = [field.name for field in dataclasses.fields(kind)], _converted(kind, _writer)
+
+    def write(value: Any) -> dict[str, Any]:
+        record = {name: getattr(value, name) for name in names}
+        for name, convert in converted:
+            if (content := record[name]) is not None:
+                record[name] = convert(content)
+        return record
+
+    return write
+
+
+def _as_branch(kind: Any, convert: Converter | None) -> Converter | None:
+    """Name the record that is written: fastavro would else compare it with the schema of each
+    branch of the union, field by field.
+    """
+    if convert is None or not (kind == Array or _is_record(kind)):
+        return convert
+    name = f"{TYPES_NAMESPACE}.{'PackedTensor' if kind == Array else kind.__name__}"
+    return lambda value: (name, convert(value))
 
 
 def _reader(kind: Any) -> Converter | None:
@@ -81,9 +91,20 @@ def _reader(kind: Any) -> Converter | None:
         return unpack
     if isinstance(kind, type) and issubclass(kind, StrEnum):
         return kind
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        parts = [(name, _reader(hint)) for name, hint in _fields(kind)]
-        return lambda record: kind(
-            **{name: convert(record[name]) if convert else record[name] for name, convert in parts}
-        )
-    return _inner(kind, _reader)
+    if (content := _optional(kind)) is not None:
+        return _reader(content)
+    if not _is_record(kind):
+        return _each(kind, _reader)
+    converted = _converted(kind, _reader)
+
+    def read(record: dict[str, Any]) -> Any:
+        for name, convert in converted:
+            if (content := record[name]) is not None:
+                record[name] = convert(content)
+        return kind(**record)
+
+    return read
+
+
+def _is_record(kind: Any) -> bool:
+    return dataclasses.is_dataclass(kind) and isinstance(kind, type)

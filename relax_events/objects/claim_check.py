@@ -66,6 +66,12 @@ def check_out(event: EventT, store: ObjectStore, *, leave: Collection[str] = ())
     return _replaced(event, fetched)
 
 
+def count_array_bytes(event: DataclassInstance) -> int:
+    """Return how many bytes the arrays of an event take, without those that are in the store."""
+    values = (getattr(event, name) for name in _field_names(type(event)))
+    return sum(value.nbytes for value in values if isinstance(value, np.ndarray))
+
+
 def store_array(array: NDArray[Any], store: ObjectStore, *, folder: str = "") -> StoredArray:
     """Store one array in a folder of the store, little-endian and in C order.
 

@@ -97,7 +97,14 @@ def test_trainer_flushes_dead_letters_before_committing_past_their_records(
     ) as worker:  # nothing goes by itself
         assembler = BatchAssembler(max_staleness=written.config.run.max_staleness, decided=set())
         unused: Any = SimpleNamespace()
-        intake = SampleIntake(worker, unused, assembler, library=unused, topic=record.topic)
+        intake = SampleIntake(
+            worker,
+            unused,
+            assembler,
+            library=unused,
+            topic=record.topic,
+            keeps_decoded=True,
+        )
         loop: Any = SimpleNamespace(_worker=worker, _assembler=assembler)
         for found in records_of(written, "advantage.samples"):
             locations.append((found.partition, found.offset))

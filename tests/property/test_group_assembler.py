@@ -19,7 +19,7 @@ from relax_events.events.types import PromptGroupEnded, SampleReady
 from relax_events.kafka.records import Record
 from relax_events.staleness import ReadyGroup
 from relax_events.training.batch import assembly
-from relax_events.training.batch.assembly import BatchAssembler
+from relax_events.training.batch.assembly import BatchAssembler, LocatedSample
 
 TOPIC, REQUESTS = "relax.test.advantage.samples", "relax.test.prompt.end-requests"
 MAX_STALENESS = 1
@@ -178,9 +178,9 @@ def test_group_with_two_generations_is_taken_entirely_from_one(data: st.DataObje
     assert len({sample.key.generation_digest for sample in samples}) == 1
 
 
-def test_assembler_holds_no_decoded_sample() -> None:
-    """A window of decoded samples would not fit into memory: only their records are held until they
-    are taken."""
+def test_assembler_holds_no_decoded_sample_unasked() -> None:
+    """A window of samples whose arrays are in the object store would not fit into memory: their
+    records are held until they are taken."""
     assembler, events = open_assembler(), [ready(index=index) for index in range(2)]
     alive = []
     for offset, event in enumerate(events):
@@ -190,6 +190,19 @@ def test_assembler_holds_no_decoded_sample() -> None:
         del tokens
     assert [reference() for reference in alive] == [None, None]
     assert len(assembler.take(assembler.ready()[0])) == 2
+
+
+def test_a_decoded_sample_is_held_in_the_place_of_its_record() -> None:
+    assembler, events = open_assembler(), [ready(index=index) for index in range(2)]
+    for offset, event in enumerate(events):
+        assembler.add(
+            record(offset, partition=3), event, trainer_version=0, keep_decoded=offset == 1
+        )
+    first, second = assembler.take(assembler.ready()[0])
+    assert first == record(0, partition=3)
+    assert isinstance(second, LocatedSample)
+    assert (second.sample, second.partition, second.offset) == (events[1], 3, 1)
+    assert second.sample is events[1]
 
 
 def record(

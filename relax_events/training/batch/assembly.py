@@ -10,8 +10,8 @@ Every record of a prompt group that is not done, end requests included, holds ba
 offset of its partition. So no committed offset passes a prompt group whose outcome is not
 committed, however far the trainer reads ahead.
 
-Samples are kept as undecoded records: decoded, with their stored arrays, they would take many times
-the memory.
+A sample that has arrays in the object store is kept as its record: with them it would take many
+times the memory.
 """
 
 from __future__ import annotations
@@ -39,9 +39,13 @@ class LocatedSample:
     offset: int
 
 
+HeldSample = Record | LocatedSample
+"""A sample that waits for its step: as its record, or decoded."""
+
+
 @dataclass(frozen=True, slots=True)
-class _BufferedRecord:
-    record: Record
+class _Buffered:
+    held: HeldSample
     sample_index: int
     samples_per_prompt: int
     num_tokens: int
@@ -50,11 +54,11 @@ class _BufferedRecord:
 @dataclass(slots=True)
 class _PartialGroup:
     version: int
-    generations: dict[str, dict[str, _BufferedRecord]] = field(default_factory=dict)
-    """Records of samples by generation digest, then by sample id."""
+    generations: dict[str, dict[str, _Buffered]] = field(default_factory=dict)
+    """Samples by generation digest, then by sample id."""
 
-    def complete(self) -> dict[str, _BufferedRecord] | None:
-        """Return the records of a complete generation, or None."""
+    def complete(self) -> dict[str, _Buffered] | None:
+        """Return the samples of a complete generation, or None."""
         complete = (
             samples
             for samples in self.generations.values()
@@ -111,9 +115,21 @@ class BatchAssembler:
         self._taken: set[str] = set()
 
     def add(
-        self, record: Record, event: SampleReady | PromptGroupEnded, *, trainer_version: int
+        self,
+        record: Record,
+        event: SampleReady | PromptGroupEnded,
+        *,
+        trainer_version: int,
+        keep_decoded: bool = False,
     ) -> None:
-        """Add a record. If its version is too stale, its prompt group ends as expired."""
+        """Add a record. If its version is too stale, its prompt group ends as expired.
+
+        Args:
+            record: Of the event.
+            event: A sample that can be trained, or the request to end a prompt group.
+            trainer_version: The policy version that is trained now.
+            keep_decoded: Whether to hold the decoded sample in the place of its record.
+        """
         group_id = event.prompt_group_id
         self._track_offset(record, group_id)
         if self._is_final(group_id):
@@ -139,7 +155,10 @@ class BatchAssembler:
         ):
             self._expire(group_id, event.policy_version, trainer_version)
         else:
-            self._add_sample(record, event)
+            self._add_sample(
+                LocatedSample(event, record.partition, record.offset) if keep_decoded else record,
+                event,
+            )
 
     def reject(self, record: Record, reason: str, *, trainer_version: int) -> None:
         """Skip an invalid record; the prompt group that its key names, if any, has failed."""
@@ -190,14 +209,14 @@ class BatchAssembler:
         """
         return group_id in self._done or group_id in self._ended or group_id in self._taken
 
-    def _add_sample(self, record: Record, sample: SampleReady) -> None:
+    def _add_sample(self, held: HeldSample, sample: SampleReady) -> None:
         key = (sample.prompt_group_id, sample.policy_version)
         part = self._partial_groups.setdefault(key, _PartialGroup(sample.policy_version))
         samples = part.generations.setdefault(sample.key.generation_digest, {})
         if sample.sample_id in samples:
             return
-        samples[sample.sample_id] = _BufferedRecord(
-            record, sample.key.sample_index, sample.key.samples_per_prompt, len(sample.tokens)
+        samples[sample.sample_id] = _Buffered(
+            held, sample.key.sample_index, sample.key.samples_per_prompt, len(sample.tokens)
         )
 
     def advance(self, trainer_version: int) -> None:
@@ -245,20 +264,20 @@ class BatchAssembler:
                 )
         return list(found.values())
 
-    def take(self, group: ReadyGroup) -> list[Record]:
-        """Take the records of a ready prompt group's samples, in order. They stay pending until
+    def take(self, group: ReadyGroup) -> list[HeldSample]:
+        """Take a ready prompt group's samples, in order. Their records stay pending until
         `mark_done`.
         """
         self._taken.add(group.prompt_group_id)
-        return [held.record for held in self._ordered(group)]
+        return [buffered.held for buffered in self._ordered(group)]
 
     def lengths(self, group: ReadyGroup) -> list[int]:
         """Return the tokens of a ready prompt group's samples, in order."""
-        return [held.num_tokens for held in self._ordered(group)]
+        return [buffered.num_tokens for buffered in self._ordered(group)]
 
-    def _ordered(self, group: ReadyGroup) -> list[_BufferedRecord]:
+    def _ordered(self, group: ReadyGroup) -> list[_Buffered]:
         samples = self._partial_groups[group.prompt_group_id, group.policy_version].complete() or {}
-        return sorted(samples.values(), key=lambda held: held.sample_index)
+        return sorted(samples.values(), key=lambda buffered: buffered.sample_index)
 
     def pending_outcomes(self) -> list[PromptGroupEnded]:
         """Return the outcomes that are to be committed."""

@@ -14,6 +14,7 @@ import orjson
 import structlog
 
 from relax_events.errors import PoisonSample
+from relax_events.kafka.records import Record
 from relax_events.staleness import ReadyGroup
 from relax_events.training.batch.exchange import EncodedSample, exchange_samples
 from relax_events.training.batch.live_batches import LiveBatches
@@ -45,10 +46,11 @@ class BalancedBatches(LiveBatches):
         name = group.prompt_group_id
         self._groups[name] = group
         self._sizes.append(GroupSize(name, tuple(self._assembler.lengths(group))))
-        self._samples += [
-            EncodedSample(name, index, record.partition, record.offset, record.value)
-            for index, record in enumerate(self._assembler.take(group))
-        ]
+        for index, held in enumerate(self._assembler.take(group)):
+            assert isinstance(held, Record)  # as the intake keeps them for ranks that exchange them
+            self._samples.append(
+                EncodedSample(name, index, held.partition, held.offset, held.value)
+            )
 
     def _finish_batch(self, version: int) -> int:
         excluded = self._rounds.train(self._receive_planned())

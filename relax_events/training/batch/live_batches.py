@@ -155,15 +155,15 @@ class LiveBatches:
 
     def _feed(self, group: ReadyGroup) -> None:
         """Train a prompt group of this rank, as far as it closes micro-batches."""
-        records = self._assembler.take(group)
+        taken = self._assembler.take(group)
         try:
             with (
                 self._commits.phases.measure("decode"),
                 self._worker.lifecycle.piece("read a prompt group"),
             ):
-                samples = [self._intake.decode_again(record) for record in records]
+                samples = [self._intake.restore(held) for held in taken]
         except UNUSABLE as error:  # it could be had when its record came
-            locations = [(record.partition, record.offset) for record in records]
+            locations = [(held.partition, held.offset) for held in taken]
             self._batch.exclude(
                 UntrainableGroup(group.prompt_group_id, group.policy_version, locations, error)
             )

@@ -19,6 +19,7 @@ from relax_events.kafka.records import Record
 from relax_events.media.library import MediaLibrary
 from relax_events.media.model_inputs import MediaSequence
 from relax_events.models.families import Family
+from relax_events.objects.claim_check import count_array_bytes
 from relax_events.objects.store import list_media
 from relax_events.runtime.validation import (
     allowed_outcomes,
@@ -31,7 +32,7 @@ from relax_events.runtime.worker import Worker
 from relax_events.staleness import IssuedGroup
 from relax_events.topics import TopicPlan
 from relax_events.training.backend.protocol import TrainerBackend
-from relax_events.training.batch.assembly import BatchAssembler, LocatedSample
+from relax_events.training.batch.assembly import BatchAssembler, HeldSample, LocatedSample
 from relax_events.training.batch.packing import PackedBatch
 from relax_events.training.batch.paths import sampled_tokens, split_paths
 from relax_events.training.batch.row_layout import TokenSequence, read_array
@@ -49,6 +50,7 @@ class SampleIntake:
         *,
         library: MediaLibrary,
         topic: str,
+        keeps_decoded: bool,
     ) -> None:
         """Take what decides.
 
@@ -58,11 +60,13 @@ class SampleIntake:
             assembler: Receives usable samples.
             library: Fetches media.
             topic: Of the samples.
+            keeps_decoded: Whether the assembler may hold decoded samples; it holds records where
+                other ranks may train them.
         """
         self._worker, self._backend, self._assembler = worker, backend, assembler
         self._config: RunConfig = worker.config
         self._terms = IssueRules.from_config(worker.config)
-        self._library, self._topic = library, topic
+        self._library, self._topic, self._keeps_decoded = library, topic, keeps_decoded
 
     def add(self, record: Record, version: int) -> None:
         """Hand a record to the assembler of the step at `version`; an unusable one becomes a dead
@@ -72,8 +76,13 @@ class SampleIntake:
         reason = "record could not be decoded"
         if event is not None:
             try:
+                admitted = self._admitted(record, event, version)
                 self._assembler.add(
-                    record, self._admitted(record, event, version), trainer_version=version
+                    record,
+                    admitted,
+                    trainer_version=version,
+                    keep_decoded=self._keeps_decoded
+                    and count_array_bytes(admitted) <= len(record.value),
                 )
             # its producer is unknown: the prompt group that it names may have valid samples
             except ForeignRecord as error:
@@ -130,11 +139,13 @@ class SampleIntake:
             experts=backend.experts,
         )
 
-    def decode_again(self, record: Record) -> LocatedSample:
-        """Decode a record again that was found trainable on arrival, so that only samples in
-        training hold memory for their arrays.
+    def restore(self, held: HeldSample) -> LocatedSample:
+        """Return a sample that the assembler held; its record, which was found trainable on
+        arrival, is decoded again.
         """
-        return self.decode(record.value, (record.partition, record.offset))
+        if isinstance(held, LocatedSample):
+            return held
+        return self.decode(held.value, (held.partition, held.offset))
 
     def decode(self, value: bytes, position: tuple[int, int]) -> LocatedSample:
         """Decode a record's value, from its partition and offset; another rank may have found it

@@ -8,6 +8,7 @@ from relax_events.errors import ObjectError
 from relax_events.events.parts import Array, ObjectRef, StoredArray
 from relax_events.events.types import LogprobsComputed
 from relax_events.objects import ObjectStore, check_in, check_out
+from relax_events.objects.claim_check import count_array_bytes
 from tests.event_samples import sample_key
 
 pytestmark = pytest.mark.unit
@@ -110,3 +111,10 @@ def test_check_out_leaves_pass_through_arrays_in_the_store(store: ObjectStore) -
     assert event.large is stored.large
     assert isinstance(event.small, np.ndarray)
     assert check_in(event, store, claim_check_threshold_bytes=1).large is stored.large
+
+
+def test_arrays_in_the_store_are_counted_once_they_are_fetched(store: ObjectStore) -> None:
+    event = two_arrays(np.arange(100, dtype=np.float32))
+    stored = check_in(event, store, claim_check_threshold_bytes=399)
+    assert count_array_bytes(stored) == 16
+    assert count_array_bytes(check_out(stored, store)) == count_array_bytes(event) == 416
