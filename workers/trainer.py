@@ -52,7 +52,7 @@ from relax_events.training.batch.sample_intake import SampleIntake
 from relax_events.training.checkpoint.checkpoints import Checkpoints, CheckpointSchedule
 from relax_events.training.checkpoint.pending import PendingCheckpoint
 from relax_events.training.device_turns import DeviceTurns
-from relax_events.training.distributed import open_ranks
+from relax_events.training.distributed import open_ranks, wait_visibly
 from relax_events.training.publishing import StepPublisher, TrainedStep
 from relax_events.training.ranks import Ranks
 from relax_events.training.replay.follower_position import FollowerPosition
@@ -67,8 +67,6 @@ from relax_events.training.step_commits import StepCommits
 from relax_events.training.step_record import RankStepResult
 
 log = structlog.get_logger()
-COLLECTIVE_MARGIN_SECONDS = 60.0
-"""Seconds after its own deadline at which a collective counts as hung."""
 
 
 def run(config: RunConfig, *, index: int = 0) -> None:
@@ -88,12 +86,8 @@ def run(config: RunConfig, *, index: int = 0) -> None:
         with open_worker(
             "trainer", config, index=index or ranks.rank, store=store, follow=followed
         ) as worker:
-            seconds = config.trainer.collective_timeout_seconds + COLLECTIVE_MARGIN_SECONDS
-            ranks.wrap_collectives(
-                lambda: worker.lifecycle.activity(
-                    "wait for the other ranks", deadline_seconds=seconds, is_progress=False
-                )
-            )
+            timeout = config.trainer.collective_timeout_seconds
+            wait_visibly(ranks, worker.lifecycle, timeout_seconds=timeout)
             turns = DeviceTurns(worker, ranks)
             if worker.drain.requested:
                 return

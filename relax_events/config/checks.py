@@ -263,17 +263,33 @@ def check_trainer_backend(config: RunConfig) -> None:
         )
 
 
+def check_critic_ranks(config: RunConfig) -> None:
+    """Require that the critic can be divided over its ranks.
+
+    Raises:
+        ValueError: It can't; the text names the smallest changes that fit.
+    """
+    trainer, ranks = config.trainer, config.critic_ranks
+    if config.algorithm.is_unread or not config.algorithm.needs_critic or ranks == 1:
+        return
+    if trainer.backend == "torch" and trainer.sharding == "none":
+        raise ValueError(
+            f"critic.ranks = {ranks}, and backend 'torch' keeps the critic whole in one process "
+            "while trainer.sharding is 'none'; set trainer.sharding = 'full', or leave "
+            "critic.ranks out"
+        )
+    try:
+        trainer.topology(ranks)
+    except ConfigError as error:
+        raise ValueError(str(error).replace("trainer.ranks", "critic.ranks")) from None
+
+
 def _megatron_problems(config: RunConfig) -> Iterator[str]:
     model, trainer = config.model, config.trainer
     if model.lora is not None:
         yield "trains no adapters, and there is a section [model.lora]; leave it out"
     if model.frozen:
         yield f"trains the whole model, and model.frozen is {list(model.frozen)}; leave it out"
-    if not config.algorithm.is_unread and config.algorithm.needs_critic:
-        yield (
-            f"trains no critic, and algorithm {config.algorithm.name} needs one; take an algorithm "
-            "without a critic, such as grpo"
-        )
     if trainer.sharding != "none":
         yield (
             "divides the optimizer's state over data-parallel ranks in any case, and "

@@ -29,6 +29,10 @@ class CriticConfig(Section):
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """First steps of the run in which only the critic learns: the policy's learning rate is 0, and
     its own warm-up begins after them."""
+    ranks: Positive | None = None
+    """Processes that hold the critic together, laid out by the trainer's `_parallel` sizes; what is
+    left is data parallel. By default `trainer.ranks` where these hold parts of the model (one of
+    the `_parallel` sizes is above 1, or `trainer.sharding` is `full`), else 1."""
     threads: OrDerived[Annotated[int, Field(ge=0)]] = DERIVED
     """CPU threads; 0 takes all processors that the process may use. Derived as
     `trainer.threads`."""

@@ -29,7 +29,7 @@ class DevicesConfig(Section):
     actor_forward: Indices = ()
     """Actor-forward workers."""
     critic: Indices = ()
-    """The critic."""
+    """One for each rank of the critic."""
     teacher: Indices = ()
     """Teacher workers."""
     judge: Indices = ()

@@ -15,6 +15,7 @@ from relax_events.config.broker import BrokerConfig, ObjectsConfig
 from relax_events.config.checks import (
     DATASET_ENGINE,
     check_answers,
+    check_critic_ranks,
     check_mini_batches,
     check_time_share,
     check_token_staleness,
@@ -204,6 +205,10 @@ class TelemetryConfig(Section):
         return self.metrics_port + index if self.metrics_port else 0
 
 
+RANKED_ROLES = ("trainer", "critic")
+"""Roles of one worker, which several processes may be: its ranks."""
+
+
 class ParentSection(Section):
     """The parent run, for replays and forks; empty for an independent run.
 
@@ -340,6 +345,7 @@ class RunConfig(Section):
         check_trainer_memory(self)
         check_trainer_backend(self)
         check_time_share(self)
+        check_critic_ranks(self)
         return self
 
     @model_validator(mode="after")
@@ -497,6 +503,20 @@ class RunConfig(Section):
             if self.objects.by_run
             else self.objects.uri
         )
+
+    @property
+    def critic_ranks(self) -> int:
+        """Processes that hold the critic together."""
+        if self.critic.ranks is not None:
+            return self.critic.ranks
+        return self.trainer.ranks if self.trainer.divides_model else 1
+
+    def processes(self) -> dict[str, int]:
+        """Every role that this run needs, with the number of its processes: each rank of the
+        trainer and of the critic is one.
+        """
+        ranks = {"trainer": self.trainer.ranks, "critic": self.critic_ranks}
+        return {role: ranks.get(role, count) for role, count in self.roles().items()}
 
     def roles(self) -> dict[str, int]:
         """Every role that this run needs, with the number of its workers."""

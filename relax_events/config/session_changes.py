@@ -138,6 +138,7 @@ RULES: Mapping[str, tuple[Rule, str]] = {
     ),
     "critic": (ACCEPTED, "the critic learns in another way from here on"),
     "critic.model_path": (NEVER, "the critic has been made from it"),
+    "critic.ranks": (FREE, "results agree within rounding"),
     "critic.threads": (FREE, _SPEED),
     "teacher": (ACCEPTED, "the policy learns from another teacher from here on"),
     "teacher.device": (FREE, _SPEED),

@@ -164,6 +164,11 @@ class TrainerConfig(Section):
         return self
 
     @property
+    def divides_model(self) -> bool:
+        """Whether each rank holds a part of the model."""
+        return self.sharding != "none" or any(getattr(self, key) > 1 for key in PARALLEL_KEYS)
+
+    @property
     def has_mini_batches(self) -> bool:
         """Whether a train step is more than one optimizer step."""
         return self.num_epochs * self.num_mini_batches > 1

@@ -22,8 +22,8 @@ class DeviceAssignment:
     device, it changes nothing.
 
     A worker that holds a model sees its own GPU alone; the ranks of the trainer all see those of
-    the trainer, each its own at `LOCAL_RANK`. Other workers see all: a reward function may want
-    one.
+    the trainer, each its own at `LOCAL_RANK`, and so do those of the critic. Other workers see all:
+    a reward function may want one.
     """
 
     def __init__(self, config: RunConfig, names: Sequence[str]) -> None:
@@ -38,12 +38,12 @@ class DeviceAssignment:
         """
         self._names = tuple(names) if config.model.device in ON_GPUS else ()
         self._given = config.devices
-        self._ranks = config.trainer.ranks
+        self._ranks = {"trainer": config.trainer.ranks, "critic": config.critic_ranks}
         self._placed: dict[str, int] = {}
         if self._names:
             self._placed = place_workers(
-                config.roles(),
-                ranks=self._ranks,
+                config.processes(),
+                ranks=config.trainer.ranks,
                 num_devices=len(self._names),
                 given=self._given,
             )
@@ -63,10 +63,8 @@ class DeviceAssignment:
         """
         if not self._names or role not in (*COMPUTING_ROLES, "trainer"):
             return {}
-        if role == "trainer":
-            seen = [self._placed[f"trainer-{rank}"] for rank in range(self._ranks)]
-        else:
-            seen = [self._assign(role, index)]
+        # each rank has a device of its own, at LOCAL_RANK
+        seen = [self._assign(role, index + rank) for rank in range(self._ranks.get(role, 1))]
         return {VISIBLE: ",".join(self._names[device] for device in seen)} | ORDER
 
     def _assign(self, role: str, index: int) -> int:

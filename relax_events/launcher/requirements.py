@@ -326,7 +326,7 @@ def require_metrics_ports(config: RunConfig) -> str:
             both.
     """
     host, first = config.telemetry.metrics_host, config.telemetry.metrics_port
-    last = config.telemetry.worker_port(sum(config.roles().values()) + config.trainer.ranks - 2)
+    last = config.telemetry.worker_port(sum(config.processes().values()) - 1)
     if last > MAX_PORT:
         need = f"the last worker would serve on {last}; set it to {first + MAX_PORT - last} or less"
         raise ConfigError(f"telemetry.metrics_port = {first} is too high: {need}")

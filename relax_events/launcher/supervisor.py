@@ -10,12 +10,13 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from itertools import count
+from itertools import accumulate, count
 from pathlib import Path
 
 import structlog
 
 from relax_events.config import RunConfig
+from relax_events.config.run_config import RANKED_ROLES
 from relax_events.errors import (
     BrokerRefused,
     BrokerUnavailable,
@@ -93,16 +94,21 @@ class Supervisor:
         self._devices = DeviceAssignment.of_machine(config)
         self._fork_server = fork_server or ForkServer.from_config(config)
         self._processes = {process.worker_id: process for process in self._build_initial()}
-        self._num_ports = len(self._processes) + config.trainer.ranks - 1
+        self._num_ports = sum(config.processes().values())
 
     def _build_initial(self) -> list[ManagedProcess]:
         workers = [
             (role, index) for role, count in self._config.roles().items() for index in range(count)
         ]
+        starts = accumulate((self._num_ranks(role) for role, _ in workers), initial=0)
         return [
             self._build_process(role, index, port_index=port_index)
-            for port_index, (role, index) in enumerate(workers)
+            for port_index, (role, index) in zip(starts, workers, strict=False)
         ]
+
+    def _num_ranks(self, role: str) -> int:
+        """Return the processes of a worker of a role."""
+        return self._config.processes()[role] if role in RANKED_ROLES else 1
 
     def _build_process(
         self, role: str, index: int, *, port_index: int, overrides: Sequence[str] = ()
@@ -119,9 +125,7 @@ class Supervisor:
             environment,
             worker_modules(self._config, role),
         )
-        ranks = build_rank_requests(
-            order, num_ranks=self._config.trainer.ranks if role == "trainer" else 1
-        )
+        ranks = build_rank_requests(order, num_ranks=self._num_ranks(role))
         named = {
             f"{role}-{at}": replace(rank, arguments=[*rank.arguments, "--index", str(at)])
             for at, rank in enumerate(ranks, start=index)

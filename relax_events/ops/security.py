@@ -54,10 +54,9 @@ def quota_entities(config: RunConfig) -> list[QuotaEntity]:
     """
     if config.broker.credentials is not None:
         return [QuotaEntity("user", build_username(config.run.id, role)) for role in PRINCIPALS]
-    workers = {**config.roles(), "trainer": config.trainer.ranks}
     return [
         QuotaEntity("client-id", f"{config.run.id}.{role}-{index}")
-        for role, count in workers.items()
+        for role, count in config.processes().items()
         for index in range(count)
     ]
 

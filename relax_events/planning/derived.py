@@ -202,7 +202,7 @@ def _beside_trainer(
         * known.cache_bytes(dtype),
         most_cache,
     )
-    learning = count["critic"] * known.training_bytes(dtype)
+    learning = count["critic"] * known.training_bytes(dtype) // config.critic_ranks
     return (
         (sum(count.values()) - count["critic"]) * weights
         + learning

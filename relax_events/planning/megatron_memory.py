@@ -96,6 +96,16 @@ class MegatronMemory(TrainerMemory):
             yield values
 
 
+def memory_of_critic(config: RunConfig, facts: CheckpointFacts, *, on_gpu: bool) -> TrainerMemory:
+    """Return what the critic of a run takes on the device of one rank: as a trainer of so many
+    ranks.
+    """
+    trainer = config.trainer.model_copy(update={"ranks": config.critic_ranks})
+    model = config.model.model_copy(update={"lora": None, "frozen": ()})
+    like = config.model_copy(update={"trainer": trainer, "model": model})
+    return memory_of_trainer(like, facts, on_gpu=on_gpu)
+
+
 def memory_of_trainer(config: RunConfig, facts: CheckpointFacts, *, on_gpu: bool) -> TrainerMemory:
     """Return what the trainer of a run takes on the device of one rank; see
     `TrainerMemory.of_run`.

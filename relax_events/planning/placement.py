@@ -15,9 +15,9 @@ LOADS = {"rollout": 4, "evaluator": 2, "critic": 4, "judge": 4, "teacher": 2}
 """How much a worker of a role computes, compared with one that scores samples: engines generate,
 and the critic learns."""
 
-TRAINER = "trainer-"
+TRAINER, CRITIC = "trainer-", "critic-"
 Placement = Mapping[str, int]
-"""Device by worker id, `rollout-0`; a trainer's ranks are workers of their own, `trainer-1`."""
+"""Device by worker id, `rollout-0`; ranks are workers of their own, `trainer-1`."""
 
 
 def place_workers(
@@ -27,10 +27,11 @@ def place_workers(
 
     Each rank of the trainer gets a device of its own. The other workers share the rest, those that
     compute most first, each where least is computed; they share with the trainer only where
-    nothing is left. A role that `given` names stays on its devices.
+    nothing is left. No two ranks of the critic share a device. A role that `given` names stays on
+    its devices.
 
     Args:
-        roles: Number of workers by role.
+        roles: Number of workers by role; the critic counts as its ranks.
         ranks: Of the trainer.
         num_devices: Of the machine.
         given: The section `devices`.
@@ -51,6 +52,13 @@ def place_workers(
             f"trainer.ranks = {len(trained)}, or give it more devices"
         )
     placed = {f"{TRAINER}{rank}": trained[rank] for rank in range(num_ranks)}
+    num_devices_of_critic = len(given.critic) or num_devices
+    if roles.get("critic", 0) > num_devices_of_critic:
+        raise ConfigError(
+            f"the critic has {roles['critic']} ranks, each on a device of its own, and there are "
+            f"{num_devices_of_critic}; set critic.ranks = {num_devices_of_critic}, or give it more "
+            "devices"
+        )
     workers = [(role, index) for role in COMPUTING_ROLES for index in range(roles.get(role, 0))]
     workers.sort(key=lambda worker: -_load(worker[0]))
     for role, index in workers:
@@ -75,11 +83,17 @@ def place_worker(
     if named := given.by_role().get(role):
         return named[index % len(named)]
     trained = {device for worker, device in placed.items() if worker.startswith(TRAINER)}
-    free = [device for device in range(num_devices) if device not in trained]
+    peers = (
+        {device for worker, device in placed.items() if worker.startswith(CRITIC)}
+        if role == "critic"
+        else set()
+    )
+    left = [device for device in range(num_devices) if device not in peers]
+    free = [device for device in left if device not in trained]
     loads = Counter[int]()
     for worker, device in placed.items():
         loads[device] += _load(worker.rpartition("-")[0])
-    return min(free or range(num_devices), key=lambda device: (loads[device], device))
+    return min(free or left, key=lambda device: (loads[device], device))
 
 
 def _load(role: str) -> int:

@@ -16,12 +16,11 @@ from relax_events.config.unset_keys import with_values
 from relax_events.errors import ConfigError
 from relax_events.planning.device_specs import DeviceSpec
 from relax_events.planning.inventory import CheckpointFacts, width_of
-from relax_events.planning.megatron_memory import memory_of_trainer
+from relax_events.planning.megatron_memory import memory_of_critic, memory_of_trainer
 from relax_events.planning.memory import (
     RESERVED_CPU_BYTES,
     RESERVED_GPU_BYTES,
     MemoryParts,
-    TrainerMemory,
 )
 from relax_events.planning.placement import place_workers
 
@@ -185,10 +184,11 @@ def _plan(
 
 
 def _assign(config: RunConfig, *, num_devices: int, on_gpu: bool) -> dict[str, int]:
-    roles, ranks = config.roles(), config.trainer.ranks
+    roles, ranks = config.processes(), config.trainer.ranks
     if on_gpu:
         return place_workers(roles, ranks=ranks, num_devices=num_devices, given=config.devices)
-    names = place_workers(roles, ranks=ranks, num_devices=ranks, given=DevicesConfig())
+    most = max(ranks, config.critic_ranks)
+    names = place_workers(roles, ranks=ranks, num_devices=most, given=DevicesConfig())
     return dict.fromkeys(names, 0)
 
 
@@ -209,7 +209,7 @@ class _Models:
             trainer = memory_of_trainer(config, known, on_gpu=self.on_gpu)
             return PlannedWorker(worker_id, trainer.parts(self.tokens))
         if role == "critic":
-            critic = TrainerMemory(known, dtype, on_gpu=self.on_gpu)
+            critic = memory_of_critic(config, known, on_gpu=self.on_gpu)
             return PlannedWorker(worker_id, critic.parts(self.tokens))
         models = self._models_of(role) or [known]
         known = max(models, key=lambda one: one.cell_bytes(dtype) / one.num_layers)

@@ -14,6 +14,7 @@ import psutil
 import structlog
 
 from relax_events.config import RunConfig
+from relax_events.config.run_config import RANKED_ROLES
 from relax_events.config.unset_keys import OF_MACHINE, missing_keys, value_of, with_values
 from relax_events.models.checkpoint_facts import read_facts, tiny_facts
 from relax_events.planning.derived import Derived, derive
@@ -27,7 +28,7 @@ def inspect_machine(roles: Mapping[str, int]) -> Machine:
     """Return the resources of the machine that this process may use.
 
     Args:
-        roles: Number of workers of each role on it; a trainer counts as its ranks.
+        roles: Number of workers of each role on it; trainer and critic count as their ranks.
     """
     memories = tuple(gpu.num_bytes for gpu in find_gpus())
     return Machine(num_processors(), _memory(), memories, dict(roles))
@@ -71,9 +72,8 @@ def resolve_defaults(
         else _kept(known, [key for key in missing if not (role and key in OF_MACHINE)])
     )
     config = with_values(config, {derived.key: derived.value for derived in kept})
-    roles = ({role: 1} if role else config.roles()) | (
-        {"trainer": config.trainer.ranks} if role in ("", "trainer") else {}
-    )
+    processes = config.processes()
+    roles = {role: processes.get(role, 1) if role in RANKED_ROLES else 1} if role else processes
     fresh = (
         derive(config, read_checkpoint_facts(config), inspect_machine(roles))
         if missing_keys(config)

@@ -23,10 +23,10 @@ from typing import Self
 
 import structlog
 
+from relax_events.config import RunConfig
 from relax_events.deadline import Deadline
 from relax_events.errors import (
     BrokerUnavailable,
-    ObjectError,
     PoisonSample,
     RunFailed,
     StepNotFinite,
@@ -49,8 +49,8 @@ from relax_events.training.checkpoint.critic_checkpoints import (
     list_critic_checkpoints,
     stored_checkpoint_versions,
 )
-from relax_events.training.checkpoint.pending import PendingCheckpoint
-from relax_events.training.ranks import SingleRank
+from relax_events.training.critic_ranks import LeadingCritic
+from relax_events.training.ranks import Ranks, SingleRank
 from relax_events.training.replay.parent_steps import ReplaySource
 from relax_events.training.replay.recorded_batches import RecordedBatch, RecordedBatches
 from relax_events.training.replay.relabel import AdvantageRelabeller
@@ -64,23 +64,43 @@ REMEDY = (
 )
 
 
-class CriticLearner:
-    """See the module's docstring. Use it as a context manager."""
+def open_critic_checkpoints(config: RunConfig, store: ObjectStore, ranks: Ranks) -> Checkpoints:
+    """Open the checkpoints of a critic, on each rank that holds it."""
+    keep = config.trainer.keep_checkpoints
+    return Checkpoints(store, ranks=ranks, keep=keep, folder=FOLDER)
 
-    def __init__(self, worker: Worker, critic: Critic, store: ObjectStore) -> None:
+
+class CriticLearner:
+    """See the module's docstring. Use it as a context manager.
+
+    `critic` leads all ranks that hold it: ask it for values.
+    """
+
+    def __init__(
+        self, worker: Worker, critic: Critic, store: ObjectStore, *, ranks: Ranks | None = None
+    ) -> None:
         """Resume from the newest checkpoint, and learn from every committed step, unless a drain is
         requested first.
 
+        Args:
+            worker: Of rank 0.
+            critic: Rank 0's part.
+            store: The run's.
+            ranks: Those that hold the critic; the others are in `follow_leader`. By default this
+                process alone.
         Raises:
             ConfigError: Records of a step were deleted.
             RunFailed: A step can't be learned from.
         """
-        self._worker, self._critic = worker, critic
-        critic.on_progress(worker.lifecycle.record_progress)
-        self._checkpoints = Checkpoints(
-            store, ranks=SingleRank(), keep=worker.config.trainer.keep_checkpoints, folder=FOLDER
+        self._worker, ranks = worker, ranks or SingleRank()
+        self._checkpoints = open_critic_checkpoints(worker.config, store, ranks)
+        self.critic = LeadingCritic(
+            critic,
+            self._checkpoints,
+            ranks=ranks,
+            timeout_seconds=worker.config.trainer.collective_timeout_seconds,
         )
-        self._pending: PendingCheckpoint | None = None
+        self.critic.on_progress(worker.lifecycle.record_progress)
         self._checkpoint_begun = time.monotonic()
         self._consumed: dict[int, int] = {}
         self._consecutive_skips = 0
@@ -88,7 +108,7 @@ class CriticLearner:
         digests = self._recorded_digests(begin)
         self._restore(store, digests)
         own = ParentRun(worker.config, worker.plan, worker.connection)
-        first, last = critic.policy_version, worker.config.last_version
+        first, last = self.critic.policy_version, worker.config.last_version
         critic_algorithm = worker.config.algorithm.of_critic
         relabeller = (
             None
@@ -118,13 +138,14 @@ class CriticLearner:
             BrokerUnavailable: A step of a version that is published can't be read.
         """
         self._learn_until(policy_version, or_drain=False)
-        return self._critic.policy_version
+        return self.critic.policy_version
 
     def step_if_ready(self) -> None:
         """Learn from the next step if it is committed."""
         if self._steps.has_next(timeout_seconds=0.0):
             self._learn(self._take())
         self._poll_checkpoint()
+        self.critic.stay_in_touch()
 
     def _find_start_offset(self, store: ObjectStore) -> int:
         """Return where the steps since the oldest stored checkpoint begin on control.train-steps;
@@ -167,18 +188,15 @@ class CriticLearner:
 
     def _restore(self, store: ObjectStore, digests: Mapping[int, bytes]) -> None:
         for found in list_critic_checkpoints(store, digests=digests):
-            try:
-                self._critic.load_state(self._checkpoints.load(found.reference).state)
-            except ObjectError as error:
-                log.warning("critic_checkpoint.rejected", uri=found.reference.uri, error=str(error))
+            if not self.critic.load(found.reference):
                 continue
             self._consumed = dict(found.consumed)
-            log.info("checkpoint.loaded", policy_version=self._critic.policy_version)
+            log.info("checkpoint.loaded", policy_version=self.critic.policy_version)
             return
 
     def _learn_until(self, policy_version: int, *, or_drain: bool) -> None:
         deadline = Deadline(STEP_SECONDS)
-        while self._critic.policy_version < policy_version and not (
+        while self.critic.policy_version < policy_version and not (
             or_drain and self._worker.drain.requested
         ):
             if self._steps.has_next(timeout_seconds=POLL_SECONDS):
@@ -186,7 +204,7 @@ class CriticLearner:
                 deadline = Deadline(STEP_SECONDS)
             elif deadline.passed:
                 missing = (
-                    f"train step {self._critic.policy_version}, which led to policy version "
+                    f"train step {self.critic.policy_version}, which led to policy version "
                     f"{policy_version},"
                 )
                 raise BrokerUnavailable(
@@ -210,7 +228,7 @@ class CriticLearner:
                 lengths, max_tokens=self._worker.config.trainer.max_tokens_per_micro_batch
             ):
                 with self._worker.lifecycle.piece("train a micro-batch"):
-                    self._critic.accumulate(samples[part])
+                    self.critic.accumulate(samples[part])
                 self._worker.lifecycle.tick(working=True)
         except PoisonSample as error:
             raise RunFailed(
@@ -238,7 +256,7 @@ class CriticLearner:
         """
         with self._worker.lifecycle.piece("step the optimizer"):
             try:
-                metrics = self._critic.step()
+                metrics = self.critic.step()
             except StepNotFinite as error:
                 self._consecutive_skips += 1
                 log.error(
@@ -246,13 +264,13 @@ class CriticLearner:
                 )
                 if self._consecutive_skips >= self._worker.config.trainer.max_steps_not_finite:
                     raise
-                self._critic.skip_step()
+                self.critic.skip_step()
                 return None
         self._consecutive_skips = 0
         return metrics
 
     def _report(self, metrics: ValueMetrics) -> None:
-        worker, version = self._worker, self._critic.policy_version
+        worker, version = self._worker, self.critic.policy_version
         lag = max(worker.control.policy_version - version, 0)
         worker.heartbeat.set_policy_version(version)
         worker.metrics.critic.set(
@@ -286,7 +304,7 @@ class CriticLearner:
             self._worker.config.trainer.checkpoint_is_due(step.policy_version, seconds=seconds)
             and not self._consecutive_skips
         )
-        if not is_due or self._pending is not None:
+        if not is_due or self.critic.is_saving:
             return
         self._checkpoint_begun = time.monotonic()
         extra = {
@@ -294,11 +312,10 @@ class CriticLearner:
             "consumed": sorted(self._consumed.items()),
         }
         with self._worker.lifecycle.transfer("copy the checkpoint"):
-            self._pending = self._checkpoints.save(self._critic.state(), extra=extra)
+            self.critic.save(extra)
 
     def _poll_checkpoint(self) -> None:
-        if self._pending is not None and (reference := self._pending.poll()) is not None:
-            self._pending = None
+        if (reference := self.critic.poll_checkpoint()) is not None:
             self._checkpoints.prune(reference)
             log.info("checkpoint.written", policy_version=reference.policy_version)
 
@@ -311,5 +328,7 @@ class CriticLearner:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if kind is None:  # otherwise they notice that this rank has died
+            self.critic.end()
         self._checkpoints.close()
         self._steps.close()

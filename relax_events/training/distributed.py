@@ -21,6 +21,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from relax_events.config.topology import Axis, Coordinates, Topology
 from relax_events.errors import EnvironmentProblem, RankLost
+from relax_events.runtime.lifecycle import Lifecycle
 from relax_events.training.ranks import RENDEZVOUS_FD_VARIABLE, CollectiveContext, Ranks, SingleRank
 
 LOST = re.compile(r"gloo|NCCL|Connection (closed|reset)|Timed out", re.IGNORECASE)
@@ -29,6 +30,8 @@ TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER
 
 PIECE_BYTES = 64 << 20
 """Bytes that a rank sends at once, to all others together."""
+COLLECTIVE_MARGIN_SECONDS = 60.0
+"""Seconds after its own deadline at which a collective counts as hung."""
 LayOut = Callable[[int], Topology]
 
 
@@ -52,6 +55,23 @@ def open_ranks(*, timeout_seconds: float, lay_out: LayOut = Topology.of) -> Rank
             "torchrun, or unset RANK for one"
         )
     return TorchRanks(timeout_seconds=timeout_seconds, lay_out=lay_out)
+
+
+def wait_visibly(ranks: Ranks, lifecycle: Lifecycle, *, timeout_seconds: float) -> None:
+    """Continue the worker's heartbeats in collectives, and say that it waits for other ranks.
+
+    Args:
+        ranks: This process and its peers.
+        lifecycle: Of its worker.
+        timeout_seconds: Deadline of a collective.
+    """
+    ranks.wrap_collectives(
+        lambda: lifecycle.activity(
+            "wait for the other ranks",
+            deadline_seconds=timeout_seconds + COLLECTIVE_MARGIN_SECONDS,
+            is_progress=False,
+        )
+    )
 
 
 def serve_rendezvous(num_ranks: int, *, timeout_seconds: float) -> TCPStore | None:

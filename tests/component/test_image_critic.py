@@ -47,10 +47,10 @@ def critic(folder: Path, *, dtype: torch.dtype = torch.float32) -> TorchCritic:
     config = image_run(folder, algorithm={"name": "ppo"}, critic={"learning_rate": 3e-3})
     made = TorchCritic(config, dtype=dtype)
     torch.nn.init.normal_(made._model.module.weight, generator=torch.Generator().manual_seed(0))
-    made._flat.load(
+    made._parameters.load(
         TrainerState(
             policy_version=0,
-            tensors={name: tensor.clone() for name, tensor in made._flat.tensors().items()},
+            tensors={name: tensor.clone() for name, tensor in made._parameters.tensors().items()},
         )
     )
     return made

@@ -183,8 +183,8 @@ def test_purge_keeps_records_that_the_critic_has_not_read(run: WrittenRun, tmp_p
         name: set(bounds.values()) for name, bounds in purger._critic_bounds(retention).items()
     } == {"critic's steps": {0}}
     with learning(run, tmp_path) as (_, learner, _):
-        if learner._pending is not None:
-            learner._pending.wait(10.0)  # the checkpoint of version 4
+        if learner.critic._pending is not None:
+            learner.critic._pending.wait(10.0)  # the checkpoint of version 4
     # Its newest checkpoint is that of version 4, so the four records of each of the steps 0 to 3
     # are read: those of step 4 stay.
     topic = run.plan.topic("advantage.samples")

@@ -1,10 +1,6 @@
 """Backend `megatron` in several layouts of ranks against backend `torch` on one: metrics, gradients,
 weights, and checkpoints of either. The ranks start once for the scenarios of a module."""
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,47 +10,29 @@ from transformers import AutoModelForCausalLM
 
 from relax_events.examples.tiny_models import make_tiny
 from tests.integration.megatron_program import FOUR, LONG, SCENARIOS, SHORT
+from tests.integration.rank_processes import run_ranks
 
 pytestmark = pytest.mark.integration
-ROOT = Path(__file__).parents[2]
 TOLERANCES = {"qwen3": 1e-9, "tied": 1e-9, "qwen3_moe": 1e-4}
 """In float64, after two steps with a learning rate of 1e-2. A router in float32 alone moves weights
 by 1.5e-5."""
 
 
-def run_program(folder: Path, names: list[str]) -> dict[str, Any]:
-    """Run scenarios; return their results."""
-    num_ranks = SCENARIOS[names[0]].num_ranks
+def make_models(folder: Path) -> None:
+    """Write a dense model, one with tied embeddings and a mixture of experts."""
     make_tiny(folder / "qwen3", corpus=["12=21"], seed=3)
     make_tiny(folder / "qwen3_moe", corpus=["12=21"], family="qwen3_moe", seed=3)
     tied = AutoModelForCausalLM.from_pretrained(folder / "qwen3")
     tied.config.tie_word_embeddings = True
     tied.tie_weights()
     tied.save_pretrained(folder / "tied")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    program = [sys.executable, str(ROOT / "tests/integration/megatron_program.py"), str(folder)]
-    ranks = []
-    for rank in range(num_ranks):
-        environment = os.environ | {
-            "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
-            "OMP_NUM_THREADS": "1",
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(num_ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-        ranks.append(
-            subprocess.Popen([*program, *names], env=environment, stderr=subprocess.PIPE, text=True)
-        )
-    try:
-        errors = [rank.communicate(timeout=600)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * num_ranks, "\n".join(errors)[-6000:]
+
+
+def run_program(folder: Path, names: list[str]) -> dict[str, Any]:
+    """Run scenarios; return their results."""
+    num_ranks = SCENARIOS[names[0]].num_ranks
+    make_models(folder)
+    run_ranks("megatron_program.py", str(folder), *names, num_ranks=num_ranks)
     found: dict[str, Any] = torch.load(folder / "results.pt")
     return found
 

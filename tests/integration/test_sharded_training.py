@@ -1,21 +1,16 @@
 """FSDP2 over two ranks against one rank: metrics, weights, checkpoints and memory. The ranks start
 once for all scenarios."""
 
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from relax_events.examples.tiny_models import make_tiny
+from tests.integration.rank_processes import run_ranks
 from tests.integration.sharded_program import MEDIA_SETTINGS, SETTINGS
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -23,28 +18,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("sharded")
     make_tiny(folder / "model", corpus=["12=21"], hidden_size=32, seed=3)
     make_tiny(folder / "experts", corpus=["12=21"], family="qwen3_moe", hidden_size=32, seed=4)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    program = [sys.executable, str(ROOT / "tests/integration/sharded_program.py"), str(folder)]
-    ranks = []
-    for rank in range(2):
-        environment = os.environ | {
-            "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
-            "OMP_NUM_THREADS": "1",
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-        ranks.append(subprocess.Popen(program, env=environment, stderr=subprocess.PIPE, text=True))
-    try:
-        errors = [rank.communicate(timeout=600)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors)[-6000:]
+    run_ranks("sharded_program.py", str(folder), num_ranks=2)
     found: dict[str, Any] = torch.load(folder / "results.pt")
     return found
 

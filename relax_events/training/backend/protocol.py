@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from relax_events.config import RunConfig
     from relax_events.events.routed_experts import ExpertShape
     from relax_events.training.backend.state import StateSource, TrainerState
+    from relax_events.training.ranks import Ranks
     from relax_events.weights.manifest import Weights
 
 
@@ -192,6 +193,8 @@ class Critic(TokenScorer, Protocol):
     that the last learned step produced.
 
     The result of a step does not depend on how samples were cut into micro-batches.
+
+    Where several ranks hold it, every method is collective, and all ranks pass the same samples.
     """
 
     policy_version: int
@@ -346,9 +349,12 @@ class TrainerBackend(Protocol):
         ...
 
     @staticmethod
-    def open_critic(config: RunConfig) -> Critic:
-        """Load the critic of a run as it is before the run's first step.
+    def open_critic(config: RunConfig, ranks: Ranks) -> Critic:
+        """Load the critic of a run as it is before the run's first step; collective.
 
+        Args:
+            config: The run.
+            ranks: This process and its peers, of which there are `RunConfig.critic_ranks`.
         Raises:
             ConfigError: The model can't be loaded.
         """

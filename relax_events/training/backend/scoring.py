@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -157,39 +157,6 @@ class LogprobScorer:
         """
         self._model.replace_weights(weights.tensors, base_digest=weights.base_digest)
         self.policy_version = weights.policy_version
-
-
-def score_in_own_rows(
-    samples: Sequence[TokenSequence],
-    *,
-    max_tokens: int,
-    vocab_size: int,
-    compute: Callable[[PackedBatch, Sequence[TokenSequence]], Tensor],
-) -> list[NDArray[np.float32]]:
-    """Compute a number for each loss token, each sample in its own row among rows of one padded
-    length: other samples change the result by rounding only.
-
-    Args:
-        samples: In any number.
-        max_tokens: Budget of one packed forward.
-        vocab_size: Bound of the token ids that the model takes.
-        compute: Returns a number for each loss token of a packed forward pass of these samples.
-    Returns:
-        One array for each sample, as long as its tokens, 0 where the loss mask is.
-    Raises:
-        PoisonSample: A sample can't be scored; the text names it.
-    """
-    scores: dict[int, NDArray[np.float32]] = {}
-    paths = split_paths(samples)
-    for indices in group_by_padded_length(paths, max_tokens=max_tokens):
-        rows = [paths[index] for index in indices]
-        batch = pack_in_own_rows(rows, vocab_size=vocab_size)
-        with torch.inference_mode():
-            values = compute(batch, rows)
-        scores |= zip(indices, unpack_values(values, rows, batch), strict=True)
-    ordered = iter([scores[index] for index in range(len(paths))])
-    counts = count_paths(samples).tolist()
-    return [np.concatenate(list(islice(ordered, number))) for number in counts]
 
 
 def _by_path(ids: NDArray[np.int64], sample: TokenSequence) -> list[NDArray[np.int64]]:

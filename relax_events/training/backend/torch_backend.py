@@ -256,8 +256,8 @@ class TorchBackend(PolicyTraining):
         )
 
     @staticmethod
-    def open_critic(config: RunConfig) -> Critic:
+    def open_critic(config: RunConfig, ranks: Ranks) -> Critic:
         """Load the critic as it is before the run's first step; see `TrainerBackend`."""
         from relax_events.training.backend.torch_critic import TorchCritic
 
-        return TorchCritic(config)
+        return TorchCritic(config, ranks=ranks)

@@ -4,6 +4,7 @@ its loss tokens out.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from relax_events.media.model_inputs import MediaInputs
 from relax_events.models.causal_lm import load_causal_lm
 from relax_events.models.families import Family, read_family
 from relax_events.training.backend.packing_probe import NEIGHBOURS, build_probe, is_isolated
+from relax_events.training.backend.sharded_parameters import call_with_weights
 from relax_events.training.batch.packing import PackedBatch
 
 
@@ -71,6 +73,7 @@ class ValueModel:
         config: ModelConfig,
         device: torch.device,
         dtype: torch.dtype | None = None,
+        prepare: Callable[[nn.Module, object], None] = lambda module, layers: None,
     ) -> None:
         """Load the backbone from a folder; nothing is fetched.
 
@@ -79,6 +82,8 @@ class ValueModel:
             config: The attention implementation, and the dtype unless another is given.
             device: Where the weights go.
             dtype: Of the weights, for proofs in float64.
+            prepare: Shards the network with its decoder layers, or sets what it recomputes. Where
+                it shards, the constructor and all forward passes are collective.
         Raises:
             ConfigError: The folder is missing, or holds no causal language model.
         """
@@ -96,9 +101,11 @@ class ValueModel:
         )
         self.vocab_size = len(loaded.get_input_embeddings().get_parameter("weight"))
         hidden_size = loaded.config.get_text_config().hidden_size
+        layers = getattr(self.family.language_model(loaded), "layers", None)
         self.module = ValueNetwork(
             self.family.remove_head(loaded), family=self.family, hidden_size=hidden_size
         )
+        prepare(self.module, layers)
         self.shares_rows = self._isolates_neighbours()
 
     def token_values(self, batch: PackedBatch) -> Float[Tensor, " loss_tokens"]:
@@ -109,6 +116,10 @@ class ValueModel:
             batch: From `packing.pack`, with this model's `vocab_size` and `shares_rows`, its media
                 added.
         """
+        values: Tensor = call_with_weights(self.module, self._compute_values, batch)
+        return values
+
+    def _compute_values(self, batch: PackedBatch) -> Float[Tensor, " loss_tokens"]:
         arrays = (batch.input_ids, batch.position_ids, batch.loss_positions)
         input_ids, position_ids, positions = (
             torch.from_numpy(array).to(self.device) for array in arrays
@@ -118,6 +129,17 @@ class ValueModel:
             .flatten(0, 1)
             .index_select(0, positions)
         )
+
+    def idle_output(self) -> Tensor:
+        """Run a micro-batch without samples, on a rank that has none left while others run theirs;
+        return a number that does not depend on the weights.
+        """
+        ids, positions = build_probe([0], vocab_size=self.vocab_size, device=self.device)
+        output: Tensor = call_with_weights(
+            self.module,
+            lambda: self.module.head(self.module.hidden(ids, positions)[0]).sum() * 0.0,
+        )
+        return output
 
     @torch.no_grad()
     def _isolates_neighbours(self) -> bool:
@@ -131,7 +153,6 @@ class ValueModel:
         )
 
     def _probe_positions(self, positions: list[int]) -> Float[Tensor, "tokens hidden"]:
-        hidden = self.module.hidden(
-            *build_probe(positions, vocab_size=self.vocab_size, device=self.device)
-        )[0]
+        probe = build_probe(positions, vocab_size=self.vocab_size, device=self.device)
+        hidden: Tensor = call_with_weights(self.module, lambda: self.module.hidden(*probe)[0])
         return hidden.to(torch.promote_types(hidden.dtype, torch.float32))

@@ -25,8 +25,8 @@ RUNNING, WRITTEN, FAILED = 0, 1, 2
 
 
 class PendingCheckpoint:
-    """A checkpoint that is being written. Both methods are collective; it is valid once they return
-    its reference.
+    """A checkpoint that is being written. `poll` and `wait` are collective; it is valid once they
+    return its reference.
     """
 
     def __init__(
@@ -47,6 +47,11 @@ class PendingCheckpoint:
         self._header = header
         self._written = written
         self._reference: CheckpointRef | None = None
+
+    @property
+    def is_written_here(self) -> bool:
+        """Whether this rank's shard is written, or has failed. Not collective."""
+        return self._written.done()
 
     def poll(self) -> CheckpointRef | None:
         """Return the checkpoint's reference if every rank has written its shard, else None, without

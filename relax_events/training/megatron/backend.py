@@ -17,12 +17,9 @@ from torch import Tensor
 
 from relax_events.config import RunConfig
 from relax_events.errors import ConfigError
-from relax_events.model_folder import read_model_json
-from relax_events.models.causal_lm import choose_device
 from relax_events.training.backend.determinism import (
     GENERATORS,
     generator_states,
-    make_deterministic,
     restore_generators,
 )
 from relax_events.training.backend.policy_model import TokenLogprobs
@@ -33,7 +30,14 @@ from relax_events.training.backend.step_sums import add_imbalance
 from relax_events.training.batch.loss_batch import LossBatch
 from relax_events.training.megatron.cpu import cuda_calls_on_cpu
 from relax_events.training.megatron.layout import rank_shards
-from relax_events.training.megatron.sizes import DecoderSizes
+from relax_events.training.megatron.opening import (
+    exchanges_experts,
+    needs_megatron,
+    open_device,
+    pad_works,
+    read_sizes,
+    start_ranks,
+)
 from relax_events.training.ranks import DataRanks, Ranks
 
 if TYPE_CHECKING:
@@ -64,18 +68,10 @@ class MegatronBackend(PolicyTraining):
                 missing.
         """
         super().__init__(config, ranks=ranks, data_ranks=DataRanks(ranks))
-        self._device = choose_device(config.model.device, local_rank=ranks.local_rank)
-        _require_visible_device(self._device)
-        make_deterministic(self._device, threads=config.trainer.threads)
+        self._device = open_device(config.model.device, ranks=ranks, threads=config.trainer.threads)
         torch.manual_seed(config.run.seed)
         path = config.model.path
-        sizes = DecoderSizes.from_settings(read_model_json(path / "config.json"), path=path)
-        sizes.require_fits(ranks.topology)
-        if sizes.reads_media:
-            raise ConfigError(
-                f"the model in {path} has towers for images or audio next to its decoder, which "
-                "trainer.backend = 'megatron' does not train; set trainer.backend = 'torch'"
-            )
+        sizes = read_sizes(path, ranks.topology)
         if config.model.replays_routing and not sizes.num_experts:
             raise ConfigError(
                 "model.routing_replay needs a mixture of experts, but the model in "
@@ -88,29 +84,20 @@ class MegatronBackend(PolicyTraining):
             )
         self._sizes = sizes
         self._dtype = dtype or getattr(torch, config.model.dtype)
-        with ranks.guard("building the model"), cuda_calls_on_cpu():
+        with ranks.guard("building the model"), cuda_calls_on_cpu(), needs_megatron():
             self._model, self._parameters = self._build()
         from relax_events.training.megatron.weight_gathering import WeightGathering
 
         self._weights = WeightGathering(self._model.module, sizes, ranks=ranks)
 
     def _build(self) -> tuple[ModelStage, RankParameters]:
-        try:
-            from relax_events.training.megatron.building import start_model_parallel
-            from relax_events.training.megatron.rank_parameters import RankParameters
-            from relax_events.training.megatron.stage import ModelStage
-        except ModuleNotFoundError as error:
-            if (error.name or "").partition(".")[0] != "megatron":
-                raise
-            raise ConfigError(
-                "trainer.backend = 'megatron' needs megatron-core, which is not installed; install "
-                "relax-events[megatron]"
-            ) from error
+        from relax_events.training.megatron.rank_parameters import RankParameters
+        from relax_events.training.megatron.stage import ModelStage
+
         trainer, ranks = self._config.trainer, self._ranks
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-        start_model_parallel(
-            ranks.topology,
+        start_ranks(
+            ranks,
+            self._device,
             seed=self._config.run.seed,
             timeout_seconds=trainer.collective_timeout_seconds,
         )
@@ -133,19 +120,14 @@ class MegatronBackend(PolicyTraining):
     @property
     def is_collective(self) -> bool:
         """Whether data-parallel ranks exchange tokens in the experts of each layer."""
-        topology = self._ranks.topology
-        return topology.expert * topology.expert_tensor > 1
+        return exchanges_experts(self._ranks.topology)
 
     def _run(self, works: Sequence[Work], *, forward_only: bool = False) -> None:
         """Run micro-batches; where data-parallel ranks wait for each other, rows of padding too."""
-        from relax_events.training.megatron.stage import Work
-
-        most = len(works)
-        if self.is_collective:
-            most = int(self._ranks.all_gather(np.array([most])).max())
-        padding = [Work(None, lambda result: result.logprobs.sum())] * (most - len(works))
         self._model.run(
-            [*works, *padding], forward_only=forward_only, on_done=lambda: self._report_progress()
+            pad_works(works, self._ranks),
+            forward_only=forward_only,
+            on_done=lambda: self._report_progress(),
         )
 
     def _train_all(self, loss_batches: Sequence[LossBatch], *, cutoff: float | None = None) -> None:
@@ -241,26 +223,8 @@ class MegatronBackend(PolicyTraining):
         return TorchBackend.open_scorer(config)
 
     @staticmethod
-    def open_critic(config: RunConfig) -> Critic:
-        """Refuse: there is no critic of megatron-core's layers.
+    def open_critic(config: RunConfig, ranks: Ranks) -> Critic:
+        """Load this rank's part of the critic; see `TrainerBackend`."""
+        from relax_events.training.megatron.critic import MegatronCritic
 
-        Raises:
-            ConfigError: Always.
-        """
-        raise ConfigError(
-            f"trainer.backend = 'megatron' trains no critic, and {config.algorithm.name} needs "
-            "one; set trainer.backend = 'torch'"
-        )
-
-
-def _require_visible_device(device: torch.device) -> None:
-    """Require the GPU where there is one: megatron-core uses it without being asked.
-
-    Raises:
-        ConfigError: `model.device` names the CPU.
-    """
-    if device.type == "cpu" and torch.cuda.is_available():
-        raise ConfigError(
-            "trainer.backend = 'megatron' trains on the GPU where there is one, and model.device "
-            "is 'cpu'; set model.device = 'auto', or hide the GPUs (CUDA_VISIBLE_DEVICES='')"
-        )
+        return MegatronCritic(config, ranks=ranks)

@@ -19,7 +19,7 @@ from torch import distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from relax_events.config.topology import Topology
-from relax_events.training.megatron.modules import PackedAttention, RankNorm
+from relax_events.training.megatron.modules import PackedAttention, RankNorm, ValueHead
 from relax_events.training.megatron.sizes import DecoderSizes
 
 
@@ -153,7 +153,7 @@ def build_model(sizes: DecoderSizes, config: TransformerConfig) -> GPTModel:
     layers = TransformerBlockSubmodules(
         layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RankNorm
     )
-    return GPTModel(
+    model = GPTModel(
         config,
         layers,
         vocab_size=sizes.padded_vocab_size(config.tensor_model_parallel_size),
@@ -163,3 +163,7 @@ def build_model(sizes: DecoderSizes, config: TransformerConfig) -> GPTModel:
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
     )
+    if sizes.has_value_head and model.post_process:
+        del model.output_layer
+        model.value_head = ValueHead(config, sizes.hidden_size)
+    return model

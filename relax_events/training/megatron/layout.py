@@ -13,6 +13,7 @@ in Hugging Face names:
     local_experts.E.linear_fc1        the same, of one expert   experts.gate_up_proj[E]
     local_experts.E.linear_fc2        columns, of one expert    experts.down_proj[E]
     norms, router                     whole on every rank       norms, gate
+    value_head                        whole on every rank       weight, bias (of a critic alone)
 
 Everything else follows from the rectangles: loading, the stream of weights, gradients in tests,
 checkpoints, conversion.
@@ -62,6 +63,7 @@ class Shard:
             `Axis.EXPERT_DATA`; others are copied over `Axis.DATA_CONTEXT`.
         is_replicated: Whether all tensor-parallel ranks hold it whole.
         is_copy: Whether it is the last stage's copy of a tied embedding.
+        is_new: Whether it is in no folder of a pretrained model, and begins as zeros.
     """
 
     name: str
@@ -70,6 +72,7 @@ class Shard:
     is_expert: bool = False
     is_replicated: bool = False
     is_copy: bool = False
+    is_new: bool = False
 
 
 def full_shapes(sizes: DecoderSizes) -> dict[str, tuple[int, ...]]:
@@ -100,7 +103,10 @@ def rank_shards(sizes: DecoderSizes, topology: Topology, at: Coordinates) -> Ite
         yield rank.vector(
             "decoder.final_layernorm.weight", f"{sizes.prefix}norm.weight", sizes.hidden_size
         )
-        if not sizes.is_tied:
+        if sizes.has_value_head:
+            for name, length in (("weight", sizes.hidden_size), ("bias", 1)):
+                yield replace(rank.vector(f"value_head.{name}", name, length), is_new=True)
+        elif not sizes.is_tied:
             yield rank.vocabulary("output_layer.weight", "lm_head")
         elif topology.pipeline > 1:
             tied = rank.vocabulary("output_layer.weight", f"{sizes.prefix}embed_tokens")

@@ -1,5 +1,5 @@
 """Modules of our own in megatron-core's layers: a norm and an attention, which its layers for
-machines without transformer-engine lack.
+machines without transformer-engine lack; and a critic's head.
 """
 
 from __future__ import annotations
@@ -24,6 +24,28 @@ class RankNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: object) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+
+
+class ValueHead(torch.nn.Module):
+    """A critic's scalar head. As a norm it may see a part of the sequence; its gradients are then
+    summed over the tensor-parallel ranks.
+    """
+
+    def __init__(self, config: Any, hidden_size: int) -> None:
+        super().__init__()
+        on_cpu = config.use_cpu_initialization
+        made: dict[str, Any] = {
+            "dtype": config.params_dtype,
+            "device": torch.device("cpu" if on_cpu else torch.cuda.current_device()),
+        }
+        self.weight = torch.nn.Parameter(torch.zeros(hidden_size, **made))
+        self.bias = torch.nn.Parameter(torch.zeros(1, **made))
+
+    def forward(self, hidden: Float[Tensor, "tokens hidden"]) -> Float[Tensor, " tokens"]:
+        """Return a value for each hidden state, in at least float32."""
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        # as backend `torch` does: a matrix product's order of summation depends on its rows
+        return (hidden.to(dtype) * self.weight.to(dtype)).sum(-1) + self.bias.to(dtype)
 
 
 class PackedAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has no types

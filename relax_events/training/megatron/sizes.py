@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from relax_events.config.topology import Topology
@@ -50,6 +50,7 @@ class DecoderSizes:
         eps: Epsilon of the norms.
         rope_theta: Base of the rotary positions.
         reads_media: Whether the model has towers for images or audio next to its decoder.
+        has_value_head: Whether it ends in a critic's scalar head instead of the output head.
     """
 
     prefix: str
@@ -68,6 +69,7 @@ class DecoderSizes:
     eps: float = 1e-6
     rope_theta: float = 10_000.0
     reads_media: bool = False
+    has_value_head: bool = False
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any], *, path: object) -> DecoderSizes:
@@ -110,6 +112,10 @@ class DecoderSizes:
             rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0),
             reads_media=kind not in TEXT_FAMILIES,
         )
+
+    def as_critic(self) -> DecoderSizes:
+        """Return the same decoder with a scalar head in place of the output head."""
+        return replace(self, has_value_head=True, is_tied=False)
 
     def require_fits(self, topology: Topology) -> None:
         """Require that the decoder can be split so.

@@ -37,7 +37,8 @@ from relax_events.training.megatron.row import Row, lay_out_row
 from relax_events.training.megatron.sizes import DecoderSizes
 from relax_events.training.megatron.vocabulary import HeadRows, sum_over_ranks, vocabulary_logprobs
 
-LossFunction = Callable[[TokenLogprobs], Tensor]
+LossFunction = Callable[[Any], Tensor]
+"""Takes what the stage computes at the loss tokens: a `TokenLogprobs`, or a critic's values."""
 
 
 class Work(NamedTuple):
@@ -129,8 +130,8 @@ class ModelStage:
         with FolderTensors(path, full_shapes(self.sizes)) as tensors:
             for shard in shards:
                 parameter = parameters[shard.name]
-                parameter.zero_()  # the rows of the padded vocabulary
-                for piece in shard.pieces:
+                parameter.zero_()  # the rows of the padded vocabulary, and what is new
+                for piece in () if shard.is_new else shard.pieces:
                     values = tensors.read(piece.name, piece.source)
                     cut(parameter, piece.target).copy_(
                         values[0] if len(piece.source) > len(piece.target) else values
@@ -226,7 +227,11 @@ class ModelStage:
     def _loss(self, work: Work, row: Row, hidden: Tensor) -> Tensor:
         if work.batch is None:
             return hidden.sum() * 0.0
-        return work.loss(self._token_logprobs(work, row, hidden))
+        return work.loss(self._outputs(work, row, hidden))
+
+    def _outputs(self, work: Work, row: Row, hidden: Tensor) -> object:
+        """Return what the loss is computed from."""
+        return self._token_logprobs(work, row, hidden)
 
     def _token_logprobs(self, work: Work, row: Row, hidden: Tensor) -> TokenLogprobs:
         batch = work.batch

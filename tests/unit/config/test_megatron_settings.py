@@ -13,7 +13,14 @@ pytestmark = pytest.mark.unit
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model": {"lora": {}}}, "trains no adapters"),
     ({"model": {"frozen": ["vision"]}}, r"model\.frozen is \['vision'\]; leave it out"),
-    ({"algorithm": {"name": "ppo"}}, "algorithm ppo needs one"),
+    (
+        {
+            "algorithm": {"name": "ppo"},
+            "trainer": {"backend": "megatron", "ranks": 4, "tensor_parallel": 4},
+            "critic": {"ranks": 2},
+        },
+        r"critic.ranks \(2\) must be a multiple of trainer.tensor_parallel \(4\)",
+    ),
     ({"trainer": {"sharding": "full"}}, r"trainer\.sharding is 'full'; leave it out"),
     ({"trainer": {"activation_checkpointing": "selective"}}, "set it to 'whole' or 'none'"),
 ]
@@ -34,6 +41,18 @@ def run_with(**sections: dict[str, Any]) -> RunConfig:
 def test_what_megatron_does_not_train_is_refused(sections: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run_with(**sections)
+
+
+def test_critic_has_the_ranks_of_the_trainer_where_they_hold_parts_of_the_model() -> None:
+    ppo: dict[str, Any] = {"algorithm": {"name": "ppo"}}
+    split = {"backend": "megatron", "ranks": 4, "tensor_parallel": 2}
+    assert run_with(**ppo, trainer=split).processes()["critic"] == 4
+    assert run_with(**ppo, trainer=split, critic={"ranks": 2}).processes()["critic"] == 2
+    assert run_with(**ppo, trainer={"backend": "megatron", "ranks": 2}).critic_ranks == 1
+    sharded = {"backend": "torch", "ranks": 2, "sharding": "full"}
+    assert run_with(**ppo, trainer=sharded).critic_ranks == 2
+    with pytest.raises(ValueError, match=r"critic.ranks = 2.*set trainer.sharding = 'full'"):
+        run_with(**ppo, trainer={"backend": "torch", "ranks": 2}, critic={"ranks": 2})
 
 
 def test_ranks_that_hold_layers_together_are_accepted() -> None:

@@ -70,6 +70,17 @@ def test_more_ranks_than_devices_are_refused() -> None:
         place(ASYNC, ranks=2, num_devices=4, named=DevicesConfig(trainer=(3,)))
 
 
+def test_ranks_of_the_critic_are_on_different_devices() -> None:
+    roles = {"trainer": 1, "rollout": 1, "critic": 2}
+    found = place(roles, ranks=2, num_devices=4)
+    assert {found["critic-0"], found["critic-1"]} == {2, 3}
+    shared = place(roles, ranks=2, num_devices=2)
+    assert {shared["critic-0"], shared["critic-1"]} == {0, 1}
+    named = DevicesConfig(critic=(3,))
+    with pytest.raises(ConfigError, match=r"the critic has 2 ranks.*set critic.ranks = 1"):
+        place(roles, ranks=2, num_devices=4, named=named)
+
+
 def test_device_that_is_not_there_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"devices.actor_forward names device 4, and there are 4"):
         place(ASYNC, num_devices=4, named=DevicesConfig(actor_forward=(1, 4)))
@@ -91,7 +102,7 @@ def test_elastic_worker_gets_the_device_with_the_least_load() -> None:
 def test_every_worker_is_placed_and_ranks_are_alone_where_there_is_room(
     roles: dict[str, int], ranks: int, num_devices: int
 ) -> None:
-    if ranks > num_devices:
+    if max(ranks, roles["critic"]) > num_devices:
         return
     found = place(roles | {"trainer": 1}, ranks=ranks, num_devices=num_devices)
     assert len(found) == ranks + sum(roles.values())
@@ -99,8 +110,10 @@ def test_every_worker_is_placed_and_ranks_are_alone_where_there_is_room(
     trained = {found[f"trainer-{rank}"] for rank in range(ranks)}
     assert len(trained) == ranks
     others = [at for worker, at in found.items() if not worker.startswith("trainer-")]
-    if num_devices > ranks:
-        assert not trained & set(others)
+    critics = [at for worker, at in found.items() if worker.startswith("critic-")]
+    assert len(set(critics)) == len(critics)
     free = num_devices - ranks
+    if free >= max(1, len(critics)):
+        assert not trained & set(others)
     if len(others) <= free:
         assert len(set(others)) == len(others)

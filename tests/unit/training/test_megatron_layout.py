@@ -114,6 +114,19 @@ def test_ranks_hold_every_element_exactly_once(model, topology):
                 )
 
 
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_critic_has_a_scalar_head_in_place_of_the_output_head(model):
+    sizes = sizes_of(PUBLISHED[model])
+    policy, critic = full_shapes(sizes), full_shapes(sizes.as_critic())
+    policy.pop("lm_head.weight", None)
+    assert critic == policy | {"weight": (sizes.hidden_size,), "bias": (1,)}
+    topology = Topology.of(8, tensor=2, pipeline=4)
+    for rank in range(8):
+        shards = list(rank_shards(sizes.as_critic(), topology, topology.at(rank)))
+        assert sum(shard.is_new for shard in shards) == (2 if rank >= 6 else 0)
+        assert not any("output_layer" in shard.name for shard in shards)
+
+
 @pytest.mark.parametrize(("model", "topology"), CASES)
 def test_pieces_fill_every_shard_but_the_padding(model, topology):
     sizes = sizes_of(PUBLISHED[model])

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 from relax_events.errors import PoisonSample, RunFailed, WeightsError
 from relax_events.events.parts import FinishReason
 from relax_events.training.backend.state import TrainerState
-from relax_events.training.backend.torch_critic import TorchCritic, compute_explained_variance
+from relax_events.training.backend.torch_critic import TorchCritic
+from relax_events.training.backend.value_training import compute_explained_variance
 from tests.event_samples import changed
 from tests.unit.trainer_samples import make_samples, run_config, tiny_model
 
@@ -198,7 +199,7 @@ def test_failed_critic_step_keeps_the_weights():
     before = snapshot(mine)
     with pytest.raises(RunFailed, match="train step 0 holds no loss token"):
         mine.step()
-    mine._flat.gradients.fill_(float("nan"))
+    mine._parameters.gradients.fill_(float("nan"))
     mine.accumulate(SAMPLES)
     with pytest.raises(
         RunFailed,
@@ -220,7 +221,7 @@ def test_skipped_step_keeps_the_weights_and_increments_the_version():
     assert all(
         torch.equal(tensor, before.tensors[name]) for name, tensor in mine.state().tensors.items()
     )
-    assert not mine._flat.gradients.any()
+    assert not mine._parameters.gradients.any()
 
 
 def test_state_of_another_model_is_refused():

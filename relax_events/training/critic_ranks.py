@@ -1,0 +1,222 @@
+"""Runs a critic that several ranks hold together. Rank 0 follows the run's log; it announces each
+call of the critic to the others, with its samples, and all make it together.
+
+    rank 0        CriticLearner, requests for values ──▶ LeadingCritic ──▶ critic
+    other ranks       call, samples (broadcast) ──▶ follow_leader ────▶ critic
+
+A rank waits between calls in the collective that brings the next one. While there is nothing to do
+rank 0 calls often enough that no collective's deadline passes. The last call ends the others; where
+rank 0 dies their collective fails, and all ranks start again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from enum import IntEnum
+from struct import Struct
+from typing import Any, Protocol
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from relax_events.errors import PoisonSample, StepNotFinite
+from relax_events.events.codec import EventCodec
+from relax_events.events.parts import CheckpointRef
+from relax_events.events.types import SampleReady, SampleRolledOut
+from relax_events.training.backend.protocol import Critic, ValueMetrics
+from relax_events.training.checkpoint.checkpoints import Checkpoints
+from relax_events.training.checkpoint.pending import PendingCheckpoint
+from relax_events.training.ranks import Ranks
+
+CALLS_PER_DEADLINE = 4
+"""So often at least rank 0 calls within a collective's deadline."""
+LENGTH = Struct("<Q")
+UNREAD: dict[str, Any] = dict.fromkeys((
+    "actor_logprobs", "ref_logprobs", "teacher_logprobs", "topk_ids", "topk_teacher_logprobs",
+    "turn_rewards", "token_rewards", "routed_experts",
+))  # fmt: skip
+"""Parts of a sample that no critic reads."""
+
+
+class Call(IntEnum):
+    """What the ranks are to do next."""
+
+    WAIT = 0
+    ACCUMULATE = 1
+    STEP = 2
+    SKIP_STEP = 3
+    SCORE = 4
+    SAVE = 5
+    POLL = 6
+    LOAD = 7
+    END = 8
+
+
+class ProgressReport(Protocol):
+    """Takes note that this process lives and works."""
+
+    def tick(self, *, working: bool) -> None:
+        """Send a heartbeat, if one is due."""
+
+
+class LeadingCritic:
+    """Implements `Critic` on rank 0, for all ranks, and keeps its checkpoints. A critic of one rank
+    announces nothing.
+    """
+
+    def __init__(
+        self, critic: Critic, checkpoints: Checkpoints, *, ranks: Ranks, timeout_seconds: float
+    ) -> None:
+        """Lead the ranks, which wait in `follow_leader`.
+
+        Args:
+            critic: Rank 0's part.
+            checkpoints: Of all ranks.
+            ranks: This process and its peers.
+            timeout_seconds: Deadline of a collective.
+        """
+        self._critic, self._checkpoints, self._ranks = critic, checkpoints, ranks
+        self._wait_seconds = timeout_seconds / CALLS_PER_DEADLINE
+        self._called_at = time.monotonic()
+        self._codec = EventCodec()
+        self._pending: PendingCheckpoint | None = None
+
+    @property
+    def policy_version(self) -> int:
+        """The version that the last learned step produced."""
+        return self._critic.policy_version
+
+    def _call(self, call: Call, content: bytes = b"") -> None:
+        if self._ranks.size > 1:
+            self._ranks.broadcast(bytes([call]) + content)
+            self._called_at = time.monotonic()
+
+    def _encode(self, samples: Sequence[SampleReady | SampleRolledOut]) -> bytes:
+        if self._ranks.size == 1:
+            return b""
+        read = (
+            replace(sample, **UNREAD) if isinstance(sample, SampleReady) else sample
+            for sample in samples
+        )
+        values = [self._codec.encode(sample) for sample in read]
+        return b"".join(part for value in values for part in (LENGTH.pack(len(value)), value))
+
+    def stay_in_touch(self) -> None:
+        """Call the other ranks if they have waited long."""
+        if time.monotonic() - self._called_at > self._wait_seconds:
+            self._call(Call.WAIT)
+
+    def accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
+        """Run forward and backward on a micro-batch; see `Critic`."""
+        self._call(Call.ACCUMULATE, self._encode(micro_batch))
+        self._critic.accumulate(micro_batch)
+
+    def step(self) -> ValueMetrics:
+        """Normalise, clip, update; see `Critic`."""
+        self._call(Call.STEP)
+        return self._critic.step()
+
+    def skip_step(self) -> None:
+        """Increment the version without an update; see `Critic`."""
+        self._call(Call.SKIP_STEP)
+        self._critic.skip_step()
+
+    def on_progress(self, report_progress: Callable[[], None]) -> None:
+        """Call this after each long part of `step`; see `Critic`."""
+        self._critic.on_progress(report_progress)
+
+    def score(self, samples: Sequence[SampleRolledOut]) -> list[NDArray[np.float32]]:
+        """Give the value at every loss token; see `Critic`."""
+        self._call(Call.SCORE, self._encode(samples))
+        return self._critic.score(samples)
+
+    def save(self, extra: Mapping[str, Any]) -> None:
+        """Start a checkpoint; the state may change as soon as this returns."""
+        self._call(Call.SAVE)
+        self._pending = self._checkpoints.save(self._critic.state(), extra=extra)
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._pending is not None
+
+    def poll_checkpoint(self) -> CheckpointRef | None:
+        """Return the checkpoint that has been written since the last call; without waiting."""
+        if self._pending is None or not self._pending.is_written_here:
+            return None
+        self._call(Call.POLL)
+        if (reference := self._pending.poll()) is not None:
+            self._pending = None
+        return reference
+
+    def load(self, reference: CheckpointRef) -> bool:
+        """Resume from a checkpoint; False where a rank can't read it, and nothing has changed."""
+        named = [reference.policy_version, reference.uri, reference.digest.hex()]
+        self._call(Call.LOAD, orjson.dumps(named))
+        return _load(self._critic, self._checkpoints, reference)
+
+    def end(self) -> None:
+        """Let the other ranks end."""
+        self._call(Call.END)
+
+
+def follow_leader(
+    critic: Critic, checkpoints: Checkpoints, *, ranks: Ranks, lifecycle: ProgressReport
+) -> None:
+    """Make the calls that rank 0 announces, until the last one. What fails on rank 0 alike is left
+    to it.
+
+    Args:
+        critic: This rank's part.
+        checkpoints: Of all ranks.
+        ranks: This process and its peers.
+        lifecycle: Of this process.
+    Raises:
+        RankLost: Rank 0 has died, or is behind.
+    """
+    codec, pending = EventCodec(), None
+    while True:
+        message = ranks.broadcast(None)
+        call, content = Call(message[0]), memoryview(message)[1:]
+        try:
+            match call:
+                case Call.ACCUMULATE:
+                    critic.accumulate(list(_decode(codec, content)))
+                case Call.STEP:
+                    critic.step()
+                case Call.SKIP_STEP:
+                    critic.skip_step()
+                case Call.SCORE:
+                    critic.score(list(_decode(codec, content)))
+                case Call.SAVE:
+                    pending = checkpoints.save(critic.state(), extra={})
+                case Call.POLL if pending is not None and pending.poll() is not None:
+                    pending = None
+                case Call.LOAD:
+                    version, uri, digest = orjson.loads(content)
+                    _load(critic, checkpoints, CheckpointRef(version, uri, bytes.fromhex(digest)))
+                case Call.END:
+                    return
+        except (PoisonSample, StepNotFinite):
+            pass  # raised on rank 0 too, which decides what follows
+        lifecycle.tick(working=True)
+
+
+def _decode(codec: EventCodec, content: memoryview) -> Iterator[Any]:
+    at = 0
+    while at < len(content):
+        (num_bytes,) = LENGTH.unpack_from(content, at)
+        at += LENGTH.size
+        yield codec.decode(bytes(content[at : at + num_bytes]))
+        at += num_bytes
+
+
+def _load(critic: Critic, checkpoints: Checkpoints, reference: CheckpointRef) -> bool:
+    """Resume from a checkpoint if every rank can read it; collective."""
+    restored = checkpoints.load_newest([reference])
+    if restored is not None:
+        critic.load_state(restored.state)
+    return restored is not None

@@ -1,0 +1,105 @@
+"""Opens one rank's part of a model, policy or critic. Imports megatron-core when it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from relax_events.config.topology import Topology
+from relax_events.errors import ConfigError
+from relax_events.model_folder import read_model_json
+from relax_events.models.causal_lm import choose_device
+from relax_events.training.backend.determinism import make_deterministic
+from relax_events.training.megatron.sizes import DecoderSizes
+from relax_events.training.ranks import Ranks
+
+if TYPE_CHECKING:
+    from relax_events.training.megatron.stage import Work
+
+
+def open_device(name: str, *, ranks: Ranks, threads: int) -> torch.device:
+    """Return this rank's device, set up for the same bits in every run.
+
+    Raises:
+        ConfigError: `model.device` names the CPU where there is a GPU, which megatron-core uses
+            without being asked.
+    """
+    device = choose_device(name, local_rank=ranks.local_rank)
+    if device.type == "cpu" and torch.cuda.is_available():
+        raise ConfigError(
+            "trainer.backend = 'megatron' trains on the GPU where there is one, and model.device "
+            "is 'cpu'; set model.device = 'auto', or hide the GPUs (CUDA_VISIBLE_DEVICES='')"
+        )
+    make_deterministic(device, threads=threads)
+    return device
+
+
+def read_sizes(path: Path, topology: Topology) -> DecoderSizes:
+    """Read the sizes of a decoder that is trained.
+
+    Raises:
+        ConfigError: megatron-core lacks a part of it, or it can't be divided so.
+    """
+    sizes = DecoderSizes.from_settings(read_model_json(path / "config.json"), path=path)
+    sizes.require_fits(topology)
+    if sizes.reads_media:
+        raise ConfigError(
+            f"the model in {path} has towers for images or audio next to its decoder, which "
+            "trainer.backend = 'megatron' does not train; set trainer.backend = 'torch'"
+        )
+    return sizes
+
+
+@contextmanager
+def needs_megatron() -> Iterator[None]:
+    """Say what to install where an import in this context lacks megatron-core.
+
+    Raises:
+        ConfigError: It is missing.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "megatron":
+            raise
+        raise ConfigError(
+            "trainer.backend = 'megatron' needs megatron-core, which is not installed; install "
+            "relax-events[megatron]"
+        ) from error
+
+
+def start_ranks(ranks: Ranks, device: torch.device, *, seed: int, timeout_seconds: float) -> None:
+    """Create the process groups of the ranks' topology; collective.
+
+    Args:
+        ranks: This process and its peers.
+        device: Of this one.
+        seed: Of megatron-core's generators.
+        timeout_seconds: Deadline of collectives.
+    """
+    from relax_events.training.megatron.building import start_model_parallel
+
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    start_model_parallel(ranks.topology, seed=seed, timeout_seconds=timeout_seconds)
+
+
+def exchanges_experts(topology: Topology) -> bool:
+    """Return whether data-parallel ranks exchange tokens in the experts of each layer."""
+    return topology.expert * topology.expert_tensor > 1
+
+
+def pad_works(works: Sequence[Work], ranks: Ranks) -> list[Work]:
+    """Add rows of padding where data-parallel ranks wait for each other; collective there."""
+    from relax_events.training.megatron.stage import Work
+
+    most = len(works)
+    if exchanges_experts(ranks.topology):
+        most = int(ranks.all_gather(np.array([most])).max())
+    padding = [Work(None, lambda result: result)] * (most - len(works))
+    return [*works, *padding]

@@ -1,0 +1,137 @@
+"""The program of each rank in test_critic_ranks: trains a critic that two ranks hold together in
+several layouts, one after the other. Rank 0 writes the results, and trains alone by backend `torch`
+for comparison."""
+
+import sys
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from relax_events.events.types import SampleReady
+from relax_events.objects import ObjectStore
+from relax_events.training.backend.torch_critic import TorchCritic
+from relax_events.training.backend.value_training import ValueTraining
+from relax_events.training.checkpoint.checkpoints import Checkpoints
+from relax_events.training.distributed import TorchRanks
+from relax_events.training.megatron.critic import MegatronCritic
+from relax_events.training.ranks import SingleRank
+from tests.event_samples import changed
+from tests.integration.megatron_program import (
+    TIMEOUT_SECONDS,
+    Float64Reference,
+    lay_out,
+    state_of,
+)
+from tests.unit.trainer_samples import make_samples, run_config
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A layout, and what is trained in it."""
+
+    layout: dict[str, int] = field(default_factory=dict)
+    trainer: dict[str, Any] = field(default_factory=dict)
+    family: str = "qwen3"
+    backend: str = "megatron"
+
+
+MINI_BATCHES = {"num_epochs": 2, "num_mini_batches": 2}
+SCENARIOS = {
+    "tensor": Scenario({"tensor": 2}, {"activation_checkpointing": "whole"}),
+    "pipeline": Scenario({"pipeline": 2}, family="tied"),
+    "context": Scenario({"context": 2}),
+    "data": Scenario({}, MINI_BATCHES),
+    "experts": Scenario({"expert": 2}, family="qwen3_moe"),
+    "sharded": Scenario({}, MINI_BATCHES | {"activation_checkpointing": "whole"}, backend="torch"),
+}
+
+
+def samples_of(folder: Path, step: int) -> list[SampleReady]:
+    """Return a step's samples, with values."""
+    draw = np.random.default_rng(step)
+    samples = make_samples(10, seed=step, model_path=folder)
+    return [
+        changed(
+            sample,
+            values=np.where(sample.loss_mask, draw.normal(0, 0.1, len(sample.tokens)), 0).astype(
+                np.float32
+            ),
+        )
+        for sample in samples
+    ]
+
+
+def train(critic: ValueTraining, samples: list[SampleReady]) -> dict[str, float]:
+    """Train a step, and return its metrics."""
+    for first in range(0, 10, 2):
+        critic.accumulate(samples[first : first + 2])
+    metrics = critic.step()
+    return {name: getattr(metrics, name) for name in metrics.__slots__}
+
+
+def learn(
+    critic: ValueTraining, checkpoints: Checkpoints, samples: list[list[SampleReady]]
+) -> dict[str, Any]:
+    """Train two steps, then the second one again from a checkpoint of the first."""
+    found: dict[str, Any] = {"metrics": [train(critic, samples[0])]}
+    first = checkpoints.save(critic.state(), extra={}).wait(60)
+    found["first"] = state_of(checkpoints, first)
+    found["metrics"].append(train(critic, samples[1]))
+    found["scores"] = critic.score(samples[2])
+    critic.load_state(checkpoints.load(first).state)
+    found["metrics"].append(train(critic, samples[1]))
+    found["scores_again"] = critic.score(samples[2])
+    found["reference"] = first
+    return found
+
+
+def run(name: str, folder: Path, ranks: TorchRanks) -> dict[str, Any]:
+    """Train in a layout, and on rank 0 alone; each loads what the other saved."""
+    scenario, store = SCENARIOS[name], ObjectStore.open((folder / "objects").as_uri())
+    model = folder / scenario.family
+    lay_out(ranks, scenario.layout)
+    plain = run_config(
+        model,
+        trainer={"max_grad_norm": 0.5, "weight_decay": 0.01, "max_tokens_per_micro_batch": 60}
+        | {key: value for key, value in scenario.trainer.items() if key[:4] == "num_"},
+        algorithm={"name": "ppo"},
+    )
+    trainer = plain.trainer.model_copy(update=scenario.trainer)
+    config = plain.model_copy(update={"trainer": trainer})
+    samples = [samples_of(model, step) for step in range(3)]
+    make: Any = MegatronCritic if scenario.backend == "megatron" else TorchCritic
+    critic = make(config, ranks=ranks, dtype=torch.float64)
+    with Checkpoints(store, ranks=ranks, keep=9, folder=f"{name}/") as checkpoints:
+        found = learn(critic, checkpoints, samples)
+        saved = checkpoints.load(found.pop("reference")).state
+    folder_alone = f"{name}-alone-{ranks.rank}/"
+    with Checkpoints(store, ranks=SingleRank(), keep=9, folder=folder_alone) as own:
+        alone = TorchCritic(plain, dtype=torch.float64)
+        expected = learn(alone, own, samples)
+        expected.pop("reference")
+        alone.load_state(saved)
+        back = own.save(alone.state(), extra={}).wait(60)
+        critic.load_state(own.load(back).state)
+    with Checkpoints(store, ranks=ranks, keep=9, folder=f"{name}-back/") as checkpoints:
+        reference = checkpoints.save(critic.state(), extra={}).wait(60)
+        found["back"] = state_of(checkpoints, reference)
+    return {"found": found, "expected": expected}
+
+
+def main(folder: Path, names: list[str]) -> None:
+    """Run scenarios."""
+    ranks = TorchRanks(timeout_seconds=TIMEOUT_SECONDS)
+    with Float64Reference():
+        results = {name: run(name, folder, ranks) for name in names}
+    if ranks.rank == 0:
+        torch.save(results, folder / "results.pt")
+    ranks.close()
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")  # of what megatron-core finds no GPU package for
+    main(Path(sys.argv[1]), sys.argv[2:])
