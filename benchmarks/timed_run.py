@@ -20,9 +20,9 @@ from benchmarks.timeline import Timeline
 from relax_events.examples.tiny_models import make_tiny
 from relax_events.kafka.embedded import EmbeddedBroker
 from relax_events.roles.inflight_group import sample_seed
+from relax_events.roles.prompt_records import derive_seed
 from relax_events.staleness import BatchSlot, IssuedGroup
 from relax_events.topics import count_slots
-from workers.prompter import derive_seed
 
 FOLDER = Path(__file__).parent
 PROMPTS = [

@@ -5,6 +5,9 @@ s - max_staleness is published. A prompt group that ended untrained is issued ag
 that every step gets its batch. The prompter may crash at any instruction: at its start it reads
 back from the log which prompt groups it issued and which rows it skipped, and ids are derived.
 
+Prompt groups of a rollout worker whose heartbeats have ended are issued once more, under the same
+ids: the broker may keep the worker's leases for long (see `projections/held_groups.py`).
+
 With filters that depend on past rewards, step s waits until all outcomes of step s-1 are read, and
 a batch slot is refilled once the outcome that freed it is read. So every choice depends on a prefix
 of control.prompt-group-outcomes only, and a restarted prompter repeats it.
@@ -41,12 +44,15 @@ from relax_events.events.types import (
     PrompterStateSaved,
     PromptGroupEnded,
     PromptGroupIssued,
+    WorkerHeartbeat,
 )
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord, Record
 from relax_events.media.library import MediaLibrary
+from relax_events.projections.held_groups import HeldPromptGroups
+from relax_events.roles.prompt_records import build_prompt_record
 from relax_events.roles.prompter_state import (
     MAX_SUMMARY_REWARDS,
     SUMMARIES,
@@ -69,11 +75,12 @@ from relax_events.staleness import (
     is_external,
 )
 from relax_events.telemetry.traces import TracedWork
-from relax_events.topics import compute_shard
+from relax_events.topics.plan import HEARTBEATS
 
 log = structlog.get_logger()
 IDLE_SECONDS = 0.5
 QUEUE, ENDS = "prompt.groups", "control.prompt-group-outcomes"
+HELD = HEARTBEATS["rollout"]
 SUMMARY_STEPS = 8
 """Number of admitted train steps between two summaries."""
 
@@ -90,7 +97,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
     read_messages = build_storing_reader(MediaLibrary(config, store=store))
     filters = build_filters(config.data, renderer=renderer, read_messages=read_messages)
     with open_worker(
-        "prompter", config, index=index, store=store, follow=(ENDS,), linger_ms=0
+        "prompter", config, index=index, store=store, follow=(ENDS, HELD), linger_ms=0
     ) as worker:
         PrompterLoop(worker, stream, filters, read_messages=read_messages).run()
 
@@ -126,6 +133,7 @@ class PrompterLoop:
             first_row=self._config.parent.from_row,
             heartbeat=self._send_heartbeat,
         )
+        self._held = HeldPromptGroups()
         # A record batch for each prompt group, so that a share consumer can lease one at a time.
         self._producer = RecordProducer(worker.connection, one_record_per_batch=True)
         self._admin = Admin(worker.connection)
@@ -140,6 +148,7 @@ class PrompterLoop:
             with suppress(queue.Empty):
                 self._take(*self._inbox.get(timeout=IDLE_SECONDS))
                 self._write_summary()
+            self._issue_lost()
             worker.lifecycle.tick(working=False)
         self._producer.close()
         self._admin.close()
@@ -266,6 +275,24 @@ class PrompterLoop:
                 self._issue_admitted(event.policy_version)
         elif isinstance(event, PromptGroupEnded):
             self._apply_end(event)
+        elif isinstance(event, WorkerHeartbeat):
+            self._held.apply(event, now=time.monotonic())
+
+    def _issue_lost(self) -> None:
+        """Issue the prompt groups once more that silent rollout workers hold."""
+        now = time.monotonic()
+        if self._worker.lifecycle.is_broker_away:
+            self._held.postpone(now=now)
+        lost = self._held.take_lost(
+            now=now,
+            silent_seconds=self._config.workers.takeover_seconds,
+            wanted=self._in_flight.keys(),
+        )
+        for worker_id, names in lost.items():
+            log.warning("prompt_groups.lost", worker_id=worker_id, num_prompt_groups=len(names))
+            groups = [self._in_flight[name] for name in names]
+            readable = [group for group in groups if self._is_readable(group.row)]
+            self._issue([(group, SelectedRow(group.row)) for group in readable])
 
     def _apply_end(self, event: PromptGroupEnded) -> None:
         ended = self._in_flight.pop(event.prompt_group_id, None)
@@ -366,35 +393,6 @@ class PrompterLoop:
         )
 
     def _record(self, group: IssuedGroup, choice: SelectedRow) -> ProducerRecord:
-        self._worker.heartbeat.advance()  # reading a row's media may take a while
-        run, row = self._config.run, self._stream[group.row]
-        required = max(group.slot.train_step - run.max_staleness, 0)
-        if group.attempt:
-            required = max(
-                required, self._worker.control.policy_version
-            )  # a reissue needs newer weights, or it would expire again
-        issued = PromptGroupIssued(
-            prompt_group_id=group.prompt_group_id,
-            train_step=group.slot.train_step,
-            group_index=group.slot.group_index,
-            attempt=group.attempt,
-            row=group.row,
-            required_policy_version=required,
-            samples_per_prompt=run.samples_per_prompt,
-            messages=self._messages_of(row),
-            answer=row.answer,
-            metadata=row.metadata,
-            tools=row.tools,
-            completions=row.completions,
-            skipped_rows={str(number): reason for number, reason in choice.skipped.items()},
-            seed=derive_seed(run.seed, group),
+        return build_prompt_record(
+            self._worker, group, choice, stream=self._stream, read_messages=self._messages_of
         )
-        partition = compute_shard(group.prompt_group_id, shards=self._worker.plan.queue_partitions)
-        return self._worker.records.build(
-            "prompt.groups", issued, key=group.prompt_group_id, partition=partition
-        )
-
-
-def derive_seed(run_seed: int, group: IssuedGroup) -> int:
-    """Derive a prompt group's seed from the run's."""
-    return (run_seed * 1_000_003 + compute_shard(group.prompt_group_id, shards=2**31)) % 2**53

@@ -70,9 +70,9 @@ class BrokerConfig(Section):
     lease_seconds: Seconds = 3600.0
     """Lease time of a prompt group, after which another worker may receive it too (share groups). A
     dead worker's leases are released at once, when its connections close, so set this above the
-    longest generation. A host that is cut off or gone closes none: its leases last this long, or
-    until the brokers' `connections.max.idle.ms`. Brokers allow an hour at most, and a lease can't
-    be renewed."""
+    longest generation. A host that is cut off or gone closes none: its prompt groups are issued
+    once more after `workers.takeover_seconds`. Brokers allow an hour at most, and a lease can't be
+    renewed."""
     session_timeout_seconds: Seconds = 6.0
     """After this time without a heartbeat the broker reassigns a member's partitions."""
     request_timeout_seconds: Seconds = 30.0

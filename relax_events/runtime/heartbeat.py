@@ -95,11 +95,14 @@ class Activities:
 
 Send = Callable[[WorkerHeartbeat | MetricsReported], None]
 REPORT_EVERY_HEARTBEATS = 5
+UNLISTED_SECONDS = 0.1
+"""Interval while a prompt group is in flight that no heartbeat has listed: if the host vanishes
+before one does, the prompt group is leased for as long as the broker's leases last."""
 
 
 class Heartbeat:
     """Call `tick` in every iteration of the work loop; it sends at most one heartbeat per interval,
-    and one at every change of state.
+    one at every change of state, and one soon after prompt groups were taken.
     """
 
     def __init__(self, send: Send, *, worker_id: str, role: str, interval_seconds: float) -> None:
@@ -120,6 +123,7 @@ class Heartbeat:
         self.num_in_flight = 0
         self._prompt_groups_in_flight: tuple[str, ...] = ()
         self._prompt_groups_written: tuple[str, ...] = ()
+        self._listed: frozenset[str] = frozenset()
         self._policy_version, self._metrics_port = -1, 0
 
     def set_in_flight(
@@ -212,7 +216,9 @@ class Heartbeat:
             self._busy_from = None
         elif state is WorkerState.WORKING and self._busy_from is None:
             self._busy_from = now
-        due = now - self._last_heartbeat >= self._interval
+        elapsed = now - self._last_heartbeat
+        is_regular = elapsed >= self._interval
+        due = is_regular or (self._has_unlisted and elapsed >= UNLISTED_SECONDS)
         if not due and (
             state is self._state or {state, self._state} <= {WorkerState.IDLE, WorkerState.WORKING}
         ):
@@ -220,10 +226,14 @@ class Heartbeat:
         with self._sending:
             self._state = state
             self._send_heartbeat(now, state)
-        self._num_heartbeats += 1
-        if self._num_heartbeats % REPORT_EVERY_HEARTBEATS == 0:
+        self._num_heartbeats += is_regular
+        if is_regular and self._num_heartbeats % REPORT_EVERY_HEARTBEATS == 0:
             self._report(now)
         return True
+
+    @property
+    def _has_unlisted(self) -> bool:
+        return not self._listed.issuperset(self._prompt_groups_in_flight)
 
     def send_inside_activity(self) -> None:
         """Send a heartbeat for the work loop if it is inside a long call and one is due; called by
@@ -257,7 +267,7 @@ class Heartbeat:
         return self._state is WorkerState.STARTING
 
     def _send_heartbeat(self, now: float, state: WorkerState) -> None:
-        self._last_heartbeat = now
+        self._last_heartbeat, self._listed = now, frozenset(self._prompt_groups_in_flight)
         self._send(self._build_heartbeat(state))
 
     def _build_heartbeat(self, state: WorkerState) -> WorkerHeartbeat:

@@ -172,7 +172,7 @@ class Lifecycle(AbstractContextManager["Lifecycle"]):
             )
             return overdue if activity.is_overdue else ""
         silent, busy = heartbeat.seconds_since_tick, heartbeat.seconds_without_progress
-        if silent > self._config.workers.heartbeat_timeout_seconds and not self._is_broker_away:
+        if silent > self._config.workers.heartbeat_timeout_seconds and not self.is_broker_away:
             return (
                 f"its work loop has not ticked for {silent:.0f} s "
                 "(workers.heartbeat_timeout_seconds)"
@@ -193,12 +193,13 @@ class Lifecycle(AbstractContextManager["Lifecycle"]):
             "it drains": self._drain.requested,
             "it is paused": self._control.is_paused,
             "no policy version is known yet": self._control.policy_version < 0,
-            "the broker does not answer": self._is_broker_away,
+            "the broker does not answer": self.is_broker_away,
         }
         return next((reason for reason, holds in reasons.items() if holds), self.liveness_problem())
 
     @property
-    def _is_broker_away(self) -> bool:
+    def is_broker_away(self) -> bool:
+        """Whether the broker has not acknowledged a record for a while."""
         return self._producer.unacknowledged_seconds > ACKNOWLEDGEMENT_SECONDS
 
     def _send_if_due(self, state: WorkerState) -> None:

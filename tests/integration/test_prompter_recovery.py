@@ -19,8 +19,8 @@ from relax_events.data.rows import build_storing_reader
 from relax_events.data.sources import open_source
 from relax_events.data.stream import PromptStream
 from relax_events.events.codec import EventCodec
-from relax_events.events.parts import ChatMessage, Outcome, TopicOffset
-from relax_events.events.types import PromptGroupIssued
+from relax_events.events.parts import ChatMessage, Outcome, TopicOffset, WorkerState
+from relax_events.events.types import PromptGroupIssued, WorkerHeartbeat
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.log_reader import LogReader
@@ -31,7 +31,7 @@ from relax_events.roles.worker_factory import open_worker
 from relax_events.staleness import build_group_end
 from relax_events.topics import TopicPlan
 from tests.unit.image_model import build_image_model, image_file
-from workers.prompter import PrompterLoop
+from workers.prompter import ENDS, HELD, PrompterLoop
 
 CODEC = EventCodec()
 
@@ -306,6 +306,41 @@ def test_prompter_skips_rows_with_missing_or_broken_images(
     assert widths == {"000000-0000-1": 48, "000000-0001-1": 32}
 
 
+def test_prompt_groups_of_a_silent_worker_are_issued_once_more(
+    apply_run: Callable[..., RunConfig],
+    producer: RecordProducer,
+    connection: Connection,
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(f'{{"prompt": "{number}", "answer": ""}}\n' for number in range(9))
+    )
+    config = apply_run(
+        run={"prompts_per_step": 3, "num_steps": 1, "max_staleness": 0},
+        data={"source": f"jsonl:{tmp_path / 'rows.jsonl'}"},
+        workers={"heartbeat_seconds": 0.2, "takeover_seconds": 1.0},
+    )
+    plan = TopicPlan.from_config(config)
+    held = WorkerHeartbeat(
+        worker_id="rollout-0",
+        role="rollout",
+        host="gone",
+        pid=1,
+        state=WorkerState.WORKING,
+        num_processed=0,
+        num_in_flight=3,
+        last_progress_at=0,
+        prompt_groups_in_flight=["000000-0002-0", "000000-0000-0", "000000-1000000-0"],
+    )
+    topics = (("control.policy-versions", published(0)), (HELD, held))
+    for entity, event in topics:
+        producer.write([ProducerRecord(plan.topic(entity), CODEC.encode(event), key="rollout-0")])
+    events = issued_by_prompter(config, connection, num_records=5)
+    first, again = events[:3], events[3:]
+    assert [event.prompt_group_id for event in again] == ["000000-0000-0", "000000-0002-0"]
+    assert again == [first[0], first[2]]
+
+
 def issued_by_prompter(
     config: RunConfig, connection: Connection, *, num_records: int
 ) -> list[PromptGroupIssued]:
@@ -315,9 +350,7 @@ def issued_by_prompter(
     read_messages = build_storing_reader(MediaLibrary(config))
     filters = build_filters(config.data, renderer=None, read_messages=read_messages)
     with (
-        open_worker(
-            "prompter", config, index=0, follow=("control.prompt-group-outcomes",)
-        ) as worker,
+        open_worker("prompter", config, index=0, follow=(ENDS, HELD)) as worker,
         closing(LogReader(connection)) as reader,
     ):
         thread = threading.Thread(

@@ -112,7 +112,12 @@ STOPPED: dict[str, Any] = {
     "last_progress_at": 0,
 }
 READS = {
-    "prompter": {"control.prompt-group-outcomes", "control.prompter-state", "prompt.groups"},
+    "prompter": {
+        "control.prompt-group-outcomes",
+        "control.prompter-state",
+        "prompt.groups",
+        "control.heartbeats.rollout",
+    },
     "rollout": {"prompt.groups", "control.heartbeats.rollout"},
     "reward": {"rollout.samples"},
     "judge": {"rollout.samples"},

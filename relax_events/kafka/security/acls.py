@@ -44,7 +44,12 @@ class RolePermissions:
 
 ROLE_PERMISSIONS = {
     "prompter": RolePermissions(
-        reads=("control.prompt-group-outcomes", "control.prompter-state", "prompt.groups"),
+        reads=(
+            "control.prompt-group-outcomes",
+            "control.prompter-state",
+            "prompt.groups",
+            HEARTBEATS["rollout"],
+        ),
         writes=("prompt.groups", "control.prompter-state"),
     ),
     "rollout": RolePermissions(

@@ -1,0 +1,100 @@
+"""Prompt groups of rollout workers that have become silent, as heartbeats show it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from relax_events.events.parts import WorkerState
+from relax_events.events.types import WorkerHeartbeat
+from relax_events.projections.held_groups import HeldPromptGroups
+
+pytestmark = pytest.mark.unit
+WANTED = {"a", "b", "c", "d"}
+
+
+def heartbeat(worker_id: str, *listed: str, **changes: Any) -> WorkerHeartbeat:
+    values: dict[str, Any] = {
+        "host": "one",
+        "pid": 10,
+        "state": WorkerState.WORKING,
+        "num_processed": 0,
+        "num_in_flight": len(listed),
+        "last_progress_at": 0,
+    }
+    return WorkerHeartbeat(
+        worker_id=worker_id,
+        role="rollout",
+        prompt_groups_in_flight=list(listed),
+        **values | changes,
+    )
+
+
+def lost(held: HeldPromptGroups, now: float) -> dict[str, list[str]]:
+    return held.take_lost(now=now, silent_seconds=10.0, wanted=WANTED)
+
+
+def test_silent_worker_loses_what_it_listed_last_and_once() -> None:
+    held = HeldPromptGroups()
+    held.apply(heartbeat("rollout-0", "a", "b", "c", "ended"), now=0.0)
+    held.apply(heartbeat("rollout-0", "b", "c", "ended"), now=5.0)
+    assert lost(held, 15.0) == {}
+    assert lost(held, 15.1) == {"rollout-0": ["b", "c"]}
+    assert lost(held, 100.0) == {}
+    held.apply(heartbeat("rollout-0", "b"), now=101.0)  # it still lives
+    assert lost(held, 105.0) == {}
+    assert lost(held, 112.0) == {"rollout-0": ["b"]}
+
+
+def test_long_work_loses_nothing_while_heartbeats_come() -> None:
+    held = HeldPromptGroups()
+    for second in range(1000):
+        held.apply(heartbeat("rollout-0", "a"), now=float(second))
+        assert lost(held, second + 0.5) == {}
+
+
+def test_what_another_worker_has_is_not_lost() -> None:
+    held = HeldPromptGroups()
+    held.apply(heartbeat("rollout-0", "a", "b", "c"), now=0.0)
+    held.apply(heartbeat("rollout-1", "a", prompt_groups_written=["b"]), now=1.0)
+    held.apply(heartbeat("rollout-1", prompt_groups_written=["a"]), now=9.0)
+    assert lost(held, 10.5) == {"rollout-0": ["c"]}
+
+
+def test_worker_that_stopped_has_returned_everything() -> None:
+    held = HeldPromptGroups()
+    held.apply(heartbeat("rollout-0", "a"), now=0.0)
+    held.apply(heartbeat("rollout-0", "a", state=WorkerState.STOPPED), now=1.0)
+    assert lost(held, 100.0) == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"pid": 11}, {}),  # on its host the old process is dead, and its connections closed
+        ({"host": "two"}, {"rollout-0": ["a"]}),
+        ({"host": "two", "pid": 11}, {"rollout-0": ["a"]}),
+        ({"num_processed": 0}, {"rollout-0": ["a"]}),  # a container's process is always the first
+    ],
+)
+def test_successor_of_a_lost_host_does_not_hide_its_prompt_groups(
+    changes: dict[str, Any], expected: dict[str, list[str]]
+) -> None:
+    held = HeldPromptGroups()
+    held.apply(heartbeat("rollout-0", "a", num_processed=7), now=0.0)
+    for second in range(1, 12):
+        new = {"num_processed": 8} | changes
+        held.apply(heartbeat("rollout-0", "d", **new), now=float(second))
+        if second < 10:
+            assert lost(held, float(second)) == {}
+    assert lost(held, 11.0) == expected
+    assert lost(held, 30.0) == {"rollout-0": ["d"]}
+
+
+def test_silence_does_not_count_while_heartbeats_can_not_be_received() -> None:
+    held = HeldPromptGroups()
+    held.apply(heartbeat("rollout-0", "a"), now=0.0)
+    held.postpone(now=50.0)
+    assert lost(held, 60.0) == {}
+    assert lost(held, 60.1) == {"rollout-0": ["a"]}
