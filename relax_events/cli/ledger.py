@@ -32,16 +32,17 @@ def check(config: Path, *overrides: str, output: Literal["table", "json"] = "tab
         overrides: section.key=value, overrides the run file.
         output: A table to read, or JSON for programs.
     """
-    from relax_events.cli.output import print_json, print_pairs
+    from relax_events.cli.output import print_json, print_pairs, print_progress
     from relax_events.config import load_run_config
     from relax_events.history.ledger import read_ledger
+    from relax_events.reports.reading_progress import ReadingProgress
     from relax_events.session.broker_address import attach, open_admin, require_run
     from relax_events.topics import TopicPlan
 
     with attach(load_run_config(config, overrides), by="relax ledger check") as settings:
         with closing(open_admin(settings, name="ledger")) as admin:
             require_run(settings, admin.topics(TopicPlan.from_config(settings).topic("")))
-        ledger = read_ledger(settings)
+        ledger = read_ledger(settings, on_progress=ReadingProgress(print_progress))
     totals, findings, unproven = ledger.totals(), ledger.findings(), ledger.unverified()
     if output == "json":
         found = [

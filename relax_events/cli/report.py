@@ -18,9 +18,11 @@ def report(config: Path, *overrides: str) -> int:
         config: The run file, TOML.
         overrides: section.key=value, overrides the run file.
     """
+    from relax_events.cli.output import print_progress
     from relax_events.config import load_run_config
     from relax_events.dashboard.snapshot import write_snapshot
     from relax_events.history.runs.replay import resolve_parent
+    from relax_events.reports.reading_progress import ReadingProgress
     from relax_events.reports.run_report import rewrite_report
     from relax_events.session.broker_address import attach, open_admin, require_run
     from relax_events.session.defaults import resolve_defaults
@@ -34,7 +36,7 @@ def report(config: Path, *overrides: str) -> int:
         settings, _ = resolve_defaults(
             settings, known=known_settings(settings, read_last_session(settings))
         )
-        written, ledger = rewrite_report(settings)
+        written, ledger = rewrite_report(settings, on_progress=ReadingProgress(print_progress))
         write_snapshot(settings, written)
     outcome = "reached its goal" if written["succeeded"] else "did not reach its goal"
     print(

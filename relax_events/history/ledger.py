@@ -13,7 +13,7 @@ are read. That only decides how much is held in memory: a late record is checked
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import structlog
@@ -49,6 +49,7 @@ BLOCK_VERSIONS = 256
 CHUNK_RECORDS = 2_000
 LARGE_CHUNK_RECORDS = 64
 """Chunk of records that name all samples of a step, or all partitions of a version."""
+PROGRESS_RECORDS = 500
 REST = 2**62
 """Stands for the version after the last block."""
 # every stream begins with a new assignment, which would wait for the last request of the one before
@@ -61,6 +62,11 @@ DECISION_TOPICS = (
 
 TopicPartition = tuple[str, int]
 OffsetRange = tuple[int, int]
+OnProgress = Callable[[int, int], None]
+
+
+def _say_nothing(num_read: int, num_records: int) -> None:
+    """Stand for a caller that does not ask."""
 
 
 class OffsetReader(Protocol):
@@ -70,9 +76,13 @@ class OffsetReader(Protocol):
         """Request them from the broker."""
 
 
-def read_ledger(config: RunConfig) -> Ledger:
+def read_ledger(config: RunConfig, *, on_progress: OnProgress = _say_nothing) -> Ledger:
     """Read a run's log into a ledger; of a replay also the parent's steps that it was to train.
 
+    Args:
+        config: The run, with the broker's address filled in.
+        on_progress: Called every 500 records with the number of records that are read and that
+            there are; what it raises ends the reading.
     Raises:
         BrokerError: A record with a decision of the trainer fails its checksum: without it nothing
             can be verified.
@@ -90,7 +100,7 @@ def read_ledger(config: RunConfig) -> Ledger:
         admin.close()
     reader = LogReader(connection, fetch_wait_ms=FETCH_WAIT_MS)
     try:
-        return LedgerReader(config, connection, reader).read()
+        return LedgerReader(config, connection, reader, on_progress=on_progress).read()
     finally:
         reader.close()
 
@@ -118,7 +128,15 @@ def stable_ranges(
 class LedgerReader:
     """See the module's docstring. Reads once."""
 
-    def __init__(self, config: RunConfig, connection: Connection, reader: LogReader) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        connection: Connection,
+        reader: LogReader,
+        *,
+        on_progress: OnProgress,
+    ) -> None:
+        self._on_progress, self._num_processed = on_progress, 0
         self._config, self._reader, self._codec, self._plan = (
             config,
             reader,
@@ -150,6 +168,7 @@ class LedgerReader:
             topic_partition: reader.watermarks(*topic_partition)
             for topic_partition in [*queue, *self._samples]
         }  # samples were written before the decisions about them
+        self._num_records = sum(stop - start for start, stop in self._spans.values())
         self._read_up_to = {
             topic_partition: span[0] for topic_partition, span in self._spans.items()
         }
@@ -215,7 +234,7 @@ class LedgerReader:
         self._read_versions(reached + 1)
         while (
             reached + 1 <= min(self._newest_start, below + BLOCK_VERSIONS)
-            and self._num_records(reached + 1) <= BLOCK_RECORDS
+            and self._count_records(reached + 1) <= BLOCK_RECORDS
         ):
             reached += 1
             self._read_versions(reached + 1)
@@ -231,7 +250,7 @@ class LedgerReader:
     def _newest_start(self) -> int:
         return max(self._starts, default=-1)
 
-    def _num_records(self, below: int) -> int:
+    def _count_records(self, below: int) -> int:
         return sum(
             stop - self._read_up_to[topic_partition]
             for topic_partition, stop in self._stops(below).items()
@@ -305,6 +324,9 @@ class LedgerReader:
         self._read_up_to |= {topic_partition: stop for topic_partition, (_, stop) in spans.items()}
 
     def _process(self, record: Record) -> None:
+        self._num_processed += 1
+        if self._num_processed % PROGRESS_RECORDS == 0:
+            self._on_progress(self._num_processed, self._num_records)
         topic_partition, at = (
             (record.topic, record.partition),
             TopicOffset(record.topic, record.partition, record.offset),

@@ -8,7 +8,6 @@ import threading
 import time
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,7 @@ import structlog
 
 from relax_events.config import RunConfig
 from relax_events.controller.rollout_capacity import read_share_group_size, require_rollout_capacity
-from relax_events.dashboard.snapshot import write_snapshot
-from relax_events.errors import BrokerError, CheckFailed, Interrupted, RelaxError, RunFailed
+from relax_events.errors import BrokerError, RelaxError
 from relax_events.events.parts import Command, WorkerState, now_micros
 from relax_events.events.types import Event, RunCommanded
 from relax_events.history.runs.replay import resolve_parent
@@ -27,6 +25,7 @@ from relax_events.kafka.connection import Connection
 from relax_events.kafka.credentials import apply_principal, remove_credentials
 from relax_events.kafka.embedded import BrokerBusy
 from relax_events.kafka.schema_registry import open_codec
+from relax_events.launcher.closing_report import ClosingReport
 from relax_events.launcher.fork_client import ForkServer
 from relax_events.launcher.managed_process import Progress
 from relax_events.launcher.run_page import offer_page
@@ -39,10 +38,8 @@ from relax_events.ops.security import admin_connection, apply_security
 from relax_events.ops.topic_apply import apply_topics
 from relax_events.planning.derived import LEAST_DRAIN_SECONDS
 from relax_events.projections.base import ProjectionGroup
-from relax_events.projections.ledger import Ledger
 from relax_events.projections.run_state import RUN_STATE_TOPICS, RunState
 from relax_events.projections.scaling import ScaleState
-from relax_events.reports.run_report import write_final_report
 from relax_events.reports.terminal import ProgressDisplay
 from relax_events.runtime.control_follower import ControlFollower
 from relax_events.runtime.drain import Drain
@@ -144,13 +141,14 @@ class RunSession:
                 closing(SessionEvents.open(self._config, self._codec))
             )
             self._resume(display)
+            report = ClosingReport(self._config, self._sessions, self._drain, display)
             try:
                 self._run_workers(supervisor, admin, display)
             except RelaxError as error:
-                self._report_abort(error, time.monotonic() - started)
+                report.abort(error, time.monotonic() - started)
                 raise
             follower.close()
-            return self._finish(time.monotonic() - started)
+            return report.finish(self._state.ended, time.monotonic() - started)
 
     def _run_workers(self, supervisor: Supervisor, admin: Admin, display: ProgressDisplay) -> None:
         """Run the workers until the run ends, and stop them."""
@@ -356,45 +354,3 @@ class RunSession:
                 log.debug("consumer_lag.read_failed", error=str(error))
         with self._lock:
             display.update(self._state, lag=self._lag, alive=dict.fromkeys(supervisor.pids, True))
-
-    def _finish(self, wall_seconds: float) -> dict[str, Any]:
-        """Check the ledger, write the report, and raise if the goal was not reached."""
-        ended = self._state.ended
-        succeeded = ended is not None and ended.succeeded
-        reason = ended.reason if ended else "interrupted; the same command resumes the run"
-        report, ledger = self._write_report(wall_seconds, succeeded=succeeded, reason=reason)
-        if problems := ledger.problems():
-            raise CheckFailed("the ledger found broken promises:\n" + "\n".join(problems))
-        if not succeeded:
-            text = f"run {self._config.run.id} ended before its goal: {reason}"
-            raise (
-                RunFailed(text)
-                if ended is not None or self._drain.signal is None
-                else Interrupted(text, signal_number=self._drain.signal)
-            )
-        return report
-
-    def _report_abort(self, error: RelaxError, wall_seconds: float) -> None:
-        """Write the report of a run that an error ends. The original error is raised even if the
-        report fails.
-        """
-        if isinstance(error, BrokerError):
-            return  # nothing can be read
-        try:
-            self._write_report(wall_seconds, succeeded=False, reason=str(error))
-        except (RelaxError, OSError) as second:
-            log.warning("report.not_written", error=str(second))
-
-    def _write_report(
-        self, wall_seconds: float, *, succeeded: bool, reason: str
-    ) -> tuple[dict[str, Any], Ledger]:
-        total_seconds = partial(self._sessions.total_seconds, wall_seconds)
-        report, ledger = write_final_report(
-            self._config,
-            wall_seconds=wall_seconds,
-            total_seconds=total_seconds,
-            succeeded=succeeded,
-            reason=reason,
-        )
-        write_snapshot(self._config, report)
-        return report, ledger

@@ -10,7 +10,7 @@ from typing import Any
 
 from relax_events.config import RunConfig
 from relax_events.events.parts import now_micros
-from relax_events.history.ledger import read_ledger
+from relax_events.history.ledger import OnProgress, read_ledger
 from relax_events.history.run_log import RunLog
 from relax_events.history.runs.replay import read_source_curves
 from relax_events.projections.base import apply_events
@@ -54,6 +54,7 @@ def write_final_report(
     total_seconds: TotalSeconds,
     succeeded: bool,
     reason: str,
+    on_progress: OnProgress,
 ) -> tuple[dict[str, Any], Ledger]:
     """Check the ledger of a run that ends now, write its report, and return both.
 
@@ -63,8 +64,9 @@ def write_final_report(
         total_seconds: Returns how long all invocations took, given when train steps were committed.
         succeeded: Whether the goal was reached.
         reason: Why the run ended.
+        on_progress: As for `read_ledger`.
     """
-    ledger, state = read_ledger(config), read_state(config)
+    ledger, state = read_ledger(config, on_progress=on_progress), read_state(config)
     steps = [step.train_step for step in state.steps]
     extras: dict[str, Any] = {
         "source": read_source_curves(config, steps),
@@ -81,11 +83,15 @@ def write_final_report(
     ), ledger
 
 
-def rewrite_report(config: RunConfig) -> tuple[dict[str, Any], Ledger]:
+def rewrite_report(config: RunConfig, *, on_progress: OnProgress) -> tuple[dict[str, Any], Ledger]:
     """Write the report of a run from its log: how it ended, or its current state. Times are those
     of the newest `relax run` in its folder.
+
+    Args:
+        config: The run, with the broker's address filled in.
+        on_progress: As for `read_ledger`.
     """
-    ledger, state = read_ledger(config), read_state(config)
+    ledger, state = read_ledger(config, on_progress=on_progress), read_state(config)
     steps, commits = (
         [step.train_step for step in state.steps],
         [step.committed_at for step in state.steps],

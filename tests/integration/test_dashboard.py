@@ -434,7 +434,7 @@ def test_run_offers_no_page_where_it_is_turned_off_or_the_broker_asks_for_creden
 @pytest.fixture(scope="module")
 def report_file(written: WrittenRun, url: str) -> Path:
     """Write the run's report, and return its page."""
-    report, _ = rewrite_report(written.config)
+    report, _ = rewrite_report(written.config, on_progress=lambda *_: None)
     return write_snapshot(written.config, report)
 
 

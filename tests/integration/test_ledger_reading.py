@@ -4,6 +4,8 @@ window in memory.
 
 from __future__ import annotations
 
+import io
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from valid_run import SETTINGS, TAMPERINGS, ValidRun
 
 from relax_events.cli.ledger import check
 from relax_events.config import RunConfig
-from relax_events.errors import ConfigError
+from relax_events.errors import ConfigError, Interrupted
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import ObjectRef, TopicOffset
 from relax_events.history import ledger as reading
@@ -23,8 +25,12 @@ from relax_events.history.ledger import read_ledger
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord
+from relax_events.launcher.closing_report import ClosingReport
 from relax_events.objects import ObjectStore
 from relax_events.projections.ledger import Ledger
+from relax_events.reports.terminal import ProgressDisplay
+from relax_events.runtime.drain import Drain
+from relax_events.session.records import RunSessions
 from relax_events.topics import TopicPlan
 from relax_events.weights.artifact_writer import write_weights
 
@@ -95,6 +101,29 @@ def test_ledger_reports_exactly_the_violated_rule(
     TAMPERINGS[rule](run)
     write(run)
     assert [finding.rule for finding in read_ledger(config).findings()] == [rule]
+
+
+def test_the_closing_report_says_how_far_the_check_is_and_a_signal_ends_it(
+    config: RunConfig, write: Callable[[ValidRun], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "PROGRESS_RECORDS", 1)
+    monkeypatch.setattr("relax_events.reports.reading_progress.FIRST_SECONDS", 0.0)
+    run = ValidRun(6, run_id=config.run.id)
+    write(run)
+    counts: list[tuple[int, int]] = []
+    read_ledger(config, on_progress=lambda *both: counts.append(both))
+    assert counts == [(number, len(counts)) for number in range(1, len(counts) + 1)]
+
+    drain, lines = Drain(seconds=1.0), io.StringIO()
+    sessions = RunSessions(config.run_directory)
+    with ProgressDisplay(config, stream=lines) as display:
+        report = ClosingReport(config, sessions, drain, display)
+        drain.signal = signal.SIGINT  # as its handler does
+        with pytest.raises(Interrupted, match="log was not checked") as caught:
+            report.finish(None, 1.0)
+    assert caught.value.exit_code == 130
+    assert f"of {len(counts):,} records read" in lines.getvalue()
+    assert "Ctrl-C leaves it out: `relax report`" in lines.getvalue()
 
 
 def test_ledger_lists_claims_unverifiable_because_records_were_purged(
