@@ -157,6 +157,7 @@ RULES: Mapping[str, tuple[Rule, str]] = {
     "trainer.activation_checkpointing": (FREE, "memory against computation"),
     "trainer.tensor_parallel": (FREE, "results agree within rounding"),
     "trainer.pipeline_parallel": (FREE, "results agree within rounding"),
+    "trainer.pipeline_chunks": (FREE, "results agree within rounding"),
     "trainer.context_parallel": (FREE, "results agree within rounding"),
     "trainer.expert_parallel": (FREE, "results agree within rounding"),
     "trainer.expert_tensor_parallel": (FREE, "results agree within rounding"),

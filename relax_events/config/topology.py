@@ -69,6 +69,7 @@ class Topology:
         context: Ranks over which each sequence is split.
         expert: Ranks over which the experts of a layer are distributed.
         expert_tensor: Ranks over which each expert's matrices are split.
+        chunks: Chunks of layers that each stage holds, dealt out over the stages in turn.
     """
 
     num_ranks: int = 1
@@ -77,6 +78,7 @@ class Topology:
     context: int = 1
     expert: int = 1
     expert_tensor: int = 1
+    chunks: int = 1
 
     @classmethod
     def of(
@@ -88,6 +90,7 @@ class Topology:
         context: int = 1,
         expert: int = 1,
         expert_tensor: int = 1,
+        chunks: int = 1,
     ) -> Topology:
         """Return the topology of these sizes.
 
@@ -102,6 +105,7 @@ class Topology:
             context=context,
             expert=expert,
             expert_tensor=expert_tensor,
+            chunks=chunks,
         )
         topology._require_fit()
         return topology
@@ -175,6 +179,11 @@ class Topology:
         for size in fields(self):
             if (value := getattr(self, size.name)) < 1:
                 raise ConfigError(f"{KEYS[size.name]} must be >= 1, got {value}")
+        if self.chunks > 1 and self.pipeline == 1:
+            raise ConfigError(
+                f"{self._name('chunks')} are of each pipeline stage, and there is one stage; set "
+                "trainer.pipeline_parallel, or leave trainer.pipeline_chunks out"
+            )
         if self.fits:
             return
         raise ConfigError(f"{self._problem()}; set {' or '.join(self._remedies())}")
@@ -213,7 +222,7 @@ class Topology:
         sizes = [
             replace(self, **{size: value})
             for size in KEYS
-            if size != "num_ranks"
+            if size not in ("num_ranks", "chunks")
             for value in range(1, self.num_ranks + 1)
             if value % getattr(self, size) == 0 or getattr(self, size) % value == 0
         ]
@@ -249,6 +258,7 @@ KEYS = {
     "context": "trainer.context_parallel",
     "expert": "trainer.expert_parallel",
     "expert_tensor": "trainer.expert_tensor_parallel",
+    "chunks": "trainer.pipeline_chunks",
 }
 """The setting of each size."""
 FIXED: dict[Axis, tuple[str, ...]] = {

@@ -36,6 +36,11 @@ class TrainerConfig(Section):
     sequence."""
     pipeline_parallel: Positive = 1
     """Stages into which the layers are split."""
+    pipeline_chunks: Positive = 1
+    """Chunks of layers that each pipeline stage holds. They are dealt out over the stages in turn,
+    and a micro-batch goes around as often: the stages wait less at the ends of a step, for more
+    messages and activations (interleaved 1F1B). Times `pipeline_parallel` it must divide the number
+    of layers."""
     context_parallel: Positive = 1
     """Ranks over which each sequence is split."""
     expert_parallel: Positive = 1
@@ -131,6 +136,7 @@ class TrainerConfig(Section):
             context=self.context_parallel,
             expert=self.expert_parallel,
             expert_tensor=self.expert_tensor_parallel,
+            chunks=self.pipeline_chunks,
         )
 
     @model_validator(mode="after")

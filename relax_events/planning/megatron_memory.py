@@ -55,12 +55,16 @@ class MegatronMemory(TrainerMemory):
     @property
     def cell_bytes(self) -> int:
         """Bytes of activations that one token of a micro-batch adds. The first stage holds as many
-        micro-batches as there are stages, each with its share of the layers.
+        micro-batches as there are stages, each with its share of the layers. With several chunks it
+        begins more of these parts before it goes back through the first one.
         """
         at, known, width = self.topology, self.facts, width_of(self.dtype)
-        layers = -(-known.num_layers // at.pipeline)
+        layers = -(-known.num_layers // (at.pipeline * at.chunks))
         layer = known.cell_bytes(self.dtype) // known.num_layers
-        held = layers * at.pipeline
+        begun = at.pipeline
+        if at.chunks > 1:
+            begun = 2 * (at.pipeline - 1) + (at.chunks - 1) * at.pipeline + 1
+        held = layers * begun
         if self.recomputed != "none":
             kept = held * known.hidden_size * width
             return -(-(kept + layer) // (at.tensor * at.context))
@@ -88,6 +92,9 @@ class MegatronMemory(TrainerMemory):
             values: dict[str, object] = {"trainer.ranks": ranks, "trainer.tensor_parallel": tensor}
             if pipeline > 1:
                 values["trainer.pipeline_parallel"] = pipeline
+            chunks = config.trainer.pipeline_chunks
+            if chunks > 1 and (pipeline == 1 or known.num_layers % (pipeline * chunks)):
+                values["trainer.pipeline_chunks"] = 1
             copies = ranks // (tensor * pipeline)
             if copies > config.broker.partitions_per_version:
                 values["broker.partitions_per_version"] = copies

@@ -43,6 +43,7 @@ MINI_BATCHES = {"num_epochs": 2, "num_mini_batches": 2}
 SCENARIOS = {
     "tensor": Scenario({"tensor": 2}, {"activation_checkpointing": "whole"}),
     "pipeline": Scenario({"pipeline": 2}, family="tied"),
+    "chunks": Scenario({"pipeline": 2, "chunks": 2}, family="deep"),
     "context": Scenario({"context": 2}),
     "data": Scenario({}, MINI_BATCHES),
     "experts": Scenario({"expert": 2}, family="qwen3_moe"),

@@ -71,6 +71,9 @@ LONG = {
     ),
     "tied": Scenario("tied", {"tensor": 2}),
     "tied_stages": Scenario("tied", {"pipeline": 2}),
+    "chunks": Scenario(
+        "deep", {"pipeline": 2, "chunks": 2}, {"activation_checkpointing": "whole"}, WHOLE_STEP
+    ),
     "experts": Scenario("qwen3_moe", {"expert": 2}),
     "experts_divided": Scenario("qwen3_moe", {"expert_tensor": 2}),
     "experts_data": Scenario("qwen3_moe", {}),
@@ -87,6 +90,9 @@ LONG = {
     "balanced_data": Scenario("qwen3_moe", {"expert": 2}, algorithm=BALANCED),
     "balanced_tensor": Scenario("qwen3_moe", {"tensor": 2}, algorithm=BALANCED),
     "balanced_pipeline": Scenario("qwen3_moe", {"pipeline": 2}, algorithm=BALANCED),
+    "balanced_chunks": Scenario(
+        "deep_moe", {"pipeline": 2, "chunks": 2}, algorithm=BALANCED, replays_routing=True
+    ),
     "balanced_context": Scenario(
         "qwen3_moe",
         {"context": 2, "expert": 2},

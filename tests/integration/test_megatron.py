@@ -13,19 +13,21 @@ from tests.integration.megatron_program import FOUR, LONG, SCENARIOS, SHORT
 from tests.integration.rank_processes import run_ranks
 
 pytestmark = pytest.mark.integration
-TOLERANCES = {"qwen3": 1e-9, "tied": 1e-9, "qwen3_moe": 1e-4}
+TOLERANCES = {"qwen3": 1e-9, "tied": 1e-9, "deep": 1e-9, "qwen3_moe": 1e-4, "deep_moe": 1e-4}
 """In float64, after two steps with a learning rate of 1e-2. A router in float32 alone moves weights
 by 1.5e-5."""
 
 
 def make_models(folder: Path) -> None:
-    """Write a dense model, one with tied embeddings and a mixture of experts."""
-    make_tiny(folder / "qwen3", corpus=["12=21"], seed=3)
-    make_tiny(folder / "qwen3_moe", corpus=["12=21"], family="qwen3_moe", seed=3)
-    tied = AutoModelForCausalLM.from_pretrained(folder / "qwen3")
-    tied.config.tie_word_embeddings = True
-    tied.tie_weights()
-    tied.save_pretrained(folder / "tied")
+    """Write dense models and mixtures of experts, shallow and deep, and two with tied embeddings."""
+    for family, deep in (("qwen3", "deep"), ("qwen3_moe", "deep_moe")):
+        make_tiny(folder / family, corpus=["12=21"], family=family, seed=3)
+        make_tiny(folder / deep, corpus=["12=21"], family=family, num_layers=4, seed=3)
+    for name, source in (("tied", "qwen3"), ("deep", "deep")):
+        tied = AutoModelForCausalLM.from_pretrained(folder / source)
+        tied.config.tie_word_embeddings = True
+        tied.tie_weights()
+        tied.save_pretrained(folder / name)
 
 
 def run_program(folder: Path, names: list[str]) -> dict[str, Any]:

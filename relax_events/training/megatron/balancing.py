@@ -10,7 +10,7 @@ backward pass.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -55,15 +55,11 @@ class _AddGradient(torch.autograd.Function):
 
 
 class ExpertBalance:
-    """The routers of this rank's layers, with the load-balancing loss.
-
-    `imbalances` has the weighted loss of each micro-batch, before its coefficient, over this
-    stage's layers.
-    """
+    """The routers of this rank's layers, with the load-balancing loss."""
 
     def __init__(
         self,
-        decoder: nn.Module,
+        chunks: Sequence[Iterable[nn.Module]],
         *,
         coefficient: float,
         num_layers: int,
@@ -73,7 +69,7 @@ class ExpertBalance:
         """Take the place of the routing of each layer.
 
         Args:
-            decoder: megatron-core's block of layers, each with experts.
+            chunks: megatron-core's layers, each with experts, by the stage's chunks.
             coefficient: `algorithm.load_balancing_coefficient`.
             num_layers: Of the whole model.
             tensor: The tensor-parallel ranks, which divide the sequence.
@@ -84,8 +80,9 @@ class ExpertBalance:
         self._samples: RowSamples | None = None
         self._is_recomputed = False
         self._kept: list[deque[RowSamples | None]] = []
-        self.imbalances: list[Tensor] = []
-        for layer in decoder.layers:  # type: ignore[union-attr]
+        self._sums: list[list[Tensor]] = [[] for _ in chunks]
+        self._current = torch.zeros(())
+        for layer in (layer for chunk in chunks for layer in chunk):
             part: Any = layer
             kept: deque[RowSamples | None] = deque()
             self._kept.append(kept)
@@ -96,9 +93,18 @@ class ExpertBalance:
         """Begin to run micro-batches; `is_recomputed`: the layers are computed again in their
         backward pass.
         """
-        self._is_recomputed, self.imbalances = is_recomputed, []
+        self._is_recomputed = is_recomputed
+        for sums in self._sums:
+            sums.clear()
         for kept in self._kept:
             kept.clear()
+
+    @property
+    def imbalances(self) -> list[Tensor]:
+        """The weighted loss of each micro-batch, before its coefficient, over this stage's
+        layers.
+        """
+        return [torch.stack(sums).sum() for sums in zip(*self._sums, strict=True)]
 
     @contextmanager
     def balance(
@@ -108,6 +114,7 @@ class ExpertBalance:
         num_tokens: NDArray[np.int64],
         weights: NDArray[np.floating],
         device: torch.device,
+        chunk: int = 0,
     ) -> Iterator[None]:
         """Balance the experts in the forward pass of a row in this context.
 
@@ -116,6 +123,7 @@ class ExpertBalance:
             num_tokens: Of each sample.
             weights: Of each sample in the loss.
             device: Of the model.
+            chunk: Whose layers run.
         """
         owners = np.full(len(row.tokens), len(num_tokens))
         owners[: num_tokens.sum()] = np.repeat(np.arange(len(num_tokens)), num_tokens)
@@ -123,7 +131,8 @@ class ExpertBalance:
         first = self._tensor.rank() * size
         arrays = owners[row.own[first : first + size]], num_tokens.astype(np.float64), weights
         self._samples = RowSamples(*(torch.from_numpy(array).to(device) for array in arrays))
-        self.imbalances.append(torch.zeros((), dtype=torch.float64, device=device))
+        self._current = torch.zeros((), dtype=torch.float64, device=device)
+        self._sums[chunk].append(self._current)
         try:
             yield
         finally:
@@ -145,7 +154,7 @@ class ExpertBalance:
         gradient, imbalance = self._measure(logits.detach(), routed, samples)
         later.append(gradient.to(logits.dtype).view_as(logits))
         if is_forward:
-            self.imbalances[-1] += imbalance
+            self._current += imbalance
         return probabilities, routed
 
     @torch.no_grad()

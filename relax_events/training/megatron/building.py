@@ -38,6 +38,7 @@ def start_model_parallel(topology: Topology, *, seed: int, timeout_seconds: floa
     parallel_state.initialize_model_parallel(
         topology.tensor,
         topology.pipeline,
+        topology.chunks if topology.chunks > 1 else None,
         context_parallel_size=topology.context,
         expert_model_parallel_size=topology.expert,
         expert_tensor_parallel_size=topology.expert_tensor,
@@ -131,6 +132,10 @@ def build_config(
         calculate_per_token_loss=True,
         tensor_model_parallel_size=topology.tensor,
         pipeline_model_parallel_size=topology.pipeline,
+        virtual_pipeline_model_parallel_size=topology.chunks if topology.chunks > 1 else None,
+        # each direction on its own: between two stages all four messages at once would be mixed up
+        overlap_p2p_comm=topology.chunks > 1,
+        batch_p2p_comm=topology.chunks == 1,
         context_parallel_size=topology.context,
         expert_model_parallel_size=topology.expert,
         expert_tensor_parallel_size=topology.expert_tensor,
@@ -140,8 +145,16 @@ def build_config(
     )
 
 
-def build_model(sizes: DecoderSizes, config: TransformerConfig) -> GPTModel:
-    """Return a rank's part of the decoder, with memory for its weights but no values."""
+def build_model(sizes: DecoderSizes, config: TransformerConfig, *, chunk: int = 0) -> GPTModel:
+    """Return a rank's part of the decoder, with memory for its weights but no values.
+
+    Args:
+        sizes: Of the decoder.
+        config: From `build_config`.
+        chunk: Which of the stage's chunks of layers.
+    """
+    num_chunks = config.virtual_pipeline_model_parallel_size or 1
+    stage = chunk if num_chunks > 1 else None
     layer = get_gpt_layer_local_spec(
         num_experts=sizes.num_experts or None, qk_layernorm=True, normalization="RMSNorm"
     )
@@ -151,7 +164,7 @@ def build_model(sizes: DecoderSizes, config: TransformerConfig) -> GPTModel:
     attention.core_attention = PackedAttention
     attention.q_layernorm = attention.k_layernorm = RankNorm
     layers = TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RankNorm
+        layer_specs=[layer] * get_num_layers_to_build(config, stage), layer_norm=RankNorm
     )
     model = GPTModel(
         config,
@@ -160,8 +173,9 @@ def build_model(sizes: DecoderSizes, config: TransformerConfig) -> GPTModel:
         max_sequence_length=0,  # only learned positions need it
         position_embedding_type="none",
         share_embeddings_and_output_weights=sizes.is_tied,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=chunk == 0 and parallel_state.is_pipeline_first_stage(),
+        post_process=chunk == num_chunks - 1 and parallel_state.is_pipeline_last_stage(),
+        vp_stage=stage,
     )
     if sizes.has_value_head and model.post_process:
         del model.output_layer

@@ -56,7 +56,8 @@ class Shard:
     """A parameter of megatron-core on one rank.
 
     Attributes:
-        name: On this rank, where layers and experts are counted from 0.
+        name: On this rank, where layers and experts are counted from 0. Where a stage holds
+            several chunks of layers, their number comes first.
         shape: On this rank.
         pieces: What it is made of; rows of the padded vocabulary are in none.
         is_expert: Whether it belongs to an expert, and so is copied over the ranks of
@@ -96,21 +97,9 @@ def rank_shards(sizes: DecoderSizes, topology: Topology, at: Coordinates) -> Ite
         at: The coordinates of this one.
     """
     rank = _Rank(sizes, topology, at)
-    if at.pipeline == 0:
-        yield rank.vocabulary("embedding.word_embeddings.weight", f"{sizes.prefix}embed_tokens")
-    yield from rank.layers()
-    if at.pipeline == topology.pipeline - 1:
-        yield rank.vector(
-            "decoder.final_layernorm.weight", f"{sizes.prefix}norm.weight", sizes.hidden_size
-        )
-        if sizes.has_value_head:
-            for name, length in (("weight", sizes.hidden_size), ("bias", 1)):
-                yield replace(rank.vector(f"value_head.{name}", name, length), is_new=True)
-        elif not sizes.is_tied:
-            yield rank.vocabulary("output_layer.weight", "lm_head")
-        elif topology.pipeline > 1:
-            tied = rank.vocabulary("output_layer.weight", f"{sizes.prefix}embed_tokens")
-            yield replace(tied, is_copy=True)
+    for chunk in range(topology.chunks):
+        for shard in rank.chunk(chunk):
+            yield shard if topology.chunks == 1 else replace(shard, name=f"{chunk}.{shard.name}")
 
 
 def holds_first_copy(shard: Shard, at: Coordinates) -> bool:
@@ -133,11 +122,37 @@ class _Rank:
     topology: Topology
     at: Coordinates
 
-    def layers(self) -> Iterator[Shard]:
-        num_own = self.sizes.num_layers // self.topology.pipeline
+    def chunk(self, chunk: int) -> Iterator[Shard]:
+        """Yield the parameters of a chunk of layers, with those before the first one of the model
+        and after its last one.
+        """
+        sizes, at, topology = self.sizes, self.at, self.topology
+        if at.pipeline == chunk == 0:
+            yield self.vocabulary("embedding.word_embeddings.weight", f"{sizes.prefix}embed_tokens")
+        yield from self.layers(chunk * topology.pipeline + at.pipeline)
+        if (at.pipeline, chunk) == (topology.pipeline - 1, topology.chunks - 1):
+            yield self.vector(
+                "decoder.final_layernorm.weight", f"{sizes.prefix}norm.weight", sizes.hidden_size
+            )
+            yield from self.head()
+
+    def head(self) -> Iterator[Shard]:
+        sizes = self.sizes
+        if sizes.has_value_head:
+            for name, length in (("weight", sizes.hidden_size), ("bias", 1)):
+                yield replace(self.vector(f"value_head.{name}", name, length), is_new=True)
+        elif not sizes.is_tied:
+            yield self.vocabulary("output_layer.weight", "lm_head")
+        elif self.topology.pipeline > 1:
+            tied = self.vocabulary("output_layer.weight", f"{sizes.prefix}embed_tokens")
+            yield replace(tied, is_copy=True)
+
+    def layers(self, index: int) -> Iterator[Shard]:
+        """Yield the layers of a chunk, counted over all stages: they are dealt out in turn."""
+        num_own = self.sizes.num_layers // (self.topology.pipeline * self.topology.chunks)
         for own in range(num_own):
             ours = f"decoder.layers.{own}."
-            theirs = f"{self.sizes.prefix}layers.{self.at.pipeline * num_own + own}."
+            theirs = f"{self.sizes.prefix}layers.{index * num_own + own}."
             yield from self._attention(ours, theirs)
             if self.sizes.num_experts:
                 yield from self._experts(f"{ours}mlp.", f"{theirs}mlp.")

@@ -193,4 +193,4 @@ def _in_order(parameters: Parameters) -> Parameters:
 
 
 def _is_vocabulary(shard: Shard) -> bool:
-    return shard.name in ("embedding.word_embeddings.weight", "output_layer.weight")
+    return shard.name.endswith(("embedding.word_embeddings.weight", "output_layer.weight"))

@@ -9,7 +9,7 @@ models of transformers, and names the source.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -71,14 +71,14 @@ class RoutingReplay:
     """The routers of this rank's layers.
 
     Args:
-        decoder: megatron-core's block of layers, each with experts.
+        layers: Those of megatron-core, each with experts.
         tensor: Rank and number of the tensor-parallel ranks, which divide the sequence.
     """
 
-    def __init__(self, decoder: nn.Module, *, tensor: tuple[int, int]) -> None:
+    def __init__(self, layers: Iterable[nn.Module], *, tensor: tuple[int, int]) -> None:
         self._tensor = tensor
         self._layers: list[tuple[int, LayerReplay]] = []
-        for layer in decoder.layers:  # type: ignore[union-attr]
+        for layer in layers:
             part: Any = layer
             part.mlp.router.router_replay = replay = LayerReplay()
             self._layers.append((part.layer_number - 1, replay))

@@ -123,10 +123,14 @@ class DecoderSizes:
         Raises:
             ConfigError: It can't; the text names size and setting.
         """
+        stages = (
+            f"pipeline_parallel ({topology.pipeline}) * trainer.pipeline_chunks ({topology.chunks})"
+        )
         for key, divisor, what, size in (
             ("tensor_parallel", topology.tensor, "key-value heads", self.num_groups),
             ("tensor_parallel", topology.tensor, "rows of the MLP", self.mlp_size or 0),
             ("pipeline_parallel", topology.pipeline, "layers", self.num_layers),
+            (stages, topology.pipeline * topology.chunks, "layers", self.num_layers),
             ("expert_parallel", topology.expert, "experts", self.num_experts),
             ("expert_tensor_parallel", topology.expert_tensor, "rows of an expert",
              self.expert_size),

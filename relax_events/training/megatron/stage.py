@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -82,7 +83,6 @@ class ModelStage:
         self.vocab_size = sizes.vocab_size
         self._topology = topology
         self.is_last = parallel_state.is_pipeline_last_stage()
-        self._is_first = parallel_state.is_pipeline_first_stage()
         self._context = parallel_state.get_context_parallel_group()
         self._tensor = parallel_state.get_tensor_model_parallel_group()
         self._recomputes = trainer.activation_checkpointing == "whole"
@@ -93,15 +93,18 @@ class ModelStage:
             sequence_parallel=topology.tensor > 1,
             recompute=self._recomputes,
         )
-        self.module = build_model(sizes, config)
+        chunks = [build_model(sizes, config, chunk=chunk) for chunk in range(topology.chunks)]
+        self._chunks, self._last = chunks, chunks[-1]
+        self.module: nn.Module = chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks)
+        layers = [list(chunk.decoder.layers) for chunk in chunks]
         self._routing: RoutingReplay | None = None
         if replays_routing:
             tensor = (self._tensor.rank(), self._tensor.size())
-            self._routing = RoutingReplay(self.module.decoder, tensor=tensor)
+            self._routing = RoutingReplay(chain.from_iterable(layers), tensor=tensor)
         self._balance: ExpertBalance | None = None
         if balance_coefficient:
             self._balance = ExpertBalance(
-                self.module.decoder,
+                layers,
                 coefficient=balance_coefficient,
                 num_layers=sizes.num_layers,
                 tensor=self._tensor,
@@ -145,17 +148,21 @@ class ModelStage:
         on_done: Callable[[], None] = lambda: None,
     ) -> None:
         """Run micro-batches forward and backward, one forward and one backward pass in turn where
-        there are pipeline stages (1F1B).
+        there are pipeline stages (1F1B); interleaved where a stage holds several chunks.
 
         Args:
             works: The same on all ranks that hold the model together.
             forward_only: Compute no gradients.
-            on_done: Called after each forward pass.
+            on_done: Called after each forward pass of a chunk.
         """
         if not works:
             return
+        chunks = self._chunks
+        if len(chunks) > 1:  # whose schedule takes as many as stages, or a multiple
+            padding = [Work(None, lambda result: result)] * (-len(works) % self._topology.pipeline)
+            works = [*works, *padding]
 
-        def forward(todo: Any, _: Any) -> tuple[Tensor, Callable[..., Any]]:
+        def forward(todo: Any, chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
             work = next(todo)
             row = lay_out_row(
                 work.batch,
@@ -164,8 +171,8 @@ class ModelStage:
                 index=self._context.rank(),
             )
             replayed = self._routing.replay(row, self.device) if self._routing else nullcontext()
-            with replayed, self._balanced(work, row):
-                hidden = self._hidden(row)
+            with replayed, self._balanced(work, row, chunk):
+                hidden = self._hidden(row, chunk)
             on_done()
 
             def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -181,15 +188,15 @@ class ModelStage:
         with torch.set_grad_enabled(not forward_only):
             get_forward_backward_func()(
                 forward_step_func=forward,
-                data_iterator=iter(works),
-                model=[self.module],
+                data_iterator=[iter(works) for _ in chunks] if len(chunks) > 1 else iter(works),
+                model=chunks,
                 num_microbatches=len(works),
                 seq_length=1,  # each micro-batch sends its own
                 micro_batch_size=1,
                 forward_only=forward_only,
             )
 
-    def _balanced(self, work: Work, row: Row) -> AbstractContextManager[None]:
+    def _balanced(self, work: Work, row: Row, chunk: Any) -> AbstractContextManager[None]:
         """Balance the experts of a micro-batch that is trained, if they are to be."""
         if self._balance is None or work.batch is None or work.sample_weights is None:
             return nullcontext()
@@ -198,6 +205,7 @@ class ModelStage:
             num_tokens=work.batch.num_sample_tokens,
             weights=work.sample_weights,
             device=self.device,
+            chunk=chunk.vp_stage or 0,
         )
 
     def take_imbalances(self) -> Float[Tensor, " micro_batches"]:
@@ -210,14 +218,14 @@ class ModelStage:
         group = parallel_state.get_pipeline_model_parallel_group()
         return add_over_stages(self._balance.imbalances, group)
 
-    def _hidden(self, row: Row) -> Float[Tensor, "tokens 1 hidden"]:
+    def _hidden(self, row: Row, chunk: Any) -> Float[Tensor, "tokens 1 hidden"]:
         tokens, positions, ends = (
             torch.from_numpy(values).to(self.device)
             for values in (row.tokens[row.own], row.positions[row.own], row.ends)
         )
-        embedded = self.module.embedding(tokens[None], None) if self._is_first else None
+        embedded = chunk.embedding(tokens[None], None) if chunk.pre_process else None
         angles = positions[:, None].float() * self._frequencies
-        hidden: Tensor = self.module.decoder(
+        hidden: Tensor = chunk.decoder(
             hidden_states=embedded,
             attention_mask=ends,
             rotary_pos_emb=torch.cat([angles, angles], -1)[:, None, None],
@@ -273,8 +281,8 @@ class ModelStage:
         """Apply the head; to large micro-batches in chunks, each computed again in the backward
         pass.
         """
-        output = self.module.output_layer
-        module = self.module.embedding.word_embeddings if output.weight is None else output
+        output = self._last.output_layer
+        module = self._last.embedding.word_embeddings if output.weight is None else output
         weight = module.weight
         first = self._tensor.rank() * len(weight)
         rows = HeadRows(first, min(max(self.vocab_size - first, 0), len(weight)), self._tensor)

@@ -22,7 +22,7 @@ class ValueStage(ModelStage):
         hidden states.
         """
         assert work.batch is not None
-        values: Tensor = self.module.value_head(hidden[:, 0])
+        values: Tensor = self._last.value_head(hidden[:, 0])
         if self._tensor.size() > 1:
             # all ranks compute the same loss, so each takes its own part of the gradient
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)

@@ -100,6 +100,12 @@ def test_error_names_the_smallest_change(
     assert str(caught.value).endswith(remedy)
 
 
+def test_chunks_of_a_single_stage_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"trainer.pipeline_chunks \(2\) are of each pipeline"):
+        Topology.of(2, chunks=2)
+    assert Topology.of(2, pipeline=2, chunks=2).data == 1
+
+
 def test_error_names_the_sizes_that_do_not_fit() -> None:
     with pytest.raises(ConfigError) as caught:
         Topology.of(6, tensor=4)

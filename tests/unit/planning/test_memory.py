@@ -115,6 +115,13 @@ def test_first_pipeline_stage_holds_as_many_micro_batches_as_there_are_stages() 
     assert parts["activations"] == 1024 * 2_064_384
 
 
+def test_first_stage_of_several_chunks_holds_more_activations() -> None:
+    topology = Topology.of(2, pipeline=2, chunks=2)
+    parts = MegatronMemory(SMALL, "bfloat16", topology=topology).parts(1024).parts
+    # parts of a quarter of the layers: two micro-batches in each of two chunks, and one more
+    assert parts["activations"] == 1024 * 2_064_384 * 5 // 4
+
+
 def test_experts_of_a_mixture_are_divided_by_their_own_axes() -> None:
     # 128 experts of 48 layers, each of 3 x 2048 x 768
     mixture = CheckpointFacts(

@@ -60,11 +60,13 @@ LAYOUTS = {
         Topology.of(8, tensor=4, pipeline=2),
         Topology.of(8, tensor=8),
         Topology.of(12, pipeline=3, context=2, tensor=2),
+        Topology.of(4, tensor=2, pipeline=2, chunks=3),
     ],
     "30B-A3B": [
         Topology.of(16, tensor=4, pipeline=2, expert=8),
         Topology.of(64, tensor=4, pipeline=2, expert=32),
         Topology.of(8, pipeline=4, expert=2),
+        Topology.of(16, tensor=4, pipeline=2, expert=8, chunks=4),
         Topology.of(8, tensor=2, context=2, expert=2, expert_tensor=2),
     ],
 }
@@ -141,6 +143,23 @@ def test_pieces_fill_every_shard_but_the_padding(model, topology):
             assert filled == prod(shard.shape)
 
 
+def test_chunks_of_layers_are_dealt_out_over_the_stages_in_turn():
+    sizes = sizes_of(QWEN3_4B | {"num_hidden_layers": 8})
+    topology = Topology.of(2, pipeline=2, chunks=2)
+    held = [
+        {
+            shard.name.partition(".self")[0]: shard.pieces[0].name.split(".")[2]
+            for shard in rank_shards(sizes, topology, topology.at(rank))
+            if shard.name.endswith("linear_proj.weight")
+        }
+        for rank in range(2)
+    ]
+    layers = [f"{chunk}.decoder.layers.{layer}" for chunk in range(2) for layer in range(2)]
+    assert held == [dict(zip(layers, numbers, strict=True)) for numbers in ("0145", "2367")]
+    (copy,) = [shard for shard in rank_shards(sizes, topology, topology.at(1)) if shard.is_copy]
+    assert copy.name == "1.output_layer.weight"
+
+
 def test_padding_of_an_odd_vocabulary_is_in_no_piece():
     sizes = sizes_of(QWEN3_4B | {"vocab_size": 9})
     topology = Topology.of(4, tensor=4)
@@ -190,6 +209,11 @@ def test_model_with_other_parts_is_refused(changes, says):
     [
         (QWEN3_4B, {"tensor": 16}, "tensor_parallel = 16 must divide the model's key-value heads"),
         (QWEN3_4B, {"pipeline": 8}, "pipeline_parallel = 8 must divide the model's layers"),
+        (
+            QWEN3_4B,
+            {"pipeline": 2, "chunks": 4},
+            r"pipeline_parallel \(2\) \* trainer.pipeline_chunks \(4\) = 8 must divide the model's",
+        ),
         (QWEN3_4B, {"expert": 2}, "expert_parallel = 2 must divide the model's experts"),
     ],
 )
