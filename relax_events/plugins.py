@@ -1,5 +1,5 @@
-"""Finds and loads plugins: roles, engines, trainer backends, rewards, environments, algorithms and
-trackers.
+"""Finds and loads plugins: roles, engines, trainer backends, optimizers, rewards, environments,
+algorithms and trackers.
 
 A plugin is an installed entry point, or `path/to/file.py:Name`, which needs no package.
 """
@@ -29,6 +29,7 @@ REWARDS = "relax_events.rewards"
 ENVIRONMENTS = "relax_events.environments"
 ALGORITHMS = "relax_events.algorithms"
 TRACKERS = "relax_events.trackers"
+OPTIMIZERS = "relax_events.optimizers"
 PROMPT_SOURCES = "relax_events.prompt_sources"
 CLASS, FUNCTION = type, Callable
 NAMES = {CLASS: "class", FUNCTION: "function"}

@@ -149,6 +149,7 @@ RULES: Mapping[str, tuple[Rule, str]] = {
     "teachers": (ACCEPTED, "the policy learns from other teachers from here on"),
     "trainer": (ACCEPTED, "the optimizer takes other steps from here on"),
     "trainer.backend": (NEVER, "the checkpoint is that of another backend"),
+    "trainer.optimizer": (NEVER, "the checkpoint has the state of another optimizer"),
     "trainer.max_tokens_per_micro_batch": (FREE, "results agree within rounding"),
     "trainer.share_prompts": (FREE, "results agree within rounding"),
     "trainer.ranks": (FREE, "results agree within rounding"),

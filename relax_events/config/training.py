@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from relax_events.config.base import DERIVED, OrDerived, Positive, Seconds, Section
-from relax_events.config.external_values import Code, Text
+from relax_events.config.external_values import Code, Options, Text
 from relax_events.config.topology import Topology
 from relax_events.errors import ConfigError
 
@@ -83,12 +83,18 @@ class TrainerConfig(Section):
     along half a cosine."""
     min_learning_rate_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Where a decay ends, relative to `learning_rate`. Schedule `constant` takes none."""
+    optimizer: Code = "adamw"
+    """`adamw`, `sgd`, `adafactor`, another entry point in the group `relax_events.optimizers`, or
+    `path/to/file.py:Class`: a class with the interface of torch.optim. Only backend `torch` without
+    `sharding` takes another one than `adamw`: the others divide parameters."""
+    optimizer_options: Options = Field(default_factory=dict)
+    """More keyword arguments of another optimizer than `adamw`, such as `momentum`."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's decay rates."""
+    """AdamW's decay rates, or those of an optimizer that takes `betas`."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    """AdamW's epsilon."""
+    """AdamW's epsilon, or that of an optimizer that takes `eps`."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """AdamW's decoupled weight decay."""
+    """AdamW's decoupled weight decay, of matrices alone; or that of another optimizer."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Gradients are clipped to this norm."""
     max_abs_advantage: Annotated[float, Field(gt=0)] = 10_000.0
@@ -147,6 +153,26 @@ class TrainerConfig(Section):
                 f"{self.min_learning_rate_ratio:g}; choose schedule 'cosine' or 'linear', or leave "
                 "it out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _optimizer_has_whole_parameters(self) -> TrainerConfig:
+        if self.optimizer == "adamw":
+            if self.optimizer_options:
+                raise ValueError(
+                    f"trainer.optimizer_options = {self.optimizer_options} are for another "
+                    "optimizer than 'adamw', which has keys of its own; set trainer.optimizer, or "
+                    "leave them out"
+                )
+            return self
+        divided = {"backend": "torch", "sharding": "none"}
+        for key, needed in divided.items():
+            if (value := getattr(self, key)) != needed:
+                raise ValueError(
+                    f"trainer.optimizer = {self.optimizer!r} updates whole parameters, and "
+                    f"trainer.{key} = {value!r} divides them; set trainer.{key} = {needed!r}, or "
+                    "leave trainer.optimizer out"
+                )
         return self
 
     @model_validator(mode="after")

@@ -30,6 +30,7 @@ from relax_events.plugins import (
     ENGINES,
     ENVIRONMENTS,
     FUNCTION,
+    OPTIMIZERS,
     ROLES,
     TRAINER_BACKENDS,
     find_plugin,
@@ -81,6 +82,11 @@ def require_roles(config: RunConfig) -> str:
         TRAINER_BACKENDS,
         config.trainer.backend,
         what=f"trainer.backend = {config.trainer.backend!r}",
+    )
+    find_plugin(
+        OPTIMIZERS,
+        config.trainer.optimizer,
+        what=f"trainer.optimizer = {config.trainer.optimizer!r}",
     )
     find_algorithm(config.algorithm.name)
     return ", ".join(f"{role} x {count}" for role, count in config.roles().items())

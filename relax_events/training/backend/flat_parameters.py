@@ -1,5 +1,6 @@
 """Stores all parameters of a model in one flat tensor and all gradients in another: one reduction,
-one norm and one optimizer call per step.
+one norm and one optimizer call per step. AdamW runs over the flat tensors; an optimizer that the
+run file names sees each parameter in its shape.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from relax_events.config import TrainerConfig
 from relax_events.models.adapters import published_parameters
+from relax_events.training.backend.named_optimizer import ADAMW, PREFIX, NamedOptimizer
 from relax_events.training.backend.state import StateShard, StateSource, require_same_tensors
 from relax_events.training.ranks import Ranks
 
@@ -66,7 +68,7 @@ def make_flat_adamw(
 
 
 class FlatParameters:
-    """Master weights in at least float32, and AdamW over them.
+    """Master weights in at least float32, and the optimizer over them.
 
     A float32 model's parameters and gradients are views into the flat tensors; a bfloat16 model
     keeps its own, its gradients are added in float32 as they appear, and it gets a rounded copy of
@@ -80,7 +82,9 @@ class FlatParameters:
 
         Args:
             module: All its trainable parameters are of one dtype.
-            config: AdamW's settings.
+            config: The optimizer and its settings.
+        Raises:
+            ConfigError: The optimizer can't be made.
         """
         published = published_parameters(module)
         trainable = [
@@ -107,6 +111,12 @@ class FlatParameters:
                 add_gradients_to(gradient, parameter)
             else:
                 parameter.data, parameter.grad = value, gradient
+        self._named: NamedOptimizer | None = None
+        self._moments: dict[str, Tensor] = {}
+        if config.optimizer != ADAMW:
+            views = self._views(self.values), self._views(self.gradients)
+            self._named = NamedOptimizer(*views, config=config)
+            return
         self._moments = {name: torch.zeros_like(self.values) for name in MOMENTS}
         num_decayed = sum(parameter.numel() for _, parameter in parameters if parameter.ndim >= 2)
         self._optimizer = make_flat_adamw(
@@ -138,14 +148,17 @@ class FlatParameters:
         return float(torch.linalg.vector_norm(self.gradients))
 
     def update(self, *, learning_rate: float, gradient_scale: float) -> None:
-        """Scale the gradients, take one AdamW step, copy the weights to the model, and zero the
+        """Scale the gradients, take one optimizer step, copy the weights to the model, and zero the
         gradients.
         """
         if gradient_scale != 1.0:
             self.gradients *= gradient_scale
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
-        self._optimizer.step()
+        if self._named is not None:
+            self._named.step(learning_rate=learning_rate)
+        else:
+            for group in self._optimizer.param_groups:
+                group["lr"] = learning_rate
+            self._optimizer.step()
         self._copy_to_model()
         self.zero_gradients()
 
@@ -164,6 +177,7 @@ class FlatParameters:
             with_gradients: Whether the gradients must be kept.
         """
         kept = [self.values, *self._moments.values()]
+        kept += [] if self._named is None else self._named.memory()
         rebuilt: list[Tensor] = list(self._parameters.values()) if self._is_master else []
         (kept if with_gradients else rebuilt).append(self.gradients)
         return kept, rebuilt
@@ -178,7 +192,8 @@ class FlatParameters:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return master and frozen weights, moments and steps: `model.<name>`, `exp_avg.<name>`,
-        `exp_avg_sq.<name>`, `optimizer.step.<group>`.
+        `exp_avg_sq.<name>`, `optimizer.step.<group>`; for other optimizers than AdamW see
+        `NamedOptimizer`.
         """
         flats = {"model": self.values} | self._moments
         named = {
@@ -186,11 +201,13 @@ class FlatParameters:
             for kind, flat in flats.items()
             for name, view in self._views(flat).items()
         }
+        frozen = {f"model.{name}": parameter.detach() for name, parameter in self._frozen.items()}
+        if self._named is not None:
+            return named | frozen | self._named.tensors()
         steps = [
             self._optimizer.state[group["params"][0]]["step"]
             for group in self._optimizer.param_groups
         ]
-        frozen = {f"model.{name}": parameter.detach() for name, parameter in self._frozen.items()}
         return (
             named | frozen | {f"optimizer.step.{index}": step for index, step in enumerate(steps)}
         )
@@ -209,10 +226,13 @@ class FlatParameters:
             WeightsError: A tensor is missing, unknown or of another shape; nothing was changed.
         """
         mine = self.tensors()
-        require_same_tensors(
-            {name: shape for name, shape in state.shapes.items() if name not in without},
-            {name: tuple(tensor.shape) for name, tensor in mine.items()},
-        )
+        saved = {name: shape for name, shape in state.shapes.items() if name not in without}
+        if self._named is not None:  # whose state differs from step to step
+            saved = {name: one for name, one in saved.items() if not name.startswith(PREFIX)}
+            mine = {name: one for name, one in mine.items() if not name.startswith(PREFIX)}
+        require_same_tensors(saved, {name: tuple(one.shape) for name, one in mine.items()})
+        if self._named is not None:
+            self._named.load(state)
         for name, tensor in mine.items():
             tensor.copy_(state.read(name))
         self._copy_to_model()
