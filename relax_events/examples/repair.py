@@ -18,7 +18,10 @@ BODIES = {
     "a to the power of b": "a ** b",
 }
 """The right body of each function, by what it shall return."""
-NUM_HIDDEN_TESTS = 6
+NUM_HIDDEN_TESTS, NUM_CALLS = 2, 3
+"""Hidden tests of a problem, and calls in each of them."""
+SHARE_OF_RIGHT_BODIES = 0.5
+"""Of what the warm-up writes; the others are any of the bodies."""
 MAX_ARGUMENT = 9
 FAILED = "A test fails."
 
@@ -28,14 +31,19 @@ def make_bug(generator: np.random.Generator) -> tuple[str, str, dict[str, Any]]:
     which the agent never sees.
     """
     wanted = str(generator.choice(list(BODIES)))
-    body = BODIES[wanted]
-    wrong = str(generator.choice([one for one in BODIES.values() if one != body]))
-    arguments = generator.integers(2, MAX_ARGUMENT + 1, (NUM_HIDDEN_TESTS + 1, 2)).tolist()
-    visible, *hidden = (write_test(body, a, b) for a, b in arguments)
-    first = str(generator.choice(list(BODIES.values())))
-    turns, replies = [write_function(first)], []
-    if not passes(first, visible):
-        turns.append(write_function(str(generator.choice(list(BODIES.values())))))
+    body, bodies = BODIES[wanted], list(BODIES.values())
+    wrong = str(generator.choice([one for one in bodies if one != body]))
+    shape = (NUM_HIDDEN_TESTS * NUM_CALLS + 1, 2)
+    arguments = generator.integers(2, MAX_ARGUMENT + 1, shape).tolist()
+    visible, *calls = (write_test(body, a, b) for a, b in arguments)
+    hidden = ["\n".join(calls[start::NUM_HIDDEN_TESTS]) for start in range(NUM_HIDDEN_TESTS)]
+    tries = [
+        body if generator.random() < SHARE_OF_RIGHT_BODIES else str(generator.choice(bodies))
+        for _ in range(2)
+    ]
+    turns, replies = [write_function(tries[0])], []
+    if not passes(tries[0], visible):
+        turns.append(write_function(tries[1]))
         replies.append({"role": "user", "content": FAILED})
     prompt = f"f must return {wanted}:\n{write_function(wrong)}"
     metadata = {"visible_test": visible, "turns": turns, "replies": replies}

@@ -36,6 +36,8 @@ QUESTIONS = {
     "where": "Where is the square?",
 }
 GREY = 180
+SHARE_OF_RIGHT_CALLS = 0.5
+"""Of the warm-up in `deepeyes`."""
 MAX_NOISE, MAX_SHADE = 60, 15
 """Maximum brightness of the background noise, and maximum deviation of a square's colour."""
 Canvas = UInt8[np.ndarray, "side side 3"]
@@ -108,10 +110,13 @@ def _zoom(generator: np.random.Generator, options: ImageOptions) -> SyntheticIte
 def _deepeyes(generator: np.random.Generator, options: ImageOptions) -> SyntheticItem:
     """Generate the images of `zoom`, with the turns of DeepEyes: a tool call, and a tagged answer.
 
-    The tool call of the warm-up zooms into a random quarter.
+    The tool call of the warm-up zooms into the quarter with the square in half of the rows, and into
+    a random one in the others: so the model learns to read the colour of a square that it is shown.
     """
     item = _zoom(generator, options)
     row, column = (int(generator.integers(2)) for _ in range(2))
+    if generator.random() < SHARE_OF_RIGHT_CALLS:
+        row, column = divmod(CORNERS.index(item.metadata["answers"][0]), 2)
     corners = [500 * column, 500 * row, 500 * column + 500, 500 * row + 500]
     box = f'{{"name": "image_zoom_in_tool", "arguments": {{"bbox_2d": {corners}}}}}'
     turns = [f"<tool_call>{box}</tool_call>", f"<answer>{item.answer}</answer>"]
