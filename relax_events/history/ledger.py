@@ -148,25 +148,10 @@ class LedgerReader:
         self._versions_partition, self._steps_partition, self._ends_partition = own
         self._is_decision = frozenset(own)
         self._spans = stable_ranges(reader, own)
-        scores = ("reward.scores",) if config.algorithm.has_rewards else ()
-        entities = () if config.is_replay else ("rollout.samples", *scores, *TRAINER_INPUTS)
-        self._samples = [
-            (self._plan.topic(name), partition)
-            for name in entities
-            for partition in range(self._plan.num_sample_partitions)
-        ]
-        queue = (
-            []
-            if config.is_replay
-            else [
-                (self._plan.topic("prompt.groups"), partition)
-                for partition in range(self._plan.queue_partitions)
-            ]
-        )
-        self._queue = queue
+        self._samples, self._queue = self._list_sample_partitions(), self._list_queue_partitions()
         self._spans |= {
             topic_partition: reader.watermarks(*topic_partition)
-            for topic_partition in [*queue, *self._samples]
+            for topic_partition in [*self._queue, *self._samples]
         }  # samples were written before the decisions about them
         self._num_records = sum(stop - start for start, stop in self._spans.values())
         self._read_up_to = {
@@ -176,7 +161,7 @@ class LedgerReader:
         self._starts: dict[int, dict[TopicPartition, int]] = {}
         begins = {
             (self._plan.parse_entity(topic), partition): self._spans[topic, partition][0]
-            for topic, partition in [*queue, *self._samples]
+            for topic, partition in [*self._queue, *self._samples]
         }
         self._ledger = Ledger(
             config.run.max_staleness,
@@ -189,6 +174,22 @@ class LedgerReader:
         )
         self._weights = StoredWeights(config)
         self._source = _source_steps(config, connection) if config.is_replay else iter(())
+
+    def _list_sample_partitions(self) -> list[TopicPartition]:
+        """Return where samples are on the log; none for a replay, which has its parent's."""
+        if self._config.is_replay:
+            return []
+        scores = ("reward.scores",) if self._config.algorithm.has_rewards else ()
+        return [
+            (self._plan.topic(name), partition)
+            for name in ("rollout.samples", *scores, *TRAINER_INPUTS)
+            for partition in range(self._plan.num_sample_partitions)
+        ]
+
+    def _list_queue_partitions(self) -> list[TopicPartition]:
+        """Return where prompt groups are on the log; none for a replay."""
+        num_partitions = 0 if self._config.is_replay else self._plan.queue_partitions
+        return [(self._plan.topic("prompt.groups"), at) for at in range(num_partitions)]
 
     def read(self) -> Ledger:
         """Read everything, block by block."""

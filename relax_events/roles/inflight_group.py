@@ -231,7 +231,6 @@ def build_sample_event(
     """
     issued, completion = group.issued, sample.tokens
     prompt = group.prompt_tokens if sample.prompt_tokens is None else sample.prompt_tokens
-    versions = [segment.policy_version for segment in sample.segments]
     index = int(sample.sample_id.rpartition("/")[2])
     tokens = np.concatenate([prompt, completion]).astype(np.int32, copy=False)
     loss_mask = np.zeros(len(tokens), np.uint8)
@@ -239,21 +238,8 @@ def build_sample_event(
     loss_mask[len(prompt) :] = group.answers[index].loss_mask if group.answers else chosen
     logprobs = np.zeros(len(tokens), np.float32)
     logprobs[len(prompt) :] = sample.logprobs
-    key = SampleKey(
-        sample_id=sample.sample_id,
-        prompt_group_id=issued.prompt_group_id,
-        sample_index=index,
-        samples_per_prompt=issued.samples_per_prompt,
-        train_step=issued.train_step,
-        group_index=issued.group_index,
-        attempt=issued.attempt,
-        row=issued.row,
-        policy_version=owner,
-        min_policy_version=min(versions),
-        max_policy_version=max(versions),
-    )
     return SampleRolledOut(
-        key=key,
+        key=_build_key(issued, sample, index=index, owner=owner),
         version_segments=list(sample.segments),
         tokens=tokens,
         loss_mask=loss_mask,
@@ -272,6 +258,25 @@ def build_sample_event(
         path_media=[list(media) for media in sample.path_media],
         environment_rewards=np.array(given) if (given := sample.environment_rewards) else None,
         worker_id=worker.worker_id,
+    )
+
+
+def _build_key(
+    issued: PromptGroupIssued, sample: GeneratedSample, *, index: int, owner: int
+) -> SampleKey:
+    versions = [segment.policy_version for segment in sample.segments]
+    return SampleKey(
+        sample_id=sample.sample_id,
+        prompt_group_id=issued.prompt_group_id,
+        sample_index=index,
+        samples_per_prompt=issued.samples_per_prompt,
+        train_step=issued.train_step,
+        group_index=issued.group_index,
+        attempt=issued.attempt,
+        row=issued.row,
+        policy_version=owner,
+        min_policy_version=min(versions),
+        max_policy_version=max(versions),
     )
 
 

@@ -252,10 +252,8 @@ def _read_logs(
                 for topic_partition in topic_partitions
                 if topic_partition[0].endswith(COMMANDS)
             ]
-        begins, ends = (
-            admin.beginning_offsets(topic_partitions),
-            admin.end_offsets(topic_partitions),
-        )
+        begins = admin.beginning_offsets(topic_partitions)
+        ends = admin.end_offsets(topic_partitions)
         spans = {
             topic_partition: (begins[topic_partition], ends[topic_partition])
             for topic_partition in topic_partitions
@@ -269,28 +267,41 @@ def _read_logs(
             runs[parse_run_id(topic_partition[0])].num_records += (
                 ends[topic_partition] - begins[topic_partition]
             )
-        at = positions or {}
-        spans = {
-            key: (start, end)
-            for key, (begin, end) in spans.items()
-            if (start := max(begin, at.get(key, 0))) < end
-        }
-        for record, event in decode_records(reader, spans):
-            if not belongs_on(TopicPlan.parse_entity(record.topic), event):
-                log.warning(
-                    "record.misplaced", location=record.location, event_type=type(event).__name__
-                )
-                continue
-            run = runs[parse_run_id(record.topic)]
-            run.state.apply(event)
-            if record.topic.endswith(COMMANDS):
-                run.started_at = min(
-                    run.started_at or record.timestamp_ms * 1000, record.timestamp_ms * 1000
-                )
+        _apply_records(reader, runs, _start_later(spans, positions or {}))
         return ends
     finally:
         reader.close()
         admin.close()
+
+
+def _start_later(
+    spans: Mapping[PartitionKey, tuple[int, int]], positions: Mapping[PartitionKey, int]
+) -> dict[PartitionKey, tuple[int, int]]:
+    """Return offset ranges without what lies before these positions."""
+    return {
+        key: (start, end)
+        for key, (begin, end) in spans.items()
+        if (start := max(begin, positions.get(key, 0))) < end
+    }
+
+
+def _apply_records(
+    reader: LogReader,
+    runs: Mapping[str, RunSummary],
+    spans: Mapping[PartitionKey, tuple[int, int]],
+) -> None:
+    """Apply the events of these offset ranges to their runs."""
+    for record, event in decode_records(reader, spans):
+        if not belongs_on(TopicPlan.parse_entity(record.topic), event):
+            log.warning(
+                "record.misplaced", location=record.location, event_type=type(event).__name__
+            )
+            continue
+        run = runs[parse_run_id(record.topic)]
+        run.state.apply(event)
+        if record.topic.endswith(COMMANDS):
+            written_at = record.timestamp_ms * 1000
+            run.started_at = min(run.started_at or written_at, written_at)
 
 
 def _step_ranges(
