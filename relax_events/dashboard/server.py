@@ -19,7 +19,7 @@ from relax_events.http.server import (
 
 HOST = "127.0.0.1"
 SHUTDOWN_SECONDS = 2
-NICENESS, LOWEST_PRIORITY = 15, 19
+NICENESS, LOWEST_PRIORITY = 10, 19
 
 
 def open_port(port: int) -> socket.socket:
@@ -44,8 +44,8 @@ def give_way(niceness: int = NICENESS) -> None:
     sched(7), autogroups).
 
     Args:
-        niceness: How much lower: 15 gives a thread a thirtieth of the time of a thread at 0. With
-            the most, 19, a saturated machine answers no call within its deadline.
+        niceness: How much lower: 10 gives a thread a tenth of the time of a thread at 0. With the
+            most, 19, a saturated machine answers no call within its deadline.
     """
     priority = min(os.getpriority(os.PRIO_PROCESS, 0) + niceness, LOWEST_PRIORITY)
     for thread in Path("/proc/self/task").iterdir():

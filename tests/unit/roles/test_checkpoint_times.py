@@ -71,24 +71,23 @@ def test_critic_begins_a_checkpoint_by_steps_or_by_time(
 ) -> None:
     monkeypatch.setattr(critic_learning.time, "monotonic", lambda: now)
     saved: list[dict[str, Any]] = []
-    earlier, fresh = SimpleNamespace(poll=lambda: None), SimpleNamespace(poll=lambda: None)
+    critic = SimpleNamespace(is_saving=is_pending, poll_checkpoint=lambda: None)
+
+    def save(extra: dict[str, Any]) -> None:
+        saved.append(extra)
+        critic.is_saving = True
+
+    critic.save = save
     learning: Any = CriticLearner.__new__(CriticLearner)
     learning._worker = SimpleNamespace(
         config=SimpleNamespace(trainer=TrainerConfig()),
         lifecycle=SimpleNamespace(transfer=lambda _: nullcontext()),
     )
-    learning._critic = SimpleNamespace(state=lambda: "state")
-    learning._checkpoints = SimpleNamespace(
-        save=lambda state, extra: saved.append({"state": state, **extra}) or fresh
-    )
-    learning._pending, learning._checkpoint_begun = (earlier if is_pending else None), 1000.0
+    learning.critic, learning._checkpoint_begun = critic, 1000.0
     learning._consumed, learning._consecutive_skips = {3: 7, 0: 5}, skipped
     for _ in range(
         2
     ):  # the time counts from the newest checkpoint on, and none begins next to one that is being written
         learning._save_checkpoint(train_step(version - 1, at_seconds=1.0))
-    assert [(one["state"], one["consumed"]) for one in saved] == [
-        ("state", [(0, 5), (3, 7)])
-    ] * is_begun
-    assert learning._pending is (fresh if is_begun else earlier if is_pending else None)
+    assert [one["consumed"] for one in saved] == [[(0, 5), (3, 7)]] * is_begun
     assert learning._checkpoint_begun == (now if is_begun else 1000.0)
