@@ -236,11 +236,10 @@ def _time_share_problems(config: RunConfig) -> Iterator[str]:
             f"needs an engine that frees its memory, and that of the rollout workers is "
             f"{engine!r}; set engine.name = 'transformers'"
         )
-    if trainer.backend == "megatron" or trainer.sharding != "none":
-        has = f"{trainer.backend!r} and trainer.sharding {trainer.sharding!r}"
+    if trainer.backend == "megatron":
         yield (
-            f"needs a trainer whose whole state leaves the device, and trainer.backend is {has}; "
-            "set them to 'torch' and 'none'"
+            "needs a trainer whose state leaves the device, and trainer.backend is 'megatron'; set "
+            "trainer.backend = 'torch'"
         )
     if config.weights.transport == "nccl":
         yield (

@@ -20,6 +20,7 @@ from typing import Protocol
 import torch
 from jaxtyping import UInt8
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from relax_events.errors import EnvironmentProblem
 
@@ -191,8 +192,9 @@ class FileHost:
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
-    """Return the memory of tensors, each once, by address."""
-    found = (tensor.detach().untyped_storage() for tensor in tensors)
+    """Return the memory of tensors, or of this rank's pieces of them, each once, by address."""
+    pieces = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+    found = (piece.detach().untyped_storage() for piece in pieces)
     return {storage.data_ptr(): storage for storage in found if storage.nbytes()}
 
 

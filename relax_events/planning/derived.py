@@ -195,6 +195,8 @@ def _beside_trainer(
     """
     dtype = config.model.dtype
     count = _counts_beside_trainer(config, machine)
+    if config.devices.time_share:
+        count["rollout"] = 0  # its memory is free while the trainer works
     weights = known.num_parameters * width_of(dtype)
     cache = min(
         config.engine.max_running_samples

@@ -200,6 +200,16 @@ class ShardedParameters:
             piece.grad = None
         self.zero_gradients()
 
+    def memory(self, *, with_gradients: bool) -> tuple[list[Tensor], list[Tensor]]:
+        """Return tensors with all memory of this rank's pieces; see `FlatParameters.memory`."""
+        pieces = [_local(parameter) for parameter in self._parameters.values()]
+        moments = [moment for kind in self._moments.values() for moment in kind.values()]
+        gradients = [_local(gradient) for _, gradient in self._present_gradients()]
+        return [*pieces, *moments, *(gradients if with_gradients else ())], []
+
+    def rebuild(self, *, with_gradients: bool) -> None:
+        """Compute what was not kept: nothing."""
+
     def tensors(self) -> dict[str, Tensor]:
         """Return what is whole on each rank: the optimizer's steps."""
         return {f"optimizer.step.{index}": step for index, step in enumerate(self._steps)}

@@ -223,7 +223,6 @@ class TorchBackend(PolicyTraining):
         """Free the device's memory; see `OffloadingBackend`. Gradients are kept in the middle of a
         step.
         """
-        assert isinstance(self._parameters, FlatParameters), "refused with trainer.sharding"
         self._keeps_gradients = bool(self._micro_batches)
         kept, rebuilt = self._parameters.memory(with_gradients=self._keeps_gradients)
         others = (
@@ -235,7 +234,6 @@ class TorchBackend(PolicyTraining):
 
     def bring_back(self) -> None:
         """Restore the state; see `OffloadingBackend`."""
-        assert isinstance(self._parameters, FlatParameters), "refused with trainer.sharding"
         if self._offload.is_away:
             self._offload.bring_back()
             self._parameters.rebuild(with_gradients=self._keeps_gradients)

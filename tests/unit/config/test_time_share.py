@@ -13,7 +13,6 @@ pytestmark = pytest.mark.unit
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"run": {"mode": "async"}}, r"run\.mode is 'async'; set run\.mode = 'sync'"),
     ({"engine": {"name": "sglang"}}, r"is 'sglang'; set engine\.name = 'transformers'"),
-    ({"trainer": {"sharding": "full"}}, r"trainer\.sharding 'full'; set them to 'torch' and"),
     ({"trainer": {"backend": "megatron"}}, r"trainer\.backend is 'megatron'"),
     ({"weights": {"transport": "nccl"}}, r"weights\.transport = 'nccl' sends"),
     ({"algorithm": {"name": "sft"}}, "is 'dataset'"),

@@ -256,6 +256,21 @@ def test_other_models_on_the_gpu_reduce_the_micro_batch() -> None:
     )
 
 
+def test_engines_that_hold_the_gpu_in_turn_leave_the_micro_batch_alone() -> None:
+    turns = run_of(
+        run={"mode": "sync", "max_staleness": 0},
+        engine={"max_context_tokens": 4096},
+        devices={"time_share": True},
+    )
+    here = machine(gpus=(80 * GIB,), roles=ALONE | {"rollout": 2})
+    alone = values(turns, MIDDLE, machine(gpus=(80 * GIB,)))
+    assert values(turns, MIDDLE, here)[MICRO_BATCH] == alone[MICRO_BATCH]
+    beside = turns.model_copy(
+        update={"devices": turns.devices.model_copy(update={"time_share": False})}
+    )
+    assert values(beside, MIDDLE, here)[MICRO_BATCH] < alone[MICRO_BATCH]
+
+
 def test_models_on_other_gpus_leave_the_micro_batch_alone() -> None:
     given = {"engine": {"max_context_tokens": 1536}}
     roles = {"trainer": 1, "rollout": 1, "reference": 1, "actor-forward": 1}
