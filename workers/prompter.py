@@ -285,7 +285,7 @@ class PrompterLoop:
             self._held.postpone(now=now)
         lost = self._held.take_lost(
             now=now,
-            silent_seconds=self._config.workers.takeover_seconds,
+            silent_seconds=self._config.workers.silent_seconds,
             wanted=self._in_flight.keys(),
         )
         for worker_id, names in lost.items():

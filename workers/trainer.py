@@ -89,7 +89,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
             timeout = config.trainer.collective_timeout_seconds
             wait_visibly(ranks, worker.lifecycle, timeout_seconds=timeout)
             turns = DeviceTurns(worker, ranks)
-            if worker.drain.requested:
+            if not turns.has_device:
                 return
             backend = open_backend(config, ranks)
             turns.share(backend)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from pathlib import Path
 
 import torch
 
@@ -13,16 +14,15 @@ from relax_events.runtime.device_turn import DeviceTurn, lock_path
 from relax_events.runtime.drain import Drain
 
 
-def open_turn(config: RunConfig, *, alone: bool, local_rank: int = 0) -> DeviceTurn:
-    """Return this process's turns on its device.
+def find_lock(config: RunConfig, *, local_rank: int = 0) -> Path:
+    """Return the file that is locked for this process's device.
 
     Args:
         config: The run.
-        alone: Whether no other process may have a turn at the same time.
         local_rank: Which of the visible devices is its own.
     """
     device = choose_device(config.model.device, local_rank=local_rank)
-    return DeviceTurn(lock_path(config.devices_directory, name_device(device)), alone=alone)
+    return lock_path(config.devices_directory, name_device(device))
 
 
 def name_device(device: torch.device) -> str:

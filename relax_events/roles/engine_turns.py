@@ -15,7 +15,7 @@ from typing import Protocol, runtime_checkable
 import structlog
 
 from relax_events.engines.protocol import Engine
-from relax_events.models.shared_device import open_turn, wait_for_turn
+from relax_events.models.shared_device import find_lock, wait_for_turn
 from relax_events.runtime.device_turn import DeviceTurn
 from relax_events.runtime.resident_memory import resident_bytes
 from relax_events.runtime.worker import Worker
@@ -42,7 +42,7 @@ class EngineTurns:
         self._on_begin: Callable[[], None] = lambda: None
         self._turn: DeviceTurn | None = None
         if worker.config.devices.time_share:
-            self._turn = open_turn(worker.config, alone=False)
+            self._turn = DeviceTurn(find_lock(worker.config), alone=False)
             wait_for_turn(self._turn, worker.drain)
 
     def call_on_begin(self, on_begin: Callable[[], None]) -> None:

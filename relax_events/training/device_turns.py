@@ -14,7 +14,7 @@ from collections.abc import Callable
 import structlog
 
 from relax_events.errors import ConfigError
-from relax_events.models.shared_device import open_turn, wait_for_turn
+from relax_events.models.shared_device import find_lock
 from relax_events.runtime.device_turn import DeviceTurn
 from relax_events.runtime.resident_memory import resident_bytes
 from relax_events.runtime.worker import Worker
@@ -30,7 +30,7 @@ class DeviceTurns:
     """Holds the devices of all ranks during a step, and leaves them in between; without
     `devices.time_share` the model stays where it is.
 
-    `begin` and `end` are collective.
+    Of ranks on one device, as on a CPU, the first has the turn of all. Everything is collective.
     """
 
     def __init__(self, worker: Worker, ranks: Ranks) -> None:
@@ -40,9 +40,16 @@ class DeviceTurns:
         self._worker, self._ranks = worker, ranks
         self._backend: OffloadingBackend | None = None
         self._turn: DeviceTurn | None = None
-        if worker.config.devices.time_share:
-            self._turn = open_turn(worker.config, alone=True, local_rank=ranks.local_rank)
-            wait_for_turn(self._turn, worker.drain)
+        self.are_taken = worker.config.devices.time_share
+        """Whether the trainer has to end its turns."""
+        self.has_device = not self.are_taken
+        """Whether the model may be on the device now."""
+        if self.are_taken:
+            path = find_lock(worker.config, local_rank=ranks.local_rank)
+            paths = ranks.all_gather_bytes(str(path).encode())
+            if paths.index(str(path).encode()) == ranks.rank:
+                self._turn = DeviceTurn(path, alone=True)
+            self.has_device = self._wait(self._agree_to_stop)
 
     def share(self, backend: TrainerBackend) -> None:
         """Move this backend off the device between turns.
@@ -50,7 +57,7 @@ class DeviceTurns:
         Raises:
             ConfigError: It can't.
         """
-        if self._turn is None:
+        if not self.are_taken:
             return
         if not isinstance(backend, OffloadingBackend):
             raise ConfigError(
@@ -60,11 +67,6 @@ class DeviceTurns:
             )
         self._backend = backend
 
-    @property
-    def are_taken(self) -> bool:
-        """Whether the trainer has to end its turns."""
-        return self._turn is not None
-
     def begin(self, agree_to_drain: Callable[[], bool]) -> bool:
         """Wait until every rank has its device, and bring the model back; return False when the
         drain came first.
@@ -72,16 +74,17 @@ class DeviceTurns:
         Args:
             agree_to_drain: Returns on all ranks whether one of them drains.
         """
-        turn = self._turn
-        if turn is None or self._backend is None or self._is_held:
+        if self.has_device or self._backend is None:
             return True
         started = time.monotonic()
-        turn.ask()
-        while not self._have_all_begun(turn.wait(ROUND_SECONDS)):
-            if agree_to_drain():
-                turn.end()
-                return False
+
+        def may_stop() -> bool:
             self._worker.lifecycle.tick(working=False)
+            return agree_to_drain()
+
+        self.has_device = self._wait(may_stop)
+        if not self.has_device:
+            return False
         waited = time.monotonic()
         with self._worker.lifecycle.transfer("bring the model to the device"):
             self._backend.bring_back()
@@ -95,12 +98,15 @@ class DeviceTurns:
 
     def end(self) -> None:
         """Free the device's memory and end the turn; does nothing outside of one."""
-        if self._turn is None or self._backend is None or not self._is_held:
+        if self._backend is None or not self.has_device:
             return
         started, before = time.monotonic(), resident_bytes()
         with self._worker.lifecycle.transfer("move the model off the device"):
             num_bytes = self._backend.move_away()
-        self._turn.end()
+            self._ranks.all_gather_bytes(b"")  # all have left
+        self.has_device = False
+        if self._turn is not None:
+            self._turn.end()
         log.info(
             "device.left",
             num_bytes=num_bytes,
@@ -109,9 +115,15 @@ class DeviceTurns:
             resident_bytes_before=before,
         )
 
-    @property
-    def _is_held(self) -> bool:
-        return self._turn is not None and self._turn.has_begun
+    def _wait(self, may_stop: Callable[[], bool]) -> bool:
+        """Wait until all turns have begun; return False if `may_stop` says so on all ranks."""
+        while True:
+            has_begun = self._turn is None or self._turn.wait(ROUND_SECONDS)
+            if all(flag[0] for flag in self._ranks.all_gather_bytes(bytes([has_begun]))):
+                return True
+            if may_stop():
+                return False
 
-    def _have_all_begun(self, has_begun: bool) -> bool:
-        return all(flag[0] for flag in self._ranks.all_gather_bytes(bytes([has_begun])))
+    def _agree_to_stop(self) -> bool:
+        flag = bytes([self._worker.drain.requested])
+        return any(flag[0] for flag in self._ranks.all_gather_bytes(flag))

@@ -265,10 +265,10 @@ def test_engines_that_hold_the_gpu_in_turn_leave_the_micro_batch_alone() -> None
     here = machine(gpus=(80 * GIB,), roles=ALONE | {"rollout": 2})
     alone = values(turns, MIDDLE, machine(gpus=(80 * GIB,)))
     assert values(turns, MIDDLE, here)[MICRO_BATCH] == alone[MICRO_BATCH]
-    beside = turns.model_copy(
+    together = turns.model_copy(
         update={"devices": turns.devices.model_copy(update={"time_share": False})}
     )
-    assert values(beside, MIDDLE, here)[MICRO_BATCH] < alone[MICRO_BATCH]
+    assert values(together, MIDDLE, here)[MICRO_BATCH] < alone[MICRO_BATCH]
 
 
 def test_models_on_other_gpus_leave_the_micro_batch_alone() -> None:
