@@ -50,6 +50,7 @@ class HeldPromptGroups:
         self._newest: dict[str, _Process] = {}
         self._replaced: list[_Process] = []
         self._holders: dict[str, _Process] = {}
+        self._asked_at: float | None = None
 
     def apply(self, heartbeat: WorkerHeartbeat, *, now: float) -> None:
         """Apply a heartbeat that was received now."""
@@ -81,13 +82,17 @@ class HeldPromptGroups:
         self, *, now: float, silent_seconds: float, wanted: Set[str]
     ) -> dict[str, list[str]]:
         """Return, once, the prompt groups of processes that have been silent for longer, by worker
-        id.
+        id. Call it often: a caller that was stopped for a while has received no heartbeat either,
+        and that silence does not count.
 
         Args:
             now: The time.
             silent_seconds: The longest silence of a living process.
             wanted: The prompt groups that still have to be generated.
         """
+        before, self._asked_at = self._asked_at, now
+        if before is not None and now - before > silent_seconds / 2:
+            self.postpone(now=now)
         lost: dict[str, list[str]] = {}
         for process in (*self._newest.values(), *self._replaced):
             if now - process.heard_at <= silent_seconds or not process.listed:
