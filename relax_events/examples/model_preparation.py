@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shutil
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from itertools import chain
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from relax_events.examples.tiny_models import make_tiny
 from relax_events.examples.tiny_tokenizer import constant_phrases
 from relax_events.examples.warmup_conversations import WarmupConversations, read_assistant_turns
 from relax_events.models.families import read_family
+from relax_events.planning.inventory import num_threads
 
 RECIPE_FILE = "relax_events.json"
 NUM_CHECKED_PROMPTS = 256
@@ -177,7 +178,10 @@ def _train(config: RunConfig, path: Path, report: Report) -> None:
         use_safetensors=True,
     )
     size = config.sft_warmup.batch_size
-    with closing(WarmupConversations(config, model_path=path)) as conversations:
+    with (
+        _threads_of_the_trainer(config),
+        closing(WarmupConversations(config, model_path=path)) as conversations,
+    ):
         sft_warmup(
             model,
             batch=lambda step: [
@@ -197,6 +201,20 @@ def _train(config: RunConfig, path: Path, report: Report) -> None:
         f"greedy accuracy after the SFT warm-up: {accuracy:.2f} on {NUM_CHECKED_PROMPTS} prompts"
     )
     model.save_pretrained(path)
+
+
+@contextmanager
+def _threads_of_the_trainer(config: RunConfig) -> Iterator[None]:
+    """Compute with `trainer.threads` threads, if it is set: those of a tiny model wait for each
+    other longer than they compute, and their number changes the last bits of the weights.
+    """
+    before = torch.get_num_threads()
+    if config.trainer.threads is not None:
+        torch.set_num_threads(num_threads(config.trainer.threads))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _report_step(step: int, loss: float, config: SftWarmupConfig, report: Report) -> None:

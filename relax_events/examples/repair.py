@@ -20,7 +20,7 @@ BODIES = {
 """The right body of each function, by what it shall return."""
 NUM_HIDDEN_TESTS, NUM_CALLS = 2, 3
 """Hidden tests of a problem, and calls in each of them."""
-SHARE_OF_RIGHT_BODIES = 0.5
+SHARE_OF_RIGHT_BODIES = 0.2
 """Of what the warm-up writes; the others are any of the bodies."""
 MAX_ARGUMENT = 9
 FAILED = "A test fails."

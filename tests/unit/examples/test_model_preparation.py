@@ -161,3 +161,17 @@ def test_make_tiny_for_encodes_common_prompt_phrases_as_single_tokens(
     tokenizer = AutoTokenizer.from_pretrained(path)
     assert tokenizer.tokenize("Add 1 and x.") == ["Add 1 and ", "x", "."]
     assert tokenizer.tokenize("Copy x once.") == ["Copy ", "x", " once."]
+
+
+def test_warm_up_computes_with_the_threads_of_the_trainer(tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    other = before + 1
+    found: list[int] = []
+    config = run_config(tmp_path, steps=1)
+    trainer = config.trainer.model_copy(update={"threads": other})
+    prepare_model(
+        config.model_copy(update={"trainer": trainer}),
+        report=lambda line: found.append(torch.get_num_threads()) if "step 1" in line else None,
+    )
+    assert found == [other]
+    assert torch.get_num_threads() == before
