@@ -6,7 +6,7 @@ import pytest
 
 from relax_events.config import load_run_config
 from relax_events.data.sources import open_source
-from relax_events.rewards.registry import load_reward
+from relax_events.plugins import REWARDS, find_plugin
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 
@@ -16,7 +16,7 @@ def test_run_file_is_valid_and_named_after_its_run(path: Path) -> None:
     config = load_run_config(path, environment={})
     assert config.run.id == path.stem
     if "judge" not in config.roles():  # which scores without the function
-        assert load_reward(config.reward.function).name == config.reward.function
+        find_plugin(REWARDS, config.reward.function, what="reward.function")
 
 
 def test_quickstart_uses_optional_roles_and_needs_no_user_files() -> None:
