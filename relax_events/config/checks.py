@@ -269,9 +269,9 @@ def check_critic_ranks(config: RunConfig) -> None:
         ValueError: It can't; the text names the smallest changes that fit.
     """
     trainer, ranks = config.trainer, config.critic_ranks
-    if config.algorithm.is_unread or not config.algorithm.needs_critic or ranks == 1:
+    if config.algorithm.is_unread or not config.algorithm.needs_critic:
         return
-    if trainer.backend == "torch" and trainer.sharding == "none":
+    if ranks > 1 and trainer.backend == "torch" and trainer.sharding == "none":
         raise ValueError(
             f"critic.ranks = {ranks}, and backend 'torch' keeps the critic whole in one process "
             "while trainer.sharding is 'none'; set trainer.sharding = 'full', or leave "

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from enum import IntEnum
 from struct import Struct
@@ -56,10 +57,16 @@ class Call(IntEnum):
 
 
 class ProgressReport(Protocol):
-    """Takes note that this process lives and works."""
+    """Takes note that this process lives and works; see `Lifecycle`."""
 
     def tick(self, *, working: bool) -> None:
         """Send a heartbeat, if one is due."""
+
+    def piece(self, name: str) -> AbstractContextManager[None]:
+        """Declare one unit of work."""
+
+    def transfer(self, name: str) -> AbstractContextManager[None]:
+        """Declare the transfer of a whole model."""
 
 
 class LeadingCritic:
@@ -166,8 +173,7 @@ class LeadingCritic:
 def follow_leader(
     critic: Critic, checkpoints: Checkpoints, *, ranks: Ranks, lifecycle: ProgressReport
 ) -> None:
-    """Make the calls that rank 0 announces, until the last one. What fails on rank 0 alike is left
-    to it.
+    """Make the calls that rank 0 announces, until the last one.
 
     Args:
         critic: This rank's part.
@@ -177,32 +183,49 @@ def follow_leader(
     Raises:
         RankLost: Rank 0 has died, or is behind.
     """
-    codec, pending = EventCodec(), None
+    follower = _Follower(critic, checkpoints)
     while True:
         message = ranks.broadcast(None)
         call, content = Call(message[0]), memoryview(message)[1:]
-        try:
-            match call:
-                case Call.ACCUMULATE:
-                    critic.accumulate(list(_decode(codec, content)))
-                case Call.STEP:
-                    critic.step()
-                case Call.SKIP_STEP:
-                    critic.skip_step()
-                case Call.SCORE:
-                    critic.score(list(_decode(codec, content)))
-                case Call.SAVE:
-                    pending = checkpoints.save(critic.state(), extra={})
-                case Call.POLL if pending is not None and pending.poll() is not None:
-                    pending = None
-                case Call.LOAD:
-                    version, uri, digest = orjson.loads(content)
-                    _load(critic, checkpoints, CheckpointRef(version, uri, bytes.fromhex(digest)))
-                case Call.END:
-                    return
-        except (PoisonSample, StepNotFinite):
-            pass  # raised on rank 0 too, which decides what follows
-        lifecycle.tick(working=True)
+        if call is Call.END:
+            return
+        declare = lifecycle.transfer if call in (Call.SAVE, Call.LOAD) else lifecycle.piece
+        # what fails so on rank 0 too is for it to decide
+        with declare("compute with rank 0"), suppress(PoisonSample, StepNotFinite):
+            follower.make(call, content)
+        lifecycle.tick(working=False)
+
+
+class _Follower:
+    """Makes the calls of rank 0."""
+
+    def __init__(self, critic: Critic, checkpoints: Checkpoints) -> None:
+        self._critic, self._checkpoints = critic, checkpoints
+        self._codec = EventCodec()
+        self._pending: PendingCheckpoint | None = None
+
+    def make(self, call: Call, content: memoryview) -> None:
+        """Make a call; collective, but for `WAIT`."""
+        critic = self._critic
+        match call:
+            case Call.ACCUMULATE:
+                critic.accumulate(list(_decode(self._codec, content)))
+            case Call.STEP:
+                critic.step()
+            case Call.SKIP_STEP:
+                critic.skip_step()
+            case Call.SCORE:
+                critic.score(list(_decode(self._codec, content)))
+            case Call.SAVE:
+                self._pending = self._checkpoints.save(critic.state(), extra={})
+            case Call.POLL:
+                assert self._pending is not None, "rank 0 polls what it has saved"
+                if self._pending.poll() is not None:
+                    self._pending = None
+            case Call.LOAD:
+                version, uri, digest = orjson.loads(content)
+                reference = CheckpointRef(version, uri, bytes.fromhex(digest))
+                _load(critic, self._checkpoints, reference)
 
 
 def _decode(codec: EventCodec, content: memoryview) -> Iterator[Any]:

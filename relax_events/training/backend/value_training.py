@@ -265,7 +265,14 @@ class ValueTraining(ABC):
 
     def _update(self, learning_rate: float, number: int) -> _Update:
         own = torch.stack(self._sums).sum(dim=0).cpu().numpy() if self._sums else np.zeros(2)
-        loss, clipped = self._data_ranks.all_gather(own).sum(axis=0).tolist()
+        rows = self._data_ranks.all_gather(np.append(own, self._num_loss_tokens))
+        if (rows[:, 2] != self._num_loss_tokens).any():
+            raise RunFailed(
+                f"train step {self.policy_version}: the critic's ranks took samples of "
+                f"{sorted({int(number) for number in rows[:, 2]})} loss tokens, and must take the "
+                "same; can all of them read the samples' media?"
+            )
+        loss, clipped = rows[:, :2].sum(axis=0).tolist()
         self._parameters.reduce_gradients(self._ranks)
         grad_norm = self._parameters.normalise_gradients(self._num_loss_tokens)
         if not math.isfinite(loss) or not math.isfinite(grad_norm):

@@ -17,9 +17,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {
             "algorithm": {"name": "ppo"},
             "trainer": {"backend": "megatron", "ranks": 4, "tensor_parallel": 4},
-            "critic": {"ranks": 2},
+            "critic": {"ranks": 1},
         },
-        r"critic.ranks \(2\) must be a multiple of trainer.tensor_parallel \(4\)",
+        r"critic.ranks \(1\) must be a multiple of trainer.tensor_parallel \(4\)",
     ),
     ({"trainer": {"sharding": "full"}}, r"trainer\.sharding is 'full'; leave it out"),
     ({"trainer": {"activation_checkpointing": "selective"}}, "set it to 'whole' or 'none'"),
