@@ -285,8 +285,6 @@ def check_critic_ranks(config: RunConfig) -> None:
 
 def _megatron_problems(config: RunConfig) -> Iterator[str]:
     model, trainer = config.model, config.trainer
-    if model.lora is not None:
-        yield "trains no adapters, and there is a section [model.lora]; leave it out"
     if model.frozen:
         yield f"trains the whole model, and model.frozen is {list(model.frozen)}; leave it out"
     if trainer.sharding != "none":

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -124,7 +124,7 @@ class Adapters:
             if ".lora_B." in name:
                 parameter.zero_()
             else:
-                parameter.copy_(_sample_uniform(parameter, generator))
+                parameter.copy_(sample_adapter(parameter.shape, generator))
 
     @contextmanager
     def randomised(self) -> Iterator[None]:
@@ -134,7 +134,7 @@ class Adapters:
         generator = torch.Generator().manual_seed(PROBE_SEED)
         with torch.no_grad():
             for parameter in parameters.values():
-                parameter.copy_(_sample_uniform(parameter, generator))
+                parameter.copy_(sample_adapter(parameter.shape, generator))
         try:
             yield
         finally:
@@ -294,7 +294,7 @@ def _inject(module: nn.Module, config: LoRAConfig, targets: Mapping[str, nn.Line
     inject_adapter_in_model(settings, module, adapter_name=ADAPTER_NAME)
 
 
-def _sample_uniform(parameter: Tensor, generator: torch.Generator) -> Tensor:
-    """Sample values of a parameter's shape in float32 on the CPU."""
-    bound = 1 / math.sqrt(parameter.shape[1])
-    return torch.rand(parameter.shape, generator=generator).mul_(2 * bound).sub_(bound)
+def sample_adapter(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Sample the values of an adapter's matrix in float32 on the CPU."""
+    bound = 1 / math.sqrt(shape[1])
+    return torch.rand(tuple(shape), generator=generator).mul_(2 * bound).sub_(bound)

@@ -42,6 +42,14 @@ class MegatronMemory(TrainerMemory):
         dense_copies = copies // at.tensor
         expert_copies = copies // (at.expert * at.expert_tensor)
         updated = dense / dense_copies + experts / expert_copies
+        if self.adapter_rank:
+            trained = known.num_adapter_parameters(self.adapter_rank) / at.pipeline / at.tensor
+            return {
+                "weights": round((dense + experts + trained) * width),
+                "gradients": round(trained * 4),
+                "float32 weights": round(trained / dense_copies * 4) if width < 4 else 0,
+                "optimizer": round(trained / dense_copies * 8),
+            }
         return {
             "weights": round((dense + experts) * width),
             "gradients": round((dense + experts) * 4),
@@ -126,4 +134,5 @@ def memory_of_trainer(config: RunConfig, facts: CheckpointFacts, *, on_gpu: bool
         recomputed=trainer.activation_checkpointing,
         on_gpu=on_gpu,
         topology=trainer.topology(),
+        adapter_rank=0 if config.model.lora is None else config.model.lora.rank,
     )

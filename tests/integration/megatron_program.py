@@ -19,6 +19,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
     Qwen3MoeTopKRouter,
 )
 
+from relax_events.config import LoRAConfig
 from relax_events.config.topology import Topology
 from relax_events.events.routed_experts import ExpertShape
 from relax_events.events.types import SampleReady
@@ -53,6 +54,7 @@ class Scenario:
     algorithm: dict[str, Any] = field(default_factory=dict)
     num_ranks: int = 2
     replays_routing: bool = False
+    lora: dict[str, Any] | None = None
 
 
 SHORT = {
@@ -74,6 +76,13 @@ LONG = {
     "chunks": Scenario(
         "deep", {"pipeline": 2, "chunks": 2}, {"activation_checkpointing": "whole"}, WHOLE_STEP
     ),
+    "adapters": Scenario(
+        "qwen3", {"tensor": 2}, {"activation_checkpointing": "whole"}, lora={"rank": 4}
+    ),
+    "adapters_pipeline": Scenario(
+        "deep", {"pipeline": 2, "chunks": 2}, lora={"target_modules": ("k_proj", "up_proj")}
+    ),
+    "adapters_context": Scenario("qwen3_moe", {"context": 2, "expert": 2}, lora={"rank": 4}),
     "experts": Scenario("qwen3_moe", {"expert": 2}),
     "experts_divided": Scenario("qwen3_moe", {"expert_tensor": 2}),
     "experts_data": Scenario("qwen3_moe", {}),
@@ -165,6 +174,9 @@ def run(name: str, folder: Path, ranks: TorchRanks) -> dict[str, Any]:
     if scenario.replays_routing:
         replaying = config.model.model_copy(update={"routing_replay": "rollout"})
         config = config.model_copy(update={"model": replaying})
+    if scenario.lora is not None:
+        adapted = config.model.model_copy(update={"lora": LoRAConfig(**scenario.lora)})
+        config = config.model_copy(update={"model": adapted})
     kept = config.trainer.model_copy(update={"activation_checkpointing": "none"})
     plain = config.model_copy(update={"trainer": kept})  # for the reference
     results: dict[str, Any] = {}

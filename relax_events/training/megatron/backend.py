@@ -17,6 +17,8 @@ from torch import Tensor
 
 from relax_events.config import RunConfig
 from relax_events.errors import ConfigError
+from relax_events.models.adapters import BASE_DIGEST, encode_base_digest
+from relax_events.models.base_digest import compute_base_digest, require_same_base
 from relax_events.training.backend.determinism import (
     GENERATORS,
     generator_states,
@@ -28,8 +30,9 @@ from relax_events.training.backend.protocol import Critic, Scorer, StepMetrics
 from relax_events.training.backend.state import StateSource, TrainerState
 from relax_events.training.backend.step_sums import add_imbalance
 from relax_events.training.batch.loss_batch import LossBatch
+from relax_events.training.megatron.adapter_layout import AdapterLayout
 from relax_events.training.megatron.cpu import cuda_calls_on_cpu
-from relax_events.training.megatron.layout import rank_shards
+from relax_events.training.megatron.layout import ShardsOf, full_shapes, rank_shards
 from relax_events.training.megatron.opening import (
     exchanges_experts,
     needs_megatron,
@@ -83,14 +86,23 @@ class MegatronBackend(PolicyTraining):
                 f"{path} is not one; leave it out"
             )
         self._sizes = sizes
+        self._lora = config.model.lora
+        self._shards_of: ShardsOf = rank_shards
+        if self._lora is not None:
+            layout = AdapterLayout(self._lora)
+            layout.require_fits(sizes, ranks.topology)
+            self._shards_of = layout
         self._dtype = dtype or getattr(torch, config.model.dtype)
         with ranks.guard("building the model"), cuda_calls_on_cpu(), needs_megatron():
             self._model, self._parameters = self._build()
         from relax_events.training.megatron.weight_gathering import WeightGathering
 
-        self._weights = WeightGathering(self._model.module, sizes, ranks=ranks)
+        self._weights = WeightGathering(
+            self._model.module, sizes, ranks=ranks, shards_of=self._shards_of
+        )
 
     def _build(self) -> tuple[ModelStage, RankParameters]:
+        from relax_events.training.megatron.adapters import initialise_adapters
         from relax_events.training.megatron.rank_parameters import RankParameters
         from relax_events.training.megatron.stage import ModelStage
 
@@ -108,8 +120,12 @@ class MegatronBackend(PolicyTraining):
         )  # fmt: skip
         shards = list(rank_shards(self._sizes, ranks.topology, ranks.at))
         stage.load(self._config.model.path, shards)
+        shapes = full_shapes(self._sizes, self._shards_of)
+        if self._lora is not None:
+            shards = stage.add_adapters(self._lora, ranks.topology, ranks.at)
+            initialise_adapters(stage.module, shards, shapes, seed=self._config.run.seed)
         return stage, RankParameters(
-            stage.module, shards, sizes=self._sizes, config=trainer, ranks=ranks
+            stage.module, shards, sizes=self._sizes, config=trainer, ranks=ranks, shapes=shapes
         )
 
     @property
@@ -196,7 +212,9 @@ class MegatronBackend(PolicyTraining):
         parameters = self._parameters
         return TrainerState(
             policy_version=self.policy_version,
-            tensors=parameters.tensors() | generator_states(self._device),
+            tensors=parameters.tensors()
+            | generator_states(self._device)
+            | encode_base_digest(self._base_digest()),
             shards=parameters.shards(),
             copies=parameters.copies(),
             other_shapes=parameters.shapes(),
@@ -204,14 +222,26 @@ class MegatronBackend(PolicyTraining):
 
     def load_state(self, state: StateSource) -> None:
         """Resume from a state; see `TrainerBackend`."""
-        generators = {
-            name: state.read(name) for name in state.shapes if name.startswith(GENERATORS)
+        own = {
+            name: state.read(name)
+            for name in state.shapes
+            if name == BASE_DIGEST or name.startswith(GENERATORS)
         }
+        digest, generators = own.get(BASE_DIGEST), dict(own)
+        generators.pop(BASE_DIGEST, None)
+        if digest is not None and (expected := self._base_digest()):
+            found = digest.cpu().numpy().tobytes()
+            folder, what = self._config.model.path, "the adapters were trained on"
+            require_same_base(found, expected, folder=folder, what=what)
         with self._ranks.guard("loading a state"):
-            self._parameters.load(state, without=generators)
+            self._parameters.load(state, without=own)
         self._reset_step()
         self.policy_version = state.policy_version
         restore_generators(generators, self._device)
+
+    def _base_digest(self) -> bytes:
+        """Return the digest of the adapters' base model; empty without adapters."""
+        return b"" if self._lora is None else compute_base_digest(self._config.model.path)
 
     @staticmethod
     def open_scorer(config: RunConfig) -> Scorer:

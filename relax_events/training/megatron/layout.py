@@ -21,7 +21,7 @@ checkpoints, conversion.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 
 Box = tuple[tuple[int, int], ...]
 """A rectangle: start and end along each dimension."""
+
+
+ShardsOf = Callable[[DecoderSizes, Topology, Coordinates], "Iterator[Shard]"]
+"""Yields the parameters of a rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +80,18 @@ class Shard:
     is_new: bool = False
 
 
-def full_shapes(sizes: DecoderSizes) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all parameters of the decoder in transformers, tied ones once."""
+def full_shapes(
+    sizes: DecoderSizes, shards_of: ShardsOf | None = None
+) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all parameters of the decoder in transformers, tied ones once.
+
+    Args:
+        sizes: Of the decoder.
+        shards_of: Yields the parameters of a rank; by default all, `rank_shards`.
+    """
     shapes: dict[str, list[int]] = {}
     whole = Topology.of(1)
-    for shard in rank_shards(sizes, whole, whole.at(0)):
+    for shard in (shards_of or rank_shards)(sizes, whole, whole.at(0)):
         for piece in shard.pieces:
             ends = shapes.setdefault(piece.name, [0] * len(piece.source))
             for axis, (_, end) in enumerate(piece.source):

@@ -44,6 +44,7 @@ class RankParameters:
         sizes: DecoderSizes,
         config: TrainerConfig,
         ranks: Ranks,
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         """Move the parameters into flat tensors.
 
@@ -53,9 +54,10 @@ class RankParameters:
             sizes: Of the decoder.
             config: AdamW's settings.
             ranks: All of them.
+            shapes: Of what is trained in the whole model; by default of all its parameters.
         """
         self._ranks = ranks
-        self._shapes = full_shapes(sizes)
+        self._shapes = full_shapes(sizes) if shapes is None else shapes
         parameters = dict(module.named_parameters())
         pairs = [(shard, parameters[shard.name]) for shard in shards]
         dense = _in_order([pair for pair in pairs if not pair[0].is_expert])
@@ -119,8 +121,11 @@ class RankParameters:
         self._step += 1
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what is whole on each rank: the optimizer's steps, of matrices and of vectors."""
-        return {f"optimizer.step.{index}": self._step for index in range(2)}
+        """Return what is whole on each rank: the optimizer's steps, of matrices and of vectors
+        where there are some.
+        """
+        kinds = {min(len(shape), 2) for shape in self._shapes.values()}
+        return {f"optimizer.step.{index}": self._step for index in range(len(kinds))}
 
     def shards(self) -> list[StateShard]:
         """Return the pieces that this rank saves: `model.<name>`, `exp_avg.<name>`,

@@ -22,13 +22,16 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from relax_events.config import TrainerConfig
-from relax_events.config.topology import Topology
+from relax_events.config.lora import LoRAConfig
+from relax_events.config.topology import Coordinates, Topology
 from relax_events.events.routed_experts import ExpertShape
 from relax_events.planning.memory import MAX_LOGITS_ELEMENTS
 from relax_events.training.backend.chunked_head import ChunkedHead
 from relax_events.training.backend.policy_model import TokenLogprobs
 from relax_events.training.batch.packing import PackedBatch
 from relax_events.training.batch.row_layout import PromptSharing
+from relax_events.training.megatron.adapter_layout import AdapterLayout
+from relax_events.training.megatron.adapters import add_adapters
 from relax_events.training.megatron.balancing import ExpertBalance, add_over_stages
 from relax_events.training.megatron.building import build_config, build_model
 from relax_events.training.megatron.folder_tensors import FolderTensors
@@ -82,6 +85,7 @@ class ModelStage:
         self.sizes, self.device, self.dtype = sizes, device, dtype
         self.vocab_size = sizes.vocab_size
         self._topology = topology
+        self._is_frozen = False
         self.is_last = parallel_state.is_pipeline_last_stage()
         self._context = parallel_state.get_context_parallel_group()
         self._tensor = parallel_state.get_tensor_model_parallel_group()
@@ -139,6 +143,17 @@ class ModelStage:
                     cut(parameter, piece.target).copy_(
                         values[0] if len(piece.source) > len(piece.target) else values
                     )
+
+    def add_adapters(self, lora: LoRAConfig, topology: Topology, at: Coordinates) -> list[Shard]:
+        """Add the adapters of `model.lora` without values, freeze the rest, and return this rank's
+        adapters.
+        """
+        layout = AdapterLayout(lora)
+        chunks = zip(self._chunks, layout.chunks(self.sizes, topology, at), strict=True)
+        for chunk, parts in chunks:
+            add_adapters(chunk, parts, sizes=self.sizes, lora=lora, tensor=self._tensor)
+        self._is_frozen = True
+        return list(layout(self.sizes, topology, at))
 
     def run(
         self,
@@ -224,6 +239,9 @@ class ModelStage:
             for values in (row.tokens[row.own], row.positions[row.own], row.ends)
         )
         embedded = chunk.embedding(tokens[None], None) if chunk.pre_process else None
+        if embedded is not None and self._is_frozen and torch.is_grad_enabled():
+            # a layer that is computed again has gradients only where its input has one
+            embedded = embedded.detach().requires_grad_()
         angles = positions[:, None].float() * self._frequencies
         hidden: Tensor = chunk.decoder(
             hidden_states=embedded,

@@ -14,6 +14,7 @@ from torch import distributed as dist
 from relax_events.training.backend.weight_stream import split_into_buckets
 from relax_events.training.megatron.layout import (
     Piece,
+    ShardsOf,
     cut,
     full_shapes,
     holds_first_copy,
@@ -35,22 +36,30 @@ class _Held:
 class WeightGathering:
     """See the module's docstring."""
 
-    def __init__(self, module: nn.Module, sizes: DecoderSizes, *, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        sizes: DecoderSizes,
+        *,
+        ranks: Ranks,
+        shards_of: ShardsOf = rank_shards,
+    ) -> None:
         """Take the table of all ranks.
 
         Args:
             module: This rank's part of the model.
             sizes: Of the decoder.
             ranks: All of them.
+            shards_of: Yields what a rank holds of a published version.
         """
         self._parameters = dict(module.named_parameters())
         self._rank = ranks.rank
-        self._shapes = full_shapes(sizes)
+        self._shapes = full_shapes(sizes, shards_of)
         self._held: dict[str, list[_Held]] = {name: [] for name in self._shapes}
         topology = ranks.topology
         for rank in range(topology.num_ranks) if ranks.rank == 0 else (ranks.rank,):
             at = topology.at(rank)
-            for shard in rank_shards(sizes, topology, at):
+            for shard in shards_of(sizes, topology, at):
                 if holds_first_copy(shard, at):
                     for piece in shard.pieces:
                         self._held[piece.name].append(_Held(rank, shard.name, piece))

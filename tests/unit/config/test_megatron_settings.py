@@ -11,7 +11,6 @@ from relax_events.config import RunConfig
 
 pytestmark = pytest.mark.unit
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"model": {"lora": {}}}, "trains no adapters"),
     ({"model": {"frozen": ["vision"]}}, r"model\.frozen is \['vision'\]; leave it out"),
     (
         {

@@ -99,6 +99,14 @@ def test_megatron_ranks_hold_their_part_and_divide_the_moments_over_copies() -> 
     assert parts["output head"] == (LOGITS + 4 * HEAD + 2 * HEAD) // 2
 
 
+def test_megatron_ranks_train_their_part_of_the_adapters_alone() -> None:
+    topology, num_adapters = Topology.of(4, tensor=2), SMALL.num_adapter_parameters(16)
+    parts = MegatronMemory(SMALL, "bfloat16", adapter_rank=16, topology=topology).parts(0).parts
+    assert parts["weights"] == 2 * (596_049_920 + num_adapters) // 2
+    assert parts["gradients"] == 4 * num_adapters // 2
+    assert parts["optimizer"] == 8 * num_adapters // 4
+
+
 def test_float32_model_of_megatron_has_no_masters_besides_its_weights() -> None:
     parts = MegatronMemory(SMALL, "float32", topology=Topology.of(2, tensor=2)).parts(0).parts
     assert parts["weights"] == 4 * 596_049_920 // 2
