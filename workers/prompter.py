@@ -289,7 +289,7 @@ class PrompterLoop:
             wanted=self._in_flight.keys(),
         )
         for worker_id, names in lost.items():
-            log.warning("prompt_groups.lost", worker_id=worker_id, num_prompt_groups=len(names))
+            log.warning("prompt_groups.lost", holder=worker_id, num_prompt_groups=len(names))
             groups = [self._in_flight[name] for name in names]
             readable = [group for group in groups if self._is_readable(group.row)]
             self._issue([(group, SelectedRow(group.row)) for group in readable])
