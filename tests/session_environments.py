@@ -3,8 +3,11 @@ so it imports nothing of the tests.
 """
 
 import asyncio
+import fcntl
 import os
+import stat
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -121,6 +124,16 @@ class Lines:
         return
 
 
+def close_requests() -> None:
+    """Close what this process gets requests from, a pipe or a socket by the version of Python."""
+    for descriptor in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
+        with suppress(OSError):
+            mode = os.fstat(descriptor).st_mode
+            reads = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+            if stat.S_ISSOCK(mode) or (stat.S_ISFIFO(mode) and reads):
+                os.close(descriptor)
+
+
 class Failing(Guess):
     """Does what its option names, the first times that any process asks it to."""
 
@@ -144,7 +157,10 @@ class Failing(Guess):
         if self.how != "hangs at first" and self._is_due():
             if self.how == "raises":
                 raise ConnectionError("the simulator is gone")
-            if self.how == "dies":
+            if self.how == "dies slowly":
+                close_requests()
+                time.sleep(0.5)
+            if self.how.startswith("dies"):
                 os._exit(9)
             time.sleep(60)
         observation, *rest = super().step(action)

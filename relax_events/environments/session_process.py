@@ -85,9 +85,12 @@ class SessionProcess:
         answer = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
         try:
-            await self._send({**question, "number": number}, contents)
+            # who reads the answers notices too that the process is gone, and says how it ended:
+            # before that, the next attempt would meet the same process
+            with contextlib.suppress(ConnectionError):
+                await self._send({**question, "number": number}, contents)
             response, content = await answer
-        except (ConnectionError, _ProcessGone) as error:
+        except _ProcessGone as error:
             raise EpisodeFailed(f"{where}: its process ended ({error})") from None
         finally:
             self._waiting.pop(number, None)

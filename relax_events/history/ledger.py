@@ -134,7 +134,7 @@ class LedgerReader:
         connection: Connection,
         reader: LogReader,
         *,
-        on_progress: OnProgress,
+        on_progress: OnProgress = _say_nothing,
     ) -> None:
         self._on_progress, self._num_processed = on_progress, 0
         self._config, self._reader, self._codec, self._plan = (

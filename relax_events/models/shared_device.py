@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from relax_events.config import RunConfig
-from relax_events.models.causal_lm import choose_device
 from relax_events.runtime.device_turn import DeviceTurn, lock_path
 from relax_events.runtime.drain import Drain
+
+if TYPE_CHECKING:
+    import torch
 
 
 def find_lock(config: RunConfig, *, local_rank: int = 0) -> Path:
@@ -21,6 +22,8 @@ def find_lock(config: RunConfig, *, local_rank: int = 0) -> Path:
         config: The run.
         local_rank: Which of the visible devices is its own.
     """
+    from relax_events.models.causal_lm import choose_device  # loads torch, which may be absent
+
     device = choose_device(config.model.device, local_rank=local_rank)
     return lock_path(config.devices_directory, name_device(device))
 

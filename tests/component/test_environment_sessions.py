@@ -176,7 +176,7 @@ def test_skyrl_gym_environment_writes_the_prompt_and_several_messages_a_turn(
             assert text.endswith("<|im_start|>assistant\n")
 
 
-@pytest.mark.parametrize("how", ["raises", "dies", "hangs", "hangs at first"])
+@pytest.mark.parametrize("how", ["raises", "dies", "dies slowly", "hangs", "hangs at first"])
 def test_episode_is_begun_again_when_its_environment_fails(tmp_path: Path, how: str) -> None:
     options = {"folder": str(tmp_path), "how": how}
     deadlines = {"timeout_seconds": 1.0, "setup_seconds": 1.0}

@@ -134,9 +134,13 @@ def expected(value: Any, reader: Any, names: Names) -> Any:
 
 
 def listed(value: Any) -> Any:
-    """Make tuples, such as an array's shape, into lists."""
+    """Make tuples, such as an array's shape, into lists; leave out the names of the branches of
+    unions.
+    """
     if isinstance(value, dict):
         return {key: listed(item) for key, item in value.items()}
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str):
+        return listed(value[1])
     return [listed(item) for item in value] if isinstance(value, list | tuple) else value
 
 
