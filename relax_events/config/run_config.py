@@ -127,7 +127,7 @@ class WorkersConfig(Section):
     heartbeat_timeout_seconds: Seconds = 600.0
     """A worker without a heartbeat for this long is killed and restarted. Heartbeats continue
     inside a long call, which has a deadline of its own: see `health`."""
-    takeover_seconds: Seconds = 120.0
+    takeover_seconds: Annotated[Seconds, Field(ge=2)] = 120.0
     """After this time without a heartbeat, and five missing ones at least, the prompt groups of a
     rollout worker are issued once more: its host is cut off or gone, or its process is stopped. If
     it still lives, they are generated twice, and trained once."""
