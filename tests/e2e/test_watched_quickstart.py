@@ -45,6 +45,8 @@ LOOKS = list(product((400, 1400), ("dark", "light"), ("zh", "en")))
 FOLDER_OF_IMAGES = "RELAX_TEST_PHOTOGRAPHS"
 """Names the folder where photographs of the pages are kept; else they go to the test's own."""
 PNG_WIDTH = slice(16, 20)
+PAGE_SECONDS = 400
+"""The page's server gives way to whatever else a busy machine runs, other tests too."""
 needs_chromium = pytest.mark.skipif(not find_chromium(), reason="no Chromium is installed")
 
 
@@ -153,7 +155,7 @@ def test_open_page_follows_a_short_quickstart_to_its_end(
 ) -> None:
     with (
         quickstart(bootstrap_servers, run_id, tmp_path, "run.num_steps=12") as run,
-        Chromium(timeout_seconds=120) as browser,
+        Chromium(timeout_seconds=PAGE_SECONDS) as browser,
     ):
         browser.resize(1400)
         show(browser, run.address, "samples")
@@ -174,7 +176,7 @@ def test_every_page_of_a_running_quickstart_in_every_look(
     # so that no machine is too slow to look at every page
     with (
         quickstart(bootstrap_servers, run_id, tmp_path, "run.num_steps=100000") as run,
-        Chromium(timeout_seconds=120) as browser,
+        Chromium(timeout_seconds=PAGE_SECONDS) as browser,
     ):
         browser.resize(1400)
         browser.open(f"{run.address}&page=overview")
