@@ -111,7 +111,7 @@ class Heartbeat:
         self._state = WorkerState.STARTING
         self._sending = threading.Lock()
         self._activities = Activities()
-        self._last_heartbeat = 0.0
+        self._last_heartbeat = self._last_regular = 0.0
         self._num_heartbeats = 0
         self.started_at = now_micros()
         self._ticked = self._progressed = self._reported_at = time.monotonic()
@@ -216,9 +216,9 @@ class Heartbeat:
             self._busy_from = None
         elif state is WorkerState.WORKING and self._busy_from is None:
             self._busy_from = now
-        elapsed = now - self._last_heartbeat
-        is_regular = elapsed >= self._interval
-        due = is_regular or (self._has_unlisted and elapsed >= UNLISTED_SECONDS)
+        is_regular = now - self._last_regular >= self._interval  # early ones don't put it off
+        is_early = self._has_unlisted and now - self._last_heartbeat >= UNLISTED_SECONDS
+        due = is_regular or is_early
         if not due and (
             state is self._state or {state, self._state} <= {WorkerState.IDLE, WorkerState.WORKING}
         ):
@@ -226,9 +226,11 @@ class Heartbeat:
         with self._sending:
             self._state = state
             self._send_heartbeat(now, state)
-        self._num_heartbeats += is_regular
-        if is_regular and self._num_heartbeats % REPORT_EVERY_HEARTBEATS == 0:
-            self._report(now)
+        if is_regular:
+            self._last_regular = now
+            self._num_heartbeats += 1
+            if self._num_heartbeats % REPORT_EVERY_HEARTBEATS == 0:
+                self._report(now)
         return True
 
     @property

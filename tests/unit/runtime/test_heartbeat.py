@@ -88,6 +88,16 @@ def test_throughput_is_reported_every_few_heartbeats(clocked: Clocked) -> None:
     ] * 2
 
 
+def test_throughput_is_reported_while_new_prompt_groups_are_listed_early(clocked: Clocked) -> None:
+    for number in range(100):
+        clocked.heartbeat.set_in_flight(1, prompt_groups=[f"{number:06}-0000-0"])
+        clocked.tick(WorkerState.WORKING, after=0.15)
+    heartbeats = states(clocked)
+    reports = [event for event in clocked.sent if isinstance(event, MetricsReported)]
+    assert len(heartbeats) == 100
+    assert len(reports) >= 15 // REPORT_EVERY_HEARTBEATS - 1
+
+
 def newest(clocked: Clocked) -> WorkerHeartbeat:
     return [event for event in clocked.sent if isinstance(event, WorkerHeartbeat)][-1]
 
