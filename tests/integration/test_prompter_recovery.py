@@ -36,6 +36,15 @@ from workers.prompter import ENDS, HELD, PrompterLoop
 CODEC = EventCodec()
 
 
+def write_rows(folder: Path, num_rows: int) -> str:
+    """Write a dataset whose prompts are the rows' numbers, and return its source."""
+    path = folder / "rows.jsonl"
+    path.write_text(
+        "".join(f'{{"prompt": "{number}", "answer": ""}}\n' for number in range(num_rows))
+    )
+    return f"jsonl:{path}"
+
+
 def external_group(prompt_group_id: str, *, group_index: int) -> PromptGroupIssued:
     return PromptGroupIssued(
         prompt_group_id=prompt_group_id,
@@ -89,12 +98,9 @@ def test_rows_of_lost_records_are_issued_before_new_ones(
     connection: Connection,
     tmp_path: Path,
 ) -> None:
-    (tmp_path / "rows.jsonl").write_text(
-        "".join(f'{{"prompt": "{number}", "answer": ""}}\n' for number in range(20))
-    )
     config = apply_run(
         run={"prompts_per_step": 4, "num_steps": 2, "max_staleness": 0},
-        data={"source": f"jsonl:{tmp_path / 'rows.jsonl'}"},
+        data={"source": write_rows(tmp_path, 20)},
     )
     plan = TopicPlan.from_config(config)
     # Of the first step's prompt groups two were written when the prompter died; row 2 had been
@@ -136,12 +142,9 @@ def test_rows_of_purged_records_are_not_issued_again(
     admin: Admin,
     tmp_path: Path,
 ) -> None:
-    (tmp_path / "rows.jsonl").write_text(
-        "".join(f'{{"prompt": "{number}", "answer": ""}}\n' for number in range(20))
-    )
     config = apply_run(
         run={"prompts_per_step": 2, "num_steps": 3, "max_staleness": 0},
-        data={"source": f"jsonl:{tmp_path / 'rows.jsonl'}"},
+        data={"source": write_rows(tmp_path, 20)},
     )
     plan = TopicPlan.from_config(config)
     written = [
@@ -186,10 +189,7 @@ def test_prompts_with_too_high_a_pass_rate_are_not_issued_again(
     connection: Connection,
     tmp_path: Path,
 ) -> None:
-    (tmp_path / "rows.jsonl").write_text(
-        "".join(f'{{"prompt": "{number}", "answer": ""}}\n' for number in range(3))
-    )
-    data = {"source": f"jsonl:{tmp_path / 'rows.jsonl'}", "pass_rate_range": [0.1, 0.9]}
+    data = {"source": write_rows(tmp_path, 3), "pass_rate_range": [0.1, 0.9]}
     config = apply_run(run={"prompts_per_step": 3, "num_steps": 2, "max_staleness": 0}, data=data)
     plan = TopicPlan.from_config(config)
     written = [issued(f"000000-000{index}-0", row=index) for index in range(3)]
@@ -312,12 +312,9 @@ def test_prompt_groups_of_a_silent_worker_are_issued_once_more(
     connection: Connection,
     tmp_path: Path,
 ) -> None:
-    (tmp_path / "rows.jsonl").write_text(
-        "".join(f'{{"prompt": "{number}", "answer": ""}}\n' for number in range(9))
-    )
     config = apply_run(
         run={"prompts_per_step": 3, "num_steps": 1, "max_staleness": 0},
-        data={"source": f"jsonl:{tmp_path / 'rows.jsonl'}"},
+        data={"source": write_rows(tmp_path, 9)},
         workers={"heartbeat_seconds": 0.2, "takeover_seconds": 2.0},
     )
     plan = TopicPlan.from_config(config)
