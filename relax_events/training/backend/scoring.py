@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from jaxtyping import Float32
 from numpy.typing import NDArray
-from torch import Tensor
 
 from relax_events.config import ModelConfig
 from relax_events.engines.transformers.layers import use_padded_experts
@@ -146,7 +146,7 @@ class LogprobScorer:
             np.split(values.cpu().numpy(), np.cumsum(batch.num_loss_tokens)[:-1])
             for values in (found.ids.int(), found.id_logprobs.float())
         )
-        logprobs = unpack_values(found.logprobs, samples, batch)
+        logprobs = unpack_values(found.logprobs.float().cpu().numpy(), samples)
         return [SampleScores(*parts) for parts in zip(logprobs, best, best_logprobs, strict=True)]
 
     def load_weights(self, weights: Weights) -> None:
@@ -206,16 +206,14 @@ def pack_in_own_rows(
 
 
 def unpack_values(
-    values: Tensor, samples: Sequence[TokenSequence], batch: PackedBatch
+    values: Float32[np.ndarray, " loss_tokens"], samples: Sequence[TokenSequence]
 ) -> list[NDArray[np.float32]]:
-    """Return the values of loss tokens by sample, as long as its tokens, with 0 elsewhere."""
+    """Return the values of the loss tokens of samples, which are in their order, by sample: as long
+    as its tokens, with 0 elsewhere.
+    """
     masks = [read_array(sample, "loss_mask").astype(bool) for sample in samples]
     scores = [np.zeros(len(mask), np.float32) for mask in masks]
-    for score, mask, piece in zip(
-        scores,
-        masks,
-        np.split(values.float().cpu().numpy(), np.cumsum(batch.num_loss_tokens)[:-1]),
-        strict=True,
-    ):
+    ends = np.cumsum([mask.sum() for mask in masks], dtype=np.int64)
+    for score, mask, piece in zip(scores, masks, np.split(values, ends)[:-1], strict=True):
         score[mask] = piece
     return scores

@@ -30,11 +30,12 @@ from relax_events.events.types import SampleReady
 from relax_events.training.backend.learning_rate import compute_scheduled_learning_rate
 from relax_events.training.backend.policy_training import TrainedParameters
 from relax_events.training.backend.protocol import ValueMetrics
+from relax_events.training.backend.scoring import unpack_values
 from relax_events.training.batch.loss_batch import mask_truncated_samples
 from relax_events.training.batch.mini_batches import MiniBatchBuffer
 from relax_events.training.batch.packing import PackedBatch, cut_by_cells, gather_loss_values, pack
 from relax_events.training.batch.paths import count_paths, split_paths
-from relax_events.training.batch.row_layout import TokenSequence, read_array
+from relax_events.training.batch.row_layout import TokenSequence
 from relax_events.training.ranks import GatheringRanks, Ranks, SingleRank
 
 log = structlog.get_logger()
@@ -152,10 +153,11 @@ class ValueTraining(ABC):
             self._targets.append((packed.old, packed.advantages + packed.old))
             if self._trainer.has_mini_batches:
                 self._batch.add(part, packed.batch.num_loss_tokens)
-            elif self._takes(packed) and self.waits_for_step:
-                self._deferred.append(packed)
-            elif not self.waits_for_step:
-                self._train_all([packed])
+            elif self._takes(packed):
+                if self.waits_for_step:
+                    self._deferred.append(packed)
+                else:
+                    self._train_all([packed])
 
     def _takes(self, packed: ValueBatch) -> bool:
         """Count a micro-batch, and return whether it is this copy's turn to run it."""
@@ -307,12 +309,10 @@ class ValueTraining(ABC):
         rows = copies.all_gather_bytes(b"".join(values.tobytes() for values in own))
         scores: dict[int, NDArray[np.float32]] = {}
         for copy, row in enumerate(rows):
-            values, at = np.frombuffer(row, np.float32), 0
-            for index in (index for group in groups[copy :: copies.size] for index in group):
-                mask = read_array(paths[index], "loss_mask").astype(bool)
-                scores[index] = np.zeros(len(mask), np.float32)
-                scores[index][mask] = values[at : at + mask.sum()]
-                at += mask.sum()
+            indices = [index for group in groups[copy :: copies.size] for index in group]
+            taken = [paths[index] for index in indices]
+            found = unpack_values(np.frombuffer(row, np.float32), taken)
+            scores |= zip(indices, found, strict=True)
         ordered = iter([scores[index] for index in range(len(paths))])
         counts = count_paths(samples).tolist()
         return [np.concatenate(list(islice(ordered, number))) for number in counts]
