@@ -6,6 +6,7 @@ run file names sees each parameter in its shape.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import Protocol
 
 import torch
 from jaxtyping import Float
@@ -13,11 +14,10 @@ from torch import Tensor, nn
 
 from relax_events.config import TrainerConfig
 from relax_events.models.adapters import published_parameters
-from relax_events.training.backend.named_optimizer import ADAMW, PREFIX, NamedOptimizer
+from relax_events.training.backend.flat_adamw import FlatAdamW
+from relax_events.training.backend.named_optimizer import ADAMW, NamedOptimizer
 from relax_events.training.backend.state import StateShard, StateSource, require_same_tensors
 from relax_events.training.ranks import Ranks
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def add_gradients_to(gradient: Tensor, parameter: nn.Parameter) -> None:
@@ -31,40 +31,36 @@ def add_gradients_to(gradient: Tensor, parameter: nn.Parameter) -> None:
     parameter.register_post_accumulate_grad_hook(add)
 
 
-def make_flat_adamw(
-    values: Float[Tensor, " elements"],
-    gradients: Float[Tensor, " elements"],
-    moments: Mapping[str, Float[Tensor, " elements"]],
-    *,
-    num_decayed: int,
-    config: TrainerConfig,
-) -> torch.optim.AdamW:
-    """Create AdamW over flat tensors, with all its state.
+class Optimizer(Protocol):
+    """Updates flat values by flat gradients, both given at its start."""
 
-    Args:
-        values: What it updates.
-        gradients: What it reads.
-        moments: Its moments by name.
-        num_decayed: Elements from the first one on that weight decay applies to.
-        config: Its settings.
-    """
-    parts = [(slice(0, num_decayed), config.weight_decay), (slice(num_decayed, None), 0.0)]
-    segments = [
-        (part, decay, nn.Parameter(values[part])) for part, decay in parts if values[part].numel()
-    ]
-    groups = [{"params": [segment], "weight_decay": decay} for _, decay, segment in segments]
-    optimizer = torch.optim.AdamW(
-        groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True
-    )
-    # Created here rather than at the first step, so that a state saved before it has the same
-    # tensors as one saved after it.
-    for part, _, segment in segments:
-        segment.grad = gradients[part]
-        step = torch.zeros((), dtype=torch.float32, device=segment.device)
-        optimizer.state[segment] = {"step": step} | {
-            name: moment[part] for name, moment in moments.items()
-        }
-    return optimizer
+    def step(self, *, learning_rate: float) -> None:
+        """Update the values."""
+        ...
+
+    def memory(self) -> list[Tensor]:
+        """Return the tensors of its state that take memory of the device."""
+        ...
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return its state by name."""
+        ...
+
+    def expected(self, saved: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """Return the names and shapes that its tensors must have in a state.
+
+        Args:
+            saved: Names and shapes of the state.
+        """
+        ...
+
+    def load(self, state: StateSource) -> None:
+        """Take over what `tensors` returned.
+
+        Raises:
+            WeightsError: The state is another optimizer's; nothing was changed.
+        """
+        ...
 
 
 class FlatParameters:
@@ -111,16 +107,16 @@ class FlatParameters:
                 add_gradients_to(gradient, parameter)
             else:
                 parameter.data, parameter.grad = value, gradient
-        self._named: NamedOptimizer | None = None
-        self._moments: dict[str, Tensor] = {}
+        self._optimizer = self._make_optimizer(config)
+
+    def _make_optimizer(self, config: TrainerConfig) -> Optimizer:
         if config.optimizer != ADAMW:
-            views = self._views(self.values), self._views(self.gradients)
-            self._named = NamedOptimizer(*views, config=config)
-            return
-        self._moments = {name: torch.zeros_like(self.values) for name in MOMENTS}
-        num_decayed = sum(parameter.numel() for _, parameter in parameters if parameter.ndim >= 2)
-        self._optimizer = make_flat_adamw(
-            self.values, self.gradients, self._moments, num_decayed=num_decayed, config=config
+            return NamedOptimizer(
+                self._views(self.values), self._views(self.gradients), config=config
+            )
+        num_decayed = sum(one.numel() for one in self._parameters.values() if one.ndim >= 2)
+        return FlatAdamW(
+            self.values, self.gradients, views=self._views, num_decayed=num_decayed, config=config
         )
 
     def _views(self, flat: Float[Tensor, " elements"]) -> dict[str, Tensor]:
@@ -153,12 +149,7 @@ class FlatParameters:
         """
         if gradient_scale != 1.0:
             self.gradients *= gradient_scale
-        if self._named is not None:
-            self._named.step(learning_rate=learning_rate)
-        else:
-            for group in self._optimizer.param_groups:
-                group["lr"] = learning_rate
-            self._optimizer.step()
+        self._optimizer.step(learning_rate=learning_rate)
         self._copy_to_model()
         self.zero_gradients()
 
@@ -176,8 +167,7 @@ class FlatParameters:
         Args:
             with_gradients: Whether the gradients must be kept.
         """
-        kept = [self.values, *self._moments.values()]
-        kept += [] if self._named is None else self._named.memory()
+        kept = [self.values, *self._optimizer.memory()]
         rebuilt: list[Tensor] = list(self._parameters.values()) if self._is_master else []
         (kept if with_gradients else rebuilt).append(self.gradients)
         return kept, rebuilt
@@ -191,26 +181,13 @@ class FlatParameters:
             self.zero_gradients()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return master and frozen weights, moments and steps: `model.<name>`, `exp_avg.<name>`,
-        `exp_avg_sq.<name>`, `optimizer.step.<group>`; for other optimizers than AdamW see
-        `NamedOptimizer`.
-        """
-        flats = {"model": self.values} | self._moments
-        named = {
-            f"{kind}.{name}": view
-            for kind, flat in flats.items()
-            for name, view in self._views(flat).items()
-        }
+        """Return master and frozen weights, `model.<name>`, and the optimizer's state."""
+        return self._weights() | self._optimizer.tensors()
+
+    def _weights(self) -> dict[str, Tensor]:
+        masters = {f"model.{name}": view for name, view in self._views(self.values).items()}
         frozen = {f"model.{name}": parameter.detach() for name, parameter in self._frozen.items()}
-        if self._named is not None:
-            return named | frozen | self._named.tensors()
-        steps = [
-            self._optimizer.state[group["params"][0]]["step"]
-            for group in self._optimizer.param_groups
-        ]
-        return (
-            named | frozen | {f"optimizer.step.{index}": step for index, step in enumerate(steps)}
-        )
+        return masters | frozen
 
     def shards(self) -> list[StateShard]:
         """Return nothing: each rank holds whole tensors."""
@@ -225,15 +202,12 @@ class FlatParameters:
         Raises:
             WeightsError: A tensor is missing, unknown or of another shape; nothing was changed.
         """
-        mine = self.tensors()
+        weights = self._weights()
         saved = {name: shape for name, shape in state.shapes.items() if name not in without}
-        if self._named is not None:  # whose state differs from step to step
-            saved = {name: one for name, one in saved.items() if not name.startswith(PREFIX)}
-            mine = {name: one for name, one in mine.items() if not name.startswith(PREFIX)}
-        require_same_tensors(saved, {name: tuple(one.shape) for name, one in mine.items()})
-        if self._named is not None:
-            self._named.load(state)
-        for name, tensor in mine.items():
+        wanted = {name: tuple(one.shape) for name, one in weights.items()}
+        require_same_tensors(saved, wanted | self._optimizer.expected(saved))
+        self._optimizer.load(state)
+        for name, tensor in weights.items():
             tensor.copy_(state.read(name))
         self._copy_to_model()
         self.zero_gradients()

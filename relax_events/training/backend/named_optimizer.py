@@ -98,6 +98,12 @@ class NamedOptimizer:
                 tensor = value if kind == TENSOR else torch.tensor(value, dtype=DTYPES[kind])
                 yield kind, key, self._names[parameter], tensor
 
+    def expected(self, saved: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """Return what a state has of an optimizer: it differs from step to step, and `load` checks
+        it.
+        """
+        return {name: shape for name, shape in saved.items() if name.startswith(PREFIX)}
+
     def load(self, state: StateSource) -> None:
         """Take over what `tensors` returned.
 

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from relax_events.config import TrainerConfig
 from relax_events.models.adapters import published_parameters
-from relax_events.training.backend.flat_parameters import MOMENTS
+from relax_events.training.backend.flat_adamw import MOMENTS
 from relax_events.training.backend.state import StateShard, StateSource, require_same_tensors
 from relax_events.training.backend.weight_stream import split_into_buckets
 from relax_events.training.ranks import Ranks

@@ -14,11 +14,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from relax_events.config import TrainerConfig
-from relax_events.training.backend.flat_parameters import (
-    MOMENTS,
-    add_gradients_to,
-    make_flat_adamw,
-)
+from relax_events.training.backend.flat_adamw import MOMENTS, make_flat_adamw
+from relax_events.training.backend.flat_parameters import add_gradients_to
 from relax_events.training.megatron.layout import Shard
 from relax_events.training.megatron.slices import FlatPiece, flat_pieces
 

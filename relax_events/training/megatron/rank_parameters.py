@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from relax_events.config import TrainerConfig
-from relax_events.training.backend.flat_parameters import MOMENTS
+from relax_events.training.backend.flat_adamw import MOMENTS
 from relax_events.training.backend.state import StateShard, StateSource, require_same_tensors
 from relax_events.training.megatron.flat_part import FlatPart, Parameters
 from relax_events.training.megatron.layout import Shard, full_shapes
