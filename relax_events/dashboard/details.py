@@ -121,16 +121,8 @@ def read_sample(config: RunConfig, table: SampleTable, row: int) -> dict[str, An
                 {"type": media.media_type, "extent": media.extent, "num_bytes": media.num_bytes}
                 for media in media_of(sample)
             ],
-            "group": table.describe(_group_rows(table, row)),
+            "group": table.describe(table.group_rows(row)),
         }
-
-
-def _group_rows(table: SampleTable, row: int) -> list[int]:
-    columns = table.columns
-    code = columns["group"][row]
-    same = (columns["group"] == code) & (columns["version"] == columns["version"][row])
-    rows: list[int] = np.flatnonzero(same)[:64].tolist()
-    return sorted(rows, key=lambda other: int(columns["index"][other])) if code >= 0 else [row]
 
 
 def _message(message: ChatMessage) -> dict[str, Any]:

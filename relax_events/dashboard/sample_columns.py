@@ -84,6 +84,10 @@ class Columns:
         return sum(array.nbytes for array in self._arrays.values())
 
 
+MAX_GROUP_ROWS = 64
+"""Samples of a prompt group that are shown side by side."""
+
+
 @dataclass(frozen=True, slots=True)
 class SampleQuery:
     """Selects, sorts and pages samples; bounds are closed, None stands for all."""
@@ -331,6 +335,19 @@ class SampleTable:
                 }
             )
         return found
+
+    def group_rows(self, row: int) -> list[int]:
+        """Return the rows of a sample's prompt group at its policy version, at most 64, by sample
+        index.
+        """
+        with self._lock:  # else a sample that is added meanwhile makes one column longer
+            columns = self.columns
+            code = columns["group"][row]
+            if code < 0:
+                return [row]
+            same = (columns["group"] == code) & (columns["version"] == columns["version"][row])
+            rows: list[int] = np.flatnonzero(same)[:MAX_GROUP_ROWS].tolist()
+            return sorted(rows, key=lambda other: int(columns["index"][other]))
 
     def position(self, row: int) -> tuple[int, int]:
         """Return the partition and offset of a sample's record.

@@ -9,6 +9,7 @@ import pytest
 from event_samples import ended
 
 from relax_events.dashboard.sample_columns import (
+    Columns,
     NewSample,
     SampleQuery,
     SampleTable,
@@ -159,3 +160,22 @@ def test_ids_that_no_run_gives_have_no_number(name: str) -> None:
 def test_unknown_word_is_refused_with_those_that_there_are(query: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="must be one of"):
         SampleQuery(**query)
+
+
+def test_rows_of_a_prompt_group_are_those_of_its_version_by_index(
+    table: SampleTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = encode_group("000007-0003-0")
+    second = add(table, 7, group=group, index=1)
+    add(table, 8, group=group, index=0)  # generated once more, at another version
+    first = add(table, 7, group=group, index=0)
+    unknown = add(table, 9, group=-1)
+    plain = Columns.__getitem__
+
+    def guarded(columns: Columns, name: str) -> Any:
+        assert table._lock.locked(), "a sample that is added now would make the columns unequal"
+        return plain(columns, name)
+
+    monkeypatch.setattr(Columns, "__getitem__", guarded)
+    assert table.group_rows(second) == table.group_rows(first) == [first, second]
+    assert table.group_rows(unknown) == [unknown]
