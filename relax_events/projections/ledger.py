@@ -41,7 +41,7 @@ from relax_events.projections.purged_ranges import PurgedRanges
 from relax_events.staleness import IssuedGroup, is_external
 from relax_events.topics import TopicPlan
 from relax_events.topics.partitions import count_slots
-from relax_events.topics.plan import TRAINER_INPUTS, TRAINING_SAMPLES, belongs_on
+from relax_events.topics.plan import TRAINER_INPUTS, TRAINING_SAMPLES, allowed_outcomes, belongs_on
 
 UNPARSEABLE, EXTERNAL = -1, -2
 """Stand for the train step of a malformed prompt group id, and of external prompt groups."""
@@ -264,8 +264,8 @@ class Ledger:
         group = self._group(event.prompt_group_id)
         if (
             entity := TopicPlan.parse_entity(at.topic)
-        ) in TRAINER_INPUTS:  # this record only asks the trainer to end the prompt group
-            if group is not None:
+        ) in TRAINER_INPUTS:  # only a request; the trainer refuses other outcomes
+            if group is not None and event.outcome in allowed_outcomes(entity):
                 group.newest_requests[entity, at.partition] = at.offset
         elif group is None:
             self._final.findings.add(

@@ -19,7 +19,7 @@ from relax_events.events.types import (
     SampleRolledOut,
 )
 from relax_events.staleness import IssuedGroup
-from relax_events.topics.plan import TRAINING_SAMPLES, belongs_on
+from relax_events.topics.plan import belongs_on
 
 MAX_SAMPLES_PER_PROMPT = 4096
 
@@ -55,18 +55,6 @@ def require_allowed_event(entity: str, event: Event) -> None:
             f"{entity} must not hold this {type(event).__name__}: the roles that write there "
             "may not produce it"
         )
-
-
-def allowed_outcomes(entity: str) -> tuple[Outcome, ...]:
-    """Return the outcomes that a role may request on a topic.
-
-    Only the role that writes training samples may request that a prompt group is filtered.
-    """
-    return (
-        (Outcome.FILTERED, Outcome.EXPIRED, Outcome.FAILED)
-        if entity == TRAINING_SAMPLES
-        else (Outcome.EXPIRED, Outcome.FAILED)
-    )
 
 
 def check_ended(event: PromptGroupEnded, *, allowed: Sequence[Outcome]) -> PromptGroupEnded:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from relax_events.config import RunConfig
 from relax_events.errors import ConfigError
+from relax_events.events.parts import Outcome
 from relax_events.events.types import (
     BroadcastMembership,
     Event,
@@ -357,6 +358,18 @@ EVENTS_ON: dict[str, tuple[type[Event], ...]] = {
     **dict.fromkeys(HEARTBEATS.values(), (WorkerHeartbeat,)),
     **dict.fromkeys(METRICS.values(), (MetricsReported,)),
 }
+
+
+def allowed_outcomes(entity: str) -> tuple[Outcome, ...]:
+    """Return the outcomes that a role may request on a topic of the trainer's input.
+
+    Only the role that writes training samples may request that a prompt group is filtered.
+    """
+    return (
+        (Outcome.FILTERED, Outcome.EXPIRED, Outcome.FAILED)
+        if entity == TRAINING_SAMPLES
+        else (Outcome.EXPIRED, Outcome.FAILED)
+    )
 
 
 def belongs_on(entity: str, event: Event) -> bool:

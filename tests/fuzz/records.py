@@ -26,13 +26,13 @@ from relax_events.ops.dead_letters import parse_dead_letter
 from relax_events.ops.topic_tail import to_json
 from relax_events.runtime.run_description import read_described_config
 from relax_events.runtime.validation import (
-    allowed_outcomes,
     check_ended,
     check_issued,
     check_ready,
     check_sample,
 )
 from relax_events.staleness import IssuedGroup
+from relax_events.topics.plan import allowed_outcomes
 from tests import event_samples
 from tests.fuzz.inputs import TEXTS, as_json, documents, json_bytes, mutated
 from tests.fuzz.target import SCRATCH, Target

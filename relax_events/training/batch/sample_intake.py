@@ -22,7 +22,6 @@ from relax_events.models.families import Family
 from relax_events.objects.claim_check import count_array_bytes
 from relax_events.objects.store import list_media
 from relax_events.runtime.validation import (
-    allowed_outcomes,
     check_ended,
     check_ready,
     check_trainable,
@@ -31,6 +30,7 @@ from relax_events.runtime.validation import (
 from relax_events.runtime.worker import Worker
 from relax_events.staleness import IssuedGroup
 from relax_events.topics import TopicPlan
+from relax_events.topics.plan import allowed_outcomes
 from relax_events.training.backend.protocol import TrainerBackend
 from relax_events.training.batch.assembly import BatchAssembler, HeldSample, LocatedSample
 from relax_events.training.batch.packing import PackedBatch

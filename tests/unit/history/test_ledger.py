@@ -197,6 +197,21 @@ def test_consumed_sample_of_an_open_prompt_group_is_found_unless_it_is_foreign(
     assert rules(ledger) == broken
 
 
+@pytest.mark.parametrize(
+    ("outcome", "is_found"),
+    [(Outcome.EXPIRED, True), (Outcome.TRAINED, False), (Outcome.FILTERED, False)],
+)
+def test_consumed_request_to_end_is_found_unless_its_writers_may_not_request_the_outcome(
+    outcome: Outcome, is_found: bool
+) -> None:
+    run, group = ValidRun(6), "000007-0000-0"
+    run.issue(group)
+    run.at("prompt.end-requests", 0).append(ended(group, outcome))
+    change_step(run, 5, consumed=[TopicOffset(run.plan.topic("prompt.end-requests"), 0, 1)])
+    expected = {"committed offsets passed a prompt group without an outcome"}
+    assert rules(run.ledger()) == (expected if is_found else set())
+
+
 def test_open_prompt_group_is_allowed_until_the_end_for_unordered_batches() -> None:
     run = ValidRun(6)
     TAMPERINGS["prompt group of a trained step without an outcome"](run)

@@ -14,8 +14,8 @@ from event_samples import ended, ready, rolled_out, scored
 
 from relax_events.errors import PoisonSample
 from relax_events.events.parts import MediaRef, Outcome, VersionSegment
-from relax_events.runtime.validation import allowed_outcomes, check_ended, check_ready, check_sample
-from relax_events.topics.plan import END_REQUESTS, TRAINING_SAMPLES
+from relax_events.runtime.validation import check_ended, check_ready, check_sample
+from relax_events.topics.plan import END_REQUESTS, TRAINING_SAMPLES, allowed_outcomes
 
 MEDIA = MediaRef("file:///a.png", bytes(32), "image/png", 3)
 
