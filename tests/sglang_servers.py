@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import psutil
 from engine_requests import MakeEngine, tiny_model
 
 from relax_events.config import EngineConfig, ModelConfig, SGLangConfig
@@ -96,3 +97,23 @@ def await_ready(process: ServerProcess) -> None:
         except httpx2.TransportError:
             pass
     raise AssertionError(f"not ready within {START_SECONDS:g} s: {process.log_tail()}")
+
+
+def server_processes(directory: Path) -> list[psutil.Process]:
+    """Find all processes of the servers that write into a folder."""
+    commands = {one: " ".join(command_of(one)) for one in psutil.process_iter()}
+    mains = [
+        one
+        for one, command in commands.items()
+        if "launch.py" in command and str(directory) in command
+    ]
+    return [process for main in mains for process in (main, *main.children(recursive=True))]
+
+
+def command_of(process: psutil.Process) -> list[str]:
+    """Return a process's command line; none of one that has ended."""
+    try:
+        command: list[str] = process.cmdline()
+    except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+        return []
+    return command

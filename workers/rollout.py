@@ -183,10 +183,9 @@ class RolloutLoop:
 
     def _sleep(self) -> None:
         """Let the trainer work."""
-        if self._asleep:
-            self._turns.end()
-        else:
-            self._turns.sleep(self._engine)
+        if not self._asleep or self._turns.has_device:
+            with self._worker.lifecycle.transfer("free the engine's memory"):
+                self._turns.sleep(self._engine)
             self._asleep = True
 
     def _report_in_flight(self) -> None:

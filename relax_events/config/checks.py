@@ -222,7 +222,7 @@ def check_time_share(config: RunConfig) -> None:
 
 
 def _time_share_problems(config: RunConfig) -> Iterator[str]:
-    run, engine, trainer = config.run, config.rollout_engine, config.trainer
+    run, engine = config.run, config.rollout_engine
     if config.is_replay:
         yield "shares devices with engines, and a replay has none; leave it out"
         return
@@ -231,15 +231,15 @@ def _time_share_problems(config: RunConfig) -> Iterator[str]:
             f"is for a trainer and engines that work in turn, and run.mode is {run.mode!r}; set "
             "run.mode = 'sync' and run.max_staleness = 0"
         )
-    if engine != "transformers":
+    if engine not in ("transformers", "sglang"):
         yield (
             f"needs an engine that frees its memory, and that of the rollout workers is "
-            f"{engine!r}; set engine.name = 'transformers'"
+            f"{engine!r}; set engine.name to 'transformers' or 'sglang'"
         )
-    if trainer.backend == "megatron":
+    if engine == "sglang" and config.engine.sglang.urls:
         yield (
-            "needs a trainer whose state leaves the device, and trainer.backend is 'megatron'; set "
-            "trainer.backend = 'torch'"
+            "needs servers that rollout workers start, and engine.sglang.urls names running ones; "
+            "leave it out"
         )
     if config.weights.transport == "nccl":
         yield (

@@ -39,7 +39,7 @@ class DevicesConfig(Section):
     time_share: bool = False
     """Whether the trainer and the rollout workers on its devices hold them in turn (`run.mode =
     "sync"`): each frees the memory of its model while the other works. On the CPU the memory goes
-    to a file in the run's folder."""
+    to a file in the run's folder; an SGLang server keeps its memory there."""
 
     def by_role(self) -> dict[str, tuple[int, ...]]:
         """Return the devices of the roles that the run file names."""

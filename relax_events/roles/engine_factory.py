@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 from relax_events.config import RunConfig
 from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.protocol import Engine
+from relax_events.engines.sglang.memory import with_memory_saver
 from relax_events.media.library import MediaLibrary
 from relax_events.objects.version_objects import build_version_folder
 from relax_events.plugins import ENGINES, find_plugin
@@ -33,7 +34,10 @@ def open_engine(config: RunConfig, *, name: str, metrics: ReplicaMetrics) -> Eng
         ConfigError: No engine of that name is installed.
     """
     plugin = find_plugin(ENGINES, name, what=f"engine.name = {name!r}")
-    engine: Engine = plugin.load()(config.model.path, config=config.engine, model=config.model)
+    section = config.engine
+    if config.devices.time_share and name == "sglang":
+        section = with_memory_saver(section)
+    engine: Engine = plugin.load()(config.model.path, config=section, model=config.model)
     if isinstance(engine, RoutingMetricsReceiver):
         engine.set_metrics(metrics)
     if config.devices.time_share and isinstance(engine, OffloadingEngine):

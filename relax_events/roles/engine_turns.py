@@ -55,6 +55,13 @@ class EngineTurns:
             return True
         return has_work and self._turn.ask(self._on_begin)
 
+    @property
+    def has_device(self) -> bool:
+        """Whether a turn has begun that `sleep` ends. A sleeping engine may have memory on the
+        device then, after a failed load.
+        """
+        return self._turn is not None and self._turn.has_begun
+
     def sleep(self, engine: Engine) -> None:
         """Free the engine's memory, and let others use the device."""
         before = resident_bytes()
@@ -62,9 +69,4 @@ class EngineTurns:
         if self._turn is not None:
             after = resident_bytes()
             log.info("device.left", resident_bytes=after, resident_bytes_before=before)
-        self.end()
-
-    def end(self) -> None:
-        """Let others use the device, once the engine sleeps."""
-        if self._turn is not None:
             self._turn.end()

@@ -10,12 +10,23 @@ from __future__ import annotations
 import fcntl
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 """Names the running kernel, which is what two processes must share: a folder may be another
 machine's too."""
+
+
+_open_files: set[int] = set()
+
+
+def turn_files() -> tuple[int, ...]:
+    """Return the open files of this process's turns. A child that inherits them, because it works
+    on the device too, prolongs a turn until both processes have ended.
+    """
+    return tuple(_open_files)
 
 
 class DeviceTurn:
@@ -30,7 +41,7 @@ class DeviceTurn:
         """
         self._path, self._alone = path, alone
         self._asked_for: threading.Event | None = None
-        self._file = -1
+        self._file: int | None = None
 
     def ask(self, on_begin: Callable[[], None] = lambda: None) -> bool:
         """Ask for the turn, unless it was asked for; return whether it has begun.
@@ -39,8 +50,8 @@ class DeviceTurn:
             on_begin: Called from another thread when it begins.
         """
         if self._asked_for is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            if self._file is None:
+                self._file = self._open()
             self._asked_for = begun = threading.Event()
             arguments = (self._file, begun, on_begin)
             threading.Thread(
@@ -60,8 +71,16 @@ class DeviceTurn:
     def end(self) -> None:
         """End a turn that has begun; does nothing without one."""
         if self.has_begun:
-            os.close(self._file)
+            assert self._file is not None, "a turn has a file"
+            fcntl.flock(self._file, fcntl.LOCK_UN)  # a child may have the file open
             self._asked_for = None
+
+    def _open(self) -> int:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        _open_files.add(file)
+        weakref.finalize(self, _close, file)
+        return file
 
     def _wait_for_lock(
         self, file: int, begun: threading.Event, on_begin: Callable[[], None]
@@ -69,6 +88,11 @@ class DeviceTurn:
         fcntl.flock(file, fcntl.LOCK_EX if self._alone else fcntl.LOCK_SH)
         begun.set()
         on_begin()
+
+
+def _close(file: int) -> None:
+    _open_files.discard(file)
+    os.close(file)
 
 
 def lock_path(folder: Path, device: str) -> Path:

@@ -29,6 +29,7 @@ from prometheus_client import CollectorRegistry
 from routed_engines import Site, make_router, make_sites
 from routed_samples import chosen_by
 
+from relax_events.engines.protocol import Engine
 from relax_events.engines.replicas import policies as loading
 from relax_events.engines.replicas.policies import (
     MAX_PAUSE_SECONDS,
@@ -36,6 +37,7 @@ from relax_events.engines.replicas.policies import (
     max_samples_per_engine,
     rank_engines,
 )
+from relax_events.engines.replicas.replica import ReplicaState
 from relax_events.engines.replicas.router import Router
 from relax_events.errors import (
     ConfigError,
@@ -49,6 +51,7 @@ from relax_events.telemetry.component_metrics import ReplicaMetrics
 
 pytestmark = pytest.mark.timeout(60)
 NAMES = st.lists(st.text(min_size=1, max_size=8), min_size=2, max_size=9, unique=True)
+SECONDS = 20.0
 OpenRouter = Callable[..., tuple[Router, list[Site]]]
 
 
@@ -419,6 +422,41 @@ def test_sleeping_engines_wake_and_go_on(open_router: OpenRouter, gate: Gate) ->
     home_of(sites, 1).record_failure()
     wait_for(router, lambda: len(home_of(sites, 1).engines) == 2)
     assert router.poll(timeout_seconds=3600.0) == []
+    router.wake()
+    gate.open()
+    check_draws(finish(router), request)
+
+
+def test_no_engine_is_opened_while_those_that_free_memory_sleep(
+    open_router: OpenRouter, gate: Gate
+) -> None:
+    gate.shut(8)
+    router, sites = open_router(2)
+    router.frees_memory = True
+    home, begun = home_of(sites, 1), threading.Event()
+    request = make_request(1, max_new_tokens=60)
+    router.submit(request)
+    await_gate(router, [home], gate)
+    replica = next(one for one in router._replicas if one.name == home.name)
+    open_engine, pause = home._open, threading.Event()
+
+    def open_until_sleep() -> Engine:
+        begun.set()
+        for _ in range(int(SECONDS / 0.01)):
+            if not replica.gate.is_held:
+                pause.wait(0.01)
+        return open_engine()
+
+    home._open = open_until_sleep
+    router.sleep()
+    home.record_failure()
+    wait_for(router, lambda: replica.state is ReplicaState.LOST)
+    assert not begun.wait(0.5), "it waits for its turn"
+    router.wake()
+    assert begun.wait(SECONDS)
+    router.sleep()
+    assert replica._is_asleep, "also the engine that was being opened"
+    assert len(home.engines) == 2
     router.wake()
     gate.open()
     check_draws(finish(router), request)

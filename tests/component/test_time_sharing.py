@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from engine_requests import finish, make_engine, make_request, other_weights, step
@@ -32,6 +33,20 @@ from relax_events.runtime.device_turn import DeviceTurn
 turn = DeviceTurn(Path(sys.argv[1]), alone=True)
 assert turn.wait(20)
 print("begun", flush=True)
+sys.stdin.read()
+"""
+HOLDER_WITH_CHILD = """
+import subprocess
+import sys
+from pathlib import Path
+from relax_events.runtime.device_turn import DeviceTurn, turn_files
+
+turn = DeviceTurn(Path(sys.argv[1]), alone=False)
+assert turn.wait(20)
+command = [sys.executable, "-c", "import time; time.sleep(60)"]
+print(subprocess.Popen(command, pass_fds=turn_files()).pid, flush=True)
+turn.end()
+assert turn.wait(20)
 sys.stdin.read()
 """
 
@@ -174,3 +189,18 @@ def test_turn_passes_on_when_its_holder_is_killed(tmp_path: Path) -> None:
     assert trainer.wait(SECONDS)
     trainer.end()
     assert not trainer.has_begun
+
+
+def test_turn_lasts_as_long_as_a_child_that_has_its_file(tmp_path: Path) -> None:
+    """An engine's server outlives a killed worker by a moment, with its memory."""
+    path = tmp_path / "cpu.lock"
+    command = [sys.executable, "-c", HOLDER_WITH_CHILD, str(path)]
+    pipe = subprocess.PIPE
+    trainer = DeviceTurn(path, alone=True)
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as holder:
+        assert holder.stdout is not None
+        child = psutil.Process(int(holder.stdout.readline()))
+        holder.kill()
+    assert not trainer.wait(0.2)
+    child.kill()
+    assert trainer.wait(SECONDS)

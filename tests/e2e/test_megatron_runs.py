@@ -1,5 +1,5 @@
-"""A whole run whose trainer is two tensor-parallel ranks of backend `megatron`, against one rank of
-backend `torch`.
+"""A whole run whose trainer is two tensor-parallel ranks of backend `megatron` that hold the device
+in turn with the engine, against one rank of backend `torch` that stays there.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ def test_tensor_parallel_ranks_run_what_one_rank_of_backend_torch_runs(
         "trainer.backend=megatron",
         "trainer.ranks=2",
         "trainer.tensor_parallel=2",
+        "devices.time_share=true",
     )
     assert two["staleness_max"] == one["staleness_max"] == 0
     assert two["curves"]["num_tokens"] == one["curves"]["num_tokens"]

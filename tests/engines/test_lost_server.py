@@ -25,6 +25,7 @@ from engine_requests import (
     plain_logprobs,
     tiny_model,
 )
+from sglang_servers import command_of, server_processes
 from torch import Tensor
 
 from relax_events.config import EngineConfig, ModelConfig, SamplingConfig, SGLangConfig
@@ -66,26 +67,6 @@ def open_engine(python: str, directory: Path, **settings: Any) -> SGLangEngine:
         ),
         model=ModelConfig(dtype="float32", path=path),
     )
-
-
-def server_processes(directory: Path) -> list[psutil.Process]:
-    """Find all processes of the servers that write into a folder."""
-    commands = {one: " ".join(command_of(one)) for one in psutil.process_iter()}
-    mains = [
-        one
-        for one, command in commands.items()
-        if "launch.py" in command and str(directory) in command
-    ]
-    return [process for main in mains for process in (main, *main.children(recursive=True))]
-
-
-def command_of(process: psutil.Process) -> list[str]:
-    """Return a process's command line; none of one that has ended."""
-    try:
-        command: list[str] = process.cmdline()
-    except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-        return []
-    return command
 
 
 @pytest.fixture(scope="module")

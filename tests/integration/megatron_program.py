@@ -19,7 +19,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
     Qwen3MoeTopKRouter,
 )
 
-from relax_events.config import LoRAConfig
+from relax_events.config import LoRAConfig, RunConfig
 from relax_events.config.topology import Topology
 from relax_events.events.routed_experts import ExpertShape
 from relax_events.events.types import SampleReady
@@ -127,6 +127,8 @@ FOUR = {
         "qwen3_moe", {"tensor": 2, "expert": 2, "expert_tensor": 2}, num_ranks=4
     ),
 }
+ROUNDED = ("tensor", "data", "experts")
+"""Layouts that are also trained in bfloat16."""
 SCENARIOS = SHORT | LONG | FOUR
 
 
@@ -139,7 +141,36 @@ def train(backend: TrainerBackend, folder: Path, *, data: int = 0, num_data: int
     size = 2 + 2 * data  # ranks with other numbers of micro-batches
     for first in range(0, len(mine), size):
         backend.accumulate(mine[first : first + size])
-    return [backend.step().to_metrics()]
+    leave(backend)
+    metrics = backend.step().to_metrics()
+    leave(backend)
+    return [metrics]
+
+
+def leave(backend: TrainerBackend) -> None:
+    """Let the memory of a model that ranks hold together leave the device, and come back."""
+    if isinstance(backend, MegatronBackend):
+        assert backend.move_away() > 0
+        backend.bring_back()
+
+
+def train_rounded(config: RunConfig, ranks: Ranks, model: Path, at: dict[str, int]) -> list[bool]:
+    """Train two steps in bfloat16, with and without all memory overwritten between them; return
+    for each tensor whether the weights are the same."""
+    found = []
+    for stays in (True, False):
+        backend = MegatronBackend(config, ranks=ranks, dtype=torch.bfloat16)
+        train(backend, model, **at)
+        if not stays:
+            kept, rebuilt = backend._parameters.memory()
+            backend.move_away()
+            with torch.no_grad():
+                for tensor in (*kept, *rebuilt):
+                    tensor.fill_(7.0)
+            backend.bring_back()
+        train(backend, model, **at)
+        found.append(collect_weights(backend))
+    return [torch.equal(found[0][name], tensor) for name, tensor in found[1].items()]
 
 
 @cache
@@ -182,6 +213,8 @@ def run(name: str, folder: Path, ranks: TorchRanks) -> dict[str, Any]:
     results: dict[str, Any] = {}
     store = ObjectStore.open((folder / "objects").as_uri())
     at = {"data": ranks.at.data, "num_data": ranks.topology.data}
+    if name in ROUNDED:
+        results["rounded"] = train_rounded(config, ranks, model, at)
     backend = MegatronBackend(config, ranks=ranks, dtype=torch.float64)
     with Checkpoints(store, ranks=ranks, keep=9, folder=f"{name}/") as checkpoints:
         results["metrics"] = train(backend, model, **at)

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from relax_events.examples.tiny_models import make_tiny
-from tests.integration.megatron_program import FOUR, LONG, SCENARIOS, SHORT
+from tests.integration.megatron_program import FOUR, LONG, ROUNDED, SCENARIOS, SHORT
 from tests.integration.rank_processes import run_ranks
 
 pytestmark = pytest.mark.integration
@@ -74,6 +74,8 @@ def require_equal(found: dict[str, Any], name: str) -> None:
     assert any(
         value.abs().max() > 1e-5 for key, value in found["first"].items() if "exp_avg." in key
     )
+    assert all(found.get("rounded", [True]))
+    assert ("rounded" in found) == (name in ROUNDED)
     for key, value in found["first"].items():
         assert torch.equal(found["back"][key], value), key
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import closing, suppress
@@ -21,6 +20,7 @@ from enum import Enum
 from typing import Literal, TypeVar
 
 from relax_events.engines.protocol import Engine, EngineUsage, GeneratedSample, GenerationRequest
+from relax_events.engines.replicas.opening import OpeningGate
 from relax_events.engines.replicas.policies import MIN_PAUSE_SECONDS, CircuitBreaker
 from relax_events.errors import (
     ConfigError,
@@ -127,14 +127,14 @@ class Replica:
             open_engine: Opens the engine, with the weights of the model's folder.
             on_event: Receives events, in the replica's thread.
         """
-        self.name, self.circuit_breaker = name, CircuitBreaker()
+        self.name, self.circuit_breaker, self.gate = name, CircuitBreaker(), OpeningGate()
         self.state, self.num_samples = ReplicaState.OPENING, 0
         self._open_engine, self._on_event = open_engine, on_event
         self._calls: queue.SimpleQueue[EngineCall | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._engine: Engine | None = None
         self._past_usage = EngineUsage()
-        self._is_asleep = self._is_closing = False
+        self._is_asleep = False
         self._thread = threading.Thread(target=self._run, name=f"engine {name}", daemon=True)
         self._thread.start()
 
@@ -171,6 +171,7 @@ class Replica:
         """
 
         def load(engine: Engine) -> None:
+            self.gate.use()
             engine.load_weights(weights, on_running=on_running)
             self._is_asleep = False
 
@@ -198,17 +199,13 @@ class Replica:
 
     def sleep(self) -> Future[None]:
         """Let the engine release its memory."""
-
-        def sleep(engine: Engine) -> None:
-            engine.sleep()
-            self._is_asleep = True
-
-        return self._call(sleep)
+        return self._call(self._sleep)
 
     def wake(self) -> Future[None]:
         """Let the engine allocate its memory again."""
 
         def wake(engine: Engine) -> None:
+            self.gate.use()
             engine.wake()
             self._is_asleep = False
 
@@ -224,7 +221,7 @@ class Replica:
 
     def close(self) -> None:
         """Let the thread close the engine and end; `join` waits for it."""
-        self._is_closing = True
+        self.gate.close()
         self._calls.put(None)
         if (engine := self._engine) is not None:
             engine.interrupt()
@@ -247,20 +244,12 @@ class Replica:
     def _run(self) -> None:
         try:
             pause_seconds = 0.0
-            while self._pause(pause_seconds):
+            while self.gate.enter(pause_seconds=pause_seconds):
                 pause_seconds = self._run_engine()
         except BaseException as error:  # the router raises it in the worker's thread
             self._on_event(ReplicaCrashed(error))
-
-    def _pause(self, seconds: float) -> bool:
-        """Wait before the engine is opened; return False if the replica is closing."""
-        until = time.monotonic() + seconds
-        with suppress(queue.Empty):
-            while not self._is_closing and (left := until - time.monotonic()) > 0:
-                self._calls.get(
-                    timeout=left
-                )  # calls are rejected while there is no engine: only `close` puts an entry
-        return not self._is_closing
+        finally:
+            self.gate.leave()
 
     def _run_engine(self) -> float:
         """Open an engine and use it until it is lost or closed; return the pause before the next
@@ -275,6 +264,8 @@ class Replica:
         with closing(engine):
             self._is_asleep = False
             self._engine = engine
+            if self.gate.is_held:  # since it began to open
+                self._sleep(engine)
             self._on_event(ReplicaOpened(self))
             pause_seconds = 0.0
             try:
@@ -286,6 +277,11 @@ class Replica:
             finally:
                 self._reject_calls()
             return pause_seconds
+
+    def _sleep(self, engine: Engine) -> None:
+        engine.sleep()
+        self._is_asleep = True
+        self.gate.leave()
 
     def _serve_calls(self, engine: Engine) -> None:
         while True:

@@ -72,6 +72,8 @@ class Router:
             EnvironmentProblem, EngineFailed: No engine started; this is the first one's error.
         """
         self.policy_version = policy_version
+        self.frees_memory = False
+        """Whether engines free their memory in their sleep for others, so none is opened then."""
         self._metrics: ReplicaMetrics | None = None
         self._events: queue.SimpleQueue[ReplicaEvent | None] = queue.SimpleQueue()
         self._inflight = InflightSamples()
@@ -182,6 +184,7 @@ class Router:
             WeightsError: No engine loaded them; the old version keeps serving.
             EngineFailed: All engines are lost for good.
         """
+        self._allow_opening()
         self._handle_events()
         self._require_engines()
         ready = [
@@ -218,13 +221,23 @@ class Router:
         self._assign_waiting()
 
     def sleep(self) -> None:
-        """Let all engines release their memory; running samples wait."""
+        """Let all engines release their memory; running samples wait. Engines that `frees_memory`
+        have freed it afterwards, also one that was being opened, and a lost one is not reopened.
+        """
         self._handle_events()
         self._is_asleep = True
-        wait([replica.sleep() for replica in self._serving])
+        if not self.frees_memory:
+            wait([replica.sleep() for replica in self._serving])
+            return
+        for replica in self._replicas:
+            replica.gate.hold()
+        wait([replica.sleep() for replica in self._replicas])
+        for replica in self._replicas:
+            replica.gate.wait_until_left()
 
     def wake(self) -> None:
         """Let all engines allocate their memory again."""
+        self._allow_opening()
         self._is_asleep = False
         wait([replica.wake() for replica in self._serving])
         self._handle_events()
@@ -239,6 +252,10 @@ class Router:
     @property
     def _serving(self) -> list[Replica]:
         return [replica for replica in self._replicas if replica.state is ReplicaState.SERVING]
+
+    def _allow_opening(self) -> None:
+        for replica in self._replicas:
+            replica.gate.release()
 
     def _wait_for_first(self) -> None:
         """Wait until an engine serves, and `GRACE_SECONDS` more for the others; raise a

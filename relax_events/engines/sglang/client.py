@@ -22,6 +22,8 @@ SUPPORTED_VERSIONS = ("0.5.23",)
 CONNECT_SECONDS = 10.0
 CONTROL_SECONDS = 30.0
 """Deadline of a call that touches no weights."""
+IDLE_SECONDS = 20.0
+"""How long a server may take to be idle after its last request has ended."""
 NOT_FOUND = 404
 END_OF_EVENT, END_OF_STREAM = b"\n\n", b"[DONE]"
 EVENT_BYTES, TOKEN_BYTES, TOP_TOKEN_BYTES = 1024**2, 1024, 128
@@ -212,6 +214,27 @@ class SGLangClient:
         """Undo `pause`."""
         await self._call("POST", "/continue_generation", {})
 
+    async def flush_cache(self) -> None:
+        """Wait until no request runs, and drop the prefix cache.
+
+        Raises:
+            ServerRejected: Requests still run.
+            ServerUnavailable: The result is unknown.
+        """
+        await self._send("POST", f"/flush_cache?timeout={IDLE_SECONDS:g}")
+
+    async def release_memory(self) -> None:
+        """Release the memory of weights, cache and graphs; the server must be idle, or it dies.
+
+        Raises:
+            ServerRejected, ServerUnavailable: The result is unknown.
+        """
+        await self._send("POST", "/release_memory_occupation", {}, seconds=self._weights_seconds)
+
+    async def resume_memory(self) -> None:
+        """Take again what `release_memory` released, only once; errors as for it."""
+        await self._send("POST", "/resume_memory_occupation", {}, seconds=self._weights_seconds)
+
     async def load_weights(self, folder: Path, *, name: str, flush_cache: bool) -> None:
         """Load a folder's weights; later tokens carry the name.
 
@@ -329,6 +352,18 @@ class SGLangClient:
         *,
         seconds: float = CONTROL_SECONDS,
     ) -> dict[str, Any]:
+        response = await self._send(method, path, body, seconds=seconds)
+        found: dict[str, Any] = response.json() if response.content else {}
+        return found
+
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        seconds: float = CONTROL_SECONDS,
+    ) -> Any:
         try:
             response = await self._client.request(
                 method,
@@ -344,8 +379,7 @@ class SGLangClient:
             raise ServerRejected(
                 f"{method} {self.url}{path}: status {response.status_code}: {response.text[:500]}"
             )
-        found: dict[str, Any] = response.json() if response.content else {}
-        return found
+        return response
 
     def _max_event_bytes(self, prompts: Sequence[dict[str, Any]], *, num_top: int) -> int:
         """Return the largest possible size of an event: all tokens of the longest prompt at

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from relax_events.config import EngineConfig, ModelConfig, SGLangConfig
 from relax_events.engines.replicas.router import Router
+from relax_events.engines.sglang.memory import frees_memory
 from relax_events.engines.sglang.server import SGLangServer
 
 
@@ -45,6 +46,7 @@ class SGLangEngine(Router):
 
         factories = {name: factory(section) for name, section in servers(config.sglang).items()}
         super().__init__(factories, policy_version=policy_version)
+        self.frees_memory = frees_memory(config.sglang)
 
 
 def servers(config: SGLangConfig) -> dict[str, SGLangConfig]:

@@ -5,7 +5,8 @@ interpreter with SGLang.
 
 Its stdin is a pipe without data, which closes when the parent closes it or dies. Then the server
 kills all its processes and deletes FOLDER, TEMPORARY (its temporary files) and its shared memory.
-ARGUMENTS are SGLang's; without an accelerator, `CPU_ARGUMENTS` are added.
+ARGUMENTS are SGLang's; without an accelerator, `CPU_ARGUMENTS` are added and `GPU_ARGUMENTS` are
+left out.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ CPU_ARGUMENTS = (
 """An idle scheduler that polls takes CPU time from other processes: without the last argument two
 engines on the same cores fell to 2 tokens/s.
 """
+GPU_ARGUMENTS = ("--enable-memory-saver", "--enable-weights-cpu-backup")
+"""A server whose memory saver finds no CUDA driver does not start."""
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 the kernel's mount point
 SHARED_PREFIX = "sglang_"
 """Prefix of shared memory that SGLang creates without multiprocessing; it is not deleted when a
@@ -70,7 +73,7 @@ def main(folder: str, temporary: str, arguments: list[str]) -> None:
                 f"{sys.executable} has no relax-events, whose plugin SGLang needs on a CPU; "
                 "install it there with pip install --no-deps"
             )
-        arguments = [*CPU_ARGUMENTS, *arguments]
+        arguments = [*CPU_ARGUMENTS, *(one for one in arguments if one not in GPU_ARGUMENTS)]
     sys.argv = ["sglang", *arguments]
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 

@@ -22,6 +22,7 @@ from relax_events.engines.protocol import GeneratedSample
 from relax_events.engines.sglang.checkpoint import ModelFolder
 from relax_events.engines.sglang.client import ServerRejected, ServerUnavailable, SGLangClient
 from relax_events.engines.sglang.generation import Generation, ServedVersion
+from relax_events.engines.sglang.memory import WEIGHTS_BACKUP, ServerMemory, frees_memory
 from relax_events.engines.sglang.process import ServerProcess
 from relax_events.engines.sglang.weight_checksums import WeightChecksums, name_by_rank
 from relax_events.engines.sglang.weight_group import WeightGroup
@@ -60,6 +61,11 @@ class ServerLifecycle:
         self._group = (
             WeightGroup(client, seconds=config.start_seconds)
             if config.weight_updates == "distributed"
+            else None
+        )
+        self._memory = (
+            ServerMemory(client, keeps_weights=WEIGHTS_BACKUP in config.arguments)
+            if frees_memory(config)
             else None
         )
         self._is_proven = True
@@ -111,6 +117,8 @@ class ServerLifecycle:
             )
         generation.gate.clear()
         try:
+            if self._memory is not None:
+                await self._memory.resume()
             if (
                 on_running == "swap"
             ):  # samples without tokens must not start on the cache of the old weights
@@ -137,11 +145,27 @@ class ServerLifecycle:
 
     async def reject(self, error: str) -> None:
         """Fail running and new samples with an error, until other weights are loaded."""
-        await self.sleep()
+        await self._halt()
         self.generation.reject(error)
-        self.wake()
+        self._is_asleep = False
+        if self._is_ready:
+            self._mark_ready()
 
     async def sleep(self) -> None:
+        """Remove the running samples from the server, let them wait, and release its memory. A
+        server that does not release it is killed.
+        """
+        await self._halt()
+        if self._memory is None or not self._is_ready:
+            return
+        try:
+            await self._memory.release()
+        except (ServerUnavailable, ServerRejected) as error:
+            self._lose(f"it did not release its memory: {error}")
+            if self._process is not None:
+                self._process.kill()
+
+    async def _halt(self) -> None:
         """Remove the running samples from the server, and let them wait."""
         self._is_asleep = True
         self.generation.gate.clear()
@@ -150,11 +174,24 @@ class ServerLifecycle:
         except (ServerUnavailable, ServerRejected) as error:
             self._loss_reason = str(error)
 
-    def wake(self) -> None:
-        """Continue the waiting samples."""
+    async def wake(self) -> None:
+        """Take the memory again with the weights that it had, and continue the waiting samples; if
+        that fails, the server is lost.
+        """
+        if self._memory is not None and self._memory.is_released and self._is_ready:
+            try:
+                await self._memory.resume()
+                if not self._memory.keeps_weights:
+                    await self._put(self.generation.served, {}, flush_cache=True)
+                await self._verify(self._expected)
+            except (ServerUnavailable, ServerRejected) as error:
+                self._lose(f"it did not take its memory again: {error}")
         self._is_asleep = False
         if self._is_ready:
             self._mark_ready()
+
+    def _lose(self, reason: str) -> None:
+        self._is_ready, self._loss_reason = False, reason
 
     async def close(self) -> None:
         """Close the client and all requests; the server continues."""
@@ -249,8 +286,7 @@ class ServerLifecycle:
             await self._client.resume()
             self._mark_ready()
             return
-        self._is_ready = False
-        self._loss_reason = (
+        self._lose(
             "after a failed load of weights it has neither version"
             if can_go_on
             else "after a failed load of weights nothing proves which version it has"
@@ -269,6 +305,8 @@ class ServerLifecycle:
 
     def _find_failure(self) -> str:
         generation = self.generation
+        if self._loss_reason:
+            return self._loss_reason
         if generation.distrust_reason:
             return (
                 "its results can't be trusted, don't use it for other runs: "
@@ -283,4 +321,4 @@ class ServerLifecycle:
             and idle_seconds > self._config.stall_seconds
         ):
             return f"no token for {idle_seconds:.0f} s (engine.sglang.stall_seconds)"
-        return self._loss_reason
+        return ""

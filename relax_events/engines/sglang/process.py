@@ -18,6 +18,7 @@ from relax_events.engines.sglang.checkpoint import ModelFolder
 from relax_events.errors import EnvironmentProblem
 from relax_events.kafka.embedded.ports import HOST, choose_port
 from relax_events.planning.inventory import num_threads
+from relax_events.runtime.device_turn import turn_files
 from relax_events.runtime.subprocess_rpc import build_child_environment
 
 MEMORY = Path("/dev/shm")  # noqa: S108 holds the weights of a version, if they fit into memory
@@ -80,6 +81,7 @@ class ServerProcess:
                     stderr=log,
                     start_new_session=True,
                     env=self._environment(),
+                    pass_fds=turn_files(),
                 )
         except OSError as error:
             self._temporary.rmdir()

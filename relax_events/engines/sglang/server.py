@@ -204,13 +204,15 @@ class SGLangServer:
         self._asleep = False
 
     def sleep(self) -> None:
-        """Remove the running samples from the server; the server keeps its memory."""
+        """Remove the running samples from the server, which releases its memory if it was started
+        with `--enable-memory-saver`.
+        """
         self._loop.run(self._lifecycle.sleep())
         self._asleep = True
 
     def wake(self) -> None:
         """Continue the waiting samples; does nothing when awake."""
-        self._loop.call_soon(self._lifecycle.wake)
+        self._loop.run(self._lifecycle.wake())
         self._asleep = False
 
     def close(self) -> None:

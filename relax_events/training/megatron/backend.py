@@ -19,6 +19,7 @@ from relax_events.config import RunConfig
 from relax_events.errors import ConfigError
 from relax_events.models.adapters import BASE_DIGEST, encode_base_digest
 from relax_events.models.base_digest import compute_base_digest, require_same_base
+from relax_events.models.offload import Offload
 from relax_events.training.backend.determinism import (
     GENERATORS,
     generator_states,
@@ -86,6 +87,7 @@ class MegatronBackend(PolicyTraining):
                 f"{path} is not one; leave it out"
             )
         self._sizes = sizes
+        self._offload = Offload(config.devices_directory)
         self._lora = config.model.lora
         self._shards_of: ShardsOf = rank_shards
         if self._lora is not None:
@@ -238,6 +240,18 @@ class MegatronBackend(PolicyTraining):
         self._reset_step()
         self.policy_version = state.policy_version
         restore_generators(generators, self._device)
+
+    def move_away(self) -> int:
+        """Free the device's memory; see `OffloadingBackend`. Gradients exist only within `step`."""
+        kept, rebuilt = self._parameters.memory()
+        others = (one for one in self._model.module.parameters() if not one.requires_grad)
+        return self._offload.move_away([*kept, *others], dropped=rebuilt)
+
+    def bring_back(self) -> None:
+        """Restore the state; see `OffloadingBackend`."""
+        if self._offload.is_away:
+            self._offload.bring_back()
+            self._parameters.rebuild()
 
     def _base_digest(self) -> bytes:
         """Return the digest of the adapters' base model; empty without adapters."""

@@ -126,6 +126,25 @@ class FlatPart:
         elif self._has_masters:
             self._values.copy_(own)
 
+    def memory(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return tensors with all memory of the part between two steps: what must be kept while it
+        is off the device, and what `rebuild` computes again.
+        """
+        kept, rebuilt = [self._masters, *self._moments.values()], [self._gradients]
+        (rebuilt if self._rounds_alone else kept).append(self._values)
+        return kept, rebuilt
+
+    def rebuild(self) -> None:
+        """Compute what was not kept; local to the rank."""
+        if self._rounds_alone:
+            self.share_values()
+        self.zero_gradients()
+
+    @property
+    def _rounds_alone(self) -> bool:
+        """Whether all weights are rounded from master weights of this rank."""
+        return self._has_masters and self._group.size() == 1
+
     def pieces(self, index: int) -> Iterator[tuple[FlatPiece, dict[str, Tensor]]]:
         """Yield the pieces of a parameter in the own slice, with master weights and moments."""
         end = self._start + len(self._masters)

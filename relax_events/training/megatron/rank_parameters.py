@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -32,8 +33,8 @@ from relax_events.training.ranks import Ranks
 
 
 class RankParameters:
-    """Implements `TrainedParameters`. Every method but `zero_gradients`, `tensors`, `shards` and
-    `copies` is collective over all ranks.
+    """Implements `TrainedParameters`. Every method but `zero_gradients`, `memory`, `rebuild`,
+    `tensors`, `shards` and `copies` is collective over all ranks.
     """
 
     def __init__(
@@ -119,6 +120,18 @@ class RankParameters:
         for part, _ in self._parts:
             part.update(learning_rate=learning_rate, gradient_scale=gradient_scale)
         self._step += 1
+
+    def memory(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return tensors with all memory of the trained parameters, gradients and moments between
+        two steps: what must be kept while it is off the device, and what `rebuild` computes again.
+        """
+        kept, rebuilt = zip(*(part.memory() for part, _ in self._parts), strict=True)
+        return list(chain.from_iterable(kept)), list(chain.from_iterable(rebuilt))
+
+    def rebuild(self) -> None:
+        """Compute what was not kept; local to the rank."""
+        for part, _ in self._parts:
+            part.rebuild()
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what is whole on each rank: the optimizer's steps, of matrices and of vectors

@@ -12,8 +12,10 @@ from relax_events.config import RunConfig
 pytestmark = pytest.mark.unit
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"run": {"mode": "async"}}, r"run\.mode is 'async'; set run\.mode = 'sync'"),
-    ({"engine": {"name": "sglang"}}, r"is 'sglang'; set engine\.name = 'transformers'"),
-    ({"trainer": {"backend": "megatron"}}, r"trainer\.backend is 'megatron'"),
+    (
+        {"engine": {"name": "sglang", "sglang": {"urls": ["http://127.0.0.1:1"]}}},
+        r"servers that rollout workers start, and engine\.sglang\.urls names running ones",
+    ),
     ({"weights": {"transport": "nccl"}}, r"weights\.transport = 'nccl' sends"),
     ({"algorithm": {"name": "sft"}}, "is 'dataset'"),
     ({"parent": {"run": "other"}}, "a replay has none; leave it out"),
