@@ -28,6 +28,8 @@ DTYPES = {
 """The compute dtype of a run, by the dtype name in `config.json` and file headers. float16 becomes
 bfloat16, because gradients would overflow float16.
 """
+TOWERS = ("visual.", "audio_tower.")
+"""In the names of the towers' parameters in transformers."""
 DEFAULT_MAX_POSITIONS = 4096
 MAX_HEADER_BYTES = 100_000_000
 TINY_HEAD_DIM, TINY_POSITIONS, TINY_EXPERTS_PER_TOKEN, TINY_EXPERT_SIZE = 16, 4096, 2, 32
@@ -64,7 +66,8 @@ def read_facts(path: Path) -> CheckpointFacts:
             f"{path / 'config.json'} does not describe the model: {error}; use the "
             "model's folder as it was published"
         ) from None
-    counts = _parameters(path, prefix="thinker." if "thinker_config" in settings else "")
+    prefix = "thinker." if "thinker_config" in settings else ""
+    counts, num_in_towers = _parameters(path, prefix=prefix)
     named = next(
         (
             str(name)
@@ -78,6 +81,7 @@ def read_facts(path: Path) -> CheckpointFacts:
         known,
         dtype=DTYPES.get(named or most_common, "float32"),
         num_parameters=counts.total() or _estimate(known, config),
+        num_tower_parameters=num_in_towers,
     )
 
 
@@ -127,14 +131,19 @@ def has_weights(path: Path) -> bool:
     return any(path.glob("*.safetensors"))
 
 
-def _parameters(path: Path, *, prefix: str) -> Counter[str]:
-    """Return the number of parameters by dtype, from the headers of the files."""
-    counts: Counter[str] = Counter()
+def _parameters(path: Path, *, prefix: str) -> tuple[Counter[str], int]:
+    """Return the number of parameters by dtype, and those of towers, from the headers of the
+    files.
+    """
+    counts, num_in_towers = Counter[str](), 0
     for file in sorted(path.glob("*.safetensors")):
         for name, tensor in _header(file):
             if name.startswith(prefix):
-                counts[str(tensor["dtype"])] += prod(tensor["shape"])
-    return counts
+                size = prod(tensor["shape"])
+                counts[str(tensor["dtype"])] += size
+                if any(tower in name for tower in TOWERS):
+                    num_in_towers += size
+    return counts, num_in_towers
 
 
 def _header(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:

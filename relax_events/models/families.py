@@ -175,7 +175,7 @@ class MediaFamily(Family):
         cells, index = (
             torch.from_numpy(array).to(device) for array in (media.cells, media.features)
         )
-        features, deep = concatenate_layers(self._encode_media(module, media.media))
+        features, deep = concatenate_layers(self.encode_media(module, media.media))
         embedded = module.get_input_embeddings()(input_ids)
         flat = embedded.flatten(0, 1).index_copy(
             0, cells, features.index_select(0, index).to(embedded.dtype)
@@ -203,8 +203,13 @@ class MediaFamily(Family):
         """Return the position ids of one more token in each row; see `Family`."""
         return torch.stack([positions, *[positions + shifts] * 3])
 
-    def _encode_media(self, module: Any, pieces: Sequence[ProcessedMedia]) -> list[Layers]:
-        """Encode each file with the towers: its visual input, then its audio input."""
+    def encode_media(self, module: Any, pieces: Sequence[ProcessedMedia]) -> list[Layers]:
+        """Encode each file with the towers: its visual input, then its audio input.
+
+        Args:
+            module: Holds the towers by their names in a model of this family.
+            pieces: The files.
+        """
         assert self.layout is not None
         visual, audio = (
             [piece for piece in pieces if getattr(piece, name) is not None]
@@ -296,17 +301,26 @@ def find_part(name: str, *, family: Family) -> str:
     return next((part for start, part in starts if name.startswith(start)), "language")
 
 
-def freeze(module: nn.Module, parts: Sequence[str], *, family: Family) -> None:
-    """Freeze parts of a model.
+def require_parts(parts: Sequence[str], *, family: Family) -> None:
+    """Require that a model has the parts that are to be frozen.
 
     Raises:
-        ConfigError: The model has no such part, or nothing is left to train.
+        ConfigError: It lacks one; the text names it.
     """
     if unknown := [part for part in parts if part not in family.parts]:
         raise ConfigError(
             f"model.frozen names {unknown[0]!r}, but the model's parts are "
             f"{', '.join(family.parts)}; remove it"
         )
+
+
+def freeze(module: nn.Module, parts: Sequence[str], *, family: Family) -> None:
+    """Freeze parts of a model.
+
+    Raises:
+        ConfigError: The model has no such part, or nothing is left to train.
+    """
+    require_parts(parts, family=family)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(find_part(name, family=family) not in parts)
     if not any(parameter.requires_grad for parameter in module.parameters()):

@@ -49,6 +49,8 @@ class CheckpointFacts:
     mlp_size: int
     max_position_embeddings: int
     has_tied_head: bool = True
+    num_tower_parameters: int = 0
+    """Of the vision and audio towers, among `num_parameters`."""
 
     @property
     def num_outer_parameters(self) -> int:
@@ -60,7 +62,8 @@ class CheckpointFacts:
         """Parameters of all experts; 0 where the model is no mixture."""
         attention = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         rest = self.num_layers * self.hidden_size * attention
-        inner = self.num_parameters - self.num_outer_parameters - rest
+        outer = self.num_outer_parameters + self.num_tower_parameters
+        inner = self.num_parameters - outer - rest
         one_token = 3 * self.num_layers * self.hidden_size * self.mlp_size
         return inner if inner > MIXTURE_RATIO * one_token else 0
 

@@ -24,6 +24,7 @@ class MegatronMemory(TrainerMemory):
     """As `TrainerMemory`, of a model that the ranks of a topology hold together."""
 
     topology: Topology = field(default_factory=Topology)
+    freezes_towers: bool = False
 
     def _state(self) -> dict[str, int]:
         """Each parameter in the dtype of the computation with a float32 gradient; moments, and
@@ -36,8 +37,13 @@ class MegatronMemory(TrainerMemory):
             outer = known.vocab_size * known.hidden_size
         layers = -(-known.num_layers // at.pipeline) / known.num_layers
         experts = known.num_expert_parameters * layers / (at.expert * at.expert_tensor)
+        towers, kept = known.num_tower_parameters, 0
         inner = known.num_parameters - known.num_outer_parameters - known.num_expert_parameters
-        dense = (outer + inner * layers) / at.tensor
+        inner -= towers
+        if self.freezes_towers:
+            towers, kept = 0, towers
+        # each rank of the first stage holds the towers whole
+        dense = (outer + inner * layers) / at.tensor + towers
         copies = at.num_ranks // at.pipeline  # of each stage's ranks
         dense_copies = copies // at.tensor
         expert_copies = copies // (at.expert * at.expert_tensor)
@@ -45,13 +51,13 @@ class MegatronMemory(TrainerMemory):
         if self.adapter_rank:
             trained = known.num_adapter_parameters(self.adapter_rank) / at.pipeline / at.tensor
             return {
-                "weights": round((dense + experts + trained) * width),
+                "weights": round((dense + experts + kept + trained) * width),
                 "gradients": round(trained * 4),
                 "float32 weights": round(trained / dense_copies * 4) if width < 4 else 0,
                 "optimizer": round(trained / dense_copies * 8),
             }
         return {
-            "weights": round((dense + experts) * width),
+            "weights": round((dense + experts + kept) * width),
             "gradients": round((dense + experts) * 4),
             "float32 weights": round(updated * 4) if width < 4 else 0,
             "optimizer": round(updated * 8),
@@ -134,5 +140,6 @@ def memory_of_trainer(config: RunConfig, facts: CheckpointFacts, *, on_gpu: bool
         recomputed=trainer.activation_checkpointing,
         on_gpu=on_gpu,
         topology=trainer.topology(),
+        freezes_towers="vision" in config.model.frozen,
         adapter_rank=0 if config.model.lora is None else config.model.lora.rank,
     )

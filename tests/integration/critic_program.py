@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from relax_events.config import RunConfig
 from relax_events.events.types import SampleReady
 from relax_events.objects import ObjectStore
 from relax_events.training.backend.torch_critic import TorchCritic
@@ -20,6 +21,7 @@ from relax_events.training.distributed import TorchRanks
 from relax_events.training.megatron.critic import MegatronCritic
 from relax_events.training.ranks import SingleRank
 from tests.event_samples import changed
+from tests.integration.megatron_media import media_samples, reads_media, with_media
 from tests.integration.megatron_program import (
     TIMEOUT_SECONDS,
     Float64Reference,
@@ -47,14 +49,20 @@ SCENARIOS = {
     "context": Scenario({"context": 2}),
     "data": Scenario({}, MINI_BATCHES),
     "experts": Scenario({"expert": 2}, family="qwen3_moe"),
+    "vision": Scenario({"tensor": 2}, family="qwen3_vl"),
     "sharded": Scenario({}, MINI_BATCHES | {"activation_checkpointing": "whole"}, backend="torch"),
 }
 
 
-def samples_of(folder: Path, step: int) -> list[SampleReady]:
+def samples_of(config: RunConfig, step: int) -> list[SampleReady]:
     """Return a step's samples, with values."""
     draw = np.random.default_rng(step)
-    samples = make_samples(10, seed=step, model_path=folder)
+    path = config.model.path
+    samples = (
+        media_samples(config, 10, seed=step)
+        if reads_media(path)
+        else make_samples(10, seed=step, model_path=path)
+    )
     return [
         changed(
             sample,
@@ -97,13 +105,15 @@ def run(name: str, folder: Path, ranks: TorchRanks) -> dict[str, Any]:
     lay_out(ranks, scenario.layout)
     plain = run_config(
         model,
-        trainer={"max_grad_norm": 0.5, "weight_decay": 0.01, "max_tokens_per_micro_batch": 60}
+        trainer={"max_grad_norm": 0.5, "weight_decay": 0.01, "max_tokens_per_micro_batch": 90}
         | {key: value for key, value in scenario.trainer.items() if key[:4] == "num_"},
         algorithm={"name": "ppo"},
     )
+    if reads_media(model):
+        plain = with_media(plain, folder / "media")
     trainer = plain.trainer.model_copy(update=scenario.trainer)
     config = plain.model_copy(update={"trainer": trainer})
-    samples = [samples_of(model, step) for step in range(3)]
+    samples = [samples_of(plain, step) for step in range(3)]
     make: Any = MegatronCritic if scenario.backend == "megatron" else TorchCritic
     critic = make(config, ranks=ranks, dtype=torch.float64)
     with Checkpoints(store, ranks=ranks, keep=9, folder=f"{name}/") as checkpoints:

@@ -18,6 +18,15 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
     Qwen3MoeRMSNorm,
     Qwen3MoeTopKRouter,
 )
+from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
+    Qwen3OmniMoeThinkerTextRMSNorm,
+    Qwen3OmniMoeThinkerTextTopKRouter,
+)
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRMSNorm
+from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import (
+    Qwen3VLMoeTextRMSNorm,
+    Qwen3VLMoeTextTopKRouter,
+)
 
 from relax_events.config import LoRAConfig, RunConfig
 from relax_events.config.topology import Topology
@@ -32,9 +41,18 @@ from relax_events.training.distributed import TorchRanks
 from relax_events.training.megatron.backend import MegatronBackend
 from relax_events.training.ranks import Ranks, SingleRank
 from tests.float64_experts import grouped_product
+from tests.integration.megatron_media import media_samples, reads_media, with_media
 from tests.unit.trainer_samples import make_samples, run_config
 
 TIMEOUT_SECONDS = 120.0
+NORMS = (
+    Qwen3RMSNorm,
+    Qwen3MoeRMSNorm,
+    Qwen3VLTextRMSNorm,
+    Qwen3VLMoeTextRMSNorm,
+    Qwen3OmniMoeThinkerTextRMSNorm,
+)
+ROUTERS = (Qwen3MoeTopKRouter, Qwen3VLMoeTextTopKRouter, Qwen3OmniMoeThinkerTextTopKRouter)
 WHOLE_STEP = {
     "name": "reinforce_plus_plus_baseline",
     "m2_threshold": 0.05,
@@ -55,6 +73,7 @@ class Scenario:
     num_ranks: int = 2
     replays_routing: bool = False
     lora: dict[str, Any] | None = None
+    frozen: tuple[str, ...] = ()
 
 
 SHORT = {
@@ -115,6 +134,18 @@ LONG = {
         BALANCED,
         replays_routing=True,
     ),
+    "vision": Scenario("qwen3_vl", {"tensor": 2}, {"activation_checkpointing": "whole"}),
+    "vision_context": Scenario("qwen3_vl", {"context": 2}, frozen=("vision",)),
+    "vision_stages": Scenario(
+        "deep_vl", {"pipeline": 2}, {"activation_checkpointing": "whole"}, WHOLE_STEP
+    ),
+    "vision_adapters": Scenario(
+        "qwen3_vl", {"tensor": 2}, {"activation_checkpointing": "whole"}, lora={"rank": 4}
+    ),
+    "vision_experts": Scenario("qwen3_vl_moe", {"tensor": 2, "expert": 2}, replays_routing=True),
+    "omni": Scenario(
+        "qwen3_omni_moe_thinker", {"tensor": 2}, {"activation_checkpointing": "whole"}
+    ),
     "replayed_context": Scenario("qwen3_moe", {"context": 2, "expert": 2}, replays_routing=True),
 }
 FOUR = {
@@ -132,10 +163,12 @@ ROUNDED = ("tensor", "data", "experts")
 SCENARIOS = SHORT | LONG | FOUR
 
 
-def train(backend: TrainerBackend, folder: Path, *, data: int = 0, num_data: int = 1) -> list[Any]:
+def train(
+    backend: TrainerBackend, config: RunConfig, *, data: int = 0, num_data: int = 1
+) -> list[Any]:
     """Train a step of which this data-parallel rank has its share; return its metrics."""
     step = backend.policy_version
-    samples = samples_of(folder, step, backend.experts)
+    samples = samples_of(config, step, backend.experts)
     groups = [samples[first : first + 2] for first in range(0, 10, 2)]
     mine = [sample for group in groups[data::num_data] for sample in group]
     size = 2 + 2 * data  # ranks with other numbers of micro-batches
@@ -173,12 +206,14 @@ def train_rounded(config: RunConfig, ranks: Ranks, model: Path, at: dict[str, in
     return [torch.equal(found[0][name], tensor) for name, tensor in found[1].items()]
 
 
-@cache
-def samples_of(folder: Path, step: int, experts: ExpertShape | None) -> list[SampleReady]:
+def samples_of(config: RunConfig, step: int, experts: ExpertShape | None) -> list[SampleReady]:
     """Return a step's samples, the same for the reference; with random experts, where
     their routing is replayed."""
-    with Float64Reference():
-        samples = make_samples(10, seed=step, model_path=folder)
+    samples = (
+        media_samples(config, 10, seed=step)
+        if reads_media(config.model.path)
+        else text_samples(config.model.path, step)
+    )
     if experts is None:
         return samples
     draw = np.random.default_rng(step)
@@ -186,6 +221,12 @@ def samples_of(folder: Path, step: int, experts: ExpertShape | None) -> list[Sam
         replace(sample, routed_experts=draw_experts(draw, len(sample.tokens) - 1, experts))
         for sample in samples
     ]
+
+
+@cache
+def text_samples(folder: Path, step: int) -> list[SampleReady]:
+    with Float64Reference():
+        return make_samples(10, seed=step, model_path=folder)
 
 
 def draw_experts(draw: np.random.Generator, num_tokens: int, shape: ExpertShape) -> Any:
@@ -208,6 +249,11 @@ def run(name: str, folder: Path, ranks: TorchRanks) -> dict[str, Any]:
     if scenario.lora is not None:
         adapted = config.model.model_copy(update={"lora": LoRAConfig(**scenario.lora)})
         config = config.model_copy(update={"model": adapted})
+    if scenario.frozen:
+        partly = config.model.model_copy(update={"frozen": scenario.frozen})
+        config = config.model_copy(update={"model": partly})
+    if reads_media(model):
+        config = with_media(config, folder / "media")
     kept = config.trainer.model_copy(update={"activation_checkpointing": "none"})
     plain = config.model_copy(update={"trainer": kept})  # for the reference
     results: dict[str, Any] = {}
@@ -217,25 +263,25 @@ def run(name: str, folder: Path, ranks: TorchRanks) -> dict[str, Any]:
         results["rounded"] = train_rounded(config, ranks, model, at)
     backend = MegatronBackend(config, ranks=ranks, dtype=torch.float64)
     with Checkpoints(store, ranks=ranks, keep=9, folder=f"{name}/") as checkpoints:
-        results["metrics"] = train(backend, model, **at)
+        results["metrics"] = train(backend, config, **at)
         first = checkpoints.save(backend.state(), extra={}).wait(60)
         results["first"] = state_of(checkpoints, first)
-        results["metrics"] += train(backend, model, **at)
+        results["metrics"] += train(backend, config, **at)
         results["weights"] = collect_weights(backend)
         backend.load_state(checkpoints.load(first).state)
-        results["metrics_again"] = train(backend, model, **at)
+        results["metrics_again"] = train(backend, config, **at)
         results["weights_again"] = collect_weights(backend)
         if ranks.rank == 0:
             with Float64Reference():
                 alone = TorchBackend(plain, ranks=SingleRank(), dtype=torch.float64)
-                expected = {"metrics": train(alone, model)}
+                expected = {"metrics": train(alone, config)}
                 expected["first"] = {
                     key: value.clone() for key, value in alone.state().tensors.items()
                 }
-                expected["metrics"] += train(alone, model)
+                expected["metrics"] += train(alone, config)
                 expected["weights"] = collect_weights(alone)
                 alone.load_state(checkpoints.load(first).state)
-                expected["metrics_again"] = train(alone, model)
+                expected["metrics_again"] = train(alone, config)
                 expected["weights_again"] = collect_weights(alone)
             results["expected"] = expected
     with Checkpoints(
@@ -275,9 +321,8 @@ class Float64Reference:
     def __enter__(self) -> None:
         self._originals: list[tuple[Any, str, Any]] = []
         for owner, name, replacement in (
-            (Qwen3RMSNorm, "forward", _norm),
-            (Qwen3MoeRMSNorm, "forward", _norm),
-            (Qwen3MoeTopKRouter, "forward", _route),
+            *((norm, "forward", _norm) for norm in NORMS),
+            *((router, "forward", _route) for router in ROUTERS),
             (moe, "_grouped_mm", grouped_product),
         ):
             self._originals.append((owner, name, getattr(owner, name)))
@@ -291,7 +336,7 @@ class Float64Reference:
 def _route(self: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     logits = torch.nn.functional.linear(hidden.reshape(-1, self.hidden_dim), self.weight)
     chosen, indices = logits.softmax(-1).topk(self.top_k, dim=-1)
-    if self.norm_topk_prob:
+    if getattr(self, "norm_topk_prob", True):  # Qwen3-VL always does
         chosen = chosen / chosen.sum(-1, keepdim=True)
     return logits, chosen, indices
 

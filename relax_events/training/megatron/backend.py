@@ -8,6 +8,7 @@ none of it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,8 +18,11 @@ from torch import Tensor
 
 from relax_events.config import RunConfig
 from relax_events.errors import ConfigError
+from relax_events.events.types import SampleReady
+from relax_events.media.library import MediaLibrary
 from relax_events.models.adapters import BASE_DIGEST, encode_base_digest
 from relax_events.models.base_digest import compute_base_digest, require_same_base
+from relax_events.models.families import find_part, read_family, require_parts
 from relax_events.models.offload import Offload
 from relax_events.training.backend.determinism import (
     GENERATORS,
@@ -31,10 +35,12 @@ from relax_events.training.backend.protocol import Critic, Scorer, StepMetrics
 from relax_events.training.backend.state import StateSource, TrainerState
 from relax_events.training.backend.step_sums import add_imbalance
 from relax_events.training.batch.loss_batch import LossBatch
+from relax_events.training.batch.sample_intake import SampleMedia
 from relax_events.training.megatron.adapter_layout import AdapterLayout
 from relax_events.training.megatron.cpu import cuda_calls_on_cpu
 from relax_events.training.megatron.layout import ShardsOf, full_shapes, rank_shards
 from relax_events.training.megatron.opening import (
+    build_own_towers,
     exchanges_experts,
     needs_megatron,
     open_device,
@@ -75,7 +81,9 @@ class MegatronBackend(PolicyTraining):
         self._device = open_device(config.model.device, ranks=ranks, threads=config.trainer.threads)
         torch.manual_seed(config.run.seed)
         path = config.model.path
-        sizes = read_sizes(path, ranks.topology)
+        self._family = read_family(path, config.model.media)
+        self._media = SampleMedia(self._family, MediaLibrary(config))
+        sizes = read_sizes(path, ranks.topology, self._family)
         if config.model.replays_routing and not sizes.num_experts:
             raise ConfigError(
                 "model.routing_replay needs a mixture of experts, but the model in "
@@ -108,7 +116,7 @@ class MegatronBackend(PolicyTraining):
         from relax_events.training.megatron.rank_parameters import RankParameters
         from relax_events.training.megatron.stage import ModelStage
 
-        trainer, ranks = self._config.trainer, self._ranks
+        model, trainer, ranks = self._config.model, self._config.trainer, self._ranks
         start_ranks(
             ranks,
             self._device,
@@ -117,18 +125,30 @@ class MegatronBackend(PolicyTraining):
         )
         stage = ModelStage(
             self._sizes, ranks.topology, trainer=trainer, dtype=self._dtype, device=self._device,
-            replays_routing=self._config.model.replays_routing,
+            replays_routing=model.replays_routing,
             balance_coefficient=self._config.algorithm.load_balancing_coefficient,
+            towers=build_own_towers(
+                model, model.path, self._family, ranks.at, dtype=self._dtype, device=self._device
+            ),
         )  # fmt: skip
         shards = list(rank_shards(self._sizes, ranks.topology, ranks.at))
-        stage.load(self._config.model.path, shards)
+        stage.load(model.path, shards)
         shapes = full_shapes(self._sizes, self._shards_of)
         if self._lora is not None:
             shards = stage.add_adapters(self._lora, ranks.topology, ranks.at)
             initialise_adapters(stage.module, shards, shapes, seed=self._config.run.seed)
         return stage, RankParameters(
-            stage.module, shards, sizes=self._sizes, config=trainer, ranks=ranks, shapes=shapes
-        )
+            stage.module, shards, sizes=self._sizes, config=trainer, ranks=ranks, shapes=shapes,
+            frozen=self._frozen_names(),
+        )  # fmt: skip
+
+    def _frozen_names(self) -> list[str]:
+        """Return the parameters of the towers that `model.frozen` names."""
+        parts = self._config.model.frozen
+        require_parts(parts, family=self._family)
+        return [
+            name for name, _ in self._sizes.towers if find_part(name, family=self._family) in parts
+        ]
 
     @property
     def attention_cost(self) -> float:
@@ -139,6 +159,10 @@ class MegatronBackend(PolicyTraining):
     def is_collective(self) -> bool:
         """Whether data-parallel ranks exchange tokens in the experts of each layer."""
         return exchanges_experts(self._ranks.topology)
+
+    def _add_media(self, loss_batch: LossBatch, samples: Sequence[SampleReady]) -> LossBatch:
+        """Return a copy with the media of its samples."""
+        return replace(loss_batch, batch=self._media.add_to(loss_batch.batch, samples))
 
     def _run(self, works: Sequence[Work], *, forward_only: bool = False) -> None:
         """Run micro-batches; where data-parallel ranks wait for each other, rows of padding too."""

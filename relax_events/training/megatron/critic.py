@@ -5,7 +5,6 @@ laid out as the policy is.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,14 +13,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from relax_events.config import RunConfig
+from relax_events.events.types import SampleReady
+from relax_events.media.library import MediaLibrary
+from relax_events.models.families import read_family
 from relax_events.training.backend.protocol import ValueMetrics
 from relax_events.training.backend.state import StateSource, TrainerState
 from relax_events.training.backend.value_training import ValueBatch, ValueTraining
 from relax_events.training.batch.packing import PackedBatch, micro_batch_slices, pack
 from relax_events.training.batch.row_layout import TokenSequence, read_array
+from relax_events.training.batch.sample_intake import SampleMedia
 from relax_events.training.megatron.cpu import cuda_calls_on_cpu
 from relax_events.training.megatron.layout import rank_shards
 from relax_events.training.megatron.opening import (
+    build_own_towers,
     needs_megatron,
     open_device,
     pad_works,
@@ -73,18 +77,27 @@ class MegatronCritic(ValueTraining):
 
         ranks, trainer = self._ranks, self._trainer
         path = config.critic.model_path or config.model.path
-        sizes = read_sizes(path, ranks.topology).as_critic()
+        family = read_family(path, config.model.media)
+        self._media = SampleMedia(family, MediaLibrary(config, model_path=path))
+        sizes = read_sizes(path, ranks.topology, family).as_critic()
         start_ranks(
             ranks,
             device,
             seed=config.run.seed,
             timeout_seconds=trainer.collective_timeout_seconds,
         )
-        stage = ValueStage(sizes, ranks.topology, trainer=trainer, dtype=dtype, device=device)
+        towers = build_own_towers(config.model, path, family, ranks.at, dtype=dtype, device=device)
+        stage = ValueStage(
+            sizes, ranks.topology, trainer=trainer, dtype=dtype, device=device, towers=towers
+        )
         stage.load(path, list(rank_shards(sizes, ranks.topology, ranks.at)))
-        named = replace(sizes, prefix=BACKBONE)
+        named = sizes.named_below(BACKBONE)
         shards = list(rank_shards(named, ranks.topology, ranks.at))
         return stage, RankParameters(stage.module, shards, sizes=named, config=trainer, ranks=ranks)
+
+    def _add_media(self, batch: PackedBatch, samples: Sequence[SampleReady]) -> PackedBatch:
+        """Return a copy with the media of its samples."""
+        return self._media.add_to(batch, samples)
 
     def _train_all(self, value_batches: Iterable[ValueBatch]) -> None:
         """Run micro-batches forward and backward; see `ValueTraining`."""
@@ -103,7 +116,8 @@ class MegatronCritic(ValueTraining):
         return [list(range(len(paths)))[part] for part in slices]
 
     def _pack_scored(self, samples: Sequence[TokenSequence]) -> PackedBatch:
-        return pack(samples, vocab_size=self._model.vocab_size, share_rows=True)
+        batch = pack(samples, vocab_size=self._model.vocab_size, share_rows=True)
+        return self._media.add_to(batch, samples)
 
     def _score_all(
         self, batches: Iterable[PackedBatch], *, num_rounds: int

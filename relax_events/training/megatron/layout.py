@@ -13,6 +13,8 @@ in Hugging Face names:
     local_experts.E.linear_fc1        the same, of one expert   experts.gate_up_proj[E]
     local_experts.E.linear_fc2        columns, of one expert    experts.down_proj[E]
     norms, router                     whole on every rank       norms, gate
+    towers                            whole, on the first       the same names
+                                      pipeline stage
     value_head                        whole on every rank       weight, bias (of a critic alone)
 
 Everything else follows from the rectangles: loading, the stream of weights, gradients in tests,
@@ -140,6 +142,10 @@ class _Rank:
         sizes, at, topology = self.sizes, self.at, self.topology
         if at.pipeline == chunk == 0:
             yield self.vocabulary("embedding.word_embeddings.weight", f"{sizes.prefix}embed_tokens")
+            for name, shape in sizes.towers:
+                box = tuple((0, size) for size in shape)
+                piece = Piece(f"{sizes.outer_prefix}{name}", box, box)
+                yield Shard(f"towers.{name}", shape, (piece,), is_replicated=True)
         yield from self.layers(chunk * topology.pipeline + at.pipeline)
         if (at.pipeline, chunk) == (topology.pipeline - 1, topology.chunks - 1):
             yield self.vector(

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from relax_events.config.topology import Topology
+from relax_events.config import ModelConfig
+from relax_events.config.topology import Coordinates, Topology
 from relax_events.errors import ConfigError
 from relax_events.model_folder import read_model_json
 from relax_events.models.causal_lm import choose_device
+from relax_events.models.families import Family
 from relax_events.training.backend.determinism import make_deterministic
 from relax_events.training.megatron.sizes import DecoderSizes
+from relax_events.training.megatron.towers import Towers, build_towers, read_tower_shapes
 from relax_events.training.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -39,20 +43,36 @@ def open_device(name: str, *, ranks: Ranks, threads: int) -> torch.device:
     return device
 
 
-def read_sizes(path: Path, topology: Topology) -> DecoderSizes:
-    """Read the sizes of a decoder that is trained.
+def read_sizes(path: Path, topology: Topology, family: Family) -> DecoderSizes:
+    """Read the sizes of a model that is trained.
 
+    Args:
+        path: Its folder.
+        topology: All ranks.
+        family: Of the model.
     Raises:
         ConfigError: megatron-core lacks a part of it, or it can't be divided so.
     """
     sizes = DecoderSizes.from_settings(read_model_json(path / "config.json"), path=path)
     sizes.require_fits(topology)
-    if sizes.reads_media:
-        raise ConfigError(
-            f"the model in {path} has towers for images or audio next to its decoder, which "
-            "trainer.backend = 'megatron' does not train; set trainer.backend = 'torch'"
-        )
-    return sizes
+    return replace(sizes, towers=read_tower_shapes(path, family))
+
+
+def build_own_towers(
+    model: ModelConfig,
+    path: Path,
+    family: Family,
+    at: Coordinates,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Towers | None:
+    """Return the towers that a rank holds, without values: those of the first pipeline stage hold
+    all.
+    """
+    if at.pipeline:
+        return None
+    return build_towers(path, family, dtype=dtype, device=device, attention=model.attention)
 
 
 @contextmanager

@@ -8,6 +8,8 @@ share them, AdamW, state, and the stream of weights.
     norms, router         those, after the tensor-parallel ranks,     by the first of these
                           which see other tokens or heads
     experts               ranks with the same experts                 once each
+    towers                as norms                                    as norms
+    frozen                not, and no optimizer holds them            never
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from relax_events.config import TrainerConfig
 from relax_events.training.backend.flat_adamw import MOMENTS
 from relax_events.training.backend.state import StateShard, StateSource, require_same_tensors
 from relax_events.training.megatron.flat_part import FlatPart, Parameters
-from relax_events.training.megatron.layout import Shard, full_shapes
+from relax_events.training.megatron.layout import Shard, cut, full_shapes, holds_first_copy
 from relax_events.training.megatron.sizes import DecoderSizes
 from relax_events.training.ranks import Ranks
 
@@ -46,6 +48,7 @@ class RankParameters:
         config: TrainerConfig,
         ranks: Ranks,
         shapes: Mapping[str, tuple[int, ...]] | None = None,
+        frozen: Collection[str] = (),
     ) -> None:
         """Move the parameters into flat tensors.
 
@@ -55,12 +58,22 @@ class RankParameters:
             sizes: Of the decoder.
             config: AdamW's settings.
             ranks: All of them.
-            shapes: Of what is trained in the whole model; by default of all its parameters.
+            shapes: Of what belongs to the state of the whole model; by default all its parameters.
+            frozen: Names in transformers of those of them that are not trained: each is saved by
+                one of the ranks that hold it, and has no moments.
         """
         self._ranks = ranks
         self._shapes = full_shapes(sizes) if shapes is None else shapes
         parameters = dict(module.named_parameters())
-        pairs = [(shard, parameters[shard.name]) for shard in shards]
+        self._frozen_names = frozenset(frozen)
+        self._frozen = {
+            shard.name: (shard, parameters[shard.name].requires_grad_(False))
+            for shard in shards
+            if any(piece.name in self._frozen_names for piece in shard.pieces)
+        }
+        pairs = [
+            (shard, parameters[shard.name]) for shard in shards if shard.name not in self._frozen
+        ]
         dense = _in_order([pair for pair in pairs if not pair[0].is_expert])
         experts = [pair for pair in pairs if pair[0].is_expert]
         data = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -156,11 +169,14 @@ class RankParameters:
             f"{kind}.{name}": shape
             for kind in ("model", *MOMENTS)
             for name, shape in self._shapes.items()
+            if kind == "model" or name not in self._frozen_names
         }
 
     def _saves(self, shard: Shard) -> bool:
         """Return whether this rank's slice of a parameter is the one that is saved."""
         at = self._ranks.at
+        if shard.name in self._frozen:
+            return holds_first_copy(shard, at)
         return not shard.is_copy and not (shard.is_replicated and at.tensor)
 
     def _pieces(self) -> Iterator[tuple[Shard, StateShard]]:
@@ -177,6 +193,17 @@ class RankParameters:
                                 tensor=tensor,
                             ),
                         )
+        for shard, parameter in self._frozen.values():
+            for held in shard.pieces:
+                yield (
+                    shard,
+                    StateShard(
+                        name=f"model.{held.name}",
+                        global_shape=self._shapes[held.name],
+                        offset=tuple(start for start, _ in held.source),
+                        tensor=cut(parameter.detach(), held.target),
+                    ),
+                )
 
     @torch.no_grad()
     def load(self, state: StateSource, *, without: Collection[str] = ()) -> None:

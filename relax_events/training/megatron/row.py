@@ -13,8 +13,26 @@ import numpy as np
 from jaxtyping import Bool, Int64, Integer
 from numpy.typing import NDArray
 
+from relax_events.media.model_inputs import ProcessedMedia
 from relax_events.training.batch.packing import PackedBatch
 from relax_events.training.batch.row_layout import padded_length
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowMedia:
+    """The media of a row.
+
+    Attributes:
+        rotary: Rotary positions of its tokens: time, row and column.
+        positions: Indices among one rank's tokens of those whose embeddings are replaced.
+        features: Index of the feature of each of these, in the concatenated features of `pieces`.
+        pieces: Every file once.
+    """
+
+    rotary: Int64[np.ndarray, "3 row"]
+    positions: Int64[np.ndarray, " media_tokens"]
+    features: Int64[np.ndarray, " media_tokens"]
+    pieces: tuple[ProcessedMedia, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +48,7 @@ class Row:
         loss_tokens: Which loss tokens of the micro-batch these predict.
         experts: Of each token of the row, where the engine's routing is replayed.
         is_replayed: Which tokens of the row have recorded experts.
+        media: Where samples have media.
     """
 
     tokens: Int64[np.ndarray, " row"]
@@ -40,6 +59,7 @@ class Row:
     loss_tokens: Int64[np.ndarray, " own_loss_tokens"]
     experts: Integer[np.ndarray, "row layers top_k"] | None = None
     is_replayed: Bool[np.ndarray, " row"] | None = None
+    media: RowMedia | None = None
 
 
 def lay_out_row(batch: PackedBatch | None, *, multiple: int, parts: int = 1, index: int = 0) -> Row:
@@ -76,7 +96,22 @@ def lay_out_row(batch: PackedBatch | None, *, multiple: int, parts: int = 1, ind
         loss_tokens=loss_tokens,
         experts=experts,
         is_replayed=is_replayed,
+        media=_lay_out_media(batch, own_index),
     )
+
+
+def _lay_out_media(
+    batch: PackedBatch | None, own_index: Int64[np.ndarray, " row"]
+) -> RowMedia | None:
+    """Return the media of a row, given the index of its tokens among those of one rank."""
+    if batch is None or batch.media is None:
+        return None
+    media, num_tokens = batch.media, len(batch.cells)
+    rotary = np.zeros((3, len(own_index)), np.int64)
+    rotary[:, :num_tokens] = media.positions.reshape(3, -1)[:, batch.cells]
+    positions = own_index[_index_of_cells(batch)[media.cells]]
+    is_own = positions >= 0
+    return RowMedia(rotary, positions[is_own], media.features[is_own], media.media)
 
 
 def _pad_experts(
@@ -99,13 +134,18 @@ def _without_padding(
     """Return the tokens of the samples one after the other, their positions, and the indices that
     predict the loss tokens.
     """
-    index_of_cell = np.empty(batch.input_ids.size, np.int64)
-    index_of_cell[batch.cells] = np.arange(len(batch.cells))
     return (
         batch.input_ids.ravel()[batch.cells],
         batch.position_ids.ravel()[batch.cells],
-        index_of_cell[batch.loss_positions],
+        _index_of_cells(batch)[batch.loss_positions],
     )
+
+
+def _index_of_cells(batch: PackedBatch) -> NDArray[np.int64]:
+    """Return the index of each cell's token, in the samples one after the other."""
+    index = np.empty(batch.input_ids.size, np.int64)
+    index[batch.cells] = np.arange(len(batch.cells))
+    return index
 
 
 def context_parts(num_tokens: int, *, num_parts: int, index: int) -> list[tuple[int, int]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from relax_events.config.topology import Topology
 from relax_events.errors import ConfigError
-from relax_events.model_folder import NUM_EXPERTS, get_text_config
+from relax_events.model_folder import NUM_EXPERTS, get_text_config, get_thinker_config
 
 PREFIXES = {
     "qwen3": "model.",
@@ -50,6 +50,10 @@ class DecoderSizes:
         eps: Epsilon of the norms.
         rope_theta: Base of the rotary positions.
         reads_media: Whether the model has towers for images or audio next to its decoder.
+        towers: Names in transformers and shapes of their parameters, where these are read.
+        num_deep: Decoder layers after which features of the vision tower are added.
+        mrope_section: Frequencies of time, row and column where positions have three parts.
+        outer_prefix: What stands before the names of towers.
         has_value_head: Whether it ends in a critic's scalar head instead of the output head.
     """
 
@@ -69,6 +73,10 @@ class DecoderSizes:
     eps: float = 1e-6
     rope_theta: float = 10_000.0
     reads_media: bool = False
+    towers: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    num_deep: int = 0
+    mrope_section: tuple[int, ...] = ()
+    outer_prefix: str = ""
     has_value_head: bool = False
 
     @classmethod
@@ -111,11 +119,20 @@ class DecoderSizes:
             eps=float(config.get("rms_norm_eps", 1e-6)),
             rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0),
             reads_media=kind not in TEXT_FAMILIES,
+            num_deep=len(_vision_settings(settings).get("deepstack_visual_indexes") or ()),
+            mrope_section=tuple(map(int, rope.get("mrope_section") or ())),
         )
 
     def as_critic(self) -> DecoderSizes:
         """Return the same decoder with a scalar head in place of the output head."""
         return replace(self, has_value_head=True, is_tied=False)
+
+    def named_below(self, prefix: str) -> DecoderSizes:
+        """Return the same sizes with names as in a critic's checkpoints: below a prefix, and those
+        of a text model's decoder without their own.
+        """
+        own = self.prefix if self.reads_media else ""
+        return replace(self, prefix=f"{prefix}{own}", outer_prefix=prefix)
 
     def require_fits(self, topology: Topology) -> None:
         """Require that the decoder can be split so.
@@ -140,6 +157,13 @@ class DecoderSizes:
                     f"trainer.{key} = {divisor} must divide the model's {what}, which are "
                     f"{size}; lower it"
                 )
+        first = self.num_layers // (topology.pipeline * topology.chunks)
+        if first < self.num_deep:
+            raise ConfigError(
+                f"the first pipeline stage must hold the {self.num_deep} decoder layers that "
+                f"features of images are added after, and trainer.{stages} leaves it {first} of "
+                f"{self.num_layers}; lower one of the two"
+            )
 
     @property
     def attention_cost(self) -> float:
@@ -155,6 +179,11 @@ class DecoderSizes:
     def padded_vocab_size(self, tensor_parallel: int) -> int:
         """Return the rows of the embedding with which every rank has the same number."""
         return -(-self.vocab_size // tensor_parallel) * tensor_parallel
+
+
+def _vision_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    vision: Mapping[str, Any] = get_thinker_config(settings).get("vision_config") or {}
+    return vision
 
 
 def _require_known_parts(config: Mapping[str, Any], path: object) -> None:

@@ -1,8 +1,8 @@
 """Cuts flat slices of parameters into rectangles of Hugging Face tensors. Pure functions.
 
 The optimizer's state of a rank is a slice of a flat tensor, in which parameters lie one after the
-other. A slice may begin and end in the middle of a row, so a parameter's part of it is at most
-three rectangles: the rest of a row, whole rows, the beginning of a row.
+other. A slice may begin and end in the middle of a row, so a matrix' part of it is at most three
+rectangles: the rest of a row, whole rows, the beginning of a row.
 """
 
 from __future__ import annotations
@@ -75,22 +75,23 @@ def flat_pieces(shard: Shard, *, first: int, start: int, end: int) -> Iterator[F
 
 
 def _rectangles(shape: tuple[int, ...], low: int, high: int) -> Iterator[tuple[int, Box]]:
-    """Yield the rectangles of a range of a flat vector or matrix, and where each begins."""
+    """Yield the rectangles of a range of a flat tensor, and where each begins."""
     if low >= high:
         return
     if len(shape) == 1:
         yield low, ((low, high),)
         return
-    width = shape[1]
+    width = prod(shape[1:])
     while low < high:
         row, column = divmod(low, width)
         num_rows = (high - low) // width if column == 0 else 0
         if num_rows:
-            yield low, ((row, row + num_rows), (0, width))
+            yield low, ((row, row + num_rows), *((0, size) for size in shape[1:]))
             low += num_rows * width
         else:
             stop = min(width, column + high - low)
-            yield low, ((row, row + 1), (column, stop))
+            for at, box in _rectangles(shape[1:], column, stop):
+                yield row * width + at, ((row, row + 1), *box)
             low += stop - column
 
 

@@ -39,6 +39,13 @@ from relax_events.training.megatron.layout import Shard, cut, full_shapes
 from relax_events.training.megatron.routing import RoutingReplay
 from relax_events.training.megatron.row import Row, lay_out_row
 from relax_events.training.megatron.sizes import DecoderSizes
+from relax_events.training.megatron.towers import (
+    TOWERS,
+    OwnFeatures,
+    Towers,
+    add_deep_features,
+    encode_own,
+)
 from relax_events.training.megatron.vocabulary import HeadRows, sum_over_ranks, vocabulary_logprobs
 
 LossFunction = Callable[[Any], Tensor]
@@ -80,6 +87,7 @@ class ModelStage:
         device: torch.device,
         replays_routing: bool = False,
         balance_coefficient: float = 0.0,
+        towers: Towers | None = None,
     ) -> None:
         """Build this rank's part without values; the process groups must exist."""
         self.sizes, self.device, self.dtype = sizes, device, dtype
@@ -101,6 +109,11 @@ class ModelStage:
         self._chunks, self._last = chunks, chunks[-1]
         self.module: nn.Module = chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks)
         layers = [list(chunk.decoder.layers) for chunk in chunks]
+        self._towers: Towers | None = None
+        if towers is not None and parallel_state.is_pipeline_first_stage():
+            self._towers = towers
+            chunks[0].add_module(TOWERS, towers)
+            add_deep_features(layers[0][: sizes.num_deep])
         self._routing: RoutingReplay | None = None
         if replays_routing:
             tensor = (self._tensor.rank(), self._tensor.size())
@@ -239,16 +252,45 @@ class ModelStage:
             for values in (row.tokens[row.own], row.positions[row.own], row.ends)
         )
         embedded = chunk.embedding(tokens[None], None) if chunk.pre_process else None
+        own = None if embedded is None else self._own_features(row, len(embedded))
+        if own is not None and embedded is not None:
+            replaced = own.first[:, None].to(embedded.dtype)
+            embedded = embedded.index_copy(0, own.positions, replaced)
         if embedded is not None and self._is_frozen and torch.is_grad_enabled():
             # a layer that is computed again has gradients only where its input has one
             embedded = embedded.detach().requires_grad_()
-        angles = positions[:, None].float() * self._frequencies
+        angles = self._angles(row, positions)
         hidden: Tensor = chunk.decoder(
             hidden_states=embedded,
             attention_mask=ends,
             rotary_pos_emb=torch.cat([angles, angles], -1)[:, None, None],
+            # see add_deep_features
+            context=own.deep if own is not None and len(own.deep) else None,
+            context_mask=own.positions if own is not None else None,
         )
         return hidden
+
+    def _own_features(self, row: Row, num_tokens: int) -> OwnFeatures | None:
+        """Encode the media among the tokens of this rank's part of the sequence."""
+        if self._towers is None:
+            return None
+        first = self._tensor.rank() * num_tokens if self._tensor.size() > 1 else 0
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self._is_frozen):
+            return encode_own(self._towers, row, first=first, end=first + num_tokens)
+
+    def _angles(self, row: Row, positions: Tensor) -> Float[Tensor, "tokens half_head"]:
+        """Return the rotary angles of this rank's tokens. Where positions have three parts, the
+        frequencies of row and column alternate with those of time (interleaved M-RoPE).
+        """
+        if row.media is None:
+            return positions[:, None].float() * self._frequencies
+        rotary = torch.from_numpy(row.media.rotary[:, row.own]).to(self.device)
+        angles = rotary[..., None].float() * self._frequencies
+        mixed = angles[0].clone()
+        for part in (1, 2):
+            mixed_in = slice(part, 3 * self.sizes.mrope_section[part], 3)
+            mixed[:, mixed_in] = angles[part, :, mixed_in]
+        return mixed
 
     def _loss(self, work: Work, row: Row, hidden: Tensor) -> Tensor:
         if work.batch is None:

@@ -11,7 +11,7 @@ from relax_events.config import RunConfig
 
 pytestmark = pytest.mark.unit
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"model": {"frozen": ["vision"]}}, r"model\.frozen is \['vision'\]; leave it out"),
+    ({"model": {"frozen": ["language"]}}, r"model\.frozen names 'language'; leave that out"),
     (
         {
             "algorithm": {"name": "ppo"},

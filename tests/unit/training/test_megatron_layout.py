@@ -215,6 +215,15 @@ def test_model_with_other_parts_is_refused(changes, says):
             r"pipeline_parallel \(2\) \* trainer.pipeline_chunks \(4\) = 8 must divide the model's",
         ),
         (QWEN3_4B, {"expert": 2}, "expert_parallel = 2 must divide the model's experts"),
+        (
+            {
+                "model_type": "qwen3_vl",
+                "text_config": QWEN3_4B,
+                "vision_config": {"deepstack_visual_indexes": [5, 11, 17]},
+            },
+            {"pipeline": 4, "chunks": 9},
+            "must hold the 3 decoder layers .* leaves it 1 of 36",
+        ),
     ],
 )
 def test_topology_that_the_model_does_not_fit_is_refused(settings, topology, says):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from relax_events.config.topology import Topology
+from relax_events.media.model_inputs import MediaInputs
 from relax_events.training.batch.packing import PackedBatch
 from relax_events.training.megatron.layout import cut, full_shapes, rank_shards
 from relax_events.training.megatron.row import lay_out_row
@@ -30,6 +32,12 @@ SIZES = DecoderSizes(
     num_experts=4,
     top_k=2,
     expert_size=6,
+    reads_media=True,
+    towers=(
+        ("visual.patches", (4, 3, 2, 2, 2)),
+        ("visual.positions", (5, 3)),
+        ("visual.bias", (7,)),
+    ),
 )
 
 
@@ -98,6 +106,26 @@ def test_a_row_has_the_samples_without_padding_between_them() -> None:
     assert row.positions[:12].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3]
     assert row.ends.tolist() == [5, 8, 12]
     assert row.loss_positions.tolist() == [3, 6, 10]
+
+
+def test_each_rank_of_a_row_has_the_media_of_its_tokens() -> None:
+    batch = batch_of([5, 3, 4])
+    media = MediaInputs(
+        positions=np.stack([batch.position_ids, 2 * batch.position_ids, 3 * batch.position_ids]),
+        cells=np.array([1, 2, 9]),  # of the first sample, and of the third
+        features=np.array([4, 5, 0]),
+        media=(),
+    )
+    rows = [
+        lay_out_row(replace(batch, media=media), multiple=4, parts=2, index=at) for at in range(2)
+    ]
+    found = [
+        (row.media.positions.tolist(), row.media.features.tolist()) for row in rows if row.media
+    ]
+    assert found == [([1, 2, 3], [4, 5, 0]), ([], [])]
+    assert rows[0].own[[1, 2, 3]].tolist() == [1, 2, 9]
+    assert rows[0].media is not None
+    assert rows[0].media.rotary[2].tolist() == (3 * rows[0].positions).tolist()
 
 
 def test_context_parallel_ranks_share_the_loss_tokens() -> None:
