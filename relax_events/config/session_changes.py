@@ -155,6 +155,7 @@ RULES: Mapping[str, tuple[Rule, str]] = {
     "trainer.ranks": (FREE, "results agree within rounding"),
     "trainer.balance_ranks": (FREE, "results agree within rounding"),
     "trainer.sharding": (FREE, "results agree within rounding; checkpoints fit both"),
+    "trainer.offload_optimizer": (FREE, "results agree within rounding"),
     "trainer.activation_checkpointing": (FREE, "memory against computation"),
     "trainer.tensor_parallel": (FREE, "results agree within rounding"),
     "trainer.pipeline_parallel": (FREE, "results agree within rounding"),

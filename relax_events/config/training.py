@@ -61,6 +61,10 @@ class TrainerConfig(Section):
     """What is kept of each decoder layer for the backward pass: all activations; its input alone
     (`whole`), for about a third more computation; or, by backend `torch`, also the results of
     attention (`selective`), which cost most for long samples."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's state in the host's memory and update it by the processors: moments, and
+    float32 master weights where ranks don't divide these. Frees 8 to 12 bytes a parameter of a GPU,
+    divided as the optimizer is, for a slower update. Not run on a GPU yet."""
     learning_rate: OrDerived[Annotated[float, Field(gt=0)]] = DERIVED
     """AdamW's learning rate. Derived: 1e-6, for training all parameters of a pretrained model; 1e-5
     for its adapters (`model.lora`); 1e-3 for a model made by `[model.tiny]`."""

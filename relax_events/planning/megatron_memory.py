@@ -48,19 +48,22 @@ class MegatronMemory(TrainerMemory):
         dense_copies = copies // at.tensor
         expert_copies = copies // (at.expert * at.expert_tensor)
         updated = dense / dense_copies + experts / expert_copies
+        is_away = self.offloads_optimizer and self.on_gpu
         if self.adapter_rank:
             trained = known.num_adapter_parameters(self.adapter_rank) / at.pipeline / at.tensor
             return {
                 "weights": round((dense + experts + kept + trained) * width),
                 "gradients": round(trained * 4),
-                "float32 weights": round(trained / dense_copies * 4) if width < 4 else 0,
-                "optimizer": round(trained / dense_copies * 8),
+                "float32 weights": (
+                    round(trained / dense_copies * 4) if width < 4 and not is_away else 0
+                ),
+                "optimizer": 0 if is_away else round(trained / dense_copies * 8),
             }
         return {
             "weights": round((dense + experts + kept) * width),
             "gradients": round((dense + experts) * 4),
-            "float32 weights": round(updated * 4) if width < 4 else 0,
-            "optimizer": round(updated * 8),
+            "float32 weights": round(updated * 4) if width < 4 and not is_away else 0,
+            "optimizer": 0 if is_away else round(updated * 8),
         }
 
     def _gathered(self) -> dict[str, int]:
@@ -140,6 +143,7 @@ def memory_of_trainer(config: RunConfig, facts: CheckpointFacts, *, on_gpu: bool
         recomputed=trainer.activation_checkpointing,
         on_gpu=on_gpu,
         topology=trainer.topology(),
+        offloads_optimizer=trainer.offload_optimizer,
         freezes_towers="vision" in config.model.frozen,
         adapter_rank=0 if config.model.lora is None else config.model.lora.rank,
     )

@@ -49,6 +49,7 @@ class TrainerMemory:
         adapter_rank: Of the adapters, where only they are trained; 0 for all parameters.
         recomputed: `trainer.activation_checkpointing`.
         on_gpu: Whether the device is a GPU.
+        offloads_optimizer: `trainer.offload_optimizer`; on the CPU nothing is saved.
     """
 
     facts: CheckpointFacts
@@ -57,6 +58,7 @@ class TrainerMemory:
     adapter_rank: int = 0
     recomputed: Recomputed = "none"
     on_gpu: bool = True
+    offloads_optimizer: bool = False
 
     @classmethod
     def of_run(cls, config: RunConfig, facts: CheckpointFacts, *, on_gpu: bool) -> TrainerMemory:
@@ -75,6 +77,7 @@ class TrainerMemory:
             adapter_rank=lora.rank if lora is not None else 0,
             recomputed=trainer.activation_checkpointing,
             on_gpu=on_gpu,
+            offloads_optimizer=trainer.offload_optimizer,
         )
 
     def parts(self, num_tokens: int) -> MemoryParts:
@@ -99,13 +102,14 @@ class TrainerMemory:
             frozen, trained = known.num_parameters, known.num_adapter_parameters(self.adapter_rank)
         else:
             frozen, trained = 0, known.num_parameters
-        has_masters = width < 4 and self.num_pieces == 1
+        is_away = self.offloads_optimizer and self.on_gpu
+        has_masters = width < 4 and self.num_pieces == 1 and not is_away
         return {
             "weights": self._piece(frozen * width)
-            + self._piece(trained * (width if has_masters else 4)),
+            + self._piece(trained * (width if self.num_pieces == 1 else 4)),
             "float32 weights": trained * 4 if has_masters else 0,
             "gradients": self._piece(trained * 4),
-            "optimizer": self._piece(trained * 8),
+            "optimizer": 0 if is_away else self._piece(trained * 8),
         }
 
     def _piece(self, num_bytes: int) -> int:

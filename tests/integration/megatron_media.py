@@ -1,4 +1,4 @@
-"""Samples about images, video and audio for the ranks of test_megatron, drawn by their seed alone."""
+"""Samples about images, video and audio for the ranks of test_megatron, generated from a seed."""
 
 from __future__ import annotations
 

@@ -81,8 +81,8 @@ SHORT = {
     "replayed": Scenario("qwen3_moe", {"tensor": 2}, replays_routing=True),
 }
 LONG = {
-    "data": Scenario("qwen3", {}),
-    "pipeline": Scenario("qwen3", {"pipeline": 2}),
+    "data": Scenario("qwen3", {}, {"offload_optimizer": True}),
+    "pipeline": Scenario("qwen3", {"pipeline": 2}, {"offload_optimizer": True}),
     "context": Scenario("qwen3", {"context": 2}),
     "recomputed": Scenario("qwen3", {"tensor": 2}, {"activation_checkpointing": "whole"}),
     "whole_step": Scenario("qwen3", {"tensor": 2}, {}, WHOLE_STEP),
@@ -187,13 +187,13 @@ def leave(backend: TrainerBackend) -> None:
         backend.bring_back()
 
 
-def train_rounded(config: RunConfig, ranks: Ranks, model: Path, at: dict[str, int]) -> list[bool]:
+def train_rounded(config: RunConfig, ranks: Ranks, at: dict[str, int]) -> list[bool]:
     """Train two steps in bfloat16, with and without all memory overwritten between them; return
     for each tensor whether the weights are the same."""
     found = []
     for stays in (True, False):
         backend = MegatronBackend(config, ranks=ranks, dtype=torch.bfloat16)
-        train(backend, model, **at)
+        train(backend, config, **at)
         if not stays:
             kept, rebuilt = backend._parameters.memory()
             backend.move_away()
@@ -201,7 +201,7 @@ def train_rounded(config: RunConfig, ranks: Ranks, model: Path, at: dict[str, in
                 for tensor in (*kept, *rebuilt):
                     tensor.fill_(7.0)
             backend.bring_back()
-        train(backend, model, **at)
+        train(backend, config, **at)
         found.append(collect_weights(backend))
     return [torch.equal(found[0][name], tensor) for name, tensor in found[1].items()]
 
@@ -254,13 +254,15 @@ def run(name: str, folder: Path, ranks: TorchRanks) -> dict[str, Any]:
         config = config.model_copy(update={"model": partly})
     if reads_media(model):
         config = with_media(config, folder / "media")
-    kept = config.trainer.model_copy(update={"activation_checkpointing": "none"})
+    kept = config.trainer.model_copy(
+        update={"activation_checkpointing": "none", "offload_optimizer": False}
+    )
     plain = config.model_copy(update={"trainer": kept})  # for the reference
     results: dict[str, Any] = {}
     store = ObjectStore.open((folder / "objects").as_uri())
     at = {"data": ranks.at.data, "num_data": ranks.topology.data}
     if name in ROUNDED:
-        results["rounded"] = train_rounded(config, ranks, model, at)
+        results["rounded"] = train_rounded(config, ranks, at)
     backend = MegatronBackend(config, ranks=ranks, dtype=torch.float64)
     with Checkpoints(store, ranks=ranks, keep=9, folder=f"{name}/") as checkpoints:
         results["metrics"] = train(backend, config, **at)

@@ -45,12 +45,13 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         "trainer": {"num_epochs": 2, "num_mini_batches": 2},
         "algorithm": {"old_logprobs": "trainer"},
     },
+    "host": {"trainer": {"offload_optimizer": True}},
     "balanced": {
         "folder": {"name": "experts"},
         "algorithm": {"load_balancing_coefficient": 0.1},
         "trainer": {"activation_checkpointing": "whole"},
     },
-    "adapters": {"lora": {"rank": 4}},
+    "adapters": {"lora": {"rank": 4}, "trainer": {"offload_optimizer": True}},
     "adapters_leave": {"lora": {"rank": 4}, "leaves": {}},
     "mini_batches_leave": {
         "trainer": {"num_epochs": 2, "num_mini_batches": 2},

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from relax_events.config import TrainerConfig
 from relax_events.models.adapters import published_parameters
 from relax_events.training.backend.flat_adamw import FlatAdamW
+from relax_events.training.backend.host_optimizer import copy_to_host, on_device
 from relax_events.training.backend.named_optimizer import ADAMW, NamedOptimizer
 from relax_events.training.backend.state import StateShard, StateSource, require_same_tensors
 from relax_events.training.ranks import Ranks
@@ -68,7 +69,7 @@ class FlatParameters:
 
     A float32 model's parameters and gradients are views into the flat tensors; a bfloat16 model
     keeps its own, its gradients are added in float32 as they appear, and it gets a rounded copy of
-    the master weights after each update.
+    the master weights after each update. So does a model whose optimizer is on the host.
     """
 
     def __init__(self, module: nn.Module, *, config: TrainerConfig) -> None:
@@ -91,32 +92,44 @@ class FlatParameters:
         }
         parameters = sorted(trainable, key=lambda item: item[1].ndim < 2)
         self._parameters = dict(parameters)
-        dtype = torch.promote_types(parameters[0][1].dtype, torch.float32)
+        first = parameters[0][1]
+        dtype = torch.promote_types(first.dtype, torch.float32)
+        self._device = first.device
         self.values = torch.cat([parameter.detach().flatten() for _, parameter in parameters]).to(
             dtype
         )
         self.gradients = torch.zeros_like(self.values)
-        self._is_master = dtype != parameters[0][1].dtype
+        self._read_gradients = self.gradients
+        if config.offload_optimizer:
+            self.values = copy_to_host(self.values)
+            self._read_gradients = copy_to_host(self.gradients)
+        self._is_master = config.offload_optimizer or dtype != first.dtype
         for (_, parameter), value, gradient in zip(
             parameters,
             self._views(self.values).values(),
             self._views(self.gradients).values(),
             strict=True,
         ):
-            if self._is_master:
+            if gradient.dtype != parameter.dtype:
                 add_gradients_to(gradient, parameter)
             else:
-                parameter.data, parameter.grad = value, gradient
+                parameter.grad = gradient
+            if not self._is_master:
+                parameter.data = value
         self._optimizer = self._make_optimizer(config)
 
     def _make_optimizer(self, config: TrainerConfig) -> Optimizer:
         if config.optimizer != ADAMW:
             return NamedOptimizer(
-                self._views(self.values), self._views(self.gradients), config=config
+                self._views(self.values), self._views(self._read_gradients), config=config
             )
         num_decayed = sum(one.numel() for one in self._parameters.values() if one.ndim >= 2)
         return FlatAdamW(
-            self.values, self.gradients, views=self._views, num_decayed=num_decayed, config=config
+            self.values,
+            self._read_gradients,
+            views=self._views,
+            num_decayed=num_decayed,
+            config=config,
         )
 
     def _views(self, flat: Float[Tensor, " elements"]) -> dict[str, Tensor]:
@@ -149,6 +162,8 @@ class FlatParameters:
         """
         if gradient_scale != 1.0:
             self.gradients *= gradient_scale
+        if self._read_gradients is not self.gradients:
+            self._read_gradients.copy_(self.gradients)
         self._optimizer.step(learning_rate=learning_rate)
         self._copy_to_model()
         self.zero_gradients()
@@ -167,7 +182,7 @@ class FlatParameters:
         Args:
             with_gradients: Whether the gradients must be kept.
         """
-        kept = [self.values, *self._optimizer.memory()]
+        kept = on_device([self.values, *self._optimizer.memory()], self._device)
         rebuilt: list[Tensor] = list(self._parameters.values()) if self._is_master else []
         (kept if with_gradients else rebuilt).append(self.gradients)
         return kept, rebuilt

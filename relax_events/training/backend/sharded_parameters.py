@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from relax_events.config import TrainerConfig
 from relax_events.models.adapters import published_parameters
 from relax_events.training.backend.flat_adamw import MOMENTS
+from relax_events.training.backend.host_optimizer import copy_to_host, on_device
 from relax_events.training.backend.state import StateShard, StateSource, require_same_tensors
 from relax_events.training.backend.weight_stream import split_into_buckets
 from relax_events.training.ranks import Ranks
@@ -115,7 +116,9 @@ class ShardedParameters:
             assert isinstance(parameter, DTensor), f"{name} is not sharded"
             self._parameters[name] = parameter
         self._trained = {
-            name: nn.Parameter(_local(parameter))
+            name: nn.Parameter(
+                copy_to_host(_local(parameter)) if config.offload_optimizer else _local(parameter)
+            )
             for name, parameter in self._parameters.items()
             if parameter.requires_grad
         }
@@ -123,7 +126,7 @@ class ShardedParameters:
             kind: {name: torch.zeros_like(piece.detach()) for name, piece in self._trained.items()}
             for kind in MOMENTS
         }
-        self._steps: list[Tensor] = []
+        self._offloads, self._steps = config.offload_optimizer, list[Tensor]()
         self._optimizer = self._make_optimizer(config)
         self.zero_gradients()
 
@@ -187,7 +190,7 @@ class ShardedParameters:
             gradient = self._parameters[name].grad
             # weight decay and moments also apply to a parameter that no micro-batch reached
             piece.grad = (
-                torch.zeros_like(piece) if gradient is None else _local(gradient)  # type: ignore[arg-type]
+                torch.zeros_like(piece) if gradient is None else _local(gradient).to(piece.device)  # type: ignore[arg-type]
             )
             if gradient_scale != 1.0:
                 piece.grad *= gradient_scale
@@ -196,6 +199,9 @@ class ShardedParameters:
         self._optimizer.step()
         for step in self._steps:
             step += 1
+        if self._offloads:
+            for name, piece in self._trained.items():
+                _local(self._parameters[name]).copy_(piece.detach())
         for piece in self._trained.values():
             piece.grad = None
         self.zero_gradients()
@@ -205,7 +211,8 @@ class ShardedParameters:
         pieces = [_local(parameter) for parameter in self._parameters.values()]
         moments = [moment for kind in self._moments.values() for moment in kind.values()]
         gradients = [_local(gradient) for _, gradient in self._present_gradients()]
-        return [*pieces, *moments, *(gradients if with_gradients else ())], []
+        others = on_device(moments, pieces[0].device)
+        return [*pieces, *others, *(gradients if with_gradients else ())], []
 
     def rebuild(self, *, with_gradients: bool) -> None:
         """Compute what was not kept: nothing."""
@@ -255,6 +262,9 @@ class ShardedParameters:
             shape = tuple(shard.tensor.shape)
             if shard.tensor.numel():
                 shard.tensor.copy_(state.read(shard.name, offset=shard.offset, shape=shape))
+        if self._offloads:
+            for name, piece in self._trained.items():
+                piece.copy_(_local(self._parameters[name]))
         for group, step in zip(self._optimizer.param_groups, self._steps, strict=True):
             for piece in group["params"]:
                 self._optimizer.state[piece]["step"].copy_(step)

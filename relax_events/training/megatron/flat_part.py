@@ -16,6 +16,7 @@ from torch import distributed as dist
 from relax_events.config import TrainerConfig
 from relax_events.training.backend.flat_adamw import MOMENTS, make_flat_adamw
 from relax_events.training.backend.flat_parameters import add_gradients_to
+from relax_events.training.backend.host_optimizer import copy_to_host, on_device
 from relax_events.training.megatron.layout import Shard
 from relax_events.training.megatron.slices import FlatPiece, flat_pieces
 
@@ -44,17 +45,20 @@ class FlatPart:
         self._values = torch.zeros(own * group.size(), dtype=first.dtype, device=first.device)
         master = torch.promote_types(first.dtype, torch.float32)
         self._gradients = torch.zeros_like(self._values, dtype=master)
-        self._has_masters = master != first.dtype
+        self._has_masters = config.offload_optimizer or master != first.dtype
         for (_, parameter), start in zip(parameters, self._starts, strict=True):
             self._tie(parameter, start)
         self._start = group.rank() * own
         self._own_values = self._values[self._start : self._start + own]
         self._own_gradients = self._gradients[self._start : self._start + own]
-        self._masters = self._own_values.to(master)
+        self._masters, self._read_gradients = self._own_values.to(master), self._own_gradients
+        if config.offload_optimizer:
+            self._masters = copy_to_host(self._own_values, dtype=master)
+            self._read_gradients = copy_to_host(self._own_gradients)
         self._moments = {name: torch.zeros_like(self._masters) for name in MOMENTS}
         self._optimizer = make_flat_adamw(
             self._masters,
-            self._own_gradients,
+            self._read_gradients,
             self._moments,
             num_decayed=min(max(num_decayed - self._start, 0), own),
             config=config,
@@ -66,7 +70,7 @@ class FlatPart:
         value, gradient = self._values[part], self._gradients[part].view(parameter.shape)
         value.copy_(parameter.detach().flatten())
         parameter.data = value.view(parameter.shape)
-        if self._has_masters:
+        if gradient.dtype != parameter.dtype:
             add_gradients_to(gradient, parameter)
         else:
             parameter.grad = gradient
@@ -109,6 +113,8 @@ class FlatPart:
         """Scale the gradients, take one AdamW step, and zero the gradients."""
         if gradient_scale != 1.0:
             self._own_gradients *= gradient_scale
+        if self._read_gradients is not self._own_gradients:
+            self._read_gradients.copy_(self._own_gradients)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self._optimizer.step()
@@ -118,7 +124,7 @@ class FlatPart:
     @torch.no_grad()
     def share_values(self) -> None:
         """Round the master weights of each slice into the weights of all ranks."""
-        own = self._masters.to(self._values.dtype)
+        own = self._masters.to(self._values.dtype).to(self._values.device)
         if self._group.size() > 1:
             # a float32 model's masters are a part of its weights
             mine = own if self._has_masters else own.clone()
@@ -130,7 +136,8 @@ class FlatPart:
         """Return tensors with all memory of the part between two steps: what must be kept while it
         is off the device, and what `rebuild` computes again.
         """
-        kept, rebuilt = [self._masters, *self._moments.values()], [self._gradients]
+        kept = on_device([self._masters, *self._moments.values()], self._values.device)
+        rebuilt = [self._gradients]
         (rebuilt if self._rounds_alone else kept).append(self._values)
         return kept, rebuilt
 

@@ -37,6 +37,17 @@ def test_float32_weights_are_their_own_masters() -> None:
     assert parts["process"] == 500_000_000
 
 
+def test_optimizer_on_the_host_takes_no_memory_of_a_gpu() -> None:
+    whole = TrainerMemory(SMALL, "bfloat16", offloads_optimizer=True).parts(0).parts
+    assert (whole["optimizer"], whole["float32 weights"]) == (0, 0)
+    assert whole["weights"] == 2 * SMALL.num_parameters
+    sharded = TrainerMemory(SMALL, "bfloat16", num_pieces=4, offloads_optimizer=True)
+    assert sharded.parts(0).parts["optimizer"] == 0
+    assert sharded.parts(0).parts["weights"] == SMALL.num_parameters
+    on_cpu = TrainerMemory(SMALL, "bfloat16", offloads_optimizer=True, on_gpu=False)
+    assert on_cpu.parts(0).parts["optimizer"] == 8 * SMALL.num_parameters
+
+
 def test_sharding_divides_the_state_and_gathers_layers() -> None:
     parts = TrainerMemory(SMALL, "bfloat16", num_pieces=8).parts(0).parts
     assert parts["weights"] == 4 * 596_049_920 // 8

@@ -500,6 +500,26 @@ def test_steps_are_equal_bit_for_bit_when_repeated():
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_optimizer_on_the_host_takes_the_same_steps(dtype):
+    plain = backend(None, model_dtype=dtype)
+    away = backend(None, model_dtype=dtype, trainer=TRAINER | {"offload_optimizer": True})
+    restored = backend(None, model_dtype=dtype, trainer=TRAINER | {"offload_optimizer": True})
+    for step in range(3):
+        if step == 2:
+            restored.load_state(snapshot(away.state()))
+            away = restored
+        for trainer in (plain, away):
+            trainer.accumulate(SAMPLES[:5])
+            trainer.accumulate(SAMPLES[5:])
+        assert plain.step() == away.step()
+    first, second = plain.state().tensors, away.state().tensors
+    assert first.keys() == second.keys()
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+    weights = collect_weights(plain)
+    assert all(torch.equal(weights[name], one) for name, one in collect_weights(away).items())
+
+
 def test_bfloat16_keeps_small_updates_in_its_master_weights():
     mine = backend(None, model_dtype="bfloat16", trainer={"learning_rate": 1e-6})
     before = snapshot(mine.state()).tensors
