@@ -72,17 +72,18 @@ class SessionKeys:
             session.close()
 
     def find(self, request: Request) -> Session:
-        """Return the session whose key a request has.
+        """Return the session whose key a request has, in the header of either vendor: a proxy
+        between the program and the gateway may overwrite one of them.
 
         Raises:
             HTTPException: 401, the request has no key, or one of no open session.
         """
         given = request.headers.get("authorization", "")
-        key = given[len(BEARER) :] if given.lower().startswith(BEARER) else ""
-        session = self._sessions.get(key or request.headers.get("x-api-key", ""))
-        if session is None:
-            raise HTTPException(401, "no key, or none of an open session")
-        return session
+        bearer = given[len(BEARER) :] if given.lower().startswith(BEARER) else ""
+        for key in (bearer, request.headers.get("x-api-key", "")):
+            if (session := self._sessions.get(key)) is not None:
+                return session
+        raise HTTPException(401, "no key, or none of an open session")
 
 
 def build_gateway(

@@ -30,11 +30,11 @@ HEAD = """
 import http.client, json, os, sys, time
 from urllib.parse import urlsplit
 task = json.load(open(os.environ["RELAX_TASK_FILE"]))
-def post(path, body, key=os.environ["OPENAI_API_KEY"], header="Authorization"):
+def post(path, body, key=os.environ["OPENAI_API_KEY"], header="Authorization", others={}):
     base = urlsplit(os.environ["OPENAI_BASE_URL"])
     connection = http.client.HTTPConnection(base.hostname, base.port, timeout=60)
     headers = {header: key if header == "x-api-key" else "Bearer " + key}
-    headers |= {"Content-Type": "application/json"}
+    headers |= {"Content-Type": "application/json"} | others
     connection.request("POST", base.path + path, json.dumps({"model": "any"} | body), headers)
     reply = connection.getresponse()
     return reply.status, reply.read().decode()

@@ -31,6 +31,10 @@ assert status == 200 and found["type"] == "message", found
 assert found["usage"]["input_tokens"] == counted["input_tokens"], (found, counted)
 status, found = claude({"messages": messages, "max_tokens": 4}, key="other")
 assert status == 401 and found["error"]["type"] == "authentication_error", found
+proxied = {"x-api-key": os.environ["ANTHROPIC_API_KEY"]}
+counted = {"messages": messages}
+assert post("/messages/count_tokens", counted, "a proxy's", others=proxied)[0] == 200
+assert post("/messages/count_tokens", counted, "a proxy's", others={"x-api-key": "b"})[0] == 401
 """
     with structlog.testing.capture_logs() as logs, episodes(tmp_path, ANTHROPIC + body) as engine:
         begin(engine)
