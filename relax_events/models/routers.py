@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +28,23 @@ from relax_events.events.routed_experts import ExpertShape
 
 ROUTER_ATTRIBUTES = ("top_k", "num_experts", "weight")
 """Attributes by which a router is recognised."""
+SCORINGS = ("softmax", "sigmoid")
+"""How routers make scores of logits: of Qwen3 and most others, of DeepSeek-V3 and GLM-4.5."""
 REMEDY = "set model.routing_replay = 'none'"
+
+
+class RoutedLayer(NamedTuple):
+    """What a layer's router did.
+
+    Attributes:
+        logits: With gradient.
+        chosen: The experts that each token went to.
+        scoring: One of `SCORINGS`.
+    """
+
+    logits: Float[Tensor, "cells experts"]
+    chosen: Int[Tensor, "cells top_k"]
+    scoring: str
 
 
 class Routers:
@@ -48,8 +64,9 @@ class Routers:
         Raises:
             ConfigError: The model has no router, or routers with different numbers of experts.
         """
-        self._path = path
+        self._path, self._wanted_by = path, wanted_by
         remedy = REMEDY if wanted_by == "model.routing_replay" else f"leave {wanted_by} out"
+        self._remedy = remedy
         self._routers: list[Any] = [
             part
             for part in language.modules()
@@ -68,9 +85,10 @@ class Routers:
             )
         top_k, num_experts = kinds.pop()
         self.shape = ExpertShape(len(self._routers), top_k, num_experts)
+        self._scorings = [SCORINGS[0]] * len(self._routers)
         self._latest: list[Any] = [None] * len(self._routers)
         self._replayed: tuple[Tensor, Tensor] | None = None
-        self._routed: list[tuple[Tensor, Tensor]] | None = None
+        self._routed: list[RoutedLayer] | None = None
         for layer, router in enumerate(self._routers):
             router.register_forward_hook(partial(self._on_forward, layer))
 
@@ -110,12 +128,12 @@ class Routers:
             self.clear()
 
     @contextmanager
-    def recording(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    def recording(self) -> Iterator[list[RoutedLayer]]:
         """Yield a list to which each layer of the forward passes in this context adds its logits,
         with gradient, and the experts that its tokens went to. Layers that are computed again in a
         backward pass add nothing.
         """
-        routed: list[tuple[Tensor, Tensor]] = []
+        routed: list[RoutedLayer] = []
         self._routed = routed
         try:
             yield routed
@@ -124,24 +142,29 @@ class Routers:
 
     @torch.no_grad()
     def require_known_rule(self, forward: Callable[[], object]) -> None:
-        """Check in a forward pass that the routers weigh experts as `expert_weights` does.
+        """Find out in a forward pass how the routers make scores, so that they weigh experts as
+        `expert_weights` does. How they choose does not matter: by groups, or with a bias.
 
         Raises:
-            ConfigError: They do not.
+            ConfigError: They weigh experts in another way.
         """
         forward()
-        for router, (logits, weights, chosen) in zip(self._routers, self._latest, strict=True):
-            if not torch.allclose(
-                expert_weights(router, logits, chosen).to(weights.dtype), weights
-            ):
-                rule = (
-                    "supports only routers that weigh the experts of highest softmax probability "
-                    "by that probability"
+        for layer, router in enumerate(self._routers):
+            logits, weights, chosen = self._latest[layer]
+            fitting = (
+                scoring
+                for scoring in SCORINGS
+                if torch.allclose(
+                    expert_weights(router, logits, chosen, scoring).to(weights.dtype), weights
                 )
+            )
+            if (found := next(fitting, None)) is None:
                 raise ConfigError(
-                    f"model.routing_replay {rule}, but {type(router).__name__} of the model "
-                    f"in {self._path} does not; {REMEDY}"
+                    f"{self._wanted_by} supports only routers that weigh experts by their softmax "
+                    f"probability or sigmoid, but {type(router).__name__} of the model in "
+                    f"{self._path} does not; {self._remedy}"
                 )
+            self._scorings[layer] = found
         self.clear()
 
     def _on_forward(
@@ -152,26 +175,46 @@ class Routers:
         if self._replayed is not None:
             experts, is_replayed = self._replayed
             chosen = torch.where(is_replayed, experts[:, layer].to(chosen.dtype), chosen)
-            weights = expert_weights(router, logits, chosen).to(weights.dtype)
+            weights = expert_weights(router, logits, chosen, self._scorings[layer]).to(
+                weights.dtype
+            )
         if self._routed is not None:
-            self._routed.append((logits, chosen))
+            self._routed.append(RoutedLayer(logits, chosen, self._scorings[layer]))
         return logits, weights, chosen
 
 
 def expert_weights(
-    router: Any, logits: Float[Tensor, "tokens experts"], chosen: Int[Tensor, "tokens top_k"]
+    router: Any,
+    logits: Float[Tensor, "tokens experts"],
+    chosen: Int[Tensor, "tokens top_k"],
+    scoring: str = SCORINGS[0],
 ) -> Float[Tensor, "tokens top_k"]:
-    """Weigh chosen experts by the router's current probabilities, in the order of the choice."""
-    weights = logits.softmax(-1, dtype=torch.float).gather(-1, chosen)
-    return (
-        weights / weights.sum(-1, keepdim=True)
-        if getattr(router, "norm_topk_prob", True)
-        else weights
-    )
+    """Weigh chosen experts by the router's current scores, in the order of the choice: their
+    share of the chosen ones' sum where the router normalises, times its factor.
+    """
+    scores = logits.float()
+    scores = scores.sigmoid() if scoring == "sigmoid" else scores.softmax(-1)
+    weights = scores.gather(-1, chosen)
+    if getattr(router, "norm_topk_prob", True):
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights * getattr(router, "routed_scaling_factor", 1.0)
+
+
+def expert_probabilities(
+    logits: Float[Tensor, "tokens experts"], scoring: str
+) -> Float[Tensor, "tokens experts"]:
+    """Return the probabilities of all experts, in at least float32: sigmoids are divided by their
+    sum.
+    """
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if scoring == "softmax":
+        return wide.softmax(-1)
+    scores = wide.sigmoid()
+    return scores / scores.sum(-1, keepdim=True)
 
 
 def imbalance(
-    routed: Sequence[tuple[Float[Tensor, "cells experts"], Int[Tensor, "cells top_k"]]],
+    routed: Sequence[RoutedLayer],
     *,
     cells: Int[Tensor, " tokens"],
     num_tokens: Int[Tensor, " samples"],
@@ -184,7 +227,7 @@ def imbalance(
     packed or spread over ranks. The gradient flows through the probabilities.
 
     Args:
-        routed: Logits and chosen experts of each layer; the gradient flows through the logits.
+        routed: Of each layer; the gradient flows through the logits.
         cells: The cell of each token of the concatenated samples.
         num_tokens: Of each sample.
     Source: Switch Transformers, equations 4 to 6 (arXiv 2101.03961), with top_k choices; by
@@ -192,15 +235,16 @@ def imbalance(
     """
     owners = torch.arange(len(num_tokens), device=cells.device).repeat_interleave(num_tokens)
     layers = []
-    for logits, chosen in routed:
-        probabilities = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
-        means = probabilities.new_zeros(len(num_tokens), logits.shape[-1]).index_add(
+    for logits, chosen, scoring in routed:
+        probabilities = expert_probabilities(logits, scoring)
+        num_experts = probabilities.shape[-1]
+        means = probabilities.new_zeros(len(num_tokens), num_experts).index_add(
             0, owners, probabilities[cells]
         )
         counts = num_tokens.to(probabilities.dtype)[:, None]
-        numbered = owners[:, None] * logits.shape[-1] + chosen[cells]
+        numbered = owners[:, None] * num_experts + chosen[cells]
         used = numbered.flatten().bincount(minlength=means.numel()).view_as(means)
-        layers.append((used / counts * means / counts).sum(-1) * logits.shape[-1])
+        layers.append((used / counts * means / counts).sum(-1) * num_experts)
     return torch.stack(layers).mean(0)
 
 

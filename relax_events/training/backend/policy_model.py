@@ -24,7 +24,7 @@ from relax_events.media.model_inputs import MediaInputs
 from relax_events.models.adapters import Adapters, replace_version
 from relax_events.models.causal_lm import attention_kinds, load_causal_lm
 from relax_events.models.families import Family, read_family
-from relax_events.models.routers import Routers, imbalance
+from relax_events.models.routers import RoutedLayer, Routers, imbalance
 from relax_events.planning.memory import MAX_LOGITS_ELEMENTS
 from relax_events.training.backend.head_logprobs import HeadInputs, apply_head
 from relax_events.training.backend.packing_probe import (
@@ -110,7 +110,11 @@ class PolicyModel:
             prepare(self.module, self.family, self.adapters)
         self.vocab_size = len(self.module.get_input_embeddings().get_parameter("weight"))
         self._head: nn.Module = self.module.get_output_embeddings()
-        self._routers = self._replaying_routers(path) if config.replays_routing else None
+        self._routers = (
+            self._find_routers(path, wanted_by="model.routing_replay")
+            if config.replays_routing
+            else None
+        )
         self._balanced = self._balanced_routers(path) if balances_experts else None
         self._require_linear_head(path)
         self.shares_rows = self._isolates_neighbours()
@@ -194,7 +198,7 @@ class PolicyModel:
         return *scores, self._imbalance(routed, batch)
 
     def _imbalance(
-        self, routed: Sequence[tuple[Tensor, Tensor]], batch: PackedBatch
+        self, routed: Sequence[RoutedLayer], batch: PackedBatch
     ) -> Float[Tensor, " samples"]:
         if not routed:
             return torch.zeros(0, device=self.device)
@@ -211,17 +215,17 @@ class PolicyModel:
             else self._routers.replay(experts.experts, experts.is_replayed)
         )
 
-    def _record_routing(self) -> AbstractContextManager[list[tuple[Tensor, Tensor]]]:
+    def _record_routing(self) -> AbstractContextManager[list[RoutedLayer]]:
         return nullcontext([]) if self._balanced is None else self._balanced.recording()
 
     def _balanced_routers(self, path: Path) -> Routers:
         if self._routers is not None:
             return self._routers
-        setting = "algorithm.load_balancing_coefficient"
-        return Routers(self.family.language_model(self.module), path=path, wanted_by=setting)
+        return self._find_routers(path, wanted_by="algorithm.load_balancing_coefficient")
 
-    def _replaying_routers(self, path: Path) -> Routers:
-        routers = Routers(self.family.language_model(self.module), path=path)
+    def _find_routers(self, path: Path, *, wanted_by: str) -> Routers:
+        language = self.family.language_model(self.module)
+        routers = Routers(language, path=path, wanted_by=wanted_by)
         routers.require_known_rule(
             lambda: call_with_weights(
                 self.module,

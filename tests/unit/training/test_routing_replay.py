@@ -365,7 +365,7 @@ def test_unsupported_router_rule_is_rejected_naming_the_router() -> None:
     with pytest.raises(
         ConfigError,
         match=(
-            "weigh the experts of highest softmax probability by that probability, but "
+            "weigh experts by their softmax probability or sigmoid, but "
             "Qwen3MoeTopKRouter of the model in"
         ),
     ):
