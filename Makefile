@@ -101,7 +101,7 @@ fuzz: setup ## Fuzz everything that decodes: make fuzz MINUTES=60. What breaks a
 	touch $@
 
 .PHONY: agents
-agents: .venv-agents/.ready ## Install the clients of the gateway and of the token route (`openai`, `anthropic`, `renderers`, `verifiers`), apart from the rest: long tests run them
+agents: .venv-agents/.ready ## Install the clients of the gateway and of the token route (`openai`, `anthropic`, `renderers`, `verifiers`, mini-swe-agent), apart from the rest: long tests run them
 
 .venv-openenv/.ready: .venv/.ready requirements/openenv.txt
 	$(UV) venv --quiet --clear .venv-openenv

@@ -46,7 +46,8 @@ def make_bug(generator: np.random.Generator) -> tuple[str, str, dict[str, Any]]:
         turns.append(write_function(tries[1]))
         replies.append({"role": "user", "content": FAILED})
     prompt = f"f must return {wanted}:\n{write_function(wrong)}"
-    metadata = {"visible_test": visible, "turns": turns, "replies": replies}
+    files = {"f.py": write_function(wrong).strip("`").removeprefix("python\n")}
+    metadata = {"visible_test": visible, "files": files, "turns": turns, "replies": replies}
     return prompt, orjson.dumps({"tests": hidden}).decode(), metadata
 
 

@@ -90,6 +90,8 @@ def test_hidden_tests_of_a_repair_pass_for_the_right_body_alone() -> None:
         assert len(tests) == 2
         assert all(passes(BODIES[wanted], call) for test in tests for call in test.splitlines())
         assert "tests" not in metadata
+        broken = row.messages[-1].text.partition("```python\n")[2].removesuffix("```")
+        assert metadata["files"] == {"f.py": broken}
         assert len(metadata["turns"]) == len(metadata["replies"]) + 1
 
 
