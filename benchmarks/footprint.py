@@ -18,12 +18,16 @@ import psutil
 from benchmarks import report
 from benchmarks.processes import BROKER, memory_of, roles_below
 from benchmarks.quickstart import CONFIG
+from relax_events.config.run_config import HYBRID_PAIRS
+from relax_events.runtime.hosting import SEPARATOR
 
 LOOK_EVERY_SECONDS = 0.25
 RUN_SECONDS = 900.0
+HYBRID = "workers.hybrid=true"
 QUESTION = """The quickstart, every role a process of its own and the broker embedded, watched from start to end: {num_samples:,} trained samples.
 Start-up is in it: imports, the broker's first seconds, making the model and the data (under "relax run"). Pages of memory that
-processes share are divided among them; what stands here is the median of all looks."""
+processes share are divided among them; what stands here is the median of all looks. The rows with two roles are of a second run, with
+`workers.hybrid = true`."""
 
 
 @dataclass
@@ -48,10 +52,10 @@ class Watch:
             self.memory[role].append(num_bytes)
 
 
-def run(folder: Path) -> tuple[Watch, dict[str, Any]]:
+def run(folder: Path, *overrides: str) -> tuple[Watch, dict[str, Any]]:
     """Run the quickstart on a broker of its own; return what was seen and the run's report."""
     paths = ["run.id=footprint", f"run.directory={folder}", f"model.path={folder}/model"]
-    command = [sys.executable, "-m", "relax_events.cli", "run", str(CONFIG), *paths]
+    command = [sys.executable, "-m", "relax_events.cli", "run", str(CONFIG), *paths, *overrides]
     watch = Watch()
     with (folder / "output").open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output)
@@ -88,10 +92,19 @@ def rows(watch: Watch, num_samples: int) -> list[dict[str, str]]:
     ]
 
 
+def paired(watch: Watch) -> float:
+    """Return the memory of the roles of `workers.hybrid` in MiB, as one process or two."""
+    roles = {name for pair in HYBRID_PAIRS for name in (*pair, SEPARATOR.join(pair))}
+    return (
+        sum(statistics.median(watch.memory[role]) for role in roles & watch.memory.keys()) / 2**20
+    )
+
+
 def main() -> None:
     """Run, watch and write the page."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as other:
         watch, found = run(Path(folder))
+        hybrid, hybrid_found = run(Path(other), HYBRID)
     num_samples = int(found["samples_trained"])
     table = rows(watch, num_samples)
     bus = next(row for row in table if row["role"] == BROKER)
@@ -100,12 +113,20 @@ def main() -> None:
         title="What a run costs in processor time and memory",
         question=QUESTION.format(num_samples=num_samples),
         command="python -m benchmarks.footprint",
-        rows=table,
+        rows=table + [row for row in rows(hybrid, num_samples) if SEPARATOR in row["role"]],
         conclusion=(
             f"The broker takes {bus['CPU s per 1,000 samples']} s of processor time per 1,000 "
-            f"samples and {bus['memory, MiB']} MiB."
+            f"samples and {bus['memory, MiB']} MiB. With `{HYBRID}` the four roles that it pairs "
+            f"take {paired(hybrid):,.0f} MiB instead of {paired(watch):,.0f}, and the run "
+            f"{hybrid_found['wall_seconds']:.0f} s instead of {found['wall_seconds']:.0f}; mean "
+            f"rewards of the last ten steps: {hybrid_found['reward_last_10']:.3f} and "
+            f"{found['reward_last_10']:.3f}."
         ),
-        data={"samples_trained": num_samples, "wall_seconds": found["wall_seconds"]},
+        data={
+            "samples_trained": num_samples,
+            "wall_seconds": found["wall_seconds"],
+            "hybrid_wall_seconds": hybrid_found["wall_seconds"],
+        },
     )
 
 

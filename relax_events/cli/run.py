@@ -68,7 +68,8 @@ def worker(role: str, config: Path, *overrides: str, index: int | Literal["host"
 
     Args:
         role: prompter, rollout, reward, judge, reference, actor-forward, critic, teacher,
-            advantage, trainer, evaluator, controller or metrics.
+            advantage, trainer, evaluator, controller or metrics; or several joined by +, which
+            then share a process.
         config: The run file, TOML.
         overrides: section.key=value, overrides the run file.
         index: Tells workers of one role apart; `host` takes one from the machine's name, for
@@ -79,14 +80,17 @@ def worker(role: str, config: Path, *overrides: str, index: int | Literal["host"
         drain_when_supervisor_exits,
         worker_index_from_hostname,
     )
+    from relax_events.runtime.hosting import SEPARATOR, host_workers
     from relax_events.runtime.private_files import keep_private
     from relax_events.session.broker_address import attach, open_admin
     from relax_events.session.resume import resolve_worker_config
 
     settings = load_run_config(config, overrides)
-    start, number = load_role(role), worker_index_from_hostname() if index == "host" else index
+    starts = {name: load_role(name) for name in role.split(SEPARATOR)}
+    number = worker_index_from_hostname() if index == "host" else index
+    first = next(iter(starts))
     keep_private(settings)
-    with attach(settings, by=f"relax worker {role}", principal=role, brings_up=False) as settings:
+    with attach(settings, by=f"relax worker {role}", principal=first, brings_up=False) as settings:
         drain_when_supervisor_exits(
             drain_seconds=settings.workers.drain_seconds
         )  # only now: the last one that uses a broker stops it
@@ -95,7 +99,11 @@ def worker(role: str, config: Path, *overrides: str, index: int | Literal["host"
             name=f"{role}-{number}",
             timeout_seconds=settings.broker.request_timeout_seconds,
         )  # it may still be starting
-        start(resolve_worker_config(settings, role), index=number)
+        whole = resolve_worker_config(settings, first)
+        if len(starts) == 1:
+            starts[first](whole, index=number)
+        else:
+            host_workers(starts, whole, index=number)
 
 
 def doctor(config: Path, *overrides: str) -> int:

@@ -211,6 +211,27 @@ def check_trainer_memory(config: RunConfig) -> None:
         )
 
 
+def check_hybrid(config: RunConfig) -> None:
+    """Refuse workers of two roles in one process where they can't be paired.
+
+    Raises:
+        ValueError: The text names the setting, its value and the remedy.
+    """
+    roles = config.roles()
+    for pair in config.hosted_pairs():
+        first, second = (f"workers.{role.replace('-', '_')}" for role in pair)
+        if roles[pair[0]] != roles[pair[1]]:
+            raise ValueError(
+                f"workers.hybrid = true pairs their processes, and {first} = {roles[pair[0]]} is "
+                f"not {second} = {roles[pair[1]]}; set both to the same number"
+            )
+    if config.workers.hybrid and config.broker.credentials is not None:
+        raise ValueError(
+            "workers.hybrid = true has two roles in one process, and broker.credentials gives each "
+            "role a user of its own; set workers.hybrid = false"
+        )
+
+
 def check_time_share(config: RunConfig) -> None:
     """Refuse that trainer and engines take turns on a device where they can't.
 

@@ -16,6 +16,7 @@ from relax_events.config.checks import (
     DATASET_ENGINE,
     check_answers,
     check_critic_ranks,
+    check_hybrid,
     check_mini_batches,
     check_time_share,
     check_token_staleness,
@@ -118,6 +119,11 @@ class WorkersConfig(Section):
     """Judge workers (when `judge.model_path` is given)."""
     advantage: Positive = 1
     """Advantage workers."""
+    hybrid: bool = False
+    """Whether `relax run` starts a reference and an actor-forward worker as one process, and a
+    reward and an advantage worker as another. The first two share one model on the device, with
+    exchanged weights, where they score in the same way. All records are those of separate
+    processes."""
     drain_seconds: OrDerived[Seconds] = DERIVED
     """Deadline for a worker to finish its work after SIGTERM. Derived: the time of
     `engine.sampling.max_new_tokens` at 20 tokens a second, at least 20 s and at most
@@ -216,6 +222,8 @@ class TelemetryConfig(Section):
         return self.metrics_port + index if self.metrics_port else 0
 
 
+HYBRID_PAIRS = (("reference", "actor-forward"), ("reward", "advantage"))
+"""Roles of which two workers are one process with `workers.hybrid`."""
 RANKED_ROLES = ("trainer", "critic")
 """Roles of one worker, which several processes may be: its ranks."""
 
@@ -354,6 +362,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _memory_settings_agree(self) -> RunConfig:
         check_trainer_memory(self)
+        check_hybrid(self)
         check_trainer_backend(self)
         check_time_share(self)
         check_critic_ranks(self)
@@ -521,6 +530,11 @@ class RunConfig(Section):
         if self.critic.ranks is not None:
             return self.critic.ranks
         return self.trainer.ranks if self.trainer.divides_model else 1
+
+    def hosted_pairs(self) -> tuple[tuple[str, str], ...]:
+        """Return the pairs of roles whose workers share processes (`workers.hybrid`)."""
+        roles = self.roles() if self.workers.hybrid else {}
+        return tuple(pair for pair in HYBRID_PAIRS if all(role in roles for role in pair))
 
     def processes(self) -> dict[str, int]:
         """Every role that this run needs, with the number of its processes: each rank of the

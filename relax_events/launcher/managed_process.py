@@ -134,7 +134,7 @@ class Fencing:
 @dataclass(slots=True)
 class ManagedProcess:
     """A worker, whether its process runs or is to be started. A trainer of several ranks is one
-    worker with a spawn request for each rank.
+    worker with a spawn request for each rank; a process may also host a worker of another role.
     """
 
     worker_id: str
@@ -150,8 +150,22 @@ class ManagedProcess:
     is_elastic: bool = False
     drain_deadline: float | None = None
     abandoned_reason: str = ""
+    hosted: str = ""
+    """Id of the other worker in the process."""
     pids_without_goodbye: set[int] = field(default_factory=set)
     """Pids of the processes since the last one that sent STOPPED."""
+
+    def holds(self, worker_id: str) -> bool:
+        """Return whether a worker, or a rank of it, is in this process."""
+        return worker_id in self.requests or worker_id == self.hosted
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids of the running processes by worker id."""
+        pids = self.process.pids if self.process else {}
+        if self.hosted and pids:
+            pids[self.hosted] = pids[self.worker_id]
+        return pids
 
     @property
     def log_path(self) -> Path:

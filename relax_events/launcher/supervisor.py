@@ -10,7 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from itertools import accumulate, count
+from itertools import accumulate, chain, count
 from pathlib import Path
 
 import structlog
@@ -48,6 +48,7 @@ from relax_events.launcher.worker_processes import (
 )
 from relax_events.projections.scaling import DesiredState, ElasticWorker, ExitReason
 from relax_events.runtime.control_view import RESTART_CODE
+from relax_events.runtime.hosting import SEPARATOR
 
 log = structlog.get_logger()
 RELAX = "relax_events.cli"
@@ -97,12 +98,18 @@ class Supervisor:
         self._num_ports = sum(config.processes().values())
 
     def _build_initial(self) -> list[ManagedProcess]:
+        pairs = dict(self._config.hosted_pairs())
         workers = [
-            (role, index) for role, count in self._config.roles().items() for index in range(count)
+            (role, index)
+            for role, count in self._config.roles().items()
+            if role not in pairs.values()
+            for index in range(count)
         ]
-        starts = accumulate((self._num_ranks(role) for role, _ in workers), initial=0)
+        starts = accumulate(
+            (self._num_ranks(role) + (role in pairs) for role, _ in workers), initial=0
+        )
         return [
-            self._build_process(role, index, port_index=port_index)
+            self._build_process(role, index, port_index=port_index, hosted=pairs.get(role, ""))
             for port_index, (role, index) in zip(starts, workers, strict=False)
         ]
 
@@ -111,8 +118,15 @@ class Supervisor:
         return self._config.processes()[role] if role in RANKED_ROLES else 1
 
     def _build_process(
-        self, role: str, index: int, *, port_index: int, overrides: Sequence[str] = ()
+        self,
+        role: str,
+        index: int,
+        *,
+        port_index: int,
+        overrides: Sequence[str] = (),
+        hosted: str = "",
     ) -> ManagedProcess:
+        roles = [role, hosted] if hosted else [role]
         worker_id, port = f"{role}-{index}", self._config.telemetry.worker_port(port_index)
         environment = self._environment | {
             "RELAX_TELEMETRY__METRICS_PORT": str(port),
@@ -121,16 +135,17 @@ class Supervisor:
         }
         order = SpawnRequest(
             RELAX,
-            ["worker", role, str(self._config_path), *overrides],
+            ["worker", SEPARATOR.join(roles), str(self._config_path), *overrides],
             environment,
-            worker_modules(self._config, role),
+            list(dict.fromkeys(chain(*(worker_modules(self._config, one) for one in roles)))),
         )
         ranks = build_rank_requests(order, num_ranks=self._num_ranks(role))
         named = {
             f"{role}-{at}": replace(rank, arguments=[*rank.arguments, "--index", str(at)])
             for at, rank in enumerate(ranks, start=index)
         }
-        return ManagedProcess(worker_id, role, named, self._logs, port)
+        other = f"{hosted}-{index}" if hosted else ""
+        return ManagedProcess(worker_id, role, named, self._logs, port, hosted=other)
 
     def reconcile(
         self, elastic: Iterable[ElasticWorker]
@@ -204,10 +219,7 @@ class Supervisor:
         ranks.
         """
         return {
-            name: pid
-            for managed in self._processes.values()
-            if managed.process
-            for name, pid in managed.process.pids.items()
+            name: pid for managed in self._processes.values() for name, pid in managed.pids.items()
         }
 
     def start(self) -> None:
@@ -345,7 +357,7 @@ class Supervisor:
         free at once.
         """
         managed = next(
-            (managed for managed in self._processes.values() if worker_id in managed.requests), None
+            (managed for managed in self._processes.values() if managed.holds(worker_id)), None
         )
         if managed is not None and managed.process is not None and managed.is_running:
             log.warning("worker.killed", worker_id=worker_id)
@@ -359,11 +371,7 @@ class Supervisor:
         False where another instance uses the worker's name, or has fenced it.
         """
         managed = next(
-            (
-                managed
-                for managed in self._processes.values()
-                if heartbeat.worker_id in managed.requests
-            ),
+            (managed for managed in self._processes.values() if managed.holds(heartbeat.worker_id)),
             None,
         )
         if (

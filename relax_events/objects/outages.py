@@ -9,6 +9,7 @@ and its supervisor restarts it. So no record and no prompt group fails because o
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
@@ -31,10 +32,12 @@ class Outages:
         self._clock = clock
         self._deadline_seconds = 0.0
         self._pause: Callable[[float], None] = time.sleep
+        self._pauses: dict[int, Callable[[float], None]] = {}
+        """Of work loops by their threads: a process may have several."""
         self._unavailable_since: dict[str, float] = {}
 
     def start_waiting(self, *, deadline_seconds: float, pause: Callable[[float], None]) -> None:
-        """Retry failed calls from now on, until `stop_waiting`.
+        """Retry failed calls from now on, until `stop_waiting`; called by a work loop's thread.
 
         Args:
             deadline_seconds: The longest outage that is waited for.
@@ -42,6 +45,7 @@ class Outages:
                 exception from it ends the wait.
         """
         self._deadline_seconds, self._pause = deadline_seconds, pause
+        self._pauses[threading.get_ident()] = pause
 
     def stop_waiting(self) -> None:
         """Stop retrying, because the process ends."""
@@ -103,7 +107,7 @@ class Outages:
             pause_seconds=round(pause_seconds, 1),
             error=str(error),
         )
-        self._pause(pause_seconds)
+        self._pauses.get(threading.get_ident(), self._pause)(pause_seconds)
 
     def _mark_available(self, root: str) -> None:
         if (since := self._unavailable_since.pop(root, None)) is not None:

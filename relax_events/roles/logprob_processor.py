@@ -15,6 +15,8 @@ from relax_events.errors import WeightsError
 from relax_events.events.parts import Outcome
 from relax_events.events.types import LogprobsComputed, SampleRolledOut
 from relax_events.kafka.records import ProducerRecord
+from relax_events.roles.shared_scorer import CopyingScorer, ScorerShare, SharedScorer
+from relax_events.runtime.hosting import current_host
 from relax_events.runtime.worker import Worker
 from relax_events.training.backend.factory import find_backend
 from relax_events.training.backend.protocol import SampleScores, Scorer, TokenScorer
@@ -106,7 +108,8 @@ class LogprobScorer:
 def open_scorer(
     worker: Worker, *, model: ModelConfig | None = None, threads: int | None = None
 ) -> Scorer:
-    """Load a model for scoring, with the code of the run's trainer backend.
+    """Load a model for scoring, with the code of the run's trainer backend. Roles of one process
+    that load the same model share it.
 
     Args:
         worker: Gives the run's configuration.
@@ -121,6 +124,17 @@ def open_scorer(
         if threads is None
         else config.trainer.model_copy(update={"threads": threads})
     )
-    return find_backend(trainer).open_scorer(
-        config.model_copy(update={"model": model or config.model, "trainer": trainer})
-    )
+    settings = config.model_copy(update={"model": model or config.model, "trainer": trainer})
+
+    def load() -> Scorer:
+        return find_backend(trainer).open_scorer(settings)
+
+    if (host := current_host()) is None or settings.model.lora is not None:
+        return load()
+
+    def load_to_share() -> SharedScorer | None:
+        scorer = load()
+        return SharedScorer(scorer) if isinstance(scorer, CopyingScorer) else None
+
+    shared = host.share((settings.model.model_dump_json(), trainer.threads), load_to_share)
+    return load() if shared is None else ScorerShare(shared)

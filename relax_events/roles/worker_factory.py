@@ -15,6 +15,7 @@ from relax_events.objects.outages import outages
 from relax_events.objects.store import AllowedRoots, ObjectStore
 from relax_events.objects.version_objects import build_version_folder
 from relax_events.runtime.control_follower import RECENT_VERSIONS
+from relax_events.runtime.hosting import current_host
 from relax_events.runtime.worker import Worker
 from relax_events.session.resume import find_changes, refuse_changes
 from relax_events.telemetry.metrics import ErrorMetrics
@@ -112,7 +113,10 @@ def open_worker(
             cluster_id=worker.control.follower.cluster_id,
             logged_marker=find_logged_marker(descriptions),
         )
-        worker.drain.listen_to_signals()
+        if (host := current_host()) is None:
+            worker.drain.listen_to_signals()
+        else:
+            host.drain.on_start(worker.drain.start)
         if descriptions:
             refuse_changes(config.run.id, find_changes(descriptions[-1], config), is_accepted=True)
         if ROLE_PERMISSIONS[role].is_member:

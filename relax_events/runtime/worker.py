@@ -25,6 +25,7 @@ from relax_events.runtime.control_view import ControlView
 from relax_events.runtime.drain import Drain
 from relax_events.runtime.failpoints import arm_failpoints
 from relax_events.runtime.heartbeat import Heartbeat
+from relax_events.runtime.hosting import current_host
 from relax_events.runtime.lifecycle import Lifecycle
 from relax_events.runtime.record_io import UNUSABLE, ClaimCheck, RecordIO
 from relax_events.telemetry.endpoint import WorkerEndpoint
@@ -55,7 +56,10 @@ class Worker(AbstractContextManager["Worker"]):
     ) -> None:
         self.role, self.config = role, config
         self.worker_id = f"{role}-{index}"
-        configure_logs(config.telemetry, role=role, worker_id=self.worker_id, run_id=config.run.id)
+        if current_host() is None:  # else the host has configured them, and names its threads
+            configure_logs(
+                config.telemetry, role=role, worker_id=self.worker_id, run_id=config.run.id
+            )
         arm_failpoints(config.run_directory, os.environ)
         self.plan = TopicPlan.from_config(config)
         self.connection = Connection.from_config(

@@ -19,6 +19,7 @@ from relax_events.engines.transformers.layers import use_padded_experts
 from relax_events.events.routed_experts import ExpertShape
 from relax_events.events.types import SampleRolledOut
 from relax_events.media.library import MediaLibrary
+from relax_events.models.adapters import published_parameters
 from relax_events.models.causal_lm import choose_device
 from relax_events.training.backend.determinism import make_deterministic
 from relax_events.training.backend.policy_model import PolicyModel
@@ -148,6 +149,16 @@ class LogprobScorer:
         )
         logprobs = unpack_values(found.logprobs.float().cpu().numpy(), samples)
         return [SampleScores(*parts) for parts in zip(logprobs, best, best_logprobs, strict=True)]
+
+    def copy_weights(self) -> Weights:
+        """Return the loaded weights in memory of the host."""
+        from relax_events.weights.manifest import Weights
+
+        tensors = {
+            name: parameter.detach().to("cpu", copy=True)
+            for name, parameter in published_parameters(self._model.module).items()
+        }
+        return Weights(self.policy_version, tensors, b"")
 
     def load_weights(self, weights: Weights) -> None:
         """Load another policy version; on an error the old one stays.
