@@ -11,6 +11,7 @@ from contextlib import closing
 
 from relax_events.config import RunConfig
 from relax_events.roles.logprob_processor import LogprobScorer, open_scorer
+from relax_events.roles.scorer_turns import ScorerTurns
 from relax_events.roles.versioned_weights import VersionedWeights
 from relax_events.roles.worker_factory import open_store, open_worker
 from relax_events.runtime.processors import SampleLoop
@@ -24,7 +25,10 @@ def run(config: RunConfig, *, index: int = 0) -> None:
         open_worker("actor-forward", config, index=index, store=store) as worker,
         closing(open_weights_reader(worker, store)) as reader,
     ):
-        scorer = open_scorer(worker)
+        turns = ScorerTurns.of_worker(worker)
+        if worker.drain.requested:
+            return
+        scorer = open_scorer(worker, turns=turns)
         versions = VersionedWeights(worker, scorer, reader)
         evaluate = LogprobScorer(
             worker, scorer, model_role="actor", topic="actor.logprobs", use_version=versions.use
@@ -34,4 +38,5 @@ def run(config: RunConfig, *, index: int = 0) -> None:
             evaluate,
             max_tokens=config.trainer.max_tokens_per_micro_batch,
             listeners=(versions.apply, reader.subscribe(lambda: None)),
+            may_work=turns.loop_of("actor-forward"),
         ).run()

@@ -13,6 +13,7 @@ from contextlib import ExitStack, closing
 from relax_events.config import RunConfig
 from relax_events.errors import RunFailed, WeightsError
 from relax_events.roles.logprob_processor import LogprobScorer, UseVersion, open_scorer
+from relax_events.roles.scorer_turns import ScorerTurns
 from relax_events.roles.versioned_weights import VersionedWeights
 from relax_events.roles.worker_factory import open_store, open_worker
 from relax_events.runtime.control_follower import RECENT_VERSIONS
@@ -37,7 +38,10 @@ def run(config: RunConfig, *, index: int = 0) -> None:
             )
         )
         model = config.model if every else config.model.without_adapters
-        scorer = open_scorer(worker, model=model.routing_freely)
+        turns = ScorerTurns.of_worker(worker)
+        if worker.drain.requested:
+            return
+        scorer = open_scorer(worker, model=model.routing_freely, turns=turns)
         reader = stack.enter_context(closing(StoreReader(store)))
         versions = VersionedWeights(worker, scorer, reader, num_kept=num_versions)
         evaluate = LogprobScorer(
@@ -52,6 +56,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
             evaluate,
             max_tokens=config.trainer.max_tokens_per_micro_batch,
             listeners=(versions.apply,) if every else (),
+            may_work=turns.loop_of("reference"),
         ).run()
 
 

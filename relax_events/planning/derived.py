@@ -197,6 +197,8 @@ def _beside_trainer(
     count = _counts_beside_trainer(config, machine)
     if config.devices.time_share:
         count["rollout"] = 0  # its memory is free while the trainer works
+        if config.workers.hybrid:
+            count["reference"] = count["actor-forward"] = 0
     weights = known.num_parameters * width_of(dtype)
     cache = min(
         config.engine.max_running_samples

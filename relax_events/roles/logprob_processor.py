@@ -15,6 +15,7 @@ from relax_events.errors import WeightsError
 from relax_events.events.parts import Outcome
 from relax_events.events.types import LogprobsComputed, SampleRolledOut
 from relax_events.kafka.records import ProducerRecord
+from relax_events.roles.scorer_turns import ScorerTurns
 from relax_events.roles.shared_scorer import CopyingScorer, ScorerShare, SharedScorer
 from relax_events.runtime.hosting import current_host
 from relax_events.runtime.worker import Worker
@@ -106,7 +107,11 @@ class LogprobScorer:
 
 
 def open_scorer(
-    worker: Worker, *, model: ModelConfig | None = None, threads: int | None = None
+    worker: Worker,
+    *,
+    model: ModelConfig | None = None,
+    threads: int | None = None,
+    turns: ScorerTurns | None = None,
 ) -> Scorer:
     """Load a model for scoring, with the code of the run's trainer backend. Roles of one process
     that load the same model share it.
@@ -115,6 +120,7 @@ def open_scorer(
         worker: Gives the run's configuration.
         model: The model folder; by default the run's initial model.
         threads: Number of threads; by default the trainer's.
+        turns: Those on the scorer's device; by default it stays there.
     Raises:
         ConfigError: As `find_backend`, or the model can't be loaded.
     """
@@ -127,7 +133,10 @@ def open_scorer(
     settings = config.model_copy(update={"model": model or config.model, "trainer": trainer})
 
     def load() -> Scorer:
-        return find_backend(trainer).open_scorer(settings)
+        scorer = find_backend(trainer).open_scorer(settings)
+        if turns is not None:
+            turns.add(scorer)
+        return scorer
 
     if (host := current_host()) is None or settings.model.lora is not None:
         return load()

@@ -96,9 +96,11 @@ class ControlView:
                 receive it.
         """
         known = self.policy_version
-        if not 0 <= known < policy_version:
+        if policy_version <= known:
             return
         if not self.follower.is_published(policy_version):
+            if known < 0:
+                return  # there are no versions: a role that needs one says so
             raise PoisonSample(
                 f"the sample is of policy version {policy_version}, which was never "
                 f"published; the newest is {known}"

@@ -145,6 +145,7 @@ class SampleLoop:
         max_part_records: int | None = None,
         listeners: Sequence[Listener] = (),
         after_part: Callable[[], None] = lambda: None,
+        may_work: Callable[[bool], bool] = lambda _: True,
     ) -> None:
         """Join the consumer group.
 
@@ -157,12 +158,14 @@ class SampleLoop:
             max_part_records: Maximum records of a part; by default all fetched ones.
             listeners: Receive control events.
             after_part: Called after every part, and every half second without one.
+            may_work: Returns whether samples may be processed now, given whether there are any;
+                called before every part, and every half second without one.
         """
         self._worker, self._processor, self._max_tokens = worker, processor, max_tokens
         self._gatherer = gatherer or SingleSamples()
         self._max_part_records = max_part_records or max_records
         self._operation = choose_operation(worker)
-        self._listeners, self._after_part = listeners, after_part
+        self._listeners, self._after_part, self._may_work = listeners, after_part, may_work
         self._input = SampleInput(worker, max_records=max_records, on_revoked=self._release)
 
     def run(self) -> None:
@@ -171,10 +174,13 @@ class SampleLoop:
         """
         worker, control = self._worker, self._worker.control
         control.follow(self._input.apply_version, *self._listeners)
+        is_allowed = True
         while not worker.drain.requested:
-            is_busy = bool(self._input.fetched) and not control.is_paused
+            is_busy = bool(self._input.fetched) and not control.is_paused and is_allowed
             self._input.fetch(timeout_seconds=0.0 if is_busy else IDLE_SECONDS)
-            is_working = bool(self._input.fetched) and not control.is_paused
+            has_work = bool(self._input.fetched) and not control.is_paused
+            is_allowed = self._may_work(has_work)
+            is_working = has_work and is_allowed
             if is_working:
                 self._process_part()
             self._input.skip_stale()

@@ -1,5 +1,5 @@
-"""A trainer and an engine that hold one device in turn train what they train side by side, also when
-either is killed in its turn.
+"""A trainer, an engine, and reference and actor-forward in one process that hold one device in turn
+train what they train side by side, also when each is killed in its turn.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ SECONDS = 280.0
 NUM_STEPS = 3
 TINY = "tiny = { hidden_size = 512, num_layers = 8, corpus_rows = 8 }"
 SYNC = 'mode = "sync"\nmax_staleness = 0'
-KILLS = "trainer.after_accumulate=kill,rollout.generating=kill"
+KILLS = "trainer.after_accumulate=kill,rollout.generating=kill,reference.before_flush:2=kill"
+SCORERS = ("algorithm.kl_coefficient=0.01", "algorithm.old_logprobs=actor")
 
 
 @pytest.fixture
@@ -41,16 +42,17 @@ def test_models_that_take_turns_train_the_same_and_free_their_memory(
     run_file = tmp_path / "run.toml"
     run_file.write_text(run_file_text(large, run_id, more=SYNC, num_steps=NUM_STEPS))
     reports = {}
-    for name, override, failpoints in (
-        ("apart", "devices.time_share=false", ""),
-        ("turns", "devices.time_share=true", KILLS),
+    for name, overrides, failpoints in (
+        ("apart", ("devices.time_share=false",), ""),
+        ("turns", ("devices.time_share=true", "workers.hybrid=true"), KILLS),
     ):
         ended = call_relax(
             "run",
             run_file,
             f"run.id={run_id}-{name}",
             f"broker.bootstrap_servers={bootstrap_servers}",
-            override,
+            *SCORERS,
+            *overrides,
             cwd=tmp_path,
             timeout_seconds=SECONDS,
             failpoints=failpoints,
@@ -67,7 +69,7 @@ def test_models_that_take_turns_train_the_same_and_free_their_memory(
     weights = sum(path.stat().st_size for path in (large / "model").glob("*.safetensors"))
     assert weights > 50e6
     # master weights, gradients and two moments in the trainer
-    for worker_id, share in (("trainer-0", 4), ("rollout-0", 1)):
+    for worker_id, share in (("trainer-0", 4), ("rollout-0", 1), ("reference-0", 1)):
         left = [
             event
             for event in log_of(tmp_path, f"{run_id}-turns", worker_id)

@@ -180,6 +180,17 @@ def test_sample_of_a_version_that_was_never_published_is_refused_without_waiting
     assert worker.control.policy_version == 1
 
 
+def test_sample_of_the_first_version_waits_for_its_publication(
+    worker: Worker, publish: Callable[[str, Event], None]
+) -> None:
+    worker.control.follow()
+    worker.control.wait_until_published(0)  # of a log without versions nothing is known
+    assert worker.control.policy_version == -1
+    publish("control.policy-versions", published(0))
+    worker.control.wait_until_published(0)  # whether or not the follower has read it
+    assert worker.control.policy_version == 0
+
+
 def test_follower_whose_client_lost_all_brokers_continues_with_a_new_client(
     connection: Connection,
     plan: TopicPlan,

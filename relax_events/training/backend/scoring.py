@@ -21,6 +21,7 @@ from relax_events.events.types import SampleRolledOut
 from relax_events.media.library import MediaLibrary
 from relax_events.models.adapters import published_parameters
 from relax_events.models.causal_lm import choose_device
+from relax_events.models.offload import Offload
 from relax_events.training.backend.determinism import make_deterministic
 from relax_events.training.backend.policy_model import PolicyModel
 from relax_events.training.backend.protocol import IdsOf, SampleScores
@@ -79,6 +80,7 @@ class LogprobScorer:
             use_padded_experts(self._model.module)
         self._media = None if library is None else SampleMedia(self._model.family, library)
         self._max_tokens = max_tokens
+        self._offload: Offload | None = None
 
     def score(self, samples: Sequence[TokenSequence]) -> list[NDArray[np.float32]]:
         """Return the tempered log-probability of every loss token, in nats, and 0 elsewhere.
@@ -149,6 +151,22 @@ class LogprobScorer:
         )
         logprobs = unpack_values(found.logprobs.float().cpu().numpy(), samples)
         return [SampleScores(*parts) for parts in zip(logprobs, best, best_logprobs, strict=True)]
+
+    def offload_to(self, folder: Path) -> None:
+        """Let `move_away` write the weights of the CPU into this folder."""
+        self._offload = Offload(folder)
+
+    def move_away(self) -> int:
+        """Free the device's memory of the weights; return how many bytes that are. They are used
+        again after `bring_back` only.
+        """
+        assert self._offload is not None, "offload_to comes first"
+        return self._offload.move_away(self._model.module.parameters())
+
+    def bring_back(self) -> None:
+        """Restore the weights."""
+        assert self._offload is not None, "offload_to comes first"
+        self._offload.bring_back()
 
     def copy_weights(self) -> Weights:
         """Return the loaded weights in memory of the host."""
