@@ -4,6 +4,7 @@ samples and by role."""
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -27,7 +28,7 @@ HYBRID = "workers.hybrid=true"
 QUESTION = """The quickstart, every role a process of its own and the broker embedded, watched from start to end: {num_samples:,} trained samples.
 Start-up is in it: imports, the broker's first seconds, making the model and the data (under "relax run"). Pages of memory that
 processes share are divided among them; what stands here is the median of all looks. The rows with two roles are of a second run, with
-`workers.hybrid = true`."""
+`workers.hybrid = true`. The machine's load average before the first was {load:.1f}: what is above its number of cores was there for others."""
 
 
 @dataclass
@@ -102,6 +103,7 @@ def paired(watch: Watch) -> float:
 
 def main() -> None:
     """Run, watch and write the page."""
+    load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as other:
         watch, found = run(Path(folder))
         hybrid, hybrid_found = run(Path(other), HYBRID)
@@ -111,7 +113,7 @@ def main() -> None:
     report.write(
         "footprint",
         title="What a run costs in processor time and memory",
-        question=QUESTION.format(num_samples=num_samples),
+        question=QUESTION.format(num_samples=num_samples, load=load),
         command="python -m benchmarks.footprint",
         rows=table + [row for row in rows(hybrid, num_samples) if SEPARATOR in row["role"]],
         conclusion=(
