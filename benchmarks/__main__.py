@@ -7,7 +7,7 @@ from benchmarks import (
     footprint,
     kernels,
     log_size,
-    shared_prompts,
+    shared_prefixes,
     skip,
     starting,
     sync_async,
@@ -18,7 +18,7 @@ from benchmarks import (
 )
 
 kernels.main()
-shared_prompts.main()
+shared_prefixes.main()
 bus.main()
 skip.main()
 footprint.main()

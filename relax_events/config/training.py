@@ -113,8 +113,10 @@ class TrainerConfig(Section):
     parameters, gradients, optimizer and other models, divided by the activations of a cell; at most
     16,384 on a GPU and 8,192 on the CPU."""
     share_prompts: bool = True
-    """Compute a prompt once for all samples of its prompt group in a micro-batch, where that is
-    cheaper; the same result within rounding."""
+    """Compute once what token sequences of a micro-batch begin with: the prompt of a prompt group,
+    the turns that branches of an episode have in common. The same result within rounding. Models
+    with linear or sliding attention compute each sequence by itself, and so does `attention =
+    "eager"`."""
     checkpoint_every: Positive = 50
     """Maximum steps between checkpoints; recovery replays the log from the newest one."""
     checkpoint_seconds: Seconds = 900.0

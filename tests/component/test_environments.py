@@ -356,7 +356,7 @@ def check_logprobs(
     one: Talk, policy: PolicyModel, media: SampleMedia, samples: list[SampleReady]
 ) -> None:
     """Trainer and scorers compute the engine's log-probability of every token: packed, padded, and
-    with shared prompts."""
+    with shared prefixes."""
     sampled = torch.from_numpy(
         np.concatenate(
             [
@@ -365,8 +365,8 @@ def check_logprobs(
             ]
         )
     )
-    assert policy.prompt_sharing is not None
-    sharing = replace(policy.prompt_sharing, cell_cost=0.0)
+    assert policy.prefix_sharing is not None
+    sharing = replace(policy.prefix_sharing, min_tokens=1)
     with torch.no_grad():
         for layout in (
             {"share_rows": True},

@@ -30,6 +30,7 @@ from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import (
 
 from relax_events.config import LoRAConfig, RunConfig
 from relax_events.config.topology import Topology
+from relax_events.events.parts import SampleKey
 from relax_events.events.routed_experts import ExpertShape
 from relax_events.events.types import SampleReady
 from relax_events.objects import ObjectStore
@@ -208,19 +209,28 @@ def train_rounded(config: RunConfig, ranks: Ranks, at: dict[str, int]) -> list[b
 
 def samples_of(config: RunConfig, step: int, experts: ExpertShape | None) -> list[SampleReady]:
     """Return a step's samples, the same for the reference; with random experts, where
-    their routing is replayed."""
-    samples = (
+    their routing is replayed. In half of the prompt groups both differ by their last token alone."""
+    samples = list(
         media_samples(config, 10, seed=step)
         if reads_media(config.model.path)
         else text_samples(config.model.path, step)
     )
-    if experts is None:
-        return samples
-    draw = np.random.default_rng(step)
-    return [
-        replace(sample, routed_experts=draw_experts(draw, len(sample.tokens) - 1, experts))
-        for sample in samples
-    ]
+    if experts is not None:
+        draw = np.random.default_rng(step)
+        samples = [
+            replace(sample, routed_experts=draw_experts(draw, len(sample.tokens) - 1, experts))
+            for sample in samples
+        ]
+    for index in (1, 5, 9):
+        samples[index] = branch_off(samples[index - 1], key=samples[index].key)
+    return samples
+
+
+def branch_off(sample: SampleReady, *, key: SampleKey) -> SampleReady:
+    """Return a sample with another last token and advantage."""
+    tokens = np.asarray(sample.tokens).copy()
+    tokens[-1] = (tokens[-1] + 1) % 256
+    return replace(sample, key=key, tokens=tokens, advantages=-0.5 * np.asarray(sample.advantages))
 
 
 @cache
@@ -255,7 +265,11 @@ def run(name: str, folder: Path, ranks: TorchRanks) -> dict[str, Any]:
     if reads_media(model):
         config = with_media(config, folder / "media")
     kept = config.trainer.model_copy(
-        update={"activation_checkpointing": "none", "offload_optimizer": False}
+        update={
+            "activation_checkpointing": "none",
+            "offload_optimizer": False,
+            "share_prompts": False,
+        }
     )
     plain = config.model_copy(update={"trainer": kept})  # for the reference
     results: dict[str, Any] = {}
@@ -264,6 +278,8 @@ def run(name: str, folder: Path, ranks: TorchRanks) -> dict[str, Any]:
     if name in ROUNDED:
         results["rounded"] = train_rounded(config, ranks, at)
     backend = MegatronBackend(config, ranks=ranks, dtype=torch.float64)
+    if (sharing := backend._model.prefix_sharing) is not None:
+        backend._model.prefix_sharing = replace(sharing, min_tokens=2)
     with Checkpoints(store, ranks=ranks, keep=9, folder=f"{name}/") as checkpoints:
         results["metrics"] = train(backend, config, **at)
         first = checkpoints.save(backend.state(), extra={}).wait(60)

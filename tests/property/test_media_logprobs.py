@@ -181,8 +181,8 @@ def test_rollout_and_trainer_agree_packed_padded_and_shared(
                 setup.forward(samples, **layout), sampled(samples), rtol=0, atol=TOLERANCE
             )
         samples.sort(key=lambda sample: sample.sample_id)
-        if (sharing := setup.policy.prompt_sharing) is not None:
-            sharing = replace(sharing, cell_cost=0.0)
+        if (sharing := setup.policy.prefix_sharing) is not None:
+            sharing = replace(sharing, min_tokens=1)
             torch.testing.assert_close(
                 setup.forward(samples, sharing=sharing), sampled(samples), rtol=0, atol=TOLERANCE
             )
@@ -213,8 +213,8 @@ def test_gradient_is_the_same_packed_padded_and_shared(name: str, groups: Any, s
         {"share_rows": False},
         {"share_rows": False, "row_multiple": 16},
     ]
-    if (sharing := setup.policy.prompt_sharing) is not None:
-        layouts += [{"share_rows": True}, {"sharing": replace(sharing, cell_cost=0.0)}]
+    if (sharing := setup.policy.prefix_sharing) is not None:
+        layouts += [{"share_rows": True}, {"sharing": replace(sharing, min_tokens=1)}]
     gradients = []
     for layout in layouts:
         setup.policy.module.zero_grad()
@@ -237,6 +237,41 @@ def test_gradient_is_the_same_packed_padded_and_shared(name: str, groups: Any, s
             torch.testing.assert_close(
                 other[name], gradient, rtol=1e-3, atol=1e-3 * float(gradient.abs().max()) + 1e-5
             )
+
+
+@settings(max_examples=4)
+@given(chosen=st.lists(st.sampled_from(PIECES), min_size=2, max_size=3), seed=st.integers(0, 10**6))
+def test_branches_of_an_episode_with_media_are_those_of_paths_apart(
+    chosen: list[Piece], seed: int
+) -> None:
+    setup = setup_of("omni")
+    paths = setup.rolled_out([chosen, chosen[:1]], seed)
+    arrays = ("tokens", "loss_mask", "rollout_logprobs", "advantages")
+    episode = replace(
+        paths[0],
+        **{name: np.concatenate([getattr(path, name) for path in paths]) for name in arrays},
+        path_lengths=[len(path.tokens) for path in paths],
+        path_media=[list(path.media) for path in paths],
+        media=[],
+    )
+    found = []
+    for given_sharing in ({"sharing": setup.policy.prefix_sharing}, {}):
+        setup.policy.module.zero_grad()
+        logprobs = setup.forward([episode], **given_sharing)
+        logprobs.sum().backward()
+        towers = [
+            parameter.grad.clone()
+            for parameter in setup.policy.module.parameters()
+            if parameter.grad is not None
+        ]
+        found.append((logprobs.detach(), towers))
+    batch = pack([episode], vocab_size=setup.policy.vocab_size, sharing=setup.policy.prefix_sharing)
+    assert batch.input_ids.size < batch.num_tokens - 2 * paths[0].num_prompt_tokens + 1
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=TOLERANCE)
+    for mine, other in zip(found[0][1], found[1][1], strict=True):
+        torch.testing.assert_close(
+            mine, other, rtol=1e-3, atol=1e-3 * float(other.abs().max()) + 1e-5
+        )
 
 
 IMAGE, LARGER_IMAGE, VIDEO, LONGER_VIDEO, AUDIO, LONGER_AUDIO = (

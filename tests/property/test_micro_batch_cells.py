@@ -68,7 +68,7 @@ def test_forward_with_one_row_per_sample_stays_within_the_token_budget(
     backend = TorchBackend(
         run_config(trainer={"max_tokens_per_micro_batch": 2 * longest}), ranks=SingleRank()
     )
-    backend._model.shares_rows, backend._model.prompt_sharing = False, None
+    backend._model.shares_rows, backend._model.prefix_sharing = False, None
     cells: list[int] = []
     train = backend._train_all
     monkeypatch.setattr(

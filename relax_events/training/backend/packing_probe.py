@@ -16,9 +16,13 @@ MAX_LEAK_RATIO = 0.25
 attends to its neighbours. Rounding is far below it."""
 NEIGHBOURS = [0, 1, 2, 3, 4, 0, 1, 2], [0, 1, 2]
 """Positions of two samples in one row, and of the second of them alone."""
-BRANCHES = [0, 1, 2, 3, 4, 3, 4, 5], [0, 0, 0, 1, 1, 2, 2, 2], [0, 1, 2, 5, 6, 7]
-"""Positions and branches of two completions behind one prompt, and the positions of the second one
-and the prompt."""
+BRANCHES = (
+    [0, 1, 2, 3, 4, 3, 4, 5],
+    [([5, 8], [-1, 2]), ([8], [-1])],
+    [0, 1, 2, 5, 6, 7],
+)
+"""Positions of two branches behind one prefix; ends and forks of their runs, and of a run in which
+one sees the other; and the cells of the second branch and the prefix."""
 
 
 def is_isolated(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import structlog
 import torch
 from jaxtyping import Float, Int
 from numpy.typing import NDArray
@@ -34,11 +35,12 @@ from relax_events.training.backend.packing_probe import (
     is_isolated,
 )
 from relax_events.training.backend.sharded_parameters import call_with_weights
+from relax_events.training.backend.tree_attention import ARGUMENT, TreeAttention
 from relax_events.training.batch.packing import PackedBatch, ReplayedExperts
-from relax_events.training.batch.row_layout import PromptSharing
+from relax_events.training.batch.prefix_tree import PrefixTree
+from relax_events.training.batch.shared_prefixes import PrefixSharing
 
-MASKED_ATTENTION = ("sdpa", "eager")
-"""Implementations that accept any mask."""
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +63,8 @@ class PolicyModel:
     """The model with its output head, on one device.
 
     The constructor tests on two short sequences that packed neighbours do not attend to each other;
-    if they do, each sample gets its own row. It also tests two completions of a shared prompt; if
-    that fails, `prompt_sharing` is None. `adapters` is None without `model.lora`.
+    if they do, each sample gets its own row. It also tests two branches of a shared prefix; if that
+    fails, `prefix_sharing` is None. `adapters` is None without `model.lora`.
     """
 
     def __init__(
@@ -119,7 +121,9 @@ class PolicyModel:
         self._require_linear_head(path)
         self.shares_rows = self._isolates_neighbours()
         self.cell_cost = self._cell_cost()
-        self.prompt_sharing = PromptSharing(self.cell_cost) if self._isolates_branches() else None
+        self.prefix_sharing = (
+            PrefixSharing(self.family.layout) if self._isolates_branches() else None
+        )
 
     @property
     def experts(self) -> ExpertShape | None:
@@ -141,7 +145,7 @@ class PolicyModel:
 
         Args:
             batch: From `packing.pack`, with this model's `vocab_size`, `experts`, `shares_rows` and
-                at most its `prompt_sharing`.
+                at most its `prefix_sharing`.
             entropy_gradient: Compute entropies with gradient.
             ids: Token ids whose log-probabilities are also returned, [loss_tokens, ids]; with a
                 gradient.
@@ -180,10 +184,9 @@ class PolicyModel:
                 batch.temperatures,
             )
         )
-        attention_mask = self._shared_prompt_mask(batch.units, batch.branches)
         with self._replay_routing(batch.experts), self._record_routing() as routed:
             hidden = (
-                self._hidden(input_ids, position_ids, attention_mask, batch.media)
+                self._hidden(input_ids, position_ids, batch.tree, batch.media)
                 .flatten(0, 1)
                 .index_select(0, positions)
             )
@@ -239,38 +242,26 @@ class PolicyModel:
         self,
         input_ids: Int[Tensor, "rows length"],
         position_ids: Int[Tensor, "rows length"],
-        attention_mask: Float[Tensor, "rows 1 length length"] | None = None,
+        tree: PrefixTree | None = None,
         media: MediaInputs | None = None,
     ) -> Float[Tensor, "rows length hidden"]:
-        # No cache, and no mask except a complete one: with either, transformers 5 lets packed
-        # neighbours attend to each other.
+        # No cache, and no mask: with either, transformers 5 lets packed neighbours attend to each
+        # other. A whole mask, even of one cell, keeps it from making one for a row with a tree.
+        along_tree = {}
+        if tree is not None:
+            length = input_ids.shape[1]
+            along_tree = {ARGUMENT: TreeAttention(tree, [(0, length)], device=self.device)}
         return self.family.hidden_states(
             self.module,
             input_ids,
             position_ids,
             media,
-            attention_mask=attention_mask,
+            attention_mask=None
+            if tree is None
+            else torch.zeros(1, 1, 1, 1, dtype=self.dtype, device=self.device),
             use_cache=False,
+            **along_tree,
         )
-
-    def _shared_prompt_mask(
-        self,
-        units: Int[np.ndarray, "rows length"] | None,
-        branches: Int[np.ndarray, "rows length"] | None,
-    ) -> Float[Tensor, "rows 1 length length"] | None:
-        """Return the mask of shared prompts: a token attends to the earlier tokens of its
-        unit's prompt and of its own branch.
-        """
-        if units is None or branches is None:
-            return None
-        unit, branch = (
-            torch.from_numpy(units).to(self.device),
-            torch.from_numpy(branches).to(self.device),
-        )
-        seen = (unit[:, :, None] == unit[:, None]) & (
-            (branch[:, None] == 0) | (branch[:, :, None] == branch[:, None])
-        )
-        return torch.where(seen.tril_(), 0.0, float("-inf")).to(self.dtype)[:, None]
 
     def replace_weights(self, tensors: Mapping[str, Tensor], *, base_digest: bytes = b"") -> None:
         """Load other weights of the same model, in Hugging Face names, or other adapters of it; on
@@ -316,26 +307,31 @@ class PolicyModel:
 
     @torch.no_grad()
     def _isolates_branches(self) -> bool:
-        if self._attention not in MASKED_ATTENTION or attention_kinds(self.module) != {
-            "full_attention"
-        }:
+        if (reason := self._why_not_shared()) is not None:
+            log.info("prefixes.not_shared", reason=reason)
             return False
-        positions, branches, alone = BRANCHES
+        positions, trees, alone = BRANCHES
         ids, position_ids = build_probe(positions, vocab_size=self.vocab_size, device=self.device)
         layout_output, leaking_output = (
-            self._probe_logprobs(
-                ids,
-                position_ids,
-                self._shared_prompt_mask(np.zeros((1, len(branches)), np.int64), np.array([seen])),
-            )[alone]
-            for seen in (branches, [0] * len(branches))
+            self._probe_logprobs(ids, position_ids, PrefixTree(np.array(ends), np.array(forks)))[
+                alone
+            ]
+            for ends, forks in trees
         )
         return is_isolated(
-            "prompts",
+            "prefixes",
             alone_output=self._probe_logprobs(ids[:, alone], position_ids[:, alone]),
             layout_output=layout_output,
             leaking_output=leaking_output,
         )
+
+    def _why_not_shared(self) -> str | None:
+        """Return why the model can't attend along a tree, if that is known without a test."""
+        if self._attention != "sdpa":
+            return f"model.attention = {self._attention!r}; only 'sdpa' attends along prefix trees"
+        if others := attention_kinds(self.module) - {"full_attention"}:
+            return f"layers of {', '.join(sorted(others))} don't attend to all earlier tokens alone"
+        return None
 
     def _probe_positions(self, positions: Sequence[int]) -> Float[Tensor, "tokens vocabulary"]:
         return self._probe_logprobs(
@@ -343,13 +339,13 @@ class PolicyModel:
         )
 
     def _probe_logprobs(
-        self, ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None = None
+        self, ids: Tensor, position_ids: Tensor, tree: PrefixTree | None = None
     ) -> Float[Tensor, "tokens vocabulary"]:
         """Run one row; the log-probabilities are taken in at least float32, whose steps are far
         finer than those of bfloat16 logits.
         """
         logits: Tensor = call_with_weights(
-            self.module, lambda: self._head(self._hidden(ids, position_ids, attention_mask))[0]
+            self.module, lambda: self._head(self._hidden(ids, position_ids, tree))[0]
         )
         return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
 

@@ -39,7 +39,7 @@ from relax_events.training.backend.step_sums import (
 from relax_events.training.batch.loss_batch import LossBatch, whiten_step
 from relax_events.training.batch.mini_batches import MiniBatchBuffer
 from relax_events.training.batch.packing import cut_by_cells
-from relax_events.training.batch.row_layout import PromptSharing
+from relax_events.training.batch.shared_prefixes import PrefixSharing
 from relax_events.training.batch.step_statistics import compute_second_moment_cutoff
 from relax_events.training.ranks import GatheringRanks, Ranks
 
@@ -51,7 +51,7 @@ class PackedModel(Protocol):
 
     vocab_size: int
     shares_rows: bool
-    prompt_sharing: PromptSharing | None
+    prefix_sharing: PrefixSharing | None
 
     @property
     def experts(self) -> ExpertShape | None:
@@ -197,7 +197,7 @@ class PolicyTraining(ABC):
 
     def _pack(self, samples: Sequence[SampleReady]) -> LossBatch:
         algorithm, model = self._config.algorithm, self._model
-        sharing = model.prompt_sharing if self._config.trainer.share_prompts else None
+        sharing = model.prefix_sharing if self._config.trainer.share_prompts else None
         loss_batch = LossBatch.from_samples(
             samples,
             algorithm=algorithm,

@@ -25,7 +25,8 @@ from relax_events.training.batch.packing import (
     pack,
     require_whole_prompt_groups,
 )
-from relax_events.training.batch.row_layout import PromptSharing, TokenSets, read_array
+from relax_events.training.batch.row_layout import TokenSets, read_array
+from relax_events.training.batch.shared_prefixes import PrefixSharing
 from relax_events.training.batch.step_statistics import (
     Whitening,
     compute_reward_scaling,
@@ -57,7 +58,7 @@ class LossBatch:
         algorithm: AlgorithmConfig,
         vocab_size: int,
         share_rows: bool,
-        sharing: PromptSharing | None = None,
+        sharing: PrefixSharing | None = None,
         experts: ExpertShape | None = None,
         trainer_version: int = 0,
     ) -> LossBatch:

@@ -26,16 +26,15 @@ from relax_events.training.batch.paths import (
     split_paths,
     sums_by_sample,
 )
+from relax_events.training.batch.prefix_tree import PrefixTree
 from relax_events.training.batch.row_layout import (
-    PromptSharing,
     RowLayout,
     TokenSequence,
-    choose_layout,
     layout_separate,
-    layout_shared_prompts,
     read_array,
     token_offsets,
 )
+from relax_events.training.batch.shared_prefixes import PrefixSharing, layout_shared_prefixes
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +51,9 @@ class PackedBatch:
     num_tokens: int
     cells: Int64[np.ndarray, " tokens"]
     """Cell of each token of the concatenated samples; several tokens have the same cell where a
-    prompt is shared."""
-    units: Int64[np.ndarray, "rows length"] | None = None
-    """Where prompts are shared: the prompt of each cell."""
-    branches: Int64[np.ndarray, "rows length"] | None = None
-    """Where prompts are shared: 0 in a prompt, and a number for each of its completions."""
+    prefix is shared."""
+    tree: PrefixTree | None = None
+    """Where prefixes are shared: the runs of the only row."""
     media: MediaInputs | None = None
     """Where samples have media: the inputs for placeholders, and rotary positions."""
     experts: ReplayedExperts | None = None
@@ -203,7 +200,7 @@ def pack(
     vocab_size: int,
     share_rows: bool = True,
     row_multiple: int = 1,
-    sharing: PromptSharing | None = None,
+    sharing: PrefixSharing | None = None,
     experts: ExpertShape | None = None,
 ) -> PackedBatch:
     """Lay samples into rows, positions starting at 0 for each sample, and for each path of a sample
@@ -211,7 +208,7 @@ def pack(
 
     Packed samples are separated by their positions alone: the model must get no attention mask and
     `use_cache=False`, since with either of them transformers silently lets neighbours attend to
-    each other. Shared prompts need the mask that `units` and `branches` define.
+    each other. Shared prefixes need attention along `tree`.
 
     Args:
         samples: At least one.
@@ -219,8 +216,7 @@ def pack(
         share_rows: Whether several samples may stand in one row; False for models that
             can't isolate them.
         row_multiple: Rows are padded to a multiple of so many tokens.
-        sharing: Compute a prompt once for consecutive samples of its prompt group, where that is
-            cheaper.
+        sharing: Compute a prefix once that several token sequences have in common.
         experts: Of a model that replays the engine's routing; None where it routes by itself.
     Returns:
         The arrays of the micro-batch; loss tokens are in the order of the samples.
@@ -233,14 +229,11 @@ def pack(
     lengths = np.array([_validate_length(path) for path in paths])
     tokens = _concatenate_tokens(paths, lengths, vocab_size=vocab_size)
     mask = np.concatenate([read_array(path, "loss_mask") for path in paths]).astype(bool)
-    layout = layout_separate(lengths, share_rows=share_rows, row_multiple=row_multiple)
+    layout = None
     if sharing is not None:
-        layout = choose_layout(
-            layout,
-            layout_shared_prompts(paths, lengths, same_routing=experts is not None),
-            sharing,
-        )
-    shape = layout.num_rows, layout.row_length
+        layout = layout_shared_prefixes(paths, lengths, sharing, experts=experts)
+    if layout is None:
+        layout = layout_separate(lengths, share_rows=share_rows, row_multiple=row_multiple)
     input_ids, position_ids = _fill_cells(tokens, lengths, layout)
     num_in_paths = np.add.reduceat(mask.astype(np.int64), np.cumsum(lengths) - lengths)
     num_loss_tokens = sums_by_sample(num_in_paths, samples)
@@ -255,8 +248,7 @@ def pack(
         num_sample_tokens=sums_by_sample(lengths, samples),
         num_tokens=len(tokens),
         cells=layout.cells,
-        units=None if layout.units is None else layout.units.reshape(shape),
-        branches=None if layout.branches is None else layout.branches.reshape(shape),
+        tree=layout.tree,
         experts=None if experts is None else _replayed_experts(paths, lengths, layout, experts),
     )
 

@@ -1,26 +1,19 @@
 """Reads a sample's token arrays and assigns each token of a micro-batch a cell in the model's rows.
 Pure functions of arrays and lengths, numpy alone.
 
-There are two layouts. Separate: each sample has its own prompt, and positions that restart at 0
-separate it from its neighbours:
+There are two layouts. Separate: positions that restart at 0 separate a sample from its neighbours.
 
     row        p p p p a a a | p p p p b b | -          position   0 1 2 3 4 5 6   0 1 2 3 4 5   .
 
-Shared prompt: the common prompt of a prompt group's samples is stored once, and their completions
-follow as branches:
+Shared prefixes: one row, in which each common prefix stands once; see `prefix_tree`.
 
-    row        p p p p | a a a | b b | -                position   0 1 2 3   4 5 6   4 5   .
-    branch     0 0 0 0   1 1 1   2 2   0
-
-A token attends to the earlier tokens of its unit's prompt and of its own branch, so its hidden
-state equals that of the separate layout, within rounding.
+    row        p p p p a a a | b b                      position   0 1 2 3 4 5 6   4 5
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Protocol
 
 import numpy as np
@@ -31,6 +24,7 @@ from relax_events.errors import PoisonSample
 from relax_events.events.parts import Array, MediaRef
 from relax_events.events.tensors import dense
 from relax_events.events.types import SampleReady, SampleRolledOut
+from relax_events.training.batch.prefix_tree import PrefixTree
 
 
 class TokenSequence(Protocol):
@@ -160,42 +154,16 @@ def _rows(sample: SampleReady | SampleRolledOut, field: str, num_ids: int) -> ND
     return values[:, :num_ids]
 
 
-MAX_MASK_CELLS = 2**26
-"""Cells of the attention mask that shared prompts need: 256 MiB of float32."""
-PADDING = -1
-
-
-@dataclass(frozen=True, slots=True)
-class PromptSharing:
-    """The cost model that decides between the two layouts.
-
-    `cell_cost` is the cost of a pair of tokens in attention, relative to that of a token in all
-    matrices.
-    """
-
-    cell_cost: float
-
-
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """Cells are counted through all rows laid end to end. `units` and `branches` are set where
-    prompts are shared: a number for each cell.
+    """Cells are counted through all rows laid end to end; several tokens have the same one where a
+    prefix is shared. Then `tree` is set.
     """
 
     cells: Int64[np.ndarray, " tokens"]
     num_rows: int
     row_length: int
-    units: Int64[np.ndarray, " cells"] | None = None
-    branches: Int64[np.ndarray, " cells"] | None = None
-
-    def cost(self, sharing: PromptSharing) -> float:
-        """Return the cost of a forward pass, in tokens."""
-        return self.num_rows * self.row_length * (1 + self.row_length * sharing.cell_cost)
-
-    @property
-    def num_mask_cells(self) -> int:
-        """Cells of an attention mask over all rows."""
-        return self.num_rows * self.row_length**2
+    tree: PrefixTree | None = None
 
 
 def layout_separate(
@@ -215,82 +183,6 @@ def layout_separate(
         else (np.arange(len(lengths)) * row_length, len(lengths))
     )
     return RowLayout(token_offsets(lengths) + np.repeat(cells, lengths), num_rows, row_length)
-
-
-def layout_shared_prompts(
-    samples: Sequence[TokenSequence], lengths: NDArray[np.int64], *, same_routing: bool = False
-) -> RowLayout | None:
-    """Lay out consecutive samples with the same prompt after one copy of it; None where no two have
-    the same prompt.
-
-    Args:
-        samples: At least one.
-        lengths: Tokens of each.
-        same_routing: Whether prompts count as the same only with equal routing: a sample that
-            continued under other weights may have another routing of its prompt.
-    """
-    units = np.array(
-        [len(list(alike)) for alike in _group_by_prompt(samples, same_routing=same_routing)],
-        np.int64,
-    )
-    if len(units) == len(samples):
-        return None
-    unit_of = np.repeat(np.arange(len(units)), units)
-    first_of_unit: NDArray[np.int64] = np.cumsum(units) - units
-    prompts = np.array([sample.num_prompt_tokens for sample in samples], np.int64)
-    completions: NDArray[np.int64] = lengths - prompts
-    before = np.cumsum(completions) - completions
-    in_unit = (
-        before - before[first_of_unit][unit_of]
-    )  # completion tokens of earlier samples in the unit
-    unit_lengths = prompts[first_of_unit] + np.add.reduceat(completions, first_of_unit)
-    row_length = int(unit_lengths.max())
-    cells, num_rows = _first_fit(unit_lengths, row_length=row_length)
-    offsets = token_offsets(lengths)
-    is_completion = offsets >= np.repeat(prompts, lengths)
-    cells_of_tokens = (
-        np.repeat(cells[unit_of], lengths)
-        + offsets
-        + np.where(is_completion, np.repeat(in_unit, lengths), 0)
-    )
-    unit_of_cell, branch_of_cell = (
-        np.full(num_rows * row_length, PADDING),
-        np.zeros(num_rows * row_length, np.int64),
-    )
-    unit_of_cell[cells_of_tokens] = np.repeat(unit_of, lengths)
-    branch_of_cell[cells_of_tokens] = np.where(
-        is_completion, np.repeat(np.arange(len(samples)) - first_of_unit[unit_of] + 1, lengths), 0
-    )
-    return RowLayout(cells_of_tokens, num_rows, row_length, unit_of_cell, branch_of_cell)
-
-
-def choose_layout(
-    apart: RowLayout, branched: RowLayout | None, sharing: PromptSharing
-) -> RowLayout:
-    """Return the cheaper of two layouts of the same samples."""
-    if (
-        branched is None
-        or branched.num_mask_cells > MAX_MASK_CELLS
-        or branched.cost(sharing) >= apart.cost(sharing)
-    ):
-        return apart
-    return branched
-
-
-def _group_by_prompt(
-    samples: Sequence[TokenSequence], *, same_routing: bool
-) -> Iterator[Iterator[TokenSequence]]:
-    def prompt(sample: TokenSequence) -> tuple[str, bytes, bytes, bytes]:
-        end = sample.num_prompt_tokens
-        routing = (
-            read_array(sample, "routed_experts")[:end].tobytes()
-            if same_routing and sample.routed_experts is not None
-            else b""
-        )
-        media = b"".join(one.digest for one in sample.prompt_media)
-        return sample.prompt_group_id, read_array(sample, "tokens")[:end].tobytes(), routing, media
-
-    return (alike for _, alike in groupby(samples, key=prompt))
 
 
 def token_offsets(lengths: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -36,6 +36,7 @@ from relax_events.training.backend.state import StateSource, TrainerState
 from relax_events.training.backend.step_sums import add_imbalance
 from relax_events.training.batch.loss_batch import LossBatch
 from relax_events.training.batch.sample_intake import SampleMedia
+from relax_events.training.batch.shared_prefixes import PrefixSharing
 from relax_events.training.megatron.adapter_layout import AdapterLayout
 from relax_events.training.megatron.cpu import cuda_calls_on_cpu
 from relax_events.training.megatron.layout import ShardsOf, full_shapes, rank_shards
@@ -130,6 +131,7 @@ class MegatronBackend(PolicyTraining):
             towers=build_own_towers(
                 model, model.path, self._family, ranks.at, dtype=self._dtype, device=self._device
             ),
+            sharing=PrefixSharing(self._family.layout),
         )  # fmt: skip
         shards = list(rank_shards(self._sizes, ranks.topology, ranks.at))
         stage.load(model.path, shards)

@@ -4,16 +4,19 @@ machines without transformer-engine lack; and a critic's head.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
-from torch.nn import functional
 
+from relax_events.training.backend.tree_attention import TreeAttention
+from relax_events.training.batch.prefix_tree import PrefixTree
 from relax_events.training.megatron.row import context_parts
 
 
@@ -49,12 +52,12 @@ class ValueHead(torch.nn.Module):
 
 
 class PackedAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has no types
-    """Causal attention in each sequence of a packed row.
+    """Causal attention in each sequence of a packed row, whose prefixes may be shared.
 
-    The sequences' ends come in the argument that megatron-core calls `attention_mask`. Each
-    sequence is computed alone, so its result does not depend on its neighbours, no mask is needed
-    and nothing is computed for padding. With context parallelism a rank holds two parts of the
-    row, counted from both of its ends, and gathers the keys and values of all.
+    The row's tree comes in the argument that megatron-core calls `attention_mask`. Each sequence is
+    computed alone, so its result does not depend on its neighbours, and nothing is computed for
+    padding. With context parallelism a rank holds two parts of the row, counted from both of its
+    ends, and gathers the keys and values of all.
     """
 
     def __init__(
@@ -83,7 +86,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
         query: Float[Tensor, "tokens 1 heads width"],
         key: Float[Tensor, "row_tokens 1 groups width"],
         value: Float[Tensor, "row_tokens 1 groups width"],
-        attention_mask: Int[Tensor, " sequences"],
+        attention_mask: Int[Tensor, "2 runs"],
         attn_mask_type: Any = None,
         attention_bias: Any = None,
         packed_seq_params: Any = None,
@@ -94,7 +97,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
             query: Of this rank's tokens.
             key: Likewise.
             value: Likewise.
-            attention_mask: Where each sequence of the row ends; padding follows the last one.
+            attention_mask: From `encode_tree`, on the CPU; padding follows the last run.
             attn_mask_type: Unused, as the following are.
             attention_bias: Unused.
             packed_seq_params: Unused.
@@ -106,53 +109,15 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
         parts = context_parts(
             num_tokens * num_parts, num_parts=num_parts, index=self._context.rank()
         )
-        outputs, first = [], 0
-        for start, end in parts:
-            own = query[first : first + end - start]
-            outputs.append(self._attend_part(own, key, value, attention_mask, start))
-            first += end - start
-        output = torch.cat(outputs).reshape(num_tokens, 1, -1)
+        attend = _attention_of(attention_mask.numpy().tobytes(), tuple(parts), query.device)
+        by_head = [part.permute(1, 2, 0, 3) for part in (query, key, value)]
+        attended = attend(by_head[0], by_head[1], by_head[2], scale=self._scale)
+        output = attended.permute(2, 0, 1, 3).reshape(num_tokens, 1, -1)
         if num_parts > 1:
             # a rank that holds nothing but padding takes part in the backward pass all the same:
             # the others wait there for its share of the gradients of keys and values
             output = output + 0 * (key[0, 0, 0, 0] + value[0, 0, 0, 0])
         return output
-
-    def _attend_part(
-        self, query: Tensor, key: Tensor, value: Tensor, ends: Tensor, first: int
-    ) -> Tensor:
-        """Attend from consecutive tokens of the row, the first of which is `first`."""
-        outputs, last, start = [], first + len(query), 0
-        for end in [int(end) for end in ends]:
-            begin, stop = max(start, first), min(end, last)
-            if begin < stop:
-                own = query[begin - first : stop - first]
-                seen = slice(start, stop)
-                outputs.append(self._attend(own, key[seen], value[seen]))
-            start = end
-        missing = len(query) - sum(len(output) for output in outputs)
-        if missing:  # padding attends to nothing
-            outputs.append(query.new_zeros(missing, *query.shape[1:]))
-        return torch.cat(outputs)
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend causally; the queries are those of the last keys."""
-        num_queries, num_keys = len(query), len(key)
-        by_head = [part.permute(1, 2, 0, 3) for part in (query, key, value)]
-        mask = None
-        if num_queries < num_keys:
-            mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
-            mask = mask.tril(num_keys - num_queries)
-        output = functional.scaled_dot_product_attention(
-            by_head[0],
-            by_head[1],
-            by_head[2],
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=self._scale,
-            enable_gqa=True,
-        )
-        return output.permute(2, 0, 1, 3)
 
     def _gather(self, own: Tensor) -> Tensor:
         """Return the parts of all ranks, in the order of the row."""
@@ -167,3 +132,17 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
         """Return nothing: it has no weights."""
         del prefix, sharded_offsets, metadata
         return {}
+
+
+def encode_tree(tree: PrefixTree) -> Int[Tensor, "2 runs"]:
+    """Return a tree as a tensor on the CPU, which megatron-core passes to each layer."""
+    return torch.from_numpy(np.stack([tree.ends, tree.forks]))
+
+
+@lru_cache(maxsize=8)
+def _attention_of(
+    tree: bytes, parts: tuple[tuple[int, int], ...], device: torch.device
+) -> TreeAttention:
+    """Return the attention of a row, which its layers have in common."""
+    ends, forks = np.frombuffer(tree, np.int64).reshape(2, -1)
+    return TreeAttention(PrefixTree(ends, forks), parts, device=device)

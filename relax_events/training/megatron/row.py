@@ -3,6 +3,8 @@ the ranks that share it. Pure functions, numpy alone.
 
     samples of 5, 3 and 4 tokens, row_multiple 4       tokens  a a a a a b b b c c c c
     ends 5, 8, 12                                      parts   0 0 0 1 1 1 1 1 1 0 0 0  (2 ranks)
+
+Where samples share prefixes, the row is that of their `PrefixTree`.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from numpy.typing import NDArray
 
 from relax_events.media.model_inputs import ProcessedMedia
 from relax_events.training.batch.packing import PackedBatch
+from relax_events.training.batch.prefix_tree import PrefixTree
 from relax_events.training.batch.row_layout import padded_length
 
 
@@ -42,7 +45,7 @@ class Row:
     Attributes:
         tokens: Of the row; 0 in the padding at its end.
         positions: Of each token in its sample.
-        ends: Where each sample ends.
+        tree: Where each sample ends, and what samples share.
         own: Indices of this rank's tokens, in its order.
         loss_positions: Indices among this rank's tokens of those that predict a loss token.
         loss_tokens: Which loss tokens of the micro-batch these predict.
@@ -53,7 +56,7 @@ class Row:
 
     tokens: Int64[np.ndarray, " row"]
     positions: Int64[np.ndarray, " row"]
-    ends: Int64[np.ndarray, " samples"]
+    tree: PrefixTree
     own: Int64[np.ndarray, " own"]
     loss_positions: Int64[np.ndarray, " own_loss_tokens"]
     loss_tokens: Int64[np.ndarray, " own_loss_tokens"]
@@ -66,17 +69,13 @@ def lay_out_row(batch: PackedBatch | None, *, multiple: int, parts: int = 1, ind
     """Return the row of a micro-batch.
 
     Args:
-        batch: Without shared prompts; None for a row of padding alone, where other ranks have a
-            micro-batch and this one has none.
+        batch: None for a row of padding alone, where other ranks have a micro-batch and this one
+            has none.
         multiple: The row is padded to a multiple of so many tokens.
         parts: Context-parallel ranks.
         index: Of this one.
     """
-    tokens, positions, loss_positions = (
-        (np.zeros(0, np.int64),) * 3 if batch is None else _without_padding(batch)
-    )
-    starts = np.flatnonzero(positions == 0)
-    ends = np.append(starts[1:], len(tokens)) if len(tokens) else starts
+    tokens, positions, loss_positions, tree = _without_padding(batch)
     length = padded_length(max(len(tokens), 1), multiple=multiple)
     padding = (0, length - len(tokens))
     own = np.concatenate(
@@ -90,7 +89,7 @@ def lay_out_row(batch: PackedBatch | None, *, multiple: int, parts: int = 1, ind
     return Row(
         tokens=np.pad(tokens, padding),
         positions=np.pad(positions, padding),
-        ends=ends,
+        tree=tree,
         own=own,
         loss_positions=predicting[loss_tokens],
         loss_tokens=loss_tokens,
@@ -106,9 +105,9 @@ def _lay_out_media(
     """Return the media of a row, given the index of its tokens among those of one rank."""
     if batch is None or batch.media is None:
         return None
-    media, num_tokens = batch.media, len(batch.cells)
+    media, cells = batch.media, _cells_of_row(batch)
     rotary = np.zeros((3, len(own_index)), np.int64)
-    rotary[:, :num_tokens] = media.positions.reshape(3, -1)[:, batch.cells]
+    rotary[:, : len(cells)] = media.positions.reshape(3, -1)[:, cells]
     positions = own_index[_index_of_cells(batch)[media.cells]]
     is_own = positions >= 0
     return RowMedia(rotary, positions[is_own], media.features[is_own], media.media)
@@ -120,31 +119,44 @@ def _pad_experts(
     """Return the replayed experts of a row's tokens, none for its padding."""
     if batch is None or batch.experts is None:
         return None, None
-    given = batch.experts
-    padding = (0, length - len(batch.cells))
-    return (
-        np.pad(given.experts[batch.cells], (padding, (0, 0), (0, 0))),
-        np.pad(given.is_replayed[batch.cells], padding),
-    )
+    cells = _cells_of_row(batch)
+    experts, is_replayed = batch.experts.experts[cells], batch.experts.is_replayed[cells]
+    padding = (0, length - len(experts))
+    return np.pad(experts, (padding, (0, 0), (0, 0))), np.pad(is_replayed, padding)
 
 
 def _without_padding(
-    batch: PackedBatch,
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Return the tokens of the samples one after the other, their positions, and the indices that
-    predict the loss tokens.
+    batch: PackedBatch | None,
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], PrefixTree]:
+    """Return the tokens of the row, their positions, the indices that predict the loss tokens, and
+    its tree.
     """
+    if batch is None:
+        nothing = np.zeros(0, np.int64)
+        return nothing, nothing, nothing, PrefixTree.of_sequences(nothing)
+    cells = _cells_of_row(batch)
+    positions = batch.position_ids.ravel()[cells]
+    ends = np.append(np.flatnonzero(positions == 0)[1:], len(positions))
     return (
-        batch.input_ids.ravel()[batch.cells],
-        batch.position_ids.ravel()[batch.cells],
+        batch.input_ids.ravel()[cells],
+        positions,
         _index_of_cells(batch)[batch.loss_positions],
+        batch.tree or PrefixTree.of_sequences(ends),
     )
 
 
+def _cells_of_row(batch: PackedBatch) -> NDArray[np.int64]:
+    """Return the cell of each token of the row: the samples one after the other, or the row of
+    their tree.
+    """
+    return batch.cells if batch.tree is None else np.arange(batch.input_ids.size)
+
+
 def _index_of_cells(batch: PackedBatch) -> NDArray[np.int64]:
-    """Return the index of each cell's token, in the samples one after the other."""
+    """Return the index of each cell's token in the row."""
+    cells = _cells_of_row(batch)
     index = np.empty(batch.input_ids.size, np.int64)
-    index[batch.cells] = np.arange(len(batch.cells))
+    index[cells] = np.arange(len(cells))
     return index
 
 

@@ -29,13 +29,14 @@ from relax_events.planning.memory import MAX_LOGITS_ELEMENTS
 from relax_events.training.backend.chunked_head import ChunkedHead
 from relax_events.training.backend.policy_model import TokenLogprobs
 from relax_events.training.batch.packing import PackedBatch
-from relax_events.training.batch.row_layout import PromptSharing
+from relax_events.training.batch.shared_prefixes import PrefixSharing
 from relax_events.training.megatron.adapter_layout import AdapterLayout
 from relax_events.training.megatron.adapters import add_adapters
 from relax_events.training.megatron.balancing import ExpertBalance, add_over_stages
 from relax_events.training.megatron.building import build_config, build_model
 from relax_events.training.megatron.folder_tensors import FolderTensors
 from relax_events.training.megatron.layout import Shard, cut, full_shapes
+from relax_events.training.megatron.modules import encode_tree
 from relax_events.training.megatron.routing import RoutingReplay
 from relax_events.training.megatron.row import Row, lay_out_row
 from relax_events.training.megatron.sizes import DecoderSizes
@@ -74,8 +75,8 @@ class ModelStage:
     """See the module's docstring. `run` is collective over all ranks that hold the model."""
 
     shares_rows = True
-    prompt_sharing: PromptSharing | None = None
-    """None: the attention of a packed row knows samples one after the other alone."""
+    prefix_sharing: PrefixSharing | None
+    """None where experts are balanced: a token would count for several samples."""
 
     def __init__(
         self,
@@ -88,6 +89,7 @@ class ModelStage:
         replays_routing: bool = False,
         balance_coefficient: float = 0.0,
         towers: Towers | None = None,
+        sharing: PrefixSharing | None = None,
     ) -> None:
         """Build this rank's part without values; the process groups must exist."""
         self.sizes, self.device, self.dtype = sizes, device, dtype
@@ -118,6 +120,7 @@ class ModelStage:
         if replays_routing:
             tensor = (self._tensor.rank(), self._tensor.size())
             self._routing = RoutingReplay(chain.from_iterable(layers), tensor=tensor)
+        self.prefix_sharing = None if balance_coefficient else sharing
         self._balance: ExpertBalance | None = None
         if balance_coefficient:
             self._balance = ExpertBalance(
@@ -247,9 +250,9 @@ class ModelStage:
         return add_over_stages(self._balance.imbalances, group)
 
     def _hidden(self, row: Row, chunk: Any) -> Float[Tensor, "tokens 1 hidden"]:
-        tokens, positions, ends = (
+        tokens, positions = (
             torch.from_numpy(values).to(self.device)
-            for values in (row.tokens[row.own], row.positions[row.own], row.ends)
+            for values in (row.tokens[row.own], row.positions[row.own])
         )
         embedded = chunk.embedding(tokens[None], None) if chunk.pre_process else None
         own = None if embedded is None else self._own_features(row, len(embedded))
@@ -262,7 +265,7 @@ class ModelStage:
         angles = self._angles(row, positions)
         hidden: Tensor = chunk.decoder(
             hidden_states=embedded,
-            attention_mask=ends,
+            attention_mask=encode_tree(row.tree),
             rotary_pos_emb=torch.cat([angles, angles], -1)[:, None, None],
             # see add_deep_features
             context=own.deep if own is not None and len(own.deep) else None,

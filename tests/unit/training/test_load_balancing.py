@@ -19,7 +19,10 @@ from relax_events.errors import ConfigError
 from relax_events.events.types import SampleReady
 from relax_events.examples.tiny_models import make_tiny
 from relax_events.training.backend.torch_backend import TorchBackend
+from relax_events.training.batch.packing import pack
+from relax_events.training.batch.shared_prefixes import PrefixSharing
 from relax_events.training.ranks import SingleRank
+from tests.event_samples import changed
 from tests.float64_experts import use_float64_experts
 from tests.folders import kept_folder
 from tests.unit.trainer_samples import make_samples, run_config, tiny_model
@@ -49,6 +52,7 @@ def train(micro_batches: list[list[SampleReady]], **settings: Any) -> dict[str, 
     algorithm = {"load_balancing_coefficient": COEFFICIENT} | settings.pop("algorithm", {})
     config = run_config(mixture(), algorithm=algorithm, trainer=settings)
     backend = TorchBackend(config, ranks=SingleRank(), dtype=torch.float64)
+    backend._model.prefix_sharing = PrefixSharing(min_tokens=1)
     for micro_batch in micro_batches:
         backend.accumulate(micro_batch)
     parameters = backend._parameters
@@ -125,6 +129,19 @@ def test_packing_and_recomputation_change_nothing(settings: dict[str, Any]) -> N
     torch.testing.assert_close(split["gradients"], whole["gradients"], rtol=1e-5, atol=1e-8)
     key = "load_balancing_loss"
     assert split["metrics"][key] == pytest.approx(whole["metrics"][key], rel=1e-6)
+
+
+def test_tokens_that_samples_share_count_for_each_of_them() -> None:
+    branched = [
+        changed(sample, tokens=np.concatenate([samples()[0].tokens[:2], sample.tokens[2:]]))
+        for sample in samples()
+    ]
+    assert pack(branched, vocab_size=256, sharing=PrefixSharing(min_tokens=1)).tree is not None
+    shared, apart = train([branched]), train([branched], share_prompts=False)
+    difference = torch.linalg.vector_norm(shared["gradients"] - apart["gradients"])
+    assert float(difference) < 1e-6 * float(torch.linalg.vector_norm(apart["gradients"]))
+    key = "load_balancing_loss"
+    assert shared["metrics"][key] == pytest.approx(apart["metrics"][key], rel=1e-6)
 
 
 def test_model_without_experts_is_refused() -> None:

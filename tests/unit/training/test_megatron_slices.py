@@ -104,7 +104,7 @@ def test_a_row_has_the_samples_without_padding_between_them() -> None:
     row = lay_out_row(batch_of([5, 3, 4]), multiple=8)
     assert row.tokens.tolist() == [*range(1, 13), 0, 0, 0, 0]
     assert row.positions[:12].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3]
-    assert row.ends.tolist() == [5, 8, 12]
+    assert row.tree.ends.tolist() == [5, 8, 12]
     assert row.loss_positions.tolist() == [3, 6, 10]
 
 
@@ -142,4 +142,8 @@ def test_context_parallel_ranks_share_the_loss_tokens() -> None:
 
 def test_a_row_without_samples_is_padding() -> None:
     row = lay_out_row(None, multiple=4)
-    assert (row.tokens.tolist(), row.ends.tolist(), row.loss_tokens.tolist()) == ([0] * 4, [], [])
+    assert (row.tokens.tolist(), row.tree.ends.tolist(), row.loss_tokens.tolist()) == (
+        [0] * 4,
+        [],
+        [],
+    )

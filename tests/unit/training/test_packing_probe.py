@@ -24,25 +24,25 @@ def opened(dtype: str) -> PolicyModel:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_model_that_isolates_packed_samples_shares_rows_and_prompts(dtype: str) -> None:
+def test_model_that_isolates_packed_samples_shares_rows_and_prefixes(dtype: str) -> None:
     model = opened(dtype)
     assert model.shares_rows
-    assert model.prompt_sharing is not None
+    assert model.prefix_sharing is not None
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_model_that_attends_across_samples_shares_no_rows_or_prompts(
+def test_model_that_attends_across_samples_shares_no_rows_or_prefixes(
     dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def leaking(
-        self: PolicyModel, ids: Tensor, positions: Tensor, sight: Any = None, media: Any = None
+        self: PolicyModel, ids: Tensor, positions: Tensor, tree: Any = None, media: Any = None
     ) -> Tensor:
         return HIDDEN(self, ids, torch.arange(ids.shape[1])[None], None, media)
 
     monkeypatch.setattr(PolicyModel, "_hidden", leaking)
     model = opened(dtype)
     assert not model.shares_rows
-    assert model.prompt_sharing is None
+    assert model.prefix_sharing is None
 
 
 def test_kernel_rounding_differences_are_not_taken_for_a_leak(
@@ -51,9 +51,9 @@ def test_kernel_rounding_differences_are_not_taken_for_a_leak(
     """Of rows with neighbours, each hidden value is off by up to two steps of bfloat16."""
 
     def rounded(
-        self: PolicyModel, ids: Tensor, positions: Tensor, sight: Any = None, media: Any = None
+        self: PolicyModel, ids: Tensor, positions: Tensor, tree: Any = None, media: Any = None
     ) -> Tensor:
-        hidden = HIDDEN(self, ids, positions, sight, media)
+        hidden = HIDDEN(self, ids, positions, tree, media)
         if ids.shape[1] < 8:
             return hidden
         steps = torch.randint(-2, 3, hidden.shape, generator=torch.Generator().manual_seed(1))
@@ -63,4 +63,4 @@ def test_kernel_rounding_differences_are_not_taken_for_a_leak(
     monkeypatch.setattr(PolicyModel, "_hidden", rounded)
     model = opened("bfloat16")
     assert model.shares_rows
-    assert model.prompt_sharing is not None
+    assert model.prefix_sharing is not None

@@ -105,7 +105,7 @@ def test_both_backends_read_paths_as_they_read_samples():
         np.testing.assert_array_equal(getattr(apart, name), getattr(together, name))
     assert together.num_loss_tokens.tolist() == [int(one.loss_mask.sum()) for one in SAMPLES]
     first, second = (lay_out_row(batch, multiple=8) for batch in (apart, together))
-    np.testing.assert_array_equal(first.ends, second.ends)
+    np.testing.assert_array_equal(first.tree.ends, second.tree.ends)
     np.testing.assert_array_equal(first.tokens, second.tokens)
 
 

@@ -100,7 +100,7 @@ def test_model_shares_rows_when_packed_samples_do_not_leak(dtype):
 
 
 def test_model_gives_each_sample_its_own_row_when_packed_samples_leak(monkeypatch):
-    def leaky(self, input_ids, position_ids, sight=None):
+    def leaky(self, input_ids, position_ids, tree=None):
         mask = torch.ones_like(
             input_ids
         )  # an all-ones mask makes transformers 5 forget the packing

@@ -30,14 +30,14 @@ from relax_events.training.backend.scoring import LogprobScorer
 from relax_events.training.backend.torch_backend import TorchBackend
 from relax_events.training.backend.weight_stream import collect_weights
 from relax_events.training.batch.packing import pack
-from relax_events.training.batch.row_layout import PromptSharing
+from relax_events.training.batch.shared_prefixes import PrefixSharing
 from relax_events.training.ranks import SingleRank
 from tests.event_samples import changed
 from tests.unit.trainer_samples import make_samples, run_config
 
 FAMILY = "qwen3_moe"
 SHAPE = ExpertShape(num_layers=2, top_k=2, num_experts=8)
-CHEAP = PromptSharing(0.0)
+ALL = PrefixSharing(min_tokens=1)
 """Makes every prompt that is shared cheaper than one that is not."""
 
 
@@ -135,7 +135,7 @@ def by_hand(samples: tuple[SampleReady, ...], module: Any) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "layout", [{}, {"share_rows": False}, {"sharing": CHEAP}, {"row_multiple": 16}]
+    "layout", [{}, {"share_rows": False}, {"sharing": ALL}, {"row_multiple": 16}]
 )
 def test_replayed_logprobs_match_the_engine_and_equal_those_without_replay(
     layout: dict[str, Any],
@@ -150,7 +150,7 @@ def test_replayed_logprobs_match_the_engine_and_equal_those_without_replay(
     assert torch.equal(replayed, free)
 
 
-@pytest.mark.parametrize("layout", [{}, {"share_rows": False}, {"sharing": CHEAP}])
+@pytest.mark.parametrize("layout", [{}, {"share_rows": False}, {"sharing": ALL}])
 def test_replayed_logprobs_use_the_samples_experts_after_router_updates(
     layout: dict[str, Any],
 ) -> None:
@@ -258,11 +258,11 @@ def test_samples_with_different_prompt_routing_do_not_share_the_prompt() -> None
     experts = np.asarray(second.routed_experts).copy()
     experts[0] = (experts[0] + 1) % 8
     batch, other = (
-        pack(both, vocab_size=300, sharing=CHEAP, experts=SHAPE)
+        pack(both, vocab_size=300, sharing=ALL, experts=SHAPE)
         for both in ((first, second), (first, changed(second, routed_experts=experts)))
     )
-    assert batch.branches is not None
-    assert other.branches is None
+    assert batch.tree is not None
+    assert other.tree is None
     assert other.experts is not None
     np.testing.assert_array_equal(
         other.experts.experts[other.cells[len(first.tokens) : -1]], experts
