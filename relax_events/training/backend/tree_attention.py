@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -19,10 +20,12 @@ from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from relax_events.training.batch.prefix_tree import PrefixTree
+from relax_events.training.batch.prefix_tree import Block, PrefixTree, count_cells, join_short
 
 MAX_MASK_ROWS = 512
 """Queries at once where a mask is needed, so that a run's mask grows with its sequence alone."""
+CELLS_OF_A_CALL = 4096
+"""Pairs of a query and a key that take about as long on a CPU as one more call of the attention."""
 NOT_SUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias", "cache")
 """Arguments of attentions that this one does not compute."""
 ARGUMENT = "prefix_tree"
@@ -45,23 +48,21 @@ class TreeAttention:
                 take a mask.
         """
         self._takes_mask = device.type != "cuda"
+        longest, saved = (MAX_MASK_ROWS, CELLS_OF_A_CALL) if self._takes_mask else (None, -1)
         self._parts = [
             (
-                end - first,
-                [
-                    (queries.start - first, queries.stop - first, queries.keys)
-                    for queries in tree.queries(
-                        first, end, max_tokens=MAX_MASK_ROWS if self._takes_mask else None
-                    )
-                ],
+                first,
+                end,
+                list(join_short(tree.queries(first, end, max_tokens=longest), max_cells=saved)),
             )
             for first, end in parts
         ]
-        sizes = [
-            (stop - start, _count(keys)) for _, part in self._parts for start, stop, keys in part
-        ]
-        self._mask_shape = [max(values, default=0) for values in zip(*sizes, strict=True)] or [0, 0]
-        self._mask: Tensor | None = None
+        single = [one for _, _, blocks in self._parts for one in blocks if len(one.pieces) == 1]
+        self._mask_shape = (
+            max((one.stop - one.start for one in single), default=0),
+            max((count_cells(one.keys) for one in single), default=0),
+        )
+        self._masks: dict[int | None, Tensor] = {}
 
     def __call__(
         self,
@@ -72,51 +73,54 @@ class TreeAttention:
         scale: float | None = None,
     ) -> Float[Tensor, "1 heads own width"]:
         """Return the attention's output; zeros for padding."""
-        outputs, first = [], 0
-        for size, pieces in self._parts:
-            done = 0
-            for start, stop, keys in pieces:
-                own = query[:, :, first + start : first + stop]
-                outputs.append(self._attend(own, _select(key, keys), _select(value, keys), scale))
-                done = stop
-            if done < size:  # padding attends to nothing
-                outputs.append(torch.zeros_like(query[:, :, first + done : first + size]))
-            first += size
+        outputs, offset = [], 0
+        for first, end, blocks in self._parts:
+            done = first
+            for block in blocks:
+                start = offset + block.start - first
+                own = query[:, :, start : start + block.stop - block.start]
+                outputs.append(
+                    self._attend(
+                        own, _select(key, block.keys), _select(value, block.keys), block, scale
+                    )
+                )
+                done = block.stop
+            offset += end - first
+            if done < end:  # padding attends to nothing
+                outputs.append(torch.zeros_like(query[:, :, offset - (end - done) : offset]))
         return torch.cat(outputs, 2)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """Attend causally; the queries are those of the last keys."""
-        num_queries, num_keys = query.shape[2], key.shape[2]
-        is_square = num_queries == num_keys
-        mask = None if is_square else self._lower_right(num_queries, num_keys, query)
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, block: Block, scale: float | None
+    ) -> Tensor:
+        is_square = len(block.pieces) == 1 and query.shape[2] == key.shape[2]
         output: Tensor = functional.scaled_dot_product_attention(
             query,
             key,
             value,
-            attn_mask=mask,
+            attn_mask=None if is_square else self._mask_of(block, query, key.shape[2]),
             is_causal=is_square,
             scale=scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
         return output
 
-    def _lower_right(self, num_queries: int, num_keys: int, like: Tensor) -> Any:
-        """Return the mask of queries that are the last of the keys: a corner of the largest one,
-        which all pieces and layers share.
+    def _mask_of(self, block: Block, query: Tensor, num_keys: int) -> Any:
+        """Return the mask of a block, the same for all layers. The queries of a single piece are
+        the last of its keys: their mask is a corner of the largest such mask.
         """
+        num_queries = query.shape[2]
         if not self._takes_mask:
             return causal_lower_right(num_queries, num_keys)
-        rows, columns = self._mask_shape
-        if self._mask is None or self._mask.dtype != like.dtype:
-            hidden = torch.full(
-                (rows, columns), float("-inf"), dtype=like.dtype, device=like.device
-            )
-            self._mask = hidden.triu_(columns - rows + 1)
-        return self._mask[rows - num_queries :, columns - num_keys :]
-
-
-def _count(keys: Sequence[tuple[int, int]]) -> int:
-    return sum(end - start for start, end in keys)
+        name = block.start if len(block.pieces) > 1 else None
+        mask = self._masks.get(name)
+        if mask is None or mask.dtype != query.dtype:
+            rows, columns = self._mask_shape
+            seen = np.tri(rows, columns, columns - rows, bool) if name is None else block.seen()
+            allowed = torch.from_numpy(seen).to(query.device)
+            mask = torch.where(allowed, 0.0, float("-inf")).to(query.dtype)
+            self._masks[name] = mask
+        return mask if name is not None else mask[-num_queries:, -num_keys:]
 
 
 def _select(values: Tensor, keys: Sequence[tuple[int, int]]) -> Tensor:

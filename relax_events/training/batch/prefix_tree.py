@@ -13,12 +13,12 @@ the sequence alone, within rounding. Pure functions, numpy alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int64
+from jaxtyping import Bool, Int64
 from numpy.typing import NDArray
 
 
@@ -35,6 +35,79 @@ class Queries(NamedTuple):
     start: int
     stop: int
     keys: Sequence[tuple[int, int]]
+
+
+class Block(NamedTuple):
+    """Consecutive queries that are computed together, over the keys of all of them.
+
+    Attributes:
+        pieces: The queries.
+        keys: Ranges of cells, ascending.
+        num_cells: Pairs of a query and a key that are none of its own.
+    """
+
+    pieces: Sequence[Queries]
+    keys: Sequence[tuple[int, int]]
+    num_cells: int = 0
+
+    @property
+    def start(self) -> int:
+        """First cell of the queries."""
+        return self.pieces[0].start
+
+    @property
+    def stop(self) -> int:
+        """After the last one."""
+        return self.pieces[-1].stop
+
+    def seen(self) -> Bool[np.ndarray, "queries keys"]:
+        """Return which key each query attends to."""
+        keys = np.concatenate([np.arange(*bounds) for bounds in self.keys])
+        seen = np.zeros((self.stop - self.start, len(keys)), bool)
+        for piece in self.pieces:
+            rows = seen[piece.start - self.start : piece.stop - self.start]
+            for bounds in piece.keys:
+                rows[:, slice(*np.searchsorted(keys, bounds))] = True
+        seen &= keys <= np.arange(self.start, self.stop)[:, None]
+        return seen
+
+
+def join_short(queries: Iterable[Queries], *, max_cells: int) -> Iterator[Block]:
+    """Yield queries in blocks: many short ones cost more in calls than in what they compute.
+
+    Args:
+        queries: In the order of the row.
+        max_cells: Pairs of a query and a key that may be computed beyond need to save one call.
+    """
+    block: Block | None = None
+    for piece in queries:
+        if block is not None:
+            joined = _join(block, piece)
+            if joined.num_cells - block.num_cells <= max_cells:
+                block = joined
+                continue
+            yield block
+        block = Block([piece], piece.keys)
+    if block is not None:
+        yield block
+
+
+def _join(block: Block, piece: Queries) -> Block:
+    pieces = [*block.pieces, piece]
+    keys: list[tuple[int, int]] = []
+    for start, end in sorted([*block.keys, *piece.keys]):
+        if keys and start <= keys[-1][1]:
+            keys[-1] = keys[-1][0], max(end, keys[-1][1])
+        else:
+            keys.append((start, end))
+    computed = (piece.stop - block.start) * count_cells(keys)
+    needed = sum((one.stop - one.start) * count_cells(one.keys) for one in pieces)
+    return Block(pieces, keys, computed - needed)
+
+
+def count_cells(ranges: Sequence[tuple[int, int]]) -> int:
+    """Return the number of cells of disjoint ranges."""
+    return sum(end - start for start, end in ranges)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from relax_events.training.backend.tree_attention import TreeAttention
 from relax_events.training.backend.weight_stream import collect_weights
 from relax_events.training.batch.packing import PackedBatch, pack
 from relax_events.training.batch.paths import split_paths
-from relax_events.training.batch.prefix_tree import PrefixTree
+from relax_events.training.batch.prefix_tree import PrefixTree, count_cells, join_short
 from relax_events.training.batch.shared_prefixes import PrefixSharing
 from relax_events.training.ranks import SingleRank
 from tests.event_samples import changed
@@ -119,6 +119,23 @@ def test_each_token_attends_to_its_own_sequence(samples: list[Any]) -> None:
             np.testing.assert_array_equal(ids[seen[cell]], path.tokens[: offset + 1])
             np.testing.assert_array_equal(batch.position_ids[0, seen[cell]], np.arange(offset + 1))
         first += len(cells)
+
+
+@given(episodes(), st.integers(-1, 60))
+def test_joined_queries_see_what_each_of_them_sees(samples: list[Any], max_cells: int) -> None:
+    batch = pack(samples, vocab_size=256, sharing=ALL)
+    if batch.tree is None:
+        return
+    expected, pieces = seen_cells(batch), list(batch.tree.queries(0, batch.input_ids.size))
+    blocks = list(join_short(pieces, max_cells=max_cells))
+    assert [piece for block in blocks for piece in block.pieces] == pieces
+    for block in blocks:
+        keys = np.concatenate([np.arange(start, end) for start, end in block.keys])
+        seen = block.seen()
+        for cell in range(block.start, block.stop):
+            assert keys[seen[cell - block.start]].tolist() == expected[cell]
+        needed = sum((one.stop - one.start) * count_cells(one.keys) for one in block.pieces)
+        assert seen.size - needed == block.num_cells <= max(max_cells, 0) * len(block.pieces)
 
 
 @given(episodes(), st.integers(2, 6))
@@ -309,11 +326,14 @@ def random_tree() -> tuple[PrefixTree, list[list[int]]]:
     return tree, [first, second, second + list(range(1300, 1305)), list(range(1305, 1900))]
 
 
-@pytest.mark.parametrize("takes_mask", [True, False])
 @pytest.mark.parametrize("num_parts", [1, 2])
+@pytest.mark.parametrize(
+    ("takes_mask", "cells_of_a_call"), [(True, 4096), (True, -1), (True, 10**9), (False, -1)]
+)
 def test_attention_of_parts_is_that_of_each_sequence_alone(
-    num_parts: int, takes_mask: bool
+    num_parts: int, takes_mask: bool, cells_of_a_call: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(tree_attention, "CELLS_OF_A_CALL", cells_of_a_call)
     tree, sequences = random_tree()
     length = 1920  # with padding
     query, key, value = (
