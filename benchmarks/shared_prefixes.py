@@ -26,7 +26,7 @@ from relax_events.training.backend.torch_backend import TorchBackend
 from relax_events.training.batch.packing import pack
 from relax_events.training.ranks import SingleRank
 
-NUM_ROUNDS = 5
+NUM_ROUNDS = 3
 VOCAB_SIZE = 256
 NUM_TURNS = 8
 QUESTION = f"""Forward and backward of the trainer over the samples of a step: a Qwen3 of width 128 with 4 layers, float32, one thread, micro-batches
@@ -277,8 +277,8 @@ def main() -> None:
     quick = parser.parse_args().quick
     cases = [
         *(prompt_group(*lengths) for lengths in ((16, 8), (16, 128), (64, 32), (256, 32))),
-        *(edited_turns(scale) for scale in (8, 32)),
-        *(whole_turns(scale, forks=(2, 4, 6)) for scale in (8, 32)),
+        *(edited_turns(scale) for scale in (8, 16)),
+        *(whole_turns(scale, forks=(2, 4, 6)) for scale in (8, 16)),
         whole_turns(8, forks=()),
     ]
     if quick:
