@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,6 +22,7 @@ import torch
 
 from benchmarks import report
 from benchmarks.head_memory import CLEAR_PEAK, peak_bytes
+from benchmarks.rank_processes import run_ranks
 from benchmarks.ready_samples import ready_sample
 from relax_events.config import RunConfig
 from relax_events.events.types import SampleReady
@@ -32,7 +30,7 @@ from relax_events.models.checkpoint_facts import read_facts
 from relax_events.planning.megatron_memory import memory_of_trainer
 from relax_events.training.backend.factory import find_backend
 from relax_events.training.distributed import open_ranks
-from relax_events.training.ranks import RENDEZVOUS_FD_VARIABLE, Ranks, SingleRank
+from relax_events.training.ranks import Ranks, SingleRank
 
 SHAPE = {
     "vocab_size": 151_936,
@@ -152,31 +150,12 @@ def train(model: Path, setting: Setting, ranks: Ranks) -> dict[str, float]:
 
 def measure(model: Path, setting: Setting) -> dict[str, float]:
     """Run a setting, each rank in a process of its own; return the largest of each number."""
-    command = [sys.executable, "-m", "benchmarks.trainer_memory", "--model", str(model)]
-    command += ["--setting", str(SETTINGS.index(setting))]
-    processes = []
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        for rank in range(setting.ranks):
-            ranked = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": setting.ranks}
-            ranked |= {"MASTER_PORT": listener.getsockname()[1]}
-            ranked |= {"TORCHELASTIC_USE_AGENT_STORE": True}
-            served = {RENDEZVOUS_FD_VARIABLE: listener.fileno()} if rank == 0 else {}
-            variables = {name: str(value) for name, value in (ranked | served).items()}
-            processes.append(
-                subprocess.Popen(
-                    command,
-                    stdout=subprocess.PIPE,
-                    env=os.environ | variables | {"MASTER_ADDR": "127.0.0.1"},
-                    pass_fds=[listener.fileno()] if rank == 0 else [],
-                    text=True,
-                )
-            )
-    found = []
-    for process in processes:
-        output, _ = process.communicate(timeout=SETTING_SECONDS)
-        if process.returncode:
-            raise SystemExit(f"{setting.name} ended with {process.returncode}")
-        found.append(json.loads(output.splitlines()[-1]))
+    found = run_ranks(
+        "benchmarks.trainer_memory",
+        ["--model", str(model), "--setting", str(SETTINGS.index(setting))],
+        num_ranks=setting.ranks,
+        timeout_seconds=SETTING_SECONDS,
+    )
     return {name: max(one[name] for one in found) for name in found[0]}
 
 

@@ -1,0 +1,247 @@
+"""Tokens a second and memory of a train step: one process, FSDP2 and backend `megatron` in several
+layouts; and what routing replay costs.
+
+`python -m benchmarks.trainer_layouts [rounds]` measures each layout once a round, in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+
+from benchmarks import report
+from benchmarks.head_memory import CLEAR_PEAK, peak_bytes
+from benchmarks.rank_processes import run_ranks
+from benchmarks.ready_samples import ready_sample
+from relax_events.config import RunConfig
+from relax_events.events.types import SampleReady
+from relax_events.training.backend.factory import find_backend
+from relax_events.training.distributed import open_ranks
+from relax_events.training.ranks import Ranks, SingleRank
+
+VOCAB_SIZE, PROMPT_TOKENS, NUM_SAMPLES = 4096, 64, 8
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+}
+MIXTURE: dict[str, Any] = SHAPE | {
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 128,
+    "norm_topk_prob": True,
+}
+FAMILIES = {"qwen3": SHAPE, "qwen3_moe": MIXTURE}
+NUM_STEPS = 3
+SETTING_SECONDS = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A way to train."""
+
+    name: str
+    family: str = "qwen3"
+    ranks: int = 1
+    replays: bool = False
+    trainer: dict[str, Any] = field(default_factory=dict)
+
+
+def megatron(name: str, **parallel: Any) -> Setting:
+    """Return a layout of two ranks of backend `megatron`."""
+    family = parallel.pop("family", "qwen3")
+    replays = parallel.pop("replays", False)
+    trainer = {"backend": "megatron"} | parallel
+    return Setting(name, family=family, ranks=2, replays=replays, trainer=trainer)
+
+
+SETTINGS = (
+    Setting("1 rank"),
+    Setting("2 ranks", ranks=2),
+    Setting("2 ranks, FSDP2", ranks=2, trainer={"sharding": "full"}),
+    megatron("megatron, 2 data-parallel"),
+    megatron("megatron, 2 tensor-parallel", tensor_parallel=2),
+    megatron("megatron, 2 stages", pipeline_parallel=2),
+    Setting("1 rank, experts", family="qwen3_moe"),
+    Setting("1 rank, experts replayed", family="qwen3_moe", replays=True),
+    megatron("megatron, experts over 2", family="qwen3_moe", expert_parallel=2),
+    megatron(
+        "megatron, experts over 2, replayed", family="qwen3_moe", expert_parallel=2, replays=True
+    ),
+)
+QUESTION = f"""A train step of {NUM_SAMPLES} samples of 256 to 768 tokens on a model with random weights (6 layers of width 256, float32;
+with experts 16 of them, 4 for each token), on the CPU with two processors in every layout: two threads of one rank, or one thread of
+each of two. Tokens a second are those of prompts and completions over the time of forward, backward and AdamW, the median over rounds of
+the median of {NUM_STEPS} steps; each ratio is the median over rounds. Memory is the largest growth of resident memory over that before the model
+was loaded, of the largest rank."""
+
+
+def make_model(folder: Path, family: str) -> Path:
+    """Write a model with random weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **FAMILIES[family])
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder / family)
+    return folder / family
+
+
+def run_config(model: Path, setting: Setting) -> RunConfig:
+    """Return the run file of a setting."""
+    replay = {"routing_replay": "rollout"} if setting.replays else {}
+    return RunConfig.model_validate(
+        {
+            "run": {"id": "trainer-layouts"},
+            "model": {"path": model, "dtype": "float32", "device": "cpu"} | replay,
+            "data": {"source": "jsonl:unused"},
+            "algorithm": {"old_logprobs": "rollout"},
+            "engine": {"sampling": {"max_new_tokens": 768}},
+            "trainer": {
+                "learning_rate": 1e-6,
+                "threads": 2 // setting.ranks,
+                "max_tokens_per_micro_batch": 1024,
+                "ranks": setting.ranks,
+            }
+            | setting.trainer,
+        }
+    )
+
+
+def samples_of(step: int, *, replays: bool) -> list[SampleReady]:
+    """Generate a step's samples, the same for all layouts."""
+    generator = np.random.default_rng(step)
+    samples = []
+    for index in range(NUM_SAMPLES):
+        num_tokens = int(generator.integers(256, 769))
+        mask = np.arange(num_tokens) >= PROMPT_TOKENS
+        order = generator.random((num_tokens - 1, 6, 16)).argsort(-1)[..., :4]
+        routed = {"routed_experts": order.astype(np.uint8)} if replays else {}
+        samples.append(
+            ready_sample(
+                generator.integers(0, VOCAB_SIZE, num_tokens).astype(np.int32),
+                num_prompt_tokens=PROMPT_TOKENS,
+                samples_per_prompt=2,
+                group_index=index // 2,
+                sample_index=index % 2,
+                rollout_logprobs=np.where(mask, -9.0, 0).astype(np.float32),
+                advantages=(mask * (1.0 - 2 * (index % 2))).astype(np.float32),
+                **routed,
+            )
+        )
+    return samples
+
+
+def train(model: Path, setting: Setting, ranks: Ranks) -> dict[str, float]:
+    """Train some steps in this process; return tokens a second and the growth of memory."""
+    before = psutil.Process().memory_info().rss
+    config = run_config(model, setting)
+    backend = find_backend(config.trainer)(config, ranks=ranks)
+    Path("/proc/self/clear_refs").write_text(CLEAR_PEAK)
+    speeds = []
+    for step in range(NUM_STEPS + 1):  # the first one allocates every buffer
+        samples = samples_of(step, replays=setting.replays)
+        groups = [samples[first : first + 2] for first in range(0, NUM_SAMPLES, 2)]
+        started = time.perf_counter()
+        for group in groups[ranks.at.data :: ranks.topology.data]:
+            backend.accumulate(group)
+        backend.step()
+        num_tokens = sum(len(np.asarray(sample.tokens)) for sample in samples)
+        speeds.append(num_tokens / (time.perf_counter() - started))
+    return {"speed": median(speeds[1:]), "bytes": peak_bytes() - before}
+
+
+def measure(folder: Path, setting: Setting) -> dict[str, float]:
+    """Run a setting, each rank in a process of its own."""
+    found = run_ranks(
+        "benchmarks.trainer_layouts",
+        ["--model", str(folder / setting.family), "--setting", str(SETTINGS.index(setting))],
+        num_ranks=setting.ranks,
+        timeout_seconds=SETTING_SECONDS,
+    )
+    print(setting.name, found, file=sys.stderr, flush=True)
+    return {
+        "speed": min(one["speed"] for one in found),
+        "bytes": max(one["bytes"] for one in found),
+    }
+
+
+def lay_out(rounds: list[list[dict[str, float]]]) -> list[dict[str, str]]:
+    """Make the table's rows: each family's first layout is what the others are compared with."""
+    rows = []
+    for index, setting in enumerate(SETTINGS):
+        first = next(at for at, one in enumerate(SETTINGS) if one.family == setting.family)
+        base = next(
+            at
+            for at, one in enumerate(SETTINGS)
+            if (one.family, one.trainer, one.ranks)
+            == (setting.family, setting.trainer, setting.ranks)
+        )
+        speeds = [found[index]["speed"] for found in rounds]
+        ratios = [found[index]["speed"] / found[first]["speed"] for found in rounds]
+        replayed = [found[base]["speed"] / found[index]["speed"] - 1 for found in rounds]
+        rows.append(
+            {
+                "layout": setting.name,
+                "tokens a second": f"{median(speeds):,.0f}",
+                "of one rank's": f"{median(ratios):.2f}",
+                "cost of replay": f"{median(replayed):+.1%}" if setting.replays else "",
+                "memory, GB": f"{median(found[index]['bytes'] for found in rounds) / 1e9:.2f}",
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    """Measure, and write the page."""
+    parser = argparse.ArgumentParser(
+        description="Layouts of a trainer, tokens a second and memory."
+    )
+    parser.add_argument("rounds", type=int, nargs="?", default=5)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--setting", type=int, help="train this one in this process")
+    given = parser.parse_args()
+    if given.setting is not None:
+        setting = SETTINGS[given.setting]
+        if setting.ranks == 1:
+            print(json.dumps(train(given.model, setting, SingleRank())))
+            return
+        topology = run_config(given.model, setting).trainer.topology
+        with open_ranks(timeout_seconds=SETTING_SECONDS, lay_out=topology) as ranks:
+            print(json.dumps(train(given.model, setting, ranks)))
+        return
+    with tempfile.TemporaryDirectory(prefix="relax-layouts-") as name:
+        for family in FAMILIES:
+            make_model(Path(name), family)
+        rounds = [
+            [measure(Path(name), setting) for setting in SETTINGS] for _ in range(given.rounds)
+        ]
+    report.write(
+        "trainer-layouts",
+        title="Layouts of a trainer: tokens a second and memory",
+        question=QUESTION,
+        command=f"python -m benchmarks.trainer_layouts {given.rounds}",
+        rows=lay_out(rounds),
+        conclusion="Two processors hold two ranks: layouts are compared by what they cost, not by what they "
+        "gain on more devices.",
+        data=rounds,
+    )
+
+
+if __name__ == "__main__":
+    main()
