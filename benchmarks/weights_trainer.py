@@ -3,12 +3,15 @@ size."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from benchmarks.timed_trainer import TimedBackend
 from relax_events.config import RunConfig
 from relax_events.training.backend.protocol import StepMetrics
+from relax_events.training.backend.weight_stream import split_into_buckets
 from relax_events.training.ranks import Ranks
 
 NUM_TENSORS, NUM_VALUES = 16, 1 << 20
@@ -30,6 +33,7 @@ class HeavyBackend(TimedBackend):
             tensor += 1.0
         return metrics
 
-    def weights(self) -> dict[str, Tensor]:
+    def weight_buckets(self, *, max_bytes: int) -> Iterator[dict[str, Tensor]]:
         """Copy them, as the trainer of a model does."""
-        return {name: tensor.clone() for name, tensor in self._tensors.items()}
+        for names in split_into_buckets(self._tensors, max_bytes=max_bytes):
+            yield {name: self._tensors[name].clone() for name in names}
