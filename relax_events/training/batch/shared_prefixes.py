@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Int64
 from numpy.typing import NDArray
 
+from relax_events.errors import PoisonSample
 from relax_events.events.parts import MediaRef
 from relax_events.events.routed_experts import ExpertShape
 from relax_events.media.token_layout import MediaLayout
@@ -117,7 +118,11 @@ def _media_numbers(
         digests = tuple((one.digest, one.media_type) for one in references)
         return np.full(len(tokens), number(digests))
     numbers = np.zeros(len(tokens), np.int64)
-    numbers[media.find_media_tokens(tokens, ~sampled_tokens(path), references)] = np.repeat(
+    try:
+        indices = media.find_media_tokens(tokens, ~sampled_tokens(path), references)
+    except PoisonSample as error:
+        raise PoisonSample(f"sample {path.sample_id}: {error}") from None
+    numbers[indices] = np.repeat(
         [number((one.digest, one.media_type)) for one in references],
         [sum(map(len, media.blocks(one))) for one in references],
     )
