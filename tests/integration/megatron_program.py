@@ -1,6 +1,5 @@
-"""The program of each rank in test_megatron: trains a model that the ranks hold together in several
-layouts, one after the other. Rank 0 writes the results, and trains alone by backend `torch` for
-comparison."""
+"""The program of each rank in test_megatron: trains a model that the ranks hold together in a layout.
+Rank 0 writes the results, and trains alone by backend `torch` for comparison."""
 
 import sys
 import warnings

@@ -1,5 +1,6 @@
 """Backend `megatron` in several layouts of ranks against backend `torch` on one: metrics, gradients,
-weights, and checkpoints of either. The ranks start once for the scenarios of a module."""
+weights, and checkpoints of either. The ranks start again for each scenario: process groups of earlier
+ones would stay in the process, and slow it down."""
 
 from pathlib import Path
 from typing import Any
@@ -46,28 +47,19 @@ def make_models(folder: Path) -> None:
         tied.save_pretrained(folder / name)
 
 
-def run_program(folder: Path, names: list[str]) -> dict[str, Any]:
-    """Run scenarios; return their results."""
-    num_ranks = SCENARIOS[names[0]].num_ranks
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the models; results are written next to them."""
+    folder = tmp_path_factory.mktemp("models")
     make_models(folder)
-    run_ranks("megatron_program.py", str(folder), *names, num_ranks=num_ranks)
-    found: dict[str, Any] = torch.load(folder / "results.pt")
+    return folder
+
+
+def run_scenario(folder: Path, name: str) -> dict[str, Any]:
+    """Run a scenario; return its results."""
+    run_ranks("megatron_program.py", str(folder), name, num_ranks=SCENARIOS[name].num_ranks)
+    found: dict[str, Any] = torch.load(folder / "results.pt")[name]
     return found
-
-
-@pytest.fixture(scope="module")
-def short(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_program(tmp_path_factory.mktemp("short"), list(SHORT))
-
-
-@pytest.fixture(scope="module")
-def long(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_program(tmp_path_factory.mktemp("long"), list(LONG))
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_program(tmp_path_factory.mktemp("four"), list(FOUR))
 
 
 def require_equal(found: dict[str, Any], name: str) -> None:
@@ -98,19 +90,19 @@ def require_equal(found: dict[str, Any], name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SHORT)
-def test_tensor_parallel_ranks_train_like_one(short: dict[str, Any], name: str) -> None:
-    require_equal(short[name], name)
+def test_tensor_parallel_ranks_train_like_one(models: Path, name: str) -> None:
+    require_equal(run_scenario(models, name), name)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", LONG)
-def test_two_ranks_train_like_one(long: dict[str, Any], name: str) -> None:
-    require_equal(long[name], name)
+def test_two_ranks_train_like_one(models: Path, name: str) -> None:
+    require_equal(run_scenario(models, name), name)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", FOUR)
-def test_four_ranks_train_like_one(four: dict[str, Any], name: str) -> None:
-    require_equal(four[name], name)
+def test_four_ranks_train_like_one(models: Path, name: str) -> None:
+    require_equal(run_scenario(models, name), name)
