@@ -20,9 +20,10 @@ NUM_OUTPUT_LINES = 40
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Set the timeout of whole runs."""
+    """Set the timeout of whole runs, where a test has none of its own."""
     for item in items:
-        if Path(__file__).parent in item.path.parents:
+        is_here = Path(__file__).parent in item.path.parents
+        if is_here and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(TEST_SECONDS))
 
 
