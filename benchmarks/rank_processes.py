@@ -7,10 +7,34 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from relax_events.training.ranks import RENDEZVOUS_FD_VARIABLE
+from relax_events.config.topology import Topology
+from relax_events.training.distributed import open_ranks
+from relax_events.training.ranks import RENDEZVOUS_FD_VARIABLE, Ranks, SingleRank
+
+
+def train_as_rank(
+    train: Callable[[Ranks], dict[str, float]],
+    topology: Callable[[int], Topology],
+    *,
+    num_ranks: int,
+    timeout_seconds: float,
+) -> None:
+    """Train as the rank that this process is, and print the result for `run_ranks`.
+
+    Args:
+        train: Trains, and returns what is printed.
+        topology: Lays so many ranks out.
+        num_ranks: In number.
+        timeout_seconds: Deadline of collectives.
+    """
+    if num_ranks == 1:
+        print(json.dumps(train(SingleRank())))
+        return
+    with open_ranks(timeout_seconds=timeout_seconds, lay_out=topology) as ranks:
+        print(json.dumps(train(ranks)))
 
 
 def run_ranks(

@@ -7,11 +7,11 @@ layouts; and what routing replay costs.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,13 +22,12 @@ import torch
 
 from benchmarks import report
 from benchmarks.head_memory import CLEAR_PEAK, peak_bytes
-from benchmarks.rank_processes import run_ranks
+from benchmarks.rank_processes import run_ranks, train_as_rank
 from benchmarks.ready_samples import ready_sample
 from relax_events.config import RunConfig
 from relax_events.events.types import SampleReady
 from relax_events.training.backend.factory import find_backend
-from relax_events.training.distributed import open_ranks
-from relax_events.training.ranks import Ranks, SingleRank
+from relax_events.training.ranks import Ranks
 
 VOCAB_SIZE, PROMPT_TOKENS, NUM_SAMPLES = 4096, 64, 8
 SHAPE: dict[str, Any] = {
@@ -218,12 +217,12 @@ def main() -> None:
     given = parser.parse_args()
     if given.setting is not None:
         setting = SETTINGS[given.setting]
-        if setting.ranks == 1:
-            print(json.dumps(train(given.model, setting, SingleRank())))
-            return
-        topology = run_config(given.model, setting).trainer.topology
-        with open_ranks(timeout_seconds=SETTING_SECONDS, lay_out=topology) as ranks:
-            print(json.dumps(train(given.model, setting, ranks)))
+        train_as_rank(
+            partial(train, given.model, setting),
+            run_config(given.model, setting).trainer.topology,
+            num_ranks=setting.ranks,
+            timeout_seconds=SETTING_SECONDS,
+        )
         return
     with tempfile.TemporaryDirectory(prefix="relax-layouts-") as name:
         for family in FAMILIES:
