@@ -425,6 +425,15 @@ def failpoint_marker(point: str) -> str:
     return armed.mark_name
 
 
+def agents_of(file: Path) -> list[psutil.Process]:
+    """Return the running processes of a program."""
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if str(file) in (process.info["cmdline"] or ())
+    ]
+
+
 def assert_ledger_balances(run: FaultRun) -> dict[str, Any]:
     """Assert what every fault leaves untouched, by the log and by the report; return the ledger's
     metrics."""

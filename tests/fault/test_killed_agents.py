@@ -6,10 +6,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 from harness import (
     FaultRun,
+    agents_of,
     assert_ledger_balances,
     assert_spent_attempts_are_not_scored,
     failpoint_marker,
@@ -38,15 +38,6 @@ for number in range(2):
         sys.exit(answer["error"]["message"])
     messages += [answer["choices"][0]["message"], {"role": "user", "content": "and"}]
 """
-
-
-def agents_of(file: Path) -> list[psutil.Process]:
-    """Return the running processes of a program."""
-    return [
-        process
-        for process in psutil.process_iter(["cmdline"])
-        if str(file) in (process.info["cmdline"] or ())
-    ]
 
 
 def start_agents(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from harness import FaultRun, assert_ledger_balances
+from harness import FaultRun, agents_of, assert_ledger_balances
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1500)]
 NUM_TURNS = 3
@@ -50,15 +50,6 @@ def num_sampled(run: FaultRun) -> float:
     return sum(
         value for name, value in metrics if name.startswith(counted) and '"generated"' in name
     )
-
-
-def agents_of(file: Path) -> list[psutil.Process]:
-    """Return the running agents."""
-    return [
-        process
-        for process in psutil.process_iter(["cmdline"])
-        if str(file) in (process.info["cmdline"] or ())
-    ]
 
 
 def test_sessions_of_a_killed_sglang_server_continue_and_are_trained_once(
