@@ -39,6 +39,7 @@ from relax_events.training.backend.step_sums import (
 from relax_events.training.batch.loss_batch import LossBatch, whiten_step
 from relax_events.training.batch.mini_batches import MiniBatchBuffer
 from relax_events.training.batch.packing import cut_by_cells
+from relax_events.training.batch.sample_intake import SampleMedia
 from relax_events.training.batch.shared_prefixes import PrefixSharing
 from relax_events.training.batch.step_statistics import compute_second_moment_cutoff
 from relax_events.training.ranks import GatheringRanks, Ranks
@@ -80,6 +81,7 @@ class PolicyTraining(ABC):
     """The part of a `TrainerBackend` that does not depend on how the model is laid out."""
 
     _model: PackedModel
+    _media: SampleMedia
     _parameters: TrainedParameters
     waits_for_step: bool
     """Whether all micro-batches run in `step`, because forward passes are collective."""
@@ -126,11 +128,6 @@ class PolicyTraining(ABC):
         """Yield the log-probabilities of the loss tokens of each micro-batch; collective where the
         model is.
         """
-
-    def _add_media(self, loss_batch: LossBatch, samples: Sequence[SampleReady]) -> LossBatch:
-        """Return a copy with the media of its samples."""
-        del samples
-        return loss_batch
 
     @property
     def vocab_size(self) -> int:
@@ -207,7 +204,9 @@ class PolicyTraining(ABC):
             experts=model.experts,
             trainer_version=self.policy_version,
         )
-        return self._add_media(loss_batch, samples) if len(loss_batch.batch.targets) else loss_batch
+        if not len(loss_batch.batch.targets):
+            return loss_batch
+        return replace(loss_batch, batch=self._media.add_to(loss_batch.batch, samples))
 
     def _mini_batches(self) -> Iterator[tuple[int, list[LossBatch]]]:
         """Yield the micro-batches of each optimizer step, and its pass. The start is collective."""

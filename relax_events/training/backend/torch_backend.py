@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
 import structlog
@@ -14,7 +13,6 @@ from transformers import PreTrainedModel
 
 from relax_events.config import RunConfig
 from relax_events.errors import ConfigError
-from relax_events.events.types import SampleReady
 from relax_events.media.library import MediaLibrary
 from relax_events.models.adapters import (
     BASE_DIGEST,
@@ -145,10 +143,6 @@ class TorchBackend(PolicyTraining):
             if torch.is_grad_enabled():
                 output.backward()
             self._report_progress()
-
-    def _add_media(self, loss_batch: LossBatch, samples: Sequence[SampleReady]) -> LossBatch:
-        """Return a copy with the media of its samples."""
-        return replace(loss_batch, batch=self._media.add_to(loss_batch.batch, samples))
 
     def _train_all(self, loss_batches: Sequence[LossBatch], *, cutoff: float | None = None) -> None:
         """Run micro-batches forward and backward; see `PolicyTraining`."""

@@ -14,7 +14,6 @@ from torch import nn
 
 from relax_events.config import RunConfig
 from relax_events.errors import ConfigError
-from relax_events.events.types import SampleReady
 from relax_events.media.library import MediaLibrary
 from relax_events.models.causal_lm import choose_device
 from relax_events.training.backend.determinism import make_deterministic
@@ -85,10 +84,6 @@ class TorchCritic(ValueTraining):
 
     def _guard(self, what: str) -> AbstractContextManager[None]:
         return self._ranks.guard(what) if self._is_sharded else nullcontext()
-
-    def _add_media(self, batch: PackedBatch, samples: Sequence[SampleReady]) -> PackedBatch:
-        """Return a copy with the media of its samples."""
-        return self._media.add_to(batch, samples)
 
     def _train_all(self, value_batches: Iterable[ValueBatch]) -> None:
         """Run micro-batches forward and backward; see `ValueTraining`."""

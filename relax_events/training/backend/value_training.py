@@ -36,6 +36,7 @@ from relax_events.training.batch.mini_batches import MiniBatchBuffer
 from relax_events.training.batch.packing import PackedBatch, cut_by_cells, gather_loss_values, pack
 from relax_events.training.batch.paths import count_paths, split_paths
 from relax_events.training.batch.row_layout import TokenSequence
+from relax_events.training.batch.sample_intake import SampleMedia
 from relax_events.training.ranks import GatheringRanks, Ranks, SingleRank
 
 log = structlog.get_logger()
@@ -79,6 +80,7 @@ class ValueTraining(ABC):
     """The part of a `Critic` that does not depend on how the model is laid out."""
 
     _model: PackedValueModel
+    _media: SampleMedia
     _parameters: TrainedParameters
     waits_for_step: bool
     """Whether all micro-batches run in `step`, because forward passes are collective."""
@@ -136,11 +138,6 @@ class ValueTraining(ABC):
     def _pack_scored(self, samples: Sequence[TokenSequence]) -> PackedBatch:
         """Pack the samples of a micro-batch that is scored."""
 
-    def _add_media(self, batch: PackedBatch, samples: Sequence[SampleReady]) -> PackedBatch:
-        """Return a copy with the media of its samples."""
-        del samples
-        return batch
-
     def accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
         """Run forward and backward on a micro-batch; see `Critic`. Where forward passes are
         collective, `step` runs it.
@@ -185,7 +182,7 @@ class ValueTraining(ABC):
             gather_loss_values(samples, field).astype(np.float64)
             for field in ("advantages", "values")
         )
-        return ValueBatch(self._add_media(batch, samples), advantages, old)
+        return ValueBatch(self._media.add_to(batch, samples), advantages, old)
 
     def _compute_loss(self, packed: ValueBatch, values: Float[Tensor, " loss_tokens"]) -> Tensor:
         """Return the loss of a micro-batch, not normalised, and add its sums to the step's."""

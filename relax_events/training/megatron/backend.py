@@ -8,7 +8,6 @@ none of it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,7 +17,6 @@ from torch import Tensor
 
 from relax_events.config import RunConfig
 from relax_events.errors import ConfigError
-from relax_events.events.types import SampleReady
 from relax_events.media.library import MediaLibrary
 from relax_events.models.adapters import BASE_DIGEST, encode_base_digest
 from relax_events.models.base_digest import compute_base_digest, require_same_base
@@ -161,10 +159,6 @@ class MegatronBackend(PolicyTraining):
     def is_collective(self) -> bool:
         """Whether data-parallel ranks exchange tokens in the experts of each layer."""
         return exchanges_experts(self._ranks.topology)
-
-    def _add_media(self, loss_batch: LossBatch, samples: Sequence[SampleReady]) -> LossBatch:
-        """Return a copy with the media of its samples."""
-        return replace(loss_batch, batch=self._media.add_to(loss_batch.batch, samples))
 
     def _run(self, works: Sequence[Work], *, forward_only: bool = False) -> None:
         """Run micro-batches; where data-parallel ranks wait for each other, rows of padding too."""

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from relax_events.config import RunConfig
-from relax_events.events.types import SampleReady
 from relax_events.media.library import MediaLibrary
 from relax_events.models.families import read_family
 from relax_events.training.backend.protocol import ValueMetrics
@@ -94,10 +93,6 @@ class MegatronCritic(ValueTraining):
         named = sizes.named_below(BACKBONE)
         shards = list(rank_shards(named, ranks.topology, ranks.at))
         return stage, RankParameters(stage.module, shards, sizes=named, config=trainer, ranks=ranks)
-
-    def _add_media(self, batch: PackedBatch, samples: Sequence[SampleReady]) -> PackedBatch:
-        """Return a copy with the media of its samples."""
-        return self._media.add_to(batch, samples)
 
     def _train_all(self, value_batches: Iterable[ValueBatch]) -> None:
         """Run micro-batches forward and backward; see `ValueTraining`."""
