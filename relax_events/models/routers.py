@@ -65,8 +65,7 @@ class Routers:
             ConfigError: The model has no router, or routers with different numbers of experts.
         """
         self._path, self._wanted_by = path, wanted_by
-        remedy = REMEDY if wanted_by == "model.routing_replay" else f"leave {wanted_by} out"
-        self._remedy = remedy
+        self._remedy = REMEDY if wanted_by == "model.routing_replay" else f"leave {wanted_by} out"
         self._routers: list[Any] = [
             part
             for part in language.modules()
@@ -75,13 +74,13 @@ class Routers:
         if not self._routers:
             raise ConfigError(
                 f"{wanted_by} needs a mixture of experts, but the model in {path} is not one; "
-                f"{remedy}"
+                f"{self._remedy}"
             )
         kinds = {(router.top_k, router.num_experts) for router in self._routers}
         if len(kinds) > 1:
             raise ConfigError(
                 f"{wanted_by} needs the same number of experts in all layers, but the model in "
-                f"{path} has {sorted(kinds)}; {remedy}"
+                f"{path} has {sorted(kinds)}; {self._remedy}"
             )
         top_k, num_experts = kinds.pop()
         self.shape = ExpertShape(len(self._routers), top_k, num_experts)

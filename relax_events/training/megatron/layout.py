@@ -33,6 +33,8 @@ from relax_events.training.megatron.sizes import DecoderSizes
 if TYPE_CHECKING:
     from torch import Tensor
 
+TOWERS = "towers"
+"""The attribute of the first chunk of layers that holds the towers."""
 Box = tuple[tuple[int, int], ...]
 """A rectangle: start and end along each dimension."""
 
@@ -145,7 +147,7 @@ class _Rank:
             for name, shape in sizes.towers:
                 box = tuple((0, size) for size in shape)
                 piece = Piece(f"{sizes.outer_prefix}{name}", box, box)
-                yield Shard(f"towers.{name}", shape, (piece,), is_replicated=True)
+                yield Shard(f"{TOWERS}.{name}", shape, (piece,), is_replicated=True)
         yield from self.layers(chunk * topology.pipeline + at.pipeline)
         if (at.pipeline, chunk) == (topology.pipeline - 1, topology.chunks - 1):
             yield self.vector(

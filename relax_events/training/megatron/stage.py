@@ -35,13 +35,12 @@ from relax_events.training.megatron.adapters import add_adapters
 from relax_events.training.megatron.balancing import ExpertBalance, add_over_stages
 from relax_events.training.megatron.building import build_config, build_model
 from relax_events.training.megatron.folder_tensors import FolderTensors
-from relax_events.training.megatron.layout import Shard, cut, full_shapes
+from relax_events.training.megatron.layout import TOWERS, Shard, cut, full_shapes
 from relax_events.training.megatron.modules import encode_tree
 from relax_events.training.megatron.routing import RoutingReplay
 from relax_events.training.megatron.row import Row, lay_out_row
 from relax_events.training.megatron.sizes import DecoderSizes
 from relax_events.training.megatron.towers import (
-    TOWERS,
     OwnFeatures,
     Towers,
     add_deep_features,

@@ -27,9 +27,6 @@ from relax_events.media.towers import concatenate_layers
 from relax_events.models.families import Family, MediaFamily
 from relax_events.training.megatron.row import Row
 
-TOWERS = "towers"
-"""The attribute of the first chunk of layers that holds them."""
-
 
 class Towers(nn.Module):
     """The towers by their names in transformers; always in evaluation mode, as in backend
