@@ -44,9 +44,10 @@ from relax_events.runtime.device_turn import DeviceTurn, turn_files
 turn = DeviceTurn(Path(sys.argv[1]), alone=False)
 assert turn.wait(20)
 command = [sys.executable, "-c", "import time; time.sleep(60)"]
-print(subprocess.Popen(command, pass_fds=turn_files()).pid, flush=True)
+child = subprocess.Popen(command, pass_fds=turn_files())
 turn.end()
 assert turn.wait(20)
+print(child.pid, flush=True)  # not before: until here nobody has the turn
 sys.stdin.read()
 """
 
