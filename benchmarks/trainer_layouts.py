@@ -1,5 +1,5 @@
 """Tokens a second and memory of a train step: one process, FSDP2 and backend `megatron` in several
-layouts; and what routing replay costs.
+layouts.
 
 `python -m benchmarks.trainer_layouts [rounds]` measures each layout once a round, in turn.
 """
@@ -26,7 +26,7 @@ from benchmarks.rank_processes import run_ranks, train_as_rank
 from benchmarks.ready_samples import ready_sample
 from relax_events.config import RunConfig
 from relax_events.events.types import SampleReady
-from relax_events.training.backend.factory import find_backend
+from relax_events.training.backend.factory import open_backend
 from relax_events.training.ranks import Ranks
 
 VOCAB_SIZE, PROMPT_TOKENS, NUM_SAMPLES = 4096, 64, 8
@@ -58,16 +58,13 @@ class Setting:
     name: str
     family: str = "qwen3"
     ranks: int = 1
-    replays: bool = False
     trainer: dict[str, Any] = field(default_factory=dict)
 
 
 def megatron(name: str, **parallel: Any) -> Setting:
     """Return a layout of two ranks of backend `megatron`."""
     family = parallel.pop("family", "qwen3")
-    replays = parallel.pop("replays", False)
-    trainer = {"backend": "megatron"} | parallel
-    return Setting(name, family=family, ranks=2, replays=replays, trainer=trainer)
+    return Setting(name, family=family, ranks=2, trainer={"backend": "megatron"} | parallel)
 
 
 SETTINGS = (
@@ -78,11 +75,7 @@ SETTINGS = (
     megatron("megatron, 2 tensor-parallel", tensor_parallel=2),
     megatron("megatron, 2 stages", pipeline_parallel=2),
     Setting("1 rank, experts", family="qwen3_moe"),
-    Setting("1 rank, experts replayed", family="qwen3_moe", replays=True),
     megatron("megatron, experts over 2", family="qwen3_moe", expert_parallel=2),
-    megatron(
-        "megatron, experts over 2, replayed", family="qwen3_moe", expert_parallel=2, replays=True
-    ),
 )
 QUESTION = f"""A train step of {NUM_SAMPLES} samples of 256 to 768 tokens on a model with random weights (6 layers of width 256, float32;
 with experts 16 of them, 4 for each token), on the CPU with two processors in every layout: two threads of one rank, or one thread of
@@ -101,13 +94,18 @@ def make_model(folder: Path, family: str) -> Path:
     return folder / family
 
 
-def run_config(model: Path, setting: Setting) -> RunConfig:
-    """Return the run file of a setting."""
-    replay = {"routing_replay": "rollout"} if setting.replays else {}
+def run_config(model: Path, setting: Setting, **changes: str) -> RunConfig:
+    """Return the run file of a setting.
+
+    Args:
+        model: Its folder.
+        setting: Layout of the trainer.
+        changes: Values of section `model`.
+    """
     return RunConfig.model_validate(
         {
             "run": {"id": "trainer-layouts"},
-            "model": {"path": model, "dtype": "float32", "device": "cpu"} | replay,
+            "model": {"path": model, "dtype": "float32", "device": "cpu"} | changes,
             "data": {"source": "jsonl:unused"},
             "algorithm": {"old_logprobs": "rollout"},
             "engine": {"sampling": {"max_new_tokens": 768}},
@@ -122,15 +120,13 @@ def run_config(model: Path, setting: Setting) -> RunConfig:
     )
 
 
-def samples_of(step: int, *, replays: bool) -> list[SampleReady]:
+def samples_of(step: int) -> list[SampleReady]:
     """Generate a step's samples, the same for all layouts."""
     generator = np.random.default_rng(step)
     samples = []
     for index in range(NUM_SAMPLES):
         num_tokens = int(generator.integers(256, 769))
         mask = np.arange(num_tokens) >= PROMPT_TOKENS
-        order = generator.random((num_tokens - 1, 6, 16)).argsort(-1)[..., :4]
-        routed = {"routed_experts": order.astype(np.uint8)} if replays else {}
         samples.append(
             ready_sample(
                 generator.integers(0, VOCAB_SIZE, num_tokens).astype(np.int32),
@@ -140,7 +136,6 @@ def samples_of(step: int, *, replays: bool) -> list[SampleReady]:
                 sample_index=index % 2,
                 rollout_logprobs=np.where(mask, -9.0, 0).astype(np.float32),
                 advantages=(mask * (1.0 - 2 * (index % 2))).astype(np.float32),
-                **routed,
             )
         )
     return samples
@@ -150,11 +145,11 @@ def train(model: Path, setting: Setting, ranks: Ranks) -> dict[str, float]:
     """Train some steps in this process; return tokens a second and the growth of memory."""
     before = psutil.Process().memory_info().rss
     config = run_config(model, setting)
-    backend = find_backend(config.trainer)(config, ranks=ranks)
+    backend = open_backend(config, ranks)
     Path("/proc/self/clear_refs").write_text(CLEAR_PEAK)
     speeds = []
     for step in range(NUM_STEPS + 1):  # the first one allocates every buffer
-        samples = samples_of(step, replays=setting.replays)
+        samples = samples_of(step)
         groups = [samples[first : first + 2] for first in range(0, NUM_SAMPLES, 2)]
         started = time.perf_counter()
         for group in groups[ranks.at.data :: ranks.topology.data]:
@@ -185,21 +180,13 @@ def lay_out(rounds: list[list[dict[str, float]]]) -> list[dict[str, str]]:
     rows = []
     for index, setting in enumerate(SETTINGS):
         first = next(at for at, one in enumerate(SETTINGS) if one.family == setting.family)
-        base = next(
-            at
-            for at, one in enumerate(SETTINGS)
-            if (one.family, one.trainer, one.ranks)
-            == (setting.family, setting.trainer, setting.ranks)
-        )
         speeds = [found[index]["speed"] for found in rounds]
         ratios = [found[index]["speed"] / found[first]["speed"] for found in rounds]
-        replayed = [found[base]["speed"] / found[index]["speed"] - 1 for found in rounds]
         rows.append(
             {
                 "layout": setting.name,
                 "tokens a second": f"{median(speeds):,.0f}",
                 "of one rank's": f"{median(ratios):.2f}",
-                "cost of replay": f"{median(replayed):+.1%}" if setting.replays else "",
                 "memory, GB": f"{median(found[index]['bytes'] for found in rounds) / 1e9:.2f}",
             }
         )

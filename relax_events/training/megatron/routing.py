@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int, Int64, Integer
 from torch import Tensor, nn
 
 from relax_events.training.megatron.row import Row
@@ -23,10 +25,15 @@ TopK = Callable[..., tuple[Tensor, Tensor]]
 
 
 class Choices(NamedTuple):
-    """The recorded experts of one layer, for a rank's tokens of a micro-batch."""
+    """The recorded experts of one layer, for a rank's tokens of a micro-batch.
 
-    chosen: Int[Tensor, "tokens top_k"]
-    is_replayed: Bool[Tensor, "tokens 1"]
+    Attributes:
+        chosen: For each token.
+        routed: Indices of the tokens without a recorded choice.
+    """
+
+    chosen: Integer[Tensor, "tokens top_k"]
+    routed: Int64[Tensor, " routed"]
 
 
 class LayerReplay:
@@ -50,12 +57,15 @@ class LayerReplay:
         default_compute_topk: TopK,
     ) -> tuple[Float[Tensor, "tokens top_k"], Int[Tensor, "tokens top_k"]]:
         """Return the scores and numbers of each token's experts. The name is megatron-core's."""
-        values, routed = default_compute_topk(
-            scores, topk, num_groups=num_groups, group_topk=group_topk
-        )
+        choose = partial(default_compute_topk, num_groups=num_groups, group_topk=group_topk)
         if (given := self._take_choices()) is None:
-            return values, routed
-        chosen = torch.where(given.is_replayed, given.chosen.to(routed.dtype), routed)
+            return choose(scores, topk)
+        chosen = given.chosen.to(torch.int64)
+        if len(given.routed) and group_topk:  # megatron-core's choice by groups takes all tokens
+            chosen.index_copy_(0, given.routed, choose(scores, topk)[1][given.routed])
+        elif len(given.routed):
+            alone = scores.detach().index_select(0, given.routed)
+            chosen.index_copy_(0, given.routed, choose(alone, topk)[1])
         return scores.gather(1, chosen), chosen
 
     def _take_choices(self) -> Choices | None:
@@ -101,9 +111,9 @@ class RoutingReplay:
         size = len(row.own) // number
         own = row.own[index * size : (index + 1) * size]
         chosen = torch.from_numpy(row.experts[own]).to(device)
-        is_replayed = torch.from_numpy(row.is_replayed[own]).to(device)[:, None]
+        routed = torch.from_numpy(np.flatnonzero(~row.is_replayed[own])).to(device)
         for layer, replay in self._layers:
-            replay.choices = Choices(chosen[:, layer], is_replayed)
+            replay.choices = Choices(chosen[:, layer], routed)
         try:
             yield
         finally:
