@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -80,6 +79,13 @@ class Isolation:
     def may_signal(self) -> bool:
         """Whether the program may send signals, because they can't reach other processes."""
         return self.has_namespaces or self.landlock >= landlock.SCOPE_VERSION
+
+    @property
+    def keeps_files(self) -> bool:
+        """Whether a program may leave files outside its folder, in a private root's temporary
+        folders.
+        """
+        return self.has_private_root and not self.landlock
 
     @property
     def is_sufficient(self) -> bool:
@@ -229,7 +235,8 @@ def _is_world_accessible(folder: str) -> bool:
 
 def _works(isolation: Isolation) -> bool:
     """Return whether a test program can import and print in this isolation."""
-    from relax_events.sandbox.sandbox import Limits, Sandbox, Verdict
+    from relax_events.sandbox.runner import Limits, Verdict
+    from relax_events.sandbox.sandbox import Sandbox
 
     try:
         with Sandbox(PROBE, Limits(seconds=PROBE_SECONDS), isolation=isolation) as sandbox:
@@ -267,8 +274,7 @@ def build_setup(
     folder: Path,
     limits: dict[str, int],
     processes: int,
-    ready: int,
-    task: Mapping[str, object],
+    control: int,
 ) -> str:
     """Return the JSON configuration of the first process inside."""
     setup: dict[str, object] = {
@@ -277,8 +283,7 @@ def build_setup(
         "filters": isolation.filters,
         "may_signal": isolation.may_signal,
         "user": isolation.user,
-        "ready": ready,
-        "task": task,
+        "control": control,
         "binds": [[source, str(folder / name)] for source, name in isolation.binds],
     }
     if isolation.landlock:

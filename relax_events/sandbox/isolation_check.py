@@ -13,7 +13,8 @@ import orjson
 
 from relax_events.errors import CheckFailed
 from relax_events.sandbox.isolation import require_isolation
-from relax_events.sandbox.sandbox import Limits, Sandbox, Verdict
+from relax_events.sandbox.runner import Limits, Verdict
+from relax_events.sandbox.sandbox import Sandbox
 
 CHECK_SECONDS = 30.0
 ESCAPES = {

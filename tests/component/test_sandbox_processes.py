@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -20,7 +21,7 @@ from escape_program import KINDS, walls_of
 from ordinary_user import ORDINARY_USER, as_ordinary_user
 
 from relax_events.sandbox import Limits, Sandbox, Verdict
-from relax_events.sandbox import sandbox as sandbox_module
+from relax_events.sandbox.runner import Runner
 
 ROOT = Path(__file__).parents[2]
 NUM_ELSEWHERE = 100
@@ -126,12 +127,13 @@ def test_sandboxed_program_is_the_first_to_be_killed_when_memory_runs_out(
     if (found := walls_of(kind)) is None:
         pytest.skip(f"this machine builds no walls of {kind}")
     program = "import time\ntime.sleep(600)\n"
-    stand, await_walls = threading.Event(), sandbox_module._Process._await_setup
-    monkeypatch.setattr(
-        sandbox_module._Process,
-        "_await_setup",
-        lambda process, started: (await_walls(process, started), stand.set()),
-    )
+    stand, start = threading.Event(), Runner.start
+
+    def start_and_say(*arguments: Any) -> None:
+        start(*arguments)
+        stand.set()
+
+    monkeypatch.setattr(Runner, "start", start_and_say)
     with (
         ThreadPoolExecutor(1) as pool,
         Sandbox(program, Limits(seconds=60), isolation=found) as sandbox,

@@ -1,23 +1,27 @@
-"""The first process inside the sandbox: it isolates and starts the program, and finally kills all
-its processes.
+"""The first process inside the sandbox: it isolates and starts one program after another, each in a
+process of its own, and kills all of a program's processes before it starts the next.
 
-It uses only the standard library. Its argument is a JSON object:
+It runs no code of a program itself. It uses only the standard library. Its argument is a JSON
+object:
 
     limits      resource limits, by their names in the module resource
-    processes   how many processes the program may have at a time
+    processes   how many processes a program may have at a time
     readable, writable   paths for Landlock; absent if it is not used
     filters     whether to install the seccomp filter
-    may_signal  whether the program may send signals
+    may_signal  whether programs may send signals
     user        the user to switch to, or null
     binds       folders of the interpreter that the user can't access, with their mount points
-    ready       a pipe, which receives one byte when the isolation is complete
-    task        one of
-        {"program": FILE}     run it with this process's stdin and stdout
-        {"serve": FILE}       run it, then serve the requests of the tests
-        {"tests": FILE, "requests": 5, "answers": 6, "verdict": 7}   run tests of a served solution
+    control     a socket, over which each task arrives with its open files; it ends at its end
 
-Exit codes: 0 for success, 77 for an exceeded limit or a signal, 78 for tests whose solution exited,
-any other for a failure.
+A task is a JSON object, with `files`: the names of its files, in the order in which they arrive.
+
+    {"program": FILE, "files": ["stdin", "stdout"]}     run it
+    {"serve": FILE, "files": ["stdin", "stdout"]}       run it, then serve the requests of the tests
+    {"tests": FILE, "files": ["requests", "answers", "verdict"]}   run tests of a served solution
+
+The responses are `ready` when the program's isolation is complete, and then its exit code, when all
+its processes have ended: 0 for success, 77 for an exceeded limit or a signal, 78 for tests whose
+solution exited, any other for a failure.
 """
 
 from __future__ import annotations
@@ -29,7 +33,9 @@ import json
 import os
 import resource
 import runpy
+import select
 import signal
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -40,35 +46,99 @@ import landlock
 import seccomp
 
 LIMIT_EXIT_CODE = 77
+MAX_TASK_BYTES, MAX_TASK_FILES = 64 * 1024, 8
 MAX_PROCESSES = 1 << 20
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 MS_READ_ONLY, MS_NO_SUID, MS_REMOUNT, MS_BIND, MS_RECURSIVE = 1, 2, 32, 4096, 16384
 
 
 class Terminated(Exception):
-    """SIGTERM arrived: the library ends the program."""
+    """SIGTERM arrived, or the library's process is gone: the program ends."""
 
 
 def main(setup: dict[str, Any]) -> int:
-    """Start the program, wait for it, kill its remaining processes; return the exit code."""
+    """Run the tasks that arrive, until there are no more; return the exit code."""
     libc = ctypes.CDLL(None)
     signal.signal(signal.SIGTERM, _on_sigterm)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphaned processes become children of this one
-    for source, target in setup["binds"]:
-        _bind(source, target)
+    try:
+        for source, target in setup["binds"]:
+            _bind(source, target)
+        ended = _open_wakeup_pipe()
+        with socket.socket(fileno=setup["control"]) as control:
+            while True:
+                task, *fds = _receive(control)
+                if task is None:
+                    return 0
+                control.send(str(_run_apart(setup, task, fds, control, ended)).encode())
+    except Terminated:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        _kill_children()
+        return LIMIT_EXIT_CODE
+
+
+def _open_wakeup_pipe() -> tuple[int, int]:
+    """Return both ends of a pipe that becomes readable when a child has ended."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    return reading, writing
+
+
+def _receive(control: socket.socket) -> tuple[Any, ...]:
+    """Wait for a task; return it and its open files, or None at the end."""
+    data, fds, _, _ = socket.recv_fds(control, MAX_TASK_BYTES, MAX_TASK_FILES)
+    return (json.loads(data) if data else None, *fds)
+
+
+def _run_apart(
+    setup: dict[str, Any],
+    task: dict[str, Any],
+    fds: list[int],
+    control: socket.socket,
+    ended: tuple[int, int],
+) -> int:
+    """Run a task in a process of its own, end all processes that it leaves; return its exit
+    code.
+    """
+    _load(task)
     child = os.fork()
     if child == 0:
-        os._exit(_run(setup))
-    os.close(setup["ready"])
-    try:
-        _, status = os.waitpid(child, 0)
-        code = os.waitstatus_to_exitcode(status)
-    except Terminated:
-        code = LIMIT_EXIT_CODE
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.set_wakeup_fd(-1)
+        for number in ended:
+            os.close(number)
+        os._exit(_run(setup, task, fds, control))
+    for number in fds:
+        os.close(number)
+    code = _await_child(child, control, ended[0])
     _kill_children()
     return LIMIT_EXIT_CODE if code < 0 else code
+
+
+def _load(task: dict[str, Any]) -> None:
+    """Import what the task needs, once for all tasks."""
+    if "serve" in task:
+        import serve  # noqa: F401
+    elif "tests" in task:
+        import run_tests  # noqa: F401
+
+
+def _await_child(child: int, control: socket.socket, ended: int) -> int:
+    """Return the exit code of a child.
+
+    Raises:
+        Terminated: The library's process is gone: it sends nothing while a program runs.
+    """
+    while True:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+        readable, _, _ = select.select([control.fileno(), ended], [], [])
+        if control.fileno() in readable:
+            raise Terminated
+        os.read(ended, 1024)
 
 
 def _bind(source: str, target: str) -> None:
@@ -102,10 +172,8 @@ def _on_sigterm(*_: object) -> None:
 
 def _kill_children() -> None:
     """Kill children until none is left; an orphaned grandchild becomes a child of this process."""
-    if os.getpid() == 1:
-        return  # the kernel ends a PID namespace with its first process
     while True:
-        for pid in _children():
+        for pid in [-1] if os.getpid() == 1 else _children():  # -1: all of the PID namespace
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         try:
@@ -124,16 +192,24 @@ def _children() -> list[int]:
     return found
 
 
-def _run(setup: dict[str, Any]) -> int:
+def _run(
+    setup: dict[str, Any], task: dict[str, Any], fds: list[int], control: socket.socket
+) -> int:
     """Isolate this process, and run the task."""
     try:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in (signal.SIGTERM, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
         with contextlib.suppress(PermissionError):
             os.setsid()
+        files = dict(zip(task["files"], fds, strict=True))
+        for standard, name in enumerate(("stdin", "stdout")):
+            if name in files:
+                os.dup2(files[name], standard)
+                os.close(files[name])
         _isolate(setup)
-        os.write(setup["ready"], b"1")
-        os.close(setup["ready"])
-        _run_task(setup["task"])
+        control.send(b"ready")
+        control.close()
+        _run_task(task, files)
     except MemoryError:
         return LIMIT_EXIT_CODE
     except SystemExit as ending:
@@ -206,7 +282,7 @@ def _can_start(limit: int, hard: int) -> bool:
     return True
 
 
-def _run_task(task: dict[str, Any]) -> None:
+def _run_task(task: dict[str, Any], files: dict[str, int]) -> None:
     if "program" in task:
         runpy.run_path(task["program"], run_name="__main__")
     elif "serve" in task:
@@ -216,8 +292,8 @@ def _run_task(task: dict[str, Any]) -> None:
     else:
         from run_tests import run_tests
 
-        run_tests(task["tests"], task["requests"], task["answers"], task["verdict"])
+        run_tests(task["tests"], files["requests"], files["answers"], files["verdict"])
 
 
 if __name__ == "__main__":
-    sys.exit(main(json.loads(sys.argv[1])))
+    os._exit(main(json.loads(sys.argv[1])))
