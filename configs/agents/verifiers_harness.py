@@ -187,7 +187,7 @@ def policy_of(session: dict) -> vf.ModelContext:
     return vf.ModelContext(model=session["model"], client=client)
 
 
-def judge(episode: vf.Episode) -> dict:
+def conclude(episode: vf.Episode) -> dict:
     """Return what the gateway learns of a finished episode."""
     played = [trace for trace in episode.traces if trace.agent.config.client.headers]
     problems = [*episode.errors, *(error for one in played for error in one.errors)]
@@ -223,7 +223,7 @@ class Player:
             task = self._tasks.find(session["task"]["metadata"])
             async with asyncio.timeout(session["start_seconds"] + session["episode_seconds"]):
                 episode = await self._env.run_episode(task, policy_of(session))
-            found = judge(episode)
+            found = conclude(episode)
             self._keep(session, episode, found)
         except TimeoutError:
             found = {"error": "the episode took longer than the run allows"}

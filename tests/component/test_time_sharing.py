@@ -47,7 +47,7 @@ command = [sys.executable, "-c", "import time; time.sleep(60)"]
 child = subprocess.Popen(command, pass_fds=turn_files())
 turn.end()
 assert turn.wait(20)
-print(child.pid, flush=True)  # not before: until here nobody has the turn
+print(child.pid, flush=True)  # not before: until here no process has the turn
 sys.stdin.read()
 """
 
