@@ -76,8 +76,8 @@ class Measured:
         )
 
 
-class Draw:
-    """Draws the tokens of a case."""
+class TokenSource:
+    """Generates the tokens of a case."""
 
     def __init__(self, seed: int) -> None:
         self.generator = np.random.default_rng(seed)
@@ -86,7 +86,7 @@ class Draw:
         return self.generator.integers(0, VOCAB_SIZE, num_tokens).astype(np.int32)
 
     def about(self, num_tokens: int) -> Tokens:
-        """Draw between half and one and a half times as many."""
+        """Return between half and one and a half times as many."""
         return self(int(self.generator.integers(num_tokens // 2, num_tokens * 3 // 2 + 1)))
 
 
@@ -99,8 +99,8 @@ def join(parts: Iterable[tuple[Tokens, bool]]) -> Path_:
 def prompt_group(prompt: int, completion: int) -> Case:
     """Return prompts with completions."""
 
-    def episodes(draw: Draw, given: Tokens) -> list[Path_]:
-        return [join([(given, False), (draw.about(completion), True)])]
+    def episodes(source: TokenSource, given: Tokens) -> list[Path_]:
+        return [join([(given, False), (source.about(completion), True)])]
 
     samples = samples_of(episodes, prompt=prompt, num_groups=8, samples_per_prompt=8)
     return Case("prompt group", f"prompt {prompt}, completion {completion}", samples)
@@ -109,12 +109,12 @@ def prompt_group(prompt: int, completion: int) -> Case:
 def edited_turns(scale: int) -> Case:
     """Return episodes whose thoughts are dropped from the history."""
 
-    def episode(draw: Draw, given: Tokens) -> list[Path_]:
+    def episode(source: TokenSource, given: Tokens) -> list[Path_]:
         history, paths = [(given, False)], []
         for _ in range(NUM_TURNS):
-            thought, action = draw.about(2 * scale), draw.about(scale)
+            thought, action = source.about(2 * scale), source.about(scale)
             paths.append(join([*history, (thought, True), (action, True)]))
-            history += [(action, False), (draw(3 * scale), False)]
+            history += [(action, False), (source(3 * scale), False)]
         return paths
 
     lengths = f"prompt {4 * scale}, thought {2 * scale}, action {scale}, reply {3 * scale}"
@@ -125,17 +125,17 @@ def edited_turns(scale: int) -> Case:
 def whole_turns(scale: int, *, forks: Sequence[int]) -> Case:
     """Return episodes that keep their history, and begin again after some turns."""
 
-    def episode(draw: Draw, given: Tokens) -> list[Path_]:
-        turns = [part for _ in range(NUM_TURNS) for part in turn(draw)]
+    def episode(source: TokenSource, given: Tokens) -> list[Path_]:
+        turns = [part for _ in range(NUM_TURNS) for part in turn(source)]
         paths = [join([(given, False), *turns])]
         for fork in forks:
             known = [(tokens, False) for tokens, _ in turns[: 2 * fork]]
-            rest = [part for _ in range(NUM_TURNS - fork) for part in turn(draw)]
+            rest = [part for _ in range(NUM_TURNS - fork) for part in turn(source)]
             paths.append(join([(given, False), *known, *rest]))
         return paths
 
-    def turn(draw: Draw) -> list[tuple[Tokens, bool]]:
-        return [(draw.about(3 * scale), True), (draw(3 * scale), False)]
+    def turn(source: TokenSource) -> list[tuple[Tokens, bool]]:
+        return [(source.about(3 * scale), True), (source(3 * scale), False)]
 
     name = f"{NUM_TURNS} turns, forked" if forks else f"{NUM_TURNS} turns, one path"
     samples = samples_of(episode, prompt=4 * scale, num_groups=2, samples_per_prompt=4)
@@ -143,18 +143,18 @@ def whole_turns(scale: int, *, forks: Sequence[int]) -> Case:
 
 
 def samples_of(
-    episode: Callable[[Draw, Tokens], list[Path_]],
+    episode: Callable[[TokenSource, Tokens], list[Path_]],
     *,
     prompt: int,
     num_groups: int,
     samples_per_prompt: int,
 ) -> list[SampleReady]:
-    """Draw the samples of a step."""
-    draw, samples = Draw(prompt), []
+    """Generate the samples of a step."""
+    source, samples = TokenSource(prompt), []
     for group in range(num_groups):
-        given = draw(prompt)
+        given = source(prompt)
         for index in range(samples_per_prompt):
-            paths = episode(draw, given)
+            paths = episode(source, given)
             tokens, mask = (np.concatenate(parts) for parts in zip(*paths, strict=True))
             sample = ready_sample(
                 tokens,

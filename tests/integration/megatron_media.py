@@ -39,7 +39,7 @@ def with_media(config: RunConfig, folder: Path) -> RunConfig:
 
 
 def media_samples(config: RunConfig, num_samples: int, *, seed: int) -> list[SampleReady]:
-    """Draw samples in prompt groups of two: about two files, about one, and about none."""
+    """Generate samples in prompt groups of two: about two files, about one, and about none."""
     path, library = config.model.path, MediaLibrary(config)
     modalities = list(SIZES) if path.name == OMNI else list(SIZES)[:2]
     samples = []
@@ -53,27 +53,29 @@ def media_samples(config: RunConfig, num_samples: int, *, seed: int) -> list[Sam
         request = replace(request_about(0, ()), prompt_group_id=f"g{number}", media=media)
         request = replace(request, prompt_tokens=prompt_of(media, path=path, bounds=MEDIA))
         for index in range(2):
-            draw = np.random.default_rng([seed, number, index])
-            samples.append(_draw_sample(draw, request, number, index))
+            generator = np.random.default_rng([seed, number, index])
+            samples.append(_make_sample(generator, request, number, index))
     return samples
 
 
-def _draw_sample(draw: np.random.Generator, request: Any, number: int, index: int) -> SampleReady:
-    num_tokens = int(draw.integers(2, 7))
+def _make_sample(
+    generator: np.random.Generator, request: Any, number: int, index: int
+) -> SampleReady:
+    num_tokens = int(generator.integers(2, 7))
     generated = GeneratedSample(
         sample_id=f"s{2 * number + index}",
         prompt_group_id=request.prompt_group_id,
-        tokens=draw.integers(0, 200, num_tokens).astype(np.int32),
-        logprobs=(-5.5 + 0.2 * draw.standard_normal(num_tokens)).astype(np.float32),
+        tokens=generator.integers(0, 200, num_tokens).astype(np.int32),
+        logprobs=(-5.5 + 0.2 * generator.standard_normal(num_tokens)).astype(np.float32),
         finish_reason=FinishReason.STOP,
         segments=(),
     )
     sample = ready(request, generated, index)
     mask, length = sample.loss_mask, len(np.asarray(sample.tokens))
-    topk_ids, topk_logprobs = token_sets(draw, num_tokens)
+    topk_ids, topk_logprobs = token_sets(generator, num_tokens)
 
     def near(scale: float) -> Any:
-        noise = scale * draw.standard_normal(length)
+        noise = scale * generator.standard_normal(length)
         return np.where(mask, sample.rollout_logprobs + noise, 0).astype(np.float32)
 
     return replace(
@@ -84,5 +86,5 @@ def _draw_sample(draw: np.random.Generator, request: Any, number: int, index: in
         teacher_logprobs=near(0.4),
         topk_ids=topk_ids,
         topk_teacher_logprobs=topk_logprobs,
-        advantages=(np.asarray(mask) * draw.standard_normal()).astype(np.float32),
+        advantages=(np.asarray(mask) * generator.standard_normal()).astype(np.float32),
     )
