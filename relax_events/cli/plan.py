@@ -69,6 +69,11 @@ def _print(planned: PlannedRun) -> None:
             f"{role}: room for {fitting} of {most} samples of the longest length at a time "
             "(engine.max_running_samples)"
         )
+    if found.host_bytes:
+        print(
+            f"the optimizers of all ranks take {found.host_bytes / GB:.1f} GB of the memory of "
+            "their hosts (trainer.offload_optimizer)"
+        )
     used = {device.index for device in found.devices}
     if unused := [index for index in range(planned.num_devices) if index not in used]:
         named = f"{unused[0]} to {unused[-1]}" if len(unused) > 1 else str(unused[0])
@@ -157,6 +162,7 @@ def _as_tree(planned: PlannedRun) -> dict[str, Any]:
         "num_devices": planned.num_devices,
         "micro_batch_tokens": found.tokens,
         "sample_tokens": planned.sample_tokens,
+        "host_bytes": found.host_bytes,
         "seconds": None if found.seconds is None else _stages(found.seconds),
         "devices": [
             {

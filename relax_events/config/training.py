@@ -19,6 +19,9 @@ PARALLEL_KEYS = (
     "expert_tensor_parallel",
 )
 
+ADAMW = "adamw"
+"""The optimizer that every backend has of its own, over flat tensors."""
+
 
 class TrainerConfig(Section):
     """The optimizer, batching and checkpoints."""
@@ -87,7 +90,7 @@ class TrainerConfig(Section):
     along half a cosine."""
     min_learning_rate_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Where a decay ends, relative to `learning_rate`. Schedule `constant` takes none."""
-    optimizer: Code = "adamw"
+    optimizer: Code = ADAMW
     """`adamw`, `sgd`, `adafactor`, another entry point in the group `relax_events.optimizers`, or
     `path/to/file.py:Class`: a class with the interface of torch.optim. Only backend `torch` without
     `sharding` takes another one than `adamw`: the others divide parameters."""
@@ -163,7 +166,7 @@ class TrainerConfig(Section):
 
     @model_validator(mode="after")
     def _optimizer_has_whole_parameters(self) -> TrainerConfig:
-        if self.optimizer == "adamw":
+        if self.optimizer == ADAMW:
             if self.optimizer_options:
                 raise ValueError(
                     f"trainer.optimizer_options = {self.optimizer_options} are for another "

@@ -32,6 +32,10 @@ def num_threads(threads: int) -> int:
     return threads or num_processors()
 
 
+ADAMW_BYTES = 8.0
+"""Two moments in float32 for each parameter."""
+
+
 @dataclass(frozen=True, slots=True)
 class CheckpointFacts:
     """What a checkpoint's `config.json` and the headers of its files say; `mlp_size` is the width
@@ -51,6 +55,9 @@ class CheckpointFacts:
     has_tied_head: bool = True
     num_tower_parameters: int = 0
     """Of the vision and audio towers, among `num_parameters`."""
+    optimizer_bytes: float = ADAMW_BYTES
+    """Of the optimizer's state for each parameter that is trained; `trainer.optimizer`'s where that
+    is another one than AdamW."""
 
     @property
     def num_outer_parameters(self) -> int:
@@ -94,19 +101,18 @@ class CheckpointFacts:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * width_of(dtype)
 
     def training_bytes(self, dtype: str, *, adapter_rank: int = 0) -> int:
-        """Return what weights, gradients and AdamW's moments take: 16 bytes a trained parameter,
-        and 18 where the weights have float32 masters.
+        """Return what weights, gradients and the optimizer's state take: with AdamW 16 bytes a
+        trained parameter, and 18 where the weights have float32 masters.
 
         Args:
             dtype: Of the weights.
             adapter_rank: Rank of the adapters, where only they are trained; 0 for all parameters.
         """
-        trained = 16 if dtype == "float32" else 18
+        trained = (8 if dtype == "float32" else 10) + self.optimizer_bytes
         if not adapter_rank:
-            return self.num_parameters * trained
-        return (
-            self.num_parameters * width_of(dtype)
-            + self.num_adapter_parameters(adapter_rank) * trained
+            return round(self.num_parameters * trained)
+        return self.num_parameters * width_of(dtype) + round(
+            self.num_adapter_parameters(adapter_rank) * trained
         )
 
     def num_adapter_parameters(self, rank: int) -> int:

@@ -12,7 +12,7 @@ from math import gcd
 from relax_events.config.run_config import RunConfig
 from relax_events.config.topology import Topology
 from relax_events.planning.inventory import CheckpointFacts, width_of
-from relax_events.planning.memory import TrainerMemory
+from relax_events.planning.memory import ParameterCounts, TrainerMemory
 
 MOST_EXPERT_PARALLEL = 8
 """Over one machine: experts exchange tokens in each layer."""
@@ -26,12 +26,11 @@ class MegatronMemory(TrainerMemory):
     topology: Topology = field(default_factory=Topology)
     freezes_towers: bool = False
 
-    def _state(self) -> dict[str, int]:
-        """Each parameter in the dtype of the computation with a float32 gradient; moments, and
-        float32 masters where the model is not float32 itself, are divided over the ranks with the
-        same parameters.
+    def _counts(self) -> ParameterCounts:
+        """Each rank has the weights and gradients of its part; the optimizer is divided over the
+        ranks with the same parameters.
         """
-        at, known, width = self.topology, self.facts, width_of(self.dtype)
+        at, known = self.topology, self.facts
         outer = known.num_outer_parameters
         if at.pipeline > 1:  # the embedding on the first stage, the head on the last one
             outer = known.vocab_size * known.hidden_size
@@ -47,24 +46,11 @@ class MegatronMemory(TrainerMemory):
         copies = at.num_ranks // at.pipeline  # of each stage's ranks
         dense_copies = copies // at.tensor
         expert_copies = copies // (at.expert * at.expert_tensor)
-        updated = dense / dense_copies + experts / expert_copies
-        is_away = self.offloads_optimizer and self.on_gpu
         if self.adapter_rank:
             trained = known.num_adapter_parameters(self.adapter_rank) / at.pipeline / at.tensor
-            return {
-                "weights": round((dense + experts + kept + trained) * width),
-                "gradients": round(trained * 4),
-                "float32 weights": (
-                    round(trained / dense_copies * 4) if width < 4 and not is_away else 0
-                ),
-                "optimizer": 0 if is_away else round(trained / dense_copies * 8),
-            }
-        return {
-            "weights": round((dense + experts + kept) * width),
-            "gradients": round((dense + experts) * 4),
-            "float32 weights": round(updated * 4) if width < 4 and not is_away else 0,
-            "optimizer": 0 if is_away else round(updated * 8),
-        }
+            return ParameterCounts(dense + experts + kept, trained, trained / dense_copies)
+        updated = dense / dense_copies + experts / expert_copies
+        return ParameterCounts(kept, dense + experts, updated)
 
     def _gathered(self) -> dict[str, int]:
         return {}

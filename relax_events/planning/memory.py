@@ -7,7 +7,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from relax_events.config.run_config import RunConfig
 from relax_events.planning.inventory import CheckpointFacts, width_of
@@ -37,6 +37,16 @@ class MemoryParts:
         return sum(self.parts.values())
 
 
+class ParameterCounts(NamedTuple):
+    """Parameters of one rank: those without gradients, those with gradients, and of the latter
+    those that its optimizer updates.
+    """
+
+    frozen: float
+    trained: float
+    updated: float
+
+
 @dataclass(frozen=True, slots=True)
 class TrainerMemory:
     """What backend `torch` takes on the device of one rank.
@@ -49,7 +59,8 @@ class TrainerMemory:
         adapter_rank: Of the adapters, where only they are trained; 0 for all parameters.
         recomputed: `trainer.activation_checkpointing`.
         on_gpu: Whether the device is a GPU.
-        offloads_optimizer: `trainer.offload_optimizer`; on the CPU nothing is saved.
+        offloads_optimizer: `trainer.offload_optimizer`; on the CPU it saves nothing, and what is
+            kept for the host is in the same memory.
     """
 
     facts: CheckpointFacts
@@ -96,24 +107,42 @@ class TrainerMemory:
             }
         )
 
+    @property
+    def host_bytes(self) -> int:
+        """What the optimizer of one rank takes of the host's memory where it is not on the device:
+        its state, float32 masters and a copy of the gradients.
+        """
+        per_parameter = self.facts.optimizer_bytes + 8
+        return round(self._counts().updated * per_parameter) if self._is_away else 0
+
+    @property
+    def _is_away(self) -> bool:
+        return self.offloads_optimizer and self.on_gpu
+
     def _state(self) -> dict[str, int]:
-        known, width = self.facts, width_of(self.dtype)
+        """Return what is held from step to step. Sharded weights are float32 masters themselves."""
+        counts, width = self._counts(), width_of(self.dtype)
+        is_own_master = width == 4 or self.num_pieces > 1
+        state = {
+            "weights": counts.frozen * width + counts.trained * (4 if is_own_master else width),
+            "float32 weights": 0 if is_own_master or self._is_away else counts.updated * 4,
+            "gradients": counts.trained * 4,
+            "optimizer": 0 if self._is_away else counts.updated * self.facts.optimizer_bytes,
+        }
+        if self.offloads_optimizer and not self._is_away:
+            # whole parameters: gradients, and masters of float32 weights; sharded ones: masters
+            has_both = width == 4 and self.num_pieces == 1
+            state["copies for the host"] = counts.updated * (8 if has_both else 4)
+        return {name: round(num_bytes) for name, num_bytes in state.items()}
+
+    def _counts(self) -> ParameterCounts:
+        known = self.facts
         if self.adapter_rank:
             frozen, trained = known.num_parameters, known.num_adapter_parameters(self.adapter_rank)
         else:
             frozen, trained = 0, known.num_parameters
-        is_away = self.offloads_optimizer and self.on_gpu
-        has_masters = width < 4 and self.num_pieces == 1 and not is_away
-        return {
-            "weights": self._piece(frozen * width)
-            + self._piece(trained * (width if self.num_pieces == 1 else 4)),
-            "float32 weights": trained * 4 if has_masters else 0,
-            "gradients": self._piece(trained * 4),
-            "optimizer": 0 if is_away else self._piece(trained * 8),
-        }
-
-    def _piece(self, num_bytes: int) -> int:
-        return -(-num_bytes // self.num_pieces)
+        own = trained / self.num_pieces
+        return ParameterCounts(frozen / self.num_pieces, own, own)
 
     def _gathered(self) -> dict[str, int]:
         """What a sharded model holds whole while it computes: embeddings and head with their

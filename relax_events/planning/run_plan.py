@@ -93,6 +93,8 @@ class RunPlan:
     Attributes:
         devices: Each device that has workers.
         tokens: Of the largest micro-batch: the budget, or one sample of the longest length.
+        host_bytes: What the optimizers of all ranks take of the memory of their hosts, beside the
+            devices (`trainer.offload_optimizer`).
         seconds: Estimate; None where the device's speed is unknown.
         change: The smallest change that fits, where this does not; empty if none is known.
     """
@@ -101,6 +103,7 @@ class RunPlan:
     tokens: int
     seconds: StageSeconds | None
     change: str = ""
+    host_bytes: int = 0
 
     @property
     def fits(self) -> bool:
@@ -147,7 +150,7 @@ def plan_run(
         except ConfigError:
             continue
         if changed.fits:
-            return RunPlan(plan.devices, plan.tokens, plan.seconds, change=text)
+            return replace(plan, change=text)
     return plan
 
 
@@ -180,7 +183,7 @@ def _plan(
         for index in sorted(set(placed.values()))
     )
     seconds = _estimate(config, facts["model"], device, sample_tokens) if device.flops else None
-    return RunPlan(devices, tokens, seconds)
+    return RunPlan(devices, tokens, seconds, host_bytes=models.host_bytes)
 
 
 def _assign(config: RunConfig, *, num_devices: int, on_gpu: bool) -> dict[str, int]:
@@ -200,6 +203,15 @@ class _Models:
     facts: Mapping[str, CheckpointFacts]
     tokens: int
     on_gpu: bool
+
+    @property
+    def host_bytes(self) -> int:
+        """What the optimizers of trainer and critic take of the memory of their hosts."""
+        config, known = self.config, self.facts["model"]
+        trainer = memory_of_trainer(config, known, on_gpu=self.on_gpu).host_bytes
+        critic = memory_of_critic(config, known, on_gpu=self.on_gpu).host_bytes
+        counts = config.processes()
+        return counts["trainer"] * trainer + counts.get("critic", 0) * critic
 
     def worker(self, worker_id: str) -> PlannedWorker:
         """Return a worker's memory; an engine's with the cache of one sample."""

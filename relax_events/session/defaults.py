@@ -8,6 +8,7 @@ memory and GPUs, found without torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -15,6 +16,7 @@ import structlog
 
 from relax_events.config import RunConfig
 from relax_events.config.run_config import RANKED_ROLES
+from relax_events.config.training import ADAMW
 from relax_events.config.unset_keys import OF_MACHINE, missing_keys, value_of, with_values
 from relax_events.models.checkpoint_facts import read_facts, tiny_facts
 from relax_events.planning.derived import Derived, derive
@@ -105,7 +107,18 @@ def read_checkpoint_facts(config: RunConfig) -> dict[str, CheckpointFacts]:
         for section, path in paths.items()
         if path is not None and (path / "config.json").is_file()
     }
-    return found if "model" in found or tiny is None else found | {"model": tiny_facts(tiny)}
+    if "model" not in found and tiny is not None:
+        found["model"] = tiny_facts(tiny)
+    if "model" in found and config.trainer.optimizer != ADAMW:
+        found["model"] = replace(found["model"], optimizer_bytes=_measure_optimizer(config))
+    return found
+
+
+def _measure_optimizer(config: RunConfig) -> float:
+    """Measure an optimizer's state; loads torch."""
+    from relax_events.training.backend.named_optimizer import measure_state_bytes
+
+    return measure_state_bytes(config.trainer)
 
 
 def read_resolved(config: RunConfig) -> RunConfig | None:

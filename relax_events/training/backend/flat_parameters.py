@@ -13,10 +13,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from relax_events.config import TrainerConfig
+from relax_events.config.training import ADAMW
 from relax_events.models.adapters import published_parameters
 from relax_events.training.backend.flat_adamw import FlatAdamW
 from relax_events.training.backend.host_optimizer import copy_to_host, on_device
-from relax_events.training.backend.named_optimizer import ADAMW, NamedOptimizer
+from relax_events.training.backend.named_optimizer import NamedOptimizer
 from relax_events.training.backend.state import StateShard, StateSource, require_same_tensors
 from relax_events.training.ranks import Ranks
 

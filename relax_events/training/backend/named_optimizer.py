@@ -11,17 +11,20 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import structlog
 import torch
 from torch import Tensor, nn
 
 from relax_events.config import TrainerConfig
 from relax_events.errors import ConfigError, WeightsError
+from relax_events.planning.inventory import ADAMW_BYTES
 from relax_events.plugins import OPTIMIZERS, find_plugin
 from relax_events.training.backend.state import StateSource
 
-ADAMW = "adamw"
-"""The optimizer that every backend has of its own, over flat tensors."""
+log = structlog.get_logger(__name__)
 PREFIX = "optimizer."
+PROBE_WIDTH, PROBE_RATE = 256, 1e-6
+"""Of the matrix on which the memory of a state is measured, and the learning rate of its steps."""
 TENSOR, NUMBER, TRUTH, WHOLE = "tensor", "number", "truth", "whole"
 """Kinds of a value in an optimizer's state."""
 DTYPES = {NUMBER: torch.float64, TRUTH: torch.bool, WHOLE: torch.int64}
@@ -127,6 +130,30 @@ class NamedOptimizer:
             found.setdefault(parameter, {})[key] = kept
         self._optimizer.state.clear()
         self._optimizer.state.update(found)
+
+
+def measure_state_bytes(config: TrainerConfig) -> float:
+    """Return the bytes of state that an optimizer keeps for each element of a large matrix, after
+    two steps on a small one in float32. One that can't take a step here, such as a class for GPUs
+    alone, counts like AdamW, with a warning.
+
+    A state of rows and columns, as Adafactor's, counts a little more than in a larger matrix.
+
+    Raises:
+        ConfigError: As `NamedOptimizer`.
+    """
+    shape = (PROBE_WIDTH, PROBE_WIDTH)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    matrix, gradient = (torch.full(shape, value, device=device) for value in (0.5, 0.25))
+    config = config.model_copy(update={"learning_rate": PROBE_RATE})  # it may not be derived yet
+    optimizer = NamedOptimizer({"matrix": matrix}, {"matrix": gradient}, config=config)
+    try:
+        for _ in range(2):
+            optimizer.step(learning_rate=PROBE_RATE)
+    except Exception as error:  # whatever the code of a plugin raises
+        log.warning("optimizer.not_measured", optimizer=config.optimizer, error=repr(error))
+        return ADAMW_BYTES
+    return sum(one.nbytes for one in optimizer.memory() if one.ndim) / matrix.numel()
 
 
 def _shared_settings(kind: Any, config: TrainerConfig) -> dict[str, Any]:

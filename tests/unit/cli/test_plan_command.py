@@ -68,3 +68,23 @@ def test_json_has_every_part(run_file: Path, capsys: pytest.CaptureFixture[str])
     workers = tree["devices"][0]["workers"]
     assert workers["trainer-0"]["optimizer"] == 8 * 4_022_468_096
     assert tree["devices"][0]["needed"] == sum(sum(parts.values()) for parts in workers.values())
+
+
+def test_optimizer_on_the_hosts_is_counted_there(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = "trainer.activation_checkpointing=whole"
+    assert plan(run_file, whole, "trainer.offload_optimizer=true", devices="2xH100-80GB") == 0
+    printed = capsys.readouterr().out
+    # 4.022 B parameters of 16 bytes
+    assert "take 64.4 GB of the memory of their hosts (trainer.offload_optimizer)" in printed
+
+
+def test_optimizer_without_state_takes_none(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = "trainer.activation_checkpointing=whole"
+    plan(run_file, whole, "trainer.optimizer=sgd", devices="2xH100-80GB", output="json")
+    planned = json.loads(capsys.readouterr().out)
+    parts = planned["devices"][0]["workers"]["trainer-0"]
+    assert (parts["optimizer"], planned["host_bytes"]) == (0, 0)

@@ -3,6 +3,8 @@ published sizes."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from relax_events.config.topology import Topology
@@ -44,8 +46,41 @@ def test_optimizer_on_the_host_takes_no_memory_of_a_gpu() -> None:
     sharded = TrainerMemory(SMALL, "bfloat16", num_pieces=4, offloads_optimizer=True)
     assert sharded.parts(0).parts["optimizer"] == 0
     assert sharded.parts(0).parts["weights"] == SMALL.num_parameters
-    on_cpu = TrainerMemory(SMALL, "bfloat16", offloads_optimizer=True, on_gpu=False)
-    assert on_cpu.parts(0).parts["optimizer"] == 8 * SMALL.num_parameters
+    # two moments, masters and a copy of the gradients
+    assert (
+        TrainerMemory(SMALL, "bfloat16", offloads_optimizer=True).host_bytes
+        == 16 * SMALL.num_parameters
+    )
+    assert sharded.host_bytes == 4 * SMALL.num_parameters
+    assert TrainerMemory(SMALL, "bfloat16").host_bytes == 0
+    adapters = TrainerMemory(SMALL, "bfloat16", adapter_rank=16, offloads_optimizer=True)
+    assert adapters.host_bytes == 16 * SMALL.num_adapter_parameters(16)
+    staged = MegatronMemory(
+        SMALL, "bfloat16", topology=Topology.of(4, tensor=2), offloads_optimizer=True
+    )
+    assert staged.host_bytes == 16 * SMALL.num_parameters // 4
+    assert (staged.parts(0).parts["optimizer"], staged.parts(0).parts["float32 weights"]) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "pieces", "num_bytes"), [("bfloat16", 1, 4), ("float32", 1, 8), ("float32", 4, 4)]
+)
+def test_optimizer_on_the_host_takes_more_where_the_cpu_trains(
+    dtype: str, pieces: int, num_bytes: int
+) -> None:
+    on_cpu = TrainerMemory(SMALL, dtype, num_pieces=pieces, offloads_optimizer=True, on_gpu=False)
+    parts = on_cpu.parts(0).parts
+    assert parts["optimizer"] == 8 * SMALL.num_parameters // pieces
+    assert parts["copies for the host"] == num_bytes * SMALL.num_parameters // pieces
+    assert on_cpu.host_bytes == 0
+
+
+def test_state_of_another_optimizer_counts_as_measured() -> None:
+    none, one = (replace(SMALL, optimizer_bytes=value) for value in (0.0, 4.0))
+    assert TrainerMemory(none, "bfloat16").parts(0).parts["optimizer"] == 0
+    assert TrainerMemory(one, "bfloat16").parts(0).parts["optimizer"] == 4 * SMALL.num_parameters
+    assert none.training_bytes("bfloat16") == 10 * SMALL.num_parameters
+    assert one.training_bytes("float32") == 12 * SMALL.num_parameters
 
 
 def test_sharding_divides_the_state_and_gathers_layers() -> None:

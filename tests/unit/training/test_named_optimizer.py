@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 from torch import nn
 
 from relax_events.config import TrainerConfig
 from relax_events.errors import ConfigError, WeightsError
 from relax_events.training.backend.flat_parameters import FlatParameters
+from relax_events.training.backend.named_optimizer import measure_state_bytes
 from relax_events.training.backend.state import TrainerState
 
 pytestmark = pytest.mark.unit
@@ -35,6 +37,11 @@ class Lion(torch.optim.Optimizer):
                 one.mul_(1 - group["lr"] * group["weight_decay"])
                 one.sub_(group["lr"] * (slow * mean + (1 - slow) * one.grad).sign())
                 mean.mul_(fast).add_(one.grad, alpha=1 - fast)
+
+
+class ForGPUs(Lion):
+    def step(self):
+        raise RuntimeError("needs a GPU")
 
 
 class Nothing:
@@ -154,3 +161,32 @@ def test_options_and_divided_parameters_are_refused_with_the_run_file() -> None:
         TrainerConfig(optimizer="sgd", backend="megatron")
     with pytest.raises(ValueError, match=r"trainer.sharding = 'full' divides them"):
         TrainerConfig(optimizer="sgd", sharding="full", ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "num_bytes"),
+    [
+        ("sgd", {}, 0),
+        ("sgd", {"momentum": 0.9}, 4),
+        ("adafactor", {}, 2 * 256 * 4 / 256**2),  # a row and a column
+        ("torch", {}, 8),
+        ("torch", {"amsgrad": True}, 12),
+        ("lion", {}, 4),
+    ],
+)
+def test_state_of_an_optimizer_is_measured(
+    tmp_path: Path, name: str, options: dict[str, Any], num_bytes: float
+) -> None:
+    (tmp_path / "lion.py").write_text(LION)
+    (tmp_path / "torch.py").write_text("from torch.optim import AdamW")
+    named = {"lion": f"{tmp_path / 'lion.py'}:Lion", "torch": f"{tmp_path / 'torch.py'}:AdamW"}
+    assert measure_state_bytes(config_of(named.get(name, name), **options)) == num_bytes
+
+
+def test_optimizer_that_can_not_step_here_counts_like_adamw(tmp_path: Path) -> None:
+    (tmp_path / "lion.py").write_text(LION)
+    with capture_logs() as logs:
+        assert measure_state_bytes(config_of(f"{tmp_path / 'lion.py'}:ForGPUs")) == 8
+    assert [(one["event"], "needs a GPU" in one["error"]) for one in logs] == [
+        ("optimizer.not_measured", True)
+    ]
