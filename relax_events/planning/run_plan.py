@@ -93,8 +93,8 @@ class RunPlan:
     Attributes:
         devices: Each device that has workers.
         tokens: Of the largest micro-batch: the budget, or one sample of the longest length.
-        host_bytes: What the optimizers of all ranks take of the memory of their hosts, beside the
-            devices (`trainer.offload_optimizer`).
+        host_bytes: What the optimizers of all ranks take of the memory of their hosts, in addition
+            to the devices (`trainer.offload_optimizer`).
         seconds: Estimate; None where the device's speed is unknown.
         change: The smallest change that fits, where this does not; empty if none is known.
     """
