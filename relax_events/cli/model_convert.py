@@ -25,7 +25,9 @@ def convert(
     Example: relax models convert Qwen3-4B --to Qwen3-4B-megatron --format megatron
 
     The checkpoint holds the whole model: megatron-core loads it in any tensor, pipeline and expert
-    parallelism. The families are Qwen3 and Qwen3-MoE.
+    parallelism. The families are Qwen3, Qwen3-VL, their mixtures of experts, and the thinker of
+    Qwen3-Omni. Towers for images and audio are stored under `towers.` by their names in
+    transformers.
 
     Args:
         folder: What to convert: a model folder, or a distributed checkpoint.

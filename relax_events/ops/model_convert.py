@@ -1,5 +1,6 @@
-"""Converts a decoder's weights between a folder in Hugging Face layout and a distributed checkpoint
-of megatron-core.
+"""Converts weights between a folder in Hugging Face layout and a distributed checkpoint of
+megatron-core: the decoder's under megatron-core's names, those of towers for images and audio under
+`towers.` and their names in transformers.
 
 A distributed checkpoint has the whole model whatever its topology: megatron-core cuts it when a run
 of any tensor, pipeline or expert parallelism loads it. So a conversion has no topology either. It
@@ -18,18 +19,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from relax_events.config import ModelConfig
+from relax_events.config import MediaConfig, ModelConfig
 from relax_events.config.topology import Topology
 from relax_events.errors import ConfigError
-from relax_events.model_folder import read_model_json
+from relax_events.models.families import Family, read_family
 from relax_events.models.parameters import read_parameters
 from relax_events.ops.model_export.base_folder import copy_small_files, open_base_tensors
 from relax_events.ops.model_export.export import MAX_SHARD_BYTES, write_shards
 from relax_events.ops.model_export.layout import plan_tensors, split_into_shards
 from relax_events.ops.model_export.new_folder import write_folder
 from relax_events.training.megatron.folder_tensors import FolderTensors
-from relax_events.training.megatron.layout import Shard, cut, full_shapes, rank_shards
+from relax_events.training.megatron.layout import TOWERS, Shard, cut, full_shapes, rank_shards
+from relax_events.training.megatron.opening import read_sizes
 from relax_events.training.megatron.sizes import DecoderSizes
+from relax_events.training.megatron.towers import build_towers
 from relax_events.weights.tensor_files import TensorLayout
 
 if TYPE_CHECKING:
@@ -66,9 +69,10 @@ def convert_to_megatron(
         ConfigError: The model is of no family that can be converted, or megatron-core is missing.
         EnvironmentProblem: The folder can't be written.
     """
-    sizes, dtype = _read_sizes(source), _read_dtype(source)
+    (sizes, family), dtype = _read_sizes(source), _read_dtype(source)
     shapes = full_shapes(sizes)
-    with write_folder(target) as folder, _decoder(sizes, dtype) as (model, shards):
+    with write_folder(target) as folder, _whole_model(sizes, dtype) as (model, shards):
+        _add_towers(model, source, family, dtype)
         report(f"reading {source}")
         parameters = dict(model.named_parameters())
         with FolderTensors(source, shapes) as tensors, torch.no_grad():
@@ -105,9 +109,11 @@ def convert_to_folder(
             f"{source} is no distributed checkpoint, it holds no {METADATA}; give the folder that "
             "megatron-core wrote, as iter_0001000"
         )
-    sizes, dtype, layouts = _read_sizes(base), _read_dtype(base), open_base_tensors(base)
+    (sizes, family), dtype = _read_sizes(base), _read_dtype(base)
+    layouts = open_base_tensors(base)
     shapes = full_shapes(sizes)
-    with write_folder(target) as folder, _decoder(sizes, dtype) as (model, shards):
+    with write_folder(target) as folder, _whole_model(sizes, dtype) as (model, shards):
+        _add_towers(model, base, family, dtype)
         report(f"reading {source}")
         _load(model, source)
         trained = _ModelTensors(model, shards, shapes, dtype=dtype)
@@ -124,7 +130,7 @@ def convert_to_folder(
 
 
 class _ModelTensors:
-    """The weights of a whole decoder, one tensor at a time."""
+    """The weights of a whole model, one tensor at a time."""
 
     def __init__(
         self,
@@ -151,14 +157,10 @@ class _ModelTensors:
         return whole
 
 
-def _read_sizes(folder: Path) -> DecoderSizes:
-    sizes = DecoderSizes.from_settings(read_model_json(folder / "config.json"), path=folder)
-    if sizes.reads_media:
-        raise ConfigError(
-            f"the model in {folder} has towers for images or audio next to its decoder, which "
-            "`relax models convert` does not convert; give a model that reads text only"
-        )
-    return sizes
+def _read_sizes(folder: Path) -> tuple[DecoderSizes, Family]:
+    """Read the sizes of decoder and towers, and how the model reads media."""
+    family = read_family(folder, MediaConfig())
+    return read_sizes(folder, Topology.of(1), family), family
 
 
 def _read_dtype(folder: Path) -> str:
@@ -178,8 +180,8 @@ def _num_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> int:
 
 
 @contextmanager
-def _decoder(sizes: DecoderSizes, dtype: str) -> Iterator[tuple[GPTModel, list[Shard]]]:
-    """Build the whole decoder in this process, which is its only rank."""
+def _whole_model(sizes: DecoderSizes, dtype: str) -> Iterator[tuple[GPTModel, list[Shard]]]:
+    """Build the decoder whole in this process, which is its only rank."""
     try:
         from relax_events.training.megatron import building
     except ModuleNotFoundError as error:
@@ -196,6 +198,14 @@ def _decoder(sizes: DecoderSizes, dtype: str) -> Iterator[tuple[GPTModel, list[S
         config = building.build_config(sizes, whole, dtype=getattr(torch, dtype), on_cpu=True)
         shards = list(rank_shards(sizes, whole, whole.at(0)))
         yield building.build_model(sizes, config), shards
+
+
+def _add_towers(model: GPTModel, path: Path, family: Family, dtype: str) -> None:
+    """Add the towers of the model in a folder, without values."""
+    cpu = torch.device("cpu")
+    towers = build_towers(path, family, dtype=getattr(torch, dtype), device=cpu)
+    if towers is not None:
+        model.add_module(TOWERS, towers)
 
 
 def _save(model: GPTModel, folder: Path) -> None:

@@ -14,6 +14,8 @@ from relax_events.examples.tiny_models import make_tiny
 
 pytestmark = [pytest.mark.component, pytest.mark.long, pytest.mark.timeout(900)]
 
+FAMILIES = ["qwen3", "qwen3_moe", "qwen3_vl_moe", "qwen3_omni_moe_thinker"]
+
 
 def relax(*arguments):
     """Run a command; return its exit code, stdout and stderr."""
@@ -28,10 +30,13 @@ def relax(*arguments):
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_conversion_there_and_back_gives_the_same_bits(tmp_path, family):
-    source, middle, target = (tmp_path / name for name in ("source", "middle", "target"))
-    make_tiny(source, corpus=["12=21"], family=family, phrases=["ab"], seed=3)
+    source, middle, target, base = (
+        tmp_path / name for name in ("source", "middle", "target", "base")
+    )
+    for folder, seed in ((source, 3), (base, 4)):
+        make_tiny(folder, corpus=["12=21"], family=family, phrases=["ab"], seed=seed)
     code, stdout, stderr = relax(
         "models", "convert", source, "--to", middle, "--format", "megatron", "--output", "json"
     )
@@ -41,7 +46,7 @@ def test_conversion_there_and_back_gives_the_same_bits(tmp_path, family):
     assert json.loads(stdout)["num_bytes"] == num_bytes
     assert (middle / "metadata.json").is_file()
     code, _, stderr = relax(
-        "models", "convert", middle, "--to", target, "--format", "hf", "--base", source
+        "models", "convert", middle, "--to", target, "--format", "hf", "--base", base
     )
     assert code == 0, stderr
     again = load_file(target / "model.safetensors")
