@@ -29,7 +29,7 @@ WORKERS = [
 
 
 def test_every_values_file_is_rendered() -> None:
-    assert RELEASES.keys() == find_values().keys() == {"kind", "cluster", "existing"}
+    assert RELEASES.keys() == find_values().keys() == {"kind", "cluster", "critic", "existing"}
 
 
 def test_roles_of_the_chart_are_the_installed_roles() -> None:
@@ -136,9 +136,24 @@ def test_workers_that_may_be_added_have_an_index_for_life() -> None:
         indexed = {
             role_of(one["spec"]["template"]) for one in find(release, "StatefulSet").values()
         }
-        assert indexed - {"kafka", "trainer"} <= set(ELASTIC_ROLES)
+        assert indexed - {"kafka", "trainer", "critic"} <= set(ELASTIC_ROLES)
         for one in find(release, "Deployment").values():
             assert role_of(one["spec"]["template"]) not in ELASTIC_ROLES
+
+
+@pytest.mark.parametrize("role", ["trainer", "critic"])
+def test_ranks_find_rank_0_of_their_role(role: str) -> None:
+    ranks = find("critic", "StatefulSet")[f"critic-{role}"]["spec"]
+    worker = ranks["template"]["spec"]["containers"][0]
+    given = {one["name"]: one.get("value") for one in worker["env"]}
+    assert ranks["replicas"] == 2
+    assert ranks["podManagementPolicy"] == "Parallel"  # no rank is ready before all have met
+    assert worker["command"] == ["relax", "worker", role, "configs/run.toml"]
+    assert given["MASTER_ADDR"] == f"critic-{role}-0.{ranks['serviceName']}"
+    assert given["WORLD_SIZE"] == given["RELAX_CRITIC__RANKS"] == given["RELAX_TRAINER__RANKS"]
+    assert given["WORLD_SIZE"] == "2"
+    (rank,) = (one for one in worker["env"] if one["name"] == "RANK")
+    assert "apps.kubernetes.io/pod-index" in rank["valueFrom"]["fieldRef"]["fieldPath"]
 
 
 def test_reward_pods_read_the_files_and_reach_the_broker_alone() -> None:

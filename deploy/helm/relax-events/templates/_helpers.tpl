@@ -12,7 +12,8 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 
 {{- /* Roles whose workers share the work; the API can scale them. Those and the ranks have an index for life. */}}
 {{- define "relax.elastic" -}}rollout reward judge reference actor-forward teacher{{- end }}
-{{- define "relax.indexed" -}}{{ include "relax.elastic" . }} trainer{{- end }}
+{{- define "relax.ranked" -}}trainer critic{{- end }}
+{{- define "relax.indexed" -}}{{ include "relax.elastic" . }} {{ include "relax.ranked" . }}{{- end }}
 
 {{- /* Names of Services begin with a letter and hold no dot; those of pods with the suffix of the longest role fit 63 characters. */}}
 {{- define "relax.checkName" -}}
@@ -73,7 +74,12 @@ a role's own environment in `given`. */}}
 - {name: RELAX_WORKERS__{{ $role | replace "-" "_" | upper }}, value: {{ $given.replicas | quote }}}
 {{- end }}
 {{- end }}
-- {name: RELAX_TRAINER__RANKS, value: {{ $values.roles.trainer.replicas | quote }}}
+{{- range $role := splitList " " (include "relax.ranked" $root) }}
+{{- $given := index $values.roles $role }}
+{{- if $given.enabled }}
+- {name: RELAX_{{ upper $role }}__RANKS, value: {{ $given.replicas | quote }}}
+{{- end }}
+{{- end }}
 {{- with $values.objects.uri }}
 - {name: RELAX_OBJECTS__URI, value: {{ . | quote }}}
 {{- end }}

@@ -51,7 +51,7 @@ spec:
           wait $worker; code=$?
           if [ -n "${drained:-}" ]; then wait $worker; exit 143; fi
           exit $code
-      {{- else if eq .role "trainer" }}
+      {{- else if has .role (splitList " " (include "relax.ranked" .root)) }}
       command: [relax, worker, {{ .role }}, configs/run.toml]
       {{- else if eq .kind "StatefulSet" }}
       command: [relax, worker, {{ .role }}, configs/run.toml, --index, $(WORKER_INDEX)]
@@ -66,13 +66,13 @@ spec:
         {{- if eq .kind "StatefulSet" }}
         - {name: WORKER_INDEX, valueFrom: {fieldRef: {fieldPath: "metadata.labels['apps.kubernetes.io/pod-index']"}}}
         {{- end }}
-        {{- if and (eq .role "trainer") (gt (int $role.replicas) 1) }}
+        {{- if and (has .role (splitList " " (include "relax.ranked" .root))) (gt (int $role.replicas) 1) }}
         {{- if eq .kind "Job" }}
         - {name: RANK, valueFrom: {fieldRef: {fieldPath: "metadata.labels['batch.kubernetes.io/job-completion-index']"}}}
         - {name: MASTER_ADDR, value: {{ .root.Release.Name }}-trainer-rank-0-0.{{ .root.Release.Name }}-trainer}
         {{- else }}
         - {name: RANK, valueFrom: {fieldRef: {fieldPath: "metadata.labels['apps.kubernetes.io/pod-index']"}}}
-        - {name: MASTER_ADDR, value: {{ .root.Release.Name }}-trainer-0.{{ .root.Release.Name }}-workers}
+        - {name: MASTER_ADDR, value: {{ .root.Release.Name }}-{{ .role }}-0.{{ .root.Release.Name }}-workers}
         {{- end }}
         - {name: LOCAL_RANK, value: "0"}
         - {name: WORLD_SIZE, value: {{ $role.replicas | quote }}}
