@@ -155,3 +155,16 @@ def test_broker_command_reads_or_writes_the_archive(
     ]
     assert (f"-XX:{read}=/cache/a.jsa" in command) == (at_exit is None)
     assert (f"-XX:{write}=/cache/new.tmp" in command) == (at_exit is not None)
+
+
+@pytest.mark.parametrize(
+    ("major", "own", "writes"), [(17, None, False), (17, "classes.jsa", True), (25, None, True)]
+)
+def test_runtime_without_its_own_archive_writes_none(
+    major: int, own: str | None, writes: bool, tmp_path: Path
+) -> None:
+    """As jlink makes one."""
+    server = tmp_path / "lib" / "server"
+    server.mkdir(parents=True)
+    (server / (own or "libjvm.so")).touch()
+    assert Java(tmp_path / "bin" / "java", major, "any").writes_archive == writes

