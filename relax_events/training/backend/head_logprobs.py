@@ -98,7 +98,10 @@ def _head_logprobs(
         entropies = -(logprobs.exp() * logprobs).sum(-1)
     if num_top:
         ids = _with_most_probable(ids, logprobs.detach(), num_top)
-    return logprobs.gather(-1, targets[:, None])[:, 0], entropies, ids, logprobs.gather(-1, ids)
+    # Once for both: a second `gather` without a gradient would keep each chunk's log-probabilities
+    # until the end of the backward pass.
+    chosen = logprobs.gather(-1, torch.cat([targets[:, None], ids], dim=-1))
+    return chosen[:, 0], entropies, ids, chosen[:, 1:]
 
 
 def _with_most_probable(

@@ -4,14 +4,18 @@ compared with float64.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from relax_events.training.backend.chunked_head import ChunkedHead
+from relax_events.training.backend.head_logprobs import HeadInputs, apply_head
 
 NUM_TOKENS, HIDDEN, VOCABULARY = 4096, 32, 64
 
@@ -78,3 +82,52 @@ def test_many_chunks_in_bfloat16_cost_no_precision() -> None:
     )
     assert mine < 2 * whole
     assert summed_in_bfloat16 > 3 * mine  # which is what it would cost otherwise
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the memory of the tensors that are made in its context, while they live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+        self._known.add(key)
+        self.now += size
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._forget, key, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+
+@pytest.mark.parametrize("num_ids", [0, 3])
+def test_backward_pass_holds_the_logits_of_one_chunk(num_ids: int) -> None:
+    chunk, vocabulary, most = 8, 5000, []
+    head = nn.Linear(HIDDEN, vocabulary, bias=False)
+    for num_chunks in (2, 12):
+        num_tokens = num_chunks * chunk
+        inputs = HeadInputs(
+            torch.randn(num_tokens, HIDDEN, requires_grad=True),
+            torch.randint(vocabulary, (num_tokens,)),
+            torch.ones(num_tokens),
+            torch.randint(vocabulary, (num_tokens, num_ids)),
+        )
+        outputs = apply_head(head, inputs, chunk=chunk, entropy_gradient=False, num_top=0)
+        with LiveBytes() as live:
+            outputs[0].sum().backward()
+        most.append(live.most)
+    assert most[1] < most[0] + 0.5 * chunk * vocabulary * 4
