@@ -5,7 +5,7 @@ BIN := .venv/bin
 UV := $(BIN)/uv
 INSTALL := $(UV) pip install --compile-bytecode --quiet --python $(BIN)/python --no-deps
 
-.PHONY: help setup sglang trl quickstart test test-fast test-ci test-long test-all test-kernels faults soak lint lock bench stack stack-pins stack-alerts stack-misconfiguration stack-escapes stack-down stack-faults clean
+.PHONY: help setup sglang trl quickstart test test-fast test-ci test-long test-all test-gpu test-kernels faults soak lint lock bench stack stack-pins stack-alerts stack-misconfiguration stack-escapes stack-down stack-faults clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -61,6 +61,9 @@ test-all: setup ## Run all tests, long ones too; those of SGLang after `make sgl
 	$(PYTEST) --dist worksteal $(WHOLE) tests/unit tests/property tests/component
 	$(PYTEST) $(SERVERS) $(WHOLE) tests/engines tests/e2e tests/integration
 	$(PYTEST) --dist worksteal --leftovers=report $(WHOLE) tests/fault
+
+test-gpu: setup ## Run the tests of a GPU, on a machine that has one
+	$(BIN)/python -m pytest -q tests/gpu
 
 faults: setup ## Run the whole fault matrix
 	$(BIN)/python -m pytest -q $(WHOLE) tests/fault

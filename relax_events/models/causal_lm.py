@@ -16,7 +16,8 @@ from relax_events.regular_files import require_regular_files
 
 
 def choose_device(name: str, *, local_rank: int = 0) -> torch.device:
-    """Return the device of a name; `auto` is this rank's GPU, or the CPU if there is none.
+    """Return the device of a name; `auto` and `cuda` are this rank's GPU, with its index, and
+    `auto` is the CPU if there is none.
 
     Raises:
         ConfigError: torch does not know the device, or it is not available; the text names it.
@@ -31,7 +32,9 @@ def choose_device(name: str, *, local_rank: int = 0) -> torch.device:
             f"model.device = {name!r} is not a device that torch knows ({error}); set "
             "model.device = 'auto'"
         ) from error
-    if device.type == "cuda" and (device.index or 0) >= num_gpus:
+    if device.type == "cuda" and device.index is None:  # some functions of torch need an index
+        device = torch.device("cuda", local_rank)
+    if device.type == "cuda" and device.index >= num_gpus:
         build = "with CUDA" if torch.backends.cuda.is_built() else "without CUDA"
         reason = f"torch {torch.__version__}, built {build}, sees {num_gpus} GPUs"
         raise ConfigError(

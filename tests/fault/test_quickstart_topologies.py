@@ -1,5 +1,5 @@
 """The quickstart learns the same curve in every layout of its trainer, also one that is killed as
-four ranks and goes on as two.
+four ranks and continues as two.
 """
 
 from __future__ import annotations

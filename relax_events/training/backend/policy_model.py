@@ -36,11 +36,13 @@ from relax_events.training.backend.packing_probe import (
 )
 from relax_events.training.backend.sharded_parameters import call_with_weights
 from relax_events.training.backend.tree_attention import ARGUMENT, TreeAttention
-from relax_events.training.batch.packing import PackedBatch, ReplayedExperts
+from relax_events.training.batch.packing import PackedBatch, ReplayedExperts, in_one_row
 from relax_events.training.batch.prefix_tree import PrefixTree
 from relax_events.training.batch.shared_prefixes import PrefixSharing
 
 log = structlog.get_logger()
+MIN_LONG_ROW = 2048
+"""Tokens of a row in which a mask costs more than a call for each sequence, on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +176,8 @@ class PolicyModel:
         ids: NDArray[np.int64] | None,
         num_top: int,
     ) -> tuple[Tensor, ...]:
+        if self._goes_by_sequence(batch):
+            batch = in_one_row(batch)
         input_ids, position_ids, positions, targets, temperatures = (
             torch.from_numpy(array).to(self.device)
             for array in (
@@ -199,6 +203,20 @@ class PolicyModel:
             self._head, inputs, chunk=chunk, entropy_gradient=entropy_gradient, num_top=num_top
         )
         return *scores, self._imbalance(routed, batch)
+
+    def _goes_by_sequence(self, batch: PackedBatch) -> bool:
+        """Return whether a GPU has less work when long rows become sequences of a tree: it has fast
+        kernels where no mask is needed.
+        """
+        num_rows, length = batch.input_ids.shape
+        return (
+            self.device.type == "cuda"
+            and self.prefix_sharing is not None
+            and batch.tree is None
+            and batch.media is None
+            and length >= MIN_LONG_ROW
+            and int((batch.position_ids.ravel()[batch.cells] == 0).sum()) > num_rows
+        )
 
     def _imbalance(
         self, routed: Sequence[RoutedLayer], batch: PackedBatch

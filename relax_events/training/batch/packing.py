@@ -9,7 +9,7 @@ With equal lengths nothing is padded and no mask is needed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import numpy as np
@@ -68,6 +68,26 @@ class ReplayedExperts:
 
     experts: Integer[np.ndarray, "cells layers top_k"]
     is_replayed: Bool[np.ndarray, " cells"]
+
+
+def in_one_row(batch: PackedBatch) -> PackedBatch:
+    """Lay the rows of a micro-batch that shares nothing end to end: attention can then be computed
+    sequence by sequence, where rows with several of them need a mask as large as the square of
+    their length. No cell changes its number.
+    """
+    is_token = np.zeros(batch.input_ids.shape, bool)
+    is_token.ravel()[batch.cells] = True
+    was_token = np.zeros_like(is_token)  # the cell before, in the same row
+    was_token[:, 1:] = is_token[:, :-1]
+    begins = np.where(is_token, batch.position_ids == 0, was_token)
+    begins[:, 0] = True
+    ends = np.append(np.flatnonzero(begins)[1:], begins.size)
+    return replace(
+        batch,
+        input_ids=batch.input_ids.reshape(1, -1),
+        position_ids=batch.position_ids.reshape(1, -1),
+        tree=PrefixTree.of_sequences(ends),
+    )
 
 
 def micro_batch_slices(lengths: Sequence[int], *, max_tokens: int) -> list[slice]:

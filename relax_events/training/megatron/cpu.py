@@ -1,7 +1,7 @@
 """Runs megatron-core on a machine without a GPU, over gloo.
 
 megatron-core calls torch.cuda in many functions and has no setting for the CPU. These calls get
-equivalents on the CPU; no file of megatron-core is changed, and with a GPU nothing is replaced.
+equivalents on the CPU; no file of megatron-core is changed, and with a GPU no call is replaced.
 Every replacement is needed: each one left out breaks a pipeline, a mixture of experts or every
 model.
 """
@@ -23,6 +23,7 @@ CPU = torch.device("cpu")
 @contextlib.contextmanager
 def cuda_calls_on_cpu() -> Iterator[None]:
     """Let calls of megatron-core run on the CPU in this context, where there is no GPU."""
+    _name_missing_function()
     if torch.cuda.is_available():
         yield
         return
@@ -83,11 +84,20 @@ def _do_nothing(*_: object, **__: object) -> None: ...
 
 
 @cache
+def _name_missing_function() -> None:
+    """Name what 0.16.1 reads without transformer-engine too, on a GPU as on a CPU."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
+@cache
 def _replace_functions() -> None:
     """Replace, once in a process, the functions that would start CUDA."""
     _replace_device_functions(torch.cuda)
     import megatron.core.tensor_parallel.random as generators
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    from megatron.core.transformer.moe import token_dispatcher
 
     def get_state(*_: object, **__: object) -> torch.Tensor:
         return torch.get_rng_state()
@@ -108,8 +118,6 @@ def _replace_functions() -> None:
         module.manual_seed = seed
     generators._get_cuda_rng_state = get_state  # noqa: SLF001
     generators._set_cuda_rng_state = set_state  # noqa: SLF001
-    if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 reads it without transformer-engine too
-        moe_utils.te_general_gemm = None
     # the original returns tensors of the CPU as they are, also where numbers are needed
     token_dispatcher.maybe_move_tensor_to_cpu = keep_on_cpu
     _replace_uneven_collectives()

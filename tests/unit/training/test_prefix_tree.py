@@ -25,7 +25,7 @@ from relax_events.training.backend.policy_model import PolicyModel
 from relax_events.training.backend.torch_backend import TorchBackend
 from relax_events.training.backend.tree_attention import TreeAttention
 from relax_events.training.backend.weight_stream import collect_weights
-from relax_events.training.batch.packing import PackedBatch, pack
+from relax_events.training.batch.packing import PackedBatch, in_one_row, pack
 from relax_events.training.batch.paths import split_paths
 from relax_events.training.batch.prefix_tree import PrefixTree, count_cells, join_short
 from relax_events.training.batch.shared_prefixes import PrefixSharing
@@ -396,3 +396,24 @@ def test_model_whose_attention_is_more_than_a_softmax_shares_nothing(
     model = PolicyModel(tiny_model(), config=run_config().model, device=CPU)
     assert model.shares_rows
     assert model.prefix_sharing is None
+
+
+def test_rows_end_to_end_are_computed_sequence_by_sequence() -> None:
+    """As on a GPU, where rows are long."""
+    samples = [
+        sample_of(range(2, 2 + length), [0, *[1] * (length - 1)], index=index)
+        for index, length in enumerate([11, 4, 5, 9, 3, 2])
+    ]
+    model = PolicyModel(tiny_model(), config=run_config().model, device=CPU, dtype=torch.float64)
+    rows = pack(samples, vocab_size=256, row_multiple=4)
+    row = in_one_row(rows)
+    assert len(rows.input_ids) > 1
+    assert row.input_ids.shape == (1, rows.input_ids.size)
+    assert row.tree is not None
+    seen = seen_cells(row)
+    for cell in rows.cells.tolist():
+        first = cell - int(rows.position_ids.ravel()[cell])
+        assert seen[cell] == list(range(first, cell + 1))
+    expected, found = (model.token_logprobs(batch) for batch in (rows, row))
+    torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found.entropies, expected.entropies, rtol=1e-9, atol=1e-9)
