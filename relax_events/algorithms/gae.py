@@ -217,6 +217,8 @@ def rewards_by_loss_token(
         RewardError: The number of rewards differs from that of turns or loss tokens, or one
             is not finite.
     """
+    if turn_rewards is None and token_rewards is None:
+        return np.zeros(np.count_nonzero(loss_mask))
     lengths = turn_lengths(loss_mask)
     rewards = np.zeros(int(lengths.sum()))
     if turn_rewards is not None:

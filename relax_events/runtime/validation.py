@@ -163,10 +163,24 @@ def _check_segments(sample: SampleReady) -> None:
             )
 
 
+def needed_fields(algorithm: AlgorithmConfig) -> tuple[str, ...]:
+    """Return the fields that an algorithm needs and not every ready sample has."""
+    needed = {
+        "actor_logprobs": algorithm.old_logprobs == "actor",
+        "ref_logprobs": algorithm.has_reference_in_loss,
+        "values": algorithm.needs_critic,
+        "teacher_logprobs": algorithm.distills,
+        "topk_ids": algorithm.has_topk_loss,
+        "topk_teacher_logprobs": algorithm.has_topk_loss,
+    }
+    return tuple(name for name, is_needed in needed.items() if is_needed)
+
+
 def check_trainable(
     sample: SampleReady,
     *,
     algorithm: AlgorithmConfig,
+    needed: Sequence[str] | None = None,
     vocab_size: int,
     max_abs_advantage: float = math.inf,
     experts: ExpertShape | None = None,
@@ -176,22 +190,16 @@ def check_trainable(
     Args:
         sample: A sample that passed `check_ready`.
         algorithm: Determines which log-probabilities the sample must have.
+        needed: Its `needed_fields`, if the caller keeps them.
         max_abs_advantage: Highest absolute value of a token's advantage.
         vocab_size: Size of the model's vocabulary.
         experts: Shape of the routed experts, if the model replays the engine's routing.
     Raises:
         PoisonSample: A check failed; the text names the sample, the field and the value.
     """
-    needed = {
-        "actor_logprobs": algorithm.old_logprobs == "actor",
-        "ref_logprobs": algorithm.has_reference_in_loss,
-        "values": algorithm.needs_critic,
-        "teacher_logprobs": algorithm.distills,
-        "topk_ids": algorithm.has_topk_loss,
-        "topk_teacher_logprobs": algorithm.has_topk_loss,
-    }
-    for name, is_needed in needed.items():
-        if is_needed and getattr(sample, name) is None:
+    needed = needed_fields(algorithm) if needed is None else needed
+    for name in needed:
+        if getattr(sample, name) is None:
             raise PoisonSample(
                 f"sample {sample.sample_id}: the algorithm needs {name}, got none; was it "
                 "made under another run file?"
@@ -210,7 +218,7 @@ def check_trainable(
             f"sample {sample.sample_id}: {rule}, got {largest:g}; raise it if rewards are "
             "that large"
         )
-    if algorithm.has_topk_loss:
+    if "topk_ids" in needed:
         _check_used_token_sets(sample, num_ids=algorithm.num_compared_tokens, vocab_size=vocab_size)
     if experts is not None:
         experts.checked(sample)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from relax_events.errors import CorruptRecord
 from relax_events.events.parts import Outcome
 from relax_events.events.types import PromptGroupEnded
 
 ID_PATTERN = re.compile("([0-9]{6,12})-([0-9]{4,12})-([0-9]{1,12})")
+NUM_REMEMBERED_IDS = 1024
+"""The records of a prompt group come together, and each names it several times."""
 FIRST_EXTERNAL_INDEX = 1_000_000
 """The first `group_index` of external prompt groups. It exceeds the size of every train batch."""
 
@@ -45,13 +48,18 @@ class IssuedGroup:
         Raises:
             CorruptRecord: The text is not a prompt group id.
         """
-        match = ID_PATTERN.fullmatch(prompt_group_id)
-        group = match and cls(BatchSlot(int(match[1]), int(match[2])), int(match[3]), -1)
-        if group is None or group.prompt_group_id != prompt_group_id:
-            raise CorruptRecord(
-                f"{prompt_group_id[:64]!r} is not a prompt group id; an example is 000012-0003-0"
-            )
-        return group
+        return _parse(prompt_group_id)
+
+
+@lru_cache(maxsize=NUM_REMEMBERED_IDS)
+def _parse(prompt_group_id: str) -> IssuedGroup:
+    match = ID_PATTERN.fullmatch(prompt_group_id)
+    group = match and IssuedGroup(BatchSlot(int(match[1]), int(match[2])), int(match[3]), -1)
+    if group is None or group.prompt_group_id != prompt_group_id:
+        raise CorruptRecord(
+            f"{prompt_group_id[:64]!r} is not a prompt group id; an example is 000012-0003-0"
+        )
+    return group
 
 
 def is_external(prompt_group_id: str) -> bool:

@@ -25,6 +25,7 @@ from relax_events.runtime.validation import (
     check_ended,
     check_ready,
     check_trainable,
+    needed_fields,
     require_allowed_event,
 )
 from relax_events.runtime.worker import Worker
@@ -66,6 +67,7 @@ class SampleIntake:
         self._worker, self._backend, self._assembler = worker, backend, assembler
         self._config: RunConfig = worker.config
         self._terms = IssueRules.from_config(worker.config)
+        self._needed = needed_fields(worker.config.algorithm)
         self._library, self._topic, self._keeps_decoded = library, topic, keeps_decoded
 
     def add(self, record: Record, version: int) -> None:
@@ -121,7 +123,22 @@ class SampleIntake:
         """Return a sample that can be trained, its media at hand; raises PoisonSample as
         `check_trainable`, or where its media can't be had.
         """
-        self._library.prefetch(list_media(sample))
+        if media := list_media(sample):
+            self._library.prefetch(media)
+            self._require_fit(sample)
+        backend = self._backend
+        algorithm, bound = self._config.algorithm, self._config.trainer.max_abs_advantage
+        return check_trainable(
+            sample,
+            algorithm=algorithm,
+            needed=self._needed,
+            max_abs_advantage=bound,
+            vocab_size=backend.vocab_size,
+            experts=backend.experts,
+        )
+
+    def _require_fit(self, sample: SampleReady) -> None:
+        """Reject a sample with a path whose placeholders don't match its media."""
         try:
             for path in split_paths([sample]):
                 self._library.require_fit(
@@ -129,15 +146,6 @@ class SampleIntake:
                 )
         except PoisonSample as error:
             raise PoisonSample(f"sample {sample.sample_id}: {error}") from error
-        backend = self._backend
-        algorithm, bound = self._config.algorithm, self._config.trainer.max_abs_advantage
-        return check_trainable(
-            sample,
-            algorithm=algorithm,
-            max_abs_advantage=bound,
-            vocab_size=backend.vocab_size,
-            experts=backend.experts,
-        )
 
     def restore(self, held: HeldSample) -> LocatedSample:
         """Return a sample that the assembler held; its record, which was found trainable on
