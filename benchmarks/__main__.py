@@ -9,6 +9,7 @@ from benchmarks import (
     log_size,
     shared_prefixes,
     skip,
+    stages,
     starting,
     sync_async,
     trl,
@@ -22,6 +23,7 @@ shared_prefixes.main()
 bus.main()
 skip.main()
 footprint.main()
+stages.main()
 log_size.main()
 sync_async.main()
 weights.main()

@@ -76,8 +76,8 @@ def test_seconds_to_reward_sum_the_steps_until_the_mean_reward_is_reached() -> N
     ("on_policy", "asynchronous", "expected"),
     [
         (0.8, 0.5, ["reached", "reached", "reached", "reached"]),
-        (0.9, 0.5, ["missed", "reached", "reached", "reached"]),
-        (0.8, 0.6, ["reached", "reached", "missed", "reached"]),
+        (1.1, 0.5, ["missed", "reached", "reached", "reached"]),
+        (0.8, 0.8, ["reached", "reached", "missed", "reached"]),
     ],
 )
 def test_conclusion_compares_throughput_with_the_faster_trl_setup(
@@ -126,6 +126,20 @@ def test_publish_writes_benchmark_page_and_data(
         "training 400, wait 100",
     ]
     assert data["data"]["quickstart"]["ours, async K=1"][0]["samples_per_step"] == 256
+
+
+def test_page_keeps_a_task_that_is_not_measured_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trl.publish({"quickstart": outcomes([0.8], [0.5], [1.0])}, tmp_path)
+    again = {"long tail": outcomes([0.4] * 2, [0.3] * 2, [1.0] * 2)}
+    trl.publish({**trl.read_page(tmp_path), **again}, tmp_path)
+    page = (tmp_path / "trl.md").read_text()
+    assert "2.00x (2.00 to 2.00)" in page
+    assert "2.50x (2.50 to 2.50)" in page
+    assert "--task 'quickstart' --rounds 1`" in page
+    assert "--task 'long tail' --rounds 2`" in page
+    capsys.readouterr()
 
 
 def test_error_names_a_package_that_is_not_pinned() -> None:

@@ -1,0 +1,239 @@
+"""What each stage of the quickstart costs in its steady state: processor time and context switches
+a sample, by role. With `--before CHECKOUT` another checkout takes turns with this one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from uuid import uuid4
+
+import psutil
+
+from benchmarks import report
+from benchmarks.processes import roles_below
+from benchmarks.quickstart import CONFIG
+from benchmarks.trl import ASYNC, OBJECTIVE, STREAMING
+
+SAMPLES_PER_STEP = 256
+FIRST_STEADY_STEP = 10
+STEP_LINE = re.compile(r"step (\d+)/")
+SETTINGS = {
+    "async K=1": ASYNC,
+    "async K=1, hybrid": (*ASYNC, "workers.hybrid=true"),
+    "on-policy, streaming": STREAMING,
+}
+ALL = "all"
+QUESTION = """The quickstart's task without a reference model, every role a process and the broker embedded, watched between two train steps: the start
+and the end are left out. Processor time is that of user and kernel together; it grows where processes of others take the caches, and much less
+than the wall time. A core that is always busy gives 1,000 / ms samples a second. A switch is voluntary where a thread waits for something.
+Medians of the rounds. Load average of the machine before the first run: {load:.1f}."""
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """What the processes of a role used: seconds of processor time, context switches."""
+
+    user: float = 0.0
+    system: float = 0.0
+    voluntary: float = 0.0
+    involuntary: float = 0.0
+
+    def __add__(self, other: Used) -> Used:
+        return Used(
+            self.user + other.user,
+            self.system + other.system,
+            self.voluntary + other.voluntary,
+            self.involuntary + other.involuntary,
+        )
+
+    def __mul__(self, factor: float) -> Used:
+        return Used(
+            factor * self.user,
+            factor * self.system,
+            factor * self.voluntary,
+            factor * self.involuntary,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """One measurement: the trained step, and what each process has used since its start."""
+
+    step: int
+    used: dict[psutil.Process, tuple[str, Used]]
+
+
+def used_by(process: psutil.Process) -> Used:
+    """Return what a process has used; psutil counts the switches of its main thread alone."""
+    times, switches = process.cpu_times(), [0, 0]
+    for thread in Path(f"/proc/{process.pid}/task").iterdir():
+        status = (thread / "status").read_text()
+        for index, name in enumerate(("voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")):
+            switches[index] += int(status.split(f"\n{name}:", 1)[1].split("\n", 1)[0])
+    return Used(times.user, times.system, *switches)
+
+
+def look(root: psutil.Process, step: int, known: dict[psutil.Process, str]) -> Look:
+    """Measure the process and all below it."""
+    used = {}
+    for process, role in roles_below(root, known).items():
+        try:
+            used[process] = role, used_by(process)
+        except (psutil.Error, OSError, IndexError):
+            continue  # it, or one of its threads, has just ended
+    return Look(step, used)
+
+
+def run(checkout: Path, folder: Path, overrides: Sequence[str], num_steps: int) -> dict[str, Used]:
+    """Run the quickstart of a checkout; return what a steady sample used, by role."""
+    paths = [f"run.directory={folder}", f"model.path={folder}/model"]
+    command = [sys.executable, "-m", "relax_events.cli", "run", str(CONFIG), *paths]
+    steps = f"run.num_steps={num_steps}"
+    process = subprocess.Popen(
+        [*command, *OBJECTIVE, steps, *overrides],
+        cwd=checkout,
+        env={**os.environ, "PYTHONPATH": str(checkout)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    root, known = psutil.Process(process.pid), dict[psutil.Process, str]()
+    looks, printed = list[Look](), list[str]()
+    for line in process.stdout or ():
+        printed.append(line)
+        match = STEP_LINE.match(line)
+        if match and FIRST_STEADY_STEP <= int(match[1]) < num_steps - 2:
+            looks = [*looks[:1], look(root, int(match[1]), known)]
+    if process.wait() or len(looks) < 2:
+        raise SystemExit(f"no steady steps were seen; the run said:\n{''.join(printed)[-2000:]}")
+    return between(*looks)
+
+
+def between(first: Look, last: Look) -> dict[str, Used]:
+    """Return what each role used from one look to another, a sample."""
+    by_role: dict[str, Used] = defaultdict(Used)
+    for process, (role, used) in last.used.items():
+        by_role[role] += used + first.used.get(process, (role, Used()))[1] * -1
+    number = (last.step - first.step) * SAMPLES_PER_STEP
+    return {role: used * (1 / number) for role, used in by_role.items()}
+
+
+Rounds = Sequence[Mapping[str, Used]]
+
+
+def median(rounds: Rounds, role: str, value: Callable[[Used], float]) -> float:
+    """Return the median of what a role used, or of what all did."""
+    return statistics.median(
+        value(sum(one.values(), Used()) if role == ALL else one.get(role, Used())) for one in rounds
+    )
+
+
+def milliseconds(used: Used) -> float:
+    """Return the processor time of user and kernel."""
+    return 1000 * (used.user + used.system)
+
+
+def rows(after: Rounds, before: Rounds = ()) -> list[dict[str, str]]:
+    """Lay out the roles, those that used most first.
+
+    Args:
+        after: Of this checkout: what a sample used by role, round by round.
+        before: Of the other one.
+    """
+    roles = sorted((ALL, *after[0]), key=lambda role: -median(after, role, milliseconds))
+    return [
+        {
+            "role": role,
+            **(
+                {"ms a sample, before": f"{median(before, role, milliseconds):.3f}"}
+                if before
+                else {}
+            ),
+            "ms a sample": f"{median(after, role, milliseconds):.3f}",
+            "of it kernel": f"{median(after, role, lambda used: 1000 * used.system):.3f}",
+            "voluntary switches": f"{median(after, role, lambda used: used.voluntary):.2f}",
+            "involuntary": f"{median(after, role, lambda used: used.involuntary):.2f}",
+        }
+        for role in roles
+    ]
+
+
+def conclude(after: Mapping[str, Rounds], before: Mapping[str, Rounds]) -> str:
+    """Say what a sample takes in all, and what two cores allow."""
+    said = []
+    for name, rounds in after.items():
+        taken = median(rounds, ALL, milliseconds)
+        sentence = (
+            f"{name}: {taken:.2f} ms a sample, so two cores allow {2000 / taken:,.0f} a second"
+        )
+        if others := before.get(name):
+            ratios = [
+                milliseconds(sum(mine.values(), Used())) / milliseconds(sum(other.values(), Used()))
+                for mine, other in zip(rounds, others, strict=True)
+            ]
+            sentence += (
+                f"; {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) of "
+                "what it took before"
+            )
+        said.append(f"- {sentence}.")
+    return "\n".join(said)
+
+
+def main() -> None:
+    """Run all settings in turn, and write the page."""
+    parser = argparse.ArgumentParser(description="What each stage of the quickstart costs.")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each setting")
+    parser.add_argument("--steps", type=int, default=60, help="train steps of a run")
+    parser.add_argument("--before", type=Path, help="another checkout, which takes turns with this")
+    parser.add_argument("--setting", choices=SETTINGS, action="append", help="these alone")
+    arguments = parser.parse_args()
+    load, here = os.getloadavg()[0], Path(__file__).parents[1]
+    checkouts = [here, *([arguments.before.resolve()] if arguments.before else [])]
+    found: dict[Path, dict[str, list[dict[str, Used]]]] = {
+        one: defaultdict(list) for one in checkouts
+    }
+    with tempfile.TemporaryDirectory(prefix="relax-stages-") as folder:
+        for number in range(arguments.rounds):
+            for name in arguments.setting or SETTINGS:
+                for checkout in checkouts[:: 1 if number % 2 else -1]:
+                    used = run(
+                        checkout,
+                        Path(folder),
+                        [f"run.id=stages-{uuid4().hex[:6]}", *SETTINGS[name]],
+                        arguments.steps,
+                    )
+                    found[checkout][name].append(used)
+                    total = milliseconds(sum(used.values(), Used()))
+                    print(f"{checkout.name}, {name}: {total:.2f} ms a sample", file=sys.stderr)
+    after, before = found[here], found[checkouts[1]] if arguments.before else {}
+    report.write(
+        "stages",
+        title="What each stage of the quickstart costs",
+        question=QUESTION.format(load=load),
+        command=f"python -m benchmarks.stages --rounds {arguments.rounds} --steps {arguments.steps}"
+        + "".join(f" --setting '{name}'" for name in arguments.setting or ())
+        + (" --before CHECKOUT" if arguments.before else ""),
+        tables={name: rows(rounds, before.get(name, ())) for name, rounds in after.items()},
+        conclusion=conclude(after, before),
+        data={
+            side: {
+                name: [{role: asdict(used) for role, used in one.items()} for one in rounds]
+                for name, rounds in taken.items()
+            }
+            for side, taken in (("after", after), ("before", before))
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()
