@@ -536,6 +536,13 @@ class RunConfig(Section):
         roles = self.roles() if self.workers.hybrid else {}
         return tuple(pair for pair in HYBRID_PAIRS if all(role in roles for role in pair))
 
+    def separate_processes(self) -> dict[str, int]:
+        """As `processes`, without the roles whose workers are in processes of others
+        (`workers.hybrid`).
+        """
+        hosted = {role for _, role in self.hosted_pairs()}
+        return {role: count for role, count in self.processes().items() if role not in hosted}
+
     def processes(self) -> dict[str, int]:
         """Every role that this run needs, with the number of its processes: each rank of the
         trainer and of the critic is one.

@@ -42,7 +42,7 @@ class DeviceAssignment:
         self._placed: dict[str, int] = {}
         if self._names:
             self._placed = place_workers(
-                config.processes(),
+                config.separate_processes(),
                 ranks=config.trainer.ranks,
                 num_devices=len(self._names),
                 given=self._given,

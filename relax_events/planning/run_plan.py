@@ -187,7 +187,7 @@ def _plan(
 
 
 def _assign(config: RunConfig, *, num_devices: int, on_gpu: bool) -> dict[str, int]:
-    roles, ranks = config.processes(), config.trainer.ranks
+    roles, ranks = config.separate_processes(), config.trainer.ranks
     if on_gpu:
         return place_workers(roles, ranks=ranks, num_devices=num_devices, given=config.devices)
     most = max(ranks, config.critic_ranks)
@@ -227,6 +227,11 @@ class _Models:
         known = max(models, key=lambda one: one.cell_bytes(dtype) / one.num_layers)
         num_parameters = sum(one.num_parameters for one in self._models_of(role))
         weights = {"weights": num_parameters * width_of(dtype)}
+        if role in dict(config.hosted_pairs()):
+            if config.model.lora is not None or config.model.replays_routing:
+                weights["weights"] *= 2  # the two roles score in different ways
+            elif not self.on_gpu:
+                weights["weights out of turn"] = weights["weights"]  # on the host, as this is
         process = {"process": RESERVED_GPU_BYTES if self.on_gpu else RESERVED_CPU_BYTES}
         if role in CACHING_ROLES:
             return PlannedWorker(

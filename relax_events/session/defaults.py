@@ -74,7 +74,7 @@ def resolve_defaults(
         else _kept(known, [key for key in missing if not (role and key in OF_MACHINE)])
     )
     config = with_values(config, {derived.key: derived.value for derived in kept})
-    processes = config.processes()
+    processes = config.separate_processes()
     roles = {role: processes.get(role, 1) if role in RANKED_ROLES else 1} if role else processes
     fresh = (
         derive(config, read_checkpoint_facts(config), inspect_machine(roles))

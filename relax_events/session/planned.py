@@ -42,7 +42,7 @@ def plan_devices(config: RunConfig, *, devices: str = "", sample_tokens: int = 0
     Raises:
         ConfigError: The devices are not understood or too few, or the model is not there.
     """
-    roles = config.processes()
+    roles = config.separate_processes()
     machine = inspect_machine(roles)
     if devices:
         count, device = parse_devices(devices)

@@ -85,6 +85,33 @@ def test_teacher_worker_holds_all_teachers_that_no_server_has() -> None:
     assert weights == 2 * (30_532_122_624 + 4_022_468_096)
 
 
+@pytest.mark.parametrize(
+    ("device", "model", "on_device", "on_host"),
+    [("H100-80GB", {}, 2, 0), ("CPU", {}, 2, 2), ("H100-80GB", {"lora": {"rank": 4}}, 4, 0)],
+)
+def test_two_roles_in_one_process_hold_one_model_if_they_score_in_the_same_way(
+    device: str, model: dict[str, Any], on_device: int, on_host: int
+) -> None:
+    kind = DeviceSpec("CPU", 2 * 10**12) if device == "CPU" else H100
+    config = RunConfig.model_validate(
+        {
+            "run": {"id": "mine"},
+            "model": {"path": "model", "dtype": "bfloat16"} | model,
+            "data": {"source": "jsonl:rows"},
+            "engine": {"max_context_tokens": 4096},
+            "algorithm": {"old_logprobs": "actor", "kl_coefficient": 0.1},
+            "trainer": {"max_tokens_per_micro_batch": 4096},
+            "workers": {"hybrid": True},
+        }
+    )
+    found = plan_run(config, {"model": MIDDLE}, device=kind, num_devices=4, sample_tokens=2048)
+    workers = {worker.worker_id: worker for one in found.devices for worker in one.workers}
+    assert set(workers) == {"trainer-0", "rollout-0", "reference-0"}
+    parts = workers["reference-0"].memory.parts
+    assert parts["weights"] == on_device * 4_022_468_096
+    assert parts.get("weights out of turn", 0) == on_host * 4_022_468_096
+
+
 def test_cache_of_an_engine_takes_what_is_left_in_whole_samples() -> None:
     found = plan(sharding="full", ranks=4, activation_checkpointing="whole")
     (engine,) = [one for device in found.devices for one in device.workers if one.most_samples]
