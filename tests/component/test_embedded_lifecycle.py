@@ -36,6 +36,8 @@ def java(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[
     monkeypatch.setenv("JAVA_HOME", str(tmp_path / "jdk"))
     monkeypatch.setattr(launch, "read_jar_lock", lambda: LOCK)
     (tmp_path / "jdk" / "bin").mkdir(parents=True)
+    (tmp_path / "jdk" / "lib" / "server").mkdir(parents=True)
+    (tmp_path / "jdk" / "lib" / "server" / "classes.jsa").touch()
 
     before = psutil.Process().children()  # the session's own broker may be among them
 
