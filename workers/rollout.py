@@ -118,6 +118,7 @@ class RolloutLoop:
             worker, self._renderer, partials=self._partials, prefetcher=self._prefetcher
         )
         self._asleep = False
+        self._leaves_when_idle = self._config.run.mode == "sync" or self._turns.are_taken
 
     def run(self) -> None:
         """Work until the drain starts, finish running prompt groups, release waiting ones."""
@@ -132,7 +133,12 @@ class RolloutLoop:
                 self._step()
             leases.stop()
             self._release_waiting()
-            while self._running and worker.drain.elapsed_ratio < FINISHING_RATIO:
+            while (
+                self._running
+                and worker.drain.elapsed_ratio < FINISHING_RATIO
+                and self._turns.may_work(has_work=False)
+            ):
+                self._wake()
                 self._collect_finished()
                 self._report_in_flight()
                 worker.lifecycle.tick(working=True)
@@ -167,19 +173,29 @@ class RolloutLoop:
         self._poll_leases(block=False)
         for lease in self._redelivery_guard.find_unclaimed():
             self._intake.give_up(lease)
-        if may_work := self._turns.may_work(has_work=self._has_work()):
+        if self._turns.must_end():
+            self._sleep()
+        has_work = self._has_work() or bool(self._running)
+        if may_work := self._turns.may_work(has_work=has_work):
             if self._weights.update_if_newer():
                 self._asleep = False
             self._submit_waiting_groups()
-        busy = self._engine.num_running > 0
+        busy = may_work and self._engine.num_running > 0
         if busy:
+            self._wake()
             self._collect_finished()
         else:
             self._poll_leases(block=True)
-            if self._config.run.mode == "sync" and not self._has_work():
+            if self._leaves_when_idle and not self._has_work() and not self._running:
                 self._sleep()
         self._report_in_flight()
         self._worker.lifecycle.tick(working=busy or (may_work and self._has_work()))
+
+    def _wake(self) -> None:
+        """Let a sleeping engine work again."""
+        if self._asleep:
+            self._engine.wake()
+            self._asleep = False
 
     def _sleep(self) -> None:
         """Let the trainer work."""
@@ -285,9 +301,7 @@ class RolloutLoop:
         )
 
     def _submit(self, group: InflightGroup) -> bool:
-        if self._asleep:
-            self._engine.wake()
-            self._asleep = False
+        self._wake()
         try:
             if group.media is not None:
                 group.media.result()

@@ -247,10 +247,15 @@ def _time_share_problems(config: RunConfig) -> Iterator[str]:
     if config.is_replay:
         yield "shares devices with engines, and a replay has none; leave it out"
         return
-    if run.mode != "sync":
+    if run.mode != "sync" and engine == "sglang":
         yield (
-            f"is for a trainer and engines that work in turn, and run.mode is {run.mode!r}; set "
-            "run.mode = 'sync' and run.max_staleness = 0"
+            f"with run.mode = {run.mode!r} takes the device from requests that run, which an "
+            "SGLang server does not survive; set run.mode = 'sync' and run.max_staleness = 0"
+        )
+    if run.mode != "sync" and config.workers.hybrid:
+        yield (
+            f"with run.mode = {run.mode!r} and workers.hybrid = true would take the device from "
+            "the engines for each sample that is scored; set workers.hybrid = false"
         )
     if engine not in ("transformers", "sglang"):
         yield (

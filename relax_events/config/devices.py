@@ -37,9 +37,11 @@ class DevicesConfig(Section):
     evaluator: Indices = ()
     """The evaluator, with its engine."""
     time_share: bool = False
-    """Whether the trainer and the rollout workers on its devices hold them in turn (`run.mode =
-    "sync"`): each frees the memory of its model while the other works. On the CPU the memory goes
-    to a file in the run's folder; an SGLang server keeps its memory there."""
+    """Whether the trainer and the rollout workers on its devices hold them in turn: each frees the
+    memory of its model while the other works. With `run.mode = "async"` the trainer lends them: the
+    engines, which must be `transformers` then, leave as soon as a train batch is complete, and
+    continue afterwards. On the CPU the memory goes to a file in the run's folder; an SGLang server
+    keeps its memory there."""
 
     def by_role(self) -> dict[str, tuple[int, ...]]:
         """Return the devices of the roles that the run file names."""

@@ -3,7 +3,10 @@
     a prompt group can be generated ──▶ ask for the device ──▶ weights onto it, generate all there
     is ──▶ nothing more for a moment: weights and cache off the device ──▶ end the turn
 
-The trainer waits for the end of all engines' turns, and they for the end of its own.
+The trainer waits for the end of all engines' turns, and they for the end of its own. With
+`run.mode = "async"` an engine always finds more to generate: it also leaves when the trainer waits
+for the device, and continues what it was generating in its next turn. So the trainer lends the
+device while it has no train batch.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ class EngineTurns:
         """Wait for the first turn, in which the engine is loaded; the drain ends the wait."""
         self._on_begin: Callable[[], None] = lambda: None
         self._turn: DeviceTurn | None = None
+        self._is_lent = worker.config.run.mode != "sync"
         if worker.config.devices.time_share:
             self._turn = DeviceTurn(find_lock(worker.config), alone=False)
             wait_for_turn(self._turn, worker.drain)
@@ -56,6 +60,15 @@ class EngineTurns:
         return has_work and self._turn.ask(self._on_begin)
 
     @property
+    def are_taken(self) -> bool:
+        """Whether the engine has to end its turns."""
+        return self._turn is not None
+
+    def must_end(self) -> bool:
+        """Return whether the trainer waits for a device that it lent."""
+        return self._is_lent and self._turn is not None and self._turn.is_wanted()
+
+    @property
     def has_device(self) -> bool:
         """Whether a turn has begun that `sleep` ends. A sleeping engine may have memory on the
         device then, after a failed load.
@@ -64,9 +77,13 @@ class EngineTurns:
 
     def sleep(self, engine: Engine) -> None:
         """Free the engine's memory, and let others use the device."""
-        before = resident_bytes()
+        before, num_running = resident_bytes(), engine.num_running
         engine.sleep()
         if self._turn is not None:
-            after = resident_bytes()
-            log.info("device.left", resident_bytes=after, resident_bytes_before=before)
+            log.info(
+                "device.left",
+                resident_bytes=resident_bytes(),
+                resident_bytes_before=before,
+                num_running=num_running,
+            )
             self._turn.end()

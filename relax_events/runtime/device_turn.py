@@ -3,6 +3,10 @@
 The turn is a lock on a file: the trainer's alone, or shared by engines. The kernel gives it to the
 next process when its holder dies, at whatever instruction, so nothing has to be detected or
 repaired.
+
+A process that wants the device alone locks a second file first, and keeps the lock until its turn
+ends. Others pass this lock before they take the first, so they can't overtake one that waits, and
+those whose turn it is can see that they are to leave.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ from pathlib import Path
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 """Names the running kernel, which is what two processes must share: a folder may be another
 machine's too."""
+
+GATE_SUFFIX = ".wanted"
 
 
 _open_files: set[int] = set()
@@ -42,6 +48,7 @@ class DeviceTurn:
         self._path, self._alone = path, alone
         self._asked_for: threading.Event | None = None
         self._file: int | None = None
+        self._gate: int | None = None
 
     def ask(self, on_begin: Callable[[], None] = lambda: None) -> bool:
         """Ask for the turn, unless it was asked for; return whether it has begun.
@@ -50,10 +57,11 @@ class DeviceTurn:
             on_begin: Called from another thread when it begins.
         """
         if self._asked_for is None:
-            if self._file is None:
-                self._file = self._open()
+            if self._file is None or self._gate is None:
+                self._file = self._open(self._path)
+                self._gate = self._open(self._path.with_suffix(GATE_SUFFIX), is_inherited=False)
             self._asked_for = begun = threading.Event()
-            arguments = (self._file, begun, on_begin)
+            arguments = (self._file, self._gate, begun, on_begin)
             threading.Thread(
                 target=self._wait_for_lock, args=arguments, name="device-turn", daemon=True
             ).start()
@@ -68,24 +76,42 @@ class DeviceTurn:
         """Whether this process may use the device."""
         return self._asked_for is not None and self._asked_for.is_set()
 
+    def is_wanted(self) -> bool:
+        """Return whether, in a shared turn, another process waits to have the device alone."""
+        if not self.has_begun or self._gate is None:
+            return False
+        try:
+            fcntl.flock(self._gate, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        fcntl.flock(self._gate, fcntl.LOCK_UN)
+        return False
+
     def end(self) -> None:
         """End a turn that has begun; does nothing without one."""
         if self.has_begun:
             assert self._file is not None, "a turn has a file"
+            assert self._gate is not None, "and a gate"
             fcntl.flock(self._file, fcntl.LOCK_UN)  # a child may have the file open
+            fcntl.flock(self._gate, fcntl.LOCK_UN)
             self._asked_for = None
 
-    def _open(self) -> int:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        _open_files.add(file)
+    def _open(self, path: Path, *, is_inherited: bool = True) -> int:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        if is_inherited:
+            _open_files.add(file)
         weakref.finalize(self, _close, file)
         return file
 
     def _wait_for_lock(
-        self, file: int, begun: threading.Event, on_begin: Callable[[], None]
+        self, file: int, gate: int, begun: threading.Event, on_begin: Callable[[], None]
     ) -> None:
-        fcntl.flock(file, fcntl.LOCK_EX if self._alone else fcntl.LOCK_SH)
+        kind = fcntl.LOCK_EX if self._alone else fcntl.LOCK_SH
+        fcntl.flock(gate, kind)
+        fcntl.flock(file, kind)
+        if not self._alone:
+            fcntl.flock(gate, fcntl.LOCK_UN)
         begun.set()
         on_begin()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,43 @@ def test_turn_passes_on_when_its_holder_is_killed(tmp_path: Path) -> None:
     assert trainer.wait(SECONDS)
     trainer.end()
     assert not trainer.has_begun
+
+
+def test_turn_is_wanted_while_another_process_waits_to_have_it_alone(tmp_path: Path) -> None:
+    path = tmp_path / "cpu.lock"
+    engine, late = (DeviceTurn(path, alone=False) for _ in range(2))
+    assert not engine.is_wanted(), "it has no turn"
+    assert engine.wait(SECONDS)
+    assert not engine.is_wanted()
+    command, pipe = [sys.executable, "-c", HOLDER, str(path)], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as holder:
+        assert holder.stdout is not None
+        deadline = time.monotonic() + SECONDS
+        while not engine.is_wanted():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert not late.wait(0.2), "it can't overtake"
+        engine.end()
+        assert holder.stdout.readline() == "begun\n"
+        assert not late.wait(0.2)
+        holder.kill()
+    assert late.wait(SECONDS)
+    assert not late.is_wanted()
+    assert engine.wait(SECONDS), "engines have their turns together"
+
+
+def test_turn_is_not_wanted_by_a_process_that_was_killed(tmp_path: Path) -> None:
+    path = tmp_path / "cpu.lock"
+    engine = DeviceTurn(path, alone=False)
+    assert engine.wait(SECONDS)
+    command, pipe = [sys.executable, "-c", HOLDER, str(path)], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as holder:
+        deadline = time.monotonic() + SECONDS
+        while not engine.is_wanted():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        holder.kill()
+    assert not engine.is_wanted()
 
 
 def test_turn_lasts_as_long_as_a_child_that_has_its_file(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """A trainer, an engine, and reference and actor-forward in one process that hold one device in turn
-train what they train side by side, also when each is killed in its turn.
+train what they train side by side, also when each is killed in its turn. An asynchronous trainer
+lends its device to an engine, and takes it back while samples are generated.
 """
 
 from __future__ import annotations
@@ -85,3 +86,34 @@ def test_models_that_take_turns_train_the_same_and_free_their_memory(
     ]
     assert len(entered) >= NUM_STEPS
     assert min(event["resident_bytes"] for event in entered) > 3 * weights
+
+
+def test_asynchronous_trainer_lends_its_device(
+    large: Path, tmp_path: Path, bootstrap_servers: str, run_id: str
+) -> None:
+    num_steps = 6
+    run_file = tmp_path / "run.toml"
+    more = 'mode = "async"\nmax_staleness = 2'
+    run_file.write_text(run_file_text(large, run_id, more=more, num_steps=num_steps))
+    ended = call_relax(
+        "run",
+        run_file,
+        f"broker.bootstrap_servers={bootstrap_servers}",
+        "devices.time_share=true",
+        "engine.sampling.max_new_tokens=64",
+        cwd=tmp_path,
+        timeout_seconds=SECONDS,
+        failpoints="rollout.generating:20=kill",
+    )
+    assert ended.code == 0, ended.err
+    report = report_of(tmp_path, run_id)
+    assert report["ledger_problems"] == []
+    assert report["outcomes"]["trained"] == 4 * num_steps
+    left = [
+        event for event in log_of(tmp_path, run_id, "rollout-0") if event["event"] == "device.left"
+    ]
+    taken_back = [event for event in left if event["num_running"]]
+    assert taken_back, "the trainer waited for no engine"
+    weights = sum(path.stat().st_size for path in (large / "model").glob("*.safetensors"))
+    freed = [event["resident_bytes_before"] - event["resident_bytes"] for event in taken_back]
+    assert max(freed) > 0.8 * weights

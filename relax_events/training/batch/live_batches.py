@@ -148,8 +148,9 @@ class LiveBatches:
         chosen = select_groups(
             everyone, trainer_version=version, count=remaining, order=self._config.run.sample_order
         )
-        if self._config.run.mode == "sync" and len(chosen) < remaining:
-            return 0, []  # one order for all runs: nothing starts before everything is there
+        is_whole = self._config.run.mode == "sync" or self._turns.are_taken
+        if is_whole and len(chosen) < remaining:
+            return 0, []  # one order for all runs, and the engines have the device until then
         mine = set(ready)
         return len(chosen), [group for group in chosen if group in mine]
 

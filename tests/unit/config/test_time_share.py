@@ -11,7 +11,17 @@ from relax_events.config import RunConfig
 
 pytestmark = pytest.mark.unit
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"run": {"mode": "async"}}, r"run\.mode is 'async'; set run\.mode = 'sync'"),
+    (
+        {"run": {"mode": "async", "max_staleness": 1}, "engine": {"name": "sglang"}},
+        r"run\.mode = 'async' takes the device from requests that run",
+    ),
+    (
+        {
+            "run": {"mode": "async", "max_staleness": 1},
+            "workers": {"hybrid": True},
+        },
+        r"each sample that is scored; set workers\.hybrid = false",
+    ),
     (
         {"engine": {"name": "sglang", "sglang": {"urls": ["http://127.0.0.1:1"]}}},
         r"servers that rollout workers start, and engine\.sglang\.urls names running ones",
@@ -37,6 +47,10 @@ def run_with(**sections: dict[str, Any]) -> RunConfig:
 def test_turns_that_nobody_can_take_are_refused(sections: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run_with(**sections)
+
+
+def test_asynchronous_trainer_may_lend_its_device() -> None:
+    assert run_with(run={"mode": "async", "max_staleness": 1}).devices.time_share
 
 
 def test_turns_do_not_count_as_a_role() -> None:
