@@ -47,6 +47,7 @@ class RecordProducer:
         self._producer = Producer(settings)
         self._connection = connection
         self._failure: KafkaError | None = None
+        self._is_closed = False
         self._counting = threading.Lock()
         self._num_unacknowledged = 0
         self._waiting_since = self._checked_at = 0.0
@@ -98,9 +99,17 @@ class RecordProducer:
         self.flush()
 
     def close(self) -> None:
-        """Wait up to 5 s for in-flight records and drop the rest."""
+        """Wait up to 5 s for in-flight records, drop the rest, and end the client: one that is left
+        open works on while the process ends, and crashes it now and then. Does nothing the second
+        time.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
         if self._producer.flush(5):
             self._producer.purge()
+            self._producer.flush(FLUSH_SECONDS)
+        self._producer.close()
 
     def _flush_within(self, deadline: Deadline) -> int:
         """Wait for acknowledgements; return how many are missing at the deadline."""
