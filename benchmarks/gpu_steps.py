@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from benchmarks import report
-from benchmarks.ready_samples import ready_sample
-from benchmarks.trainer_memory import SHAPE
+from benchmarks.ready_samples import random_sample
+from benchmarks.trainer_memory import LOGPROB, SHAPE, make_model
 from benchmarks.version_price_side import measured
 from relax_events.config import RunConfig
 from relax_events.events.types import SampleReady
@@ -105,18 +105,6 @@ SETTINGS = (
 )
 
 
-def make_model(folder: Path, shape: str) -> Path:
-    """Write a model with random weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    config = AutoConfig.for_model("qwen3", **SHAPES[shape])
-    with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(folder)
-    return folder
-
-
 def run_config(model: Path, setting: Setting) -> RunConfig:
     """Return the run file of a setting."""
     return RunConfig.model_validate(
@@ -139,22 +127,18 @@ def run_config(model: Path, setting: Setting) -> RunConfig:
 
 def make_samples(setting: Setting, first: int) -> list[SampleReady]:
     """Draw the samples of a micro-batch."""
-    found = []
-    for index, length in enumerate(setting.lengths, first):
-        generator = np.random.default_rng(index)
-        mask = np.arange(length) >= PROMPT_TOKENS
-        found.append(
-            ready_sample(
-                generator.integers(0, SHAPE["vocab_size"], length).astype(np.int32),
-                num_prompt_tokens=PROMPT_TOKENS,
-                samples_per_prompt=2,
-                group_index=index // 2,
-                sample_index=index % 2,
-                rollout_logprobs=np.where(mask, -11.9, 0).astype(np.float32),
-                advantages=(mask * (1.0 - 2 * (index % 2))).astype(np.float32),
-            )
+    return [
+        random_sample(
+            np.random.default_rng(index),
+            length,
+            vocab_size=SHAPE["vocab_size"],
+            num_prompt_tokens=PROMPT_TOKENS,
+            logprob=LOGPROB,
+            group_index=index // 2,
+            sample_index=index % 2,
         )
-    return found
+        for index, length in enumerate(setting.lengths, first)
+    ]
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -288,7 +272,7 @@ def main() -> None:
     parser.add_argument("--setting", type=int, help="train this one in this process")
     given = parser.parse_args()
     if given.make is not None:
-        make_model(given.model, given.make)
+        make_model(given.model, shape=SHAPES[given.make], device="cuda")
         return
     if given.setting is not None:
         print(json.dumps(train(given.model, SETTINGS[given.setting])))

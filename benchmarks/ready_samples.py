@@ -54,3 +54,36 @@ def ready_sample(
         finish_reason=FinishReason.STOP,
         **content,
     )
+
+
+def random_sample(
+    generator: np.random.Generator,
+    num_tokens: int,
+    *,
+    vocab_size: int,
+    num_prompt_tokens: int,
+    logprob: float,
+    sample_index: int,
+    group_index: int = 0,
+) -> SampleReady:
+    """Return a sample of random tokens, one of two in its prompt group.
+
+    Args:
+        generator: Of the tokens.
+        num_tokens: Of prompt and completion.
+        vocab_size: Bound of token ids.
+        num_prompt_tokens: Of them, those that carry no loss.
+        logprob: Log-probability of each sampled token in the rollout.
+        sample_index: In the prompt group: even ones have the advantage 1, odd ones -1.
+        group_index: Of its prompt group in the train batch.
+    """
+    mask = np.arange(num_tokens) >= num_prompt_tokens
+    return ready_sample(
+        generator.integers(0, vocab_size, num_tokens).astype(np.int32),
+        num_prompt_tokens=num_prompt_tokens,
+        samples_per_prompt=2,
+        group_index=group_index,
+        sample_index=sample_index,
+        rollout_logprobs=np.where(mask, logprob, 0).astype(np.float32),
+        advantages=(mask * (1.0 - 2 * (sample_index % 2))).astype(np.float32),
+    )

@@ -23,7 +23,7 @@ import torch
 from benchmarks import report
 from benchmarks.head_memory import CLEAR_PEAK, peak_bytes
 from benchmarks.rank_processes import run_ranks, train_as_rank
-from benchmarks.ready_samples import ready_sample
+from benchmarks.ready_samples import random_sample
 from relax_events.config import RunConfig
 from relax_events.events.types import SampleReady
 from relax_events.training.backend.factory import open_backend
@@ -126,16 +126,15 @@ def samples_of(step: int) -> list[SampleReady]:
     samples = []
     for index in range(NUM_SAMPLES):
         num_tokens = int(generator.integers(256, 769))
-        mask = np.arange(num_tokens) >= PROMPT_TOKENS
         samples.append(
-            ready_sample(
-                generator.integers(0, VOCAB_SIZE, num_tokens).astype(np.int32),
+            random_sample(
+                generator,
+                num_tokens,
+                vocab_size=VOCAB_SIZE,
                 num_prompt_tokens=PROMPT_TOKENS,
-                samples_per_prompt=2,
+                logprob=-9.0,
                 group_index=index // 2,
                 sample_index=index % 2,
-                rollout_logprobs=np.where(mask, -9.0, 0).astype(np.float32),
-                advantages=(mask * (1.0 - 2 * (index % 2))).astype(np.float32),
             )
         )
     return samples

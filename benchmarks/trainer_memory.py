@@ -11,6 +11,7 @@ import argparse
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ import torch
 from benchmarks import report
 from benchmarks.head_memory import CLEAR_PEAK, peak_bytes
 from benchmarks.rank_processes import run_ranks, train_as_rank
-from benchmarks.ready_samples import ready_sample
+from benchmarks.ready_samples import random_sample
 from relax_events.config import RunConfig
 from relax_events.events.types import SampleReady
 from relax_events.models.checkpoint_facts import read_facts
@@ -31,7 +32,7 @@ from relax_events.planning.megatron_memory import memory_of_trainer
 from relax_events.training.backend.factory import find_backend
 from relax_events.training.ranks import Ranks
 
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 151_936,
     "hidden_size": 1024,
     "intermediate_size": 3072,
@@ -44,6 +45,8 @@ SHAPE = {
 }
 """Of the `config.json` that Qwen publishes with Qwen3-0.6B."""
 PROMPT_TOKENS = 16
+LOGPROB = -11.9
+"""About that of each token of the vocabulary under random weights."""
 SETTING_SECONDS = 1800.0
 QUESTION = """A train step on a model with random weights in the published shape of Qwen3-0.6B (28 layers, width 1,024,
 151,936 tokens), bfloat16, on the CPU: one micro-batch of one sample, forward, backward and AdamW. Planned is what `relax plan` computes
@@ -81,13 +84,15 @@ SETTINGS = (
 )
 
 
-def make_model(folder: Path) -> Path:
-    """Write a model with random weights."""
+def make_model(folder: Path, *, shape: Mapping[str, Any] = SHAPE, device: str = "cpu") -> Path:
+    """Write a model with random weights, made on a device."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = AutoConfig.for_model("qwen3", **SHAPE)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    config = AutoConfig.for_model("qwen3", **shape)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
     return folder
 
 
@@ -119,15 +124,13 @@ def run_config(model: Path, setting: Setting) -> RunConfig:
 
 def sample(num_tokens: int, index: int) -> SampleReady:
     """Draw a sample."""
-    generator = np.random.default_rng(index)
-    mask = np.arange(num_tokens) >= PROMPT_TOKENS
-    return ready_sample(
-        generator.integers(0, SHAPE["vocab_size"], num_tokens).astype(np.int32),
+    return random_sample(
+        np.random.default_rng(index),
+        num_tokens,
+        vocab_size=SHAPE["vocab_size"],
         num_prompt_tokens=PROMPT_TOKENS,
-        samples_per_prompt=2,
+        logprob=LOGPROB,
         sample_index=index,
-        rollout_logprobs=np.where(mask, -11.9, 0).astype(np.float32),
-        advantages=(mask * (1.0 - 2 * (index % 2))).astype(np.float32),
     )
 
 
