@@ -21,10 +21,8 @@ from pathlib import Path
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 """Names the running kernel, which is what two processes must share: a folder may be another
 machine's too."""
-
-GATE_SUFFIX = ".wanted"
-
-
+WANTED_SUFFIX = ".wanted"
+"""Of the second file."""
 _open_files: set[int] = set()
 
 
@@ -48,7 +46,7 @@ class DeviceTurn:
         self._path, self._alone = path, alone
         self._asked_for: threading.Event | None = None
         self._file: int | None = None
-        self._gate: int | None = None
+        self._wanted_file: int | None = None
 
     def ask(self, on_begin: Callable[[], None] = lambda: None) -> bool:
         """Ask for the turn, unless it was asked for; return whether it has begun.
@@ -57,11 +55,13 @@ class DeviceTurn:
             on_begin: Called from another thread when it begins.
         """
         if self._asked_for is None:
-            if self._file is None or self._gate is None:
+            if self._file is None or self._wanted_file is None:
                 self._file = self._open(self._path)
-                self._gate = self._open(self._path.with_suffix(GATE_SUFFIX), is_inherited=False)
+                self._wanted_file = self._open(
+                    self._path.with_suffix(WANTED_SUFFIX), is_inherited=False
+                )
             self._asked_for = begun = threading.Event()
-            arguments = (self._file, self._gate, begun, on_begin)
+            arguments = (self._file, self._wanted_file, begun, on_begin)
             threading.Thread(
                 target=self._wait_for_lock, args=arguments, name="device-turn", daemon=True
             ).start()
@@ -78,22 +78,22 @@ class DeviceTurn:
 
     def is_wanted(self) -> bool:
         """Return whether, in a shared turn, another process waits to have the device alone."""
-        if not self.has_begun or self._gate is None:
+        if not self.has_begun or self._wanted_file is None:
             return False
         try:
-            fcntl.flock(self._gate, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            fcntl.flock(self._wanted_file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
-        fcntl.flock(self._gate, fcntl.LOCK_UN)
+        fcntl.flock(self._wanted_file, fcntl.LOCK_UN)
         return False
 
     def end(self) -> None:
         """End a turn that has begun; does nothing without one."""
         if self.has_begun:
             assert self._file is not None, "a turn has a file"
-            assert self._gate is not None, "and a gate"
+            assert self._wanted_file is not None, "and a second one"
             fcntl.flock(self._file, fcntl.LOCK_UN)  # a child may have the file open
-            fcntl.flock(self._gate, fcntl.LOCK_UN)
+            fcntl.flock(self._wanted_file, fcntl.LOCK_UN)
             self._asked_for = None
 
     def _open(self, path: Path, *, is_inherited: bool = True) -> int:
@@ -105,13 +105,13 @@ class DeviceTurn:
         return file
 
     def _wait_for_lock(
-        self, file: int, gate: int, begun: threading.Event, on_begin: Callable[[], None]
+        self, file: int, wanted_file: int, begun: threading.Event, on_begin: Callable[[], None]
     ) -> None:
         kind = fcntl.LOCK_EX if self._alone else fcntl.LOCK_SH
-        fcntl.flock(gate, kind)
+        fcntl.flock(wanted_file, kind)
         fcntl.flock(file, kind)
         if not self._alone:
-            fcntl.flock(gate, fcntl.LOCK_UN)
+            fcntl.flock(wanted_file, fcntl.LOCK_UN)
         begun.set()
         on_begin()
 
