@@ -261,6 +261,10 @@ class MemoryProducer:
     def purge(self) -> None:
         self._buffer.clear()
 
+    def close(self) -> None:
+        """End the client, which has nothing left to send: it was flushed or purged."""
+        assert not self._buffer
+
     def _deliver(self, count: int) -> None:
         leaving, self._buffer = self._buffer[:count], self._buffer[count:]
         for topic_partition, fields, on_delivery in leaving:
