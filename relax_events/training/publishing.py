@@ -11,7 +11,7 @@ step's training only: it was never on the log.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -31,13 +31,14 @@ from relax_events.training.commit import StepCommitter
 from relax_events.training.step_record import RankStepResult
 from relax_events.weights.artifact_writer import delete_weights, stored_versions
 from relax_events.weights.factory import open_weights_publisher
-from relax_events.weights.file_content import lay_out
+from relax_events.weights.file_content import FileContent, lay_out
 from relax_events.weights.retention import (
     BestVersions,
     deletable_versions,
     num_newest,
     reference_versions,
 )
+from relax_events.weights.reused_memory import ReusedMemory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,6 +72,7 @@ class StepPublisher:
         self._worker, self._store, self._checkpoints = worker, store, checkpoints
         self._committer = StepCommitter(worker, reader)
         self._transport = open_weights_publisher(worker, store)
+        self._memory = ReusedMemory()
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights-writer")
         self._written: Future[tuple[ObjectRef, bytes]] = Future()
         self._trained: TrainedStep | None = None
@@ -96,9 +98,7 @@ class StepPublisher:
 
     def publish_initial(self, parts: Iterable[WeightPart], *, policy_version: int) -> None:
         """Publish the run's first version."""
-        artifact, _ = self._transport.publish(
-            lay_out(parts, keep=self._transport.keeps_files), policy_version=policy_version
-        )
+        artifact, _ = self._transport.publish(self._lay_out(parts), policy_version=policy_version)
         self._committer.publish_initial(artifact, policy_version=policy_version)
 
     def rewrite_newest_weights(
@@ -113,8 +113,7 @@ class StepPublisher:
             StoreUnavailable: The store does not answer.
         """
         artifact, _ = self._transport.publish(
-            lay_out(parts, keep=self._transport.keeps_files),
-            policy_version=published.policy_version,
+            self._lay_out(parts), policy_version=published.policy_version
         )
         log.warning(
             "weights.restored",
@@ -133,14 +132,18 @@ class StepPublisher:
         """
         self._write_began_ns = time.time_ns()
         if self._worker.config.weights.async_publish:
-            held = list(lay_out(parts))
+            held = list(lay_out(parts, lender=self._memory))
             self._written = self._writer.submit(
                 self._transport.publish, held, policy_version=policy_version
             )
         else:
-            files = lay_out(parts, keep=self._transport.keeps_files)
             self._written = Future()
-            self._written.set_result(self._transport.publish(files, policy_version=policy_version))
+            self._written.set_result(
+                self._transport.publish(self._lay_out(parts), policy_version=policy_version)
+            )
+
+    def _lay_out(self, parts: Iterable[WeightPart]) -> Iterator[FileContent]:
+        return lay_out(parts, keep=self._transport.keeps_files, lender=self._memory)
 
     def wait_until_written(self) -> None:
         """Wait until the version is written.

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
+from relax_events.weights.reused_memory import ReusedMemory
 from relax_events.weights.tensor_files import TensorLayout, dtype_name, render_header
 
 
@@ -27,13 +28,18 @@ class FileContent:
 
     @classmethod
     def of(
-        cls, tensors: Mapping[str, Tensor], *, memory: UInt8[Tensor, " bytes"] | None = None
+        cls,
+        tensors: Mapping[str, Tensor],
+        *,
+        memory: UInt8[Tensor, " bytes"] | None = None,
+        lender: ReusedMemory | None = None,
     ) -> FileContent:
         """Copy tensors into a file; they may change afterwards.
 
         Args:
             tensors: By name, on any device.
-            memory: What the file is laid out in, if it is large enough; else in fresh memory.
+            memory: What the file is laid out in, if it is large enough.
+            lender: Lends other memory; without it, that is fresh.
         """
         # wide dtypes first, so that each tensor starts at a multiple of its element's size
         order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
@@ -44,7 +50,7 @@ class FileContent:
         header = render_header(layouts)
         num_bytes = len(header) + sum(tensor.nbytes for tensor in tensors.values())
         if memory is None or len(memory) < num_bytes:
-            memory = allocate(num_bytes)
+            memory = allocate(num_bytes) if lender is None else lender.take(num_bytes)
         content = memory[:num_bytes]
         content[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         spans: dict[str, slice] = {}
@@ -81,20 +87,28 @@ def allocate(num_bytes: int) -> UInt8[Tensor, " bytes"]:
     return torch.from_numpy(np.empty(num_bytes, dtype=np.uint8))
 
 
-def lay_out(parts: Iterable[Mapping[str, Tensor]], *, keep: bool = True) -> Iterator[FileContent]:
+def lay_out(
+    parts: Iterable[Mapping[str, Tensor]],
+    *,
+    keep: bool = True,
+    lender: ReusedMemory | None = None,
+) -> Iterator[FileContent]:
     """Yield a file for each part that has tensors.
 
     Args:
         parts: Tensors by name, on any device, used until the next part is asked for.
         keep: False where a file is used only until the next one is asked for; all are then laid
             out in the same memory.
+        lender: Lends the memory, and loses what a whole version has no use for.
     """
     memory = None
     for part in parts:
         if part:
-            file = FileContent.of(part, memory=memory)
+            file = FileContent.of(part, memory=memory, lender=lender)
             memory = None if keep else _larger(memory, file.memory)
             yield file
+    if lender is not None:
+        lender.drop_unused()
 
 
 def _larger(one: Tensor | None, other: Tensor) -> Tensor:

@@ -16,6 +16,8 @@ from relax_events.weights.artifact_reader import read_weights
 from relax_events.weights.artifact_writer import write_files
 from relax_events.weights.file_content import FileContent, all_tensors, lay_out
 from relax_events.weights.file_header import split_file
+from relax_events.weights.reused_memory import ReusedMemory
+from relax_events.weights.transport import StorePublisher
 
 pytestmark = pytest.mark.unit
 TENSORS = {
@@ -103,3 +105,71 @@ def test_split_file_explains_a_broken_header(content: memoryview, text: str) -> 
     with pytest.raises(WeightsError, match=text):
         split_file(content)
     assert split_file(header())["w"].shape == (2,)
+
+
+def version_parts(value: float) -> list[dict[str, torch.Tensor]]:
+    return [{"a": torch.full((300,), value)}, {"b": torch.full((90,), value)}]
+
+
+def places_of(files: list[FileContent]) -> set[int]:
+    return {file.memory.data_ptr() for file in files}
+
+
+def test_next_version_is_laid_out_in_the_memory_of_one_that_nothing_uses_any_more() -> None:
+    lender = ReusedMemory()
+    first = list(lay_out(version_parts(1), lender=lender))
+    places, sizes = places_of(first), sum(len(file.memory) for file in first)
+    assert lender.num_free_bytes == 0
+    view = all_tensors(first)["b"][7:]
+    del first
+    assert lender.num_free_bytes < sizes, "a tensor still shares the second file"
+    second = list(lay_out(version_parts(2), lender=lender))
+    assert len(places & places_of(second)) == 1
+    assert set(view.tolist()) == {1}
+    del second, view
+    third = list(lay_out(version_parts(3), lender=lender))
+    assert len(places & places_of(third)) == 1
+    content = third[0].content[8:]
+    del third
+    assert lender.num_free_bytes < sizes, "a buffer still shares the first file"
+    assert len(content)
+
+
+def test_memory_that_a_version_had_no_use_for_is_not_held() -> None:
+    lender = ReusedMemory()
+    files = [list(lay_out(version_parts(value), lender=lender)) for value in (1, 2)]
+    size = sum(len(file.memory) for file in files[0])
+    files.clear()
+    assert lender.num_free_bytes == 2 * size
+    held = list(lay_out(version_parts(3), lender=lender))
+    assert lender.num_free_bytes == 0
+    del held
+    assert lender.num_free_bytes == size
+    sizes = [len(file.memory) for file in lay_out(version_parts(4), keep=False, lender=lender)]
+    assert lender.num_free_bytes == max(sizes) < size
+
+
+@pytest.mark.parametrize("full_snapshot_interval", [1, 3])
+def test_versions_in_reused_memory_are_read_as_they_were_published(
+    tmp_path: Path, full_snapshot_interval: int
+) -> None:
+    store, lender = ObjectStore.open(tmp_path.as_uri()), ReusedMemory()
+    publisher = StorePublisher(store, full_snapshot_interval=full_snapshot_interval)
+    weights = {"a": torch.arange(900.0), "b": torch.ones(30, 40)}
+    published, places = [], []
+    for version in range(6):
+        weights["b"][version] = -version
+        parts: list[dict[str, torch.Tensor]] = [{name: weights[name]} for name in weights]
+        held = list(lay_out(parts, lender=lender))
+        places.append(places_of(held))
+        published.append(publisher.publish(held, policy_version=version))
+        del held
+    for version, (artifact, digest) in enumerate(published):
+        read = read_weights(store, artifact)
+        assert read.digest == digest
+        tensors = {name: read.tensors[name] for name in weights}
+        assert torch.equal(tensors["a"], weights["a"])
+        assert tensors["b"][:, 0].tolist() == [-float(row) for row in range(version + 1)] + [
+            1.0
+        ] * (29 - version)
+    assert len(set.union(*places)) <= 2 * (2 if full_snapshot_interval > 1 else 1)
