@@ -14,6 +14,7 @@ from relax_events.topics import TopicPlan, TopicSpec
 from relax_events.topics.plan import CONSUMER_GROUP_ROLES
 
 FOREVER = -1
+HEARTBEAT_MS, HEARTBEAT_MS_PER_MEMBER, MAX_HEARTBEAT_MS = 500, 10, 5000
 DELIVERY_LIMIT = 10
 """Deliveries after which the broker silently drops a prompt group: the maximum that brokers allow,
 so that a worker fails the prompt group before."""
@@ -234,12 +235,18 @@ def _keys_behind(change: Change) -> str:
     )
 
 
+def compute_heartbeat_ms(num_members: int, *, session_ms: int) -> int:
+    """Return the interval at which a group's members send heartbeats to the brokers: half a second,
+    more in a group of more than 50, up to a quarter of the session and 5 s. So a large group at
+    rest asks for little.
+    """
+    longest = max(min(session_ms // 4, MAX_HEARTBEAT_MS), HEARTBEAT_MS)
+    return min(max(HEARTBEAT_MS, num_members * HEARTBEAT_MS_PER_MEMBER), longest)
+
+
 def apply_groups(config: RunConfig, plan: TopicPlan, admin: Admin) -> None:
     """Set how fast a dead member is detected, and how long a lease lasts."""
-    timings = {
-        "consumer.session.timeout.ms": str(int(config.broker.session_timeout_seconds * 1000)),
-        "consumer.heartbeat.interval.ms": "500",
-    }
+    session_ms = int(config.broker.session_timeout_seconds * 1000)
     share = {
         "share.auto.offset.reset": "earliest",
         "share.isolation.level": "read_committed",
@@ -251,6 +258,11 @@ def apply_groups(config: RunConfig, plan: TopicPlan, admin: Admin) -> None:
         return
     queue_is_shared = config.broker.prompt_queue == "share_group"
     for role in CONSUMER_GROUP_ROLES if queue_is_shared else (*CONSUMER_GROUP_ROLES, "rollout"):
+        interval_ms = compute_heartbeat_ms(config.roles().get(role, 0), session_ms=session_ms)
+        timings = {
+            "consumer.session.timeout.ms": str(session_ms),
+            "consumer.heartbeat.interval.ms": str(interval_ms),
+        }
         admin.alter_group(plan.consumer_group(role), timings)
     if queue_is_shared:
         admin.alter_group(plan.consumer_group("rollout"), share)

@@ -76,6 +76,7 @@ class ControlFollower:
         *,
         also: Sequence[str] = (),
         num_versions: int = RECENT_VERSIONS,
+        wait_ms: int = FOLLOW_WAIT_MS,
     ) -> None:
         """Read the existing versions and commands.
 
@@ -86,8 +87,10 @@ class ControlFollower:
             also: Control topics to follow besides those that every worker follows; those of roles
                 that the run lacks are left out.
             num_versions: Minimum number of newest versions to read; at least those of the window.
+            wait_ms: How long the broker holds a fetch while no record comes. A follower's first
+                records may come so much later, since a topic found late waits for the first fetch.
         """
-        self._codec, self._plan = codec, plan
+        self._codec, self._plan, self._wait_ms = codec, plan, wait_ms
         self._also = tuple(filter(plan.has, also))
         self._schemas_topic = plan.topic("control.schemas")
         self._connection = connection
@@ -157,7 +160,7 @@ class ControlFollower:
         }
         reader, self._reader = (
             self._reader,
-            LogReader(self._own, start=self._starts, fetch_wait_ms=FOLLOW_WAIT_MS),
+            LogReader(self._own, start=self._starts, fetch_wait_ms=self._wait_ms),
         )
         reader.close()
         self._thread.start()
@@ -236,6 +239,9 @@ class ControlFollower:
             )
             for topic_partition, start in self._starts.items()
         }
+        # the one that followed would first wait for the broker to answer its last fetch
+        follower, self._reader = self._reader, LogReader(self._own)
+        follower.close()
         for record in self._reader.stream(spans):
             self._receive(record)
 
@@ -297,7 +303,7 @@ class ControlFollower:
         """
         if self._reader.cluster_id(self._schemas_topic):
             return
-        reader = LogReader(self._own, fetch_wait_ms=FOLLOW_WAIT_MS)
+        reader = LogReader(self._own, fetch_wait_ms=self._wait_ms)
         if not reader.cluster_id(self._schemas_topic):
             reader.close()  # the brokers are unreachable
             return

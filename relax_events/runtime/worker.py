@@ -20,7 +20,7 @@ from relax_events.kafka.connection import Connection
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord
 from relax_events.kafka.schema_registry import open_codec
-from relax_events.runtime.control_follower import RECENT_VERSIONS, ControlFollower
+from relax_events.runtime.control_follower import FOLLOW_WAIT_MS, RECENT_VERSIONS, ControlFollower
 from relax_events.runtime.control_view import ControlView
 from relax_events.runtime.drain import Drain
 from relax_events.runtime.failpoints import arm_failpoints
@@ -36,6 +36,14 @@ from relax_events.topics import TopicPlan
 from relax_events.topics.plan import HEARTBEATS, METRICS
 
 log = structlog.get_logger()
+FOLLOW_WAIT_MS_PER_WORKER, MAX_FOLLOW_WAIT_MS = 10, 5000
+
+
+def compute_follow_wait_ms(num_workers: int) -> int:
+    """Return how long the brokers hold a worker's fetch from the control log while no record comes:
+    longer in a run of more than 50 workers, whose requests at rest would else grow with it.
+    """
+    return min(max(FOLLOW_WAIT_MS, num_workers * FOLLOW_WAIT_MS_PER_WORKER), MAX_FOLLOW_WAIT_MS)
 
 
 class Worker(AbstractContextManager["Worker"]):
@@ -102,7 +110,12 @@ class Worker(AbstractContextManager["Worker"]):
     ) -> ControlView:
         """Read the existing versions and commands, and return the role's view of them."""
         follower = ControlFollower(
-            self.connection, self.plan, codec, also=follow, num_versions=num_versions
+            self.connection,
+            self.plan,
+            codec,
+            also=follow,
+            num_versions=num_versions,
+            wait_ms=compute_follow_wait_ms(sum(self.config.roles().values())),
         )
         return ControlView(
             follower,

@@ -41,6 +41,9 @@ NOT_READY = {14, 15, 16}  # the coordinator is loading or has moved
 NO_GROUP = 69
 RESPONSE_SECONDS = 5.0
 CHECK_SECONDS, MAX_MISMATCHES = 6.0, 1
+MEMBERS_PER_CHECK = 32
+"""A check reads all members of the group: in a group larger than this, members check less often, so
+that what all of them read grows with the group and not with its square."""
 MIN_UNREAD_CHECKS = 2
 
 
@@ -51,6 +54,11 @@ class GroupMembership:
     member_id: str
     client_id: str
     partitions: frozenset[TopicPartition]
+
+
+def compute_check_seconds(num_members: int) -> float:
+    """Return how long a member of a group of this size waits for its next check."""
+    return CHECK_SECONDS * max(1.0, num_members / MEMBERS_PER_CHECK)
 
 
 class MembershipMonitor:
@@ -64,6 +72,7 @@ class MembershipMonitor:
         self._connection, self._consumer_group = connection, consumer_group
         self._num_mismatches = self._num_unread_checks = 0
         self._unread: Mapping[TopicPartition, int] = {}
+        self._num_members = 0
         self.mark_active()
 
     @property
@@ -73,7 +82,7 @@ class MembershipMonitor:
 
     def mark_active(self) -> None:
         """Postpone the next check, after records arrived or after a check."""
-        self._check_at = time.monotonic() + CHECK_SECONDS
+        self._check_at = time.monotonic() + compute_check_seconds(self._num_members)
 
     def check_unread(self, unread: Mapping[TopicPartition, int]) -> bool:
         """Record which positions have unread records although none arrived; return whether to
@@ -106,6 +115,7 @@ class MembershipMonitor:
                 "membership.read_failed", consumer_group=self._consumer_group, error=str(error)
             )
             return
+        self._num_members = len(members)
         given = next(
             (member.partitions for member in members if member.member_id == member_id), None
         )
@@ -113,6 +123,7 @@ class MembershipMonitor:
             self._num_mismatches = 0
             return
         self._num_mismatches += 1
+        self._check_at = time.monotonic() + CHECK_SECONDS  # in a large group too
         found = (
             "does not know this client"
             if given is None

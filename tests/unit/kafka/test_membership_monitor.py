@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.protocol.group_membership import MembershipMonitor
+from relax_events.kafka.protocol.group_membership import MembershipMonitor, compute_check_seconds
 
 TOPIC_PARTITION = ("rollout.samples", 3)
 
@@ -36,3 +38,10 @@ def test_client_making_progress_is_not_reported() -> None:
         False,
         True,
     ]
+
+
+def test_members_of_a_large_group_together_read_no_more_than_in_proportion_to_it() -> None:
+    read = {size: size * size / compute_check_seconds(size) for size in (8, 32, 320, 3200)}
+    assert read[320] / read[32] == pytest.approx(10)
+    assert read[3200] / read[320] == pytest.approx(10)
+    assert compute_check_seconds(8) == compute_check_seconds(0) == 6.0
