@@ -27,16 +27,21 @@ from relax_events.events.types import PolicyVersionPublished
 from relax_events.objects import ObjectStore
 from relax_events.training.backend.weight_stream import split_into_buckets, weight_parts
 from relax_events.weights.artifact_writer import delete_weights
-from relax_events.weights.file_content import lay_out
+from relax_events.weights.file_content import FileContent, lay_out
+from relax_events.weights.reused_memory import ReusedMemory
 from relax_events.weights.transport import StorePublisher, StoreReader
 
 
-def measured(work: Callable[[], Any]) -> tuple[dict[str, float], Any]:
+def resident_bytes() -> int:
+    """Return the resident memory of this process."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def measured(work: Callable[[], Any], *, memory: int) -> tuple[dict[str, float], Any]:
     """Call a function; return the processor time of all threads, seconds, and by how many bytes the
-    resident memory rose at its highest, and what it returns.
+    resident memory was above what is given at its highest, and what it returns.
     """
     Path("/proc/self/clear_refs").write_text(CLEAR_PEAK)
-    memory = psutil.Process().memory_info().rss
     began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
     value = work()
     seconds, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF)
@@ -66,14 +71,27 @@ class Weights:
 def publish(model: Path, store: ObjectStore, num_versions: int) -> None:
     """Be the trainer: publish versions as the trainer does by default."""
     backend: Any = Weights(model)
-    publisher = StorePublisher(store)
+    publisher, lender = StorePublisher(store), ReusedMemory()
+    memory = resident_bytes()
+
+    def snapshot() -> list[FileContent]:
+        return list(lay_out(weight_parts(backend), lender=lender))
+
     for version in range(num_versions):
-        snapshot, _ = measured(lambda: list(lay_out(weight_parts(backend))))
-        files = lay_out(weight_parts(backend), keep=publisher.keeps_files)
-        found, (artifact, _) = measured(partial(publisher.publish, files, policy_version=version))
+        waited, files = measured(snapshot, memory=memory)
+        found, (artifact, _) = measured(
+            partial(publisher.publish, files, policy_version=version), memory=memory
+        )
+        del files
         delete_weights(store, version - 2)
+        found = {
+            "user": waited["user"] + found["user"],
+            "system": waited["system"] + found["system"],
+            "seconds": waited["seconds"],
+            "stored_seconds": waited["seconds"] + found["seconds"],
+            "bytes": max(waited["bytes"], found["bytes"]),
+        }
         reference = [artifact.uri, artifact.digest.hex(), artifact.num_bytes]
-        found |= {"snapshot_seconds": snapshot["seconds"]}
         print(json.dumps(found | {"version": version, "artifact": reference}), flush=True)
         sys.stdin.readline()
 
@@ -98,7 +116,7 @@ def load(model: Path, store: ObjectStore, num_versions: int) -> None:
             def fetch_and_load(published: PolicyVersionPublished) -> None:
                 engine.load_weights(reader.fetch(published))
 
-            found, _ = measured(partial(fetch_and_load, published))
+            found, _ = measured(partial(fetch_and_load, published), memory=resident_bytes())
             print(json.dumps(found), flush=True)
 
 

@@ -257,7 +257,7 @@ def publish(
     shares = [
         run["exposed_seconds"] / run["step_seconds"]
         for run in measured
-        if run["side"] == "gloo, overlap"
+        if run["side"] in ("store", "gloo")
     ]
     plain, copy, lost = (
         ratios["plain gloo"],
@@ -289,7 +289,7 @@ def publish(
         f"{copy:.0%} of that of a file copy "
         f"(aim: {GOAL_RATIO:.0%} of both; {aim(min(plain, copy), GOAL_RATIO)}); one that is "
         f"sent over TCP within the machine has {sent:.0%} of the "
-        "plain one's, which alone keeps both cores busy. With overlap a step waits for its "
+        "plain one's, which alone keeps both cores busy. By default a step waits for its "
         "weights for at most "
         f"{max(shares):.1%} of its time (aim: {GOAL_SHARE:.0%}; {aim(-max(shares), -GOAL_SHARE)}). "
         f"{sum(one['updates'] for one in updates)} versions that came while samples ran cost "

@@ -29,15 +29,15 @@ WORKLOAD = replace(
 )
 """Rollout is always ahead of the trainer, whose steps take about four seconds."""
 SIDES = {
+    "store, waiting": {"weights.async_publish": "false"},
     "store": {},
-    "store, overlap": {"weights.async_publish": "true"},
+    "gloo, waiting": {"weights.transport": "gloo", "weights.async_publish": "false"},
     "gloo": {"weights.transport": "gloo"},
-    "gloo, overlap": {"weights.transport": "gloo", "weights.async_publish": "true"},
 }
 DESCRIPTION = f"""\
 Whole runs on the real bus, in turn, with the trainer and the engines of `benchmarks.workloads`, which sleep for as long as devices would
 compute: {WORKLOAD.num_engines} engines, `max_staleness = {MODE.max_staleness}`, steps of about four seconds, and 64 MiB of weights that change in
-each. *Exposed* is the phase `weights` of a step: the snapshot, and whatever is waited for. *Served* is the time from the publication on the log
+each. *Waiting* is `weights.async_publish = false`. *Exposed* is the phase `weights` of a step: the snapshot, and whatever is waited for. *Served* is the time from the publication on the log
 until an engine has the version."""
 
 

@@ -351,7 +351,7 @@ class TrainLoop:
         if self._turns.are_taken:  # all that reads the model comes before the engines' turn
             self._schedule.start_if_due(self._backend.policy_version, self._start_checkpoint)
             self._turns.end()
-        if not self._config.weights.async_publish:
+        if not self._config.publishes_in_background:
             self._commits.commit_step()
         if not self._turns.are_taken:
             self._schedule.start_if_due(self._backend.policy_version, self._start_checkpoint)

@@ -74,6 +74,11 @@ def _print(planned: PlannedRun) -> None:
             f"the optimizers of all ranks take {found.host_bytes / GB:.1f} GB of the memory of "
             "their hosts (trainer.offload_optimizer)"
         )
+    if found.version_bytes:
+        print(
+            f"the copy of a version takes {found.version_bytes / GB:.1f} GB of the memory of the "
+            "host of the trainer's first rank (weights.async_publish)"
+        )
     used = {device.index for device in found.devices}
     if unused := [index for index in range(planned.num_devices) if index not in used]:
         named = f"{unused[0]} to {unused[-1]}" if len(unused) > 1 else str(unused[0])
@@ -163,6 +168,7 @@ def _as_tree(planned: PlannedRun) -> dict[str, Any]:
         "micro_batch_tokens": found.tokens,
         "sample_tokens": planned.sample_tokens,
         "host_bytes": found.host_bytes,
+        "version_bytes": found.version_bytes,
         "seconds": None if found.seconds is None else _stages(found.seconds),
         "devices": [
             {

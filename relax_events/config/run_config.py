@@ -463,6 +463,11 @@ class RunConfig(Section):
         return bool(self.parent.run) and self.parent.mode == "replay"
 
     @property
+    def publishes_in_background(self) -> bool:
+        """Whether a version is written while the next step is trained."""
+        return self.weights.async_publish and self.run.max_staleness > 0
+
+    @property
     def rollout_engine(self) -> str:
         """Name of the rollout workers' engine: `dataset` where the data bring the answers, and
         `engine.name` is left to the evaluator.

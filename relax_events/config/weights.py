@@ -22,9 +22,10 @@ class WeightsConfig(Section):
     use_shared_memory: bool = True
     """Write a version directly into the memory of workers on the trainer's machine, with the same
     user and container, instead of sending it."""
-    async_publish: bool = False
-    """Write a version, and commit its step, while the next step is trained; else the trainer waits
-    for the store."""
+    async_publish: bool = True
+    """Write a version, and commit its step, while the next step is trained: a step waits only for a
+    copy of the weights in the memory of rank 0's host. Otherwise, and with `run.max_staleness = 0`,
+    where the next step's samples need the version first, the trainer waits for the store."""
     full_snapshot_interval: Annotated[int, Field(ge=1, le=1000)] = 1
     """Versions between full snapshots in the store; versions in between hold only the values
     changed since the version before. 1 always writes full snapshots. For 16-bit weights, where a

@@ -95,6 +95,8 @@ class RunPlan:
         tokens: Of the largest micro-batch: the budget, or one sample of the longest length.
         host_bytes: What the optimizers of all ranks take of the memory of their hosts, in addition
             to the devices (`trainer.offload_optimizer`).
+        version_bytes: What the copy of a version takes of the memory of rank 0's host, in addition
+            to the devices (`weights.async_publish`).
         seconds: Estimate; None where the device's speed is unknown.
         change: The smallest change that fits, where this does not; empty if none is known.
     """
@@ -104,6 +106,7 @@ class RunPlan:
     seconds: StageSeconds | None
     change: str = ""
     host_bytes: int = 0
+    version_bytes: int = 0
 
     @property
     def fits(self) -> bool:
@@ -183,7 +186,13 @@ def _plan(
         for index in sorted(set(placed.values()))
     )
     seconds = _estimate(config, facts["model"], device, sample_tokens) if device.flops else None
-    return RunPlan(devices, tokens, seconds, host_bytes=models.host_bytes)
+    return RunPlan(
+        devices,
+        tokens,
+        seconds,
+        host_bytes=models.host_bytes,
+        version_bytes=models.version_bytes if models.on_gpu else 0,
+    )
 
 
 def _assign(config: RunConfig, *, num_devices: int, on_gpu: bool) -> dict[str, int]:
@@ -213,13 +222,29 @@ class _Models:
         counts = config.processes()
         return counts["trainer"] * trainer + counts.get("critic", 0) * critic
 
+    @property
+    def version_bytes(self) -> int:
+        """What rank 0 of the trainer holds of a version on its host, while it is published in the
+        background and for the next one.
+        """
+        config, known = self.config, self.facts["model"]
+        lora = config.model.lora
+        if not config.publishes_in_background:
+            return 0
+        return width_of(config.model.dtype) * (
+            known.num_parameters if lora is None else known.num_adapter_parameters(lora.rank)
+        )
+
     def worker(self, worker_id: str) -> PlannedWorker:
         """Return a worker's memory; an engine's with the cache of one sample."""
         role, config = worker_id.rpartition("-")[0], self.config
         known, dtype = self.facts["model"], config.model.dtype
         if role == "trainer":
             trainer = memory_of_trainer(config, known, on_gpu=self.on_gpu)
-            return PlannedWorker(worker_id, trainer.parts(self.tokens))
+            parts = dict(trainer.parts(self.tokens).parts)
+            if worker_id == "trainer-0" and not self.on_gpu and self.version_bytes:
+                parts["copy of a version"] = self.version_bytes
+            return PlannedWorker(worker_id, MemoryParts(parts))
         if role == "critic":
             critic = memory_of_critic(config, known, on_gpu=self.on_gpu)
             return PlannedWorker(worker_id, critic.parts(self.tokens))

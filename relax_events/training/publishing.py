@@ -122,7 +122,7 @@ class StepPublisher:
         )
 
     def write_weights(self, parts: Iterable[WeightPart], *, policy_version: int) -> None:
-        """Write a version. With `weights.async_publish` this only copies it, and begins.
+        """Write a version; one that is written in the background is copied, and begun.
 
         Args:
             parts: The version's tensors; each part is used until the next is asked for.
@@ -131,7 +131,7 @@ class StepPublisher:
             ObjectError: It can't be written.
         """
         self._write_began_ns = time.time_ns()
-        if self._worker.config.weights.async_publish:
+        if self._worker.config.publishes_in_background:
             held = list(lay_out(parts, lender=self._memory))
             self._written = self._writer.submit(
                 self._transport.publish, held, policy_version=policy_version

@@ -78,6 +78,7 @@ def test_optimizer_on_the_hosts_is_counted_there(
     printed = capsys.readouterr().out
     # 4.022 B parameters of 16 bytes
     assert "take 64.4 GB of the memory of their hosts (trainer.offload_optimizer)" in printed
+    assert "the copy of a version takes 8.0 GB of the memory of the host" in printed
 
 
 def test_optimizer_without_state_takes_none(

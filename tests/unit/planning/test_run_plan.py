@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -27,19 +28,21 @@ def plan(
     num_devices: int = 8,
     device: DeviceSpec = H100,
     sample_tokens: int = 2048,
+    sections: Mapping[str, Any] | None = None,
     **trainer: Any,
 ) -> RunPlan:
-    config = RunConfig.model_validate(
-        {
-            "run": {"id": "mine", "prompts_per_step": 8, "samples_per_prompt": 8},
-            "model": {"path": "model", "dtype": "bfloat16"},
-            "data": {"source": "jsonl:rows"},
-            "engine": {"max_context_tokens": 4096, "sampling": {"max_new_tokens": 2048}},
-            "algorithm": {"old_logprobs": "actor"},
-            "trainer": {"max_tokens_per_micro_batch": 4096} | trainer,
-            "broker": {"partitions_per_version": 4},
-        }
-    )
+    tree: dict[str, dict[str, Any]] = {
+        "run": {"id": "mine", "prompts_per_step": 8, "samples_per_prompt": 8},
+        "model": {"path": "model", "dtype": "bfloat16"},
+        "data": {"source": "jsonl:rows"},
+        "engine": {"max_context_tokens": 4096, "sampling": {"max_new_tokens": 2048}},
+        "algorithm": {"old_logprobs": "actor"},
+        "trainer": {"max_tokens_per_micro_batch": 4096} | trainer,
+        "broker": {"partitions_per_version": 4},
+    }
+    for name, section in (sections or {}).items():
+        tree[name] = tree.get(name, {}) | section
+    config = RunConfig.model_validate(tree)
     return plan_run(
         config,
         {"model": facts},
@@ -191,6 +194,31 @@ def test_processor_holds_all_workers() -> None:
         "rollout-0",
         "actor-forward-0",
     }
+
+
+@pytest.mark.parametrize(
+    ("sections", "num_bytes"),
+    [
+        ({}, 2 * MIDDLE.num_parameters),
+        ({"model": {"lora": {"rank": 16}}}, 2 * MIDDLE.num_adapter_parameters(16)),
+        ({"run": {"max_staleness": 0}}, 0),
+        ({"weights": {"async_publish": False}}, 0),
+    ],
+    ids=["whole", "adapters", "on-policy", "waiting"],
+)
+def test_first_rank_of_the_trainer_holds_a_copy_of_a_version(
+    sections: dict[str, Any], num_bytes: int
+) -> None:
+    on_cpu = plan(device=DeviceSpec("CPU", 500 * 10**9), num_devices=1, sections=sections)
+    copies = {
+        worker.worker_id: worker.memory.parts.get("copy of a version", 0)
+        for worker in on_cpu.devices[0].workers
+    }
+    assert copies == {"trainer-0": num_bytes, "rollout-0": 0, "actor-forward-0": 0}
+    assert on_cpu.version_bytes == 0, "it is counted"
+    on_gpus = plan(sections=sections)
+    assert on_gpus.version_bytes == num_bytes
+    assert "copy of a version" not in str(on_gpus.devices)
 
 
 def test_what_can_not_be_planned_is_refused() -> None:
