@@ -144,10 +144,10 @@ def main() -> None:
         rows=rows,
         conclusion=f"A GB of weights costs the trainer {ours['trainer, now']:.2f} and a worker "
         f"{ours['worker, now']:.2f} processor seconds (aim: at most {GOAL_SECONDS_PER_GB:g} each; "
-        f"{'reached' if reached else 'missed'}). A step of the 4B model waits "
-        f"{waits:g} s by this: at "
+        f"{'reached' if reached else 'missed'}). A step of the 4B model waits {waits:g} s by this: at "
         f"most {GOAL_SHARE:.0%} of a step that takes {waits / GOAL_SHARE:.0f} s or longer. What larger "
-        "models cost is this price times their bytes; they were not run, and none ran on a GPU here.",
+        "models cost is this price times their bytes; they were not run. From a GPU the copy goes "
+        "through the bus instead; one publication there is in [train steps on one GPU](gpu-steps.md).",
         data=found,
     )
 
