@@ -34,6 +34,6 @@ class HeavyBackend(TimedBackend):
         return metrics
 
     def weight_buckets(self, *, max_bytes: int) -> Iterator[dict[str, Tensor]]:
-        """Yield them, as backend `torch` does on one rank: whoever keeps them copies them."""
+        """Yield them, as backend `torch` does on one rank; the caller copies what it keeps."""
         for names in split_into_buckets(self._tensors, max_bytes=max_bytes):
             yield {name: self._tensors[name] for name in names}
