@@ -63,11 +63,14 @@ class Block(NamedTuple):
     def seen(self) -> Bool[np.ndarray, "queries keys"]:
         """Return which key each query attends to."""
         keys = np.concatenate([np.arange(*bounds) for bounds in self.keys])
-        seen = np.zeros((self.stop - self.start, len(keys)), bool)
-        for piece in self.pieces:
-            rows = seen[piece.start - self.start : piece.stop - self.start]
-            for bounds in piece.keys:
-                rows[:, slice(*np.searchsorted(keys, bounds))] = True
+        bounds = np.array([bounds for piece in self.pieces for bounds in piece.keys])
+        pieces = np.repeat(np.arange(len(self.pieces)), [len(one.keys) for one in self.pieces])
+        # +1 where a range of a piece begins, -1 after its end: the sum so far is 1 within it
+        changes = np.zeros((len(self.pieces), len(keys) + 1), np.int8)
+        np.add.at(changes, (pieces, np.searchsorted(keys, bounds[:, 0])), 1)
+        np.add.at(changes, (pieces, np.searchsorted(keys, bounds[:, 1])), -1)
+        of_pieces = changes.cumsum(1, dtype=np.int8)[:, :-1].astype(bool)
+        seen = of_pieces.repeat([piece.stop - piece.start for piece in self.pieces], 0)
         seen &= keys <= np.arange(self.start, self.stop)[:, None]
         return seen
 
@@ -93,16 +96,16 @@ def join_short(queries: Iterable[Queries], *, max_cells: int) -> Iterator[Block]
 
 
 def _join(block: Block, piece: Queries) -> Block:
-    pieces = [*block.pieces, piece]
     keys: list[tuple[int, int]] = []
     for start, end in sorted([*block.keys, *piece.keys]):
         if keys and start <= keys[-1][1]:
             keys[-1] = keys[-1][0], max(end, keys[-1][1])
         else:
             keys.append((start, end))
+    needed = (block.stop - block.start) * count_cells(block.keys) - block.num_cells
+    needed += (piece.stop - piece.start) * count_cells(piece.keys)
     computed = (piece.stop - block.start) * count_cells(keys)
-    needed = sum((one.stop - one.start) * count_cells(one.keys) for one in pieces)
-    return Block(pieces, keys, computed - needed)
+    return Block([*block.pieces, piece], keys, computed - needed)
 
 
 def count_cells(ranges: Sequence[tuple[int, int]]) -> int:

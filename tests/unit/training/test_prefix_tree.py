@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from relax_events.events.parts import MediaRef
 from relax_events.events.routed_experts import ExpertShape
@@ -328,7 +329,7 @@ def random_tree() -> tuple[PrefixTree, list[list[int]]]:
 
 @pytest.mark.parametrize("num_parts", [1, 2])
 @pytest.mark.parametrize(
-    ("takes_mask", "cells_of_a_call"), [(True, 4096), (True, -1), (True, 10**9), (False, -1)]
+    ("takes_mask", "cells_of_a_call"), [(True, 1024), (True, -1), (True, 10**9), (False, -1)]
 )
 def test_attention_of_parts_is_that_of_each_sequence_alone(
     num_parts: int, takes_mask: bool, cells_of_a_call: int, monkeypatch: pytest.MonkeyPatch
@@ -358,6 +359,38 @@ def test_attention_of_parts_is_that_of_each_sequence_alone(
         for result in (output, whole[:, :, order])
     ]
     torch.testing.assert_close(*gradients)
+
+
+class CountWritten(TorchDispatchMode):
+    """Counts the values that operations write to memory of their own."""
+
+    num_values = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result._base is None:
+            self.num_values += result.numel()
+        return result
+
+
+def count_written_backward(num_runs: int) -> int:
+    """Return how many values the backward pass over short runs of one prompt writes."""
+    ends = 32 + 8 * np.arange(1, num_runs + 1)
+    attend = TreeAttention(
+        PrefixTree(ends, np.array([-1] + [31] * (num_runs - 1))), [(0, int(ends[-1]))], device=CPU
+    )
+    row = torch.randn(1, 2, int(ends[-1]), 8, requires_grad=True)
+    output = attend(row, row, row).sum()
+    with CountWritten() as written:
+        output.backward()
+    return written.num_values
+
+
+def test_backward_of_attention_writes_in_proportion_to_the_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tree_attention, "CELLS_OF_A_CALL", -1)
+    assert count_written_backward(128) < 2.2 * count_written_backward(64)
 
 
 @pytest.mark.parametrize(
