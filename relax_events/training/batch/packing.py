@@ -379,8 +379,9 @@ def gather_loss_values(samples: Sequence[SampleReady], field: str) -> NDArray[np
         PoisonSample: The array is absent, of another length than the tokens, or not finite at a
             loss token; the text names sample and field.
     """
-    values = np.concatenate([_values_like_mask(sample, field) for sample in samples])
-    mask = np.concatenate([read_array(sample, "loss_mask") for sample in samples]).astype(bool)
+    found = [_values_and_mask(sample, field) for sample in samples]
+    values, mask = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
+    mask = mask.astype(bool)
     kept: NDArray[np.float32] = values[mask].astype(np.float32)
     if not np.isfinite(kept).all():
         owners = np.repeat(
@@ -395,7 +396,9 @@ def gather_loss_values(samples: Sequence[SampleReady], field: str) -> NDArray[np
     return kept
 
 
-def _values_like_mask(sample: SampleReady, field: str) -> NDArray[np.generic]:
+def _values_and_mask(
+    sample: SampleReady, field: str
+) -> tuple[NDArray[np.generic], NDArray[np.generic]]:
     if getattr(sample, field) is None:
         raise PoisonSample(
             f"sample {sample.sample_id} has no {field}, and the algorithm needs them; is the "
@@ -407,4 +410,4 @@ def _values_like_mask(sample: SampleReady, field: str) -> NDArray[np.generic]:
             f"sample {sample.sample_id}: {field} {values.shape} must be as long as tokens "
             f"{mask.shape}"
         )
-    return values
+    return values, mask

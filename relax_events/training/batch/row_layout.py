@@ -69,7 +69,10 @@ class TokenSequence(Protocol):
 
 def read_array(sample: TokenSequence, field: str) -> NDArray[np.generic]:
     """Return an array field; the caller must have fetched stored arrays."""
-    return dense(getattr(sample, field), what=f"sample {sample.sample_id}: {field}")
+    array: Array = getattr(sample, field)
+    if isinstance(array, np.ndarray):  # the usual case, many times a sample: without an error text
+        return array
+    return dense(array, what=f"sample {sample.sample_id}: {field}")
 
 
 @dataclass(frozen=True, slots=True)
