@@ -415,6 +415,12 @@ class MemoryConsumer:
                 for one in partitions
             ]
 
+    def offsets_for_times(
+        self, partitions: list[TopicPartition], timeout: float
+    ) -> list[TopicPartition]:
+        with self.process.call():
+            return [TopicPartition(one.topic, one.partition, 0) for one in partitions]
+
     def assign(self, partitions: list[TopicPartition]) -> None:
         self._positions, self._reported = {}, {}
         self.incremental_assign(partitions)
