@@ -60,7 +60,9 @@ class Weights:
 
     def __init__(self, model: Path) -> None:
         module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
-        self._parameters = dict(module.named_parameters())
+        self._parameters = {  # copied: what is mapped would count as memory once it is read
+            name: parameter.detach().clone() for name, parameter in module.named_parameters()
+        }
 
     def weight_buckets(self, *, max_bytes: int) -> Iterator[dict[str, Tensor]]:
         """Yield the weights as backend `torch` does on one rank."""
