@@ -257,6 +257,8 @@ def _build_sample(
 
 
 def _check_tokens(tokens: NDArray[np.int32], name: str, vocab_size: int) -> None:
+    if not len(tokens):
+        return
     outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
     if len(outside):
         raise PoisonSample(

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import numpy as np
+import structlog
 import torch
 from jaxtyping import Float, Int, Integer
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from relax_events.config import ModelConfig
 from relax_events.engines.transformers import layers as attention
+from relax_events.engines.transformers.direct_decoding import DirectDecoding
 from relax_events.engines.transformers.kv_cache import RowCache
 from relax_events.engines.transformers.layers import ROW_BLOCK, use_padded_experts
 from relax_events.errors import ConfigError
@@ -30,6 +32,7 @@ from relax_events.models.families import read_family
 from relax_events.models.offload import Offload
 from relax_events.models.routers import Routers, split_rows
 
+log = structlog.get_logger()
 FULL, LINEAR = "full_attention", "linear_attention"
 LINEAR_MODELS = ("qwen3_5_text", "qwen3_5_moe_text")
 """Model types with linear attention whose states the engine's cache can hold."""
@@ -73,6 +76,8 @@ class CausalModel:
             else None
         )
         self._require_linear_head(path)
+        self._direct: DirectDecoding | None = None
+        self._direct = self._try_direct_decoding()
 
     @property
     def pads_prompts(self) -> bool:
@@ -158,6 +163,8 @@ class CausalModel:
         cache.begin_step(positions, num_tokens=num_tokens)
         seen = torch.arange(num_tokens, device=self.device) <= positions[:, None]
         mask = torch.where(seen, 0.0, float("-inf")).to(self._module.dtype)[:, None, None]
+        if self._direct is not None:
+            return self._logits(self._direct(tokens, positions, cache, mask))
         output = self.family.language_model(self._module)(
             input_ids=tokens[:, None],
             position_ids=self.family.decoding_positions(positions[:, None], shifts[:, None]),
@@ -246,6 +253,34 @@ class CausalModel:
         padding = -num_rows % ROW_BLOCK
         logits: Tensor = self._head(nn.functional.pad(hidden, (0, 0, 0, padding)))
         return logits[:num_rows]
+
+    @torch.inference_mode()
+    def _try_direct_decoding(self) -> DirectDecoding | None:
+        """Return the direct way to decode, if it gives the same bits as the modules for a probe."""
+        language_model = self.family.language_model(self._module)
+        if self.layout is not None or not DirectDecoding.is_plain(language_model):
+            return None
+        direct = DirectDecoding(language_model)
+        logits = [self._probe_decoding(way) for way in (None, direct)]
+        if not torch.equal(*logits):
+            log.warning(
+                "direct_decoding.differs", largest=float((logits[0] - logits[1]).abs().max())
+            )
+            return None
+        return direct
+
+    def _probe_decoding(self, direct: DirectDecoding | None) -> Float[Tensor, "rows vocabulary"]:
+        """Return the logits after a token that follows short prompts, of one way to decode."""
+        num_rows, length = self.row_block, 16
+        tokens = torch.arange(num_rows * length, device=self.device) * 7 % self.vocab_size
+        last = torch.full((num_rows,), length - 1, device=self.device)
+        _, prompts = self.prefill(tokens.view(num_rows, length), last)
+        cache, rows = RowCache(max_rows=num_rows, max_tokens=2 * length), range(num_rows)
+        cache.fill(rows, prompts, sources=rows, num_tokens=length)
+        self._direct = direct
+        return self.decode(
+            tokens[:num_rows], last + 1, cache, num_tokens=2 * length, shifts=torch.zeros_like(last)
+        )
 
     @torch.inference_mode()
     def _require_linear_head(self, path: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -135,7 +136,7 @@ class RowTable:
             The samples with all their tokens, and the moves to repeat in the cache: sources and
             targets.
         """
-        snapshots = [self.snapshot(row) for row in rows]
+        removed_samples = [self._take(row) for row in rows]
         num_kept = self.num_rows - len(rows)
         removed = set(rows)
         targets = sorted(row for row in removed if row < num_kept)
@@ -145,23 +146,36 @@ class RowTable:
         for source, target in zip(sources, targets, strict=True):
             self.samples[target] = self.samples[source]
         del self.samples[num_kept:]
-        return snapshots, sources, targets
+        return removed_samples, sources, targets
 
     def snapshot(self, row: int) -> SampleState:
         """Return a copy of the sample in a row, with all its tokens; the row continues."""
+        return replace(self.samples[row], **self._progress(row))
+
+    def _take(self, row: int) -> SampleState:
+        """Return the sample of a row that ends, with all its tokens."""
+        sample = self.samples[row]
+        for name, value in self._progress(row).items():
+            setattr(sample, name, value)
+        return sample
+
+    def _progress(self, row: int) -> dict[str, Any]:
+        """Return what a sample has got in its row, by field."""
         sample, count = self.samples[row], int(self._counts[row])
-        return replace(
-            sample,
-            tokens=self._tokens[row, :count].copy(),
-            logprobs=self._logprobs[row, :count].copy(),
-            top_tokens=self._top_tokens[row, :count, : sample.top_tokens.shape[1]].copy(),
-            segments=merge_segments(
+        fields: dict[str, Any] = {
+            "tokens": self._tokens[row, :count].copy(),
+            "logprobs": self._logprobs[row, :count].copy(),
+            "segments": merge_segments(
                 sample.segments, _segments_between(sample.version_marks, count)
             ),
-            experts=np.concatenate(
+        }
+        if num_top := sample.top_tokens.shape[1]:
+            fields["top_tokens"] = self._top_tokens[row, :count, :num_top].copy()
+        if self._experts.shape[2]:
+            fields["experts"] = np.concatenate(
                 [sample.experts, self._experts[row, sample.version_marks[0][0] : count]]
-            ),
-        )
+            )
+        return fields
 
     def _arrays(self) -> tuple[NDArray[np.generic], ...]:
         inputs = (self.next_tokens, self.positions, self.position_shifts)

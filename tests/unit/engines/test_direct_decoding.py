@@ -1,0 +1,112 @@
+"""Decoding without a model's modules: the same bits as with them, and which models it is for."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_requests import bits, finish, make_engine, make_request, tiny_model
+from structlog.testing import capture_logs
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from relax_events.config import ModelConfig
+from relax_events.engines.transformers import direct_decoding
+from relax_events.engines.transformers.causal_model import CausalModel
+from relax_events.engines.transformers.kv_cache import RowCache
+from relax_events.weights import Weights
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 272,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+LENGTH = 16
+
+
+def open_model(folder: Path, family: str, dtype: str = "float32", **shape: Any) -> CausalModel:
+    torch.manual_seed(5)
+    config = AutoConfig.for_model(family, **SHAPE | shape)
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    with torch.no_grad():  # norms of one and biases of zero would hide a wrong one
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) / 4)
+    model.save_pretrained(folder)
+    return CausalModel(folder, config=ModelConfig(path=folder, dtype=dtype, device="cpu"))
+
+
+@torch.inference_mode()
+def decode(model: CausalModel, num_rows: int, num_tokens: int) -> torch.Tensor:
+    """Return the logits of three steps after prompts of one length, rows at unequal positions."""
+    generator = torch.Generator().manual_seed(num_rows)
+    tokens = torch.randint(model.vocab_size, (num_rows, LENGTH), generator=generator)
+    _, prompts = model.prefill(tokens, torch.full((num_rows,), LENGTH - 1))
+    cache, rows = RowCache(max_rows=num_rows, max_tokens=num_tokens), range(num_rows)
+    cache.fill(rows, prompts, sources=rows, num_tokens=LENGTH)
+    positions = torch.randint(LENGTH // 2, LENGTH + 1, (num_rows,), generator=generator)
+    zeros = torch.zeros_like(positions)
+    steps = [
+        model.decode(tokens[:, step], positions + step, cache, num_tokens=num_tokens, shifts=zeros)
+        for step in range(3)
+    ]
+    return torch.cat(steps)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "shape"),
+    [
+        ("qwen3", "float32", {}),
+        ("qwen3", "float32", {"attention_bias": True, "tie_word_embeddings": True}),
+        ("qwen3", "bfloat16", {}),
+        ("qwen2", "float32", {"head_dim": 8}),
+        ("llama", "float32", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}),
+    ],
+)
+def test_direct_decoding_gives_the_bits_of_the_modules(
+    tmp_path: Path, family: str, dtype: str, shape: dict[str, Any]
+) -> None:
+    model = open_model(tmp_path, family, dtype, **shape)
+    assert model._direct is not None
+    for num_rows, num_tokens in ((8, 32), (40, 48), (104, 32)):
+        direct = decode(model, num_rows, num_tokens)
+        way, model._direct = model._direct, None
+        assert torch.equal(direct, decode(model, num_rows, num_tokens))
+        model._direct = way
+
+
+def test_direct_decoding_follows_new_weights() -> None:
+    path, other = tiny_model(), tiny_model(seed=4)
+    engine, fresh = make_engine(path), make_engine(other)
+    engine.load_weights(Weights(1, fresh.tensors(), b""))
+    for one in (engine, fresh):
+        one.submit(make_request(1))
+    ours, theirs = finish(engine), finish(fresh)
+    assert {name: bits(sample) for name, sample in ours.items()} == {
+        name: bits(sample) for name, sample in theirs.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"), [("qwen3_moe", {}), ("qwen3", {"lora": {"rank": 2}})]
+)
+def test_models_of_another_form_are_decoded_by_their_modules(
+    family: str, changes: dict[str, Any]
+) -> None:
+    assert make_engine(tiny_model(family), model=changes)._model._direct is None
+
+
+def test_model_whose_modules_compute_something_else_is_decoded_by_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def rotate_otherwise(heads: Any, cos: Any, sin: Any) -> Any:
+        return heads * cos
+
+    monkeypatch.setattr(direct_decoding, "_rotate", rotate_otherwise)
+    with capture_logs() as logs:
+        assert make_engine()._model._direct is None
+    (logged,) = (line for line in logs if line["event"] == "direct_decoding.differs")
+    assert logged["largest"] > 0
