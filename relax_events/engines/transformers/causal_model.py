@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from relax_events.config import ModelConfig
 from relax_events.engines.transformers import layers as attention
-from relax_events.engines.transformers.direct_decoding import DirectDecoding
+from relax_events.engines.transformers.direct_model import DirectModel
 from relax_events.engines.transformers.kv_cache import RowCache
 from relax_events.engines.transformers.layers import ROW_BLOCK, use_padded_experts
 from relax_events.errors import ConfigError
@@ -76,8 +76,8 @@ class CausalModel:
             else None
         )
         self._require_linear_head(path)
-        self._direct: DirectDecoding | None = None
-        self._direct = self._try_direct_decoding()
+        self._direct: DirectModel | None = None
+        self._direct = self._try_direct_model()
 
     @property
     def pads_prompts(self) -> bool:
@@ -131,15 +131,19 @@ class CausalModel:
             last: Index of each prompt's last token.
             sequences: The same prompts with their media; empty if no prompt has any.
         """
-        cache = DynamicCache(config=self._module.config)
         positions = torch.arange(input_ids.shape[1], device=self.device).expand_as(input_ids)
+        rows = torch.arange(len(last), device=self.device)
+        if self._direct is not None:
+            cache = DynamicCache()
+            return self._logits(self._direct(input_ids, positions, cache)[rows, last]), cache
+        cache = DynamicCache(config=self._module.config)
         media = self.family.build_inputs(
             sequences, position_ids=np.tile(np.arange(input_ids.shape[1]), (len(input_ids), 1))
         )
         hidden = self.family.hidden_states(
             self._module, input_ids, positions, media, past_key_values=cache, use_cache=True
         )
-        return self._logits(hidden[torch.arange(len(last), device=self.device), last]), cache
+        return self._logits(hidden[rows, last]), cache
 
     def decode(
         self,
@@ -164,7 +168,9 @@ class CausalModel:
         seen = torch.arange(num_tokens, device=self.device) <= positions[:, None]
         mask = torch.where(seen, 0.0, float("-inf")).to(self._module.dtype)[:, None, None]
         if self._direct is not None:
-            return self._logits(self._direct(tokens, positions, cache, mask))
+            return self._logits(
+                self._direct(tokens[:, None], positions[:, None], cache, mask)[:, 0]
+            )
         output = self.family.language_model(self._module)(
             input_ids=tokens[:, None],
             position_ids=self.family.decoding_positions(positions[:, None], shifts[:, None]),
@@ -255,32 +261,34 @@ class CausalModel:
         return logits[:num_rows]
 
     @torch.inference_mode()
-    def _try_direct_decoding(self) -> DirectDecoding | None:
-        """Return the direct way to decode, if it gives the same bits as the modules for a probe."""
+    def _try_direct_model(self) -> DirectModel | None:
+        """Return a way around the modules, if it gives the same bits as they for a probe."""
         language_model = self.family.language_model(self._module)
-        if self.layout is not None or not DirectDecoding.is_plain(language_model):
+        if self.layout is not None or not DirectModel.is_plain(language_model):
             return None
-        direct = DirectDecoding(language_model)
-        logits = [self._probe_decoding(way) for way in (None, direct)]
+        direct = DirectModel(language_model)
+        logits = [self._probe(way) for way in (None, direct)]
         if not torch.equal(*logits):
-            log.warning(
-                "direct_decoding.differs", largest=float((logits[0] - logits[1]).abs().max())
-            )
+            log.warning("direct_model.differs", largest=float((logits[0] - logits[1]).abs().max()))
             return None
         return direct
 
-    def _probe_decoding(self, direct: DirectDecoding | None) -> Float[Tensor, "rows vocabulary"]:
-        """Return the logits after a token that follows short prompts, of one way to decode."""
+    def _probe(self, direct: DirectModel | None) -> Float[Tensor, "rows vocabulary"]:
+        """Return the logits after short prompts, and after one more token, of one way to compute
+        them.
+        """
+        self._direct = direct
         num_rows, length = self.row_block, 16
         tokens = torch.arange(num_rows * length, device=self.device) * 7 % self.vocab_size
         last = torch.full((num_rows,), length - 1, device=self.device)
-        _, prompts = self.prefill(tokens.view(num_rows, length), last)
+        prefilled, prompts = self.prefill(tokens.view(num_rows, length), last)
         cache, rows = RowCache(max_rows=num_rows, max_tokens=2 * length), range(num_rows)
         cache.fill(rows, prompts, sources=rows, num_tokens=length)
-        self._direct = direct
-        return self.decode(
-            tokens[:num_rows], last + 1, cache, num_tokens=2 * length, shifts=torch.zeros_like(last)
+        shifts = torch.zeros_like(last)
+        decoded = self.decode(
+            tokens[:num_rows], last + 1, cache, num_tokens=2 * length, shifts=shifts
         )
+        return torch.cat([prefilled, decoded])
 
     @torch.inference_mode()
     def _require_linear_head(self, path: Path) -> None:

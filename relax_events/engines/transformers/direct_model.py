@@ -1,9 +1,9 @@
-"""Decodes with a model's own weights and torch alone, where its layers are of the plain form:
-RMSNorm, grouped-query attention with rotary positions, a gated MLP.
+"""Prefills and decodes with a model's own weights and torch alone, where its layers are of the
+plain form: RMSNorm, grouped-query attention with rotary positions, a gated MLP.
 
 transformers' modules take longer for a small step than what they compute. Here the same operations
-run in the same order, so the logits have the same bits: a model is decoded this way only if those
-of a probe do. Every other model is decoded by its modules.
+run in the same order, so the logits have the same bits: a model is computed this way only if those
+of a probe do. Every other model is computed by its modules.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from transformers.cache_utils import Cache
 
-from relax_events.engines.transformers.kv_cache import RowCache
 from relax_events.engines.transformers.layers import ATTENTION_IMPLEMENTATION, grouped_sdpa
 
 PLAIN_MODELS = ("llama", "qwen2", "qwen3")
@@ -109,22 +109,22 @@ class Layer:
         return len(self.key.weight) // int(self.attention.head_dim)
 
     def queries_and_keys(
-        self, hidden: Float[Tensor, "rows hidden"]
-    ) -> Float[Tensor, "rows heads width"]:
+        self, hidden: Float[Tensor, "rows length hidden"]
+    ) -> Float[Tensor, "rows length heads width"]:
         """Return the heads of the queries, and after them those of the keys, before rotation."""
         queries, keys, width = self.query(hidden), self.key(hidden), self.attention.head_dim
-        together = torch.cat((queries, keys), -1).view(len(hidden), -1, width)
+        together = torch.cat((queries, keys), -1).view(*hidden.shape[:2], -1, width)
         if self.query_norm is None or self.key_norm is None:
             return together
         # One division for both, which have one width.
         scaled, num_heads = self.query_norm.scale(together), queries.shape[-1] // width
-        scaled[:, :num_heads].mul_(self.query_norm.weight)
-        scaled[:, num_heads:].mul_(self.key_norm.weight)
+        scaled[:, :, :num_heads].mul_(self.query_norm.weight)
+        scaled[:, :, num_heads:].mul_(self.key_norm.weight)
         return scaled
 
 
-class DirectDecoding:
-    """A decoder's forward pass of one token in each row."""
+class DirectModel:
+    """A decoder's forward pass up to its output head."""
 
     def __init__(self, language_model: Any) -> None:
         """Take the parts of a model for which `is_plain` is true."""
@@ -138,50 +138,41 @@ class DirectDecoding:
         config = language_model.config
         if config.model_type not in PLAIN_MODELS:
             return False
-        linears = (
-            part
-            for name, part in language_model.named_modules()
-            if name.endswith("_proj") or type(part) is nn.Linear
-        )
+        linears = (part for name, part in language_model.named_modules() if name.endswith("_proj"))
         return config._attn_implementation == ATTENTION_IMPLEMENTATION and all(  # noqa: SLF001
             type(part) is nn.Linear for part in linears
         )
 
     def __call__(
         self,
-        tokens: Int[Tensor, " rows"],
-        positions: Int[Tensor, " rows"],
-        cache: RowCache,
-        mask: Float[Tensor, "rows 1 1 seen"],
-    ) -> Float[Tensor, "rows hidden"]:
-        """Return the hidden states of one more token in each row, after the last norm.
+        tokens: Int[Tensor, "rows length"],
+        positions: Int[Tensor, "rows length"],
+        cache: Cache,
+        mask: Float[Tensor, "rows 1 1 seen"] | None = None,
+    ) -> Float[Tensor, "rows length hidden"]:
+        """Return the hidden states after the last norm.
 
         Args:
-            tokens: The newest token of each row.
+            tokens: Whole prompts, or the newest token of each row.
             positions: Index of each token in its row.
-            cache: The earlier tokens, with `begin_step` called; `tokens` are added.
-            mask: What is added to the attention's scores.
+            cache: The earlier tokens, to which `tokens` are added.
+            mask: What is added to the attention's scores of one token; None for whole prompts.
         """
         hidden = self._embed(tokens)
-        rotation = self._rotate(hidden, positions[:, None])
+        cos, sin = (part[:, :, None] for part in self._rotate(hidden, positions))
         for index, layer in enumerate(self._layers):
             normed = layer.before_attention(hidden)
-            rotated = _rotate(layer.queries_and_keys(normed), *rotation)
-            num_queries = rotated.shape[1] - layer.num_key_heads
-            keys, values = cache.update(
-                rotated[:, num_queries:, None],
-                layer.value(normed).view(len(tokens), -1, 1, rotated.shape[2]),
-                index,
-            )
+            heads = _rotate(layer.queries_and_keys(normed), cos, sin).transpose(1, 2)
+            num_queries = heads.shape[1] - layer.num_key_heads
+            values = layer.value(normed).view(*tokens.shape, -1, heads.shape[3]).transpose(1, 2)
             attended, _ = grouped_sdpa(
                 layer.attention,
-                rotated[:, :num_queries, None],
-                keys,
-                values,
+                heads[:, :num_queries],
+                *cache.update(heads[:, num_queries:], values, index),
                 mask,
                 scaling=layer.attention.scaling,
             )
-            hidden = layer.output(attended.flatten(1)).add_(hidden)
+            hidden = layer.output(attended.flatten(2)).add_(hidden)
             normed = layer.before_mlp(hidden)
             gated = layer.activation(layer.gate(normed)).mul_(layer.up(normed))
             hidden = layer.down(gated).add_(hidden)
@@ -189,10 +180,10 @@ class DirectDecoding:
 
 
 def _rotate(
-    heads: Float[Tensor, "rows heads width"],
-    cos: Float[Tensor, "rows 1 width"],
-    sin: Float[Tensor, "rows 1 width"],
-) -> Float[Tensor, "rows heads width"]:
+    heads: Float[Tensor, "rows length heads width"],
+    cos: Float[Tensor, "rows length 1 width"],
+    sin: Float[Tensor, "rows length 1 width"],
+) -> Float[Tensor, "rows length heads width"]:
     """Apply rotary positions."""
     half = heads.shape[-1] // 2
     turned = torch.cat((-heads[..., half:], heads[..., :half]), -1)

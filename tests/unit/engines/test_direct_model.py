@@ -1,4 +1,4 @@
-"""Decoding without a model's modules: the same bits as with them, and which models it is for."""
+"""Computing without a model's modules: the same bits as with them, and which models it is for."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from relax_events.config import ModelConfig
-from relax_events.engines.transformers import direct_decoding
+from relax_events.engines.transformers import direct_model
 from relax_events.engines.transformers.causal_model import CausalModel
 from relax_events.engines.transformers.kv_cache import RowCache
 from relax_events.weights import Weights
@@ -40,11 +40,11 @@ def open_model(folder: Path, family: str, dtype: str = "float32", **shape: Any) 
 
 
 @torch.inference_mode()
-def decode(model: CausalModel, num_rows: int, num_tokens: int) -> torch.Tensor:
-    """Return the logits of three steps after prompts of one length, rows at unequal positions."""
+def compute(model: CausalModel, num_rows: int, num_tokens: int) -> torch.Tensor:
+    """Return the logits of a prefill and of three steps after it, rows at unequal positions."""
     generator = torch.Generator().manual_seed(num_rows)
     tokens = torch.randint(model.vocab_size, (num_rows, LENGTH), generator=generator)
-    _, prompts = model.prefill(tokens, torch.full((num_rows,), LENGTH - 1))
+    prefilled, prompts = model.prefill(tokens, torch.full((num_rows,), LENGTH - 1))
     cache, rows = RowCache(max_rows=num_rows, max_tokens=num_tokens), range(num_rows)
     cache.fill(rows, prompts, sources=rows, num_tokens=LENGTH)
     positions = torch.randint(LENGTH // 2, LENGTH + 1, (num_rows,), generator=generator)
@@ -53,7 +53,7 @@ def decode(model: CausalModel, num_rows: int, num_tokens: int) -> torch.Tensor:
         model.decode(tokens[:, step], positions + step, cache, num_tokens=num_tokens, shifts=zeros)
         for step in range(3)
     ]
-    return torch.cat(steps)
+    return torch.cat([prefilled, *steps])
 
 
 @pytest.mark.parametrize(
@@ -66,19 +66,19 @@ def decode(model: CausalModel, num_rows: int, num_tokens: int) -> torch.Tensor:
         ("llama", "float32", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}),
     ],
 )
-def test_direct_decoding_gives_the_bits_of_the_modules(
+def test_direct_model_gives_the_bits_of_the_modules(
     tmp_path: Path, family: str, dtype: str, shape: dict[str, Any]
 ) -> None:
     model = open_model(tmp_path, family, dtype, **shape)
     assert model._direct is not None
     for num_rows, num_tokens in ((8, 32), (40, 48), (104, 32)):
-        direct = decode(model, num_rows, num_tokens)
+        direct = compute(model, num_rows, num_tokens)
         way, model._direct = model._direct, None
-        assert torch.equal(direct, decode(model, num_rows, num_tokens))
+        assert torch.equal(direct, compute(model, num_rows, num_tokens))
         model._direct = way
 
 
-def test_direct_decoding_follows_new_weights() -> None:
+def test_direct_model_follows_new_weights() -> None:
     path, other = tiny_model(), tiny_model(seed=4)
     engine, fresh = make_engine(path), make_engine(other)
     engine.load_weights(Weights(1, fresh.tensors(), b""))
@@ -93,20 +93,21 @@ def test_direct_decoding_follows_new_weights() -> None:
 @pytest.mark.parametrize(
     ("family", "changes"), [("qwen3_moe", {}), ("qwen3", {"lora": {"rank": 2}})]
 )
-def test_models_of_another_form_are_decoded_by_their_modules(
+def test_models_of_another_form_are_computed_by_their_modules(
     family: str, changes: dict[str, Any]
 ) -> None:
     assert make_engine(tiny_model(family), model=changes)._model._direct is None
 
 
-def test_model_whose_modules_compute_something_else_is_decoded_by_them(
+def test_model_whose_modules_compute_something_else_is_computed_by_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def rotate_otherwise(heads: Any, cos: Any, sin: Any) -> Any:
+        del sin
         return heads * cos
 
-    monkeypatch.setattr(direct_decoding, "_rotate", rotate_otherwise)
+    monkeypatch.setattr(direct_model, "_rotate", rotate_otherwise)
     with capture_logs() as logs:
         assert make_engine()._model._direct is None
-    (logged,) = (line for line in logs if line["event"] == "direct_decoding.differs")
+    (logged,) = (line for line in logs if line["event"] == "direct_model.differs")
     assert logged["largest"] > 0
