@@ -266,7 +266,7 @@ class TransformersEngine:
         """Prefill waiting samples, then decode a token in every row."""
         if self._waiting and not self._table.num_rows:
             # Otherwise one long sample would determine the cache's length for the rest of the run.
-            self._cache.release()
+            self._cache.release_large()
         if self._should_prefill():
             self._num_waited_steps = 0
             for groups in self._take_prefills():
@@ -365,6 +365,8 @@ class TransformersEngine:
         num_top = self._table.num_top_tokens
         top = top_tokens(logits, num_tokens=num_top) if num_top else None
         ended = self._table.record(rows, tokens, logprobs, top_tokens=top, experts=experts)
+        if not len(ended):
+            return
         if broken := [row for row in ended.tolist() if not np.isfinite(logprobs[row - rows.start])]:
             self._cache.clear(broken)
         for sample in self._remove_rows(ended.tolist()):

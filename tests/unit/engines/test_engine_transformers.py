@@ -26,6 +26,7 @@ from engine_requests import (
 from transformers import AutoConfig, AutoModelForCausalLM, CohereConfig, MistralConfig
 
 from relax_events.engines.protocol import Engine
+from relax_events.engines.transformers import kv_cache
 from relax_events.errors import ConfigError, PoisonSample
 from relax_events.events.parts import FinishReason, VersionSegment
 from relax_events.weights import Weights
@@ -236,7 +237,10 @@ def test_sleep_frees_the_cache_and_wake_resumes_generation() -> None:
     check_draws(finish(engine), request)
 
 
-def test_cache_follows_the_longest_running_sample() -> None:
+def test_cache_follows_the_longest_running_sample_where_it_is_large(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kv_cache, "KEPT_BYTES", 8 * 64 * 16 * 4 * 2 * 2)
     engine = make_engine(max_context_tokens=512)
     engine.submit(make_request(1, num_samples=1, prompt=make_prompt(1, 400)))
     step(engine)
@@ -246,8 +250,14 @@ def test_cache_follows_the_longest_running_sample() -> None:
     step(engine)
     # By hand: one key head of width 16, keys and values of 2 layers in float32, 8 rows padded of 64
     # tokens at least.
-    assert engine.cache_bytes == 8 * 64 * 16 * 4 * 2 * 2
+    small = engine.cache_bytes
+    assert small == 8 * 64 * 16 * 4 * 2 * 2
     assert long >= 8 * 400 * 16 * 4 * 2 * 2
+    finish(engine)
+    storage = [layer.tensors[0].data_ptr() for layer in engine._cache._layers]
+    engine.submit(make_request(3, num_samples=1, prompt=make_prompt(3, 8)))
+    step(engine)
+    assert [layer.tensors[0].data_ptr() for layer in engine._cache._layers] == storage
 
 
 def test_non_finite_weights_end_samples_with_an_error() -> None:
