@@ -38,7 +38,8 @@ from relax_events.training.batch.sample_intake import SampleMedia
 if TYPE_CHECKING:
     from relax_events.weights.manifest import Weights
 
-ROW_TOKENS = 16
+ROW_TOKENS = 8
+"""Rows are padded to a multiple of so many tokens: CPU kernels round fewer of them differently."""
 NO_IDS = np.zeros((0, 0), np.int64)
 """Each sample's ids if none are requested."""
 
