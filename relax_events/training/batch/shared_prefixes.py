@@ -79,8 +79,9 @@ def layout_shared_prefixes(
 
 def _shared_length(one: NDArray[np.int64], other: NDArray[np.int64]) -> int:
     limit = min(len(one), len(other))
-    differ = np.flatnonzero((one[:limit] != other[:limit]).any(1))
-    return int(differ[0]) if len(differ) else limit
+    differs = (one[:limit] != other[:limit]).any(1)
+    first = int(differs.argmax()) if limit else 0
+    return first if limit and differs[first] else limit
 
 
 def _symbols(
@@ -98,7 +99,7 @@ def _symbols(
         columns = [tokens[:, None]]
         if experts is not None:
             columns.append(_pack_experts(experts.compact(experts.checked(path)), len(tokens)))
-        symbols.append(np.ascontiguousarray(np.concatenate(columns, 1)))
+        symbols.append(columns[0] if len(columns) == 1 else np.concatenate(columns, 1))
     return symbols
 
 
