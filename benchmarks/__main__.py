@@ -2,6 +2,7 @@
 
 from benchmarks import (
     bus,
+    compute,
     curves,
     elastic,
     footprint,
@@ -24,6 +25,7 @@ bus.main()
 skip.main()
 footprint.main()
 stages.main()
+compute.main()
 log_size.main()
 sync_async.main()
 weights.main()
