@@ -38,7 +38,11 @@ from relax_events.training.backend.sharded_parameters import call_with_weights
 from relax_events.training.backend.tree_attention import ARGUMENT, TreeAttention
 from relax_events.training.batch.packing import PackedBatch, ReplayedExperts, in_one_row
 from relax_events.training.batch.prefix_tree import PrefixTree
-from relax_events.training.batch.shared_prefixes import PrefixSharing
+from relax_events.training.batch.shared_prefixes import (
+    MIN_TOKENS,
+    MIN_TOKENS_CPU,
+    PrefixSharing,
+)
 
 log = structlog.get_logger()
 MIN_LONG_ROW = 2048
@@ -123,8 +127,9 @@ class PolicyModel:
         self._require_linear_head(path)
         self.shares_rows = self._isolates_neighbours()
         self.cell_cost = self._cell_cost()
+        least = MIN_TOKENS_CPU if device.type == "cpu" else MIN_TOKENS
         self.prefix_sharing = (
-            PrefixSharing(self.family.layout) if self._isolates_branches() else None
+            PrefixSharing(self.family.layout, least) if self._isolates_branches() else None
         )
 
     @property

@@ -22,6 +22,10 @@ from relax_events.training.batch.paths import sampled_tokens
 from relax_events.training.batch.prefix_tree import PrefixTree
 from relax_events.training.batch.row_layout import RowLayout, TokenSequence, read_array
 
+MIN_TOKENS, MIN_TOKENS_CPU = 16, 8
+"""Shorter common prefixes cost more than they save: a GPU calls its attention for each sequence
+that branches off, a CPU for many short ones together.
+"""
 MEDIA_STEP = 2**40
 """Added to a media token for each media file of a micro-batch; token ids are below it."""
 
@@ -36,7 +40,7 @@ class PrefixSharing:
     """
 
     media: MediaLayout | None = None
-    min_tokens: int = 16
+    min_tokens: int = MIN_TOKENS
 
 
 def layout_shared_prefixes(

@@ -154,6 +154,11 @@ def test_common_prefixes_shorter_than_the_least_are_not_shared(
     assert (batch.tree is not None) == (max(common, default=0) >= least)
 
 
+def test_model_on_a_cpu_shares_what_is_worth_it_there() -> None:
+    model = PolicyModel(tiny_model(), config=run_config().model, device=CPU)
+    assert model.prefix_sharing == PrefixSharing(min_tokens=8)
+
+
 def test_row_of_three_sequences_is_as_documented() -> None:
     texts = "pppaaubb", "pppaavc", "pppddd"
     samples = [
