@@ -65,7 +65,7 @@ def measure(task: str, folder: Path, num_rounds: int, *, checkout: Path) -> dict
 
 
 def prepare(folder: Path) -> None:
-    """Make the models of the tasks."""
+    """Make the models of the tasks that are not there."""
     for task, run_file in TASKS.items():
         command = [sys.executable, "-m", "relax_events.cli", "models", "prepare", str(run_file)]
         subprocess.run(
@@ -123,16 +123,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8, help="measured steps of a round")
     parser.add_argument("--before", type=Path, help="another checkout, measured in turn")
+    parser.add_argument("--models", type=Path, help="where the models are, or are made")
     given = parser.parse_args()
     checkouts = {NOW: HERE.parent} | ({BEFORE: given.before.resolve()} if given.before else {})
     found: dict[str, dict[str, dict[str, list[float]]]] = {
         task: {name: defaultdict(list) for name in checkouts} for task in TASKS
     }
     with tempfile.TemporaryDirectory(prefix="relax-compute-") as name:
-        prepare(Path(name))
+        folder = given.models or Path(name)
+        prepare(folder)
         for task in list(TASKS) * given.rounds:
             for label, checkout in checkouts.items():
-                times = measure(task, Path(name) / task, given.steps, checkout=checkout)
+                times = measure(task, folder / task, given.steps, checkout=checkout)
                 for side, own in times.items():
                     found[task][label][side] += own
     tables = {task: rows_of(own) for task, own in found.items()}
