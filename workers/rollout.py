@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import queue
 import time
-from collections import deque
 from contextlib import closing
 from itertools import islice
 
@@ -18,30 +17,20 @@ import structlog
 
 from relax_events.config import RunConfig
 from relax_events.data.rendering import PromptRenderer
-from relax_events.engines.protocol import (
-    Engine,
-)
-from relax_events.errors import EpisodeFailed, PoisonSample
-from relax_events.events.generations import with_generation_digest
-from relax_events.events.parts import Outcome
+from relax_events.engines.protocol import Engine
+from relax_events.errors import PoisonSample
 from relax_events.events.types import Event, PolicyVersionPublished
-from relax_events.kafka.leases import (
-    Lease,
-)
-from relax_events.kafka.records import ProducerRecord
+from relax_events.kafka.leases import Lease
 from relax_events.media.library import MediaLibrary
 from relax_events.roles.engine_factory import open_rollout_engine
 from relax_events.roles.engine_monitor import EngineMonitor
 from relax_events.roles.engine_turns import EngineTurns
 from relax_events.roles.handover import PartialSamples
-from relax_events.roles.inflight_group import (
-    InflightGroup,
-    build_generation_request,
-    build_sample_event,
-)
+from relax_events.roles.inflight_group import InflightGroup, build_generation_request
 from relax_events.roles.media_prefetch import MediaPrefetcher
 from relax_events.roles.prompt_intake import DELIVERY_MARGIN, PromptIntake
 from relax_events.roles.redelivery import RedeliveryGuard
+from relax_events.roles.sample_writer import SampleWriter
 from relax_events.roles.weight_updater import WeightUpdater
 from relax_events.roles.worker_factory import open_store, open_worker
 from relax_events.runtime.failpoints import failpoint
@@ -53,18 +42,21 @@ from relax_events.weights.transport import WeightsReader
 log = structlog.get_logger()
 IDLE_SECONDS = 0.5
 STEP_SECONDS = 0.25
+SETTLE_SECONDS = 0.005
+"""The longest call of the engine while samples wait for their acknowledgement: until then no other
+prompt group takes the place of theirs."""
+LINGER_MS = 2
+"""A prompt group's samples go out as one request; the engine does not wait for it."""
 FINISHING_RATIO = 0.75
 """Share of the drain's deadline for finishing running prompt groups; the rest is for storing
 unfinished samples."""
-MAX_REMEMBERED_GROUPS = 1024
-"""Seconds within which the broker delivers a prompt group again if it missed the settlement."""
 NUM_REPORTED_GROUPS = 64
 
 
 def run(config: RunConfig, *, index: int = 0) -> None:
     """Run the role until it is asked to stop."""
     store = open_store(config)
-    with open_worker("rollout", config, index=index, store=store, linger_ms=0) as worker:
+    with open_worker("rollout", config, index=index, store=store, linger_ms=LINGER_MS) as worker:
         versions, turns = worker.control, EngineTurns(worker)
         if worker.drain.requested:
             return
@@ -110,7 +102,7 @@ class RolloutLoop:
         self._waiting: list[InflightGroup] = []
         self._running: dict[str, InflightGroup] = {}
         self._partials = PartialSamples(open_store(self._config))
-        self._written: deque[str] = deque(maxlen=MAX_REMEMBERED_GROUPS)
+        self._writer = SampleWriter(worker, self._renderer, self._partials)
         self._redelivery_guard = RedeliveryGuard(worker)
         self._monitor = EngineMonitor(worker, engine)
         self._weights = WeightUpdater(worker, engine, transport, self._monitor)
@@ -140,9 +132,11 @@ class RolloutLoop:
             ):
                 self._wake()
                 self._collect_finished()
+                self._writer.settle_acknowledged()
                 self._report_in_flight()
                 worker.lifecycle.tick(working=True)
             self._hand_over_unfinished()
+            self._writer.flush()
         finally:
             self._prefetcher.close()
             self._redelivery_guard.close()
@@ -158,7 +152,7 @@ class RolloutLoop:
             self._running[sample.prompt_group_id].samples.append(sample)
         groups, self._running = list(self._running.values()), {}
         if finished := [group for group in groups if group.is_finished]:
-            self._write(finished, time.monotonic())
+            self._writer.send(finished, time.monotonic())
         unfinished = [group for group in groups if not group.is_finished]
         num_tokens = sum(
             self._partials.keep(group.issued.prompt_group_id, group.samples) for group in unfinished
@@ -184,7 +178,9 @@ class RolloutLoop:
         if busy:
             self._wake()
             self._collect_finished()
+            self._writer.settle_acknowledged()
         else:
+            self._writer.flush()
             self._poll_leases(block=True)
             if self._leaves_when_idle and not self._has_work() and not self._running:
                 self._sleep()
@@ -207,9 +203,9 @@ class RolloutLoop:
     def _report_in_flight(self) -> None:
         waiting = (group.issued.prompt_group_id for group in self._waiting)
         self._worker.heartbeat.set_in_flight(
-            len(self._running) + len(self._waiting),
-            prompt_groups=(*self._running, *waiting),
-            written=tuple(islice(reversed(self._written), NUM_REPORTED_GROUPS)),
+            len(self._writer.sent) + len(self._running) + len(self._waiting),
+            prompt_groups=(*self._writer.sent, *self._running, *waiting),
+            written=tuple(islice(reversed(self._writer.written), NUM_REPORTED_GROUPS)),
         )
 
     def _has_work(self) -> bool:
@@ -245,7 +241,7 @@ class RolloutLoop:
         event = self._intake.decode(lease.record)
         if event is None:
             self._intake.fail(lease, "prompt record is unusable")
-        elif event.prompt_group_id in self._written:
+        elif event.prompt_group_id in self._writer.written:
             lease.done()
         elif (group := self._find_inflight(event.prompt_group_id)) is not None:
             group.leases.append(lease)
@@ -266,7 +262,11 @@ class RolloutLoop:
         waiting = (
             group for group in self._waiting if group.issued.prompt_group_id == prompt_group_id
         )
-        return self._running.get(prompt_group_id) or next(waiting, None)
+        return (
+            self._running.get(prompt_group_id)
+            or self._writer.sent.get(prompt_group_id)
+            or next(waiting, None)
+        )
 
     def _submit_waiting_groups(self) -> None:
         """Submit waiting prompt groups, oldest first, while the engine has capacity, its version is
@@ -339,7 +339,9 @@ class RolloutLoop:
         started = time.monotonic()
         finished = []
         with self._monitor.activity("generating"):
-            samples = self._engine.poll(timeout_seconds=STEP_SECONDS)
+            samples = self._engine.poll(
+                timeout_seconds=SETTLE_SECONDS if self._writer.sent else STEP_SECONDS
+            )
         for sample in samples:
             group = self._running[sample.prompt_group_id]
             group.samples.append(sample)
@@ -349,55 +351,7 @@ class RolloutLoop:
         if self._running:
             failpoint("rollout.generating")
         if finished:
-            self._write(finished, started)
-
-    def _write(self, groups: list[InflightGroup], started: float) -> None:
-        """Write samples and flush them, then acknowledge their leases."""
-        for group in groups:
-            prompt_group_id, errors = group.issued.prompt_group_id, group.errors
-            failure = (
-                [
-                    self._worker.records.build_end_request(
-                        prompt_group_id, Outcome.FAILED, f"engine: {errors[0]}"
-                    )
-                ]
-                if errors
-                else []
-            )
-            if errors and self._worker.config.environment.has_episodes:
-                self._worker.records.dead_letter(group.leases[0].record, EpisodeFailed(errors[0]))
-            for record in failure or self._records(group):
-                self._worker.records.producer.send(record)
-        failpoint("rollout.before_flush")
-        self._worker.records.producer.flush()
-        failpoint("rollout.before_settle")
-        for group in groups:
-            self._written.append(group.issued.prompt_group_id)
-            group.done()
-            group.end_trace()
-        self._partials.forget(group.issued.prompt_group_id for group in groups if group.is_resumed)
-        self._worker.metrics.count_tokens(
-            sum(sample.num_sampled_tokens for group in groups for sample in group.samples)
-        )
-        self._worker.lifecycle.record_processed(len(groups), started)
-
-    def _records(self, group: InflightGroup) -> list[ProducerRecord]:
-        owner = group.policy_versions[0]
-        samples = [
-            build_sample_event(
-                group, sample, owner=owner, worker=self._worker, renderer=self._renderer
-            )
-            for sample in group.samples
-        ]
-        return [
-            self._worker.records.build_for_sample(
-                "rollout.samples",
-                sample,
-                prompt_group_id=sample.prompt_group_id,
-                policy_version=owner,
-            )
-            for sample in with_generation_digest(samples)
-        ]
+            self._writer.send(finished, started)
 
     def _release_waiting(self) -> None:
         while not self._inbox.empty():

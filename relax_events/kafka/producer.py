@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
@@ -52,14 +53,29 @@ class RecordProducer:
         self._num_unacknowledged = 0
         self._waiting_since = self._checked_at = 0.0
 
-    def send(self, record: ProducerRecord) -> None:
-        """Queue a record in the client; it is durable only after `flush`."""
+    def send(
+        self, record: ProducerRecord, *, on_acknowledged: Callable[[], None] | None = None
+    ) -> None:
+        """Queue a record in the client; it is durable only after `flush`.
+
+        Args:
+            record: The record.
+            on_acknowledged: Called once the record is durable, by any thread that sends, checks or
+                flushes. A partition's records are acknowledged in the order in which they were
+                sent.
+        """
         with self._counting:
             if not self._num_unacknowledged:
                 self._waiting_since = time.monotonic()
             self._num_unacknowledged += 1
         try:
-            enqueue(self._producer, record, self._on_delivery)
+            enqueue(
+                self._producer,
+                record,
+                partial(self._on_delivery_of, on_acknowledged)
+                if on_acknowledged
+                else self._on_delivery,
+            )
         except BaseException:
             with self._counting:
                 self._num_unacknowledged -= 1
@@ -70,6 +86,20 @@ class RecordProducer:
     def unacknowledged_seconds(self) -> float:
         """Seconds without an acknowledgement at the last check; 0 when nothing is pending."""
         return max(0.0, self._checked_at - self._waiting_since) if self._num_unacknowledged else 0.0
+
+    def check(self) -> None:
+        """Take the acknowledgements that have arrived, without waiting.
+
+        Raises:
+            BrokerError: As for `flush`.
+        """
+        with translate_fatal_errors("delivering records"):
+            self._producer.poll(0)
+        self._checked_at = time.monotonic()
+        self._connection.auth_failures.raise_fatal()
+        if self._connection.auth_failures.seconds > self._connection.request_timeout_seconds:
+            self._raise_refusal()
+        self._raise_failure()
 
     def flush(self) -> None:
         """Wait until all sent records are acknowledged.
@@ -83,9 +113,7 @@ class RecordProducer:
         """
         with translate_fatal_errors("delivering records"):
             left = self._flush_within(Deadline(DELIVERY_SECONDS + 1))
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise self._connection.translate(failure, "delivering records")
+        self._raise_failure()
         if left:
             raise BrokerUnavailable(
                 f"{left} records were not acknowledged within {DELIVERY_SECONDS} s; see that "
@@ -122,6 +150,11 @@ class RecordProducer:
                 self._raise_refusal()
         return int(left)
 
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise self._connection.translate(failure, "delivering records")
+
     def _raise_refusal(self) -> None:
         refused = self._connection.find_refusal("delivering records")
         if refused is not None:
@@ -142,6 +175,13 @@ class RecordProducer:
             ):
                 # heartbeats are sent without a flush
                 self._connection.auth_failures.report_fatal(denied)
+
+    def _on_delivery_of(
+        self, on_acknowledged: Callable[[], None], error: KafkaError | None, message: Message
+    ) -> None:
+        self._on_delivery(error, message)
+        if error is None:
+            on_acknowledged()
 
 
 def enqueue(producer: Any, record: ProducerRecord, on_delivery: Any) -> None:

@@ -22,12 +22,33 @@ from relax_events.media.library import MediaLibrary
 from relax_events.objects import ObjectStore
 from relax_events.roles.handover import PREFIX, PartialSamples
 from relax_events.roles.inflight_group import InflightGroup
+from relax_events.roles.sample_writer import SampleWriter
 from relax_events.telemetry.traces import Traces
 from tests.unit.image_model import build_image_model, image_engine
 from workers.rollout import RolloutLoop
 
 GROUP, NUM_TOKENS = "000000-0000-0", 12
 PROMPT = np.arange(5, 15, dtype=np.int32)
+
+
+class Producer:
+    """Records are acknowledged when the test says so, or at a flush."""
+
+    def __init__(self) -> None:
+        self.acknowledge: list[Callable[[], None]] = []
+        self.num_sent = 0
+
+    def send(self, record: Any, *, on_acknowledged: Callable[[], None] | None = None) -> None:
+        self.num_sent += 1
+        if on_acknowledged:
+            self.acknowledge.append(on_acknowledged)
+
+    def check(self) -> None:
+        """Nothing else arrives."""
+
+    def flush(self) -> None:
+        while self.acknowledge:
+            self.acknowledge.pop(0)()
 
 
 class Stage:
@@ -37,12 +58,13 @@ class Stage:
         self.settled: list[bool] = []
         self.written: list[GeneratedSample] = []
         self.engine: TransformersEngine = image_engine()
+        self.producer = Producer()
         self.loop: Any = RolloutLoop.__new__(RolloutLoop)
         metrics = SimpleNamespace(count_tokens=lambda count: None)
         worker: Any = SimpleNamespace(
             records=SimpleNamespace(
                 traces=Traces(),
-                producer=SimpleNamespace(send=lambda _: None, flush=lambda: None),
+                producer=self.producer,
             ),
             lifecycle=SimpleNamespace(record_processed=lambda *_: None),
             metrics=metrics,
@@ -55,8 +77,11 @@ class Stage:
         )
         self.loop._renderer = SimpleNamespace(stop_token_ids=())
         self.loop._library = MediaLibrary(config, store=store)
-        self.loop._running, self.loop._written, self.loop._partials = {}, [], PartialSamples(store)
-        self.loop._records = self._records
+        self.loop._waiting, self.loop._running = [], {}
+        self.loop._partials = PartialSamples(store)
+        self.writer: Any = SampleWriter(worker, self.loop._renderer, self.loop._partials)
+        self.writer._records = self._records
+        self.loop._writer = self.writer
 
     def take(self, *, delivery_count: int) -> InflightGroup:
         """Take the prompt group's lease, and begin."""
@@ -75,7 +100,7 @@ class Stage:
 
     def _records(self, group: InflightGroup) -> list[Any]:
         self.written += group.samples
-        return []
+        return list(group.samples)
 
 
 @pytest.fixture
@@ -110,6 +135,7 @@ def test_next_worker_resumes_handed_over_samples_with_the_same_tokens(
     undisturbed.take(delivery_count=1)
     undisturbed.generate(num_tokens=3 * NUM_TOKENS)
     undisturbed.loop._hand_over_unfinished()
+    undisturbed.writer.flush()
     assert (undisturbed.settled, store.list(PREFIX)) == ([True], []), (
         "what has ended by then is written"
     )
@@ -125,7 +151,8 @@ def test_next_worker_resumes_handed_over_samples_with_the_same_tokens(
 
     taking.take(delivery_count=2)
     taking.generate(num_tokens=3 * NUM_TOKENS)
-    taking.loop._write(list(taking.loop._running.values()), 0.0)
+    taking.writer.send(list(taking.loop._running.values()), 0.0)
+    taking.writer.flush()
     assert (taking.settled, store.list(PREFIX)) == ([True], [])
     assert taking.engine.usage.num_recomputed == leaving.engine.num_tokens
     assert taking.engine.num_tokens + leaving.engine.num_tokens == undisturbed.engine.num_tokens, (
@@ -134,3 +161,19 @@ def test_next_worker_resumes_handed_over_samples_with_the_same_tokens(
     written, expected = tokens_of(taking.written), tokens_of(undisturbed.written)
     assert written == expected
     assert logprobs_of(taking.written) == pytest.approx(logprobs_of(undisturbed.written), abs=1e-5)
+
+
+def test_lease_is_settled_when_all_samples_are_acknowledged_and_not_before(
+    config: RunConfig, store: ObjectStore
+) -> None:
+    stage = Stage(config, store)
+    group = stage.take(delivery_count=1)
+    stage.generate(num_tokens=3 * NUM_TOKENS)
+    stage.writer.send([stage.loop._running.pop(GROUP)], 0.0)
+    stage.writer.settle_acknowledged()
+    assert (stage.settled, list(stage.writer.written), stage.producer.num_sent) == ([], [], 3)
+    assert stage.loop._find_inflight(GROUP) is group, "a lease delivered again joins the first"
+    (acknowledge,) = stage.producer.acknowledge
+    acknowledge()
+    stage.writer.settle_acknowledged()
+    assert (stage.settled, list(stage.writer.written), stage.writer.sent) == ([True], [GROUP], {})

@@ -71,7 +71,7 @@ _GROUPS = {
     "group.share.min.session.timeout.ms": 3000,
     "group.share.session.timeout.ms": 6000,
     "group.share.min.heartbeat.interval.ms": 500,
-    "group.share.heartbeat.interval.ms": 500,
+    "group.share.heartbeat.interval.ms": 1500,
     "group.share.min.record.lock.duration.ms": 1000,
     "group.share.max.record.lock.duration.ms": _HOUR_MILLISECONDS,
     # Each share consumer of a rollout worker is a member. The default is 200 members; Kafka's

@@ -1,0 +1,117 @@
+"""Writes the samples of finished prompt groups, and settles their leases once the broker has
+acknowledged them, while the engine generates on.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections import deque
+from contextlib import suppress
+from functools import partial
+
+from relax_events.data.rendering import PromptRenderer
+from relax_events.errors import EpisodeFailed
+from relax_events.events.generations import with_generation_digest
+from relax_events.events.parts import Outcome
+from relax_events.kafka.records import ProducerRecord
+from relax_events.roles.handover import PartialSamples
+from relax_events.roles.inflight_group import InflightGroup, build_sample_event
+from relax_events.runtime.failpoints import failpoint
+from relax_events.runtime.worker import Worker
+
+MAX_REMEMBERED_GROUPS = 1024
+
+
+class SampleWriter:
+    """The finished prompt groups of a rollout worker. Used by the worker's loop alone.
+
+    An engine in the worker's process stands still while the loop waits for the broker, so `send`
+    does not wait; `flush` is for when the engine has nothing to do.
+    """
+
+    def __init__(self, worker: Worker, renderer: PromptRenderer, partials: PartialSamples) -> None:
+        self._worker, self._renderer, self._partials = worker, renderer, partials
+        self._acknowledged: queue.SimpleQueue[InflightGroup] = queue.SimpleQueue()
+        self.sent: dict[str, InflightGroup] = {}
+        """Prompt groups whose samples are not all acknowledged, by their ids; a lease that is
+        delivered again joins those of its prompt group."""
+        self.written: deque[str] = deque(maxlen=MAX_REMEMBERED_GROUPS)
+        """Ids of the prompt groups settled last, newest at the end: the broker delivers one again
+        if it missed the settlement."""
+
+    def send(self, groups: list[InflightGroup], started: float) -> None:
+        """Send samples; their leases are settled once they are acknowledged, while the engine works
+        on.
+        """
+        for group in groups:
+            prompt_group_id, errors = group.issued.prompt_group_id, group.errors
+            failure = (
+                [
+                    self._worker.records.build_end_request(
+                        prompt_group_id, Outcome.FAILED, f"engine: {errors[0]}"
+                    )
+                ]
+                if errors
+                else []
+            )
+            if errors and self._worker.config.environment.has_episodes:
+                self._worker.records.dead_letter(group.leases[0].record, EpisodeFailed(errors[0]))
+                self._worker.records.flush_dead_letters()
+            *others, last = failure or self._records(group)
+            for record in others:
+                self._worker.records.producer.send(record)
+            # all are of one partition, so the last one is acknowledged last
+            self.sent[prompt_group_id] = group
+            self._worker.records.producer.send(
+                last, on_acknowledged=partial(self._acknowledged.put, group)
+            )
+        failpoint("rollout.before_flush")
+        self._worker.metrics.count_tokens(
+            sum(sample.num_sampled_tokens for group in groups for sample in group.samples)
+        )
+        self._worker.lifecycle.record_processed(len(groups), started)
+
+    def flush(self) -> None:
+        """Wait until all samples are acknowledged, and settle their leases."""
+        if self.sent:
+            self._worker.records.producer.flush()
+            self._settle()
+
+    def settle_acknowledged(self) -> None:
+        """Settle the leases of the prompt groups that were acknowledged meanwhile."""
+        if self.sent:
+            self._worker.records.producer.check()
+            self._settle()
+
+    def _settle(self) -> None:
+        settled = []
+        with suppress(queue.Empty):
+            while True:
+                settled.append(self._acknowledged.get_nowait())
+        if not settled:
+            return
+        failpoint("rollout.before_settle")
+        for group in settled:
+            del self.sent[group.issued.prompt_group_id]
+            self.written.append(group.issued.prompt_group_id)
+            group.done()
+            group.end_trace()
+        self._partials.forget(group.issued.prompt_group_id for group in settled if group.is_resumed)
+
+    def _records(self, group: InflightGroup) -> list[ProducerRecord]:
+        owner = group.policy_versions[0]
+        samples = [
+            build_sample_event(
+                group, sample, owner=owner, worker=self._worker, renderer=self._renderer
+            )
+            for sample in group.samples
+        ]
+        return [
+            self._worker.records.build_for_sample(
+                "rollout.samples",
+                sample,
+                prompt_group_id=sample.prompt_group_id,
+                policy_version=owner,
+            )
+            for sample in with_generation_digest(samples)
+        ]
