@@ -164,7 +164,7 @@ class SimulatedWorker:
             requests=fleet.requests,
         )
         self.codec = EventCodec()
-        self.producer = RecordProducer(connection, linger_ms=0)
+        self.producer = RecordProducer(connection, linger_ms=2)  # as of `workers/rollout.py`
         wait_ms = compute_follow_wait_ms(sum(config.roles().values()))
         self._control = ControlFollower(connection, plan, self.codec, wait_ms=wait_ms)
         self._control.start(lambda _: None)

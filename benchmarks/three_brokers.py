@@ -31,10 +31,10 @@ REPLICATED = {
     "transaction.state.log.min.isr": "2",
     "share.coordinator.state.topic.replication.factor": "3",
     "share.coordinator.state.topic.min.isr": "2",
-    "broker.session.timeout.ms": "9000",
-    "broker.heartbeat.interval.ms": "2000",
 }
 """As in `compose/cluster.yml`."""
+SESSIONS = {"broker.session.timeout.ms": "9000", "broker.heartbeat.interval.ms": "2000"}
+"""Kafka's defaults; the embedded broker's are shorter."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class ThreeBrokers:
                 folder / "data",
                 port=port,
                 controller_port=controller,
-                overrides=REPLICATED | dict(properties or {}),
+                overrides=REPLICATED | SESSIONS | dict(properties or {}),
                 heap_mib=heap_mib,
             )
             own = f"node.id={index + 1}\ncontroller.quorum.voters={voters}\n"

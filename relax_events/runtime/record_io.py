@@ -215,8 +215,9 @@ class RecordIO:
         """Wait until the dead letters sent so far are acknowledged: only then may an offset behind
         their records be committed.
 
-        Only the trainer needs this, whose outputs are transactional; the other roles flush the
-        producer of their outputs before they commit.
+        The trainer needs this, whose outputs are transactional, and the rollout role, which settles
+        a lease when its last record is acknowledged; the other roles flush the producer of their
+        outputs before they commit.
 
         Raises:
             BrokerError: A dead letter could not be delivered.

@@ -15,21 +15,13 @@ import psutil
 from link import Link
 from node import Node, choose_ports
 
+from benchmarks.three_brokers import REPLICATED
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.embedded.ports import HOST
 from relax_events.kafka.embedded.storage import create_id
 
 NUM_NODES = 3
-REPLICATED = {
-    "default.replication.factor": "3",
-    "min.insync.replicas": "2",
-    "offsets.topic.replication.factor": "3",
-    "transaction.state.log.replication.factor": "3",
-    "transaction.state.log.min.isr": "2",
-    "share.coordinator.state.topic.replication.factor": "3",
-    "share.coordinator.state.topic.min.isr": "2",
-}
 FAST_FAILOVER = {
     # A leader is missed for 3 to 4 s instead of the 8 to 10 s of the defaults.
     "broker.session.timeout.ms": "3000",
