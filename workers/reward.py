@@ -26,8 +26,8 @@ from relax_events.runtime.worker import Worker
 
 log = structlog.get_logger()
 PART_RECORDS = 16
-"""Samples per child process in one part: enough to keep the processes busy, few enough to commit
-scores soon."""
+"""Samples per child process in one part of slow rewards: enough to keep the processes busy, few
+enough to commit scores soon."""
 
 
 def run(config: RunConfig, *, index: int = 0) -> None:
@@ -43,7 +43,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
             worker,
             RewardScorer(worker, pool),
             gatherer=WholePromptGroups(worker) if pool.takes_prompt_group else SingleSamples(),
-            max_part_records=PART_RECORDS * reward.num_processes,
+            min_part_records=PART_RECORDS * reward.num_processes,
         ).run()
 
 

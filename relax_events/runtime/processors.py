@@ -21,6 +21,8 @@ from relax_events.runtime.join import PromptGroupJoin
 from relax_events.runtime.sample_input import IDLE_SECONDS, SampleInput, next_offsets
 from relax_events.runtime.worker import Worker
 
+PART_SECONDS = 0.05
+"""The time of a part whose size adapts: requests to the broker are few, and results come soon."""
 TAKE_SECONDS = 10.0
 """Seconds of reading records from log and object store after which a part ends."""
 DecodedSample = tuple[Record, SampleRolledOut]
@@ -142,7 +144,7 @@ class SampleLoop:
         gatherer: SampleGatherer | None = None,
         max_records: int = 256,
         max_tokens: int | None = None,
-        max_part_records: int | None = None,
+        min_part_records: int | None = None,
         listeners: Sequence[Listener] = (),
         after_part: Callable[[], None] = lambda: None,
         may_work: Callable[[bool], bool] = lambda _: True,
@@ -155,7 +157,8 @@ class SampleLoop:
             gatherer: Decides when samples are processed; by default each at once.
             max_records: Maximum number of fetched records in memory.
             max_tokens: A part ends with the sample that reaches this number of tokens.
-            max_part_records: Maximum records of a part; by default all fetched ones.
+            min_part_records: Maximum records of a part that takes long; the next part grows or
+                shrinks towards `PART_SECONDS`. By default a part is all fetched records.
             listeners: Receive control events.
             after_part: Called after every part, and every half second without one.
             may_work: Returns whether samples may be processed now, given whether there are any;
@@ -163,7 +166,8 @@ class SampleLoop:
         """
         self._worker, self._processor, self._max_tokens = worker, processor, max_tokens
         self._gatherer = gatherer or SingleSamples()
-        self._max_part_records = max_part_records or max_records
+        self._min_part_records = self._part_records = min_part_records or max_records
+        self._max_records = max_records
         self._operation = choose_operation(worker)
         self._listeners, self._after_part, self._may_work = listeners, after_part, may_work
         self._input = SampleInput(worker, max_records=max_records, on_revoked=self._release)
@@ -207,6 +211,12 @@ class SampleLoop:
         self._input.flush_and_commit(self._gatherer.done_offsets(taken))
         heartbeat.set_in_flight(0)
         self._worker.lifecycle.record_processed(len(taken), started)
+        self._resize_parts(len(taken), time.monotonic() - started)
+
+    def _resize_parts(self, num_records: int, seconds: float) -> None:
+        """Let the next part take `PART_SECONDS`, at the rate of this one."""
+        fitting = int(num_records * PART_SECONDS / max(seconds, 1e-6))
+        self._part_records = min(max(fitting, self._min_part_records), self._max_records)
 
     def _take_part(self, started: float) -> tuple[list[Record], list[DecodedSample]]:
         """Take records until they bring a part's worth of samples; return them, and the samples
@@ -217,7 +227,7 @@ class SampleLoop:
         num_tokens = 0
         while (
             self._input.fetched
-            and len(taken) < self._max_part_records
+            and len(taken) < self._part_records
             and (self._max_tokens is None or num_tokens < self._max_tokens)
         ):
             record = self._input.fetched.popleft()

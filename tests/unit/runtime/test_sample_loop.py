@@ -16,7 +16,7 @@ from relax_events.deadline import Deadline
 from relax_events.events.parts import TopicOffset
 from relax_events.events.types import SampleRolledOut
 from relax_events.kafka.records import ProducerRecord, Record
-from relax_events.runtime import sample_input
+from relax_events.runtime import processors, sample_input
 from relax_events.runtime.drain import Drain
 from relax_events.runtime.processors import SampleLoop
 from relax_events.telemetry.traces import Traces
@@ -151,9 +151,19 @@ def test_each_batch_is_committed_and_the_consumer_polled_before_the_next(
 def test_batch_is_limited_by_record_count_without_a_token_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    stage = Stage(monkeypatch, max_part_records=2)
+    monkeypatch.setattr(processors, "PART_SECONDS", 0.0)
+    stage = Stage(monkeypatch, min_part_records=2)
     stage.write(5, 5, 5)
     assert stage.run(num_turns=2)[1::4] == [["0@0", "0@1"], ["0@2"]]
+
+
+def test_batches_of_fast_records_grow_to_all_that_were_fetched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(processors, "PART_SECONDS", 3600.0)
+    stage = Stage(monkeypatch, min_part_records=2)
+    stage.write(5, 5, 5, 5, 5)
+    assert stage.run(num_turns=2)[1::4] == [["0@0", "0@1"], ["0@2", "0@3", "0@4"]]
 
 
 def test_partition_with_the_oldest_version_is_processed_first_in_offset_order(
