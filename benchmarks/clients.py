@@ -157,7 +157,7 @@ class Prompts:
     """Writes prompt groups as the prompter does, each as its own record batch."""
 
     def __init__(self, connection: Connection, plan: TopicPlan) -> None:
-        self._producer = RecordProducer(connection, one_record_per_batch=True)
+        self._producer = RecordProducer(connection, max_batch_records=1)
         self._topic, self._codec, self._number = plan.topic("prompt.groups"), EventCodec(), 0
         self._num_partitions = plan.queue_partitions
 

@@ -37,11 +37,10 @@ from relax_events.events.types import (
 )
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.consumer import COORDINATOR
-from relax_events.kafka.group_leases import ConsumerGroupLeases
-from relax_events.kafka.leases import Lease, LeaseSource
+from relax_events.kafka.lease_sources import open_lease_source
+from relax_events.kafka.leases import Lease
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord
-from relax_events.kafka.share_leases import ShareGroupLeases
 from relax_events.runtime.control_follower import ControlFollower
 from relax_events.runtime.heartbeat import Heartbeat
 from relax_events.runtime.worker import compute_follow_wait_ms
@@ -164,7 +163,7 @@ class SimulatedWorker:
             requests=fleet.requests,
         )
         self.codec = EventCodec()
-        self.producer = RecordProducer(connection, linger_ms=2)  # as of `workers/rollout.py`
+        self.producer = RecordProducer(connection, linger_ms=config.broker.linger_ms)
         wait_ms = compute_follow_wait_ms(sum(config.roles().values()))
         self._control = ControlFollower(connection, plan, self.codec, wait_ms=wait_ms)
         self._control.start(lambda _: None)
@@ -174,14 +173,14 @@ class SimulatedWorker:
             role="rollout",
             interval_seconds=config.workers.heartbeat_seconds,
         )
-        is_shared = config.broker.prompt_queue == "share_group"
-        kind: Any = ShareGroupLeases if is_shared else ConsumerGroupLeases
         self.num_leased, self.index = 0, index
-        self._leases: LeaseSource = kind(
+        self._leases = open_lease_source(
+            config.broker.prompt_queue,
             connection,
             group=plan.consumer_group("rollout"),
             topic=plan.topic("prompt.groups"),
             max_leases=config.num_lanes,
+            records_per_batch=config.prompt_groups_per_lease,
             on_lease=lambda lease: fleet.take(self, lease),
         )
         self.failures = connection.auth_failures

@@ -76,7 +76,6 @@ def open_controller(config: RunConfig, *, index: int) -> Worker:
         index=index,
         follow=RUN_STATE_TOPICS,
         num_versions=num_versions,
-        linger_ms=0,
     )
 
 

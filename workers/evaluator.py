@@ -72,7 +72,6 @@ def run(config: RunConfig, *, index: int = 0) -> None:
             store=store,
             follow=follow,
             num_versions=num_versions,
-            linger_ms=0,
         )
         worker = stack.enter_context(opened)
         asked = config.model_copy(update={"model": config.model.routing_freely})

@@ -96,9 +96,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
     )
     read_messages = build_storing_reader(MediaLibrary(config, store=store))
     filters = build_filters(config.data, renderer=renderer, read_messages=read_messages)
-    with open_worker(
-        "prompter", config, index=index, store=store, follow=(ENDS, HELD), linger_ms=0
-    ) as worker:
+    with open_worker("prompter", config, index=index, store=store, follow=(ENDS, HELD)) as worker:
         PrompterLoop(worker, stream, filters, read_messages=read_messages).run()
 
 
@@ -134,8 +132,11 @@ class PrompterLoop:
             heartbeat=self._send_heartbeat,
         )
         self._held = HeldPromptGroups()
-        # A record batch for each prompt group, so that a share consumer can lease one at a time.
-        self._producer = RecordProducer(worker.connection, one_record_per_batch=True)
+        self._producer = RecordProducer(
+            worker.connection,
+            linger_ms=self._config.broker.linger_ms,
+            max_batch_records=self._config.prompt_groups_per_lease,
+        )
         self._admin = Admin(worker.connection)
 
     def run(self) -> None:

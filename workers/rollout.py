@@ -45,8 +45,6 @@ STEP_SECONDS = 0.25
 SETTLE_SECONDS = 0.005
 """The longest call of the engine while samples wait for their acknowledgement: until then no other
 prompt group takes the place of theirs."""
-LINGER_MS = 2
-"""A prompt group's samples go out as one request; the engine does not wait for it."""
 FINISHING_RATIO = 0.75
 """Share of the drain's deadline for finishing running prompt groups; the rest is for storing
 unfinished samples."""
@@ -56,7 +54,7 @@ NUM_REPORTED_GROUPS = 64
 def run(config: RunConfig, *, index: int = 0) -> None:
     """Run the role until it is asked to stop."""
     store = open_store(config)
-    with open_worker("rollout", config, index=index, store=store, linger_ms=LINGER_MS) as worker:
+    with open_worker("rollout", config, index=index, store=store) as worker:
         versions, turns = worker.control, EngineTurns(worker)
         if worker.drain.requested:
             return

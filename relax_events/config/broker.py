@@ -77,8 +77,9 @@ class BrokerConfig(Section):
     """After this time without a heartbeat the broker reassigns a member's partitions."""
     request_timeout_seconds: Seconds = 30.0
     """Deadline of every request to the broker."""
-    linger_ms: Annotated[float, Field(ge=0)] = 2.0
-    """Time that a producer waits to fill a record batch, in milliseconds."""
+    linger_ms: Annotated[float, Field(ge=0)] = 20.0
+    """Time that a producer waits for more records, in milliseconds. A worker that has nothing else
+    to write ends the wait."""
     compression: Literal["none", "lz4", "zstd"] = "none"
     """Compression of sample topics."""
     segment_seconds: Seconds = 300.0

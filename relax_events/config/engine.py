@@ -168,8 +168,8 @@ class EngineConfig(Section):
     """Entry point in the group `relax_events.engines`, or `path/to/file.py:Class`."""
     max_prompt_groups: Annotated[int, Field(ge=0)] = 0
     """Prompt groups that one worker holds at a time; 0 is as many as fill the engine,
-    `max_running_samples` divided by `run.samples_per_prompt`. Each is leased by a share-group
-    member of its own, and brokers limit the members of all workers (`group.share.max.size`)."""
+    `max_running_samples` divided by `run.samples_per_prompt`. Each may take a share-group member of
+    its own, and brokers limit the members of all workers (`group.share.max.size`)."""
     max_running_samples: Positive = 256
     """Samples decoded concurrently."""
     max_context_tokens: OrDerived[Positive] = DERIVED

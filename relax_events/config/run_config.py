@@ -39,6 +39,7 @@ from relax_events.config.tracing import TracesConfig
 from relax_events.config.training import SftWarmupConfig, TrainerConfig
 from relax_events.config.weights import WeightsConfig
 
+MIN_LEASES = 8
 RUN_ID_PATTERN = r"^[a-z0-9]([a-z0-9-]{0,46}[a-z0-9])?$"
 
 
@@ -478,6 +479,16 @@ class RunConfig(Section):
     def num_lanes(self) -> int:
         """Prompt groups that one rollout worker holds at a time."""
         return self.engine.num_lanes(samples_per_prompt=self.run.samples_per_prompt)
+
+    @property
+    def prompt_groups_per_lease(self) -> int:
+        """Prompt groups that a rollout worker leases by one request: a worker's share of a step,
+        and the room of a worker, are at least `MIN_LEASES` of them where a lease holds several.
+        """
+        limit = self.scaling.max_workers if self.scaling.autoscaler.enabled else 1
+        workers = max(self.workers.rollout, limit)
+        share = min(self.run.prompts_per_step // workers, self.num_lanes)
+        return max(share // MIN_LEASES, 1)
 
     @property
     def first_version(self) -> int:

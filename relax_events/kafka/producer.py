@@ -33,9 +33,23 @@ class RecordProducer:
     """
 
     def __init__(
-        self, connection: Connection, *, linger_ms: float = 0.0, one_record_per_batch: bool = False
+        self,
+        connection: Connection,
+        *,
+        linger_ms: float = 0.0,
+        max_batch_records: int | None = None,
     ) -> None:
-        single: dict[str, Any] = {"batch_num_messages": 1} if one_record_per_batch else {}
+        """Open the producer.
+
+        Args:
+            connection: The brokers.
+            linger_ms: Milliseconds that a record waits for others of its batch; `flush` ends the
+                wait.
+            max_batch_records: The most records of a batch; a share consumer leases whole batches.
+        """
+        bounds: dict[str, Any] = (
+            {} if max_batch_records is None else {"batch_num_messages": max_batch_records}
+        )
         settings = connection.lasting_settings(
             enable_idempotence=True,
             acks="all",
@@ -43,7 +57,7 @@ class RecordProducer:
             delivery_timeout_ms=DELIVERY_SECONDS * 1000,
             message_max_bytes=64 * 1024 * 1024,
             queue_buffering_max_messages=1_000_000,
-            **single,
+            **bounds,
         )
         self._producer = Producer(settings)
         self._connection = connection

@@ -1,6 +1,7 @@
-"""Leases by a share group, with one share consumer and thread for each possible lease.
+"""Leases by a share group, with as many share consumers and threads as record batches are held.
 
-A share consumer must acknowledge all records that it holds before it may poll again.
+A share consumer leases whole record batches, and must acknowledge all records that it holds before
+it may poll again.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import structlog
 from confluent_kafka import AcknowledgeType, KafkaError, KafkaException, ShareConsumer
 
+from relax_events.deadline import Deadline
 from relax_events.errors import AccessDenied, BrokerRefused
 from relax_events.kafka.base_consumer import READER_SETTINGS
 from relax_events.kafka.connection import Connection, extract_error, translate
@@ -25,6 +27,8 @@ from relax_events.kafka.records import Record
 
 log = structlog.get_logger()
 COMMIT_SECONDS = 10.0
+SETTLE_SECONDS = 0.05
+"""How long a settled record waits for others of its batch: they are acknowledged by one request."""
 LANE_REPORT_SECONDS = 240.0
 """Lanes that wait for their turn are not polled, so the reports of their clients accumulate."""
 FULL_SECONDS = 20.0
@@ -34,7 +38,7 @@ is refused for longer exceeds the group's size."""
 
 class ShareGroupLeases:
     """A lease source in which one share consumer polls at a time, while the others wait for their
-    turn.
+    turn. Another one joins the group once all hold records and there is capacity for more.
 
     The broker counts each delivery of a record and silently drops the record after a limit. It
     notices the deaths of a killed worker's consumers one by one, and meanwhile delivers the
@@ -52,21 +56,37 @@ class ShareGroupLeases:
         topic: str,
         max_leases: int,
         on_lease: Callable[[Lease], None],
+        records_per_batch: int = 1,
     ) -> None:
+        """Join the group.
+
+        Args:
+            connection: The brokers.
+            group: The share group.
+            topic: The queue, with one partition.
+            max_leases: How many records may be held; the last record batch may exceed it.
+            on_lease: Called with each lease, by several threads.
+            records_per_batch: Records that a record batch holds as a rule, which decides how many
+                share consumers join at once.
+        """
+        self._join = partial(_ShareConsumerThread, connection, group, topic, self)
         self._stopping = threading.Event()
         self._on_lease = on_lease
         self._turn = threading.Lock()
-        self._capacity, self._capacity_changed = max_leases, threading.Condition()
+        self._max_lanes = self._capacity = max_leases
+        self._capacity_changed = threading.Condition()
+        self._num_first_lanes = -(-max_leases // records_per_batch)
         self.group_full_text = (
-            f"share group {group} has no room for all {max_leases} share consumers of this "
-            "worker: group.share.max.size of the brokers bounds the share consumers of all "
-            "workers together; lower engine.max_prompt_groups, run fewer rollout workers, "
-            "or "
-            "raise group.share.max.size (1000 is Kafka's most)"
+            f"share group {group} has no room for the first {self._num_first_lanes} share "
+            "consumers of this worker: group.share.max.size of the brokers bounds the share "
+            "consumers of all workers together; lower engine.max_prompt_groups, run fewer rollout "
+            "workers, or raise group.share.max.size (1000 is Kafka's most)"
         )
-        self._threads = [
-            _ShareConsumerThread(connection, group, topic, self) for _ in range(max_leases)
-        ]
+        self._joining = threading.Lock()
+        self._lanes = [self._join() for _ in range(self._num_first_lanes)]
+        with self._joining:
+            for lane in self._lanes:
+                lane.thread.start()
 
     def stop(self) -> None:
         """See `LeaseSource.stop`."""
@@ -76,9 +96,11 @@ class ShareGroupLeases:
     def close(self) -> None:
         """See `LeaseSource.close`."""
         self.stop()
-        for lane in self._threads:
+        with self._joining:
+            lanes = list(self._lanes)
+        for lane in lanes:
             lane.release_all()
-        for lane in self._threads:
+        for lane in lanes:
             lane.thread.join(LEAVE_SECONDS)
 
     @property
@@ -101,6 +123,22 @@ class ShareGroupLeases:
         with self._capacity_changed:
             self._capacity += num_records
             self._capacity_changed.notify_all()
+        with self._joining:
+            is_short = self._capacity > 0 and all(lane.is_busy for lane in self._lanes)
+            if is_short and len(self._lanes) < self._max_lanes and not self.stopping:
+                self._lanes.append(self._join())
+                self._lanes[-1].thread.start()
+
+    def remove(self, lane: _ShareConsumerThread) -> bool:
+        """Do without a lane for which the group has no room, unless it is one of the first; return
+        whether that is so.
+        """
+        with self._joining:
+            if lane in self._lanes[: self._num_first_lanes]:
+                return False
+            self._lanes.remove(lane)
+            self._max_lanes = len(self._lanes)
+            return True
 
     def pause(self) -> None:
         """Pause before a retry; `stop` ends the pause."""
@@ -130,8 +168,17 @@ class _ShareConsumerThread:
         self._held: dict[int, Any] = {}
         self._settled: queue.SimpleQueue[tuple[int, bool]] = queue.SimpleQueue()
         self._refused_at: float | None = None
+        self._is_removed = False
         self.thread = threading.Thread(target=self._run, name="lane", daemon=True)
-        self.thread.start()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it holds records, and so can't poll."""
+        return bool(self._held)
+
+    @property
+    def _has_ended(self) -> bool:
+        return self._is_removed or self._source.stopping
 
     def release_all(self) -> None:
         """Release all records that this consumer holds, from any thread."""
@@ -144,7 +191,7 @@ class _ShareConsumerThread:
         return consumer
 
     def _run(self) -> None:
-        while not self._source.stopping:
+        while not self._has_ended:
             self._step()
         self._leave()
 
@@ -157,8 +204,9 @@ class _ShareConsumerThread:
             self._handle_error(extract_error(exception))
             self._source.pause()
         finally:
-            self._source.release_capacity(len(self._held))
+            num_lost = len(self._held)
             self._held.clear()
+            self._source.release_capacity(num_lost)
 
     def _poll(self) -> None:
         """Wait for the polling turn, then poll until a record arrives or the source stops.
@@ -168,7 +216,7 @@ class _ShareConsumerThread:
         batch arrive together.
         """
         with self._source.polling_turn():
-            while not self._source.stopping:
+            while not self._has_ended:
                 if self._consumer is None:
                     self._consumer = self._join_group()
                 polled = self._consumer.poll(POLL_SECONDS)
@@ -196,23 +244,38 @@ class _ShareConsumerThread:
                     )
                 )
         while self._held and self._consumer is not None:
-            number, accepted = self._settled.get()
-            if (message := self._held.pop(number, None)) is None:
-                continue  # it was settled before
-            if not accepted and self._source.stopping:
+            settled = self._take_settled()
+            if self._source.stopping and not all(accepted for _, accepted in settled):
                 with self._source.polling_turn():  # no thread polls any more
                     pass
-            self._acknowledge(
-                consumer, message, AcknowledgeType.ACCEPT if accepted else AcknowledgeType.RELEASE
-            )
-            self._source.release_capacity(1)
+            self._acknowledge(consumer, settled)
 
-    def _acknowledge(self, consumer: Any, message: Any, kind: AcknowledgeType) -> None:
-        """Acknowledge a record; after a failure the broker redelivers it, and other held records
+    def _take_settled(self) -> list[tuple[Any, bool]]:
+        """Wait for a settled record, and briefly for the others that are held; return the messages,
+        and whether each is done.
+        """
+        taken, deadline = list[tuple[Any, bool]](), None
+        with suppress(queue.Empty):
+            while self._held:
+                number, accepted = self._settled.get(
+                    timeout=None if deadline is None else deadline.remaining_seconds
+                )
+                if (message := self._held.pop(number, None)) is None:
+                    continue  # it was settled before
+                deadline = deadline or Deadline(SETTLE_SECONDS)
+                taken.append((message, accepted))
+                self._source.release_capacity(1)
+        return taken
+
+    def _acknowledge(self, consumer: Any, settled: list[tuple[Any, bool]]) -> None:
+        """Acknowledge records; after a failure the broker redelivers them, and other held records
         stay held.
         """
         try:
-            consumer.acknowledge(message, kind)
+            for message, accepted in settled:
+                consumer.acknowledge(
+                    message, AcknowledgeType.ACCEPT if accepted else AcknowledgeType.RELEASE
+                )
             errors = consumer.commit_sync(COMMIT_SECONDS) or {}
         except KafkaException as exception:
             self._handle_error(extract_error(exception))
@@ -250,8 +313,8 @@ class _ShareConsumerThread:
             self._source.stop()
 
     def _handle_full_group(self) -> None:
-        """Retry while a dead worker may still occupy the group; after `FULL_SECONDS`, end this
-        worker.
+        """Retry while a dead worker may still occupy the group; after `FULL_SECONDS`, do without
+        this lane, or end the worker if it is one of the first.
         """
         self._leave()
         now = time.monotonic()
@@ -261,6 +324,9 @@ class _ShareConsumerThread:
             reason="the share group is full",
             seconds=round(now - self._refused_at, 1),
         )
-        if now - self._refused_at > FULL_SECONDS:
+        if now - self._refused_at <= FULL_SECONDS:
+            return
+        self._is_removed = self._source.remove(self)
+        if not self._is_removed:
             self._connection.auth_failures.report_fatal(BrokerRefused(self._source.group_full_text))
             self._source.stop()

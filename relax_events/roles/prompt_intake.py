@@ -6,14 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 from relax_events.data.rendering import PromptRenderer
 from relax_events.data.sft_targets import tokenize_group_targets
 from relax_events.errors import CorruptRecord, PoisonSample
 from relax_events.events.parts import Outcome
 from relax_events.events.types import PromptGroupIssued
-from relax_events.kafka.group_leases import ConsumerGroupLeases
+from relax_events.kafka.lease_sources import open_lease_source
 from relax_events.kafka.leases import (
     DEFAULT_DELIVERY_LIMIT,
     Lease,
@@ -21,7 +20,6 @@ from relax_events.kafka.leases import (
     read_delivery_limit,
 )
 from relax_events.kafka.records import Record
-from relax_events.kafka.share_leases import ShareGroupLeases
 from relax_events.objects.store import list_message_media
 from relax_events.roles.handover import PartialSamples
 from relax_events.roles.inflight_group import InflightGroup
@@ -51,25 +49,22 @@ class PromptIntake:
 
     def open_leases(self, on_lease: Callable[[Lease], None]) -> LeaseSource:
         """Open the queue of prompt groups; `on_lease` is called from other threads."""
-        kind: Any = (
-            ShareGroupLeases
-            if self._config.broker.prompt_queue == "share_group"
-            else ConsumerGroupLeases
-        )
-        plan = self._worker.plan
-        if kind is ShareGroupLeases:
-            limit = read_delivery_limit(self._worker.connection, plan.consumer_group("rollout"))
+        plan, broker = self._worker.plan, self._config.broker
+        group = plan.consumer_group("rollout")
+        if broker.prompt_queue == "share_group":
+            limit = read_delivery_limit(self._worker.connection, group)
             self.max_deliveries = (
                 limit if limit <= DEFAULT_DELIVERY_LIMIT else limit - DELIVERY_MARGIN
             )
-        source: LeaseSource = kind(
+        return open_lease_source(
+            broker.prompt_queue,
             self._worker.connection,
-            group=plan.consumer_group("rollout"),
+            group=group,
             topic=plan.topic("prompt.groups"),
             max_leases=self._config.num_lanes,
+            records_per_batch=self._config.prompt_groups_per_lease,
             on_lease=on_lease,
         )
-        return source
 
     def render(self, lease: Lease, issued: PromptGroupIssued) -> InflightGroup:
         """Render a prompt and start to fetch its media; resume samples that another worker stored.

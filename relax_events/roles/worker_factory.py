@@ -79,7 +79,6 @@ def open_worker(
     store: ObjectStore | None = None,
     follow: Sequence[str] = (),
     num_versions: int = RECENT_VERSIONS,
-    linger_ms: float | None = None,
 ) -> Worker:
     """Return the worker of a role, which drains on signals. Use it as a context manager.
 
@@ -97,7 +96,6 @@ def open_worker(
         index=index,
         follow=follow,
         num_versions=num_versions,
-        linger_ms=linger_ms,
     )
     try:
         _register_error_metrics(worker)

@@ -60,7 +60,6 @@ class Worker(AbstractContextManager["Worker"]):
         index: int = 0,
         follow: Sequence[str] = (),
         num_versions: int = RECENT_VERSIONS,
-        linger_ms: float | None = None,
     ) -> None:
         self.role, self.config = role, config
         self.worker_id = f"{role}-{index}"
@@ -86,9 +85,7 @@ class Worker(AbstractContextManager["Worker"]):
             role=role,
             interval_seconds=config.workers.heartbeat_seconds,
         )
-        self._producer = RecordProducer(
-            self.connection, linger_ms=config.broker.linger_ms if linger_ms is None else linger_ms
-        )
+        self._producer = RecordProducer(self.connection, linger_ms=config.broker.linger_ms)
         self.control = self._read_control_log(codec, follow=follow, num_versions=num_versions)
         self.records = RecordIO(
             role,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,8 +28,8 @@ FATAL = KafkaError(KafkaError._FATAL, "fenced for good", fatal=True)
 class Message:
     """A record of the queue, or an error instead of a record."""
 
-    def __init__(self, error: KafkaError | None = None) -> None:
-        self._error = error
+    def __init__(self, error: KafkaError | None = None, *, offset: int = 7) -> None:
+        self._error, self._offset = error, offset
 
     def error(self) -> KafkaError | None:
         return self._error
@@ -43,7 +44,7 @@ class Message:
         return 0
 
     def offset(self) -> int:
-        return 7
+        return self._offset
 
     def key(self) -> bytes:
         return b"000000-0000-0"
@@ -67,7 +68,7 @@ class Consumers:
         self.made: list[Consumers.One] = []
 
     def __call__(self, settings: dict[str, Any]) -> Consumers.One:
-        entry = next(self._script)
+        entry = next(self._script, [])
         if isinstance(entry, KafkaException):
             raise entry
         self.made.append(Consumers.One(entry))
@@ -78,6 +79,7 @@ class Consumers:
 
         def __init__(self, messages: list[Message]) -> None:
             self._messages, self.is_closed, self.acknowledged = messages, False, 0
+            self.committed: list[int] = []
 
         def subscribe(self, topics: list[str]) -> None:
             assert topics == ["queue"]
@@ -92,6 +94,7 @@ class Consumers:
             self.acknowledged += 1
 
         def commit_sync(self, seconds: float) -> dict[str, None]:
+            self.committed.append(self.acknowledged)
             return {}
 
         def close(self) -> None:
@@ -99,23 +102,91 @@ class Consumers:
 
 
 def lane_of(
-    consumers: Consumers, monkeypatch: pytest.MonkeyPatch, taken: list[Lease]
+    consumers: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    taken: list[Lease],
+    *,
+    max_leases: int = 1,
+    records_per_batch: int = 1,
 ) -> ShareGroupLeases:
     monkeypatch.setattr(share_leases, "ShareConsumer", consumers)
     connection = Connection.from_config(
         BrokerConfig(bootstrap_servers="127.0.0.1:1"), client_id="test"
     )
     return ShareGroupLeases(
-        connection, group="group", topic="queue", max_leases=1, on_lease=taken.append
+        connection,
+        group="group",
+        topic="queue",
+        max_leases=max_leases,
+        on_lease=taken.append,
+        records_per_batch=records_per_batch,
     )
 
 
-def settled(lease: list[Lease]) -> None:
+def wait_until(is_so: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
-    while not lease:
-        assert time.monotonic() < deadline, "no lease came"
+    while not is_so():
+        assert time.monotonic() < deadline, "it did not come to it"
         threading.Event().wait(0.01)
-    lease[0].done()
+
+
+def settled(leases: list[Lease]) -> None:
+    wait_until(lambda: bool(leases))
+    leases[0].done()
+
+
+def test_records_of_a_batch_that_are_done_together_are_acknowledged_by_one_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(share_leases, "SETTLE_SECONDS", 60.0)
+    consumers, taken = Consumers([Message(offset=offset) for offset in range(4)]), list[Lease]()
+    source = lane_of(consumers, monkeypatch, taken, max_leases=4, records_per_batch=4)
+    wait_until(lambda: len(taken) == 4)
+    for lease in taken:
+        lease.done()
+    wait_until(lambda: bool(consumers.made[0].committed))
+    source.close()
+    assert consumers.made[0].committed == [4]
+
+
+def test_done_record_is_acknowledged_although_others_of_its_batch_take_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    consumers, taken = Consumers([Message(offset=offset) for offset in range(2)]), list[Lease]()
+    source = lane_of(consumers, monkeypatch, taken, max_leases=2, records_per_batch=2)
+    wait_until(lambda: len(taken) == 2)
+    taken[1].done()
+    wait_until(lambda: bool(consumers.made[0].committed))
+    taken[0].done()
+    source.close()
+    assert consumers.made[0].committed == [1, 2]
+
+
+def test_another_share_consumer_joins_when_all_hold_records_and_there_is_capacity(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    consumers, taken = Consumers([Message(offset=0)], [Message(offset=1)]), list[Lease]()
+    source = lane_of(consumers, monkeypatch, taken, max_leases=3, records_per_batch=3)
+    wait_until(lambda: len(taken) == 2 and len(consumers.made) == 3)
+    assert sorted(lease.record.offset for lease in taken) == [0, 1]
+    source.close()
+
+
+def test_worker_does_without_another_share_consumer_when_the_group_has_no_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    full = KafkaError(
+        KafkaError.GROUP_MAX_SIZE_REACHED, "Consumer group has reached maximum size", fatal=True
+    )
+    monkeypatch.setattr(share_leases, "FULL_SECONDS", -1.0)
+    consumers, taken = Consumers([Message(offset=0)], [Message(full)]), list[Lease]()
+    source = lane_of(consumers, monkeypatch, taken, max_leases=2, records_per_batch=2)
+    wait_until(lambda: len(consumers.made) == 2 and consumers.made[1].is_closed)
+    assert not source.stopping
+    taken[0].done()
+    wait_until(lambda: consumers.made[0].committed == [1])
+    source.close()
+    assert len(consumers.made) == 2
 
 
 def test_lane_rejoins_the_share_group_after_a_fatal_client_error(
@@ -224,7 +295,7 @@ def test_worker_ends_with_an_error_when_the_share_group_stays_full(
     assert reported.wait(10)
     with pytest.raises(
         BrokerRefused,
-        match=r"relax.r.rollout has no room for all 2 share consumers of this worker.*lower engine.max_prompt_groups",
+        match=r"relax.r.rollout has no room for the first 2 share consumers of this worker.*lower engine.max_prompt_groups",
     ):
         connection.auth_failures.raise_fatal()
     assert source.stopping

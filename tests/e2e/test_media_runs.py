@@ -146,7 +146,7 @@ def issue_prompt_about_a_deleted_image(
         seed=1,
     )
     with closing(
-        RecordProducer(Connection(bootstrap_servers, client_id="test"), one_record_per_batch=True)
+        RecordProducer(Connection(bootstrap_servers, client_id="test"), max_batch_records=1)
     ) as producer:
         producer.write(
             [

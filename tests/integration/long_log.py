@@ -267,7 +267,7 @@ def start_prompter(config: RunConfig) -> Any:
     from workers.prompter import PrompterLoop
 
     with open_worker(
-        "prompter", config, index=0, follow=("control.prompt-group-outcomes",), linger_ms=0
+        "prompter", config, index=0, follow=("control.prompt-group-outcomes",)
     ) as worker:
         loop = PrompterLoop(worker, open_stream(config.data, seed=config.run.seed))
         loop._recover()

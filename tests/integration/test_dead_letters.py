@@ -92,9 +92,9 @@ def test_trainer_flushes_dead_letters_before_committing_past_their_records(
     claim_check = StoreClaimCheck(
         ObjectStore.open((tmp_path / "objects").as_uri()), claim_check_threshold_bytes=10**6
     )
-    with Worker(
-        "trainer", written.config, claim_check=claim_check, linger_ms=100_000
-    ) as worker:  # nothing goes by itself
+    broker = written.config.broker.model_copy(update={"linger_ms": 100_000})
+    config = written.config.model_copy(update={"broker": broker})
+    with Worker("trainer", config, claim_check=claim_check) as worker:  # nothing goes by itself
         assembler = BatchAssembler(max_staleness=written.config.run.max_staleness, decided=set())
         unused: Any = SimpleNamespace()
         intake = SampleIntake(

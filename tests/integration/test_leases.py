@@ -102,7 +102,7 @@ def work(request: pytest.FixtureRequest) -> Queue:
 def single(connection: Connection) -> Iterator[RecordProducer]:
     """A producer as the prompter has it: one record in each batch, so that one can be leased at a
     time."""
-    opened = RecordProducer(connection, one_record_per_batch=True)
+    opened = RecordProducer(connection, max_batch_records=1)
     yield opened
     opened.close()
 

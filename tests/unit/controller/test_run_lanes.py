@@ -51,6 +51,32 @@ def test_rollout_worker_has_enough_lanes_to_fill_its_engine(
     )
 
 
+@pytest.mark.parametrize(
+    ("prompts", "workers", "room", "size"),
+    [(32, 1, 32, 4), (128, 4, 32, 4), (128, 4, 8, 1), (32, 8, 32, 1), (1024, 1, 32, 4)],
+)
+def test_lease_holds_at_most_an_eighth_of_a_workers_room_and_of_its_share_of_a_step(
+    make_run_config: MakeRunConfig, prompts: int, workers: int, room: int, size: int
+) -> None:
+    config = make_run_config(
+        run={"prompts_per_step": prompts},
+        workers={"rollout": workers},
+        engine={"max_prompt_groups": room},
+    )
+    assert config.prompt_groups_per_lease == size
+
+
+def test_lease_is_small_enough_for_all_workers_that_the_autoscaler_may_start(
+    make_run_config: MakeRunConfig,
+) -> None:
+    config = make_run_config(
+        run={"prompts_per_step": 128},
+        engine={"max_prompt_groups": 32},
+        scaling={"max_workers": 8, "autoscaler": {"enabled": True}},
+    )
+    assert config.prompt_groups_per_lease == 2
+
+
 def test_run_with_more_lanes_than_the_share_group_allows_is_rejected(
     make_run_config: MakeRunConfig,
 ) -> None:
