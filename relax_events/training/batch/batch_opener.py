@@ -35,6 +35,17 @@ class BatchOpener:
         """Whether the ranks train in rounds, from one plan a step."""
         return self.ranks.size > 1 and self.config.trainer.balance_ranks
 
+    @property
+    def trains_at_once(self) -> bool:
+        """Whether a micro-batch is computed when it closes, not once the whole step is there."""
+        trainer = self.config.trainer
+        return (
+            trainer.backend == "torch"
+            and self.ranks.size == 1
+            and not trainer.has_mini_batches
+            and not self.config.algorithm.needs_whole_step
+        )
+
     def micro_batcher(self) -> MicroBatcher:
         """Return what cuts samples into micro-batches within the run's budget."""
         return MicroBatcher(

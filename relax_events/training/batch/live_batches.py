@@ -25,6 +25,8 @@ from relax_events.training.step_commits import StepCommits
 from relax_events.training.step_record import RankStepResult
 
 IDLE_SECONDS = 0.5
+MAX_PARTS = 8
+"""Of a step: smaller ones are not trained early."""
 ROUND_SECONDS = 0.1
 """Wait for records between two rounds of collectives, where there are several ranks."""
 
@@ -78,6 +80,7 @@ class LiveBatches:
         taken = remaining
         while remaining:
             if not taken:
+                self._train_early(remaining)
                 self._commits.commit_step()
                 self._turns.end()
             self._read(version, wait=not taken)
@@ -95,6 +98,18 @@ class LiveBatches:
                 remaining = self._finish_batch(version)
             self._worker.lifecycle.tick(working=taken > 0)
         return share
+
+    def _train_early(self, num_missing: int) -> None:
+        """Train what would wait for the missing prompt groups, once it is as much as they are: the
+        time would pass unused, and a step gets few more micro-batches.
+        """
+        run = self._config.run
+        smallest = max(num_missing, run.prompts_per_step // MAX_PARTS)
+        if (
+            self._opener.trains_at_once
+            and self._batch.num_pending >= smallest * run.samples_per_prompt
+        ):
+            self._batch.flush()
 
     def _begin(self, version: int) -> RankStepResult:
         """Begin a step; return what records this rank's part of it."""

@@ -129,6 +129,11 @@ class MicroBatcher:
         self._samples: list[SampleReady] = []
         self._num_tokens = 0
 
+    @property
+    def num_pending(self) -> int:
+        """How many samples the micro-batch has that is not closed."""
+        return len(self._samples)
+
     def feed(self, samples: Iterable[SampleReady]) -> Iterator[list[SampleReady]]:
         """Add samples; yield the micro-batches that they close. Samples that must stay together
         must be in one call.

@@ -71,6 +71,11 @@ class StepBatch:
         """Exclude a prompt group whose samples can't be read."""
         self._untrainable[group.prompt_group_id] = group
 
+    @property
+    def num_pending(self) -> int:
+        """How many samples wait for their micro-batch to close."""
+        return self._batcher.num_pending
+
     def flush(self) -> None:
         """Train the pending samples as a micro-batch."""
         self._train(self._batcher.flush() or [])
