@@ -6,6 +6,7 @@ The advantage role uses it, and so does a replay that computes new advantages. I
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -94,9 +95,10 @@ class AdvantageEstimator:
         self, samples: Sequence[RewardedSample], *, num_excluded: int = 0
     ) -> list[NDArray[np.float32]]:
         masks = [sample.loss_mask.astype(bool) for sample in samples]
+        lengths = np.array([np.count_nonzero(mask) for mask in masks], np.float64)
         token_rewards = [_rewards_by_token(sample) for sample in samples]
         penalties = self._penalties(samples, masks)
-        rewards = self._rewards(samples, masks)
+        rewards = self._rewards(samples, lengths)
         if self._spec.reward_kl == "sequence":
             rewards -= np.array([penalty.sum() for penalty in penalties] or 0.0)
             penalties = []
@@ -104,18 +106,13 @@ class AdvantageEstimator:
             return self._subtract_teacher_penalties(
                 self._by_token(samples, masks, rewards, token_rewards, penalties), samples, masks
             )
-        lengths, keywords = (
-            np.array([mask.sum() for mask in masks], np.float64),
-            self._algorithm.keywords(self._spec.advantage_settings),
-        )
         returned = self._advantage(
-            GroupRewards(rewards, _components(samples), lengths, num_excluded), **keywords
+            GroupRewards(rewards, _components(samples), lengths, num_excluded),
+            **self._algorithm.keywords(self._spec.advantage_settings),
         )
         scalars = _check_scalars(returned, num_samples=len(samples), name=self._algorithm.name)
-        advantages = [
-            mask.astype(np.float32) * np.float32(scalar)
-            for mask, scalar in zip(masks, scalars, strict=True)
-        ]
+        single = scalars.astype(np.float32)
+        advantages = [mask * scalar for mask, scalar in zip(masks, single, strict=True)]
         for index, penalty in enumerate(penalties):
             returns = scalars[index] - np.cumsum(penalty[::-1])[::-1]
             advantages[index] = np.where(masks[index], returns, 0.0).astype(np.float32)
@@ -177,12 +174,11 @@ class AdvantageEstimator:
         return advantages
 
     def _rewards(
-        self, samples: Sequence[RewardedSample], masks: Sequence[NDArray[np.bool_]]
+        self, samples: Sequence[RewardedSample], lengths: Float64[np.ndarray, " samples"]
     ) -> Float64[np.ndarray, " samples"]:
         rewards: Float64[np.ndarray, " samples"] = np.array(
             [sample.reward for sample in samples], np.float64
         )
-        lengths = np.array([mask.sum() for mask in masks], np.float64)
         ratio, penalty = self._algorithm.overlong_ratio, self._algorithm.overlong_penalty
         rewards -= overlong_penalties(
             lengths, max_new_tokens=self._max_new_tokens, ratio=ratio, penalty=penalty
@@ -296,7 +292,7 @@ def _differences(
 def _require_finite(samples: Sequence[RewardedSample]) -> None:
     for sample in samples:
         for name, value in {"reward": sample.reward, **sample.components}.items():
-            if not np.isfinite(value):
+            if not math.isfinite(value):
                 raise RewardError(f"sample {sample.sample_id}: {name} must be finite, got {value}")
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from relax_events.events.container import LoggedRecord
 
 POLICY_VERSION_HEADER = "policy-version"
 VERSION_PATTERN = re.compile("-?[0-9]{1,18}")
+NUM_REMEMBERED_VERSIONS = 64
+"""The records of a version come together, and each is asked for it several times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +59,12 @@ class Record:
         """The policy version in the headers, readable without decoding the event; None when
         absent.
         """
-        text = self.headers.get(POLICY_VERSION_HEADER, "")
-        return int(text) if VERSION_PATTERN.fullmatch(text) else None
+        return _parse_version(self.headers.get(POLICY_VERSION_HEADER, ""))
+
+
+@lru_cache(maxsize=NUM_REMEMBERED_VERSIONS)
+def _parse_version(text: str) -> int | None:
+    return int(text) if VERSION_PATTERN.fullmatch(text) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ reference.
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Collection
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -38,7 +39,7 @@ def check_in(
         ObjectError: The store failed.
     """
     stored = {}
-    for name in _field_names(type(event)):
+    for name in _array_fields(type(event)):
         value = getattr(event, name)
         if isinstance(value, np.ndarray) and value.nbytes > claim_check_threshold_bytes:
             stored[name] = store_array(value, store, folder=folder)
@@ -59,7 +60,7 @@ def check_out(event: EventT, store: ObjectStore, *, leave: Collection[str] = ())
             names it.
     """
     fetched = {}
-    for name in _field_names(type(event)):
+    for name in _array_fields(type(event)):
         value = getattr(event, name)
         if isinstance(value, StoredArray) and name not in leave:
             fetched[name] = fetch_array(value, store)
@@ -68,8 +69,12 @@ def check_out(event: EventT, store: ObjectStore, *, leave: Collection[str] = ())
 
 def count_array_bytes(event: DataclassInstance) -> int:
     """Return how many bytes the arrays of an event take, without those that are in the store."""
-    values = (getattr(event, name) for name in _field_names(type(event)))
-    return sum(value.nbytes for value in values if isinstance(value, np.ndarray))
+    num_bytes = 0
+    for name in _array_fields(type(event)):
+        value = getattr(event, name)
+        if isinstance(value, np.ndarray):
+            num_bytes += value.nbytes
+    return num_bytes
 
 
 def store_array(array: NDArray[Any], store: ObjectStore, *, folder: str = "") -> StoredArray:
@@ -103,8 +108,14 @@ def fetch_array(stored: StoredArray, store: ObjectStore) -> NDArray[Any]:
 
 
 @cache
-def _field_names(kind: type[DataclassInstance]) -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(kind))
+def _array_fields(kind: type[DataclassInstance]) -> tuple[str, ...]:
+    """Return the fields that may hold arrays, by their annotations."""
+    hints = typing.get_type_hints(kind)
+    return tuple(
+        field.name
+        for field in dataclasses.fields(kind)
+        if StoredArray in typing.get_args(hints[field.name])
+    )
 
 
 def _replaced(event: EventT, changes: dict[str, Any]) -> EventT:

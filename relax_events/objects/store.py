@@ -413,9 +413,13 @@ def list_media(event: Any) -> list[MediaRef]:
     """Return all media references of an event, in order; those of a sample of several paths may
     occur twice.
     """
-    said = (*getattr(event, "messages", ()), *getattr(event, "turns", ()))
-    by_path = chain.from_iterable(getattr(event, "path_media", ()))
-    return [*getattr(event, "media", ()), *list_message_media(said), *by_path]
+    found = list(getattr(event, "media", ()))
+    for name in ("messages", "turns"):
+        if said := getattr(event, name, ()):
+            found += list_message_media(said)
+    if by_path := getattr(event, "path_media", ()):
+        found += chain.from_iterable(by_path)
+    return found
 
 
 def list_message_media(messages: Iterable[ChatMessage]) -> list[MediaRef]:

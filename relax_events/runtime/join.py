@@ -10,6 +10,7 @@ combined, because their tokens may differ.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from relax_events.errors import RewardError
@@ -45,12 +46,14 @@ class JoinedGroup:
 
     def is_complete(self, logprob_roles: frozenset[str], *, needs_scores: bool = True) -> bool:
         """Return whether every sample has its score and its log-probabilities."""
-        return (
-            self.has_all_samples
-            and (not needs_scores or self.scores.keys() >= self.samples.keys())
-            and all(
-                self.logprobs.get(name, {}).keys() >= self.samples.keys() for name in logprob_roles
-            )
+        if not self.has_all_samples:
+            return False
+        needed: list[Mapping[str, object]] = [self.logprobs.get(name, {}) for name in logprob_roles]
+        if needs_scores:
+            needed.append(self.scores)
+        return all(
+            len(found) >= len(self.samples) and found.keys() >= self.samples.keys()
+            for found in needed
         )
 
     def reward_of(self, sample: SampleRolledOut) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -19,6 +20,7 @@ from relax_events.runtime.heartbeat import Heartbeat, HeartbeatThread
 from relax_events.telemetry.metrics import WorkerMetrics
 from relax_events.topics import TopicPlan
 
+PROGRESS_SECONDS = 0.01
 ACKNOWLEDGEMENT_SECONDS = 5.0
 """Seconds without an acknowledgement after which the broker counts as unavailable."""
 
@@ -70,6 +72,7 @@ class Lifecycle(AbstractContextManager["Lifecycle"]):
         self._outages: Outages | None = None
         self._loop_thread = threading.get_ident()
         self._has_ended = threading.Event()
+        self._recorded_at = -math.inf
 
     def __enter__(self) -> Self:
         self._heartbeat.tick(WorkerState.STARTING)
@@ -106,7 +109,14 @@ class Lifecycle(AbstractContextManager["Lifecycle"]):
         self._send_if_due(WorkerState.WORKING if working else WorkerState.IDLE)
 
     def record_progress(self) -> None:
-        """Record progress in the middle of an iteration; send a heartbeat if one is due."""
+        """Record progress in the middle of an iteration; send a heartbeat if one is due.
+
+        Called for each record, it does so at most every `PROGRESS_SECONDS`.
+        """
+        now = time.monotonic()
+        if now - self._recorded_at < PROGRESS_SECONDS:
+            return
+        self._recorded_at = now
         self._heartbeat.advance()
         self._send_if_due(WorkerState.WORKING)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 
 from relax_events.config import RunConfig
 from relax_events.errors import ConfigError
@@ -216,6 +217,7 @@ class TopicPlan:
         return f"relax.{run_id}.{entity}"
 
     @staticmethod
+    @cache
     def parse_entity(topic: str) -> str:
         """Return the part of a full topic name behind the run's prefix, for example
         `rollout.samples`. Run ids contain no dots.
