@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from relax_events.config import ModelConfig
 from relax_events.engines.transformers import layers as attention
-from relax_events.engines.transformers.direct_model import DirectModel
+from relax_events.engines.transformers.direct_model import DirectModel, is_plain
 from relax_events.engines.transformers.kv_cache import RowCache
 from relax_events.engines.transformers.layers import ROW_BLOCK, use_padded_experts
 from relax_events.errors import ConfigError
@@ -264,7 +264,9 @@ class CausalModel:
     def _try_direct_model(self) -> DirectModel | None:
         """Return a way around the modules, if it gives the same bits as they for a probe."""
         language_model = self.family.language_model(self._module)
-        if self.layout is not None or not DirectModel.is_plain(language_model):
+        if self.layout is not None or not is_plain(
+            language_model, attention=attention.ATTENTION_IMPLEMENTATION
+        ):
             return None
         direct = DirectModel(language_model)
         logits = [self._probe(way) for way in (None, direct)]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers.cache_utils import Cache
 
-from relax_events.engines.transformers.layers import ATTENTION_IMPLEMENTATION, grouped_sdpa
+from relax_events.engines.transformers.layers import grouped_sdpa
 
 PLAIN_MODELS = ("llama", "qwen2", "qwen3")
 """Model types whose layers have the plain form."""
@@ -123,6 +123,22 @@ class Layer:
         return scaled
 
 
+def is_plain(language_model: Any, *, attention: str) -> bool:
+    """Return whether a model's layers have the plain form, with none of them wrapped.
+
+    Args:
+        language_model: A decoder without its output head.
+        attention: Name of the implementation that it must have.
+    """
+    config = language_model.config
+    if config.model_type not in PLAIN_MODELS:
+        return False
+    linears = (part for name, part in language_model.named_modules() if name.endswith("_proj"))
+    return config._attn_implementation == attention and all(  # noqa: SLF001
+        type(part) is nn.Linear for part in linears
+    )
+
+
 class DirectModel:
     """A decoder's forward pass up to its output head."""
 
@@ -131,17 +147,6 @@ class DirectModel:
         self._embed, self._rotate = language_model.embed_tokens, language_model.rotary_emb
         self._layers = [Layer.of(layer) for layer in language_model.layers]
         self._norm = Norm.of(language_model.norm)
-
-    @staticmethod
-    def is_plain(language_model: Any) -> bool:
-        """Return whether a model's layers have the plain form, with none of them wrapped."""
-        config = language_model.config
-        if config.model_type not in PLAIN_MODELS:
-            return False
-        linears = (part for name, part in language_model.named_modules() if name.endswith("_proj"))
-        return config._attn_implementation == ATTENTION_IMPLEMENTATION and all(  # noqa: SLF001
-            type(part) is nn.Linear for part in linears
-        )
 
     def __call__(
         self,
