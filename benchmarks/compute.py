@@ -32,6 +32,8 @@ PARTS = {
 }
 QUESTION = """Processor time of one process on one thread, a sample: the samples of a train step, 32 prompts with 8 samples each, without broker and workers.
 All sides of a part take the same prompts or samples in turn, in every round another step; medians over steps and rounds.
+The machine's load average before the first round was {load:.1f}: what is above its number of cores was there for others, and takes the caches of
+all sides.
 
 - Generation: the engine gets the prompts of a step at once, or one before each of its decoding steps. "transformers" is `generate` over all samples,
   padded on the left, with a key and value cache, as TRL calls it; it returns no log-probabilities. "Matrices" are the linear layers and
@@ -126,6 +128,7 @@ def main() -> None:
     parser.add_argument("--models", type=Path, help="where the models are, or are made")
     given = parser.parse_args()
     checkouts = {NOW: HERE.parent} | ({BEFORE: given.before.resolve()} if given.before else {})
+    load = os.getloadavg()[0]
     found: dict[str, dict[str, dict[str, list[float]]]] = {
         task: {name: defaultdict(list) for name in checkouts} for task in TASKS
     }
@@ -141,7 +144,7 @@ def main() -> None:
     report.write(
         "compute",
         title="What engine, trainer and scorers take a sample, and what bare loops take",
-        question=QUESTION,
+        question=QUESTION.format(load=load),
         command=f"python -m benchmarks.compute --rounds {given.rounds} --steps {given.steps}"
         + (" --before CHECKOUT" if given.before else ""),
         tables=tables,
