@@ -300,7 +300,8 @@ def _check_arrays(event: SampleRolledOut | SampleReady, fields: tuple[str, ...])
     if not isinstance(tokens, StoredArray) and tokens.min() < 0:
         raise PoisonSample(f"{where}: tokens must be >= 0, got {tokens.min()}")
     for name in fields:
-        _check_array(getattr(event, name), tokens.shape, f"{where}: {name}")
+        if (array := getattr(event, name)) is not None:
+            _check_array(array, tokens.shape, f"{where}: {name}")
     if not isinstance(event.loss_mask, StoredArray) and event.loss_mask[0]:
         raise PoisonSample(
             f"{where}: loss_mask must be 0 at the first token, since no token before it predicts it"
@@ -379,9 +380,7 @@ def _check_paths(event: SampleRolledOut | SampleReady) -> None:
         raise PoisonSample(f"{rule} begin each path with a token that loss_mask leaves out")
 
 
-def _check_array(array: Array | None, shape: tuple[int, ...], what: str) -> None:
-    if array is None:
-        return
+def _check_array(array: Array, shape: tuple[int, ...], what: str) -> None:
     if array.shape != shape:
         raise PoisonSample(f"{what} must have the shape of tokens {shape}, got {array.shape}")
     if (
