@@ -27,7 +27,6 @@ from relax_events.objects import ObjectStore
 from relax_events.objects.claim_check import check_out
 from relax_events.runtime.run_description import ParentRun
 from relax_events.runtime.worker import Worker
-from relax_events.training.batch.assembly import LocatedSample
 from relax_events.training.batch.batch_opener import BatchOpener
 from relax_events.training.batch.live_batches import IDLE_SECONDS, ROUND_SECONDS
 from relax_events.training.batch.lockstep_batch import UndecodedSample
@@ -297,7 +296,7 @@ class RecordedTraining:
             for item in step.samples:
                 self._intake.require_trainable(item.sample)
             train = self._train_in_rounds if self._opener.is_in_rounds else self._train_streamed
-            share = train(step.samples, version)
+            share = train(step, version)
         except PoisonSample as error:
             raise ConfigError(
                 f"the rollouts of run {self._config.parent.run} can't be trained with these "
@@ -306,15 +305,20 @@ class RecordedTraining:
         self._worker.lifecycle.tick(working=True)
         return share
 
-    def _train_streamed(self, samples: list[LocatedSample], version: int) -> RankStepResult:
+    def _train_streamed(self, step: RecordedBatch, version: int) -> RankStepResult:
+        """Train the parent's micro-batches, which it may have closed before they were full; they
+        are divided further where the budget is smaller now.
+        """
         batch = self._opener.streamed(version)
-        batch.feed(samples)
-        batch.flush()
+        for part in step.parts():
+            batch.feed(part)
+            batch.flush()
         for refused in batch.pop_untrainable():
             raise refused.error
         return batch.share
 
-    def _train_in_rounds(self, samples: list[LocatedSample], version: int) -> RankStepResult:
+    def _train_in_rounds(self, step: RecordedBatch, version: int) -> RankStepResult:
+        samples = step.samples
         batch, batcher = self._opener.in_rounds(version), self._opener.micro_batcher()
         located = {item.sample.sample_id: item for item in samples}
         closed = [*batcher.feed(item.sample for item in samples), batcher.flush() or []]

@@ -63,6 +63,23 @@ class RecordedBatch:
             by_round.setdefault(number, []).append(sample)
         return (by_round.get(number, []) for number in range(self.num_rounds))
 
+    def parts(self) -> Iterator[list[LocatedSample]]:
+        """Yield the samples of each micro-batch; where a prompt group was divided between two,
+        those of both.
+        """
+        part: list[LocatedSample] = []
+        for index, sample in enumerate(self.samples):
+            if (
+                part
+                and self.micro_batches[index] != self.micro_batches[index - 1]
+                and sample.sample.prompt_group_id != part[-1].sample.prompt_group_id
+            ):
+                yield part
+                part = []
+            part.append(sample)
+        if part:
+            yield part
+
 
 class RecordedBatches:
     """See the module's docstring.

@@ -12,9 +12,10 @@ from event_samples import committed, ready
 
 from relax_events.events.types import SampleReady, TrainStepCommitted
 from relax_events.kafka.records import Record
+from relax_events.training.batch.assembly import LocatedSample
 from relax_events.training.ranks import SingleRank
 from relax_events.training.replay import recorded_batches
-from relax_events.training.replay.recorded_batches import RecordedBatches
+from relax_events.training.replay.recorded_batches import RecordedBatch, RecordedBatches
 
 RECORD_BYTES = 100
 
@@ -74,3 +75,25 @@ def test_recorded_steps_are_read_within_a_byte_limit_and_decoded_lazily(
         assert len(decoded) == 2 * (number + 1), "a step was decoded before it was asked for"
     assert next(batches, None) is None
     assert log.num_read == num_read
+
+
+@pytest.mark.parametrize(
+    ("groups", "micro_batches", "lengths"),
+    [
+        ("aabbcc", [0, 0, 0, 0, 0, 0], [6]),
+        ("aabbcc", [0, 0, 1, 1, 2, 2], [2, 2, 2]),
+        ("aabbcc", [0, 0, 0, 1, 1, 2], [6]),  # no boundary lies between two prompt groups
+        ("aabbcc", [0, 0, 0, 1, 2, 2], [4, 2]),
+    ],
+)
+def test_parts_of_a_recorded_step_end_with_its_micro_batches_and_prompt_groups(
+    groups: str, micro_batches: list[int], lengths: list[int]
+) -> None:
+    samples = [
+        LocatedSample(ready(f"000000-{ord(name):04d}-0", index % 2), 0, index)
+        for index, name in enumerate(groups)
+    ]
+    batch = RecordedBatch(step(0), samples, micro_batches, max(micro_batches) + 1)
+    parts = list(batch.parts())
+    assert [len(part) for part in parts] == lengths
+    assert [one for part in parts for one in part] == samples
