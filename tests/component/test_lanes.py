@@ -23,6 +23,9 @@ from relax_events.kafka.records import Record
 from relax_events.kafka.share_leases import ShareGroupLeases
 
 FATAL = KafkaError(KafkaError._FATAL, "fenced for good", fatal=True)
+FULL = KafkaError(
+    KafkaError.GROUP_MAX_SIZE_REACHED, "Consumer group has reached maximum size", fatal=True
+)
 
 
 class Message:
@@ -175,11 +178,8 @@ def test_another_share_consumer_joins_when_all_hold_records_and_there_is_capacit
 def test_worker_does_without_another_share_consumer_when_the_group_has_no_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    full = KafkaError(
-        KafkaError.GROUP_MAX_SIZE_REACHED, "Consumer group has reached maximum size", fatal=True
-    )
     monkeypatch.setattr(share_leases, "FULL_SECONDS", -1.0)
-    consumers, taken = Consumers([Message(offset=0)], [Message(full)]), list[Lease]()
+    consumers, taken = Consumers([Message(offset=0)], [Message(FULL)]), list[Lease]()
     source = lane_of(consumers, monkeypatch, taken, max_leases=2, records_per_batch=2)
     wait_until(lambda: len(consumers.made) == 2 and consumers.made[1].is_closed)
     assert not source.stopping
@@ -256,9 +256,6 @@ def test_consumer_group_lease_queue_ends_its_worker_when_its_client_fails(
 def test_worker_ends_with_an_error_when_the_share_group_stays_full(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    full = KafkaError(
-        KafkaError.GROUP_MAX_SIZE_REACHED, "Consumer group has reached maximum size", fatal=True
-    )
 
     class Refused:
         def __init__(self, _: object) -> None:
@@ -267,7 +264,7 @@ def test_worker_ends_with_an_error_when_the_share_group_stays_full(
         def subscribe(self, _: list[str]) -> None: ...
 
         def poll(self, _: float) -> list[Message]:
-            raise KafkaException(full)
+            raise KafkaException(FULL)
 
         def close(self) -> None: ...
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from engine_requests import bits, finish, make_engine, make_request, tiny_model
+from plain_models import write_plain_model
 from structlog.testing import capture_logs
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from relax_events.config import ModelConfig
 from relax_events.engines.transformers import direct_model
@@ -15,27 +15,11 @@ from relax_events.engines.transformers.causal_model import CausalModel
 from relax_events.engines.transformers.kv_cache import RowCache
 from relax_events.weights import Weights
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 272,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-}
 LENGTH = 16
 
 
 def open_model(folder: Path, family: str, dtype: str = "float32", **shape: Any) -> CausalModel:
-    torch.manual_seed(5)
-    config = AutoConfig.for_model(family, **SHAPE | shape)
-    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-    with torch.no_grad():  # norms of one and biases of zero would hide a wrong one
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.add_(torch.randn_like(parameter) / 4)
-    model.save_pretrained(folder)
+    write_plain_model(folder, family, dtype, **shape)
     return CausalModel(folder, config=ModelConfig(path=folder, dtype=dtype, device="cpu"))
 
 

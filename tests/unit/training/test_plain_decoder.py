@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from plain_models import write_plain_model
 from structlog.testing import capture_logs
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from relax_events.config import ModelConfig
 from relax_events.examples.tiny_models import make_tiny
@@ -30,35 +30,20 @@ from tests.folders import kept_folder
 from tests.unit.trainer_samples import make_samples, run_config, tiny_model
 
 CPU = torch.device("cpu")
-SHAPE: dict[str, Any] = {
-    "vocab_size": 256,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-}
 
 
 def open_model(folder: Path, family: str = "qwen3", **shape: Any) -> PolicyModel:
-    torch.manual_seed(5)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SHAPE | shape))
-    with torch.no_grad():  # norms of one and biases of zero would hide a wrong one
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.add_(torch.randn_like(parameter) / 4)
-    model.save_pretrained(folder)
+    write_plain_model(folder, family, vocab_size=256, **shape)
     config = ModelConfig(path=folder, dtype="float32", device="cpu")
     return PolicyModel(folder, config=config, device=CPU)
 
 
 def prompt_groups(*, num_prompt_tokens: tuple[int, ...]) -> list[Any]:
     """Return four samples for each prompt, the last two of them the same."""
-    draw, samples = np.random.default_rng(2), []
+    generator, samples = np.random.default_rng(2), []
     for group, length in enumerate(num_prompt_tokens):
-        prompt = draw.integers(0, 256, length)
-        ends = [draw.integers(0, 256, own) for own in (5, 1, 9)]
+        prompt = generator.integers(0, 256, length)
+        ends = [generator.integers(0, 256, own) for own in (5, 1, 9)]
         for index, end in enumerate([*ends, ends[-1]]):
             made = make_samples(1)[0]
             tokens = np.concatenate([prompt, end]).astype(np.int32)
@@ -123,9 +108,9 @@ def test_long_sequences_are_computed_by_the_modules(
         return decoder(tokens, *given, **named)
 
     monkeypatch.setattr(model, "_decoder", noted)
-    draw = np.random.default_rng(0)
+    generator = np.random.default_rng(0)
     for length in (MAX_SHORT_SEQUENCE, MAX_SHORT_SEQUENCE + 1):
-        tokens = draw.integers(0, 256, length).astype(np.int32)
+        tokens = generator.integers(0, 256, length).astype(np.int32)
         mask = np.append(np.zeros(length - 1, np.uint8), np.uint8(1))
         sample = changed(make_samples(1)[0], tokens=tokens, loss_mask=mask)
         model.token_logprobs(pack([sample], vocab_size=256))
