@@ -154,10 +154,10 @@ def sum_counts(counts: Iterator[dict[str, float]]) -> dict[str, float]:
 
 
 class Prompts:
-    """Writes prompt groups as the prompter does, each as its own record batch."""
+    """Writes prompt groups in record batches of the prompter's size."""
 
-    def __init__(self, connection: Connection, plan: TopicPlan) -> None:
-        self._producer = RecordProducer(connection, max_batch_records=1)
+    def __init__(self, connection: Connection, plan: TopicPlan, *, batch_records: int) -> None:
+        self._producer = RecordProducer(connection, max_batch_records=batch_records)
         self._topic, self._codec, self._number = plan.topic("prompt.groups"), EventCodec(), 0
         self._num_partitions = plan.queue_partitions
 
@@ -226,7 +226,7 @@ def measure(case: Case, folder: Path, *, quick: bool) -> dict[str, Any]:
         plan = TopicPlan.from_config(config)
         connection = Connection.from_config(config.broker, client_id="clients.prompter-0")
         prepare(config, plan, connection)
-        prompts = Prompts(connection, plan)
+        prompts = Prompts(connection, plan, batch_records=config.prompt_groups_per_lease)
         with open_fleets(case, brokers.bootstrap_servers, folder) as fleets:
             wait_ms = compute_follow_wait_ms(sum(config.roles().values()))
             measured = Measurement(
