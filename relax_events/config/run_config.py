@@ -482,8 +482,8 @@ class RunConfig(Section):
     @property
     def prompt_groups_per_lease(self) -> int:
         """Prompt groups that a rollout worker leases by one request: a worker's share of a step,
-        and the room of a worker, are at least eight leases where one holds several; four where no
-        other worker could get the rest.
+        and the room of a worker, are at least eight leases where one holds several; four in a run
+        of one worker.
         """
         limit = self.scaling.max_workers if self.scaling.autoscaler.enabled else 1
         workers = max(self.workers.rollout, limit)

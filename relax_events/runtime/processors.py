@@ -157,8 +157,9 @@ class SampleLoop:
             gatherer: Decides when samples are processed; by default each at once.
             max_records: Maximum number of fetched records in memory.
             max_tokens: A part ends with the sample that reaches this number of tokens.
-            min_part_records: Maximum records of a part that takes long; the next part grows or
-                shrinks towards `PART_SECONDS`. By default a part is all fetched records.
+            min_part_records: Records of the first part, and of parts that take longer than
+                `PART_SECONDS`; faster ones grow until they take as long. By default a part is all
+                fetched records.
             listeners: Receive control events.
             after_part: Called after every part, and every half second without one.
             may_work: Returns whether samples may be processed now, given whether there are any;
