@@ -10,6 +10,7 @@ import typing
 from collections.abc import Callable
 from enum import StrEnum
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 from relax_events.events.parts import Array
@@ -65,9 +66,10 @@ def _writer(kind: Any) -> Converter | None:
     if not _is_record(kind):
         return _each(kind, _writer)
     names, converted = [field.name for field in dataclasses.fields(kind)], _converted(kind, _writer)
+    values_of = attrgetter(*names, "__class__")  # a tuple, also of one field
 
     def write(value: Any) -> dict[str, Any]:
-        record = {name: getattr(value, name) for name in names}
+        record: dict[str, Any] = dict(zip(names, values_of(value), strict=False))
         for name, convert in converted:
             if (content := record[name]) is not None:
                 record[name] = convert(content)
@@ -90,7 +92,7 @@ def _reader(kind: Any) -> Converter | None:
     if kind == Array:
         return unpack
     if isinstance(kind, type) and issubclass(kind, StrEnum):
-        return kind
+        return {member.value: member for member in kind}.__getitem__
     if (content := _optional(kind)) is not None:
         return _reader(content)
     if not _is_record(kind):

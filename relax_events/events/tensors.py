@@ -18,6 +18,8 @@ DTYPES = {
     for name in ("|u1", "|i1", "|b1", "<i2", "<i4", "<i8", "<u2", "<u4", "<u8", "<f2", "<f4", "<f8")
 }
 
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
 
 def pack(array: Array) -> dict[str, Any]:
     """Return the PackedTensor record of an array."""
@@ -29,18 +31,15 @@ def pack(array: Array) -> dict[str, Any]:
             "num_bytes": reference.num_bytes,
         }
         return {"dtype": array.dtype, "shape": list(array.shape), "data": None, "reference": stored}
-    if array.dtype.str not in DTYPES:
+    name = DTYPE_NAMES.get(array.dtype)
+    if name is None:
         array = array.astype(array.dtype.newbyteorder("<"))
-        if array.dtype.str not in DTYPES:
+        name = DTYPE_NAMES.get(array.dtype)
+        if name is None:
             raise TypeError(
                 f"arrays of {array.dtype} can't be packed; use one of {', '.join(DTYPES)}"
             )
-    return {
-        "dtype": array.dtype.str,
-        "shape": array.shape,
-        "data": array.tobytes(),
-        "reference": None,
-    }
+    return {"dtype": name, "shape": array.shape, "data": array.tobytes(), "reference": None}
 
 
 def dense(array: Array, *, what: str) -> NDArray[np.generic]:
@@ -73,7 +72,8 @@ def unpack(record: dict[str, Any]) -> Array:
         if record["reference"] is None:
             raise CorruptRecord("packed tensor has neither data nor reference")
         return StoredArray(record["dtype"], tuple(shape), ObjectRef(**record["reference"]))
-    if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != len(data):
+    size = shape[0] if len(shape) == 1 else math.prod(shape)
+    if size * dtype.itemsize != len(data) or min(shape, default=0) < 0:
         raise CorruptRecord(
             f"packed tensor of {record['dtype']} and shape {list(shape)} can't have "
             f"{len(data)} bytes"
