@@ -61,6 +61,7 @@ class RecordProducer:
         )
         self._producer = Producer(settings)
         self._connection = connection
+        self._max_batch_records = max_batch_records or 1
         self._failure: KafkaError | None = None
         self._is_closed = False
         self._counting = threading.Lock()
@@ -136,8 +137,11 @@ class RecordProducer:
 
     def write(self, records: Iterable[ProducerRecord]) -> None:
         """Send records and wait until they are acknowledged."""
-        for record in records:
+        for number, record in enumerate(records, 1):
             self.send(record)
+            if self._max_batch_records > 1 and number % self._max_batch_records == 0:
+                # librdkafka keeps a processor busy while records wait behind a full batch
+                self.flush()
         self.flush()
 
     def close(self) -> None:
