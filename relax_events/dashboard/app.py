@@ -260,7 +260,8 @@ def _detail_routes(registry: RunRegistry) -> APIRouter:
         found = run.reader.texts.find(wanted)
         missing = [row for row in wanted if row not in found]
         if missing:
-            found |= details.read_texts(run.config, run.reader.table, missing)
+            with details.open_log(run.config) as log:
+                found |= details.read_texts(log, run.reader.table, missing)
         return _json(found)
 
     @routes.get("/sample")
@@ -268,12 +269,14 @@ def _detail_routes(registry: RunRegistry) -> APIRouter:
         run = registry.open(run_id)
         table = run.reader.table
         number = table.find(sample_id) if sample_id else row
-        return _json(details.read_sample(run.config, table, number))
+        with details.open_log(run.config) as log:
+            return _json(details.read_sample(log, table, number))
 
     @routes.get("/media")
     def media(run_id: str, row: int, number: int, frame: int = 0) -> Response:
         run = registry.open(run_id)
-        kind, data = details.render_media(run.config, run.reader.table, row, number, frame)
+        with details.open_log(run.config) as log:
+            kind, data = details.render_media(log, run.reader.table, row, number, frame)
         return Response(data, media_type=kind)
 
     @routes.get("/lineage")
@@ -281,16 +284,14 @@ def _detail_routes(registry: RunRegistry) -> APIRouter:
         run_id: str, sample_id: Text = "", version: Annotated[int, Query(ge=-1)] = -1
     ) -> Response:
         run = registry.open(run_id)
-        if sample_id:
-            return _json({"sample": details.read_lineage_of_sample(run.config, sample_id)})
         newest = run.reader.table.newest_version
         wanted = newest if version < 0 else version
-        return _json(
-            {
-                "version": details.read_lineage_of_version(run.config, wanted),
-                "newest": newest,
-            }
-        )
+        with details.open_log(run.config) as log:
+            return _json(
+                {"sample": details.read_lineage_of_sample(log, sample_id)}
+                if sample_id
+                else {"version": details.read_lineage_of_version(log, wanted), "newest": newest}
+            )
 
     @routes.get("/lag")
     def lag(run_id: str) -> Response:
@@ -302,7 +303,8 @@ def _detail_routes(registry: RunRegistry) -> APIRouter:
 
     @routes.get("/dead-letters/{name}")
     def dead_letter(run_id: str, name: str) -> Response:
-        return _json(details.show_dead_letter(registry.open(run_id).config, name))
+        with details.open_log(registry.open(run_id).config) as log:
+            return _json(details.show_dead_letter(log, name))
 
     return routes
 

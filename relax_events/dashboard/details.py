@@ -1,6 +1,7 @@
 """What pages read from the log on demand: texts and tokens of samples, lineage, dead letters, lag.
 
-Each answer opens the log for itself, so that it is up to date, and reads only the needed records.
+Each reads only the needed records of an open log, which shows the run as of when it was opened: a
+server opens it for each answer (`open_log`), a report once.
 """
 
 from __future__ import annotations
@@ -45,16 +46,15 @@ def open_log(config: RunConfig) -> Iterator[RunLog]:
         yield log
 
 
-def read_texts(config: RunConfig, table: SampleTable, rows: Sequence[int]) -> dict[int, Any]:
+def read_texts(log: RunLog, table: SampleTable, rows: Sequence[int]) -> dict[int, Any]:
     """Return the beginning of prompt and completion of these rows; the records that were purged are
     left out.
     """
     positions = {table.position(row): row for row in rows}
-    with open_log(config) as log:
-        return {
-            positions[at]: excerpt_texts(sample)
-            for at, sample in read_samples_at(log, positions).items()
-        }
+    return {
+        positions[at]: excerpt_texts(sample)
+        for at, sample in read_samples_at(log, positions).items()
+    }
 
 
 def read_samples_at(
@@ -90,39 +90,38 @@ def rounds(positions: Sequence[tuple[int, int]]) -> list[dict[int, tuple[int, in
     ]
 
 
-def read_sample(config: RunConfig, table: SampleTable, row: int) -> dict[str, Any]:
+def read_sample(log: RunLog, table: SampleTable, row: int) -> dict[str, Any]:
     """Return all of a sample: its conversation, its score, its tokens and media."""
     position = table.position(row)
-    with open_log(config) as log:
-        sample = read_samples_at(log, {position: row}).get(position)
-        if sample is None:
-            raise ConfigError(
-                f"the record of row {row} was purged from the log; see run.retain_versions"
-            )
-        score = next(read_sample_events(log, sample, "reward.scores", SampleScored), None)
-        ready = next(read_sample_events(log, sample, "advantage.samples", SampleReady), None)
-        tokens, why_not = _tokens(log, sample, ready.event if ready else None)
-        return {
-            **table.describe([row])[0],
-            "messages": [_message(message) for message in sample.messages],
-            "turns": [_message(message) for message in sample.turns],
-            "completion": sample.completion,
-            "answer": sample.answer,
-            "metadata": sample.metadata[:20_000],
-            "temperature": sample.temperature,
-            "num_prompt_tokens": sample.num_prompt_tokens,
-            "path_lengths": sample.path_lengths,
-            "segments": [asdict(segment) for segment in sample.version_segments],
-            "score": _score(score.event) if score else None,
-            "tokens_table": tokens,
-            "tokens_problem": why_not,
-            "num_tokens": len(sample.tokens),
-            "media": [
-                {"type": media.media_type, "extent": media.extent, "num_bytes": media.num_bytes}
-                for media in media_of(sample)
-            ],
-            "group": table.describe(table.group_rows(row)),
-        }
+    sample = read_samples_at(log, {position: row}).get(position)
+    if sample is None:
+        raise ConfigError(
+            f"the record of row {row} was purged from the log; see run.retain_versions"
+        )
+    score = next(read_sample_events(log, sample, "reward.scores", SampleScored), None)
+    ready = next(read_sample_events(log, sample, "advantage.samples", SampleReady), None)
+    tokens, why_not = _tokens(log, sample, ready.event if ready else None)
+    return {
+        **table.describe([row])[0],
+        "messages": [_message(message) for message in sample.messages],
+        "turns": [_message(message) for message in sample.turns],
+        "completion": sample.completion,
+        "answer": sample.answer,
+        "metadata": sample.metadata[:20_000],
+        "temperature": sample.temperature,
+        "num_prompt_tokens": sample.num_prompt_tokens,
+        "path_lengths": sample.path_lengths,
+        "segments": [asdict(segment) for segment in sample.version_segments],
+        "score": _score(score.event) if score else None,
+        "tokens_table": tokens,
+        "tokens_problem": why_not,
+        "num_tokens": len(sample.tokens),
+        "media": [
+            {"type": media.media_type, "extent": media.extent, "num_bytes": media.num_bytes}
+            for media in media_of(sample)
+        ],
+        "group": table.describe(table.group_rows(row)),
+    }
 
 
 def _message(message: ChatMessage) -> dict[str, Any]:
@@ -180,7 +179,7 @@ def media_of(sample: SampleRolledOut) -> list[MediaRef]:
 
 
 def render_media(
-    config: RunConfig, table: SampleTable, row: int, number: int, frame: int
+    log: RunLog, table: SampleTable, row: int, number: int, frame: int
 ) -> tuple[str, bytes]:
     """Return media type and bytes of a frame, or of audio: encoded from the model's input,
     never the file of an untrusted producer.
@@ -189,14 +188,13 @@ def render_media(
         ConfigError: There is no such medium.
     """
     position = table.position(row)
-    with open_log(config) as log:
-        sample = read_samples_at(log, {position: row}).get(position)
+    sample = read_samples_at(log, {position: row}).get(position)
     media = media_of(sample) if sample else []
     if not 0 <= number < len(media):
         raise ConfigError(f"the sample has {len(media)} media; there is no number {number}")
-    loaded = MediaLibrary(config).load(media[number])
+    loaded = MediaLibrary(log.config).load(media[number])
     if loaded.samples is not None and loaded.pixels is None:
-        rate = config.model.media.audio_sample_rate
+        rate = log.config.model.media.audio_sample_rate
         begin = loaded.samples[: MAX_SECONDS * rate].astype(np.float64)
         return "audio/wav", encode_wav(begin, rate_hertz=rate)
     frames = select_frames(loaded)
@@ -207,36 +205,31 @@ def render_media(
     return "image/png", file.getvalue()
 
 
-def read_lineage_of_sample(config: RunConfig, sample_id: str) -> dict[str, Any]:
+def read_lineage_of_sample(log: RunLog, sample_id: str) -> dict[str, Any]:
     """Return the stages of a sample, from its prompt to the versions it trained."""
-    with open_log(config) as log:
-        return asdict(sample_lineage(log, sample_id))
+    return asdict(sample_lineage(log, sample_id))
 
 
-def read_lineage_of_version(config: RunConfig, version: int) -> dict[str, Any]:
+def read_lineage_of_version(log: RunLog, version: int) -> dict[str, Any]:
     """Return where a version comes from: its step, its samples, its rewards."""
-    with open_log(config) as log:
-        found = asdict(version_lineage(log, version))
+    found = asdict(version_lineage(log, version))
     found["num_samples"] = len(found["samples"])
     found["samples"] = found["samples"][:500]
     return found
 
 
-def list_dead_letters(config: RunConfig) -> list[dict[str, Any]]:
+def list_dead_letters(log: RunLog) -> list[dict[str, Any]]:
     """Return the dead letters, newest first, without their values."""
-    with open_log(config) as log:
-        found = read_dead_letters(log)
     return [
         asdict(dead_letter) | {"id": dead_letter.id, "origin": dead_letter.origin}
-        for dead_letter in reversed(found)
+        for dead_letter in reversed(read_dead_letters(log))
     ]
 
 
-def show_dead_letter(config: RunConfig, name: str) -> dict[str, Any]:
+def show_dead_letter(log: RunLog, name: str) -> dict[str, Any]:
     """Return a dead letter with what its record holds, as far as it can be decoded."""
-    with open_log(config) as log:
-        found, record = read_dead_letter(log, name)
-        read = read_record(log, record)
+    found, record = read_dead_letter(log, name)
+    read = read_record(log, record)
     return asdict(found) | {
         "holds": read.event,
         "fields": read.fields,

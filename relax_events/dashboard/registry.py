@@ -9,7 +9,7 @@ from typing import Any
 
 from relax_events.config import RunConfig
 from relax_events.dashboard.answers import Answers, Bell, Remembered
-from relax_events.dashboard.details import list_dead_letters, read_lag
+from relax_events.dashboard.details import list_dead_letters, open_log, read_lag
 from relax_events.dashboard.run_reader import RunReader
 from relax_events.errors import ConfigError
 from relax_events.history.cluster import Cluster
@@ -34,7 +34,7 @@ class OpenRun:
         self.answers = Answers(lambda: self.reader.status.revision)
         self.lag = Remembered(lambda: read_lag(config), seconds=LAG_SECONDS)
         self.dead_letters = Remembered(
-            lambda: list_dead_letters(config), seconds=DEAD_LETTER_SECONDS
+            lambda: _read_dead_letters(config), seconds=DEAD_LETTER_SECONDS
         )
         self.used_at = time.monotonic()
 
@@ -141,3 +141,8 @@ def find_runbook(name: str) -> str:
         if (path := folder / f"{name}.md").is_file():
             return path.read_text("utf-8")
     raise ConfigError(f"there is no runbook {name!r}; see docs/how-to/alerts")
+
+
+def _read_dead_letters(config: RunConfig) -> list[dict[str, Any]]:
+    with open_log(config) as log:
+        return list_dead_letters(log)

@@ -17,6 +17,7 @@ from relax_events.dashboard.run_reader import RunReader
 from relax_events.dashboard.sample_columns import SampleQuery, SampleTable
 from relax_events.errors import RelaxError
 from relax_events.events.parts import now_micros
+from relax_events.history.run_log import RunLog
 
 log = structlog.get_logger()
 WINDOWS = (30, 120, 600, 3600, 21600)
@@ -44,8 +45,19 @@ def collect_answers(
         reader: Of its log.
         report: As in `report.json`.
     """
+    try:
+        with details.open_log(config) as run_log:
+            return _collect(config, reader, report, run_log)
+    except (RelaxError, OSError) as error:
+        log.warning("report.log_not_opened", run_id=config.run.id, error=str(error))
+        return _collect(config, reader, report, None)
+
+
+def _collect(
+    config: RunConfig, reader: RunReader, report: Mapping[str, Any], run_log: RunLog | None
+) -> dict[str, Any]:
     table = reader.table
-    dead_letters = _attempt(details.list_dead_letters, config, otherwise=[])
+    dead_letters = _attempt(details.list_dead_letters, run_log, otherwise=[])
     alarms = list_alarms(reader, dead_letters)
     rows, detailed = choose_rows(table, report["curves"]["train_step"])
     answers: dict[str, Any] = {
@@ -66,7 +78,7 @@ def collect_answers(
         "dead_letters": {
             found["id"]: shown
             for found in dead_letters[:MAX_DEAD_LETTERS]
-            if (shown := _attempt(details.show_dead_letter, config, found["id"]))
+            if (shown := _attempt(details.show_dead_letter, run_log, found["id"]))
         },
         "runbooks": {
             alarm["runbook"]: text
@@ -78,10 +90,10 @@ def collect_answers(
             "num_samples": len(table),
             "choices": views.build_choices(table),
         },
-        "texts": _attempt(details.read_texts, config, table, rows, otherwise={}),
+        "texts": _attempt(details.read_texts, run_log, table, rows, otherwise={}),
         "source": _source(report),
     }
-    return answers | _read_details(config, table, detailed) | _read_lineage(config, reader)
+    return answers | _read_details(run_log, table, detailed) | _read_lineage(run_log, reader)
 
 
 def choose_rows(table: SampleTable, steps: list[int]) -> tuple[list[int], list[int]]:
@@ -107,19 +119,19 @@ def choose_rows(table: SampleTable, steps: list[int]) -> tuple[list[int], list[i
     return sorted(listed), [int(row) for row in dict.fromkeys(detailed)]
 
 
-def _read_details(config: RunConfig, table: SampleTable, rows: list[int]) -> dict[str, Any]:
+def _read_details(run_log: RunLog | None, table: SampleTable, rows: list[int]) -> dict[str, Any]:
     """Return the chosen samples with their tokens, and their media as `data:` addresses."""
     found: dict[int, Any] = {}
     media: dict[str, str] = {}
     left = MAX_MEDIA_BYTES
     for row in rows:
-        sample = _attempt(details.read_sample, config, table, row)
+        sample = _attempt(details.read_sample, run_log, table, row)
         if sample is None:
             continue
         sample["tokens_table"] = sample["tokens_table"][:MAX_TOKENS]
         found[row] = sample
         for number in range(len(sample["media"])):
-            shown = _attempt(details.render_media, config, table, row, number, 0)
+            shown = _attempt(details.render_media, run_log, table, row, number, 0)
             if shown is None or len(shown[1]) > left:
                 continue
             left -= len(shown[1])
@@ -129,7 +141,7 @@ def _read_details(config: RunConfig, table: SampleTable, rows: list[int]) -> dic
     return {"details": found, "media": media}
 
 
-def _read_lineage(config: RunConfig, reader: RunReader) -> dict[str, Any]:
+def _read_lineage(run_log: RunLog | None, reader: RunReader) -> dict[str, Any]:
     """Return where the newest versions come from."""
     newest = reader.table.newest_version
     versions = range(max(newest - MAX_VERSIONS + 1, 0), newest + 1)
@@ -138,7 +150,7 @@ def _read_lineage(config: RunConfig, reader: RunReader) -> dict[str, Any]:
         "versions": {
             version: found
             for version in versions
-            if (found := _attempt(details.read_lineage_of_version, config, version))
+            if (found := _attempt(details.read_lineage_of_version, run_log, version))
         },
     }
 
@@ -162,10 +174,14 @@ def _source(report: Mapping[str, Any]) -> dict[str, Any] | None:
     }
 
 
-def _attempt(read: Callable[..., Any], *given: Any, otherwise: Any = None) -> Any:
-    """Return what a call reads, or something else where the log or a store does not have it."""
+def _attempt(read: Callable[..., Any], source: Any, *given: Any, otherwise: Any = None) -> Any:
+    """Return what a call reads from a source, or something else where there is no source, or it or
+    a store does not have it.
+    """
+    if source is None:
+        return otherwise
     try:
-        return read(*given)
+        return read(source, *given)
     except (RelaxError, OSError) as error:
         log.debug("report.part_not_read", error=str(error))
         return otherwise
