@@ -58,7 +58,8 @@ class BrokerConfig(Section):
     """`embedded` starts a real broker on this machine; otherwise `host:port,host:port`."""
     partitions_per_version: Positive = 2
     """Partitions of each policy-version slot: the number of workers of a role, or of trainer ranks,
-    that can share one version."""
+    that can share one version. More than are used make record batches smaller, and so cost requests
+    where samples are short."""
     queue_partitions: Positive = 1
     """Partitions of the prompt queue: one for a share group, which divides it by record; for a
     consumer group as many as rollout workers."""
