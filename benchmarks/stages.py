@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -21,22 +22,25 @@ import psutil
 
 from benchmarks import report
 from benchmarks.processes import roles_below
-from benchmarks.quickstart import CONFIG
 from benchmarks.trl import ASYNC, OBJECTIVE, STREAMING
 
+CONFIG = Path("configs/quickstart.toml")
+"""Each checkout's own."""
 SAMPLES_PER_STEP = 256
 FIRST_STEADY_STEP = 10
 STEP_LINE = re.compile(r"step (\d+)/")
 SETTINGS = {
-    "async K=1": ASYNC,
-    "async K=1, hybrid": (*ASYNC, "workers.hybrid=true"),
-    "on-policy, streaming": STREAMING,
+    "async K=1": (*OBJECTIVE, *ASYNC),
+    "async K=1, hybrid": (*OBJECTIVE, *ASYNC, "workers.hybrid=true"),
+    "on-policy, streaming": (*OBJECTIVE, *STREAMING),
+    "async K=1, all roles": ASYNC,
 }
 ALL = "all"
-QUESTION = """The quickstart's task without a reference model, every role a process and the broker embedded, watched between two train steps: the start
-and the end are left out. Processor time is that of user and kernel together; it grows where processes of others take the caches, and much less
-than the wall time. A core that is always busy gives 1,000 / ms samples a second. A switch is voluntary where a thread waits for something.
-Medians of the rounds. Load average of the machine before the first run: {load:.1f}."""
+QUESTION = """The quickstart's task, every role a process and the broker embedded, watched between two train steps: the start and the end are left
+out. With `all roles` the reference and the actor's forward pass take part, else there is no reference model. Processor time is that of user and
+kernel together; it grows where processes of others take the caches, and much less than the wall time. A core that is always busy gives
+1,000 / ms samples a second. A switch is voluntary where a thread waits for something. Medians of the rounds. Load average of the machine before
+the first run: {load:.1f}."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +71,12 @@ class Used:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """One measurement: the trained step, and what each process has used since its start."""
+    """One measurement: the trained step, the time in seconds, and what each process has used since
+    its start.
+    """
 
     step: int
+    at: float
     used: dict[psutil.Process, tuple[str, Used]]
 
 
@@ -91,16 +98,29 @@ def look(root: psutil.Process, step: int, known: dict[psutil.Process, str]) -> L
             used[process] = role, used_by(process)
         except (psutil.Error, OSError, IndexError):
             continue  # it, or one of its threads, has just ended
-    return Look(step, used)
+    return Look(step, time.monotonic(), used)
 
 
-def run(checkout: Path, folder: Path, overrides: Sequence[str], num_steps: int) -> dict[str, Used]:
-    """Run the quickstart of a checkout; return what a steady sample used, by role."""
+@dataclass(frozen=True, slots=True)
+class Steady:
+    """The steady state of a run: samples a second, and what one used, by role."""
+
+    rate: float
+    used: dict[str, Used]
+
+    @property
+    def total(self) -> Used:
+        """What a sample used in all processes."""
+        return sum(self.used.values(), Used())
+
+
+def run(checkout: Path, folder: Path, overrides: Sequence[str], num_steps: int) -> Steady:
+    """Run the quickstart of a checkout, and measure its steady state."""
     paths = [f"run.directory={folder}", f"model.path={folder}/model"]
-    command = [sys.executable, "-m", "relax_events.cli", "run", str(CONFIG), *paths]
+    command = [sys.executable, "-m", "relax_events.cli", "run", str(checkout / CONFIG), *paths]
     steps = f"run.num_steps={num_steps}"
     process = subprocess.Popen(
-        [*command, *OBJECTIVE, steps, *overrides],
+        [*command, steps, *overrides],
         cwd=checkout,
         env={**os.environ, "PYTHONPATH": str(checkout)},
         stdout=subprocess.PIPE,
@@ -119,23 +139,31 @@ def run(checkout: Path, folder: Path, overrides: Sequence[str], num_steps: int) 
     return between(*looks)
 
 
-def between(first: Look, last: Look) -> dict[str, Used]:
-    """Return what each role used from one look to another, a sample."""
+def between(first: Look, last: Look) -> Steady:
+    """Return the rate from one look to another, and what each role used for a sample."""
     by_role: dict[str, Used] = defaultdict(Used)
     for process, (role, used) in last.used.items():
         by_role[role] += used + first.used.get(process, (role, Used()))[1] * -1
     number = (last.step - first.step) * SAMPLES_PER_STEP
-    return {role: used * (1 / number) for role, used in by_role.items()}
+    return Steady(
+        number / (last.at - first.at),
+        {role: used * (1 / number) for role, used in by_role.items()},
+    )
 
 
-Rounds = Sequence[Mapping[str, Used]]
+Rounds = Sequence[Steady]
 
 
 def median(rounds: Rounds, role: str, value: Callable[[Used], float]) -> float:
     """Return the median of what a role used, or of what all did."""
     return statistics.median(
-        value(sum(one.values(), Used()) if role == ALL else one.get(role, Used())) for one in rounds
+        value(one.total if role == ALL else one.used.get(role, Used())) for one in rounds
     )
+
+
+def median_rate(rounds: Rounds) -> float:
+    """Return the median of the samples a second."""
+    return statistics.median(one.rate for one in rounds)
 
 
 def milliseconds(used: Used) -> float:
@@ -150,7 +178,7 @@ def rows(after: Rounds, before: Rounds = ()) -> list[dict[str, str]]:
         after: Of this checkout: what a sample used by role, round by round.
         before: Of the other one.
     """
-    roles = sorted((ALL, *after[0]), key=lambda role: -median(after, role, milliseconds))
+    roles = sorted((ALL, *after[0].used), key=lambda role: -median(after, role, milliseconds))
     return [
         {
             "role": role,
@@ -169,20 +197,22 @@ def rows(after: Rounds, before: Rounds = ()) -> list[dict[str, str]]:
 
 
 def conclude(after: Mapping[str, Rounds], before: Mapping[str, Rounds]) -> str:
-    """Say what a sample takes in all, and what two cores allow."""
+    """Say what a sample takes in all, what two cores allow, and what they did."""
     said = []
     for name, rounds in after.items():
         taken = median(rounds, ALL, milliseconds)
         sentence = (
-            f"{name}: {taken:.2f} ms a sample, so two cores allow {2000 / taken:,.0f} a second"
+            f"{name}: {taken:.2f} ms a sample, so two cores allow {2000 / taken:,.0f} a second; "
+            f"they trained {median_rate(rounds):,.0f}"
         )
         if others := before.get(name):
             ratios = [
-                milliseconds(sum(mine.values(), Used())) / milliseconds(sum(other.values(), Used()))
+                milliseconds(mine.total) / milliseconds(other.total)
                 for mine, other in zip(rounds, others, strict=True)
             ]
             sentence += (
-                f"; {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) of "
+                f", and {median_rate(others):,.0f} before. A sample takes "
+                f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) of "
                 "what it took before"
             )
         said.append(f"- {sentence}.")
@@ -199,22 +229,20 @@ def main() -> None:
     arguments = parser.parse_args()
     load, here = os.getloadavg()[0], Path(__file__).parents[1]
     checkouts = [here, *([arguments.before.resolve()] if arguments.before else [])]
-    found: dict[Path, dict[str, list[dict[str, Used]]]] = {
-        one: defaultdict(list) for one in checkouts
-    }
+    found: dict[Path, dict[str, list[Steady]]] = {one: defaultdict(list) for one in checkouts}
     with tempfile.TemporaryDirectory(prefix="relax-stages-") as folder:
         for number in range(arguments.rounds):
             for name in arguments.setting or SETTINGS:
                 for checkout in checkouts[:: 1 if number % 2 else -1]:
-                    used = run(
+                    steady = run(
                         checkout,
                         Path(folder),
                         [f"run.id=stages-{uuid4().hex[:6]}", *SETTINGS[name]],
                         arguments.steps,
                     )
-                    found[checkout][name].append(used)
-                    total = milliseconds(sum(used.values(), Used()))
-                    print(f"{checkout.name}, {name}: {total:.2f} ms a sample", file=sys.stderr)
+                    found[checkout][name].append(steady)
+                    taken = f"{milliseconds(steady.total):.2f} ms a sample"
+                    print(f"{checkout.name}, {name}: {taken}, {steady.rate:.0f}/s", file=sys.stderr)
     after, before = found[here], found[checkouts[1]] if arguments.before else {}
     report.write(
         "stages",
@@ -226,10 +254,7 @@ def main() -> None:
         tables={name: rows(rounds, before.get(name, ())) for name, rounds in after.items()},
         conclusion=conclude(after, before),
         data={
-            side: {
-                name: [{role: asdict(used) for role, used in one.items()} for one in rounds]
-                for name, rounds in taken.items()
-            }
+            side: {name: [asdict(one) for one in rounds] for name, rounds in taken.items()}
             for side, taken in (("after", after), ("before", before))
         },
     )

@@ -8,27 +8,33 @@ import psutil
 import pytest
 
 from benchmarks import stages
-from benchmarks.stages import Look, Used
+from benchmarks.stages import Look, Steady, Used
 
 
 def test_cost_is_what_was_used_between_two_looks_a_sample() -> None:
     here, other = psutil.Process(), psutil.Process(os.getppid())
-    first = Look(10, {here: ("trainer", Used(1.0, 0.5, 100, 10))})
+    first = Look(10, 100.0, {here: ("trainer", Used(1.0, 0.5, 100, 10))})
     last = Look(
         12,
+        100.5,
         {
             here: ("trainer", Used(2.024, 1.012, 612, 266)),
             other: ("trainer", Used(0.512, 0.0, 0, 0)),  # started in between
         },
     )
-    used = stages.between(first, last)["trainer"]
+    steady = stages.between(first, last)
+    used = steady.used["trainer"]
+    assert steady.rate == pytest.approx(1024)
     assert (used.user, used.system) == pytest.approx((0.003, 0.001))
     assert (used.voluntary, used.involuntary) == pytest.approx((1.0, 0.5))
 
 
 def test_rows_have_medians_of_both_checkouts_and_the_sum() -> None:
-    after = [{"broker": Used(user), "trainer": Used(0.001)} for user in (0.002, 0.004, 0.003)]
-    before = [{"broker": Used(0.005), "trainer": Used(0.002)}] * 3
+    after = [
+        Steady(1.0, {"broker": Used(user), "trainer": Used(0.001)})
+        for user in (0.002, 0.004, 0.003)
+    ]
+    before = [Steady(1.0, {"broker": Used(0.005), "trainer": Used(0.002)})] * 3
     found = {row["role"]: row for row in stages.rows(after, before)}
     assert list(found) == ["all", "broker", "trainer"]
     assert found["broker"]["ms a sample"] == "3.000"
@@ -37,9 +43,9 @@ def test_rows_have_medians_of_both_checkouts_and_the_sum() -> None:
 
 
 def test_conclusion_compares_runs_of_the_same_round() -> None:
-    after = {"async": [{"broker": Used(0.002)}, {"broker": Used(0.004)}]}
-    before = {"async": [{"broker": Used(0.004)}, {"broker": Used(0.004)}]}
-    assert stages.conclude(after, before) == (
-        "- async: 3.00 ms a sample, so two cores allow 667 a second; 0.75 (0.50 to 1.00) of what "
-        "it took before."
+    after = [Steady(600.0, {"broker": Used(0.002)}), Steady(400.0, {"broker": Used(0.004)})]
+    before = [Steady(300.0, {"broker": Used(0.004)})] * 2
+    assert stages.conclude({"async": after}, {"async": before}) == (
+        "- async: 3.00 ms a sample, so two cores allow 667 a second; they trained 500, and 300 "
+        "before. A sample takes 0.75 (0.50 to 1.00) of what it took before."
     )
