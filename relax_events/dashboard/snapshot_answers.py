@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -45,12 +46,9 @@ def collect_answers(
         reader: Of its log.
         report: As in `report.json`.
     """
-    try:
-        with details.open_log(config) as run_log:
-            return _collect(config, reader, report, run_log)
-    except (RelaxError, OSError) as error:
-        log.warning("report.log_not_opened", run_id=config.run.id, error=str(error))
-        return _collect(config, reader, report, None)
+    with ExitStack() as opened:
+        run_log = _attempt(lambda of: opened.enter_context(details.open_log(of)), config)
+        return _collect(config, reader, report, run_log)
 
 
 def _collect(
