@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from confluent_kafka import (
+    OFFSET_INVALID,
     Consumer,
     ConsumerGroupTopicPartitions,
     IsolationLevel,
@@ -208,9 +209,10 @@ class OffsetAdmin:
         found = {}
         for entry, future in futures.items():
             what = f"reading the offset of {entry.topic}[{entry.partition}]"
-            found[entry.topic, entry.partition] = self._result(
-                future, what, timeout_seconds=timeout_seconds
-            ).offset
+            offset = self._result(future, what, timeout_seconds=timeout_seconds).offset
+            if offset == OFFSET_INVALID:  # seen with librdkafka 2.16 while a broker restarts
+                raise BrokerUnavailable(f"{what}: no answer; see that the broker runs")
+            found[entry.topic, entry.partition] = offset
         return found
 
     def _read_committed(

@@ -11,14 +11,18 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import structlog
-from confluent_kafka import KafkaException, Producer, TopicPartition
+from confluent_kafka import KafkaException, Producer
+from confluent_kafka import TopicPartition as ClientPartition
 
 from relax_events.errors import BrokerError, BrokerRefused, BrokerUnavailable, Fenced
 from relax_events.events.parts import TopicOffset
 from relax_events.kafka.connection import Connection, extract_error, translate
 from relax_events.kafka.log_reader import LogReader
+from relax_events.kafka.offset_admin import OffsetAdmin
 from relax_events.kafka.producer import enqueue
 from relax_events.kafka.records import ProducerRecord
+from relax_events.kafka.transaction_markers import TransactionMarkers
+from relax_events.topics.partitions import TopicPartition
 
 log = structlog.get_logger()
 
@@ -35,15 +39,38 @@ class TransactionalWriter:
     aborts the open transaction. `commit` then calls `is_already_committed` before a retry, so
     nothing is written twice. It also calls it before it replaces the client: a zombie learns there
     that it was replaced, and does not fence its successor. A client that has lost all brokers is
-    replaced likewise, by the commit that fails.
+    replaced likewise, by the commit that fails. Between two transactions it sees to it that the
+    broker has written the markers of the first (`TransactionMarkers`).
     """
 
-    def __init__(self, connection: Connection, *, transactional_id: str) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        *,
+        transactional_id: str,
+        partitions: Iterable[TopicPartition] = (),
+        admin: OffsetAdmin | None = None,
+    ) -> None:
+        """Take over the transactional id.
+
+        Args:
+            connection: How to reach the broker.
+            transactional_id: The id; one writer at a time has it.
+            partitions: The partitions that earlier writers with this id may have written.
+            admin: A client to share.
+        """
         self._connection, self._transactional_id = connection, transactional_id
         self._is_fenced = False
+        self._markers = TransactionMarkers(
+            connection,
+            admin or OffsetAdmin(connection),
+            transactional_id=transactional_id,
+            partitions=partitions,
+        )
         self._producer = self._initialise()
 
     def _initialise(self) -> Any:
+        self._markers.write_missing()  # of a decision that the next call forgets
         producer = Producer(
             self._connection.settings(
                 transactional_id=self._transactional_id,
@@ -55,6 +82,7 @@ class TransactionalWriter:
             )
         )
         self._retrying(producer.init_transactions, "taking over the transactional id")
+        self._markers.write_missing()  # of a transaction that this call has aborted
         return producer
 
     def commit(
@@ -128,13 +156,20 @@ class TransactionalWriter:
         before_commit: Callable[[], None],
     ) -> None:
         failures: list[Any] = []
+        ends: dict[TopicPartition, int] = {}
+
+        def note_delivery(error: Any, message: Any) -> None:
+            if error:
+                failures.append(error)
+            else:
+                ends[message.topic(), message.partition()] = message.offset() + 1
+
         producer = self._producer
+        self._markers.await_expected(TRANSACTION_SECONDS)
         try:
             producer.begin_transaction()
             for record in records:
-                enqueue(
-                    producer, record, lambda error, _: failures.append(error) if error else None
-                )
+                enqueue(producer, record, note_delivery)
             if offsets and reader is not None:
                 _add_offsets(producer, offsets, reader)
             before_commit()
@@ -143,6 +178,7 @@ class TransactionalWriter:
             raise translate(extract_error(exception), "committing a transaction") from exception
         if failures:
             raise translate(failures[0], "writing in a transaction")
+        self._markers.expect(ends)
 
     def _retrying(self, call: Any, what: str) -> None:
         for attempt in range(ATTEMPTS):
@@ -158,6 +194,7 @@ class TransactionalWriter:
 
     def close(self) -> None:
         """Drop all unsent records."""
+        self._markers.close()
         self._producer.purge()
 
 
@@ -172,7 +209,7 @@ def _add_offsets(producer: Any, offsets: Sequence[TopicOffset], reader: LogReade
         BrokerUnavailable: The coordinator did not respond in time.
     """
     partitions = [
-        TopicPartition(offset.topic, offset.partition, offset.offset) for offset in offsets
+        ClientPartition(offset.topic, offset.partition, offset.offset) for offset in offsets
     ]
     metadata = reader.group_metadata()
     answer: queue.SimpleQueue[KafkaException | None] = queue.SimpleQueue()

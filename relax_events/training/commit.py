@@ -41,7 +41,10 @@ class StepCommitter:
         )
         self._admin = Admin(worker.connection)
         self._writer = TransactionalWriter(
-            worker.connection, transactional_id=worker.plan.transactional_id("trainer")
+            worker.connection,
+            transactional_id=worker.plan.transactional_id("trainer"),
+            partitions=[(worker.plan.topic(entity), 0) for entity in SUMMED_ENTITIES],
+            admin=self._admin,
         )
         self._control_offsets = self._control_end_offsets()  # no earlier trainer writes after this
         self._num_steps, self._ended = 0, Counter[str]()

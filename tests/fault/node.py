@@ -115,12 +115,24 @@ class Node:
         self.kill()
 
 
-def node_behind_link(directory: Path, *, port: int, linked_port: int, link_port: int) -> Node:
-    """Return a node with a second listener for clients, whose advertised address is the link's."""
+def node_behind_link(
+    directory: Path,
+    *,
+    port: int,
+    linked_port: int,
+    link_port: int,
+    properties: Mapping[str, str] | None = None,
+) -> Node:
+    """Return a node with a second listener, whose advertised address is the link's."""
     controller_port = choose_port(taken=frozenset({port, linked_port, link_port}))
-    properties = {
+    listeners = {
         "listeners": f"PLAINTEXT://{HOST}:{port},LINKED://{HOST}:{linked_port},CONTROLLER://{HOST}:{controller_port}",
         "advertised.listeners": f"PLAINTEXT://{HOST}:{port},LINKED://{HOST}:{link_port}",
         "listener.security.protocol.map": "CONTROLLER:PLAINTEXT,PLAINTEXT:PLAINTEXT,LINKED:PLAINTEXT",
     }
-    return Node(directory, port=port, controller_port=controller_port, properties=properties)
+    return Node(
+        directory,
+        port=port,
+        controller_port=controller_port,
+        properties=listeners | dict(properties or {}),
+    )

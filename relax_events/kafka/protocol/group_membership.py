@@ -36,7 +36,7 @@ from relax_events.topics.partitions import TopicPartition
 
 log = structlog.get_logger()
 FIND_COORDINATOR, CONSUMER_GROUP_DESCRIBE = 10, 69
-GROUP_COORDINATOR = 0
+GROUP_COORDINATOR, TRANSACTION_COORDINATOR = 0, 1
 NOT_READY = {14, 15, 16}  # the coordinator is loading or has moved
 NO_GROUP = 69
 RESPONSE_SECONDS = 5.0
@@ -142,9 +142,11 @@ class MembershipMonitor:
             )
 
 
-def find_coordinator(connection: Connection, consumer_group: str) -> Connection:
-    """Return a connection to a group's coordinator, with a request timeout of at most
-    `RESPONSE_SECONDS`.
+def find_coordinator(
+    connection: Connection, name: str, *, kind: int = GROUP_COORDINATOR
+) -> Connection:
+    """Return a connection to the coordinator of a group or of a transactional id, with a request
+    timeout of at most `RESPONSE_SECONDS`.
 
     Raises:
         BrokerUnavailable: The coordinator is not known yet.
@@ -157,12 +159,12 @@ def find_coordinator(connection: Connection, consumer_group: str) -> Connection:
         response = client.request(
             FIND_COORDINATOR,
             1,
-            encode_string(consumer_group) + struct.pack(">b", GROUP_COORDINATOR),
+            encode_string(name) + struct.pack(">b", kind),
         )
     response.read_int32()
     error, _, _ = response.read_int16(), response.read_string(), response.read_int32()
     if error:
-        raise BrokerUnavailable(f"the coordinator of {consumer_group} is not known (error {error})")
+        raise BrokerUnavailable(f"the coordinator of {name} is not known (error {error})")
     return replace(impatient, bootstrap_servers=f"{response.read_string()}:{response.read_int32()}")
 
 
