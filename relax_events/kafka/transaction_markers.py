@@ -20,6 +20,7 @@ from relax_events.errors import BrokerError, BrokerUnavailable, Fenced
 from relax_events.kafka.connection import Connection, retry_while_unavailable
 from relax_events.kafka.offset_admin import OffsetAdmin
 from relax_events.kafka.protocol.transaction_state import (
+    ONGOING,
     finish_transaction,
     read_transaction_state,
 )
@@ -31,6 +32,9 @@ FIRST_CHECK_SECONDS, MAX_CHECK_SECONDS = 0.02, 1.0
 LATE_SECONDS = 0.3
 """Markers follow a commit within milliseconds; later ones may be lost."""
 RETRY_SECONDS = 0.1
+NUM_TIMEOUTS = 5
+"""A broker that is away for so many request timeouts costs no restart, which would train steps
+again."""
 
 
 class TransactionMarkers:
@@ -53,6 +57,10 @@ class TransactionMarkers:
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._expectation: threading.Thread | None = None
+        self._completed: tuple[int, int] | None = None
+        """Id and epoch of the producer whose last transaction is being completed, and how: what
+        looks open may be half of that."""
+        self._commits = False
 
     def write_missing(self) -> None:
         """Complete the last transaction in the partitions whose marker is missing, as its
@@ -60,8 +68,7 @@ class TransactionMarkers:
 
         Raises:
             Fenced: Another instance has taken over the transactional id.
-            BrokerUnavailable: The broker stayed unavailable until the request timeout, or markers
-                are still being written.
+            BrokerUnavailable: The broker stayed unavailable, or still writes markers.
             BrokerError: The broker refuses a request.
         """
         if not self._partitions:
@@ -69,34 +76,40 @@ class TransactionMarkers:
         with self._lock:
             retry_while_unavailable(
                 self._write_missing,
-                Deadline(self._connection.request_timeout_seconds),
+                Deadline(NUM_TIMEOUTS * self._connection.request_timeout_seconds),
                 pause_seconds=RETRY_SECONDS,
             )
 
     def _write_missing(self) -> None:
         state = read_transaction_state(self._connection, self._transactional_id)
-        if state is None or state.name == "Ongoing":  # the next producer will abort it
-            return
-        if not state.is_decided:
+        if state is not None and self._completed != (state.producer_id, state.producer_epoch):
+            self._completed = None
+        if state is None or (state.name == ONGOING and self._completed is None):
+            return  # the next producer will abort it
+        if not state.is_decided and state.name != ONGOING:
             raise BrokerUnavailable(
                 f"the coordinator of {self._transactional_id} still writes markers ({state.name}); "
                 "check that all brokers run"
             )
         missing = self._find_undecided()
         if not missing:
+            self._completed = None
             return
-        log.error(
-            "transaction_markers.lost",
-            transactional_id=self._transactional_id,
-            state=state.name,
-            partitions=[f"{topic}[{partition}]" for topic, partition in missing],
-        )
+        if self._completed is None:
+            self._completed = state.producer_id, state.producer_epoch
+            self._commits = state.is_committed
+            log.error(
+                "transaction_markers.lost",
+                transactional_id=self._transactional_id,
+                is_committed=self._commits,
+                partitions=[f"{topic}[{partition}]" for topic, partition in missing],
+            )
         finish_transaction(
             self._connection,
             self._transactional_id,
             state,
             missing,
-            commits=state.is_committed,
+            commits=self._commits,
         )
         raise BrokerUnavailable(
             f"the markers of {self._transactional_id} in {len(missing)} partitions were lost by "
@@ -135,6 +148,7 @@ class TransactionMarkers:
                     f"the last transaction of {self._transactional_id} is committed and not yet "
                     "visible; check that all brokers run"
                 )
+        self._completed = None
 
     def _watch(self, ends: Mapping[TopicPartition, int]) -> None:
         pause = waited = FIRST_CHECK_SECONDS

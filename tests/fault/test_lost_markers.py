@@ -150,7 +150,7 @@ def test_committed_step_becomes_visible_although_its_markers_were_lost(
 def test_step_with_an_unknown_outcome_is_written_once_although_its_markers_were_lost(
     steps: Steps, monkeypatch: pytest.MonkeyPatch, is_restarted: bool
 ) -> None:
-    """By the same writer, and by that of a trainer that starts anew."""
+    """By the same writer, and by that of a restarted trainer."""
     writer = steps.open_writer()
     steps.write(writer, 0)
     original: Callable[..., None] = TransactionalWriter._try

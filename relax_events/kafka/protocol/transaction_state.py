@@ -33,7 +33,7 @@ ADD_PARTITIONS_TO_TXN, END_TXN, DESCRIBE_TRANSACTIONS = 24, 26, 65
 OLD_EPOCH = {47, 90}  # another producer has taken over the transactional id
 CONCURRENT_TRANSACTIONS, NO_TRANSACTIONAL_ID = 51, 105
 ONE_ID, NO_TAGS = b"\x02", b"\0"
-COMMITTED = "CompleteCommit"
+ONGOING, COMMITTED = "Ongoing", "CompleteCommit"
 DECIDED = {COMMITTED, "CompleteAbort", "Empty"}
 
 
