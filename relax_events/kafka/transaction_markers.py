@@ -40,7 +40,8 @@ again."""
 class TransactionMarkers:
     """The markers of one transactional id's transactions.
 
-    `partitions` are those that its transactions write; more are added with each commit.
+    `partitions` are those that its transactions write; more are added with each commit. They may
+    also hold offsets of `consumer_group`.
     """
 
     def __init__(
@@ -50,9 +51,10 @@ class TransactionMarkers:
         *,
         transactional_id: str,
         partitions: Iterable[TopicPartition] = (),
+        consumer_group: str = "",
     ) -> None:
         self._connection, self._admin = connection, admin
-        self._transactional_id = transactional_id
+        self._transactional_id, self._consumer_group = transactional_id, consumer_group
         self._partitions = set(partitions)
         self._closed = threading.Event()
         self._lock = threading.Lock()
@@ -109,6 +111,7 @@ class TransactionMarkers:
             self._transactional_id,
             state,
             missing,
+            consumer_group=self._consumer_group,
             commits=self._commits,
         )
         raise BrokerUnavailable(

@@ -49,6 +49,7 @@ class TransactionalWriter:
         *,
         transactional_id: str,
         partitions: Iterable[TopicPartition] = (),
+        consumer_group: str = "",
         admin: OffsetAdmin | None = None,
     ) -> None:
         """Take over the transactional id.
@@ -57,6 +58,7 @@ class TransactionalWriter:
             connection: How to reach the broker.
             transactional_id: The id; one writer at a time has it.
             partitions: The partitions that earlier writers with this id may have written.
+            consumer_group: The group whose offsets its transactions hold.
             admin: A client to share.
         """
         self._connection, self._transactional_id = connection, transactional_id
@@ -66,6 +68,7 @@ class TransactionalWriter:
             admin or OffsetAdmin(connection),
             transactional_id=transactional_id,
             partitions=partitions,
+            consumer_group=consumer_group,
         )
         self._producer = self._initialise()
 

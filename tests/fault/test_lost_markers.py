@@ -19,6 +19,7 @@ from node import Node, choose_ports, node_behind_link
 from structlog.testing import capture_logs
 
 from relax_events.errors import BrokerUnavailable
+from relax_events.events.parts import TopicOffset
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.log_reader import LogReader
@@ -60,9 +61,12 @@ class Steps:
         self._node, self._link = node, link
         self.connection = Connection(node.bootstrap_servers, client_id=f"{run_id}-trainer")
         self._partitions = [(f"{run_id}.steps", 0), (f"{run_id}.versions", 0)]
-        admin = Admin(self.connection)
-        admin.create([TopicSpec(topic, 1, 1, "of a test", {}) for topic, _ in self._partitions])
-        self._transactional_id = f"{run_id}.trainer.0"
+        self._admin = Admin(self.connection)
+        self._admin.create(
+            [TopicSpec(topic, 1, 1, "of a test", {}) for topic, _ in self._partitions]
+        )
+        self._transactional_id, self._group = f"{run_id}.trainer.0", f"{run_id}.trainer"
+        self.reader = LogReader(self.connection, consumer_group=self._group)
         self.is_to_die = False
         """Within the next transaction, before it wrote the markers."""
 
@@ -72,12 +76,15 @@ class Steps:
             self.connection,
             transactional_id=self._transactional_id,
             partitions=self._partitions,
+            consumer_group=self._group,
         )
 
     def write(self, writer: TransactionalWriter, step: int) -> None:
         """Write a step as a trainer does."""
         writer.commit(
             self.build_records(step),
+            offsets=self.build_offsets(step),
+            reader=self.reader,
             is_already_committed=lambda: step in self.read()[0],
             before_commit=lambda: self.hold_markers_back(writer),
         )
@@ -85,6 +92,15 @@ class Steps:
     def build_records(self, step: int) -> list[ProducerRecord]:
         """Return the records of a step."""
         return [ProducerRecord(topic, str(step).encode()) for topic, _ in self._partitions]
+
+    def build_offsets(self, step: int) -> list[TopicOffset]:
+        """Return the offsets of a step's transaction."""
+        topic, partition = self._partitions[0]
+        return [TopicOffset(topic, partition, step)]
+
+    def read_committed_offset(self) -> int:
+        """Return the offset that the last visible step committed; an undecided one is an error."""
+        return self._admin.committed_offsets(self._group, self._partitions[:1])[self._partitions[0]]
 
     def read(self) -> list[list[int]]:
         """Return the steps that a consumer sees in each partition."""
@@ -122,6 +138,7 @@ def steps(node: Node, link: Link, run_id: str) -> Steps:
 def assert_each_once(steps: Steps, number: int) -> None:
     turn_until(lambda: steps.read()[0][-1:] == [number - 1])
     assert steps.read() == [list(range(number))] * 2
+    assert steps.read_committed_offset() == number - 1
 
 
 def test_committed_step_becomes_visible_although_its_markers_were_lost(
@@ -171,8 +188,8 @@ def test_step_with_an_unknown_outcome_is_written_once_although_its_markers_were_
                 with pytest.raises(BrokerUnavailable):
                     writer._try(
                         steps.build_records(step),
-                        [],
-                        None,
+                        steps.build_offsets(step),
+                        steps.reader,
                         partial(steps.hold_markers_back, writer),
                     )
                 writer.close()

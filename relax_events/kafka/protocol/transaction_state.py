@@ -3,7 +3,8 @@ coordinator forgot.
 
 librdkafka offers neither request.
 
-Source: Kafka protocol guide (DescribeTransactions v0, AddPartitionsToTxn v0, EndTxn v0).
+Source: Kafka protocol guide (DescribeTransactions v0, AddPartitionsToTxn v0, AddOffsetsToTxn v0,
+EndTxn v0).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from relax_events.kafka.protocol.group_membership import (
 )
 from relax_events.topics.partitions import TopicPartition
 
-ADD_PARTITIONS_TO_TXN, END_TXN, DESCRIBE_TRANSACTIONS = 24, 26, 65
+ADD_PARTITIONS_TO_TXN, ADD_OFFSETS_TO_TXN, END_TXN, DESCRIBE_TRANSACTIONS = 24, 25, 26, 65
 OLD_EPOCH = {47, 90}  # another producer has taken over the transactional id
 CONCURRENT_TRANSACTIONS, NO_TRANSACTIONAL_ID = 51, 105
 ONE_ID, NO_TAGS = b"\x02", b"\0"
@@ -80,10 +81,11 @@ def finish_transaction(
     state: TransactionState,
     partitions: Collection[TopicPartition],
     *,
+    consumer_group: str,
     commits: bool,
 ) -> None:
-    """Commit or abort an empty transaction of these partitions: its markers decide over all records
-    of the producer that are still undecided there.
+    """Commit or abort an empty transaction of these partitions and of a group's offsets (not if its
+    name is empty): its markers decide over all that the producer wrote there and is undecided.
 
     Raises:
         Fenced: Another producer has taken over the transactional id.
@@ -107,6 +109,12 @@ def finish_transaction(
             for _ in range(response.read_int32()):
                 response.read_int32()
                 _check(response.read_int16(), what)
+        if consumer_group:
+            response = client.request(
+                ADD_OFFSETS_TO_TXN, 0, producer + encode_string(consumer_group)
+            )
+            response.read_int32()
+            _check(response.read_int16(), what)
         response = client.request(END_TXN, 0, producer + struct.pack(">b", commits))
         response.read_int32()
         _check(response.read_int16(), what)
