@@ -203,7 +203,8 @@ class OffsetAdmin:
         *,
         timeout_seconds: float,
     ) -> dict[TopicPartition, int]:
-        futures = self._client.list_offsets(
+        client = self._client  # kept while it is asked: another thread may replace it
+        futures = client.list_offsets(
             requested, isolation_level=isolation_level, request_timeout=timeout_seconds
         )
         found = {}

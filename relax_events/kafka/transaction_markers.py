@@ -47,17 +47,17 @@ class TransactionMarkers:
     def __init__(
         self,
         connection: Connection,
-        admin: OffsetAdmin,
         *,
         transactional_id: str,
         partitions: Iterable[TopicPartition] = (),
         consumer_group: str = "",
     ) -> None:
-        self._connection, self._admin = connection, admin
+        self._connection, self._admin = connection, OffsetAdmin(connection)
         self._transactional_id, self._consumer_group = transactional_id, consumer_group
         self._partitions = set(partitions)
         self._closed = threading.Event()
         self._lock = threading.Lock()
+        """Of the admin client too: a thread that replaces it would lose the other's request."""
         self._expectation: threading.Thread | None = None
         self._completed: tuple[int, int] | None = None
         """Id and epoch of the producer whose last transaction is being completed, and how: what
@@ -157,7 +157,8 @@ class TransactionMarkers:
         pause = waited = FIRST_CHECK_SECONDS
         while not self._closed.wait(pause):
             try:
-                stable = self._admin.last_stable_offsets(ends)
+                with self._lock:
+                    stable = self._admin.last_stable_offsets(ends)
                 if all(stable[partition] > end for partition, end in ends.items()):
                     return
                 if waited > LATE_SECONDS:

@@ -18,7 +18,6 @@ from relax_events.errors import BrokerError, BrokerRefused, BrokerUnavailable, F
 from relax_events.events.parts import TopicOffset
 from relax_events.kafka.connection import Connection, extract_error, translate
 from relax_events.kafka.log_reader import LogReader
-from relax_events.kafka.offset_admin import OffsetAdmin
 from relax_events.kafka.producer import enqueue
 from relax_events.kafka.records import ProducerRecord
 from relax_events.kafka.transaction_markers import TransactionMarkers
@@ -50,7 +49,6 @@ class TransactionalWriter:
         transactional_id: str,
         partitions: Iterable[TopicPartition] = (),
         consumer_group: str = "",
-        admin: OffsetAdmin | None = None,
     ) -> None:
         """Take over the transactional id.
 
@@ -59,13 +57,11 @@ class TransactionalWriter:
             transactional_id: The id; one writer at a time has it.
             partitions: The partitions that earlier writers with this id may have written.
             consumer_group: The group whose offsets its transactions hold.
-            admin: A client to share.
         """
         self._connection, self._transactional_id = connection, transactional_id
         self._is_fenced = False
         self._markers = TransactionMarkers(
             connection,
-            admin or OffsetAdmin(connection),
             transactional_id=transactional_id,
             partitions=partitions,
             consumer_group=consumer_group,

@@ -45,7 +45,6 @@ class StepCommitter:
             transactional_id=worker.plan.transactional_id("trainer"),
             partitions=[(worker.plan.topic(entity), 0) for entity in SUMMED_ENTITIES],
             consumer_group=worker.plan.consumer_group("trainer"),
-            admin=self._admin,
         )
         self._control_offsets = self._control_end_offsets()  # no earlier trainer writes after this
         self._num_steps, self._ended = 0, Counter[str]()
