@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ LEADER_CHANGE_SECONDS = 0.2
 # A request that was in flight when the broker died gets no response, and the client does not repeat
 # it.
 LIST_OFFSETS_SECONDS = 3.0
+STALL_SECONDS = 1.0  # a longer delay means that this process was suspended
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,20 +182,30 @@ class OffsetAdmin:
         requested = {ClientPartition(*partition): spec for partition in partitions}
         if not requested:
             return {}
-        deadline = Deadline(self._timeout_seconds)
+        was_suspended = False
 
         def request() -> dict[TopicPartition, int]:
+            nonlocal was_suspended
             timeout_seconds = min(
                 LIST_OFFSETS_SECONDS, deadline.remaining_seconds + LEADER_CHANGE_SECONDS
             )
+            started = time.monotonic()
             try:
                 return self._list_offsets(
                     requested, isolation_level, timeout_seconds=timeout_seconds
                 )
             except BrokerUnavailable:
+                was_suspended = time.monotonic() - started > timeout_seconds + STALL_SECONDS
                 self._client = AdminClient(self._connection.settings())
                 raise
 
+        deadline = Deadline(self._timeout_seconds)
+        try:
+            return retry_while_unavailable(request, deadline, pause_seconds=LEADER_CHANGE_SECONDS)
+        except BrokerUnavailable:
+            if not was_suspended:
+                raise
+        deadline = Deadline(self._timeout_seconds)  # the broker had no time to answer
         return retry_while_unavailable(request, deadline, pause_seconds=LEADER_CHANGE_SECONDS)
 
     def _list_offsets(
