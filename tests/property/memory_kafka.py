@@ -216,6 +216,20 @@ class MemoryAdmin:
     def close(self) -> None: ...
 
 
+class MemoryMarkers:
+    """The markers of transactions, none of which is lost here: a broker dies in the fault tests."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def write_missing(self) -> None: ...
+
+    def expect(self, _: object) -> None: ...
+
+    def await_expected(self, _: float) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class MemoryProducer:
     """An idempotent or transactional producer. Plain records leave the client at `flush`; a dying
     one takes the newer half with it."""

@@ -21,7 +21,15 @@ import event_samples
 import pytest
 import structlog
 import torch
-from memory_kafka import Killed, MemoryAdmin, MemoryConsumer, MemoryKafka, MemoryProducer, Process
+from memory_kafka import (
+    Killed,
+    MemoryAdmin,
+    MemoryConsumer,
+    MemoryKafka,
+    MemoryMarkers,
+    MemoryProducer,
+    Process,
+)
 from small_settings import small_run
 
 from relax_events.data.rows import PromptRow
@@ -335,6 +343,7 @@ class SimulatedRun:
         monkeypatch.setattr(log_reader, "Consumer", partial(MemoryConsumer, self.kafka))
         monkeypatch.setattr(producer, "Producer", partial(MemoryProducer, self.kafka))
         monkeypatch.setattr(transactions, "Producer", partial(MemoryProducer, self.kafka))
+        monkeypatch.setattr(transactions, "TransactionMarkers", MemoryMarkers)
         for module in (commit, prompter):
             monkeypatch.setattr(module, "Admin", lambda _: MemoryAdmin(self.kafka))
         monkeypatch.setattr(publishing, "ThreadPoolExecutor", LateWriter)
