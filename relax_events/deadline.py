@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import time
 
+STALL_SECONDS = 1.0
+"""A wait that ends so much later than it should means that this process was suspended."""
+
 
 class Deadline:
     """A number of seconds from now, shared by all operations that receive this object."""

@@ -19,7 +19,7 @@ from confluent_kafka import (
 from confluent_kafka import TopicPartition as ClientPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec
 
-from relax_events.deadline import Deadline
+from relax_events.deadline import STALL_SECONDS, Deadline
 from relax_events.errors import BrokerRefused, BrokerUnavailable
 from relax_events.events.parts import TopicOffset
 from relax_events.kafka.connection import (
@@ -34,7 +34,6 @@ LEADER_CHANGE_SECONDS = 0.2
 # A request that was in flight when the broker died gets no response, and the client does not repeat
 # it.
 LIST_OFFSETS_SECONDS = 3.0
-STALL_SECONDS = 1.0  # a longer delay means that this process was suspended
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,7 @@ class TransactionMarkers:
         self._partitions = set(partitions)
         self._closed = threading.Event()
         self._lock = threading.Lock()
-        """Of the admin client too: a thread that replaces it would lose the other's request."""
+        """One thread at a time uses the admin client and completes a transaction."""
         self._expectation: threading.Thread | None = None
         self._completed: tuple[int, int] | None = None
         """Id and epoch of the producer whose last transaction is being completed, and how: what

@@ -14,6 +14,7 @@ import structlog
 from confluent_kafka import KafkaException, Producer
 from confluent_kafka import TopicPartition as ClientPartition
 
+from relax_events.deadline import STALL_SECONDS
 from relax_events.errors import BrokerError, BrokerRefused, BrokerUnavailable, Fenced
 from relax_events.events.parts import TopicOffset
 from relax_events.kafka.connection import Connection, extract_error, translate
@@ -27,7 +28,6 @@ log = structlog.get_logger()
 
 TRANSACTION_SECONDS = 20  # an abandoned transaction blocks later records for this long
 OFFSETS_SECONDS = 4.0
-STALL_SECONDS = 1.0  # a longer delay means that this process was suspended
 ATTEMPTS = 5
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 from harness import FaultRun
+from link import Link
+from node import choose_ports
 from run_setup import default_config, lay_out, make_model, merge_config
 
 from relax_events.config import RunConfig
@@ -49,6 +51,14 @@ def broker(directory: Path) -> Iterator[EmbeddedBroker]:
 def model(directory: Path) -> Path:
     """Return a random model, as `relax models prepare` makes it."""
     return make_model(directory)
+
+
+@pytest.fixture
+def link() -> Iterator[Link]:
+    """Yield a link to a port where a test may start a broker."""
+    (linked_port,) = choose_ports(1)
+    with Link(linked_port) as opened:
+        yield opened
 
 
 @pytest.fixture

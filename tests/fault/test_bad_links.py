@@ -18,14 +18,6 @@ DOWN_SECONDS = 6.0
 
 
 @pytest.fixture
-def link() -> Iterator[Link]:
-    """Yield the link between the run and its broker."""
-    (linked_port,) = choose_ports(1)
-    with Link(linked_port) as opened:
-        yield opened
-
-
-@pytest.fixture
 def broker(directory: Path, run_id: str, link: Link) -> Iterator[Node]:
     """Yield a broker that the run reaches only over the link, and the test directly."""
     (port,) = choose_ports(1)

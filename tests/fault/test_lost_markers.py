@@ -33,14 +33,6 @@ LOST = "transaction_markers.lost"
 
 
 @pytest.fixture
-def link() -> Iterator[Link]:
-    """Yield the link over which the broker sends itself markers."""
-    (linked_port,) = choose_ports(1)
-    with Link(linked_port) as opened:
-        yield opened
-
-
-@pytest.fixture
 def node(directory: Path, run_id: str, link: Link) -> Iterator[Node]:
     """Yield a broker whose markers go over the link, and clients' requests don't."""
     (port,) = choose_ports(1)
