@@ -287,7 +287,7 @@ class BaseConsumer:
             return low, high
 
         def is_transient(error: BrokerError) -> bool:
-            is_listed = self._has_partition(topic, partition, otherwise=True)
+            is_listed = self._has_partition(topic, partition)
             return is_unavailable(error) or (
                 is_listed  # then the client's metadata is stale
                 and isinstance(error.__cause__, KafkaException)
@@ -318,9 +318,8 @@ class BaseConsumer:
             log.debug("cluster_id.read_failed", error=extract_error(exception).name())
             return ""
 
-    def _has_partition(self, topic: str, partition: int = 0, *, otherwise: bool = False) -> bool:
-        """Return whether the broker lists the partition; `otherwise` when the broker is
-        unavailable.
+    def _has_partition(self, topic: str, partition: int = 0) -> bool:
+        """Return whether the broker lists the partition; True when the broker is unavailable.
 
         Raises:
             AccessDenied: This principal may not see the topic.
@@ -328,7 +327,7 @@ class BaseConsumer:
         try:
             found = self._consumer.list_topics(topic, timeout=self._metadata_seconds).topics[topic]
         except KafkaException:
-            return otherwise
+            return True
         if found.error is not None and isinstance(
             denied := translate(found.error, f"reading {topic}"), AccessDenied
         ):
