@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 import structlog
-from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException
+from confluent_kafka import Consumer, KafkaError, KafkaException
 from confluent_kafka import TopicPartition as ClientPartition
 
 from relax_events.deadline import Deadline
@@ -223,7 +223,7 @@ class SubscribedConsumer(BaseConsumer):
         if self._is_leaving:
             return  # a member that is leaving gets no positions
         committed = self._read_committed(consumer, partitions)
-        self._find_beginnings(consumer, [at for at in committed if at.offset < 0])
+        self._find_beginnings([at for at in committed if at.offset < 0])
         for partition in committed:
             self.positions[partition.topic, partition.partition] = max(partition.offset, 0)
         consumer.incremental_assign(committed)
@@ -231,30 +231,6 @@ class SubscribedConsumer(BaseConsumer):
             committed
         )  # a partition that was revoked while paused is assigned as paused
         self._on_assigned([TopicOffset(p.topic, p.partition, max(p.offset, 0)) for p in committed])
-
-    def _find_beginnings(self, consumer: Any, partitions: list[ClientPartition]) -> None:
-        """Set these partitions to their beginning offsets, read in one request to each leader.
-
-        The client would look each up by itself, and fetch from those found first: records of others
-        would wait until that fetch returns, half a second where nothing is written.
-        """
-        for partition in partitions:
-            partition.offset = OFFSET_BEGINNING
-        if not partitions:
-            return
-        try:
-            found = consumer.offsets_for_times(partitions, timeout=self._metadata_seconds)
-        except KafkaException as exception:
-            log.debug("beginnings.read_failed", error=extract_error(exception).name())
-            return
-        beginnings = {
-            (at.topic, at.partition): at.offset
-            for at in found
-            if at.error is None and at.offset >= 0
-        }
-        for partition in partitions:
-            where = (partition.topic, partition.partition)
-            partition.offset = beginnings.get(where, OFFSET_BEGINNING)
 
     def _read_committed(
         self, consumer: Any, partitions: list[ClientPartition]

@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from confluent_kafka import OFFSET_BEGINNING, Consumer
+from confluent_kafka import Consumer
 from confluent_kafka import TopicPartition as ClientPartition
 
 from relax_events.errors import BrokerError, BrokerUnavailable
@@ -87,12 +87,12 @@ class LogReader(BaseConsumer):
         for topic in {topic for topic, _ in start} - self._checked_topics:
             self._has_partition(topic)
             self._checked_topics.add(topic)
-        self._consumer.assign(
-            [
-                ClientPartition(topic, partition, offset or OFFSET_BEGINNING)
-                for (topic, partition), offset in start.items()
-            ]
-        )
+        partitions = [
+            ClientPartition(topic, partition, offset)
+            for (topic, partition), offset in start.items()
+        ]
+        self._find_beginnings(at for at in partitions if not at.offset)
+        self._consumer.assign(partitions)
 
     def pause(self) -> None:
         """Request no more records until `resume`, and forget those that are prefetched."""
