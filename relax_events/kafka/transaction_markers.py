@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import structlog
 
@@ -37,6 +38,16 @@ NUM_TIMEOUTS = 5
 again."""
 
 
+class _Repair(NamedTuple):
+    """The last transaction of a producer, whose markers are being written: what looks open may be
+    half of that.
+    """
+
+    producer_id: int
+    producer_epoch: int
+    commits: bool
+
+
 class TransactionMarkers:
     """The markers of one transactional id's transactions.
 
@@ -59,10 +70,7 @@ class TransactionMarkers:
         self._lock = threading.Lock()
         """One thread at a time uses the admin client and completes a transaction."""
         self._expectation: threading.Thread | None = None
-        self._completed: tuple[int, int] | None = None
-        """Id and epoch of the producer whose last transaction is being completed, and how: what
-        looks open may be half of that."""
-        self._commits = False
+        self._repair: _Repair | None = None
 
     def write_missing(self) -> None:
         """Complete the last transaction in the partitions whose marker is missing, as its
@@ -84,9 +92,12 @@ class TransactionMarkers:
 
     def _write_missing(self) -> None:
         state = read_transaction_state(self._connection, self._transactional_id)
-        if state is not None and self._completed != (state.producer_id, state.producer_epoch):
-            self._completed = None
-        if state is None or (state.name == ONGOING and self._completed is None):
+        if state is None:
+            return
+        producer = state.producer_id, state.producer_epoch
+        if self._repair is not None and self._repair[:2] != producer:
+            self._repair = None
+        if state.name == ONGOING and self._repair is None:
             return  # the next producer will abort it
         if not state.is_decided and state.name != ONGOING:
             raise BrokerUnavailable(
@@ -95,15 +106,14 @@ class TransactionMarkers:
             )
         missing = self._find_undecided()
         if not missing:
-            self._completed = None
+            self._repair = None
             return
-        if self._completed is None:
-            self._completed = state.producer_id, state.producer_epoch
-            self._commits = state.is_committed
+        if self._repair is None:
+            self._repair = _Repair(*producer, commits=state.is_committed)
             log.error(
                 "transaction_markers.lost",
                 transactional_id=self._transactional_id,
-                is_committed=self._commits,
+                is_committed=state.is_committed,
                 partitions=[f"{topic}[{partition}]" for topic, partition in missing],
             )
         finish_transaction(
@@ -112,7 +122,7 @@ class TransactionMarkers:
             state,
             missing,
             consumer_group=self._consumer_group,
-            commits=self._commits,
+            commits=self._repair.commits,
         )
         raise BrokerUnavailable(
             f"the markers of {self._transactional_id} in {len(missing)} partitions were lost by "
@@ -151,7 +161,7 @@ class TransactionMarkers:
                     f"the last transaction of {self._transactional_id} is committed and not yet "
                     "visible; check that all brokers run"
                 )
-        self._completed = None
+        self._repair = None
 
     def _watch(self, ends: Mapping[TopicPartition, int]) -> None:
         pause = waited = FIRST_CHECK_SECONDS

@@ -133,25 +133,34 @@ def assert_each_once(steps: Steps, number: int) -> None:
     assert steps.read_committed_offset() == number - 1
 
 
+def write_until_markers_are_lost(steps: Steps, write: Callable[[int], None]) -> int:
+    """Write steps while the broker dies after each one's decision; return how many there are once
+    it has lost the markers of one. Each is seen once."""
+    with capture_logs() as logs:
+        for step in range(1, MAX_DEATHS):
+            turn_until(lambda step=step: steps.read()[0][-1:] == [step - 1])  # type: ignore[misc]
+            steps.is_to_die = True
+            write(step)
+            assert_each_once(steps, step + 1)
+            if any(entry["event"] == LOST for entry in logs):
+                return step + 1
+    pytest.skip("the broker wrote the markers of all its decisions")
+
+
 def test_committed_step_becomes_visible_although_its_markers_were_lost(
     steps: Steps,
 ) -> None:
     """Also while its writer waits for what others do after they see it."""
     writer = steps.open_writer()
     steps.write(writer, 0)
-    with capture_logs() as logs:
-        for step in range(1, MAX_DEATHS):
-            turn_until(lambda step=step: steps.read()[0][-1:] == [step - 1])  # type: ignore[misc]
-            steps.is_to_die = True
-            steps.write(writer, step)
-            steps.die_without_markers()
-            assert_each_once(steps, step + 1)
-            if any(entry["event"] == LOST for entry in logs):
-                break
-        else:
-            pytest.skip("the broker wrote the markers of all its decisions")
-    steps.write(writer, step + 1)
-    assert_each_once(steps, step + 2)
+
+    def write(step: int) -> None:
+        steps.write(writer, step)
+        steps.die_without_markers()
+
+    number = write_until_markers_are_lost(steps, write)
+    steps.write(writer, number)
+    assert_each_once(steps, number + 1)
     writer.close()
 
 
@@ -172,25 +181,21 @@ def test_step_with_an_unknown_outcome_is_written_once_although_its_markers_were_
             raise BrokerUnavailable("committing a transaction: _TIMED_OUT")
 
     monkeypatch.setattr(TransactionalWriter, "_try", die_at_the_end)
-    with capture_logs() as logs:
-        for step in range(1, MAX_DEATHS):
-            turn_until(lambda step=step: steps.read()[0][-1:] == [step - 1])  # type: ignore[misc]
-            steps.is_to_die = True
-            if is_restarted:
-                with pytest.raises(BrokerUnavailable):
-                    writer._try(
-                        steps.build_records(step),
-                        steps.build_offsets(step),
-                        steps.reader,
-                        partial(steps.hold_markers_back, writer),
-                    )
-                writer.close()
-                writer = steps.open_writer()
-            else:
-                steps.write(writer, step)
-            assert_each_once(steps, step + 1)
-            if any(entry["event"] == LOST for entry in logs):
-                break
-        else:
-            pytest.skip("the broker wrote the markers of all its decisions")
+
+    def write(step: int) -> None:
+        nonlocal writer
+        if not is_restarted:
+            steps.write(writer, step)
+            return
+        with pytest.raises(BrokerUnavailable):
+            writer._try(
+                steps.build_records(step),
+                steps.build_offsets(step),
+                steps.reader,
+                partial(steps.hold_markers_back, writer),
+            )
+        writer.close()
+        writer = steps.open_writer()
+
+    write_until_markers_are_lost(steps, write)
     writer.close()
