@@ -76,6 +76,7 @@ def open_controller(config: RunConfig, *, index: int) -> Worker:
         index=index,
         follow=RUN_STATE_TOPICS,
         num_versions=num_versions,
+        gathers_control=True,
     )
 
 

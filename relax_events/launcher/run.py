@@ -227,7 +227,11 @@ class RunSession:
             self._config.broker, client_id=f"{self._config.run.id}.progress"
         )
         follower = ControlFollower(
-            connection, TopicPlan.from_config(self._config), self._codec, also=RUN_STATE_TOPICS
+            connection,
+            TopicPlan.from_config(self._config),
+            self._codec,
+            also=RUN_STATE_TOPICS,
+            gathers=True,
         )
         stack.callback(follower.close)
         follower.start(self._apply)

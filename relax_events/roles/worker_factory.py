@@ -79,11 +79,20 @@ def open_worker(
     store: ObjectStore | None = None,
     follow: Sequence[str] = (),
     num_versions: int = RECENT_VERSIONS,
+    gathers_control: bool = False,
 ) -> Worker:
     """Return the worker of a role, which drains on signals. Use it as a context manager.
 
     Resources of an earlier process with its name are released.
 
+    Args:
+        role: The role.
+        config: The run.
+        index: Which of the role's workers.
+        store: The run's object store, if it is open already.
+        follow: Control topics to follow besides those that every worker follows.
+        num_versions: Minimum number of newest versions to read.
+        gathers_control: The `gathers` of its `ControlFollower`.
     Raises:
         ConfigError: The object store is another run's, or the run file has changed since the
             run's description on the log, in a way that can't be resumed.
@@ -96,6 +105,7 @@ def open_worker(
         index=index,
         follow=follow,
         num_versions=num_versions,
+        gathers_control=gathers_control,
     )
     try:
         _register_error_metrics(worker)

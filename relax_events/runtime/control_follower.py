@@ -37,6 +37,7 @@ from relax_events.runtime.publications import (
     read_newest_publications,
 )
 from relax_events.topics import TopicPlan
+from relax_events.topics.partitions import TopicPartition
 from relax_events.topics.plan import METRICS_TOPICS, belongs_on
 
 log = structlog.get_logger()
@@ -54,6 +55,8 @@ SILENT_SECONDS = 60.0
 """Seconds without a record after which the thread checks whether its client finds a broker."""
 FOLLOW_WAIT_MS = 500
 """How long the broker holds a follower's fetch while no record comes; a record ends it at once."""
+GATHER_WAIT_MS, GATHER_BYTES = 300, 64 * 1024
+"""How long the broker gathers records for a follower that waits for none, and up to which size."""
 NO_START_OFFSETS: Mapping[str, int] = MappingProxyType({})
 Listener = Callable[[Event], None]
 
@@ -77,6 +80,7 @@ class ControlFollower:
         also: Sequence[str] = (),
         num_versions: int = RECENT_VERSIONS,
         wait_ms: int = FOLLOW_WAIT_MS,
+        gathers: bool = False,
     ) -> None:
         """Read the existing versions and commands.
 
@@ -89,8 +93,13 @@ class ControlFollower:
             num_versions: Minimum number of newest versions to read; at least those of the window.
             wait_ms: How long the broker holds a fetch while no record comes. A follower's first
                 records may come so much later, since a topic found late waits for the first fetch.
+            gathers: Take records up to `GATHER_WAIT_MS` later and many at a time, so that the
+                heartbeats of many workers cost few requests; `wait_ms` is not used then.
         """
-        self._codec, self._plan, self._wait_ms = codec, plan, wait_ms
+        self._codec, self._plan = codec, plan
+        self._wait_ms, self._min_bytes = (
+            (GATHER_WAIT_MS, GATHER_BYTES) if gathers else (wait_ms, 1)
+        )
         self._also = tuple(filter(plan.has, also))
         self._schemas_topic = plan.topic("control.schemas")
         self._connection = connection
@@ -160,10 +169,15 @@ class ControlFollower:
         }
         reader, self._reader = (
             self._reader,
-            LogReader(self._own, start=self._starts, fetch_wait_ms=self._wait_ms),
+            self._open_follower(self._starts),
         )
         reader.close()
         self._thread.start()
+
+    def _open_follower(self, start: Mapping[TopicPartition, int] | None = None) -> LogReader:
+        return LogReader(
+            self._own, start=start, fetch_wait_ms=self._wait_ms, fetch_min_bytes=self._min_bytes
+        )
 
     def _span(self, entity: str, start_offsets: Mapping[str, int]) -> tuple[int, int]:
         low, high = self._reader.watermarks(self._plan.topic(entity), 0)
@@ -303,7 +317,7 @@ class ControlFollower:
         """
         if self._reader.cluster_id(self._schemas_topic):
             return
-        reader = LogReader(self._own, fetch_wait_ms=self._wait_ms)
+        reader = self._open_follower()
         if not reader.cluster_id(self._schemas_topic):
             reader.close()  # the brokers are unreachable
             return

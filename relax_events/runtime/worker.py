@@ -60,6 +60,7 @@ class Worker(AbstractContextManager["Worker"]):
         index: int = 0,
         follow: Sequence[str] = (),
         num_versions: int = RECENT_VERSIONS,
+        gathers_control: bool = False,
     ) -> None:
         self.role, self.config = role, config
         self.worker_id = f"{role}-{index}"
@@ -86,7 +87,9 @@ class Worker(AbstractContextManager["Worker"]):
             interval_seconds=config.workers.heartbeat_seconds,
         )
         self._producer = RecordProducer(self.connection, linger_ms=config.broker.linger_ms)
-        self.control = self._read_control_log(codec, follow=follow, num_versions=num_versions)
+        self.control = self._read_control_log(
+            codec, follow=follow, num_versions=num_versions, gathers=gathers_control
+        )
         self.records = RecordIO(
             role,
             self.worker_id,
@@ -103,7 +106,7 @@ class Worker(AbstractContextManager["Worker"]):
         self.heartbeat.set_metrics_port(self._endpoint.port)
 
     def _read_control_log(
-        self, codec: EventCodec, *, follow: Sequence[str], num_versions: int
+        self, codec: EventCodec, *, follow: Sequence[str], num_versions: int, gathers: bool
     ) -> ControlView:
         """Read the existing versions and commands, and return the role's view of them."""
         follower = ControlFollower(
@@ -113,6 +116,7 @@ class Worker(AbstractContextManager["Worker"]):
             also=follow,
             num_versions=num_versions,
             wait_ms=compute_follow_wait_ms(sum(self.config.roles().values())),
+            gathers=gathers,
         )
         return ControlView(
             follower,

@@ -5,6 +5,7 @@ and how each worker reacts.
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -41,12 +42,13 @@ from relax_events.kafka.records import ProducerRecord, Record
 from relax_events.objects import ObjectStore
 from relax_events.objects.marker import claim_store
 from relax_events.roles.worker_factory import StoreClaimCheck, open_store, open_worker
-from relax_events.runtime.control_follower import ControlFollower
+from relax_events.runtime.control_follower import GATHER_WAIT_MS, ControlFollower
 from relax_events.runtime.worker import Worker
 from relax_events.topics import TopicPlan
 from tests.schema_changes import end_by_newer_release
 
 CODEC = EventCodec()
+NUM_GATHERED = 30
 
 
 @pytest.fixture
@@ -89,6 +91,38 @@ def read(connection: Connection, topic: str, partition: int = 0) -> list[Record]
 
 def next_of(inbox: queue.SimpleQueue[Event], count: int) -> list[Event]:
     return [inbox.get(timeout=TIMEOUT_SECONDS) for _ in range(count)]
+
+
+def test_gathering_follower_takes_records_that_are_written_one_by_one_together(
+    connection: Connection,
+    plan: TopicPlan,
+    publish: Callable[[str, Event], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers: list[int] = []
+    fetch = LogReader.fetch
+
+    def count(self: LogReader, *arguments: Any, **named: Any) -> list[Record]:
+        records = fetch(self, *arguments, **named)
+        answers.append(len(records))
+        return records
+
+    monkeypatch.setattr(LogReader, "fetch", count)
+    follower = ControlFollower(connection, plan, EventCodec(), gathers=True)
+    inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    follower.start(inbox.put)
+    try:
+        publish("control.policy-versions", published(0))
+        next_of(inbox, 1)  # its client has found the topic
+        answers.clear()
+        began = time.monotonic()
+        for version in range(1, NUM_GATHERED + 1):
+            publish("control.policy-versions", published(version))
+        next_of(inbox, NUM_GATHERED)
+        waits = (time.monotonic() - began) / (GATHER_WAIT_MS / 1000)
+        assert len(list(filter(None, answers))) <= 2 + waits
+    finally:
+        follower.close()
 
 
 def test_stopped_follower_reads_the_events_committed_before_its_end(
