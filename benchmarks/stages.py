@@ -34,6 +34,7 @@ SETTINGS = {
     "async K=1, hybrid": (*OBJECTIVE, *ASYNC, "workers.hybrid=true"),
     "on-policy, streaming": (*OBJECTIVE, *STREAMING),
     "async K=1, all roles": ASYNC,
+    "async K=1, all roles, hybrid": (*ASYNC, "workers.hybrid=true"),
 }
 ALL = "all"
 QUESTION = """The quickstart's task, every role a process and the broker embedded, watched between two train steps: the start and the end are left
