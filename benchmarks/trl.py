@@ -37,12 +37,13 @@ schedule, 32 prompts with 8 samples each a step. Both sides have {NUM_CORES} cor
 same order; the reward is the same function.
 
 - Ours are `relax run` as it is: every role a process, a broker, exactly-once delivery; all of it on the same cores. Each role has one thread, or two
-  where the table says so.
+  where the table says so; `hybrid` has the reward and the advantage role in one process (`workers.hybrid`).
 - TRL {{version}} is one process, without vLLM. It has what makes it fastest: float32, no gradient checkpointing, a key and value cache, the whole
   step as one forward and backward pass, fused AdamW, no reference model, no logging, no checkpoints, the reward called directly and without a time
   limit; once with one thread, once with two. The better one counts, and so does our better one.
 - `long tail` is the same problem with completions as uneven as those of real tasks: nine strings of ten have 5 characters, the tenth has 20 to 28. Up to
   48 new tokens; a model twice as wide and deep, so that computing weighs more (benchmarks/long_tail.toml).
+- `equal lengths` has the long tail's model, and strings of 50 to 54 characters (benchmarks/equal_lengths.toml).
 
 The tasks are measured apart, each with the commit that last changed its table. Steady state leaves out the first {FIRST_STEADY_STEP} steps. Start and end are what a run takes besides its steps. The reward counts as reached when
 the mean of {REWARD_STEPS} steps is {REWARD_AIM:g}; the time is that of the steps until then."""
@@ -75,8 +76,8 @@ class Side:
 
     @property
     def slug(self) -> str:
-        """The name as part of a run's id."""
-        return slug_of(self.name)
+        """The name as part of the id of a run, which is always ours."""
+        return slug_of(self.name).removeprefix("ours-")
 
 
 def slug_of(name: str) -> str:
@@ -126,13 +127,16 @@ SIDES = (
     Side("ours, on-policy, colocated, 2 threads", "on-policy", (*COLOCATED, *TWO_THREADS)),
     Side("ours, on-policy, streaming", "on-policy", STREAMING),
     Side("ours, async K=1", "async", ASYNC),
+    Side("ours, async K=1, hybrid", "async", (*ASYNC, "workers.hybrid=true")),
     Side("TRL, 1 thread", "trl"),
     Side("TRL, 2 threads", "trl", threads=2),
 )
 LONG_TAIL = Path(__file__).parent / "long_tail.toml"
+EQUAL_LENGTHS = Path(__file__).parent / "equal_lengths.toml"
 TASKS = (
     Task("quickstart", num_steps=60, on_policy_aim=1.0, async_aim=1.3),
     Task("long tail", num_steps=40, on_policy_aim=2.2, async_aim=3.0, run_file=LONG_TAIL),
+    Task("equal lengths", num_steps=20, on_policy_aim=1.5, async_aim=2.3, run_file=EQUAL_LENGTHS),
 )
 
 
