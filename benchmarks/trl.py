@@ -41,9 +41,7 @@ same order; the reward is the same function.
 - TRL {{version}} is one process, without vLLM. It has what makes it fastest: float32, no gradient checkpointing, a key and value cache, the whole
   step as one forward and backward pass, fused AdamW, no reference model, no logging, no checkpoints, the reward called directly and without a time
   limit; once with one thread, once with two. The better one counts, and so does our better one.
-- `long tail` is the same problem with completions as uneven as those of real tasks: nine strings of ten have 5 characters, the tenth has 20 to 28. Up to
-  48 new tokens; a model twice as wide and deep, so that computing weighs more (benchmarks/long_tail.toml).
-- `equal lengths` has the long tail's model, and strings of 50 to 54 characters (benchmarks/equal_lengths.toml).
+{{tasks}}
 
 The tasks are measured apart, each with the commit that last changed its table. Steady state leaves out the first {FIRST_STEADY_STEP} steps. Start and end are what a run takes besides its steps. The reward counts as reached when
 the mean of {REWARD_STEPS} steps is {REWARD_AIM:g}; the time is that of the steps until then."""
@@ -58,6 +56,8 @@ class Task:
     on_policy_aim: float
     async_aim: float
     run_file: Path = quickstart.CONFIG
+    text: str = ""
+    """What differs from the quickstart."""
 
     @property
     def slug(self) -> str:
@@ -135,8 +135,23 @@ LONG_TAIL = Path(__file__).parent / "long_tail.toml"
 EQUAL_LENGTHS = Path(__file__).parent / "equal_lengths.toml"
 TASKS = (
     Task("quickstart", num_steps=60, on_policy_aim=1.0, async_aim=1.3),
-    Task("long tail", num_steps=40, on_policy_aim=2.2, async_aim=3.0, run_file=LONG_TAIL),
-    Task("equal lengths", num_steps=20, on_policy_aim=1.5, async_aim=2.3, run_file=EQUAL_LENGTHS),
+    Task(
+        "long tail",
+        num_steps=40,
+        on_policy_aim=2.2,
+        async_aim=3.0,
+        run_file=LONG_TAIL,
+        text="""the same problem with completions as uneven as those of real tasks: nine strings of ten have 5 characters, the tenth has 20 to 28. Up to
+  48 new tokens; a model twice as wide and deep, so that computing weighs more (benchmarks/long_tail.toml).""",
+    ),
+    Task(
+        "equal lengths",
+        num_steps=20,
+        on_policy_aim=1.5,
+        async_aim=2.3,
+        run_file=EQUAL_LENGTHS,
+        text="the same problem with strings of 50 to 54 characters, and the long tail's model (benchmarks/equal_lengths.toml).",
+    ),
 )
 
 
@@ -318,7 +333,10 @@ def publish(measured: Mapping[str, Outcomes], folder: Path = report.FOLDER) -> N
     report.write(
         "trl",
         title="Whole runs compared with TRL",
-        question=QUESTION.format(version=environment.pinned("trl", "trl")),
+        question=QUESTION.format(
+            version=environment.pinned("trl", "trl"),
+            tasks="\n".join(f"- `{task.name}` is {task.text}" for task in tasks if task.text),
+        ),
         command="`, `".join(
             f"python -m benchmarks.trl --task '{task}' --rounds {num_rounds[task]}"
             for task in num_rounds
