@@ -43,8 +43,8 @@ class _Repair(NamedTuple):
     half of that.
     """
 
-    producer_id: int
-    producer_epoch: int
+    producer: tuple[int, int]
+    """Its id and epoch."""
     commits: bool
 
 
@@ -95,7 +95,7 @@ class TransactionMarkers:
         if state is None:
             return
         producer = state.producer_id, state.producer_epoch
-        if self._repair is not None and self._repair[:2] != producer:
+        if self._repair is not None and self._repair.producer != producer:
             self._repair = None
         if state.name == ONGOING and self._repair is None:
             return  # the next producer will abort it
@@ -109,7 +109,7 @@ class TransactionMarkers:
             self._repair = None
             return
         if self._repair is None:
-            self._repair = _Repair(*producer, commits=state.is_committed)
+            self._repair = _Repair(producer, commits=state.is_committed)
             log.error(
                 "transaction_markers.lost",
                 transactional_id=self._transactional_id,

@@ -167,10 +167,7 @@ class ControlFollower:
             topic_partition: self._positions.get(topic_partition, start)
             for topic_partition, start in starts.items()
         }
-        reader, self._reader = (
-            self._reader,
-            self._open_follower(self._starts),
-        )
+        reader, self._reader = self._reader, self._open_follower(self._starts)
         reader.close()
         self._thread.start()
 
