@@ -30,7 +30,7 @@ from relax_events.kafka.connection import Connection
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord
 from relax_events.ops.topic_apply import apply_groups
-from relax_events.runtime.worker import compute_follow_wait_ms
+from relax_events.runtime.worker import compute_follow_wait
 from relax_events.topics import TopicPlan
 
 ROOT = Path(__file__).parents[1]
@@ -228,9 +228,9 @@ def measure(case: Case, folder: Path, *, quick: bool) -> dict[str, Any]:
         prepare(config, plan, connection)
         prompts = Prompts(connection, plan, batch_records=config.prompt_groups_per_lease)
         with open_fleets(case, brokers.bootstrap_servers, folder) as fleets:
-            wait_ms = compute_follow_wait_ms(sum(config.roles().values()))
+            wait = compute_follow_wait(sum(config.roles().values()))
             measured = Measurement(
-                case, brokers, fleets, prompts, follow_wait_ms=wait_ms, quick=quick
+                case, brokers, fleets, prompts, follow_wait_ms=wait.ms, quick=quick
             ).run()
         prompts.close()
     return measured

@@ -43,7 +43,7 @@ from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord
 from relax_events.runtime.control_follower import ControlFollower
 from relax_events.runtime.heartbeat import Heartbeat
-from relax_events.runtime.worker import compute_follow_wait_ms
+from relax_events.runtime.worker import compute_follow_wait
 from relax_events.topics import TopicPlan
 from relax_events.topics.plan import HEARTBEATS, METRICS
 
@@ -164,8 +164,8 @@ class SimulatedWorker:
         )
         self.codec = EventCodec()
         self.producer = RecordProducer(connection, linger_ms=config.broker.linger_ms)
-        wait_ms = compute_follow_wait_ms(sum(config.roles().values()))
-        self._control = ControlFollower(connection, plan, self.codec, wait_ms=wait_ms)
+        wait = compute_follow_wait(sum(config.roles().values()))
+        self._control = ControlFollower(connection, plan, self.codec, wait=wait)
         self._control.start(lambda _: None)
         self.heartbeat = Heartbeat(
             self._send,

@@ -43,7 +43,7 @@ from relax_events.projections.health import HealthState
 from relax_events.projections.run_state import RUN_STATE_TOPICS, RunState
 from relax_events.projections.scaling import ScaleState
 from relax_events.roles.worker_factory import open_store, open_worker
-from relax_events.runtime.control_follower import RECENT_VERSIONS, ControlFollower
+from relax_events.runtime.control_follower import GATHER, RECENT_VERSIONS, ControlFollower
 from relax_events.runtime.control_view import RESTART_CODE
 from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.run_description import ParentRun, build_run_description, is_recorded
@@ -76,7 +76,7 @@ def open_controller(config: RunConfig, *, index: int) -> Worker:
         index=index,
         follow=RUN_STATE_TOPICS,
         num_versions=num_versions,
-        gathers_control=True,
+        control_wait=GATHER,
     )
 
 

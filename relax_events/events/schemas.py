@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -123,12 +124,13 @@ def schema_fingerprint(schema: Schema) -> bytes:
 
 
 def runtime_schema(schema: Schema) -> Schema:
-    """Parse a schema for the codec: without logical types, since events hold times as integers.
+    """Parse a schema for the codec: without logical types, since events hold times as integers, and
+    with interned names, by which the fields of every record are looked up.
 
     Raises:
         TypeError: It is no record's schema, but a bare type's or a union.
     """
-    parsed = parse_schema(without_logical_types(schema), named_schemas={})
+    parsed = parse_schema(_interned(without_logical_types(schema)), named_schemas={})
     if not isinstance(parsed, dict):
         raise TypeError(f"the schema of an event must be a record's, got {parsed!r}")
     return parsed
@@ -141,6 +143,14 @@ def without_logical_types(node: Any) -> Any:
             key: without_logical_types(value) for key, value in node.items() if key != "logicalType"
         }
     return [without_logical_types(item) for item in node] if isinstance(node, list) else node
+
+
+def _interned(node: Any) -> Any:
+    if isinstance(node, dict):
+        return {sys.intern(key): _interned(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_interned(item) for item in node]
+    return sys.intern(node) if isinstance(node, str) else node
 
 
 CURRENT = "current"

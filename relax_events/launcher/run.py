@@ -41,7 +41,7 @@ from relax_events.projections.base import ProjectionGroup
 from relax_events.projections.run_state import RUN_STATE_TOPICS, RunState
 from relax_events.projections.scaling import ScaleState
 from relax_events.reports.terminal import ProgressDisplay
-from relax_events.runtime.control_follower import ControlFollower
+from relax_events.runtime.control_follower import GATHER, ControlFollower
 from relax_events.runtime.drain import Drain
 from relax_events.runtime.private_files import write_private
 from relax_events.session.broker_address import (
@@ -231,7 +231,7 @@ class RunSession:
             TopicPlan.from_config(self._config),
             self._codec,
             also=RUN_STATE_TOPICS,
-            gathers=True,
+            wait=GATHER,
         )
         stack.callback(follower.close)
         follower.start(self._apply)

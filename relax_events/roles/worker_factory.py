@@ -14,7 +14,7 @@ from relax_events.objects.marker import claim_store, find_logged_marker
 from relax_events.objects.outages import outages
 from relax_events.objects.store import AllowedRoots, ObjectStore
 from relax_events.objects.version_objects import build_version_folder
-from relax_events.runtime.control_follower import RECENT_VERSIONS
+from relax_events.runtime.control_follower import RECENT_VERSIONS, FetchWait
 from relax_events.runtime.hosting import current_host
 from relax_events.runtime.worker import Worker
 from relax_events.session.resume import find_changes, refuse_changes
@@ -79,7 +79,7 @@ def open_worker(
     store: ObjectStore | None = None,
     follow: Sequence[str] = (),
     num_versions: int = RECENT_VERSIONS,
-    gathers_control: bool = False,
+    control_wait: FetchWait | None = None,
 ) -> Worker:
     """Return the worker of a role, which drains on signals. Use it as a context manager.
 
@@ -92,7 +92,7 @@ def open_worker(
         store: The run's object store, if it is open already.
         follow: Control topics to follow besides those that every worker follows.
         num_versions: Minimum number of newest versions to read.
-        gathers_control: The `gathers` of its `ControlFollower`.
+        control_wait: The `wait` of its `ControlFollower`; by the number of workers if None.
     Raises:
         ConfigError: The object store is another run's, or the run file has changed since the
             run's description on the log, in a way that can't be resumed.
@@ -105,7 +105,7 @@ def open_worker(
         index=index,
         follow=follow,
         num_versions=num_versions,
-        gathers_control=gathers_control,
+        control_wait=control_wait,
     )
     try:
         _register_error_metrics(worker)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
+from typing import NamedTuple
 
 import structlog
 
@@ -53,10 +54,20 @@ each worker."""
 STOP_SECONDS = 5.0
 SILENT_SECONDS = 60.0
 """Seconds without a record after which the thread checks whether its client finds a broker."""
-FOLLOW_WAIT_MS = 500
-"""How long the broker holds a follower's fetch while no record comes; a record ends it at once."""
-GATHER_WAIT_MS, GATHER_BYTES = 300, 64 * 1024
-"""How long the broker gathers records for a follower that waits for none, and up to which size."""
+
+
+class FetchWait(NamedTuple):
+    """How long the broker holds a follower's fetch."""
+
+    ms: int
+    """At most this long, while it has fewer than `min_bytes`."""
+    min_bytes: int = 1
+    """One byte: the first record ends the wait."""
+
+
+FOLLOW = FetchWait(500)
+GATHER = FetchWait(300, min_bytes=64 * 1024)
+"""Of observers, which need no record at once: the heartbeats of many workers cost few requests."""
 NO_START_OFFSETS: Mapping[str, int] = MappingProxyType({})
 Listener = Callable[[Event], None]
 
@@ -79,8 +90,7 @@ class ControlFollower:
         *,
         also: Sequence[str] = (),
         num_versions: int = RECENT_VERSIONS,
-        wait_ms: int = FOLLOW_WAIT_MS,
-        gathers: bool = False,
+        wait: FetchWait = FOLLOW,
     ) -> None:
         """Read the existing versions and commands.
 
@@ -91,15 +101,11 @@ class ControlFollower:
             also: Control topics to follow besides those that every worker follows; those of roles
                 that the run lacks are left out.
             num_versions: Minimum number of newest versions to read; at least those of the window.
-            wait_ms: How long the broker holds a fetch while no record comes. A follower's first
-                records may come so much later, since a topic found late waits for the first fetch.
-            gathers: Take records up to `GATHER_WAIT_MS` later and many at a time, so that the
-                heartbeats of many workers cost few requests; `wait_ms` is not used then.
+            wait: How long the broker holds a fetch. A follower's first records may come so much
+                later, since a topic found late waits for the first fetch.
         """
         self._codec, self._plan = codec, plan
-        self._wait_ms, self._min_bytes = (
-            (GATHER_WAIT_MS, GATHER_BYTES) if gathers else (wait_ms, 1)
-        )
+        self._wait = wait
         self._also = tuple(filter(plan.has, also))
         self._schemas_topic = plan.topic("control.schemas")
         self._connection = connection
@@ -173,7 +179,10 @@ class ControlFollower:
 
     def _open_follower(self, start: Mapping[TopicPartition, int] | None = None) -> LogReader:
         return LogReader(
-            self._own, start=start, fetch_wait_ms=self._wait_ms, fetch_min_bytes=self._min_bytes
+            self._own,
+            start=start,
+            fetch_wait_ms=self._wait.ms,
+            fetch_min_bytes=self._wait.min_bytes,
         )
 
     def _span(self, entity: str, start_offsets: Mapping[str, int]) -> tuple[int, int]:

@@ -20,7 +20,12 @@ from relax_events.kafka.connection import Connection
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord
 from relax_events.kafka.schema_registry import open_codec
-from relax_events.runtime.control_follower import FOLLOW_WAIT_MS, RECENT_VERSIONS, ControlFollower
+from relax_events.runtime.control_follower import (
+    FOLLOW,
+    RECENT_VERSIONS,
+    ControlFollower,
+    FetchWait,
+)
 from relax_events.runtime.control_view import ControlView
 from relax_events.runtime.drain import Drain
 from relax_events.runtime.failpoints import arm_failpoints
@@ -39,11 +44,12 @@ log = structlog.get_logger()
 FOLLOW_WAIT_MS_PER_WORKER, MAX_FOLLOW_WAIT_MS = 10, 5000
 
 
-def compute_follow_wait_ms(num_workers: int) -> int:
+def compute_follow_wait(num_workers: int) -> FetchWait:
     """Return how long the brokers hold a worker's fetch from the control log while no record comes:
     longer in a run of more than 50 workers, whose requests at rest would else grow with it.
     """
-    return min(max(FOLLOW_WAIT_MS, num_workers * FOLLOW_WAIT_MS_PER_WORKER), MAX_FOLLOW_WAIT_MS)
+    grown_ms = min(num_workers * FOLLOW_WAIT_MS_PER_WORKER, MAX_FOLLOW_WAIT_MS)
+    return FetchWait(max(FOLLOW.ms, grown_ms))
 
 
 class Worker(AbstractContextManager["Worker"]):
@@ -60,7 +66,7 @@ class Worker(AbstractContextManager["Worker"]):
         index: int = 0,
         follow: Sequence[str] = (),
         num_versions: int = RECENT_VERSIONS,
-        gathers_control: bool = False,
+        control_wait: FetchWait | None = None,
     ) -> None:
         self.role, self.config = role, config
         self.worker_id = f"{role}-{index}"
@@ -88,7 +94,7 @@ class Worker(AbstractContextManager["Worker"]):
         )
         self._producer = RecordProducer(self.connection, linger_ms=config.broker.linger_ms)
         self.control = self._read_control_log(
-            codec, follow=follow, num_versions=num_versions, gathers=gathers_control
+            codec, follow=follow, num_versions=num_versions, wait=control_wait
         )
         self.records = RecordIO(
             role,
@@ -106,7 +112,7 @@ class Worker(AbstractContextManager["Worker"]):
         self.heartbeat.set_metrics_port(self._endpoint.port)
 
     def _read_control_log(
-        self, codec: EventCodec, *, follow: Sequence[str], num_versions: int, gathers: bool
+        self, codec: EventCodec, *, follow: Sequence[str], num_versions: int, wait: FetchWait | None
     ) -> ControlView:
         """Read the existing versions and commands, and return the role's view of them."""
         follower = ControlFollower(
@@ -115,8 +121,7 @@ class Worker(AbstractContextManager["Worker"]):
             codec,
             also=follow,
             num_versions=num_versions,
-            wait_ms=compute_follow_wait_ms(sum(self.config.roles().values())),
-            gathers=gathers,
+            wait=wait or compute_follow_wait(sum(self.config.roles().values())),
         )
         return ControlView(
             follower,

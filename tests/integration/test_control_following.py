@@ -42,7 +42,7 @@ from relax_events.kafka.records import ProducerRecord, Record
 from relax_events.objects import ObjectStore
 from relax_events.objects.marker import claim_store
 from relax_events.roles.worker_factory import StoreClaimCheck, open_store, open_worker
-from relax_events.runtime.control_follower import GATHER_WAIT_MS, ControlFollower
+from relax_events.runtime.control_follower import GATHER, ControlFollower
 from relax_events.runtime.worker import Worker
 from relax_events.topics import TopicPlan
 from tests.schema_changes import end_by_newer_release
@@ -108,7 +108,7 @@ def test_gathering_follower_takes_records_that_are_written_one_by_one_together(
         return records
 
     monkeypatch.setattr(LogReader, "fetch", count)
-    follower = ControlFollower(connection, plan, EventCodec(), gathers=True)
+    follower = ControlFollower(connection, plan, EventCodec(), wait=GATHER)
     inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
     follower.start(inbox.put)
     try:
@@ -119,7 +119,7 @@ def test_gathering_follower_takes_records_that_are_written_one_by_one_together(
         for version in range(1, NUM_GATHERED + 1):
             publish("control.policy-versions", published(version))
         next_of(inbox, NUM_GATHERED)
-        waits = (time.monotonic() - began) / (GATHER_WAIT_MS / 1000)
+        waits = (time.monotonic() - began) / (GATHER.ms / 1000)
         assert len(list(filter(None, answers))) <= 2 + waits
     finally:
         follower.close()
