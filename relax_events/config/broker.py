@@ -78,9 +78,9 @@ class BrokerConfig(Section):
     """After this time without a heartbeat the broker reassigns a member's partitions."""
     request_timeout_seconds: Seconds = 30.0
     """Deadline of every request to the broker."""
-    linger_ms: Annotated[float, Field(ge=0)] = 20.0
-    """Time that a producer waits for more records, in milliseconds. A worker that has nothing else
-    to write ends the wait."""
+    linger_ms: Annotated[float, Field(ge=0)] = 100.0
+    """Time that a producer waits for more records, in milliseconds, so that the roles behind it
+    receive many at a time. A worker that has nothing else to write ends the wait."""
     compression: Literal["none", "lz4", "zstd"] = "none"
     """Compression of sample topics."""
     segment_seconds: Seconds = 300.0

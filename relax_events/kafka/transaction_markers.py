@@ -29,7 +29,7 @@ from relax_events.topics.partitions import TopicPartition
 
 log = structlog.get_logger()
 
-FIRST_CHECK_SECONDS, MAX_CHECK_SECONDS = 0.02, 1.0
+FIRST_CHECK_SECONDS, MAX_CHECK_SECONDS = 0.05, 1.0
 LATE_SECONDS = 0.3
 """Markers follow a commit within milliseconds; later ones may be lost."""
 RETRY_SECONDS = 0.1
