@@ -37,7 +37,7 @@ schedule, 32 prompts with 8 samples each a step. Both sides have {NUM_CORES} cor
 same order; the reward is the same function.
 
 - Ours are `relax run` as it is: every role a process, a broker, exactly-once delivery; all of it on the same cores. Each role has one thread, or two
-  where the table says so; `hybrid` has the reward and the advantage role in one process (`workers.hybrid`).
+  where the table says so.
 - TRL {{version}} is one process, without vLLM. It has what makes it fastest: float32, no gradient checkpointing, a key and value cache, the whole
   step as one forward and backward pass, fused AdamW, no reference model, no logging, no checkpoints, the reward called directly and without a time
   limit; once with one thread, once with two. The better one counts, and so does our better one.
@@ -127,7 +127,6 @@ SIDES = (
     Side("ours, on-policy, colocated, 2 threads", "on-policy", (*COLOCATED, *TWO_THREADS)),
     Side("ours, on-policy, streaming", "on-policy", STREAMING),
     Side("ours, async K=1", "async", ASYNC),
-    Side("ours, async K=1, hybrid", "async", (*ASYNC, "workers.hybrid=true")),
     Side("TRL, 1 thread", "trl"),
     Side("TRL, 2 threads", "trl", threads=2),
 )
