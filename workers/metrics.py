@@ -19,6 +19,7 @@ from relax_events.events.types import Event, MetricsReported, PolicyEvaluated, T
 from relax_events.notifications.builder import NotificationBuilder
 from relax_events.notifications.services import open_notifiers
 from relax_events.roles.worker_factory import open_worker
+from relax_events.runtime.control_follower import GATHER
 from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.worker import Worker
 from relax_events.telemetry.delivery import DeliveryQueue
@@ -38,7 +39,9 @@ CLOSE_SECONDS = 15.0
 
 def run(config: RunConfig, *, index: int = 0) -> None:
     """Run the role until it is asked to stop."""
-    with open_worker("metrics", config, index=index, follow=FOLLOWED) as worker:
+    with open_worker(
+        "metrics", config, index=index, follow=FOLLOWED, control_wait=GATHER
+    ) as worker:
         loop = MetricsLoop(worker)
         loop.run()
     if loop.has_left_feeds:
