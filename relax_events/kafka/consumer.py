@@ -8,7 +8,6 @@ longer than the session timeout. `HeartbeatMonitor` recognizes it in librdkafka'
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -36,8 +35,6 @@ STATISTICS_SECONDS = 2.0
 SILENT_SECONDS = 12.0
 """More than twice the longest heartbeat interval that brokers set, 5 s."""
 COORDINATOR = "GroupCoordinator"
-COMMIT_SECONDS = 0.5
-"""Time between two commits of a member that does not wait for them."""
 
 
 class HeartbeatMonitor:
@@ -117,8 +114,6 @@ class SubscribedConsumer(BaseConsumer):
         self._connection, self._on_assigned, self._on_revoked = connection, on_assigned, on_revoked
         self._consumer_group, self._is_leaving, self._is_paused = consumer_group, False, False
         self._membership = MembershipMonitor(connection, consumer_group)
-        self._uncommitted: dict[TopicPartition, int] = {}
-        self._next_commit_at = 0.0
         self._consumer.subscribe(
             list(topics),
             on_assign=self._handle_assigned,
@@ -148,35 +143,18 @@ class SubscribedConsumer(BaseConsumer):
         held = [record for record in records if (record.topic, record.partition) in self.positions]
         for record in held:
             self.positions[record.topic, record.partition] = record.offset + 1
-        self._commit_due()
         return held
 
     def commit(self, offsets: Iterable[TopicOffset], *, wait: Deadline | None = None) -> None:
-        """Commit the next positions: at once if `wait` is given, else asynchronously, together with
-        those of the next half second; `fetch`, a rebalance and `close` see to them.
+        """Commit the next positions, asynchronously unless `wait` is given.
 
         A lost commit only means redelivery, which event ids make harmless. After the deadline
         nothing is committed. One commit is bounded by the client's request timeout, which for group
         members equals the handover deadline.
         """
-        self._uncommitted |= {(one.topic, one.partition): one.offset for one in offsets}
-        if wait is None:
-            self._commit_due()
-        else:
-            self._send_commit(wait)
-
-    def _commit_due(self) -> None:
-        """Commit if the last time was long enough ago."""
-        if self._uncommitted and time.monotonic() >= self._next_commit_at:
-            self._send_commit()
-
-    def _send_commit(self, wait: Deadline | None = None) -> None:
         partitions = [
-            ClientPartition(topic, partition, offset)
-            for (topic, partition), offset in self._uncommitted.items()
+            ClientPartition(offset.topic, offset.partition, offset.offset) for offset in offsets
         ]
-        self._uncommitted.clear()
-        self._next_commit_at = time.monotonic() + COMMIT_SECONDS
         if not partitions:
             return
         if wait is not None and wait.passed:
@@ -239,7 +217,6 @@ class SubscribedConsumer(BaseConsumer):
     def close(self) -> None:
         """Leave the group and close the consumer."""
         self._is_leaving = True
-        self._send_commit()
         super().close()
 
     def _handle_assigned(self, consumer: Any, partitions: list[ClientPartition]) -> None:
@@ -282,14 +259,11 @@ class SubscribedConsumer(BaseConsumer):
             raise ClientFailed(f"{error}; restart the worker") from error
 
     def _handle_revoked(self, consumer: Any, partitions: list[ClientPartition]) -> None:
-        deadline = Deadline(HANDOVER_SECONDS)
-        self._on_revoked(self._drop_positions(partitions), deadline)
-        self._send_commit(deadline)
+        self._on_revoked(self._drop_positions(partitions), Deadline(HANDOVER_SECONDS))
         consumer.incremental_unassign(partitions)
 
     def _handle_lost(self, consumer: Any, partitions: list[ClientPartition]) -> None:
         log.warning("partitions.lost", num_partitions=len(partitions))
-        self._uncommitted.clear()  # the broker refuses a lost member's commits
         self._handle_revoked(consumer, partitions)
 
     def _drop_positions(self, partitions: list[ClientPartition]) -> list[TopicOffset]:

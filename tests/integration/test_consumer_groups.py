@@ -259,62 +259,6 @@ def test_asynchronous_commit_survives_the_closing_of_its_member(
     assert admin.committed_offsets(group, [(topic, 0)]) == {(topic, 0): 2}
 
 
-def test_commits_that_follow_each_other_are_sent_together(
-    connection: Connection,
-    producer: RecordProducer,
-    admin: Admin,
-    make_topic: MakeTopic,
-    make_group: MakeGroup,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    topic, group = make_topic("work"), make_group("reward")
-    fill(producer, topic, [b"a", b"b", b"c"])
-    consumer = SubscribedConsumer(connection, consumer_group=group, topics=[topic])
-
-    def committed() -> int | None:
-        return admin.committed_offsets(group, [(topic, 0)]).get((topic, 0))
-
-    fetch_until(consumer, lambda records: len(records) == 3)
-    monkeypatch.setattr("relax_events.kafka.consumer.COMMIT_SECONDS", 3600)
-    consumer.commit([TopicOffset(topic, 0, 1)])
-    turn_until(lambda: committed() == 1, lambda: consumer.fetch(timeout_seconds=0.05))
-    consumer.commit([TopicOffset(topic, 0, 2)])
-    consumer.commit([TopicOffset(topic, 0, 3)])
-    consumer.fetch(timeout_seconds=0.5)
-    assert committed() == 1
-    consumer.close()
-    assert committed() == 3
-
-
-def test_gathered_commits_are_sent_before_partitions_are_revoked(
-    connection: Connection,
-    producer: RecordProducer,
-    make_topic: MakeTopic,
-    make_group: MakeGroup,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    topic, group = make_topic("work", 2), make_group("reward")
-    for partition in range(2):
-        fill(producer, topic, [b"x"] * 5, partition=partition)
-    first = SubscribedConsumer(connection, consumer_group=group, topics=[topic])
-    fetch_until(first, lambda records: len(records) == 10)
-    monkeypatch.setattr("relax_events.kafka.consumer.COMMIT_SECONDS", 3600)
-    first.commit([TopicOffset(topic, partition, 1) for partition in range(2)])
-    first.commit([TopicOffset(topic, partition, 4) for partition in range(2)])
-    assigned: list[TopicOffset] = []
-    second = SubscribedConsumer(
-        connection, consumer_group=group, topics=[topic], on_assigned=assigned.extend
-    )
-    turn_until(
-        lambda: bool(assigned),
-        lambda: first.fetch(timeout_seconds=0.05),
-        lambda: second.fetch(timeout_seconds=0.05),
-    )
-    assert [offset.offset for offset in assigned] == [4]
-    first.close()
-    second.close()
-
-
 def test_seek_passes_stale_records_without_reading_them(
     connection: Connection, producer: RecordProducer, make_topic: MakeTopic, make_group: MakeGroup
 ) -> None:
