@@ -66,6 +66,7 @@ class FetchWait(NamedTuple):
 
 
 FOLLOW = FetchWait(500)
+"""Of workers, which need each record at once."""
 GATHER = FetchWait(300, min_bytes=64 * 1024)
 """Of observers, which need no record at once: the heartbeats of many workers cost few requests."""
 NO_START_OFFSETS: Mapping[str, int] = MappingProxyType({})
