@@ -27,7 +27,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from routed_engines import Site, make_router, make_sites
-from routed_samples import chosen_by
+from routed_samples import check_experts
 
 from relax_events.engines.protocol import Engine
 from relax_events.engines.replicas import policies as loading
@@ -212,9 +212,10 @@ def test_samples_migrated_to_another_engine_report_all_routed_experts(
     for request in requests:
         for one in request.samples:
             tokens = np.concatenate([request.prompt_tokens, samples[one.sample_id].tokens])
-            np.testing.assert_array_equal(
-                samples[one.sample_id].routed_experts, chosen_by(path, tokens)
-            )
+            experts = samples[one.sample_id].routed_experts
+            assert experts is not None
+            assert len(experts) == len(tokens) - 1
+            check_experts(experts, path, tokens)
 
 
 def test_recovered_engine_loads_the_newest_version_before_serving(

@@ -48,12 +48,13 @@ OWNER = """
 import sys
 from escape_program import walls_of
 from relax_events.sandbox import Limits, Sandbox, runner
+walls = walls_of(sys.argv[1])  # the search for them starts programs too
 start = runner.Runner.start
-def start_and_say(*arguments):
-    start(*arguments)
-    print('started', flush=True)
+def start_and_say(one, *arguments):
+    start(one, *arguments)
+    print(one._process.pid, flush=True)
 runner.Runner.start = start_and_say
-with Sandbox('import time\\ntime.sleep(600)', Limits(600), isolation=walls_of(sys.argv[1])) as one:
+with Sandbox('import time\\ntime.sleep(600)', Limits(600), isolation=walls) as one:
     one.run_with_input('')
 """
 
@@ -148,13 +149,14 @@ def test_program_ends_with_the_process_that_started_its_sandbox(kind: str) -> No
         [sys.executable, "-c", OWNER, kind], stdout=subprocess.PIPE, env=environment
     ) as owner:
         assert owner.stdout is not None
-        while owner.stdout.readline() != b"started\n":
-            assert owner.poll() is None
-        descendants = psutil.Process(owner.pid).children(recursive=True)
+        first = psutil.Process(int(owner.stdout.readline()))
+        deadline = time.monotonic() + 60
+        while not (programs := first.children(recursive=True)):
+            assert owner.poll() is None, "the program has ended by itself"
+            assert time.monotonic() < deadline, "no program was seen"
+            time.sleep(0.05)
         owner.kill()
         owner.wait()
-    assert descendants
-    deadline = time.monotonic() + 60
-    while [process for process in descendants if process.is_running()]:
+    while [process for process in (first, *programs) if process.is_running()]:
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -30,7 +30,7 @@ def quickstart(model: Path, **trainer: Any) -> dict[str, dict[str, Any]]:
     return {
         "run": {name: value for name, value in shipped.pop("run").items() if name != "id"} | steps,
         "trainer": shipped.pop("trainer") | lasting,
-        "broker": {"partitions_per_version": 2},
+        "broker": shipped.pop("broker") | {"partitions_per_version": 2},
         **shipped,
     }
 

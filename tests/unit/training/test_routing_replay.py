@@ -126,7 +126,7 @@ def by_hand(samples: tuple[SampleReady, ...], module: Any) -> np.ndarray:
     """Compute the loss tokens' log-probabilities with the samples' experts, one sample after the
     other."""
     parts = [
-        routed_logprobs(module, np.asarray(sample.tokens), np.asarray(sample.routed_experts))[0][
+        routed_logprobs(module, np.asarray(sample.tokens), np.asarray(sample.routed_experts))[
             np.asarray(sample.loss_mask)[1:].astype(bool)
         ]
         for sample in samples
