@@ -16,13 +16,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
+
 from benchmarks import environment, quickstart, report
 from relax_events.config import load_run_config
+from relax_events.kafka.embedded.broker import EmbeddedBroker
 
 NUM_CORES = 2
 FIRST_STEADY_STEP = 5
@@ -30,6 +34,8 @@ NUM_LAST_STEPS = 10
 REWARD_AIM, REWARD_STEPS = 0.9, 5
 REWARD_MARGIN = 0.02
 PREPARE_SECONDS = 600.0
+RESUME_SECONDS = 5.0
+"""In which a broker that was suspended counts as alive again."""
 OBJECTIVE = ("algorithm.kl_coefficient=0.0", "algorithm.old_logprobs=rollout")
 QUESTION = f"""\
 The quickstart's task and model, by GRPO without a KL term: token mean, clip 0.2, advantages scaled in the prompt group, AdamW with the quickstart's
@@ -37,7 +43,8 @@ schedule, 32 prompts with 8 samples each a step. Both sides have {NUM_CORES} cor
 same order; the reward is the same function.
 
 - Ours are `relax run` as it is: every role a process, a broker, exactly-once delivery; all of it on the same cores. Each role has one thread, or two
-  where the table says so.
+  where the table says so. The broker runs on between our runs, as after `relax broker start`: in its first minutes a broker also compiles its own
+  code, which makes a first asynchronous run slower than those after it. While TRL runs, it is suspended.
 - TRL {{version}} is one process, without vLLM. It has what makes it fastest: float32, no gradient checkpointing, a key and value cache, the whole
   step as one forward and backward pass, fused AdamW, no reference model, no logging, no checkpoints, the reward called directly and without a time
   limit; once with one thread, once with two. The better one counts, and so does our better one.
@@ -141,7 +148,8 @@ TASKS = (
         async_aim=3.0,
         run_file=LONG_TAIL,
         text="""the same problem with completions as uneven as those of real tasks: nine strings of ten have 5 characters, the tenth has 20 to 28. Up to
-  48 new tokens; a model twice as wide and deep, so that computing weighs more (benchmarks/long_tail.toml).""",
+  48 new tokens; a model twice as wide and deep, so that computing weighs more (benchmarks/long_tail.toml). Its table is of runs that each started a
+  broker of their own.""",
     ),
     Task(
         "equal lengths",
@@ -207,8 +215,22 @@ def run_trl(folder: Path, task: Task, side: Side, seed: int) -> Outcome:
     )
 
 
+@contextmanager
+def suspended(broker: EmbeddedBroker) -> Iterator[None]:
+    """Let a broker compute nothing during the block: at rest it takes a few percent of a core."""
+    process = psutil.Process(broker.pid)
+    process.suspend()
+    try:
+        yield
+    finally:
+        process.resume()
+        time.sleep(RESUME_SECONDS)
+
+
 def measure(folder: Path, task: Task, sides: Sequence[Side], num_rounds: int) -> Outcomes:
-    """Run all sides in turn, each round beginning with another one."""
+    """Run all sides in turn, each round beginning with another one; our runs share a broker, which
+    is suspended while TRL runs.
+    """
     folder.mkdir()
     prepare = [
         sys.executable,
@@ -221,18 +243,23 @@ def measure(folder: Path, task: Task, sides: Sequence[Side], num_rounds: int) ->
     ]
     subprocess.run(prepare, check=True, timeout=PREPARE_SECONDS, stdout=subprocess.DEVNULL)
     outcomes: Outcomes = {side.name: [] for side in sides}
-    for seed in range(num_rounds):
-        first = seed % len(sides)
-        for side in (*sides[first:], *sides[:first]):
-            outcome = (run_trl if side.kind == "trl" else run_ours)(folder, task, side, seed)
-            outcomes[side.name].append(outcome)
-            print(
-                (
-                    f"{task.name}, {side.name}: {outcome.completions_per_second:.0f} "
-                    f"completions/s, reward {outcome.last_reward:.3f}"
-                ),
-                file=sys.stderr,
-            )
+    with EmbeddedBroker(folder / "broker") as broker:
+        for seed in range(num_rounds):
+            first = seed % len(sides)
+            for side in (*sides[first:], *sides[:first]):
+                if side.kind == "trl":
+                    with suspended(broker):
+                        outcome = run_trl(folder, task, side, seed)
+                else:
+                    outcome = run_ours(folder, task, side, seed)
+                outcomes[side.name].append(outcome)
+                print(
+                    (
+                        f"{task.name}, {side.name}: {outcome.completions_per_second:.0f} "
+                        f"completions/s, reward {outcome.last_reward:.3f}"
+                    ),
+                    file=sys.stderr,
+                )
     return outcomes
 
 
