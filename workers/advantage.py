@@ -3,13 +3,14 @@ and computes advantages.
 
 Consumes rollout.samples, reward.scores and, as the algorithm needs, reference.logprobs,
 actor.logprobs, critic.values and teacher.logprobs; waits for the last record of a prompt group;
-produces SampleReady for each sample, or one PromptGroupEnded, on advantage.samples. The input
+produces PromptGroupReady, or one PromptGroupEnded, on advantage.samples. The input
 offsets follow the oldest prompt group that is still open.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import structlog
@@ -30,12 +31,12 @@ from relax_events.events.types import (
     SampleScored,
 )
 from relax_events.kafka.consumer import SubscribedConsumer
-from relax_events.kafka.records import ProducerRecord, Record
+from relax_events.kafka.records import Record
 from relax_events.objects.store import list_media
 from relax_events.roles.worker_factory import open_worker
 from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.join import JoinedGroup, PromptGroupJoin
-from relax_events.runtime.validation import check_sample, require_allowed_event
+from relax_events.runtime.validation import check_samples, require_allowed_event
 from relax_events.runtime.worker import Worker
 from relax_events.staleness import IssuedGroup, is_external
 from relax_events.topics.plan import LOGPROB_TOPICS
@@ -43,6 +44,13 @@ from relax_events.topics.plan import LOGPROB_TOPICS
 log = structlog.get_logger()
 IDLE_SECONDS = 0.5
 DRAIN_COMMIT_SECONDS = 5.0
+EVALUATION_FIELDS = {
+    "actor": "actor_logprobs",
+    "reference": "ref_logprobs",
+    "critic": "values",
+    "teacher": "teacher_logprobs",
+}
+"""The field of a ready sample that holds what a model computed, by the model's role."""
 MAX_RECORDS = 256
 """Maximum records that are joined between two polls; their offsets are committed after them."""
 
@@ -135,31 +143,44 @@ class AdvantageLoop:
         self._join.num_dropped = 0
 
     def _take(self, record: Record) -> JoinedGroup | None:
-        event = self._worker.records.decode(record)
-        if event is not None:
-            try:
-                require_allowed_event(self._worker.plan.parse_entity(record.topic), event)
-            except ForeignRecord as error:
-                self._worker.records.dead_letter(record, error)
-                self._join.skip(record)
-                return None
-        if isinstance(event, SampleScored | LogprobsComputed):
-            return self._join.add(record, event)
+        """Join a record's samples; return their prompt group if that is complete or failed now."""
+        events = self._worker.records.decode_samples(record)
         reason = "record could not be decoded"
-        if event is not None:
-            try:
-                sample = check_sample(event)
-                self._worker.control.wait_until_published(sample.policy_version)
-                return self._join.add(record, sample)
-            except PoisonSample as error:
-                self._worker.records.dead_letter(record, error)
-                reason = str(error)
+        try:
+            if events:
+                return self._join.add(record, self._checked(record, events))
+        except ForeignRecord as error:
+            self._worker.records.dead_letter(record, error)
+            self._join.skip(record)
+            return None
+        except PoisonSample as error:
+            self._worker.records.dead_letter(record, error)
+            reason = str(error)
         try:
             IssuedGroup.parse(record.key)
         except CorruptRecord:
             self._join.skip(record)  # of an unknown producer: a dead letter is enough
             return None
         return self._join.fail(record, reason)
+
+    def _checked(
+        self, record: Record, events: Sequence[Event]
+    ) -> Sequence[SampleRolledOut | SampleScored | LogprobsComputed]:
+        """Check that the events may be joined.
+
+        Raises:
+            ForeignRecord: They are on the wrong topic.
+            PoisonSample: One is no sample, or an invalid one.
+        """
+        entity = self._worker.plan.parse_entity(record.topic)
+        for event in events:
+            require_allowed_event(entity, event)
+        results = [event for event in events if isinstance(event, SampleScored | LogprobsComputed)]
+        if len(results) == len(events):
+            return results
+        samples = check_samples(events)
+        self._worker.control.wait_until_published(samples[0].policy_version)
+        return samples
 
     def _finish(self, group: JoinedGroup) -> None:
         """Send a complete or failed prompt group to the trainer."""
@@ -206,8 +227,12 @@ class AdvantageLoop:
         except RewardError as error:
             self._end(group, Outcome.FAILED, f"reward: {error}")
             return
-        for sample, values in zip(group.ordered_samples(), advantages, strict=True):
-            self._worker.records.producer.send(self._ready_record(group, sample, advantages=values))
+        ready = [
+            self._build_ready(group, sample, advantages=values)
+            for sample, values in zip(group.ordered_samples(), advantages, strict=True)
+        ]
+        for record in self._worker.records.build_for_samples("advantage.samples", ready):
+            self._worker.records.producer.send(record)
 
     def _get_reward(self, group: JoinedGroup, sample: SampleRolledOut) -> float:
         """Return a sample's reward; 0 in a run without rewards."""
@@ -223,43 +248,44 @@ class AdvantageLoop:
         return group.scores[sample.sample_id].token_rewards if self._has_rewards else None
 
     def _advantages(self, group: JoinedGroup) -> list[NDArray[np.float32]]:
-        drawn_by_actor = self._worker.config.algorithm.old_logprobs == "actor"
-        rewarded = [
-            RewardedSample(
-                sample_id=sample.sample_id,
-                reward=self._get_reward(group, sample),
-                components=self._components_of(group, sample),
-                loss_mask=dense(sample.loss_mask, what=f"sample {sample.sample_id}: loss_mask"),
-                policy_logprobs=_dense(
-                    _find_logprobs(group, sample, "actor")
-                    if drawn_by_actor
-                    else sample.rollout_logprobs,
-                    sample,
-                ),
-                ref_logprobs=_dense(_find_logprobs(group, sample, "reference"), sample),
-                values=_dense(_find_logprobs(group, sample, "critic"), sample),
-                teacher_logprobs=_dense(_find_logprobs(group, sample, "teacher"), sample),
-                is_truncated=sample.finish_reason is FinishReason.LENGTH,
-                turn_rewards=_dense(self._turn_rewards_of(group, sample), sample),
-                token_rewards=_dense(self._token_rewards_of(group, sample), sample),
-            )
-            for sample in group.ordered_samples()
-        ]
-        return self._estimator(rewarded)
+        return self._estimator(
+            [self._rewarded(group, sample) for sample in group.ordered_samples()]
+        )
 
-    def _ready_record(
+    def _rewarded(self, group: JoinedGroup, sample: SampleRolledOut) -> RewardedSample:
+        evaluated = {
+            name: dense(values, what=f"sample {sample.sample_id}: {name}")
+            for name, values in _evaluations_of(group, sample).items()
+        }
+        policy_logprobs = evaluated.pop("actor_logprobs", None)
+        if self._worker.config.algorithm.old_logprobs != "actor":
+            policy_logprobs = _dense(sample.rollout_logprobs, sample)
+        return RewardedSample(
+            sample_id=sample.sample_id,
+            reward=self._get_reward(group, sample),
+            components=self._components_of(group, sample),
+            loss_mask=dense(sample.loss_mask, what=f"sample {sample.sample_id}: loss_mask"),
+            policy_logprobs=policy_logprobs,
+            is_truncated=sample.finish_reason is FinishReason.LENGTH,
+            turn_rewards=_dense(self._turn_rewards_of(group, sample), sample),
+            token_rewards=_dense(self._token_rewards_of(group, sample), sample),
+            **evaluated,
+        )
+
+    def _build_ready(
         self, group: JoinedGroup, sample: SampleRolledOut, *, advantages: NDArray[np.float32]
-    ) -> ProducerRecord:
+    ) -> SampleReady:
+        evaluated = _evaluations_of(group, sample)
         taught = group.logprobs.get("teacher", {}).get(sample.sample_id)
-        ready = SampleReady(
+        return SampleReady(
             key=sample.key,
             tokens=sample.tokens,
             loss_mask=dense(sample.loss_mask, what=f"sample {sample.sample_id}: loss_mask"),
             rollout_logprobs=sample.rollout_logprobs,
-            actor_logprobs=_find_logprobs(group, sample, "actor"),
-            ref_logprobs=_find_logprobs(group, sample, "reference"),
-            values=_find_logprobs(group, sample, "critic"),
-            teacher_logprobs=_find_logprobs(group, sample, "teacher"),
+            actor_logprobs=evaluated.get("actor_logprobs"),
+            ref_logprobs=evaluated.get("ref_logprobs"),
+            values=evaluated.get("values"),
+            teacher_logprobs=evaluated.get("teacher_logprobs"),
             topk_ids=sample.topk_ids
             if taught is None or taught.topk_ids is None
             else taught.topk_ids,
@@ -279,12 +305,6 @@ class AdvantageLoop:
             path_lengths=sample.path_lengths,
             # no version generated the data's own answers
             version_segments=sample.version_segments if self._has_rewards else [],
-        )
-        return self._worker.records.build_for_sample(
-            "advantage.samples",
-            ready,
-            prompt_group_id=sample.prompt_group_id,
-            policy_version=sample.policy_version,
         )
 
     def _end(
@@ -346,9 +366,13 @@ class AdvantageLoop:
             self._committed.pop((offset.topic, offset.partition), None)
 
 
-def _find_logprobs(group: JoinedGroup, sample: SampleRolledOut, evaluator: str) -> Array | None:
-    found = group.logprobs.get(evaluator, {}).get(sample.sample_id)
-    return None if found is None else found.values
+def _evaluations_of(group: JoinedGroup, sample: SampleRolledOut) -> dict[str, Array]:
+    """Return what models computed for a sample, by the field of a ready sample that holds it."""
+    return {
+        EVALUATION_FIELDS[role]: found.values
+        for role, results in group.logprobs.items()
+        if (found := results.get(sample.sample_id)) is not None
+    }
 
 
 def _dense(values: Array | None, sample: SampleRolledOut) -> NDArray[np.generic] | None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import queue
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -75,6 +75,7 @@ from relax_events.staleness import (
     is_external,
 )
 from relax_events.telemetry.traces import TracedWork
+from relax_events.topics.partitions import TopicPartition
 from relax_events.topics.plan import HEARTBEATS
 
 log = structlog.get_logger()
@@ -135,7 +136,7 @@ class PrompterLoop:
         self._producer = RecordProducer(
             worker.connection,
             linger_ms=self._config.broker.linger_ms,
-            max_batch_records=self._config.prompt_groups_per_lease,
+            max_batch_records=self._config.prompt_groups_per_lease(),
         )
         self._admin = Admin(worker.connection)
 
@@ -176,29 +177,16 @@ class PrompterLoop:
         if summary is not None:
             self._restore_summary(summary)
             self._ends_position = begins.get((plan.topic(ENDS), 0), 0)
-        queue = [(plan.topic(QUEUE), partition) for partition in range(plan.queue_partitions)]
-        topic_partitions = queue if summary is not None else [*queue, (plan.topic(ENDS), 0)]
-        ends = {
-            topic_partition: reader.watermarks(*topic_partition)
-            for topic_partition in topic_partitions
-        }
-        first_rows: dict[int, int] = {}
-        for record in reader.stream(
+        self._recover_issued(
+            reader,
             {
-                topic_partition: (begins.get(topic_partition, 0), high)
-                for topic_partition, (_, high) in ends.items()
-            }
-        ):
-            event = self._decode(record)
-            if isinstance(event, PromptGroupIssued):
-                self._remember_issue(event)
-                if not event.attempt:
-                    first_rows.setdefault(record.partition, event.row)
-            elif isinstance(event, PromptGroupEnded) and event.outcome is Outcome.TRAINED:
-                self._issued_slots.add(BatchSlot(event.train_step, event.group_index))
-        for partition, row in first_rows.items():
-            if ends[queue[partition]][0] > begins.get(queue[partition], 0):
-                self._sampler.skip_to_block_of(row)
+                (plan.topic(QUEUE), partition): begins.get((plan.topic(QUEUE), partition), 0)
+                for partition in range(plan.queue_partitions)
+            },
+        )
+        # Read after the queue: a prompt group may be purged from it while it is read, and its
+        # outcome was written before.
+        self._recover_trained(reader, begins.get((plan.topic(ENDS), 0), 0))
         reader.close()
         if self._in_flight or summary is not None:
             log.info(
@@ -206,6 +194,32 @@ class PrompterLoop:
                 num_prompt_groups=len(self._in_flight),
                 next_row=self._sampler.floor,
             )
+
+    def _recover_issued(self, reader: LogReader, begins: Mapping[TopicPartition, int]) -> None:
+        """Read the queue. Where its first records are purged, also while it is read, all rows
+        before the first record that is left were issued.
+        """
+        rows: dict[TopicPartition, list[tuple[int, int]]] = {at: [] for at in begins}
+        ranges = {at: (begin, reader.watermarks(*at)[1]) for at, begin in begins.items()}
+        for record in reader.stream(ranges):
+            event = self._decode(record)
+            if isinstance(event, PromptGroupIssued):
+                self._remember_issue(event)
+                if not event.attempt:
+                    rows[record.topic, record.partition].append((record.offset, event.row))
+        for at, read in rows.items():
+            low = reader.watermarks(*at)[0]
+            if read and low > begins[at]:
+                left = (row for offset, row in read if offset >= low)
+                self._sampler.skip_to_block_of(next(left, read[-1][1]))
+
+    def _recover_trained(self, reader: LogReader, begin: int) -> None:
+        """Read the outcomes: a trained batch slot was issued, also where its record is purged."""
+        outcomes = (self._worker.plan.topic(ENDS), 0)
+        for record in reader.stream({outcomes: (begin, reader.watermarks(*outcomes)[1])}):
+            event = self._decode(record)
+            if isinstance(event, PromptGroupEnded) and event.outcome is Outcome.TRAINED:
+                self._issued_slots.add(BatchSlot(event.train_step, event.group_index))
 
     def _restore_summary(self, summary: PrompterStateSaved) -> None:
         self._next_step = self._summed_step = summary.next_step
@@ -365,7 +379,12 @@ class PrompterLoop:
         started = time.monotonic()
         issuing = [self._begin_trace(group) for group, _ in groups]
         with self._worker.lifecycle.piece("issue prompt groups"):
-            self._producer.write(self._record(group, choice) for group, choice in groups)
+            self._producer.write(
+                (self._record(group, choice) for group, choice in groups),
+                max_batch_records=self._config.prompt_groups_per_lease(
+                    num_workers=self._count_rollout_workers()
+                ),
+            )
         for work in issuing:
             work.end()
         failpoint("prompter.after_issue")
@@ -380,6 +399,11 @@ class PrompterLoop:
             first=first,
             last=last,
             skipped_rows=dict(skipped_rows),
+        )
+
+    def _count_rollout_workers(self) -> int:
+        return self._held.count_workers(
+            now=time.monotonic(), silent_seconds=self._config.workers.silent_seconds
         )
 
     def _begin_trace(self, group: IssuedGroup) -> TracedWork:

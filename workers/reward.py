@@ -25,7 +25,7 @@ from relax_events.runtime.processors import SampleLoop, SingleSamples, WholeProm
 from relax_events.runtime.worker import Worker
 
 log = structlog.get_logger()
-PART_RECORDS = 16
+PART_SAMPLES = 16
 """Samples per child process in one part of slow rewards: enough to keep the processes busy, few
 enough to commit scores soon."""
 
@@ -43,7 +43,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
             worker,
             RewardScorer(worker, pool),
             gatherer=WholePromptGroups(worker) if pool.takes_prompt_group else SingleSamples(),
-            min_part_records=PART_RECORDS * reward.num_processes,
+            min_part_samples=PART_SAMPLES * reward.num_processes,
         ).run()
 
 
@@ -56,10 +56,7 @@ class RewardScorer:
     def __call__(self, samples: Sequence[SampleRolledOut]) -> list[ProducerRecord]:
         """Score the samples, except those of the judge role, in order."""
         ours = [sample for sample in samples if self._is_ours(sample)]
-        return [
-            self._record(sample, score)
-            for sample, score in zip(ours, self._scores(ours), strict=True)
-        ]
+        return self._worker.records.build_for_samples("reward.scores", self._scores(ours))
 
     def _is_ours(self, sample: SampleRolledOut) -> bool:
         config = self._worker.config
@@ -86,11 +83,3 @@ class RewardScorer:
         if scored.error is not None:
             log.warning("sample.unscored", sample_id=sample.sample_id, error=scored.error)
         return scored
-
-    def _record(self, sample: SampleRolledOut, scored: SampleScored) -> ProducerRecord:
-        return self._worker.records.build_for_sample(
-            "reward.scores",
-            scored,
-            prompt_group_id=sample.prompt_group_id,
-            policy_version=sample.policy_version,
-        )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Float64
@@ -19,11 +18,12 @@ from relax_events.algorithms.gae import GroupValues, rewards_by_loss_token, turn
 from relax_events.config import AlgorithmConfig
 from relax_events.config.algorithm_spec import resolve
 from relax_events.errors import ConfigError, RewardError
+from relax_events.events.immutable import immutable
 
 MAX_LOG_RATIO = 20.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@immutable(frozen=True, slots=True, kw_only=True)
 class RewardedSample:
     """The inputs of an advantage.
 

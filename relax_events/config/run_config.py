@@ -479,14 +479,20 @@ class RunConfig(Section):
         """Prompt groups that one rollout worker holds at a time."""
         return self.engine.num_lanes(samples_per_prompt=self.run.samples_per_prompt)
 
-    @property
-    def prompt_groups_per_lease(self) -> int:
-        """Prompt groups that a rollout worker leases by one request: a worker's share of a step,
-        and the room of a worker, are at least eight leases where one holds several; four in a run
-        of one worker.
+    def prompt_groups_per_lease(self, *, num_workers: int = 1) -> int:
+        """Return how many prompt groups a rollout worker leases by one request: all of a step where
+        one worker generates it and has room for it, because an engine prefills them together. Else
+        a worker's share of a step, and its room, are several leases, so that no worker gets much
+        more than another: eight, or four where there is one worker.
+
+        Args:
+            num_workers: Rollout workers that are known to run; more count if the run file starts
+                more, or lets the autoscaler start more.
         """
         limit = self.scaling.max_workers if self.scaling.autoscaler.enabled else 1
-        workers = max(self.workers.rollout, limit)
+        workers = max(self.workers.rollout, limit, num_workers)
+        if workers == 1 and self.run.prompts_per_step <= self.num_lanes:
+            return self.run.prompts_per_step
         share = min(self.run.prompts_per_step // workers, self.num_lanes)
         return max(share // (8 if workers > 1 else 4), 1)
 

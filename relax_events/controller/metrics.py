@@ -17,7 +17,12 @@ from relax_events.controller.scaling_bounds import ScalingBounds
 from relax_events.events.parts import WorkerState, now_micros
 from relax_events.events.types import TrainStepCommitted, WorkerHeartbeat
 from relax_events.projections.health import HealthState, RecoveryLevel, Symptom
-from relax_events.projections.run_state import RunState, is_silent, max_sample_staleness
+from relax_events.projections.run_state import (
+    RunState,
+    count_sample_records,
+    is_silent,
+    max_sample_staleness,
+)
 from relax_events.projections.scale_requests import STAGES, Kind
 from relax_events.projections.scaling import ScaleState
 
@@ -212,11 +217,6 @@ class RunMetrics(Collector):
                 config.run.max_failed_prompt_groups,
             ),
             (
-                "relax_train_step_samples",
-                "Samples of a train step.",
-                config.run.prompts_per_step * config.run.samples_per_prompt,
-            ),
-            (
                 "relax_checkpoint_interval_steps",
                 "Train steps between checkpoints.",
                 config.trainer.checkpoint_every,
@@ -246,14 +246,19 @@ class RunMetrics(Collector):
             "relax_staleness_max_versions",
             "Largest staleness of a sample of the newest train step, in policy versions.",
         )
+        records = GaugeMetricFamily(
+            "relax_train_step_records",
+            "Records of the newest train step's samples; one may hold a whole prompt group.",
+        )
         for step in steps:
             committed.add_metric([], step.committed_at / MICROS)
+            records.add_metric([], count_sample_records(step))
             staleness.add_metric([], max_sample_staleness(step))
             for name, value in step.metrics.items():
                 step_metrics.add_metric([name], value)
             for name, value in step.phase_seconds.items():
                 phases.add_metric([name], value)
-        yield from (committed, staleness, step_metrics, phases)
+        yield from (committed, staleness, records, step_metrics, phases)
 
     def _workers(self, heartbeats: Sequence[WorkerHeartbeat]) -> Iterator[Metric]:
         """Count workers by their last reported state; one whose heartbeat is overdue is silent."""

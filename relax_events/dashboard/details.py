@@ -7,7 +7,7 @@ server opens it for each answer (`open_log`), a report once.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from io import BytesIO
@@ -17,7 +17,7 @@ import numpy as np
 
 from relax_events.config import RunConfig
 from relax_events.dashboard.recent_texts import excerpt_texts
-from relax_events.dashboard.sample_columns import SampleTable
+from relax_events.dashboard.sample_columns import SamplePosition, SampleTable
 from relax_events.errors import ConfigError, EnvironmentProblem, ObjectError
 from relax_events.events.parts import ChatMessage, MediaRef
 from relax_events.events.types import SampleReady, SampleRolledOut, SampleScored
@@ -58,20 +58,21 @@ def read_texts(log: RunLog, table: SampleTable, rows: Sequence[int]) -> dict[int
 
 
 def read_samples_at(
-    log: RunLog, positions: Mapping[tuple[int, int], int]
-) -> dict[tuple[int, int], SampleRolledOut]:
+    log: RunLog, positions: Collection[SamplePosition]
+) -> dict[SamplePosition, SampleRolledOut]:
     """Read the samples at these positions, in rounds: near ones together, one span a partition and
     round.
     """
     topic, found = log.plan.topic("rollout.samples"), {}
-    for spans in rounds(list(positions)):
+    records = {(partition, offset) for partition, offset, _ in positions}
+    for spans in rounds(list(records)):
         ranges = {(topic, partition): span for partition, span in spans.items()}
         for record in log.records(ranges):
             at = record.partition, record.offset
-            event = log.decode(record) if at in positions else None
-            if isinstance(event, SampleRolledOut):
-                found[at] = event
-    return found
+            for event in log.decode_samples(record) if at in records else ():
+                if isinstance(event, SampleRolledOut):
+                    found[*at, event.key.sample_index] = event
+    return {at: found[at] for at in positions if at in found}
 
 
 def rounds(positions: Sequence[tuple[int, int]]) -> list[dict[int, tuple[int, int]]]:
@@ -93,7 +94,7 @@ def rounds(positions: Sequence[tuple[int, int]]) -> list[dict[int, tuple[int, in
 def read_sample(log: RunLog, table: SampleTable, row: int) -> dict[str, Any]:
     """Return all of a sample: its conversation, its score, its tokens and media."""
     position = table.position(row)
-    sample = read_samples_at(log, {position: row}).get(position)
+    sample = read_samples_at(log, [position]).get(position)
     if sample is None:
         raise ConfigError(
             f"the record of row {row} was purged from the log; see run.retain_versions"
@@ -188,7 +189,7 @@ def render_media(
         ConfigError: There is no such medium.
     """
     position = table.position(row)
-    sample = read_samples_at(log, {position: row}).get(position)
+    sample = read_samples_at(log, [position]).get(position)
     media = media_of(sample) if sample else []
     if not 0 <= number < len(media):
         raise ConfigError(f"the sample has {len(media)} media; there is no number {number}")

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -302,9 +302,9 @@ class RunReader:
                 if entity == SCHEMAS:
                     _learn(run_log, record)
                     continue
-                event = None if record.is_damaged else run_log.decode(record)
-                if event is not None and belongs_on(entity, event):
-                    self._apply(event, record)
+                for event in () if record.is_damaged else run_log.decode_samples(record):
+                    if belongs_on(entity, event):
+                        self._apply(event, record)
         self._tell()
 
     def _apply(self, event: Event, record: Record) -> None:
@@ -331,13 +331,14 @@ class RunReader:
             scores: list[NewScore] = []
             samples: list[NewSample] = []
             num_records, num_bytes = 0, 0
-            for event, record in self._read_block(run_log, block):
-                if isinstance(event, SampleScored):
-                    scores.append(NewScore.of(event))
-                elif isinstance(event, SampleRolledOut):
-                    samples.append(
-                        new_sample(event, partition=record.partition, offset=record.offset)
-                    )
+            for events, record in self._read_block(run_log, block):
+                for event in events:
+                    if isinstance(event, SampleScored):
+                        scores.append(NewScore.of(event))
+                    elif isinstance(event, SampleRolledOut):
+                        samples.append(
+                            new_sample(event, partition=record.partition, offset=record.offset)
+                        )
                 num_records, num_bytes = num_records + 1, num_bytes + len(record.value or b"")
                 if num_records == RECORDS_A_TURN or num_bytes > BATCH_BYTES:
                     self._rest_after(num_bytes)
@@ -359,11 +360,13 @@ class RunReader:
         if self._gives_way:
             self._older_at = time.monotonic() + num_bytes / OLDER_BYTES_PER_SECOND
 
-    def _read_block(self, run_log: RunLog, block: range) -> Iterator[tuple[Event | None, Record]]:
+    def _read_block(
+        self, run_log: RunLog, block: range
+    ) -> Iterator[tuple[Sequence[Event], Record]]:
         for entity in ("rollout.samples", "reward.scores"):
             if run_log.plan.topic(entity) in run_log.topics:
                 for record in run_log.records(run_log.offset_ranges(entity, block)):
-                    yield (None if record.is_damaged else run_log.decode(record)), record
+                    yield (() if record.is_damaged else run_log.decode_samples(record)), record
 
 
 def _do_nothing() -> None:

@@ -28,6 +28,8 @@ SORTS = ("time", "reward", "tokens", "staleness", "version", "step")
 FIRST_CAPACITY = 4096
 GROWTH = 1.5
 STEP_BITS, INDEX_BITS, ATTEMPT_BITS = 25, 24, 14
+SamplePosition = tuple[int, int, int]
+"""Partition and offset of a sample's record, and its index in its prompt group."""
 COLUMNS: dict[str, str] = {
     "group": "i8",
     "index": "i2",
@@ -349,15 +351,20 @@ class SampleTable:
             rows: list[int] = np.flatnonzero(same)[:MAX_GROUP_ROWS].tolist()
             return sorted(rows, key=lambda other: int(columns["index"][other]))
 
-    def position(self, row: int) -> tuple[int, int]:
-        """Return the partition and offset of a sample's record.
+    def position(self, row: int) -> SamplePosition:
+        """Return where a sample lies on the log.
 
         Raises:
             ConfigError: There is no such row.
         """
         if not 0 <= row < self.columns.length:
             raise ConfigError(f"there is no sample in row {row}; the table has {len(self)} rows")
-        return int(self.columns["partition"][row]), int(self.columns["offset"][row])
+        columns = self.columns
+        return (
+            int(columns["partition"][row]),
+            int(columns["offset"][row]),
+            int(columns["index"][row]),
+        )
 
     def find(self, sample_id: str) -> int:
         """Return the row of a sample: the trained generation, or else the newest.

@@ -23,12 +23,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relax_events.config import SamplingConfig
+from relax_events.events.immutable import immutable
 from relax_events.events.parts import ChatMessage, FinishReason, MediaRef, VersionSegment
 from relax_events.media.model_inputs import ProcessedMedia
 from relax_events.weights import Weights
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@immutable(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
     """A sample to generate or to continue.
 
@@ -112,7 +113,7 @@ class GenerationRequest:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@immutable(frozen=True, slots=True, kw_only=True)
 class GeneratedSample:
     """A completion, finished or aborted.
 

@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections import Counter
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -121,7 +122,7 @@ def build_samples(
     request: GenerationRequest,
     *,
     first_order: int,
-    running_ids: Collection[str],
+    running_ids: Container[str],
     model: ServedModel,
     max_context_tokens: int,
 ) -> list[SampleState]:
@@ -139,13 +140,13 @@ def build_samples(
     name = f"prompt group {request.prompt_group_id}"
     vocab_size = model.vocab_size
     _check_tokens(request.prompt_tokens, f"{name}: prompt", vocab_size)
-    num_prompt_tokens = len(request.prompt_tokens)
+    num_prompt_tokens, is_input = len(request.prompt_tokens), request.is_input
     if num_prompt_tokens == 0:
         raise PoisonSample(f"{name}: the prompt is empty; it needs at least one token")
-    if len(request.is_input) != num_prompt_tokens:
+    if len(is_input) != num_prompt_tokens:
         raise PoisonSample(
             f"{name}: is_sampled must have an entry for each of {num_prompt_tokens} prompt "
-            f"tokens, got {len(request.is_input)}"
+            f"tokens, got {len(is_input)}"
         )
     if num_prompt_tokens >= max_context_tokens:
         raise PoisonSample(
@@ -161,7 +162,7 @@ def build_samples(
     max_new_tokens = min(request.sampling.max_new_tokens, max_context_tokens - num_prompt_tokens)
     _check_ids(request.samples, running_ids, name)
     samples = [
-        _build_sample(request, sample, first_order + index, max_new_tokens, vocab_size)
+        _build_sample(request, sample, first_order + index, max_new_tokens, vocab_size, is_input)
         for index, sample in enumerate(request.samples)
     ]
     for sample, requested in zip(samples, request.samples, strict=True):
@@ -210,6 +211,7 @@ def _build_sample(
     order: int,
     max_new_tokens: int,
     vocab_size: int,
+    is_input: NDArray[np.bool_],
 ) -> SampleState:
     name = f"sample {sample.sample_id}"
     if not 0 <= sample.seed < 2**64:
@@ -251,7 +253,7 @@ def _build_sample(
         logprobs=sample.logprobs.astype(np.float32, copy=False),
         segments=sample.segments,
         top_tokens=top_tokens.astype(np.int32, copy=False),
-        is_input=request.is_input,
+        is_input=is_input,
         media=request.media,
     )
 
@@ -266,9 +268,9 @@ def _check_tokens(tokens: NDArray[np.int32], name: str, vocab_size: int) -> None
         )
 
 
-def _check_ids(samples: tuple[SampleRequest, ...], running_ids: Collection[str], name: str) -> None:
-    ids = [sample.sample_id for sample in samples]
-    if repeated := sorted(set(ids) & set(running_ids) | {one for one in ids if ids.count(one) > 1}):
+def _check_ids(samples: tuple[SampleRequest, ...], running_ids: Container[str], name: str) -> None:
+    counts = Counter(sample.sample_id for sample in samples)
+    if repeated := [one for one, count in counts.items() if count > 1 or one in running_ids]:
         raise PoisonSample(
-            f"{name}: sample {repeated[0]} is already running; give every sample its own id"
+            f"{name}: sample {min(repeated)} is already running; give every sample its own id"
         )

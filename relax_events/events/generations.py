@@ -4,7 +4,6 @@ generated twice under the same ids.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from hashlib import blake2b
 
@@ -26,40 +25,42 @@ def trajectory_of(event: SampleEvent) -> TrajectoryKey:
     return key.sample_id, key.policy_version, key.generation_digest
 
 
-def with_generation_digest(samples: Sequence[SampleRolledOut]) -> list[SampleRolledOut]:
-    """Return the samples of a prompt group, all that one worker generated together, marked as one
-    generation.
+def mark_generation(samples: Sequence[SampleRolledOut]) -> None:
+    """Mark new samples of a prompt group, all that one worker generated together, as one
+    generation: sets `generation_digest` in their keys.
 
     The digest covers what scores, log-probabilities and advantages are computed from: tokens, loss
     masks, log-probabilities of the engine, version segments, paths, and media. The same work done
     twice with the same result counts as one generation.
     """
-    digest = blake2b(digest_size=DIGEST_BYTES)
-    for sample in sorted(samples, key=lambda sample: sample.key.sample_index):
-        digest.update(
-            repr(
-                (
-                    sample.sample_id,
-                    sample.policy_version,
-                    len(sample.tokens),
-                    sample.version_segments,
-                    *sample.path_lengths,
-                )
-            ).encode()
-        )
-        for name in ("tokens", "loss_mask", "rollout_logprobs"):
-            array = dense(getattr(sample, name), what=f"sample {sample.sample_id}: {name}")
-            digest.update(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).data)
-        said = (*sample.messages, *sample.turns) if sample.turns else ()
-        for media in (
-            *(part.media for turn in said for part in turn.parts if part.media is not None),
-            *(media for path in sample.path_media for media in path),
-        ):
-            digest.update(media.digest)
-    return [
-        dataclasses.replace(
-            sample,
-            key=dataclasses.replace(sample.key, generation_digest=digest.hexdigest()),
-        )
-        for sample in samples
-    ]
+    ordered = sorted(samples, key=lambda sample: sample.key.sample_index)
+    digest = blake2b(
+        repr([_describe(sample) for sample in ordered]).encode(), digest_size=DIGEST_BYTES
+    )
+    for name in ("tokens", "loss_mask", "rollout_logprobs"):
+        arrays = [
+            dense(getattr(sample, name), what=f"sample {sample.sample_id}: {name}")
+            for sample in ordered
+        ]
+        joined = np.concatenate(arrays)
+        digest.update(joined.astype(joined.dtype.newbyteorder("<"), copy=False).data)
+    name = digest.hexdigest()
+    for sample in samples:
+        object.__setattr__(sample.key, "generation_digest", name)
+
+
+def _describe(sample: SampleRolledOut) -> tuple[object, ...]:
+    """Return what the digest covers besides the arrays, which follow one after the other."""
+    said = (*sample.messages, *sample.turns) if sample.turns else ()
+    return (
+        sample.sample_id,
+        sample.policy_version,
+        len(sample.tokens),
+        [
+            (segment.policy_version, segment.num_tokens, segment.kept_cache)
+            for segment in sample.version_segments
+        ],
+        sample.path_lengths,
+        [part.media.digest for turn in said for part in turn.parts if part.media is not None],
+        [media.digest for path in sample.path_media for media in path],
+    )

@@ -9,11 +9,12 @@ epoch, UTC.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
+
+from relax_events.events.immutable import immutable
 
 
 def now_micros() -> int:
@@ -71,7 +72,7 @@ class WorkerState(StrEnum):
     STOPPED = "stopped"
 
 
-@dataclass(frozen=True, slots=True)
+@immutable(frozen=True, slots=True)
 class ObjectRef:
     """Address of a large object in the object store, and the digest that verifies it."""
 
@@ -80,7 +81,7 @@ class ObjectRef:
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@immutable(frozen=True, slots=True)
 class StoredArray:
     """An array stored in the object store."""
 
@@ -96,7 +97,7 @@ class StoredArray:
 Array = NDArray[np.generic] | StoredArray
 
 
-@dataclass(frozen=True, slots=True)
+@immutable(frozen=True, slots=True)
 class MediaRef:
     """An image, an audio file or a video, addressed by content."""
 
@@ -121,7 +122,7 @@ class MediaRef:
         return ", ".join(part for part in (size, length) if part)
 
 
-@dataclass(frozen=True, slots=True)
+@immutable(frozen=True, slots=True)
 class ContentPart:
     """A piece of a chat message: text or media."""
 
@@ -130,7 +131,7 @@ class ContentPart:
     media: MediaRef | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@immutable(frozen=True, slots=True)
 class ChatMessage:
     """A message of a conversation."""
 
@@ -148,7 +149,7 @@ class ChatMessage:
         return "".join(part.text or "" for part in self.parts)
 
 
-@dataclass(frozen=True, slots=True)
+@immutable(frozen=True, slots=True)
 class VersionSegment:
     """A run of generated tokens that came from one policy version."""
 
@@ -157,7 +158,7 @@ class VersionSegment:
     kept_cache: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@immutable(frozen=True, slots=True, kw_only=True)
 class SampleKey:
     """Identity of a sample: its prompt group, its policy versions and its generation.
 
@@ -175,6 +176,20 @@ class SampleKey:
     policy_version: int
     min_policy_version: int
     max_policy_version: int
+    generation_digest: str = ""
+
+
+@immutable(frozen=True, slots=True, kw_only=True)
+class GenerationKey:
+    """Identity of one generation of a prompt group: what the keys of its samples have in common."""
+
+    prompt_group_id: str
+    samples_per_prompt: int
+    train_step: int
+    group_index: int
+    attempt: int
+    row: int
+    policy_version: int
     generation_digest: str = ""
 
 
@@ -201,7 +216,7 @@ class SampleEvent:
         return self.key.policy_version
 
 
-@dataclass(frozen=True, slots=True)
+@immutable(frozen=True, slots=True)
 class TopicOffset:
     """A position in the log."""
 
@@ -210,7 +225,7 @@ class TopicOffset:
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
+@immutable(frozen=True, slots=True)
 class CheckpointRef:
     """A trainer state in the object store."""
 

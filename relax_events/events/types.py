@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from relax_events.events.immutable import immutable
 from relax_events.events.parts import (
     Array,
     ChatMessage,
     CheckpointRef,
     Command,
     FinishReason,
+    GenerationKey,
     MediaRef,
     ObjectRef,
     Outcome,
@@ -21,9 +23,10 @@ from relax_events.events.parts import (
     WorkerState,
     now_micros,
 )
+from relax_events.events.tensors import dense
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@immutable(frozen=True, slots=True, kw_only=True)
 class PromptGroupIssued:
     """A prompt was admitted for rollout."""
 
@@ -44,7 +47,7 @@ class PromptGroupIssued:
     issued_at: int = field(default_factory=now_micros)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@immutable(frozen=True, slots=True, kw_only=True)
 class SampleRolledOut(SampleEvent):
     """A sample was generated."""
 
@@ -76,7 +79,38 @@ class SampleRolledOut(SampleEvent):
         return [part.media for part in parts if part.media is not None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@immutable(frozen=True, slots=True, kw_only=True)
+class PromptGroupRolledOut:
+    """Samples of one prompt group were generated together: the same as a `SampleRolledOut` of
+    each.
+    """
+
+    key: GenerationKey
+    lengths: Array
+    tokens: Array
+    loss_mask: Array
+    rollout_logprobs: Array
+    num_prompt_tokens: int
+    temperature: float
+    messages: list[ChatMessage]
+    answer: str = ""
+    metadata: str = "{}"
+    worker_id: str = ""
+    sample_index: list[int]
+    min_policy_version: list[int]
+    max_policy_version: list[int]
+    version_segments: list[list[VersionSegment]]
+    finish_reason: list[FinishReason]
+    completion: list[str]
+    turns: list[list[ChatMessage]] = field(default_factory=list)
+    rolled_out_at: list[int]
+
+
+UNREAD_BY_REWARDS = ("rollout_logprobs", "topk_ids", "routed_experts")
+"""Arrays of a rolled-out sample that no reward function is given."""
+
+
+@immutable(frozen=True, slots=True, kw_only=True)
 class SampleScored(SampleEvent):
     """A sample was given a reward, or scoring failed (`reward` None, `error` set)."""
 
@@ -93,7 +127,25 @@ class SampleScored(SampleEvent):
     scored_at: int = field(default_factory=now_micros)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@immutable(frozen=True, slots=True, kw_only=True)
+class PromptGroupScored:
+    """Samples of one prompt group were scored: the same as a `SampleScored` of each."""
+
+    key: GenerationKey
+    reward_name: str
+    reward_digest: str = ""
+    sample_index: list[int]
+    min_policy_version: list[int]
+    max_policy_version: list[int]
+    reward: list[float | None] = field(default_factory=list)
+    components: list[dict[str, float]] = field(default_factory=list)
+    error: list[str | None] = field(default_factory=list)
+    judge_response: list[str] = field(default_factory=list)
+    seconds: Array | None = None
+    scored_at: list[int]
+
+
+@immutable(frozen=True, slots=True, kw_only=True)
 class LogprobsComputed(SampleEvent):
     """A model other than the engine computed log-probabilities, or values, for a sample."""
 
@@ -106,7 +158,24 @@ class LogprobsComputed(SampleEvent):
     computed_at: int = field(default_factory=now_micros)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@immutable(frozen=True, slots=True, kw_only=True)
+class PromptGroupEvaluated:
+    """A model other than the engine computed log-probabilities, or values, for samples of one
+    prompt group: the same as a `LogprobsComputed` of each.
+    """
+
+    key: GenerationKey
+    model_role: str
+    model_version: int
+    lengths: Array
+    values: Array
+    sample_index: list[int]
+    min_policy_version: list[int]
+    max_policy_version: list[int]
+    computed_at: list[int]
+
+
+@immutable(frozen=True, slots=True, kw_only=True)
 class SampleReady(SampleEvent):
     """Everything the trainer needs for one sample."""
 
@@ -144,7 +213,35 @@ class SampleReady(SampleEvent):
         return self.media[: self.num_prompt_media]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@immutable(frozen=True, slots=True, kw_only=True)
+class PromptGroupReady:
+    """Everything the trainer needs for samples of one prompt group: the same as a `SampleReady` of
+    each.
+    """
+
+    key: GenerationKey
+    lengths: Array
+    tokens: Array
+    loss_mask: Array
+    rollout_logprobs: Array
+    actor_logprobs: Array | None = None
+    ref_logprobs: Array | None = None
+    values: Array | None = None
+    teacher_logprobs: Array | None = None
+    advantages: Array
+    temperature: float
+    num_prompt_tokens: int
+    sample_index: list[int]
+    min_policy_version: list[int]
+    max_policy_version: list[int]
+    reward: Array
+    components: list[dict[str, float]] = field(default_factory=list)
+    finish_reason: list[FinishReason]
+    version_segments: list[list[VersionSegment]] = field(default_factory=list)
+    ready_at: list[int]
+
+
+@immutable(frozen=True, slots=True, kw_only=True)
 class PromptGroupEnded:
     """A prompt group ended: trained, or dropped with a reason."""
 
@@ -161,7 +258,7 @@ class PromptGroupEnded:
     ended_at: int = field(default_factory=now_micros)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@immutable(frozen=True, slots=True, kw_only=True)
 class PolicyVersionPublished:
     """New weights are available."""
 
@@ -175,7 +272,7 @@ class PolicyVersionPublished:
     published_at: int = field(default_factory=now_micros)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@immutable(frozen=True, slots=True, kw_only=True)
 class PrompterStateSaved:
     """The prompter's state at a position of the log, from which a restarted prompter resumes."""
 
@@ -190,7 +287,7 @@ class PrompterStateSaved:
     saved_at: int = field(default_factory=now_micros)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@immutable(frozen=True, slots=True, kw_only=True)
 class BroadcastMembership:
     """The workers that receive new weights directly from the trainer, and where others join."""
 
@@ -202,7 +299,7 @@ class BroadcastMembership:
     updated_at: int = field(default_factory=now_micros)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@immutable(frozen=True, slots=True, kw_only=True)
 class TrainStepCommitted:
     """A train step was committed: its samples in trained order, and its metrics.
 
@@ -227,8 +324,19 @@ class TrainStepCommitted:
     update_skipped: bool = False
     committed_at: int = field(default_factory=now_micros)
 
+    @property
+    def positions(self) -> list[tuple[int, int]]:
+        """Partition and offset on advantage.samples of each sample's record, in trained order;
+        samples of one record have the same.
+        """
+        partitions, offsets = (
+            dense(column, what="positions of a train step").tolist()
+            for column in (self.partitions, self.offsets)
+        )
+        return list(zip(partitions, offsets, strict=True))
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@immutable(frozen=True, slots=True, kw_only=True)
 class RunCommanded:
     """The controller sends a command to all workers, one role or one worker."""
 
@@ -241,7 +349,7 @@ class RunCommanded:
     commanded_at: int = field(default_factory=now_micros)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@immutable(frozen=True, slots=True, kw_only=True)
 class RunDescribed:
     """Configuration of the run: its run file and its parent run."""
 
@@ -256,7 +364,7 @@ class RunDescribed:
     described_at: int = field(default_factory=now_micros)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@immutable(frozen=True, slots=True, kw_only=True)
 class WorkerHeartbeat:
     """A worker's main loop is alive, or inside a long call that the heartbeat names."""
 
@@ -279,7 +387,7 @@ class WorkerHeartbeat:
     sent_at: int = field(default_factory=now_micros)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@immutable(frozen=True, slots=True, kw_only=True)
 class MetricsReported:
     """Metrics of a worker over an interval."""
 
@@ -290,7 +398,7 @@ class MetricsReported:
     reported_at: int = field(default_factory=now_micros)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@immutable(frozen=True, slots=True, kw_only=True)
 class PolicyEvaluated:
     """A policy version was evaluated on a whole dataset."""
 
@@ -315,9 +423,13 @@ class PolicyEvaluated:
 Event = (
     PromptGroupIssued
     | SampleRolledOut
+    | PromptGroupRolledOut
     | SampleScored
+    | PromptGroupScored
     | LogprobsComputed
+    | PromptGroupEvaluated
     | SampleReady
+    | PromptGroupReady
     | PromptGroupEnded
     | PolicyVersionPublished
     | PrompterStateSaved

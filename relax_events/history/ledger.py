@@ -22,6 +22,7 @@ from relax_events.config import RunConfig
 from relax_events.errors import ConfigError, CorruptRecord, SchemaError
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import TopicOffset
+from relax_events.events.sample_groups import split_samples
 from relax_events.events.types import (
     Event,
     PolicyVersionPublished,
@@ -43,8 +44,9 @@ from relax_events.topics import TopicPlan
 from relax_events.topics.plan import TRAINER_INPUTS
 
 log = structlog.get_logger()
-BLOCK_RECORDS = 20_000
-"""About how many records of samples are checked together; every block costs a few requests."""
+BLOCK_RECORDS = 5_000
+"""About how many records of samples are checked together, each of up to a prompt group; every block
+costs a few requests."""
 BLOCK_VERSIONS = 256
 CHUNK_RECORDS = 2_000
 LARGE_CHUNK_RECORDS = 64
@@ -338,15 +340,16 @@ class LedgerReader:
             self._ledger.mark_damaged(at, key=record.key)
             return
         try:
-            event = self._codec.decode(record.value)
+            events = split_samples(self._codec.decode(record.value))
         except (CorruptRecord, SchemaError) as error:
             self._ledger.count_unreadable()
             self._unreadable[record.topic] += 1
             log.debug("record.decode_failed", location=record.location, error=str(error))
             return
-        self._ledger.apply(event, at, key=record.key)
-        self._weights.apply(event)
-        self._record_progress(topic_partition, event)
+        for event in events:
+            self._ledger.apply(event, at, key=record.key)
+            self._weights.apply(event)
+        self._record_progress(topic_partition, events[0])
 
     def _record_progress(self, topic_partition: TopicPartition, event: Event) -> None:
         if isinstance(event, PolicyVersionPublished):

@@ -6,7 +6,7 @@ the slot's next owner. So records of a version are found without reading any oth
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 from relax_events.config import RunConfig
 from relax_events.errors import CorruptRecord, SchemaError
 from relax_events.events.codec import EventCodec, UnknownFingerprint, schema_marker
+from relax_events.events.sample_groups import split_samples
 from relax_events.events.types import Event, PolicyVersionPublished, PromptGroupEnded
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.log_reader import LogReader
@@ -127,9 +128,9 @@ class RunLog(AbstractContextManager["RunLog"]):
                 yield from (self.versions[version].event for version in sorted(self.versions))
             else:
                 for record in self.records(self._control_spans(self.plan.run_id, entity)):
-                    event = self.decode(record)
-                    if event is not None and belongs_on(entity, event):
-                        yield event
+                    yield from (
+                        event for event in self.decode_samples(record) if belongs_on(entity, event)
+                    )
 
     def full_ranges(
         self, entity: str, partitions: Iterable[int]
@@ -246,18 +247,20 @@ class RunLog(AbstractContextManager["RunLog"]):
         self, spans: Mapping[TopicPartition, OffsetRange], kind: type[EventT]
     ) -> Iterator[DecodedRecord[EventT]]:
         """Read the events of a kind in these ranges; undecodable records are counted as
-        unreadable.
+        unreadable. The event of a prompt group is read as those of its samples.
         """
         for record in self.records(spans):
-            event = self.decode(record)
-            if isinstance(event, kind) and belongs_on(self.plan.parse_entity(record.topic), event):
-                yield DecodedRecord(event, record.location, record.timestamp_ms)
+            for event in self.decode_samples(record):
+                if isinstance(event, kind) and belongs_on(
+                    self.plan.parse_entity(record.topic), event
+                ):
+                    yield DecodedRecord(event, record.location, record.timestamp_ms)
 
     def read_at(
         self, entity: str, topic_partitions: Iterable[tuple[int, int]], kind: type[EventT]
     ) -> list[DecodedRecord[EventT]]:
         """Return the events of a kind at these (partition, offset) positions of a topic, in the
-        order of the positions.
+        order of the positions; those of all samples of a record.
 
         Raises:
             BrokerError: A record was purged or never written.
@@ -266,8 +269,9 @@ class RunLog(AbstractContextManager["RunLog"]):
         with self._reader() as reader:
             records = reader.read_at(self.plan.topic(entity), wanted)
         events = (
-            (records[topic_partition], self.decode(records[topic_partition]))
-            for topic_partition in wanted
+            (records[topic_partition], event)
+            for topic_partition in dict.fromkeys(wanted)
+            for event in self.decode_samples(records[topic_partition])
         )
         return [
             DecodedRecord(event, record.location, record.timestamp_ms)
@@ -284,22 +288,23 @@ class RunLog(AbstractContextManager["RunLog"]):
         with self._reader() as reader:
             return reader.read_at(topic, set(topic_partitions))
 
-    def decode(self, record: Record) -> Event | None:
-        """Return a record's event; None for an undecodable record, which is counted and named.
+    def decode_samples(self, record: Record) -> Sequence[Event]:
+        """Return the event of each sample in a record, or its only event; none for an undecodable
+        record, which is counted and named.
 
         A writer that started later publishes its schemas before its first record, and topics have
         no order among each other: for an unknown schema, control.schemas is read again.
         """
         try:
             try:
-                return self.codec.decode(record.value)
+                return split_samples(self.codec.decode(record.value))
             except UnknownFingerprint:
                 if not self._learn_newer_schemas(record):
                     raise
-            return self.codec.decode(record.value)
+            return split_samples(self.codec.decode(record.value))
         except (CorruptRecord, SchemaError) as error:
             self.unreadable.add(record.location, error)
-            return None
+            return ()
 
     def _learn_newer_schemas(self, record: Record) -> bool:
         """Read the schemas again, once for each schema that stays unknown; return whether they were

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
@@ -22,6 +23,10 @@ from relax_events.kafka.records import ProducerRecord
 
 DELIVERY_SECONDS = 120
 FLUSH_SECONDS = 1.0  # the interval at which a flush checks whether the broker denies access
+WAKE_SECONDS = 0.001
+MAX_IN_FLIGHT_RECORDS = 5
+"""librdkafka's idempotent producer sends a partition's next batch once fewer records than this wait
+for their acknowledgement; until then a batch that is ready keeps a processor busy."""
 
 
 class RecordProducer:
@@ -61,7 +66,7 @@ class RecordProducer:
         )
         self._producer = Producer(settings)
         self._connection = connection
-        self._max_batch_records = max_batch_records or 1
+        self._max_batch_records = max_batch_records
         self._failure: KafkaError | None = None
         self._is_closed = False
         self._counting = threading.Lock()
@@ -96,6 +101,14 @@ class RecordProducer:
                 self._num_unacknowledged -= 1
             raise
         self._checked_at = time.monotonic()
+
+    def end_linger(self) -> None:
+        """Ask the client to send what waits for others of its batch, and don't wait for the
+        acknowledgement. Where its thread wakes too late, the records wait on.
+        """
+        # the thread looks whether a flush is going on
+        with translate_fatal_errors("delivering records"):
+            self._producer.flush(WAKE_SECONDS)
 
     @property
     def unacknowledged_seconds(self) -> float:
@@ -135,14 +148,33 @@ class RecordProducer:
                 "the broker runs"
             )
 
-    def write(self, records: Iterable[ProducerRecord]) -> None:
-        """Send records and wait until they are acknowledged."""
-        for number, record in enumerate(records, 1):
-            self.send(record)
-            if self._max_batch_records > 1 and number % self._max_batch_records == 0:
-                # librdkafka keeps a processor busy while records wait behind a full batch
-                self.flush()
-        self.flush()
+    def write(
+        self, records: Iterable[ProducerRecord], *, max_batch_records: int | None = None
+    ) -> None:
+        """Send records and wait until they are acknowledged.
+
+        With a bound on a batch's records, those of the next batches are made meanwhile.
+
+        Args:
+            records: The records.
+            max_batch_records: The most records of a batch, if fewer than the producer's bound.
+        """
+        bound = self._max_batch_records
+        if bound is None:
+            for record in records:
+                self.send(record)
+            self.flush()
+            return
+        size = min(max_batch_records or bound, bound)
+        if size == bound:  # the client itself ends the batches
+            size *= -(-MAX_IN_FLIGHT_RECORDS // size)
+        remaining = iter(records)
+        unsent = list(islice(remaining, size))
+        while unsent:
+            for record in unsent:
+                self.send(record)
+            unsent = list(islice(remaining, size))
+            self.flush()
 
     def close(self) -> None:
         """Wait up to 5 s for in-flight records, drop the rest, and end the client: one that is left

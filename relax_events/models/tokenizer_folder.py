@@ -110,9 +110,9 @@ class FolderTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return a text's token ids. Other threads run meanwhile, unlike with the library's method
-        for a single text.
+        for a single text, and where each token begins is left out, which takes half of the time.
         """
-        (found,) = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+        (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = found.ids
         return ids
 

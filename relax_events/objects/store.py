@@ -15,6 +15,7 @@ from itertools import chain
 from mmap import ACCESS_COPY, mmap
 from os import fstat
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any, Self
 
 import numpy as np
@@ -264,9 +265,7 @@ class ObjectStore:
     def num_bytes(self, key: str) -> int | None:
         """Return the size of a named object, or None."""
         try:
-            size: int = self._call(
-                LOOK_UP, self._require_key(key), lambda: obstore.head(self._storage, key)["size"]
-            )
+            size: int = self._call(LOOK_UP, self._require_key(key), lambda: self._look_up_size(key))
         except ObjectError as error:
             if isinstance(error.__cause__, FileNotFoundError):
                 return None
@@ -296,20 +295,23 @@ class ObjectStore:
 
         return outages.call_until_available(self._root, attempt) if self._waits else attempt()
 
-    def _require_size(self, key: str, expected_bytes: int | None) -> int:
-        """Return an object's size; refuse another one than expected."""
-        num_bytes: int = obstore.head(self._storage, key)["size"]
-        if expected_bytes is not None and num_bytes != expected_bytes:
-            raise ObjectError(
-                f"{self.uri(key)} was altered: it must have {expected_bytes} bytes, got {num_bytes}"
-            )
-        return num_bytes
+    def _look_up_size(self, key: str) -> int:
+        """Return an object's size. A local file is asked for directly: that takes microseconds,
+        and tens of them through the storage library.
+        """
+        if self._backend.directory is None:
+            num_bytes: int = obstore.head(self._storage, key)["size"]
+            return num_bytes
+        found = (self._backend.directory / key).stat()
+        if not S_ISREG(found.st_mode):
+            raise FileNotFoundError(f"{key} is a folder")
+        return found.st_size
 
     def _read_into_memory(self, key: str, *, num_bytes: int) -> memoryview:
         if self._backend.directory is not None:
             path = self._backend.directory / key
             return _map_file(path, num_bytes=num_bytes, uri=self.uri(key))
-        self._require_size(key, num_bytes)
+        _require_size(self._look_up_size(key), num_bytes, uri=self.uri(key))
         memory = np.empty(num_bytes, dtype=np.uint8).data
 
         def read(start: int) -> None:
@@ -327,9 +329,12 @@ class ObjectStore:
         return memory
 
     def _read(self, key: str, *, expected_bytes: int | None = None) -> bytes:
-        num_bytes = self._require_size(key, expected_bytes)
-        if not self._is_remote:
-            return bytes(obstore.get(self._storage, key).bytes())
+        if self._backend.directory is not None:
+            return _read_file(
+                self._backend.directory / key, expected_bytes=expected_bytes, uri=self.uri(key)
+            )
+        num_bytes = self._look_up_size(key)
+        _require_size(num_bytes, expected_bytes, uri=self.uri(key))
         return self._read_parts(key, num_bytes=num_bytes)
 
     def _read_parts(self, key: str, *, num_bytes: int) -> bytes:
@@ -356,6 +361,25 @@ def _require_digest(reference: ObjectRef, data: bytes | memoryview) -> None:
         )
 
 
+def _require_size(num_bytes: int, expected_bytes: int | None, *, uri: str) -> None:
+    """Refuse an object of another size than expected."""
+    if expected_bytes is not None and num_bytes != expected_bytes:
+        raise ObjectError(
+            f"{uri} was altered: it must have {expected_bytes} bytes, got {num_bytes}"
+        )
+
+
+def _read_file(path: Path, *, expected_bytes: int | None, uri: str) -> bytes:
+    """Read a file, in one copy.
+
+    Raises:
+        ObjectError: The file has another size than expected.
+    """
+    with path.open("rb", buffering=0) as file:
+        _require_size(fstat(file.fileno()).st_size, expected_bytes, uri=uri)
+        return file.readall()
+
+
 def _map_file(path: Path, *, num_bytes: int, uri: str) -> memoryview:
     """Map a file: its pages are the file cache's, which no copy is made of. The mapping stays when
     the file is deleted.
@@ -365,8 +389,7 @@ def _map_file(path: Path, *, num_bytes: int, uri: str) -> memoryview:
     """
     with path.open("rb") as file:
         size = fstat(file.fileno()).st_size
-        if size != num_bytes:
-            raise ObjectError(f"{uri} was altered: it must have {num_bytes} bytes, got {size}")
+        _require_size(size, num_bytes, uri=uri)
         if not size:
             return memoryview(bytearray())
         # writable, as torch wants it; a written page would become the process's own

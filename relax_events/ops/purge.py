@@ -21,8 +21,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from relax_events.config import RunConfig, RunSection
 from relax_events.events.parts import TopicOffset
 from relax_events.events.types import PolicyVersionPublished, PromptGroupIssued, TrainStepCommitted
@@ -176,9 +174,7 @@ def recovery_bounds(
     }
     for step in steps:
         if step.train_step >= checkpoint_version:
-            for partition, offset in zip(
-                np.asarray(step.partitions).tolist(), np.asarray(step.offsets).tolist(), strict=True
-            ):
+            for partition, offset in step.positions:
                 bounds[topic, partition] = min(offset, bounds[topic, partition])
     return bounds
 

@@ -58,7 +58,10 @@ SAMPLED_RECORDS = 20
 
 @dataclass(slots=True)
 class RetentionState:
-    """What a purge needs to know, folded from the control log."""
+    """What a purge needs to know, folded from the control log.
+
+    Events are applied in log order within each topic; topics have no order among each other.
+    """
 
     steps: list[TrainStepCommitted] = field(default_factory=list)
     num_steps_before: int = 0
@@ -76,8 +79,8 @@ class RetentionState:
             self.steps.append(event)
             advance_positions(self.positions, event.consumed)
         elif isinstance(event, PolicyVersionPublished):
-            if not self.published and not self.steps:
-                self.num_steps_before = event.num_steps_before
+            if not self.published:  # what it counts lies before the records that are read
+                self.num_steps_before += event.num_steps_before
             self.published[event.policy_version] = event
         elif isinstance(event, PromptGroupEnded):
             self.ended.add(event.prompt_group_id)

@@ -52,6 +52,12 @@ class HeldPromptGroups:
         self._holders: dict[str, _Process] = {}
         self._asked_at: float | None = None
 
+    def count_workers(self, *, now: float, silent_seconds: float) -> int:
+        """Return how many workers there are: they have sent a heartbeat since, and not said that
+        they stop.
+        """
+        return sum(now - process.heard_at <= silent_seconds for process in self._newest.values())
+
     def apply(self, heartbeat: WorkerHeartbeat, *, now: float) -> None:
         """Apply a heartbeat that was received now."""
         process = self._newest.get(heartbeat.worker_id)

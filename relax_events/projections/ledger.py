@@ -183,7 +183,7 @@ class Ledger:
         """
         return self.is_replay or all(
             (group := self._group(sample.sample_id.rpartition("/")[0])) is None
-            or (sample.partition, sample.offset) in group.ready
+            or sample.position in group.ready
             or self._evidence.is_missing(sample)
             for sample in step.samples
         )
@@ -258,7 +258,7 @@ class Ledger:
                     (event.key.generation_digest, event.reward)
                 )
         elif group is not None and isinstance(event, SampleReady):
-            group.ready[at.partition, at.offset] = Ready.from_event(event, key=key)
+            group.ready[at.partition, at.offset, event.sample_id] = Ready.from_event(event, key=key)
 
     def _apply_outcome(self, event: PromptGroupEnded, at: TopicOffset) -> None:
         group = self._group(event.prompt_group_id)

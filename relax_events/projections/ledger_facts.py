@@ -19,6 +19,9 @@ from relax_events.projections.purged_ranges import PurgedRanges
 from relax_events.staleness import IssuedGroup
 from relax_events.topics.plan import TRAINING_SAMPLES
 
+ReadyPosition = tuple[int, int, str]
+"""Partition and offset of a record of advantage.samples, and the id of one of its samples."""
+
 
 def array_digest(array: Array) -> bytes:
     """Return the SHA-256 of an array's values, which is also its address in the object store."""
@@ -102,6 +105,11 @@ class Trained(NamedTuple):
     partition: int
     offset: int
 
+    @property
+    def position(self) -> ReadyPosition:
+        """Where the step says that the sample lies."""
+        return self.partition, self.offset, self.sample_id
+
 
 @dataclass(slots=True)
 class GroupFacts:
@@ -118,7 +126,7 @@ class GroupFacts:
     num_generated: int = 0
     rewards: dict[str, set[tuple[str, float]]] = field(default_factory=dict)
     """Of each sample, with the generation that was scored."""
-    ready: dict[tuple[int, int], Ready] = field(default_factory=dict)
+    ready: dict[ReadyPosition, Ready] = field(default_factory=dict)
     newest_requests: dict[tuple[str, int], int] = field(default_factory=dict)
     """The offset of the newest request to end it, by entity and partition."""
     trained: list[Trained] = field(default_factory=list)
@@ -143,7 +151,7 @@ class GroupFacts:
     @property
     def ready_and_trained(self) -> list[Ready]:
         """The records that its train steps name, as far as they were read."""
-        found = (self.ready.get((sample.partition, sample.offset)) for sample in self.trained)
+        found = (self.ready.get(sample.position) for sample in self.trained)
         return [record for record in found if record is not None]
 
 
@@ -158,15 +166,10 @@ class StepFacts:
     @classmethod
     def from_event(cls, event: TrainStepCommitted) -> StepFacts:
         """Build it from the record, whose arrays have equal lengths."""
-        rows = zip(
-            event.sample_ids,
-            event.partitions.tolist(),  # type: ignore[union-attr]
-            event.offsets.tolist(),  # type: ignore[union-attr]
-            strict=True,
-        )
+        rows = zip(event.sample_ids, event.positions, strict=True)
         return cls(
             event.train_step,
-            [Trained(name, event.train_step, *location) for name, *location in rows],
+            [Trained(name, event.train_step, *position) for name, position in rows],
             list(event.staleness_counts),
         )
 

@@ -167,7 +167,7 @@ class GroupCheck:
         """
         newest = dict(group.newest_requests)
         takes_all = self.is_replay or self.evidence.lost_samples(group)
-        for (partition, offset), record in group.ready.items():
+        for (partition, offset, _), record in group.ready.items():
             if record.is_keyed and (takes_all or group.is_generated(record)):
                 at = TRAINING_SAMPLES, partition
                 newest[at] = max(offset, newest.get(at, offset))

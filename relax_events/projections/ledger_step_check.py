@@ -96,12 +96,12 @@ class StepCheck:
         """Return the generated copy of a trained sample that its record holds; findings go to the
         totals.
         """
-        record = group.ready.get((sample.partition, sample.offset))
+        record = group.ready.get(sample.position)
         where = (
             f"{sample.sample_id} of train step {sample.train_step} at "
             f"advantage.samples[{sample.partition}]@{sample.offset}"
         )
-        if record is None or record.sample_id != sample.sample_id:
+        if record is None:
             if self.evidence.is_missing(sample):
                 totals.unverified[
                     "the record of {} trained samples is the one that the train step names"

@@ -45,10 +45,11 @@ RUN_STATE_TOPICS = (
 class RunState:
     """The state of a run, folded from the control log.
 
-    Events are applied in log order. The first event may be any publication of a policy version,
-    because a publication sums up the log before it. Memory is bounded: unless `keeps_all` is set,
-    only the newest steps, evaluations and metrics are kept. `critic_metrics` holds the metrics of
-    the critic's steps by train step; `metrics` holds the newest report of every other worker.
+    Events are applied in log order within each topic; topics have no order among each other. The
+    first publication may be that of any policy version, because it sums up the log before it: the
+    steps and outcomes behind it may be applied before it. Memory is bounded: unless `keeps_all` is
+    set, only the newest steps, evaluations and metrics are kept. `critic_metrics` holds the metrics
+    of the critic's steps by train step; `metrics` holds the newest report of every other worker.
     `steps` are kept without their lists of samples.
     """
 
@@ -108,13 +109,9 @@ class RunState:
         )
 
     def _apply_version(self, event: PolicyVersionPublished) -> None:
-        if (
-            self.policy_version < 0 and not self.num_steps
-        ):  # the log is read from this publication on
-            self.num_steps, self.outcomes = (
-                event.num_steps_before,
-                Counter(event.outcome_counts_before),
-            )
+        if self.policy_version < 0:  # what it counts lies before the records that are read
+            self.num_steps += event.num_steps_before
+            self.outcomes.update(event.outcome_counts_before)
         self.policy_version = max(self.policy_version, event.policy_version)
 
     def _bound(self, kept: list[Any] | dict[Any, Any], *, limit: int = MAX_KEPT) -> None:
@@ -190,6 +187,11 @@ def strip_samples(step: TrainStepCommitted) -> TrainStepCommitted:
 def count_samples(step: TrainStepCommitted) -> int:
     """Return the number of samples of a train step."""
     return sum(step.staleness_counts)
+
+
+def count_sample_records(step: TrainStepCommitted) -> int:
+    """Return how many records of advantage.samples hold the samples of a train step."""
+    return len(set(step.positions))
 
 
 def max_sample_staleness(step: TrainStepCommitted) -> int:

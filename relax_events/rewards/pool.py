@@ -10,7 +10,7 @@ import selectors
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from types import TracebackType
 from typing import Any, Self
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from relax_events.config import RewardConfig
 from relax_events.data.conversations import ASSISTANT
 from relax_events.errors import ConfigError, RewardError
+from relax_events.events.immutable import immutable
 from relax_events.rewards.code_version import file_stamps
 from relax_events.rewards.process import START_SECONDS, ChildReady, Request, RewardChild
 from relax_events.rewards.scores import BY_TOKEN, BY_TURN, Score
@@ -29,7 +30,7 @@ from relax_events.rewards.scores import BY_TOKEN, BY_TURN, Score
 MAX_REQUESTS_PER_CHILD = 64
 
 
-@dataclass(frozen=True, slots=True)
+@immutable(frozen=True, slots=True)
 class RewardItem:
     """A completion to score; `metadata` is a JSON object as text. Items of one prompt group are
     adjacent and share its id.

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from numbers import Real
 from typing import Any
+
+from relax_events.events.immutable import immutable
 
 TOTAL = "reward"
 BY_TURN, BY_TOKEN = "turn_rewards", "token_rewards"
 RULE = "it must return a number or a dict of numbers"
 
 
-@dataclass(frozen=True, slots=True)
+@immutable(frozen=True, slots=True)
 class Score:
     """The score of a sample; `reward` includes the turn and token rewards."""
 

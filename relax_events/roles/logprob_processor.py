@@ -50,7 +50,7 @@ class LogprobScorer:
         by_version: dict[int, list[SampleRolledOut]] = defaultdict(list)
         for sample in samples:
             by_version[sample.policy_version].append(sample)
-        records = []
+        records: list[ProducerRecord] = []
         for version, members in sorted(by_version.items()):
             try:
                 model_version = self._use_version(version)
@@ -59,8 +59,8 @@ class LogprobScorer:
                 continue
             with self._worker.lifecycle.piece("score a part of a record batch"):
                 scores = self.compute_scores(members)
-            for sample, values in zip(members, scores, strict=True):
-                evaluated = LogprobsComputed(
+            evaluated = [
+                LogprobsComputed(
                     key=sample.key,
                     model_role=self._model_role,
                     model_version=model_version,
@@ -68,14 +68,9 @@ class LogprobScorer:
                     topk_ids=values.ids,
                     topk_logprobs=values.id_logprobs,
                 )
-                records.append(
-                    self._worker.records.build_for_sample(
-                        self._topic,
-                        evaluated,
-                        prompt_group_id=sample.prompt_group_id,
-                        policy_version=sample.policy_version,
-                    )
-                )
+                for sample, values in zip(members, scores, strict=True)
+            ]
+            records += self._worker.records.build_for_samples(self._topic, evaluated)
             self._worker.metrics.count_tokens(sum(len(sample.tokens) for sample in members))
         return records
 

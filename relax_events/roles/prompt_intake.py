@@ -62,7 +62,7 @@ class PromptIntake:
             group=group,
             topic=plan.topic("prompt.groups"),
             max_leases=self._config.num_lanes,
-            records_per_batch=self._config.prompt_groups_per_lease,
+            records_per_batch=self._config.prompt_groups_per_lease(),
             on_lease=on_lease,
         )
 

@@ -11,7 +11,7 @@ from functools import partial
 
 from relax_events.data.rendering import PromptRenderer
 from relax_events.errors import EpisodeFailed
-from relax_events.events.generations import with_generation_digest
+from relax_events.events.generations import mark_generation
 from relax_events.events.parts import Outcome
 from relax_events.kafka.records import ProducerRecord
 from relax_events.roles.handover import PartialSamples
@@ -20,6 +20,8 @@ from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.worker import Worker
 
 MAX_REMEMBERED_GROUPS = 1024
+NUM_PARTS = 8
+"""Of a train step: smaller parts of its prompt groups wait for others."""
 
 
 class SampleWriter:
@@ -32,6 +34,8 @@ class SampleWriter:
     def __init__(self, worker: Worker, renderer: PromptRenderer, partials: PartialSamples) -> None:
         self._worker, self._renderer, self._partials = worker, renderer, partials
         self._acknowledged: queue.SimpleQueue[InflightGroup] = queue.SimpleQueue()
+        self._num_lingering = 0
+        """Prompt groups whose records may wait in the producer for others of their batch."""
         self.sent: dict[str, InflightGroup] = {}
         """Prompt groups whose samples are not all acknowledged, by their ids; a lease that is
         delivered again joins those of its prompt group."""
@@ -66,15 +70,27 @@ class SampleWriter:
                 last, on_acknowledged=partial(self._acknowledged.put, group)
             )
         failpoint("rollout.before_flush")
+        self._end_linger(len(groups))
         self._worker.metrics.count_tokens(
             sum(sample.num_sampled_tokens for group in groups for sample in group.samples)
         )
         self._worker.lifecycle.record_processed(len(groups), started)
 
+    def _end_linger(self, num_groups: int) -> None:
+        """Let a part of a step's prompt groups wait for no others on-policy: until they come, the
+        other roles have nothing to do.
+        """
+        self._num_lingering += num_groups
+        run = self._worker.config.run
+        if run.max_staleness == 0 and self._num_lingering >= run.prompts_per_step // NUM_PARTS:
+            self._worker.records.producer.end_linger()
+            self._num_lingering = 0
+
     def flush(self) -> None:
         """Wait until all samples are acknowledged, and settle their leases."""
         if self.sent:
             self._worker.records.producer.flush()
+            self._num_lingering = 0
             self._settle()
 
     def settle_acknowledged(self) -> None:
@@ -106,12 +122,5 @@ class SampleWriter:
             )
             for sample in group.samples
         ]
-        return [
-            self._worker.records.build_for_sample(
-                "rollout.samples",
-                sample,
-                prompt_group_id=sample.prompt_group_id,
-                policy_version=owner,
-            )
-            for sample in with_generation_digest(samples)
-        ]
+        mark_generation(samples)
+        return self._worker.records.build_for_samples("rollout.samples", samples)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from relax_events.config import ObjectsConfig, RunConfig
-from relax_events.events.types import Event, RunDescribed
+from relax_events.events.types import UNREAD_BY_REWARDS, Event, RunDescribed
 from relax_events.kafka.protocol.group_membership import evict_predecessors
 from relax_events.kafka.security.acls import ROLE_PERMISSIONS
 from relax_events.objects.backends import errors as object_errors
@@ -20,9 +20,14 @@ from relax_events.runtime.worker import Worker
 from relax_events.session.resume import find_changes, refuse_changes
 from relax_events.telemetry.metrics import ErrorMetrics
 
-ROUTING_ROLES = ("actor-forward", "trainer")
-"""Roles that read the routed experts of tokens; the others pass on the reference to a large
-array."""
+UNREAD_ARRAYS = {
+    "actor-forward": (),
+    "reward": UNREAD_BY_REWARDS,
+    "trainer": (),
+}
+"""Arrays of samples that a role doesn't read, by role. If such an array is in the object store, the
+role passes on the reference."""
+UNREAD_BY_OTHERS = ("routed_experts",)
 
 
 class StoreClaimCheck:
@@ -36,11 +41,8 @@ class StoreClaimCheck:
         allowed_roots: Sequence[str] = (),
         leave: Collection[str] = (),
     ) -> None:
-        self._store, self._claim_check_threshold, self._leave = (
-            store,
-            claim_check_threshold_bytes,
-            leave,
-        )
+        self._store, self._leave = store, leave
+        self.threshold_bytes = claim_check_threshold_bytes
         self._roots = AllowedRoots.for_store(store.uri(""), allowed_roots)
 
     def check_in(self, event: Event, *, policy_version: int | None) -> Event:
@@ -49,7 +51,7 @@ class StoreClaimCheck:
         return check_in(
             event,
             self._store,
-            claim_check_threshold_bytes=self._claim_check_threshold,
+            claim_check_threshold_bytes=self.threshold_bytes,
             folder=folder,
         )
 
@@ -136,12 +138,12 @@ def open_worker(
 
 
 def _build_claim_check(role: str, objects: ObjectsConfig, store: ObjectStore) -> StoreClaimCheck:
-    """Return the claim check of a role, which fetches routed experts only where they are read."""
+    """Return the claim check of a role, which fetches the arrays that the role reads."""
     return StoreClaimCheck(
         store,
         claim_check_threshold_bytes=objects.claim_check_threshold_bytes,
         allowed_roots=objects.allowed_roots,
-        leave=() if role in ROUTING_ROLES else ("routed_experts",),
+        leave=UNREAD_ARRAYS.get(role, UNREAD_BY_OTHERS),
     )
 
 

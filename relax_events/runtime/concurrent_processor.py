@@ -5,6 +5,7 @@ any order.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
@@ -20,8 +21,10 @@ from relax_events.telemetry.traces import TracedWork
 STEP_SECONDS = 0.25
 DRAIN_COMMIT_SECONDS = 5.0
 TopicPartition = tuple[str, int]
-Key = tuple[str, int, int]
-"""Topic, partition and offset of a sample's record."""
+Position = tuple[int, int]
+"""Offset of a sample's record, and its number among the record's samples."""
+Key = tuple[str, int, Position]
+"""Topic, partition and position of a sample."""
 Done = tuple[Key, Sequence[ProducerRecord]]
 
 
@@ -57,7 +60,7 @@ class ConcurrentLoop:
     """The loop of a role that takes long for a sample, but can process many samples at once.
 
     The loop waits for records while nothing is in flight, else for the first finished sample; it
-    takes new records while there is capacity. An input offset is committed once every record before
+    takes new records while there is capacity. An input offset is committed once every sample before
     it is processed, so after a crash a successor processes the samples in flight again. Samples
     that leave the window are cancelled. A drain takes no new records and finishes the samples in
     flight, until its deadline.
@@ -69,8 +72,10 @@ class ConcurrentLoop:
         self._worker, self._processor = worker, processor
         self._operation = choose_operation(worker)
         self._input = SampleInput(worker, max_records=max_records, on_revoked=self._release)
-        self._held: dict[TopicPartition, dict[int, tuple[int, TracedWork]]] = {}
-        """Version and trace of each sample in flight, in the order of their offsets."""
+        self._held: dict[TopicPartition, dict[Position, tuple[int, TracedWork]]] = {}
+        """Version and trace of each sample in flight, in the order of their positions."""
+        self._waiting: deque[tuple[Key, SampleRolledOut]] = deque()
+        """Samples of a taken record for which there is no capacity yet."""
         self._next_offsets: dict[TopicPartition, int] = {}
         """Offset after the last record that was taken."""
         self._committed: dict[TopicPartition, int] = {}
@@ -95,9 +100,14 @@ class ConcurrentLoop:
         self._input.fetch(
             timeout_seconds=0.0 if is_busy or (takes and self._input.fetched) else IDLE_SECONDS
         )
-        while takes and self._input.fetched and self._processor.capacity > 0:
-            self._take(self._input.fetched.popleft())
-            self._worker.lifecycle.record_progress()
+        while self._processor.capacity > 0:
+            if self._waiting:
+                self._processor.submit(*self._waiting.popleft())
+            elif takes and self._input.fetched:
+                self._take(self._input.fetched.popleft())
+                self._worker.lifecycle.record_progress()
+            else:
+                break
         done = self._processor.poll(timeout_seconds=STEP_SECONDS) if self._num_held else []
         self._finish(done, started)
         self._skip_stale()
@@ -110,18 +120,20 @@ class ConcurrentLoop:
         self._next_offsets[partition_key] = record.offset + 1
         if self._worker.control.is_expired(record.policy_version):
             self._worker.metrics.count_expired(1)
-        elif (sample := self._input.decode(record)) is not None:
+            return
+        for number, sample in enumerate(self._input.decode(record)):
             work = self._worker.records.traces.begin(
                 self._operation, sample.prompt_group_id, topic="rollout.samples"
             )
-            self._held.setdefault(partition_key, {})[record.offset] = (sample.policy_version, work)
-            self._processor.submit((*partition_key, record.offset), sample)
+            position = (record.offset, number)
+            self._held.setdefault(partition_key, {})[position] = (sample.policy_version, work)
+            self._waiting.append(((*partition_key, position), sample))
 
     def _finish(self, done: Sequence[Done], started: float) -> None:
         """Send outputs, and commit up to the oldest record in flight."""
         num_done = 0
-        for (topic, partition, offset), records in done:
-            if (held := self._held.get((topic, partition), {}).pop(offset, None)) is None:
+        for (topic, partition, position), records in done:
+            if (held := self._held.get((topic, partition), {}).pop(position, None)) is None:
                 continue  # the partition went to another member, which processes it again
             for record in records:
                 self._worker.records.producer.send(record)
@@ -136,7 +148,7 @@ class ConcurrentLoop:
         given, since other commits may be lost.
         """
         offsets = {
-            partition_key: next(iter(self._held.get(partition_key, ())), next_offset)
+            partition_key: next(iter(self._held.get(partition_key, ())), (next_offset, 0))[0]
             for partition_key, next_offset in self._next_offsets.items()
         }
         moved = {
@@ -172,13 +184,15 @@ class ConcurrentLoop:
 
     def _keys(self, is_wanted: Callable[[TopicPartition, int], bool]) -> list[Key]:
         return [
-            (*partition_key, offset)
+            (*partition_key, position)
             for partition_key, held in self._held.items()
-            for offset, (version, _) in held.items()
+            for position, (version, _) in held.items()
             if is_wanted(partition_key, version)
         ]
 
     def _cancel(self, keys: Sequence[Key], *, error: str) -> None:
+        cancelled = set(keys)
         self._processor.cancel(keys)
-        for topic, partition, offset in keys:
-            self._held[topic, partition].pop(offset)[1].end(error=error)
+        self._waiting = deque(item for item in self._waiting if item[0] not in cancelled)
+        for topic, partition, position in keys:
+            self._held[topic, partition].pop(position)[1].end(error=error)

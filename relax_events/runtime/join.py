@@ -10,7 +10,7 @@ combined, because their tokens may differ.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from relax_events.errors import RewardError
@@ -95,22 +95,24 @@ class PromptGroupJoin:
         return len(self._open)
 
     def add(
-        self, record: Record, event: SampleRolledOut | SampleScored | LogprobsComputed
+        self, record: Record, events: Sequence[SampleRolledOut | SampleScored | LogprobsComputed]
     ) -> JoinedGroup | None:
-        """Add an event; return its prompt group if this completes a generation. Duplicates are
-        ignored.
+        """Add the events of a record, all of one generation; return their prompt group if this
+        completes it. Duplicates are ignored.
         """
+        key = events[0].key
         group = self._group_of(
-            record, (event.prompt_group_id, event.policy_version), event.key.generation_digest
+            record, (key.prompt_group_id, key.policy_version), key.generation_digest
         )
         if group is None:
             return None
-        if isinstance(event, SampleRolledOut):
-            group.samples.setdefault(event.sample_id, event)
-        elif isinstance(event, SampleScored):
-            group.scores.setdefault(event.sample_id, event)
-        else:
-            group.logprobs.setdefault(event.model_role, {}).setdefault(event.sample_id, event)
+        for event in events:
+            if isinstance(event, SampleRolledOut):
+                group.samples.setdefault(event.sample_id, event)
+            elif isinstance(event, SampleScored):
+                group.scores.setdefault(event.sample_id, event)
+            else:
+                group.logprobs.setdefault(event.model_role, {}).setdefault(event.sample_id, event)
         return (
             group
             if group.is_complete(self._logprob_roles, needs_scores=self._needs_scores)

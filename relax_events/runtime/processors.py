@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Protocol
 
 from relax_events.deadline import Deadline
@@ -25,6 +26,7 @@ PART_SECONDS = 0.05
 """The time of a part whose size adapts: requests to the broker are few, and results come soon."""
 TAKE_SECONDS = 10.0
 """Seconds of reading records from log and object store after which a part ends."""
+MAX_PART_SAMPLES = 256
 DecodedSample = tuple[Record, SampleRolledOut]
 
 
@@ -36,15 +38,15 @@ class Processor(Protocol):
 
         Raises:
             PoisonSample: One of the samples can't be processed; the processor is then called for
-                each alone.
+                those of each record alone.
         """
 
 
 class SampleGatherer(Protocol):
     """Decides when a sample is processed, and which input offsets may be committed."""
 
-    def add(self, record: Record, sample: SampleRolledOut) -> list[DecodedSample]:
-        """Add a sample; return the samples that can be processed now."""
+    def add(self, record: Record, samples: Sequence[SampleRolledOut]) -> list[DecodedSample]:
+        """Add the samples of a record; return the samples that can be processed now."""
 
     def fail(self, record: Record) -> None:
         """Handle a record without a usable sample."""
@@ -62,9 +64,9 @@ class SampleGatherer(Protocol):
 class SingleSamples:
     """Passes every sample on at once."""
 
-    def add(self, record: Record, sample: SampleRolledOut) -> list[DecodedSample]:
-        """Return the sample itself."""
-        return [(record, sample)]
+    def add(self, record: Record, samples: Sequence[SampleRolledOut]) -> list[DecodedSample]:
+        """Return the samples themselves."""
+        return [(record, sample) for sample in samples]
 
     def fail(self, record: Record) -> None:
         """Do nothing: no sample waits for another."""
@@ -93,9 +95,9 @@ class WholePromptGroups:
         self._worker = worker
         self._join = PromptGroupJoin(logprob_roles=frozenset(), needs_scores=False)
 
-    def add(self, record: Record, sample: SampleRolledOut) -> list[DecodedSample]:
-        """Add a sample; return its prompt group when that is complete now."""
-        if (group := self._join.add(record, sample)) is None:
+    def add(self, record: Record, samples: Sequence[SampleRolledOut]) -> list[DecodedSample]:
+        """Add samples; return their prompt group when that is complete now."""
+        if (group := self._join.add(record, samples)) is None:
             return []
         self._join.close(group)
         return [(record, member) for member in group.ordered_samples()]
@@ -144,7 +146,7 @@ class SampleLoop:
         gatherer: SampleGatherer | None = None,
         max_records: int = 256,
         max_tokens: int | None = None,
-        min_part_records: int | None = None,
+        min_part_samples: int | None = None,
         listeners: Sequence[Listener] = (),
         after_part: Callable[[], None] = lambda: None,
         may_work: Callable[[bool], bool] = lambda _: True,
@@ -157,9 +159,9 @@ class SampleLoop:
             gatherer: Decides when samples are processed; by default each at once.
             max_records: Maximum number of fetched records in memory.
             max_tokens: A part ends with the sample that reaches this number of tokens.
-            min_part_records: Records of the first part, and of parts that take longer than
-                `PART_SECONDS`; faster ones grow until they take as long. By default a part is all
-                fetched records.
+            min_part_samples: Samples of the first part, and of parts that take longer than
+                `PART_SECONDS`; faster ones grow until they take as long. By default a part has
+                `MAX_PART_SAMPLES`.
             listeners: Receive control events.
             after_part: Called after every part, and every half second without one.
             may_work: Returns whether samples may be processed now, given whether there are any;
@@ -167,8 +169,7 @@ class SampleLoop:
         """
         self._worker, self._processor, self._max_tokens = worker, processor, max_tokens
         self._gatherer = gatherer or SingleSamples()
-        self._min_part_records = self._part_records = min_part_records or max_records
-        self._max_records = max_records
+        self._min_part_samples = self._part_samples = min_part_samples or MAX_PART_SAMPLES
         self._operation = choose_operation(worker)
         self._listeners, self._after_part, self._may_work = listeners, after_part, may_work
         self._input = SampleInput(worker, max_records=max_records, on_revoked=self._release)
@@ -199,7 +200,7 @@ class SampleLoop:
     def _process_part(self) -> None:
         """Take a part, process it, commit it."""
         started, heartbeat = time.monotonic(), self._worker.heartbeat
-        taken, ready = self._take_part(started)
+        taken, num_samples, ready = self._take_part(started)
         heartbeat.set_in_flight(len(ready))
         if ready:
             with self._worker.records.traces.trace_groups(
@@ -211,49 +212,56 @@ class SampleLoop:
                     self._worker.records.producer.send(output)
         self._input.flush_and_commit(self._gatherer.done_offsets(taken))
         heartbeat.set_in_flight(0)
-        self._worker.lifecycle.record_processed(len(taken), started)
-        self._resize_parts(len(taken), time.monotonic() - started)
+        self._worker.lifecycle.record_processed(num_samples, started)
+        self._resize_parts(num_samples, time.monotonic() - started)
 
-    def _resize_parts(self, num_records: int, seconds: float) -> None:
+    def _resize_parts(self, num_samples: int, seconds: float) -> None:
         """Let the next part take `PART_SECONDS`, at the rate of this one."""
-        fitting = int(num_records * PART_SECONDS / max(seconds, 1e-6))
-        self._part_records = min(max(fitting, self._min_part_records), self._max_records)
+        fitting = int(num_samples * PART_SECONDS / max(seconds, 1e-6))
+        self._part_samples = min(max(fitting, self._min_part_samples), MAX_PART_SAMPLES)
 
-    def _take_part(self, started: float) -> tuple[list[Record], list[DecodedSample]]:
-        """Take records until they bring a part's worth of samples; return them, and the samples
-        that can be processed now.
+    def _take_part(self, started: float) -> tuple[list[Record], int, list[DecodedSample]]:
+        """Take records until they bring a part's worth of samples; return them, the number of their
+        samples, and the samples that can be processed now. A record without usable samples counts
+        as one.
         """
         taken: list[Record] = []
         ready: list[DecodedSample] = []
-        num_tokens = 0
+        num_samples = num_tokens = 0
         while (
             self._input.fetched
-            and len(taken) < self._part_records
+            and num_samples < self._part_samples
             and (self._max_tokens is None or num_tokens < self._max_tokens)
         ):
             record = self._input.fetched.popleft()
             taken.append(record)
+            samples: list[SampleRolledOut] = []
             if self._worker.control.is_expired(record.policy_version):
                 self._worker.metrics.count_expired(1)
-            elif (sample := self._input.decode(record)) is None:
+            elif not (samples := self._input.decode(record)):
                 self._gatherer.fail(record)
             else:
-                ready += self._gatherer.add(record, sample)
-                num_tokens += len(dense(sample.tokens, what=f"sample {sample.sample_id}: tokens"))
+                ready += self._gatherer.add(record, samples)
+                num_tokens += sum(
+                    len(dense(sample.tokens, what=f"sample {sample.sample_id}: tokens"))
+                    for sample in samples
+                )
+            num_samples += max(len(samples), 1)
             self._worker.lifecycle.record_progress()  # large arrays are fetched here
             if time.monotonic() - started > TAKE_SECONDS:
                 break
-        return taken, ready
+        return taken, num_samples, ready
 
     def _outputs(self, samples: Sequence[DecodedSample]) -> Sequence[ProducerRecord]:
-        """Process samples together; if one is poison, process each alone, and write that one to the
-        dead letters.
+        """Process samples together; if one is poison, process those of each record alone, and write
+        its record to the dead letters.
         """
         try:
             return self._processor([sample for _, sample in samples]) if samples else ()
         except PoisonSample as error:
-            if len(samples) > 1:
-                return [output for one in samples for output in self._outputs([one])]
+            records = [list(members) for _, members in groupby(samples, key=lambda one: id(one[0]))]
+            if len(records) > 1:
+                return [output for members in records for output in self._outputs(members)]
             self._input.reject(samples[0][0], error)
             return ()
 

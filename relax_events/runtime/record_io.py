@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import structlog
@@ -18,6 +18,12 @@ from relax_events.errors import (
 )
 from relax_events.events.codec import EventCodec, UnknownFingerprint
 from relax_events.events.parts import Outcome
+from relax_events.events.sample_groups import (
+    MAX_ARRAY_BYTES,
+    SingleEvent,
+    join_samples,
+    split_samples,
+)
 from relax_events.events.types import Event
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import POLICY_VERSION_HEADER, ProducerRecord, Record
@@ -36,6 +42,10 @@ class ClaimCheck(Protocol):
     """Keeps large arrays out of records: `check_in` replaces them by references, `check_out`
     fetches them.
     """
+
+    @property
+    def threshold_bytes(self) -> int:
+        """Arrays of more bytes are stored."""
 
     def check_in(self, event: Event, *, policy_version: int | None) -> Event:
         """Return the event with its large arrays stored with the version's objects; the same event
@@ -109,6 +119,22 @@ class RecordIO:
             entity, event, key=prompt_group_id, partition=partition, policy_version=policy_version
         )
 
+    def build_for_samples(self, entity: str, events: Sequence[SingleEvent]) -> list[ProducerRecord]:
+        """Build the records of samples' events for a sample topic: one for neighbours of a prompt
+        group, as far as their arrays may lie in one record.
+        """
+        return [
+            self.build_for_sample(
+                entity,
+                event,
+                prompt_group_id=event.key.prompt_group_id,
+                policy_version=event.key.policy_version,
+            )
+            for event in join_samples(
+                events, max_array_bytes=min(MAX_ARRAY_BYTES, self._claim_check.threshold_bytes)
+            )
+        ]
+
     def build_end_request(
         self,
         prompt_group_id: str,
@@ -140,8 +166,15 @@ class RecordIO:
         )
 
     def decode(self, record: Record) -> Event | None:
-        """Return a record's event; a record that can't be decoded becomes a dead letter and gives
-        None.
+        """Return the event of a record on a topic without samples; a record that can't be decoded
+        becomes a dead letter and gives None.
+        """
+        events = self.decode_samples(record)
+        return events[0] if events else None
+
+    def decode_samples(self, record: Record) -> list[Event]:
+        """Return the event of each sample in a record, or its only event; a record that can't be
+        decoded becomes a dead letter and gives none.
         """
         self.traces.add_record(record)
         if record.is_damaged:
@@ -151,12 +184,14 @@ class RecordIO:
                     "its record batch fails its checksum: bytes were altered on the broker's disk"
                 ),
             )
-            return None
+            return []
         try:
-            return self.fetch_arrays(self.decode_value(record.value))
+            return [
+                self.fetch_arrays(event) for event in split_samples(self.decode_value(record.value))
+            ]
         except (CorruptRecord, SchemaError, ObjectError) as error:
             self.dead_letter(record, error)
-            return None
+            return []
 
     def fetch_arrays(self, event: Event) -> Event:
         """Return an event with its stored arrays fetched."""

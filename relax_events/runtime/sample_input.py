@@ -15,7 +15,7 @@ from relax_events.events.types import Event, PolicyVersionPublished, SampleRolle
 from relax_events.kafka.consumer import SubscribedConsumer
 from relax_events.kafka.records import Record
 from relax_events.runtime.failpoints import failpoint
-from relax_events.runtime.validation import check_sample
+from relax_events.runtime.validation import check_samples
 from relax_events.runtime.worker import Worker
 from relax_events.staleness import find_skip_targets
 
@@ -67,21 +67,21 @@ class SampleInput:
         if records := self._consumer.fetch(max(room, 1), timeout_seconds=timeout_seconds):
             self.fetched = deque(oldest_version_first((*self.fetched, *records)))
 
-    def decode(self, record: Record) -> SampleRolledOut | None:
-        """Decode and check a sample; an invalid one becomes a dead letter, and its prompt group is
-        ended.
+    def decode(self, record: Record) -> list[SampleRolledOut]:
+        """Decode and check the samples of a record. If one is invalid, there is none: the record
+        becomes a dead letter, and its prompt group is ended.
         """
-        event = self._worker.records.decode(record)
-        if event is None:
+        events = self._worker.records.decode_samples(record)
+        if not events:
             self._request_end(record, "record could not be decoded")
-            return None
+            return []
         try:
-            sample = check_sample(event)
-            self._worker.control.wait_until_published(sample.policy_version)
+            samples = check_samples(events)
+            self._worker.control.wait_until_published(samples[0].policy_version)
         except PoisonSample as error:
             self.reject(record, error)
-            return None
-        return sample
+            return []
+        return samples
 
     def reject(self, record: Record, error: PoisonSample) -> None:
         """Write an unusable record to the dead letters, and request the end of its prompt group."""

@@ -6,11 +6,13 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from relax_events.config import AlgorithmConfig
 from relax_events.errors import CorruptRecord, ForeignRecord, PoisonSample
 from relax_events.events.parts import Array, Outcome, StoredArray
 from relax_events.events.routed_experts import ExpertShape
+from relax_events.events.sample_groups import MAX_SAMPLES_PER_PROMPT
 from relax_events.events.types import (
     Event,
     PromptGroupEnded,
@@ -21,7 +23,17 @@ from relax_events.events.types import (
 from relax_events.staleness import IssuedGroup
 from relax_events.topics.plan import belongs_on
 
-MAX_SAMPLES_PER_PROMPT = 4096
+ROLLED_OUT_ARRAYS = ("loss_mask", "rollout_logprobs")
+READY_ARRAYS = (
+    "loss_mask",
+    "rollout_logprobs",
+    "advantages",
+    "actor_logprobs",
+    "ref_logprobs",
+    "values",
+    "teacher_logprobs",
+)
+"""Of a sample, one value for each token."""
 
 
 def check_issued(event: Event) -> PromptGroupIssued:
@@ -100,18 +112,29 @@ def check_sample(event: Event) -> SampleRolledOut:
     Raises:
         PoisonSample: A check failed; the text names the sample, the field and the value.
     """
-    if not isinstance(event, SampleRolledOut):
-        raise PoisonSample(f"expected SampleRolledOut, got {type(event).__name__}")
-    _check_arrays(event, ("loss_mask", "rollout_logprobs"))
-    _check_token_sets(event, ("topk_ids",))
-    _check_routed_experts(event)
-    _check_paths(event)
-    if (rewards := event.environment_rewards) is not None:
-        what = f"sample {event.sample_id}: environment_rewards"
-        if len(rewards.shape) != 1:
-            raise PoisonSample(f"{what} must be one number per turn, got shape {rewards.shape}")
-        _check_array(rewards, rewards.shape, what)
-    return event
+    return check_samples([event])[0]
+
+
+def check_samples(events: Sequence[Event]) -> list[SampleRolledOut]:
+    """Check the samples of one record as `check_sample` does, and return them."""
+    samples: list[SampleRolledOut] = []
+    for event in events:
+        if not isinstance(event, SampleRolledOut):
+            raise PoisonSample(f"expected SampleRolledOut, got {type(event).__name__}")
+        _check_form(event, ROLLED_OUT_ARRAYS)
+        _check_token_sets(event, ("topk_ids",))
+        _check_routed_experts(event)
+        _check_paths(event)
+        if (rewards := event.environment_rewards) is not None:
+            if len(rewards.shape) != 1:
+                raise PoisonSample(
+                    f"sample {event.sample_id}: environment_rewards must be one number per turn, "
+                    f"got shape {rewards.shape}"
+                )
+            _require_finite(event, "environment_rewards")
+        samples.append(event)
+    _check_values(samples, ROLLED_OUT_ARRAYS)
+    return samples
 
 
 def check_ready(event: Event) -> SampleReady:
@@ -120,27 +143,27 @@ def check_ready(event: Event) -> SampleReady:
     Raises:
         PoisonSample: A check failed; the text names the sample, the field and the value.
     """
-    if not isinstance(event, SampleReady):
-        raise PoisonSample(f"expected SampleReady, got {type(event).__name__}")
-    _check_arrays(
-        event,
-        (
-            "loss_mask",
-            "rollout_logprobs",
-            "advantages",
-            "actor_logprobs",
-            "ref_logprobs",
-            "values",
-            "teacher_logprobs",
-        ),
-    )
-    _check_token_sets(event, ("topk_ids", "topk_teacher_logprobs"))
-    _check_routed_experts(event)
-    _check_paths(event)
-    _check_segments(event)
-    if not np.isfinite(event.reward):
-        raise PoisonSample(f"sample {event.sample_id}: reward must be finite, got {event.reward}")
-    return event
+    return check_ready_samples([event])[0]
+
+
+def check_ready_samples(events: Sequence[Event]) -> list[SampleReady]:
+    """Check the samples of one record as `check_ready` does, and return them."""
+    samples: list[SampleReady] = []
+    for event in events:
+        if not isinstance(event, SampleReady):
+            raise PoisonSample(f"expected SampleReady, got {type(event).__name__}")
+        _check_form(event, READY_ARRAYS)
+        _check_token_sets(event, ("topk_ids", "topk_teacher_logprobs"))
+        _check_routed_experts(event)
+        _check_paths(event)
+        _check_segments(event)
+        if not math.isfinite(event.reward):
+            raise PoisonSample(
+                f"sample {event.sample_id}: reward must be finite, got {event.reward}"
+            )
+        samples.append(event)
+    _check_values(samples, READY_ARRAYS)
+    return samples
 
 
 def _check_segments(sample: SampleReady) -> None:
@@ -177,18 +200,17 @@ def needed_fields(algorithm: AlgorithmConfig) -> tuple[str, ...]:
 
 
 def check_trainable(
-    sample: SampleReady,
-    *,
+    *samples: SampleReady,
     algorithm: AlgorithmConfig,
     needed: Sequence[str] | None = None,
     vocab_size: int,
     max_abs_advantage: float = math.inf,
     experts: ExpertShape | None = None,
-) -> SampleReady:
-    """Check that an algorithm can train a model on a ready sample, and return the sample.
+) -> None:
+    """Check that an algorithm can train a model on ready samples.
 
     Args:
-        sample: A sample that passed `check_ready`.
+        *samples: Samples that passed `check_ready`.
         algorithm: Determines which log-probabilities the sample must have.
         needed: Its `needed_fields`, if the caller keeps them.
         max_abs_advantage: Highest absolute value of a token's advantage.
@@ -198,31 +220,48 @@ def check_trainable(
         PoisonSample: A check failed; the text names the sample, the field and the value.
     """
     needed = needed_fields(algorithm) if needed is None else needed
-    for name in needed:
-        if getattr(sample, name) is None:
-            raise PoisonSample(
-                f"sample {sample.sample_id}: the algorithm needs {name}, got none; was it "
-                "made under another run file?"
+    for sample in samples:
+        for name in needed:
+            if getattr(sample, name) is None:
+                raise PoisonSample(
+                    f"sample {sample.sample_id}: the algorithm needs {name}, got none; was it "
+                    "made under another run file?"
+                )
+    if _joined([sample.tokens for sample in samples]).max(initial=0) >= vocab_size:
+        for sample in samples:
+            _require_known_tokens(sample, vocab_size=vocab_size)
+    if _largest(_joined([sample.advantages for sample in samples])) > max_abs_advantage:
+        for sample in samples:
+            _require_bounded_advantages(sample, bound=max_abs_advantage)
+    for sample in samples:
+        if "topk_ids" in needed:
+            _check_used_token_sets(
+                sample, num_ids=algorithm.num_compared_tokens, vocab_size=vocab_size
             )
+        if experts is not None:
+            experts.checked(sample)
+
+
+def _require_known_tokens(sample: SampleReady, *, vocab_size: int) -> None:
     if (highest := int(np.asarray(sample.tokens).max())) >= vocab_size:
         raise PoisonSample(
             f"sample {sample.sample_id}: tokens must be below the vocabulary's {vocab_size}, "
             f"got {highest}"
         )
-    if (largest := float(np.abs(np.asarray(sample.advantages)).max())) > max_abs_advantage:
-        rule = (
-            f"advantages must be at most trainer.max_abs_advantage = {max_abs_advantage:g} in "
-            "magnitude"
-        )
+
+
+def _require_bounded_advantages(sample: SampleReady, *, bound: float) -> None:
+    if (largest := _largest(np.asarray(sample.advantages))) > bound:
+        rule = f"advantages must be at most trainer.max_abs_advantage = {bound:g} in magnitude"
         raise PoisonSample(
             f"sample {sample.sample_id}: {rule}, got {largest:g}; raise it if rewards are "
             "that large"
         )
-    if "topk_ids" in needed:
-        _check_used_token_sets(sample, num_ids=algorithm.num_compared_tokens, vocab_size=vocab_size)
-    if experts is not None:
-        experts.checked(sample)
-    return sample
+
+
+def _largest(values: NDArray[np.generic]) -> float:
+    """Return the largest magnitude, 0 without any."""
+    return float(np.abs(values).max(initial=0))
 
 
 def _check_used_token_sets(sample: SampleReady, *, num_ids: int, vocab_size: int) -> None:
@@ -253,7 +292,8 @@ def _check_used_token_sets(sample: SampleReady, *, num_ids: int, vocab_size: int
         )
 
 
-def _check_arrays(event: SampleRolledOut | SampleReady, fields: tuple[str, ...]) -> None:
+def _check_form(event: SampleRolledOut | SampleReady, fields: tuple[str, ...]) -> None:
+    """Check everything but the values of the arrays."""
     where = f"sample {event.sample_id}"
     try:
         IssuedGroup.parse(event.prompt_group_id)
@@ -297,11 +337,12 @@ def _check_arrays(event: SampleRolledOut | SampleReady, fields: tuple[str, ...])
             f"{where}: num_prompt_tokens must be 0 to {tokens.shape[0]}, got "
             f"{event.num_prompt_tokens}"
         )
-    if not isinstance(tokens, StoredArray) and tokens.min() < 0:
-        raise PoisonSample(f"{where}: tokens must be >= 0, got {tokens.min()}")
+    shape = tokens.shape
     for name in fields:
-        if (array := getattr(event, name)) is not None:
-            _check_array(array, tokens.shape, f"{where}: {name}")
+        if (array := getattr(event, name)) is not None and array.shape != shape:
+            raise PoisonSample(
+                f"{where}: {name} must have the shape of tokens {shape}, got {array.shape}"
+            )
     if not isinstance(event.loss_mask, StoredArray) and event.loss_mask[0]:
         raise PoisonSample(
             f"{where}: loss_mask must be 0 at the first token, since no token before it predicts it"
@@ -380,15 +421,47 @@ def _check_paths(event: SampleRolledOut | SampleReady) -> None:
         raise PoisonSample(f"{rule} begin each path with a token that loss_mask leaves out")
 
 
-def _check_array(array: Array, shape: tuple[int, ...], what: str) -> None:
-    if array.shape != shape:
-        raise PoisonSample(f"{what} must have the shape of tokens {shape}, got {array.shape}")
-    if (
-        not isinstance(array, StoredArray)
-        and array.dtype.kind == "f"
-        and np.count_nonzero(np.isfinite(array)) < array.size  # faster than all()
-    ):
+def _check_values(
+    samples: Sequence[SampleRolledOut | SampleReady], fields: tuple[str, ...]
+) -> None:
+    """Check that no token id is negative, and that all numbers are finite: each array of the
+    samples together with those of the others, since a call for each takes most of the time.
+    """
+    tokens = [sample.tokens for sample in samples]
+    if _joined(tokens).min(initial=0) < 0:
+        for sample in samples:
+            if not isinstance(sample.tokens, StoredArray) and sample.tokens.min() < 0:
+                raise PoisonSample(
+                    f"sample {sample.sample_id}: tokens must be >= 0, got {sample.tokens.min()}"
+                )
+    for name in fields:
+        numbers = [
+            array
+            for sample in samples
+            if isinstance(array := getattr(sample, name), np.ndarray) and array.dtype.kind == "f"
+        ]
+        if numbers and not _is_finite(_joined(numbers)):
+            for sample in samples:
+                _require_finite(sample, name)
+
+
+def _joined(arrays: Sequence[Array | None]) -> NDArray[np.generic]:
+    """Return the values that are not in the object store, one array after the other."""
+    given = [array for array in arrays if isinstance(array, np.ndarray)]
+    return given[0] if len(given) == 1 else np.concatenate(given) if given else np.zeros(0)
+
+
+def _is_finite(values: NDArray[np.generic]) -> bool:
+    """Return whether all are finite numbers; integers are."""
+    # faster than all()
+    return values.dtype.kind != "f" or np.count_nonzero(np.isfinite(values)) == values.size
+
+
+def _require_finite(sample: SampleRolledOut | SampleReady, name: str) -> None:
+    """Check that an array holds finite numbers, unless it is in the object store."""
+    array = getattr(sample, name)
+    if isinstance(array, np.ndarray) and not _is_finite(array):
         raise PoisonSample(
-            f"{what} must be finite, got {array[~np.isfinite(array)][0]} at "
-            f"{int(np.argmin(np.isfinite(array)))}"
+            f"sample {sample.sample_id}: {name} must be finite, got "
+            f"{array[~np.isfinite(array)][0]} at {int(np.argmin(np.isfinite(array)))}"
         )

@@ -34,7 +34,9 @@ class WorkerMetrics:
         counter = partial(Counter, registry=self.registry)
         gauge = partial(Gauge, registry=self.registry)
         self._processed = counter(
-            "relax_records_processed_total", "Records that a worker processed.", ["role"]
+            "relax_records_processed_total",
+            "Records that a worker processed; samples where a role processes samples.",
+            ["role"],
         )
         self._expired = counter(
             "relax_records_expired_total",

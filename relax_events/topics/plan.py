@@ -23,7 +23,11 @@ from relax_events.events.types import (
     PolicyVersionPublished,
     PrompterStateSaved,
     PromptGroupEnded,
+    PromptGroupEvaluated,
     PromptGroupIssued,
+    PromptGroupReady,
+    PromptGroupRolledOut,
+    PromptGroupScored,
     RunCommanded,
     RunDescribed,
     SampleReady,
@@ -48,15 +52,15 @@ LOGPROB_TOPICS = {
 }
 """The topic of LogprobsComputed, by the event's `evaluator`."""
 SAMPLE_TOPICS = {
-    "rollout.samples": "SampleRolledOut, one for each generated sample",
-    "reward.scores": "SampleScored, one for each sample",
-    "reference.logprobs": "LogprobsComputed by the reference model",
-    "actor.logprobs": "LogprobsComputed by the actor-forward role",
-    "critic.values": "LogprobsComputed by the critic",
-    "teacher.logprobs": "LogprobsComputed by the teacher",
+    "rollout.samples": "PromptGroupRolledOut or SampleRolledOut: generated samples",
+    "reward.scores": "PromptGroupScored or SampleScored: rewards of samples",
+    "reference.logprobs": "PromptGroupEvaluated or LogprobsComputed, by the reference model",
+    "actor.logprobs": "PromptGroupEvaluated or LogprobsComputed, by the actor-forward role",
+    "critic.values": "PromptGroupEvaluated or LogprobsComputed, by the critic",
+    "teacher.logprobs": "PromptGroupEvaluated or LogprobsComputed, by the teacher",
     "advantage.samples": (
-        "SampleReady for the trainer, and PromptGroupEnded where the advantage role ends a "
-        "prompt group; it alone writes here"
+        "PromptGroupReady or SampleReady for the trainer, and PromptGroupEnded where the "
+        "advantage role ends a prompt group; it alone writes here"
     ),
     "prompt.end-requests": (
         "PromptGroupEnded: other roles ask the trainer to end a prompt group that failed or expired"
@@ -345,10 +349,10 @@ NO_RECORDS_NEEDED = 2**62
 
 EVENTS_ON: dict[str, tuple[type[Event], ...]] = {
     "prompt.groups": (PromptGroupIssued,),
-    "rollout.samples": (SampleRolledOut,),
-    "reward.scores": (SampleScored,),
-    **dict.fromkeys(LOGPROB_TOPICS.values(), (LogprobsComputed,)),
-    TRAINING_SAMPLES: (SampleReady, PromptGroupEnded),
+    "rollout.samples": (PromptGroupRolledOut, SampleRolledOut),
+    "reward.scores": (PromptGroupScored, SampleScored),
+    **dict.fromkeys(LOGPROB_TOPICS.values(), (PromptGroupEvaluated, LogprobsComputed)),
+    TRAINING_SAMPLES: (PromptGroupReady, SampleReady, PromptGroupEnded),
     END_REQUESTS: (PromptGroupEnded,),
     "control.policy-versions": (PolicyVersionPublished,),
     "control.train-steps": (TrainStepCommitted,),
@@ -379,7 +383,7 @@ def belongs_on(entity: str, event: Event) -> bool:
 
     A worker's heartbeats and metrics belong on the topic of its role.
     """
-    if isinstance(event, LogprobsComputed):
+    if isinstance(event, LogprobsComputed | PromptGroupEvaluated):
         return LOGPROB_TOPICS.get(event.model_role) == entity
     if isinstance(event, WorkerHeartbeat | MetricsReported):
         topics = HEARTBEATS if isinstance(event, WorkerHeartbeat) else METRICS

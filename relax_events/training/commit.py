@@ -22,6 +22,7 @@ from relax_events.runtime.publications import SUMMED_ENTITIES
 from relax_events.runtime.worker import Worker
 from relax_events.staleness import build_group_end, is_external
 from relax_events.telemetry.traces import NO_HEADERS
+from relax_events.topics.partitions import TopicPartition
 from relax_events.training.step_record import RankStepResult, StepRecord
 
 log = structlog.get_logger()
@@ -46,7 +47,9 @@ class StepCommitter:
             partitions=[(worker.plan.topic(entity), 0) for entity in SUMMED_ENTITIES],
             consumer_group=worker.plan.consumer_group("trainer"),
         )
-        self._control_offsets = self._control_end_offsets()  # no earlier trainer writes after this
+        self._control_offsets = self._control_offsets_in(
+            self._admin.end_offsets(self._control_partitions)
+        )  # no earlier trainer writes after this
         self._num_steps, self._ended = 0, Counter[str]()
 
     def resume(self, history: TrainingHistory) -> None:
@@ -183,14 +186,22 @@ class StepCommitter:
     def _version_record(
         self, version: int, artifact: ObjectRef, *, headers: Mapping[str, str] = NO_HEADERS
     ) -> ProducerRecord:
-        self._control_offsets = self._control_end_offsets()
+        plan = self._worker.plan
+        own = [
+            (topic, partition)
+            for topic in plan.sample_topics()
+            for partition in plan.partitions_of_version(version)
+        ]
+        ends = self._admin.end_offsets([*self._control_partitions, *own])
+        self._control_offsets = self._control_offsets_in(ends)
         event = PolicyVersionPublished(
             policy_version=version,
             artifact=artifact,
             transports=self._transports,
-            start_offsets=self._start_offsets(version),
+            # Records of the version follow its publication.
+            start_offsets=[TopicOffset(*partition, ends[partition]) for partition in sorted(own)],
             control_offsets=[
-                TopicOffset(self._worker.plan.topic(entity), 0, offset)
+                TopicOffset(plan.topic(entity), 0, offset)
                 for entity, offset in self._control_offsets.items()
             ],
             num_steps_before=self._num_steps,
@@ -200,32 +211,14 @@ class StepCommitter:
             "control.policy-versions", event, key=str(version), headers=headers
         )
 
-    def _start_offsets(self, version: int) -> list[TopicOffset]:
-        """Return the end offsets of the version's partitions: its records follow its
-        publication.
-        """
-        plan = self._worker.plan
-        topic_partitions = [
-            (topic, partition)
-            for topic in plan.sample_topics()
-            for partition in plan.partitions_of_version(version)
-        ]
-        return [
-            TopicOffset(topic, partition, offset)
-            for (topic, partition), offset in sorted(
-                self._admin.end_offsets(topic_partitions).items()
-            )
-        ]
+    @property
+    def _control_partitions(self) -> dict[TopicPartition, str]:
+        """The topics that only the trainer writes, and what they hold."""
+        return {(self._worker.plan.topic(entity), 0): entity for entity in SUMMED_ENTITIES}
 
-    def _control_end_offsets(self) -> dict[str, int]:
-        """Return the end offsets of the topics that only the trainer writes."""
-        topic_partitions = {
-            (self._worker.plan.topic(entity), 0): entity for entity in SUMMED_ENTITIES
-        }
-        return {
-            topic_partitions[topic_partition]: offset
-            for topic_partition, offset in self._admin.end_offsets(topic_partitions).items()
-        }
+    def _control_offsets_in(self, ends: Mapping[TopicPartition, int]) -> dict[str, int]:
+        """Return the end offsets of the topics that only the trainer writes, by what they hold."""
+        return {entity: ends[at] for at, entity in self._control_partitions.items()}
 
     def close(self) -> None:
         """Close the clients."""

@@ -118,6 +118,13 @@ def test_delete_ignores_missing_objects(store: ObjectStore) -> None:
     store.delete([])
 
 
+def test_a_folder_is_no_object(store: ObjectStore) -> None:
+    store.put_at("runs/7/name", b"x")
+    assert not store.exists("runs/7")
+    with pytest.raises(ObjectError):
+        store.get_at("runs/7")
+
+
 def test_put_leaves_a_whole_object_when_many_write_the_same_name(store: ObjectStore) -> None:
     contents = [bytes([number]) * 200_000 for number in range(8)]
     start = threading.Barrier(len(contents))

@@ -4,12 +4,13 @@ the wait.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from errno import EIO
+from io import FileIO
 from pathlib import Path
 
-import obstore
 import pytest
-from obstore.exceptions import GenericError
 
 from relax_events.errors import ObjectError, StoreUnavailable
 from relax_events.objects import ObjectStore
@@ -136,14 +137,10 @@ def test_unreadable_object_in_an_available_store_is_not_an_outage(
     store = ObjectStore.open(tmp_path.as_uri())
     store.put_at("a", b"hello")
 
-    def get(*_: object) -> None:
-        raise GenericError(
-            "Generic LocalFileSystem error: Unable to read data from file: Input/output "
-            "error (os error 5)"
-        )
+    class BrokenFile(FileIO):
+        def readall(self) -> bytes:
+            raise OSError(EIO, os.strerror(EIO))
 
-    monkeypatch.setattr(obstore, "get", get)
-    with pytest.raises(
-        ObjectError, match=r"can't read .*: Generic LocalFileSystem error: .*Input/output error"
-    ):
+    monkeypatch.setattr(Path, "open", lambda path, *_, **__: BrokenFile(path))
+    with pytest.raises(ObjectError, match=r"can't read .*/a: .*Input/output error"):
         store.get_at("a")

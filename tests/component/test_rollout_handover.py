@@ -36,7 +36,7 @@ class Producer:
 
     def __init__(self) -> None:
         self.acknowledge: list[Callable[[], None]] = []
-        self.num_sent = 0
+        self.num_sent = self.num_lingers_ended = 0
 
     def send(self, record: Any, *, on_acknowledged: Callable[[], None] | None = None) -> None:
         self.num_sent += 1
@@ -45,6 +45,9 @@ class Producer:
 
     def check(self) -> None:
         """Nothing else arrives."""
+
+    def end_linger(self) -> None:
+        self.num_lingers_ended += 1
 
     def flush(self) -> None:
         while self.acknowledge:
@@ -68,6 +71,7 @@ class Stage:
             ),
             lifecycle=SimpleNamespace(record_processed=lambda *_: None),
             metrics=metrics,
+            config=config,
         )
         self.loop._worker, self.loop._config, self.loop._engine, self.loop._asleep = (
             worker,
@@ -177,3 +181,20 @@ def test_lease_is_settled_when_all_samples_are_acknowledged_and_not_before(
     acknowledge()
     stage.writer.settle_acknowledged()
     assert (stage.settled, list(stage.writer.written), stage.writer.sent) == ([True], [GROUP], {})
+
+
+@pytest.mark.parametrize(("max_staleness", "num_ended"), [(0, 4), (1, 0)])
+def test_an_eighth_of_a_step_waits_for_no_others_on_policy(
+    make_run_config: Callable[..., RunConfig],
+    store: ObjectStore,
+    max_staleness: int,
+    num_ended: int,
+) -> None:
+    run = {"max_staleness": max_staleness, "prompts_per_step": 16}
+    config = make_run_config(model={"path": build_image_model(), "device": "cpu"}, run=run)
+    stage = Stage(config, store)
+    stage.writer._records = lambda group: [group.issued.prompt_group_id]
+    for index in range(9):
+        group = InflightGroup([], issued(f"000000-{index:04}-0", of=3), PROMPT)
+        stage.writer.send([group], 0.0)
+    assert (stage.producer.num_sent, stage.producer.num_lingers_ended) == (9, num_ended)

@@ -4,6 +4,7 @@ runs never mix.
 
 from __future__ import annotations
 
+from io import FileIO
 from pathlib import Path
 
 import pytest
@@ -147,10 +148,12 @@ def test_symlink_to_a_store_counts_as_that_store(tmp_path: Path) -> None:
 def test_object_of_another_size_is_refused_unread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import obstore
+    class UnreadFile(FileIO):
+        def readall(self) -> bytes:
+            pytest.fail("it was read")
 
     store = ObjectStore.open(tmp_path.as_uri())
     reference = store.put_at("weights/a", b"0123456789")
-    monkeypatch.setattr(obstore, "get", lambda *_: pytest.fail("it was read"))
+    monkeypatch.setattr(Path, "open", lambda path, *_, **__: UnreadFile(path))
     with pytest.raises(ObjectError, match="was altered: it must have 4 bytes, got 10"):
         store.get(ObjectRef(reference.uri, reference.digest, 4))

@@ -15,6 +15,7 @@ import orjson
 
 from relax_events.config import RunConfig, load_run_config
 from relax_events.events.codec import EventCodec
+from relax_events.events.sample_groups import split_samples
 from relax_events.events.types import Event
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.log_reader import LogReader
@@ -157,7 +158,11 @@ def sample_events(run: FinishedRun, entity: str) -> list[Event]:
     topic_partitions = [
         (plan.topic(entity), partition) for partition in range(plan.num_sample_partitions)
     ]
-    found = [codec.decode(record.value) for record in reader.read_to_end(topic_partitions)]
+    found = [
+        event
+        for record in reader.read_to_end(topic_partitions)
+        for event in split_samples(codec.decode(record.value))
+    ]
     reader.close()
     return found
 

@@ -14,6 +14,7 @@ from command_line import PROMPTS, Relax, log_of, report_of, snapshot_of, write_r
 from pyarrow import parquet as pq
 
 from relax_events.events.codec import EventCodec
+from relax_events.events.sample_groups import split_samples
 from relax_events.events.types import Event, PolicyEvaluated, PromptGroupIssued, TrainStepCommitted
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.inventory import Inventory
@@ -87,7 +88,7 @@ def events_of(bootstrap_servers: str, run_id: str, entity: str) -> list[Event]:
         (topic, partition) for partition in range(Inventory(connection).topics(topic)[topic])
     )
     reader.close()
-    return [codec.decode(record.value) for record in records]
+    return [event for record in records for event in split_samples(codec.decode(record.value))]
 
 
 @pytest.mark.long

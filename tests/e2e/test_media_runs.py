@@ -15,6 +15,7 @@ from command_line import SPREAD_REWARD, Relax, report_of, write_rows
 from relax_events.config import load_run_config
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import ChatMessage, ContentPart, MediaRef, Modality
+from relax_events.events.sample_groups import split_samples
 from relax_events.events.types import (
     Event,
     PromptGroupEnded,
@@ -123,7 +124,11 @@ def events_of(bootstrap_servers: str, run_id: str, **partitions: int) -> list[Ev
     ]
     codec = EventCodec()
     with closing(LogReader(Connection(bootstrap_servers, client_id="test"))) as reader:
-        return [codec.decode(record.value) for record in reader.read_to_end(topic_partitions)]
+        return [
+            event
+            for record in reader.read_to_end(topic_partitions)
+            for event in split_samples(codec.decode(record.value))
+        ]
 
 
 def issue_prompt_about_a_deleted_image(

@@ -18,6 +18,7 @@ from confluent_kafka.schema_registry import SchemaRegistryClient
 from java_program import JavaProgram
 
 from relax_events.events.codec import EventCodec
+from relax_events.events.sample_groups import split_samples
 from relax_events.events.schemas import current_release, schema_directory
 from relax_events.events.types import PromptGroupEnded, SampleRolledOut, SampleScored
 from relax_events.kafka.connection import Connection
@@ -54,10 +55,9 @@ def read_events(bootstrap_servers: str, run_id: str) -> dict[tuple[str, str], An
     for record in reader.read_to_end(
         (topic, partition) for topic in topics for partition in range(counts[topic])
     ):
-        event = codec.decode(record.value)
-        found[type(event).__name__, getattr(event, "sample_id", None) or event.prompt_group_id] = (
-            event  # type: ignore[union-attr]
-        )
+        for event in split_samples(codec.decode(record.value)):
+            name = getattr(event, "sample_id", None) or event.prompt_group_id  # type: ignore[union-attr]
+            found[type(event).__name__, name] = event
     reader.close()
     return found
 

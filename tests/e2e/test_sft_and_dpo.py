@@ -22,7 +22,8 @@ from command_line import (
 
 from relax_events.config import load_run_config
 from relax_events.events.codec import EventCodec
-from relax_events.events.types import Event, SampleRolledOut
+from relax_events.events.sample_groups import split_samples
+from relax_events.events.types import SampleRolledOut
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.log_reader import LogReader
 from relax_events.topics import TopicPlan
@@ -163,7 +164,7 @@ def samples_of(run: FinishedRun) -> list[SampleRolledOut]:
         (f"relax.{run.config.run.id}.rollout.samples", partition) for partition in partitions
     )
     reader.close()
-    events: list[Event] = [codec.decode(record.value) for record in records]
+    events = (event for record in records for event in split_samples(codec.decode(record.value)))
     return [
         *{event.sample_id: event for event in events if isinstance(event, SampleRolledOut)}.values()
     ]

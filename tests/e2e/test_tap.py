@@ -22,6 +22,7 @@ from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, TopicPartiti
 
 from relax_events.events.codec import EventCodec
 from relax_events.events.conversion import record_writer
+from relax_events.events.schemas import TYPES_NAMESPACE
 
 TAPPED = (
     "prompt.groups",
@@ -121,7 +122,11 @@ def plain(schema_json: bytes) -> avro.schema.Schema:
 
 
 def listed(value: Any) -> Any:
-    """Convert tuples to lists, as a foreign reader returns them."""
+    """Convert tuples to lists, and drop the names of union branches, as a foreign reader returns
+    them.
+    """
+    if isinstance(value, tuple) and str(value[0]).startswith(TYPES_NAMESPACE):
+        return listed(value[1])
     if isinstance(value, dict):
         return {key: listed(item) for key, item in value.items()}
     return [listed(item) for item in value] if isinstance(value, list | tuple) else value
@@ -150,24 +155,25 @@ def test_records_decoded_by_hand_match_the_project_codec(
             tapped[type(ours).__name__].append(theirs)
     assert tapped.keys() >= {
         "PromptGroupIssued",
-        "SampleScored",
-        "SampleReady",
+        "PromptGroupScored",
+        "PromptGroupReady",
         "PolicyVersionPublished",
         "TrainStepCommitted",
     }
     assert tapped.keys() >= {"PromptGroupEnded", "RunCommanded", "WorkerHeartbeat"}
-    assert len(tapped["SampleRolledOut"]) >= 16
-    for sample in tapped["SampleRolledOut"]:
-        check_numbers(sample)
+    groups = tapped["PromptGroupRolledOut"]
+    assert sum(len(group["sample_index"]) for group in groups) >= 16
+    for group in groups:
+        check_numbers(group)
 
 
-def check_numbers(sample: dict[str, Any]) -> None:
-    """Check that a foreign reader can decode a sample's arrays from the record's own metadata."""
-    tokens, mask, logprobs = (
-        np.frombuffer(sample[name]["data"], sample[name]["dtype"])
-        for name in ("tokens", "loss_mask", "rollout_logprobs")
+def check_numbers(group: dict[str, Any]) -> None:
+    """Check that a foreign reader can decode the samples' arrays from the record's own metadata."""
+    tokens, mask, logprobs, lengths = (
+        np.frombuffer(group[name]["data"], group[name]["dtype"])
+        for name in ("tokens", "loss_mask", "rollout_logprobs", "lengths")
     )
-    assert sample["tokens"]["shape"] == [len(tokens)]
-    assert int(mask.sum()) == len(tokens) - sample["num_prompt_tokens"]
+    assert group["tokens"]["shape"] == [len(tokens)] == [sum(lengths)]
+    assert int(mask.sum()) == len(tokens) - group["num_prompt_tokens"] * len(lengths)
     assert (logprobs[mask == 0] == 0).all()
     assert (logprobs[mask == 1] < 0).all()

@@ -30,11 +30,11 @@ def test_topics_commands_describe_a_finished_run(finished_run: FinishedRun) -> N
         row["topic"].removeprefix(prefix): row
         for row in orjson.loads(topics(finished_run, "describe", run_file).out)
     }
-    # 3 steps of 4 prompt groups of 4 samples.
+    # 3 steps of 4 prompt groups, whose samples share a record.
     assert [
         described[entity]["records"]
         for entity in ("prompt.groups", "rollout.samples", "advantage.samples")
-    ] == [12, 48, 48]
+    ] == [12, 12, 12]
     lag = orjson.loads(topics(finished_run, "lag", run_file).out)
     assert {row["role"]: row["lag"] for row in lag} == {"reward": 0, "advantage": 0, "trainer": 0}
     assert {row["slot"]: row["policy_version"] for row in lag} == {0: 3, 1: 1, 2: 2}
@@ -50,7 +50,7 @@ def test_changes_are_shown_and_not_made_in_a_dry_run(finished_run: FinishedRun) 
     assert reset.code == 0, reset.err
     # The last step's samples were generated on version 1 at the earliest; those of the step before
     # may have been.
-    assert 16 <= sum(row["read_again"] for row in orjson.loads(reset.out)) <= 32
+    assert 4 <= sum(row["read_again"] for row in orjson.loads(reset.out)) <= 8
     purge = topics(finished_run, "purge", run_file, "--before-version", "1", "--dry-run")
     assert purge.code == 0, purge.err
     refused = topics(finished_run, "purge", run_file, "--yes")
@@ -114,7 +114,7 @@ def move(finished_run: FinishedRun, tmp_path: Path, run_id: str) -> None:
             for row in orjson.loads(exported.out)
             if row["topic"] == "rollout.samples"
         )
-        == 48
+        == 12
     )
     moved = (f"run.directory={tmp_path / '.relax'}", "--run-id", run_id)
     imported = topics(

@@ -14,6 +14,7 @@ from command_line import Relax, log_of, report_of, write_rows
 
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import StoredArray
+from relax_events.events.sample_groups import split_samples
 from relax_events.events.types import SampleRolledOut
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.log_reader import LogReader
@@ -80,8 +81,9 @@ def rolled_out(
     reader, codec = LogReader(Connection(bootstrap_servers, client_id="test")), EventCodec()
     topic = f"relax.{run_id}.rollout.samples"
     events = [
-        codec.decode(record.value)
+        event
         for record in reader.read_to_end((topic, partition) for partition in range(num_partitions))
+        for event in split_samples(codec.decode(record.value))
     ]
     reader.close()
     return [event for event in events if isinstance(event, SampleRolledOut)]

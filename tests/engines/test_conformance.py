@@ -489,3 +489,7 @@ def test_sample_that_runs_already_is_refused(make: MakeEngine, gate: Gate) -> No
         engine.submit(request)
     gate.open()
     assert len(finish(engine)) == 2
+    engine.submit(request)  # what has finished or was aborted runs no longer
+    engine.abort()
+    engine.submit(request)
+    assert len(finish(engine)) == 2

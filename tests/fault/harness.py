@@ -26,6 +26,7 @@ from relax_events.config import RunConfig
 from relax_events.errors import BrokerUnavailable
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import Outcome, WorkerState
+from relax_events.events.sample_groups import split_samples
 from relax_events.events.types import Event, PromptGroupEnded, SampleRolledOut
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.batch_verification import VARIABLE as EXAMINE
@@ -390,7 +391,12 @@ class FaultRun:
     def samples(self) -> list[SampleRolledOut]:
         """Read the samples that rollout workers have written."""
         records = self.records("rollout.samples", num_partitions=self.plan.num_sample_partitions)
-        return [event for one in records if isinstance(event := self.decode(one), SampleRolledOut)]
+        return [
+            event
+            for record in records
+            for event in split_samples(self.decode(record))
+            if isinstance(event, SampleRolledOut)
+        ]
 
     def log(self, worker_id: str) -> list[dict[str, Any]]:
         """Read the log events of a worker."""

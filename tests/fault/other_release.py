@@ -1,5 +1,5 @@
-"""Runs `relax` as another release whose SampleScored has fewer or more fields: `other_release.py
-older worker reward ...`.
+"""Runs `relax` as another release whose events of scores have fewer or more fields:
+`other_release.py older worker reward ...`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from relax_events import cli
 from relax_events.events import codec
 
-CHANGED = "relax.events.sample.SampleScored"
+CHANGED = ("relax.events.sample.SampleScored", "relax.events.sample.PromptGroupScored")
 CAME_LATER = ("reward_digest", "seconds")
 TO_COME = {
     "name": "judge",
@@ -34,10 +34,10 @@ def of_release(release: str, schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Set that release's schema in the codec, and run `relax`."""
+    """Set that release's schemas in the codec, and run `relax`."""
     release, *arguments = sys.argv[1:]
     schemas = dict(codec.current_schemas())
-    schemas[CHANGED] = of_release(release, schemas[CHANGED])
+    schemas |= {name: of_release(release, schemas[name]) for name in CHANGED}
     codec.current_schemas = lambda: schemas
     sys.argv = ["relax", *arguments]
     cli.main()

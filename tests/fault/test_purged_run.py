@@ -4,6 +4,7 @@ killed after purges.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +13,16 @@ from harness import FaultRun, assert_ledger_balances
 from relax_events.kafka.admin import Admin
 from relax_events.objects import ObjectStore
 from relax_events.objects.version_objects import list_stored_versions
+
+BECAUSE = "since their records are purged or damaged"
+ALWAYS_UNPROVEN = {
+    f"that the record of {{}} trained samples is the one that the train step names, {BECAUSE}",
+    f"that {{}} prompt groups were issued before they ended, {BECAUSE}",
+}
+MAYBE_UNPROVEN = {
+    f"that {{}} trained samples were generated as they were trained, {BECAUSE}",
+    f"that the rewards of {{}} trained samples were scored, {BECAUSE}",
+}
 
 
 @pytest.mark.long
@@ -50,7 +61,11 @@ def test_run_recovers_when_old_versions_were_purged(start_run: Callable[..., Fau
     assert run.wait_until_ended(process) == 0
     ledger = assert_ledger_balances(run)
     assert min(ledger["samples_purged"], ledger["prompt_groups_purged"]) > 0
-    assert len(ledger["unproven"]) == 2
+    claims = {re.sub(r"[0-9]+", "{}", claim): claim for claim in ledger["unproven"]}
+    assert claims.keys() >= ALWAYS_UNPROVEN, claims
+    # A step that the checkpoint doesn't hold yet keeps its own records, while what these were made
+    # from may be purged with its version.
+    assert claims.keys() <= ALWAYS_UNPROVEN | MAYBE_UNPROVEN, claims
     # The prompter that started again knew of slots whose issue was purged: it issued none of them
     # again.
     assert (

@@ -12,6 +12,7 @@ from harness import LIVING_SECONDS, FaultRun, assert_ledger_balances
 
 from relax_events.deadline import Deadline
 from relax_events.events.codec import EventCodec
+from relax_events.events.sample_groups import split_samples
 from relax_events.events.types import SampleScored
 from relax_events.kafka.consumer import SubscribedConsumer
 
@@ -50,7 +51,7 @@ def visit(run: FaultRun, role: str) -> int:
 def test_run_continues_while_group_members_join_and_leave(
     start_run: Callable[..., FaultRun], prompt_queue: str
 ) -> None:
-    run = start_run(run={"num_steps": 64}, broker={"prompt_queue": prompt_queue})
+    run = start_run(run={"num_steps": 192}, broker={"prompt_queue": prompt_queue})
     run.start()
     run.wait_until_steps(3)
     pids = {worker_id: run.pid(worker_id) for worker_id in run.worker_ids}
@@ -71,8 +72,9 @@ def test_run_continues_while_group_members_join_and_leave(
     )
     codec = EventCodec()
     events = [
-        codec.decode(record.value)
+        event
         for record in run.records("reward.scores", num_partitions=run.plan.num_sample_partitions)
+        for event in split_samples(codec.decode(record.value))
     ]
     times_scored = Counter(event.sample_id for event in events if isinstance(event, SampleScored))
     num_again = times_scored.total() - len(times_scored)

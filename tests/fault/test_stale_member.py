@@ -13,6 +13,7 @@ import pytest
 from harness import WORKER_SECONDS, FaultRun, assert_ledger_balances, failpoint_marker
 
 from relax_events.events.codec import EventCodec
+from relax_events.events.sample_groups import split_samples
 from relax_events.events.types import SampleScored
 from relax_events.runtime.failpoints import marks_folder
 
@@ -45,8 +46,9 @@ def test_commit_of_a_stale_member_is_rejected_and_its_work_redone(
     assert len(run.logged(stale, "worker.started")) == 1
     codec = EventCodec()
     events = [
-        codec.decode(record.value)
+        event
         for record in run.records("reward.scores", num_partitions=run.plan.num_sample_partitions)
+        for event in split_samples(codec.decode(record.value))
     ]
     times_scored = Counter(event.sample_id for event in events if isinstance(event, SampleScored))
     assert max(times_scored.values()) == 2, "what was written and not committed was written again"

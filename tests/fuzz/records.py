@@ -18,6 +18,7 @@ from relax_events.config import RunConfig
 from relax_events.errors import ConfigError, CorruptRecord, ObjectError, PoisonSample, SchemaError
 from relax_events.events.codec import HEADER_BYTES, MAGIC, EventCodec
 from relax_events.events.parts import ObjectRef, StoredArray
+from relax_events.events.sample_groups import join_samples, split_samples
 from relax_events.events.types import Event, RunDescribed, SampleRolledOut
 from relax_events.kafka.records import Record
 from relax_events.objects.claim_check import check_out
@@ -45,6 +46,10 @@ EVENTS: list[Event] = [
     event_samples.scored(),
     event_samples.ended(),
     event_samples.ready(),
+    *join_samples([event_samples.rolled_out(index=index) for index in (0, 1)]),
+    *join_samples([event_samples.scored(index=index) for index in (0, 1)]),
+    *join_samples([event_samples.evaluated(index=index) for index in (0, 1)]),
+    *join_samples([event_samples.ready(index=index) for index in (0, 1)]),
     event_samples.rolled_out(
         tokens=StoredArray("<i4", (4,), ObjectRef("file:///a/b", bytes(32), 16))
     ),
@@ -117,19 +122,20 @@ def learn(data: bytes) -> None:
 def decode(data: bytes) -> None:
     """Decode a record, and do with the event what each of its readers does first."""
     with suppress(SchemaError, CorruptRecord, PoisonSample, ObjectError):
-        event = CODEC.decode(data)
-        orjson.dumps(to_json(event))
-        AllowedRoots(("file:///a/",)).check(event)
+        decoded = CODEC.decode(data)
+        orjson.dumps(to_json(decoded))
         may_end = partial(check_ended, allowed=allowed_outcomes("prompt.end-requests"))
-        checks = {
+        checks: dict[str, Any] = {
             "SampleRolledOut": check_sample,
             "SampleReady": check_ready,
             "PromptGroupIssued": check_issued,
             "PromptGroupEnded": may_end,
         }
-        check: Any = checks.get(type(event).__name__)
-        if check is not None:
-            check(event)
+        for event in split_samples(decoded):
+            AllowedRoots(("file:///a/",)).check(event)
+            check = checks.get(type(event).__name__)
+            if check is not None:
+                check(event)
 
 
 def _header_inputs() -> st.SearchStrategy[bytes]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -13,6 +15,7 @@ from relax_events.errors import BrokerError, BrokerRefused, BrokerUnavailable
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.embedded.ports import choose_port
+from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord
 from relax_events.ops.consumer_lag import read_slot_lag
@@ -125,7 +128,6 @@ def test_consumer_lag_is_counted_by_slot(
     apply_run: Callable[..., RunConfig],
 ) -> None:
     from relax_events.events.parts import TopicOffset
-    from relax_events.kafka.log_reader import LogReader
     from relax_events.kafka.transactions import TransactionalWriter
 
     config = apply_run(run={"max_staleness": 0}, broker={"partitions_per_version": 2})
@@ -144,6 +146,42 @@ def test_consumer_lag_is_counted_by_slot(
     assert read_slot_lag(config, admin) == {"trainer": {0: 3, 1: 0}}
     writer.close()
     reader.close()
+
+
+def test_producer_waits_for_others_of_a_batch_until_it_is_asked_not_to(
+    connection: Connection, make_topic: MakeTopic
+) -> None:
+    topic, acknowledged = make_topic("a"), threading.Event()
+    lingering = RecordProducer(connection, linger_ms=100_000.0)
+    lingering.send(ProducerRecord(topic, b"x"), on_acknowledged=acknowledged.set)
+    assert not acknowledged.wait(0.5)
+    stop = time.monotonic() + 50
+    while not acknowledged.is_set():
+        assert time.monotonic() < stop, "not acknowledged"
+        lingering.end_linger()
+        lingering.check()
+    lingering.close()
+
+
+@pytest.mark.parametrize("num_records", [0, 1, 8, 100])
+@pytest.mark.parametrize("max_batch_records", [1, 3, 8])
+@pytest.mark.parametrize("fewer", [None, 2])
+def test_records_of_bounded_batches_are_all_written_in_order(
+    connection: Connection,
+    make_topic: MakeTopic,
+    num_records: int,
+    max_batch_records: int,
+    fewer: int | None,
+) -> None:
+    topic = make_topic("a")
+    bounded = RecordProducer(connection, linger_ms=100_000.0, max_batch_records=max_batch_records)
+    bounded.write(
+        (ProducerRecord(topic, str(number).encode()) for number in range(num_records)),
+        max_batch_records=fewer,
+    )
+    bounded.close()
+    read = [int(record.value) for record in LogReader(connection).read_to_end([(topic, 0)])]
+    assert read == list(range(num_records))
 
 
 def test_write_is_refused_when_the_record_is_larger_than_the_topic_allows(

@@ -15,6 +15,7 @@ from event_samples import rolled_out, scored
 
 from relax_events.config import RunConfig
 from relax_events.events.codec import EventCodec
+from relax_events.events.sample_groups import split_samples
 from relax_events.events.types import SampleRolledOut, SampleScored
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
@@ -126,7 +127,8 @@ def answered(connection: Connection, plan: TopicPlan) -> list[str]:
     return [
         event.sample_id
         for record in records
-        if isinstance(event := CODEC.decode(record.value), SampleScored)
+        for event in split_samples(CODEC.decode(record.value))
+        if isinstance(event, SampleScored)
     ]
 
 

@@ -128,6 +128,8 @@ def url(written: WrittenRun) -> Iterator[str]:
         address = build_url(listener)
         until(lambda: summary(address, written)["num_samples"] == 6)
         until(lambda: summary(address, written)["policy_version"] == 1)
+        until(lambda: summary(address, written)["step"] == 1)
+        until(lambda: sum(summary(address, written)["outcomes"].values()) == 2)
         until(lambda: summary(address, written)["reader"]["is_caught_up"])
         yield address
         server.should_exit = True

@@ -27,9 +27,12 @@ from confluent_kafka.admin import (
     NewTopic,
 )
 
+from relax_events.config import BrokerConfig
 from relax_events.errors import EnvironmentProblem
+from relax_events.kafka.connection import Connection
 from relax_events.kafka.embedded import EmbeddedBroker
 from relax_events.kafka.embedded.jars import locate_cache, read_jar_lock
+from relax_events.kafka.log_reader import LogReader
 
 TIMEOUT_SECONDS = 30.0
 
@@ -248,11 +251,11 @@ def test_records_and_port_survive_when_the_broker_is_killed(
         ]
         broker.stop()
         broker.start()
-        reader = Consumer({"bootstrap.servers": before, "group.id": "offsets-only"})
-        assert reader.get_watermark_offsets(TopicPartition(topic, 0), timeout=TIMEOUT_SECONDS) == (
-            0,
-            2,
+        connection = Connection.from_config(
+            BrokerConfig(bootstrap_servers=before), client_id="offsets-only"
         )
+        reader = LogReader(connection)  # it waits where the leader is not elected yet
+        assert reader.watermarks(topic, 0) == (0, 2)
         reader.close()
     finally:
         broker.stop()

@@ -15,6 +15,7 @@ from event_samples import issued
 from relax_events.config import RunConfig
 from relax_events.engines.transformers.engine import TransformersEngine
 from relax_events.events.codec import EventCodec
+from relax_events.events.sample_groups import split_samples
 from relax_events.events.types import SampleRolledOut
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.log_reader import LogReader
@@ -98,7 +99,11 @@ def test_leaving_worker_hands_over_partial_samples_to_the_next_worker(
     )
 
     def is_written() -> bool:
-        events = (CODEC.decode(record.value) for record in reader.fetch(timeout_seconds=0.1))
+        events = (
+            event
+            for record in reader.fetch(timeout_seconds=0.1)
+            for event in split_samples(CODEC.decode(record.value))
+        )
         written.extend(event for event in events if isinstance(event, SampleRolledOut))
         return len(written) == 2 and not kept(store)
 

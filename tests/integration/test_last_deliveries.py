@@ -16,6 +16,7 @@ from relax_events.config import RunConfig
 from relax_events.engines.transformers.engine import TransformersEngine
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import Outcome
+from relax_events.events.sample_groups import split_samples
 from relax_events.events.types import Event, PromptGroupEnded, SampleRolledOut
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.leases import Lease
@@ -65,7 +66,9 @@ class Log:
 
     def of(self, kind: type[Event]) -> list[Any]:
         self._events += [
-            CODEC.decode(record.value) for record in self._reader.fetch(timeout_seconds=0.1)
+            event
+            for record in self._reader.fetch(timeout_seconds=0.1)
+            for event in split_samples(CODEC.decode(record.value))
         ]
         return [event for event in self._events if isinstance(event, kind)]
 

@@ -17,6 +17,7 @@ from event_samples import issued
 from relax_events.config import RunConfig
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import MediaRef, Outcome
+from relax_events.events.sample_groups import split_samples
 from relax_events.events.types import PromptGroupEnded, PromptGroupIssued, SampleRolledOut
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.log_reader import LogReader
@@ -102,7 +103,9 @@ class Session:
         found: list[SampleRolledOut | PromptGroupEnded] = []
         for _ in range(int(TIMEOUT_SECONDS / 0.2)):
             events = [
-                CODEC.decode(record.value) for record in self._reader.fetch(timeout_seconds=0.2)
+                event
+                for record in self._reader.fetch(timeout_seconds=0.2)
+                for event in split_samples(CODEC.decode(record.value))
             ]
             found += [
                 event for event in events if isinstance(event, SampleRolledOut | PromptGroupEnded)

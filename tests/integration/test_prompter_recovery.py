@@ -5,11 +5,12 @@ lost images.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from broker_steps import TIMEOUT_SECONDS, fetch_until
 from event_samples import issued, published
 
@@ -25,15 +26,18 @@ from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.producer import RecordProducer
-from relax_events.kafka.records import ProducerRecord
+from relax_events.kafka.records import ProducerRecord, Record
 from relax_events.media.library import MediaLibrary
 from relax_events.roles.worker_factory import open_worker
 from relax_events.staleness import build_group_end
 from relax_events.topics import TopicPlan
+from relax_events.topics.partitions import TopicPartition
 from tests.unit.image_model import build_image_model, image_file
 from workers.prompter import ENDS, HELD, PrompterLoop
 
 CODEC = EventCodec()
+
+Ranges = Mapping[TopicPartition, tuple[int, int]]
 
 
 def write_rows(folder: Path, num_rows: int) -> str:
@@ -135,7 +139,10 @@ def test_rows_of_lost_records_are_issued_before_new_ones(
     ]
 
 
+@pytest.mark.parametrize("is_read", [False, True], ids=["before", "while the queue is read"])
 def test_rows_of_purged_records_are_not_issued_again(
+    is_read: bool,
+    monkeypatch: pytest.MonkeyPatch,
     apply_run: Callable[..., RunConfig],
     producer: RecordProducer,
     connection: Connection,
@@ -162,22 +169,37 @@ def test_rows_of_purged_records_are_not_issued_again(
         build_group_end(event.prompt_group_id, Outcome.TRAINED, policy_version=0, trainer_version=0)
         for event in written[:2]
     ]
-    producer.write(
-        [
-            ProducerRecord(
-                plan.topic("control.prompt-group-outcomes"), CODEC.encode(event), partition=0
-            )
-            for event in ends
-        ]
-    )
-    admin.delete_records([TopicOffset(plan.topic("prompt.groups"), 0, 2)])
+
+    def purge() -> None:
+        producer.write(
+            [
+                ProducerRecord(
+                    plan.topic("control.prompt-group-outcomes"), CODEC.encode(event), partition=0
+                )
+                for event in ends
+            ]
+        )
+        admin.delete_records([TopicOffset(plan.topic("prompt.groups"), 0, 2)])
+
+    read_stream, purges = LogReader.stream, [purge]
+
+    def purge_then_read(reader: LogReader, ranges: Ranges) -> Iterator[Record]:
+        if purges and (plan.topic("prompt.groups"), 0) in ranges:
+            purges.pop()()
+        return read_stream(reader, ranges)
+
+    if is_read:
+        monkeypatch.setattr(LogReader, "stream", purge_then_read)
+    else:
+        purge()
     producer.write(
         [
             ProducerRecord(plan.topic("control.policy-versions"), CODEC.encode(published(version)))
             for version in (0, 1, 2)
         ]
     )
-    events = issued_by_prompter(config, connection, num_records=4)
+    # The purge may come after the reader has read what it deletes: it reads what is kept.
+    events = issued_by_prompter(config, connection, num_records=4, begin=2)
     assert sorted(
         (event.prompt_group_id, event.row) for event in events if event.train_step == 2
     ) == [("000002-0000-0", 4), ("000002-0001-0", 5)]
@@ -341,9 +363,12 @@ def test_prompt_groups_of_a_silent_worker_are_issued_once_more(
 
 
 def issued_by_prompter(
-    config: RunConfig, connection: Connection, *, num_records: int
+    config: RunConfig, connection: Connection, *, num_records: int, begin: int = 0
 ) -> list[PromptGroupIssued]:
-    """Run a prompter until the queue holds so many records, and return what they are."""
+    """Run a prompter until the queue holds so many records, and return what they are.
+
+    Of partition 0, to which the tests write, the records from `begin` on count.
+    """
     plan = TopicPlan.from_config(config)
     stream = PromptStream(open_source(config.data, seed=0), seed=0, shuffle=False)
     read_messages = build_storing_reader(MediaLibrary(config))
@@ -358,7 +383,7 @@ def issued_by_prompter(
         thread.start()
         reader.assign(
             {
-                (plan.topic("prompt.groups"), partition): 0
+                (plan.topic("prompt.groups"), partition): begin if partition == 0 else 0
                 for partition in range(plan.queue_partitions)
             }
         )

@@ -18,6 +18,7 @@ from event_samples import evaluated, published, rolled_out
 from relax_events.config import RunConfig
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import TopicOffset
+from relax_events.events.sample_groups import split_samples
 from relax_events.events.types import LogprobsComputed, PromptGroupEnded, SampleRolledOut
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
@@ -162,7 +163,9 @@ def test_role_answers_every_sample_in_its_partition_and_commits(
         turn_until(lambda: len(read(connection, plan, "reference.logprobs")) == 3)
         turn_until(lambda: sum(committed(admin, plan).values()) == 3)
     answers = [
-        CODEC.decode(record.value) for record in read(connection, plan, "reference.logprobs")
+        event
+        for record in read(connection, plan, "reference.logprobs")
+        for event in split_samples(CODEC.decode(record.value))
     ]
     assert {answer.sample_id for answer in answers if isinstance(answer, LogprobsComputed)} == {
         sample.sample_id for sample in samples

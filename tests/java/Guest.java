@@ -42,6 +42,10 @@ public final class Guest {
 
   private static final Duration POLL = Duration.ofMillis(500);
 
+  /** The event of one sample, by the event of several samples of a prompt group. */
+  private static final Map<String, String> ONE_SAMPLE =
+      Map.of("PromptGroupRolledOut", "SampleRolledOut", "PromptGroupScored", "SampleScored");
+
   private final String bootstrapServers;
   private final String prefix;
   private final Instant deadline;
@@ -60,7 +64,8 @@ public final class Guest {
   public static void main(String[] arguments) throws Exception {
     Guest guest = new Guest(arguments[0], arguments[1], Duration.ofSeconds(Long.parseLong(arguments[2])));
     List<String> prompts = List.of(arguments).subList(4, arguments.length);
-    guest.learnSchemas(Set.of("PromptGroupIssued", "PolicyVersionPublished", "SampleRolledOut", "SampleScored", "PromptGroupEnded"));
+    guest.learnSchemas(Set.of("PromptGroupIssued", "PolicyVersionPublished", "SampleRolledOut", "PromptGroupRolledOut",
+        "SampleScored", "PromptGroupScored", "PromptGroupEnded"));
     long version = guest.newestVersion();
     int samplesPerPrompt = Integer.parseInt(arguments[3]);
     Set<String> ids = guest.issue(prompts, version, samplesPerPrompt);
@@ -143,17 +148,21 @@ public final class Guest {
     try (KafkaConsumer<byte[], byte[]> consumer = reader("rollout.samples", "reward.scores", "control.prompt-group-outcomes")) {
       while (!open.isEmpty() || sampled.size() < ids.size() * samplesPerPrompt) {
         for (ConsumerRecord<byte[], byte[]> record : poll(consumer, "samples of " + open)) {
-          String kind = kindOf(record.topic());
+          String kind = writer(record.value()).getName();
           GenericRecord event = decode(kind, record.value());
           GenericRecord key = event.hasField("key") ? (GenericRecord) event.get("key") : event;
           String id = key.get("prompt_group_id").toString();
           if (!ids.contains(id)) {
             continue;
           }
-          System.out.println(json.writeValueAsString(line(kind, event)));
-          if (kind.equals("SampleRolledOut")) {
-            sampled.add(key.get("sample_id").toString());
-          } else if (kind.equals("PromptGroupEnded")) {
+          List<Map<String, Object>> lines = ONE_SAMPLE.containsKey(kind) ? samples(kind, event) : List.of(line(kind, event));
+          for (Map<String, Object> line : lines) {
+            System.out.println(json.writeValueAsString(line));
+            if (line.get("event").equals("SampleRolledOut")) {
+              sampled.add(((Map<?, ?>) line.get("key")).get("sample_id").toString());
+            }
+          }
+          if (kind.equals("PromptGroupEnded")) {
             open.remove(id);
           }
         }
@@ -161,12 +170,54 @@ public final class Guest {
     }
   }
 
-  private String kindOf(String topic) {
-    return switch (topic.substring(prefix.length())) {
-      case "rollout.samples" -> "SampleRolledOut";
-      case "reward.scores" -> "SampleScored";
-      default -> "PromptGroupEnded";
-    };
+  /** Takes an event of several samples apart, into what the event of each sample would hold. */
+  private List<Map<String, Object>> samples(String kind, GenericRecord group) {
+    Schema one = schemas.get(ONE_SAMPLE.get(kind));
+    List<Map<String, Object>> samples = new ArrayList<>();
+    int count = ((Collection<?>) group.get("sample_index")).size();
+    int begin = 0;
+    for (int index = 0; index < count; index++) {
+      int length = group.hasField("lengths") ? numbers((GenericRecord) group.get("lengths")).get(index).intValue() : 0;
+      Map<String, Object> sample = new LinkedHashMap<>();
+      sample.put("event", one.getName());
+      for (Schema.Field field : one.getFields()) {
+        sample.put(field.name(), valueOf(field, group, index, begin, begin + length));
+      }
+      samples.add(sample);
+      begin += length;
+    }
+    return samples;
+  }
+
+  /** Returns a field of one sample: from begin to end in an array of tokens, at index in a list or in an array of numbers. */
+  private Object valueOf(Schema.Field field, GenericRecord group, int index, int begin, int end) {
+    if (field.name().equals("key")) {
+      GenericRecord shared = (GenericRecord) group.get("key");
+      Map<String, Object> key = line("SampleKey", shared);
+      for (Schema.Field own : field.schema().getFields()) {
+        if (group.hasField(own.name())) {
+          key.put(own.name(), elementAt(group.get(own.name()), index));
+        }
+      }
+      key.put("sample_id", shared.get("prompt_group_id") + "/" + key.get("sample_index"));
+      return key;
+    }
+    Object value = group.hasField(field.name()) ? group.get(field.name()) : null;
+    boolean isEmpty = value == null || value instanceof Collection<?> items && items.isEmpty();
+    if (isEmpty && field.hasDefaultValue()) {
+      return plain(GenericData.get().getDefaultValue(field));
+    }
+    if (value instanceof GenericRecord tensor && tensor.getSchema().getName().equals("PackedTensor")) {
+      boolean isOfTokens = !field.schema().getType().equals(Schema.Type.DOUBLE);
+      return isOfTokens ? numbers(tensor).subList(begin, end) : numbers(tensor).get(index);
+    }
+    Schema kind = group.getSchema().getField(field.name()).schema();
+    boolean isOfEach = kind.getType().equals(Schema.Type.ARRAY) && kind.getElementType().equals(field.schema());
+    return isOfEach ? elementAt(value, index) : plain(value);
+  }
+
+  private Object elementAt(Object values, int index) {
+    return plain(((List<?>) values).get(index));
   }
 
   private Map<String, Object> line(String kind, GenericRecord event) {
@@ -207,6 +258,7 @@ public final class Guest {
         case "|u1" -> Byte.toUnsignedInt(data.get());
         case "<i4" -> data.getInt();
         case "<f4" -> data.getFloat();
+        case "<f8" -> data.getDouble();
         default -> throw new IllegalArgumentException("a tensor of " + dtype + " is not expected here");
       });
     }
@@ -216,12 +268,17 @@ public final class Guest {
     return numbers;
   }
 
-  /** Reads a record in either framing: 00 and a registry's schema id, or C3 01 and a fingerprint. */
+  /** Returns the schema that a record names, in either framing: 00 and a registry's schema id, or C3 01 and a fingerprint. */
+  private Schema writer(byte[] value) {
+    return value[0] == 0
+        ? registered.get(ByteBuffer.wrap(value, 1, 4).getInt())
+        : store.findByFingerprint(ByteBuffer.wrap(value, 2, 8).order(ByteOrder.LITTLE_ENDIAN).getLong());
+  }
+
   private GenericRecord decode(String kind, byte[] value) throws Exception {
     if (value[0] == 0) {
-      Schema writer = registered.get(ByteBuffer.wrap(value, 1, 4).getInt());
       BinaryDecoder body = DecoderFactory.get().binaryDecoder(value, 5, value.length - 5, null);
-      return new GenericDatumReader<GenericRecord>(writer, schemas.get(kind)).read(null, body);
+      return new GenericDatumReader<GenericRecord>(writer(value), schemas.get(kind)).read(null, body);
     }
     return new BinaryMessageDecoder<GenericRecord>(GenericData.get(), schemas.get(kind), store).decode(value);
   }

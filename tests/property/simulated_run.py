@@ -36,6 +36,7 @@ from relax_events.data.rows import PromptRow
 from relax_events.errors import BrokerError, CorruptRecord, PoisonSample, SchemaError, StepNotFinite
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import ChatMessage, TopicOffset
+from relax_events.events.sample_groups import split_samples
 from relax_events.events.types import (
     Event,
     PolicyVersionPublished,
@@ -392,23 +393,19 @@ class SimulatedRun:
 
     def _reward(self, opened: Worker) -> None:
         def score(samples: Sequence[SampleRolledOut]) -> list[ProducerRecord]:
-            return [self._scored(opened, sample) for sample in samples]
+            return opened.records.build_for_samples(
+                "reward.scores", [self._scored(sample) for sample in samples]
+            )
 
         SampleLoop(opened, score).run()
 
-    def _scored(self, opened: Worker, sample: SampleRolledOut) -> ProducerRecord:
+    def _scored(self, sample: SampleRolledOut) -> SampleScored:
         failed = sample.answer == UNSCORABLE
-        scored = SampleScored(
+        return SampleScored(
             key=sample.key,
             reward=None if failed else zlib.crc32(sample.sample_id.encode()) % 10 / 10,
             error="no verdict" if failed else None,
             reward_name="hash",
-        )
-        return opened.records.build_for_sample(
-            "reward.scores",
-            scored,
-            prompt_group_id=sample.prompt_group_id,
-            policy_version=sample.policy_version,
         )
 
     @property
@@ -430,15 +427,14 @@ class SimulatedRun:
                     topic_partition, self._read.get(topic_partition, 0)
                 ):
                     self._read[topic_partition] = entry.offset + 1
-                    event = self.decoded(entry.stored)
-                    if event is not None:
+                    for event in self.decoded(entry.stored):
                         self.ledger.apply(
                             event,
                             TopicOffset(*topic_partition, entry.offset),
                             key=(entry.key or b"").decode(),
                         )
-                    if isinstance(event, PromptGroupIssued):
-                        self.open_leases[entry.offset] = event
+                        if isinstance(event, PromptGroupIssued):
+                            self.open_leases[entry.offset] = event
 
     def topic_partitions(self, entity: str) -> list[tuple[str, int]]:
         """Return the partitions of a topic."""
@@ -448,12 +444,12 @@ class SimulatedRun:
             if topic_partition[0] == self.plan.topic(entity)
         ]
 
-    def decoded(self, value: bytes | None) -> Event | None:
-        """Return a record's event; None if it can't be decoded."""
+    def decoded(self, value: bytes | None) -> Sequence[Event]:
+        """Return a record's events, one for each sample; none if it can't be decoded."""
         try:
-            return self.codec.decode(value or b"")
+            return split_samples(self.codec.decode(value or b""))
         except (CorruptRecord, SchemaError):
-            return None
+            return ()
 
     def events(self, entity: str) -> list[Event]:
         """Return the readable events of a topic."""
@@ -462,15 +458,15 @@ class SimulatedRun:
             for topic_partition in self.topic_partitions(entity)
             for entry in self.kafka.visible(topic_partition, 0)
         ]
-        return [event for entry in entries if (event := self.decoded(entry.stored)) is not None]
+        return [event for entry in entries for event in self.decoded(entry.stored)]
 
     def roll_out(
         self, issued: PromptGroupIssued, *, policy_version: int, num_samples: int | None = None
     ) -> None:
         """Write a prompt group's samples, or the first of them, as an engine on that version
         does."""
-        for index in range(issued.samples_per_prompt if num_samples is None else num_samples):
-            sample = event_samples.rolled_out(
+        samples = [
+            event_samples.rolled_out(
                 issued.prompt_group_id,
                 index,
                 version=policy_version,
@@ -478,12 +474,9 @@ class SimulatedRun:
                 row=issued.row,
                 answer=issued.answer,
             )
-            record = self.engine.records.build_for_sample(
-                "rollout.samples",
-                sample,
-                prompt_group_id=issued.prompt_group_id,
-                policy_version=policy_version,
-            )
+            for index in range(issued.samples_per_prompt if num_samples is None else num_samples)
+        ]
+        for record in self.engine.records.build_for_samples("rollout.samples", samples):
             self.engine.records.producer.send(record)
         self.engine.records.producer.flush()
 

@@ -97,7 +97,7 @@ def test_group_with_two_generations_is_joined_from_one_of_them(
             Record(
                 topic, 0, offsets[topic], event.prompt_group_id, b"", {"policy-version": "0"}, 0
             ),
-            event,
+            [event],
         )
         offsets[topic] += 1
         if group is not None:
@@ -131,7 +131,7 @@ def test_each_generation_is_complete_exactly_once_in_any_order(
     join = PromptGroupJoin(logprob_roles=LOGPROB_ROLES)
     complete: list[JoinedGroup] = []
     for record, event in sequence:
-        if (group := join.add(record, event)) is not None:
+        if (group := join.add(record, [event])) is not None:
             complete.append(group)
             join.close(group)
     assert sorted((group.prompt_group_id, group.policy_version) for group in complete) == sorted(
@@ -156,7 +156,7 @@ def test_low_watermark_stays_below_open_groups_and_reaches_the_end_when_all_are_
         key = (event.prompt_group_id, event.policy_version)
         if key not in finished:
             seen.append((record, key))
-        if (group := join.add(record, event)) is not None:
+        if (group := join.add(record, [event])) is not None:
             join.close(group)
             finished.add(key)
         marks = marks_of(join)
@@ -181,7 +181,7 @@ def test_crash_at_any_point_loses_no_group(
     crash = data.draw(st.integers(0, len(sequence)))
     join, emitted = PromptGroupJoin(logprob_roles=LOGPROB_ROLES), set()
     for record, event in sequence[:crash]:
-        if (group := join.add(record, event)) is not None:
+        if (group := join.add(record, [event])) is not None:
             join.close(group)
             emitted.add((group.prompt_group_id, group.policy_version))
     marks = marks_of(join)
@@ -189,7 +189,7 @@ def test_crash_at_any_point_loses_no_group(
     for record, event in sequence:
         if (
             record.offset >= marks.get((record.topic, record.partition), 0)
-            and (group := successor.add(record, event)) is not None
+            and (group := successor.add(record, [event])) is not None
         ):
             successor.close(group)
             emitted.add((group.prompt_group_id, group.policy_version))
@@ -202,7 +202,7 @@ def test_join_drops_one_partition_and_keeps_the_others(
 ) -> None:
     join = PromptGroupJoin(logprob_roles=LOGPROB_ROLES)
     for record, event in sequence[: len(sequence) // 2]:
-        if (group := join.add(record, event)) is not None:
+        if (group := join.add(record, [event])) is not None:
             join.close(group)
     before = marks_of(join)
     for topic in ("rollout.samples", "reward.scores", "reference.logprobs", "actor.logprobs"):
@@ -211,7 +211,7 @@ def test_join_drops_one_partition_and_keeps_the_others(
         topic_partition: mark for topic_partition, mark in before.items() if topic_partition[1] != 1
     }
     for record, event in sequence:
-        if event.policy_version == 1 and (group := join.add(record, event)) is not None:
+        if event.policy_version == 1 and (group := join.add(record, [event])) is not None:
             join.close(group)
     again = marks_of(join)
     assert all(
@@ -231,14 +231,14 @@ def record_of(
 
 def test_late_records_of_a_poisoned_group_are_ignored() -> None:
     join = PromptGroupJoin(logprob_roles=frozenset())
-    assert join.add(record_of(0, "000000-0000-0"), rolled_out()) is None
+    assert join.add(record_of(0, "000000-0000-0"), [rolled_out()]) is None
     group = join.fail(record_of(1, "000000-0000-0"), "tokens must be finite")
     assert group is not None
     assert group.failure == "tokens must be finite"
     assert list(group.samples) == ["000000-0000-0/0"]
     join.close(group)
     assert join.fail(record_of(2, "000000-0000-0"), "again") is None
-    assert join.add(record_of(3, "000000-0000-0"), rolled_out(index=1)) is None
+    assert join.add(record_of(3, "000000-0000-0"), [rolled_out(index=1)]) is None
     assert marks_of(join) == {("rollout.samples", 0): 4}
 
 
@@ -246,7 +246,7 @@ def test_expired_groups_are_those_below_the_window() -> None:
     join = PromptGroupJoin(logprob_roles=frozenset())
     for offset, (group_id, version) in enumerate(KEYS):
         join.add(
-            record_of(offset, group_id, version=version), rolled_out(group_id, version=version)
+            record_of(offset, group_id, version=version), [rolled_out(group_id, version=version)]
         )
     assert [
         (group.prompt_group_id, group.has_all_samples) for group in join.evict_older_than(1)
@@ -263,11 +263,11 @@ def test_expired_groups_are_those_below_the_window() -> None:
 def test_evaluations_of_other_samples_do_not_complete_a_group() -> None:
     join = PromptGroupJoin(logprob_roles=frozenset({"reference"}))
     for index in range(2):
-        join.add(record_of(index, "g"), rolled_out(index=index))
-        join.add(record_of(index, "g", topic="reward.scores"), scored(index=index))
-    join.add(record_of(0, "g", topic="reference.logprobs"), evaluated(index=0))
-    assert join.add(record_of(1, "g", topic="reference.logprobs"), evaluated(index=7)) is None
-    assert join.add(record_of(2, "g", topic="reference.logprobs"), evaluated(index=1)) is not None
+        join.add(record_of(index, "g"), [rolled_out(index=index)])
+        join.add(record_of(index, "g", topic="reward.scores"), [scored(index=index)])
+    join.add(record_of(0, "g", topic="reference.logprobs"), [evaluated(index=0)])
+    assert join.add(record_of(1, "g", topic="reference.logprobs"), [evaluated(index=7)]) is None
+    assert join.add(record_of(2, "g", topic="reference.logprobs"), [evaluated(index=1)]) is not None
 
 
 def test_skipped_record_advances_the_watermark() -> None:

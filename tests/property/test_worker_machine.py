@@ -319,13 +319,13 @@ class WorkerMachine(RuleBasedStateMachine):
         oldest = max(versions, default=-1) - self.run.config.run.max_staleness
         for topic_partition in self.run.topic_partitions("rollout.samples"):
             for entry in self.run.kafka.visible(topic_partition, 0):
-                sample = self.run.decoded(entry.stored)
-                if (
-                    entry.offset < committed.get(topic_partition, 0)
-                    and isinstance(sample, SampleRolledOut)
-                    and sample.policy_version >= oldest
-                ):
-                    yield sample
+                for sample in self.run.decoded(entry.stored):
+                    if (
+                        entry.offset < committed.get(topic_partition, 0)
+                        and isinstance(sample, SampleRolledOut)
+                        and sample.policy_version >= oldest
+                    ):
+                        yield sample
 
     def _group_ids(self, entity: str) -> set[str]:
         return {
@@ -343,9 +343,10 @@ class WorkerMachine(RuleBasedStateMachine):
             for topic_partition in self.run.topic_partitions(entity)
         ]:
             for entry in self.run.kafka.visible(topic_partition, 0):
-                is_passed = entry.offset < committed.get(
-                    topic_partition, 0
-                ) and not self._is_refused(topic_partition[0], self.run.decoded(entry.stored))
+                is_passed = entry.offset < committed.get(topic_partition, 0) and not any(
+                    self._is_refused(topic_partition[0], event)
+                    for event in self.run.decoded(entry.stored) or (None,)
+                )
                 assert not is_passed or (entry.key or b"").decode() in ended
 
     def _is_refused(self, topic: str, event: Event | None) -> bool:
@@ -494,9 +495,7 @@ def commit_before_output(role: SampleLoop) -> None:
     records = list(role._input.fetched)
     role._input.fetched.clear()
     role._input._consumer.commit(next_offsets(records))
-    decoded = [
-        (record, sample) for record in records if (sample := role._input.decode(record)) is not None
-    ]
+    decoded = [(record, sample) for record in records for sample in role._input.decode(record)]
     for out in role._outputs(decoded):
         role._worker.records.producer.send(out)
     role._worker.records.producer.flush()

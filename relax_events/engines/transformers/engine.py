@@ -94,6 +94,8 @@ class TransformersEngine:
             self._rule = measure_invariance(self._model, max_rows=max_rows)
         self._prompt_block = TOKEN_BLOCK if self._model.pads_prompts else 1
         self._waiting: deque[SampleState] = deque()
+        self._running_ids: set[str] = set()
+        """Of all samples that wait or have a row."""
         self._finished: list[GeneratedSample] = []
         self._num_submitted = self._num_waited_steps = 0
         self.num_tokens = 0
@@ -135,11 +137,10 @@ class TransformersEngine:
         Raises:
             PoisonSample: The request can't be generated; the text says why, and nothing is queued.
         """
-        running_ids = {sample.sample_id for sample in (*self._waiting, *self._table.samples)}
         samples = build_samples(
             request,
             first_order=self._num_submitted,
-            running_ids=running_ids,
+            running_ids=self._running_ids,
             model=self._model,
             max_context_tokens=self._config.max_context_tokens,
         )
@@ -149,6 +150,7 @@ class TransformersEngine:
                 self._finished.append(sample.to_generated(reason))
             else:
                 self._waiting.append(sample)
+                self._running_ids.add(sample.sample_id)
 
     def poll(self, *, timeout_seconds: float) -> list[GeneratedSample]:
         """Decode until a sample finishes or the timeout, which the last step may overrun; return at
@@ -177,14 +179,14 @@ class TransformersEngine:
             for row, sample in enumerate(self._table.samples)
             if wanted is None or sample.sample_id in wanted
         ]
-        waiting = [
-            sample for sample in self._waiting if wanted is None or sample.sample_id in wanted
-        ]
-        self._waiting = deque(sample for sample in self._waiting if sample not in waiting)
-        return [
-            sample.to_generated(FinishReason.ABORT)
-            for sample in (*self._remove_rows(rows), *waiting)
-        ]
+        removed = self._remove_rows(rows)
+        kept = deque[SampleState]()
+        for sample in self._waiting:
+            is_wanted = wanted is None or sample.sample_id in wanted
+            (removed if is_wanted else kept).append(sample)
+        self._waiting = kept
+        self._running_ids.difference_update(sample.sample_id for sample in removed)
+        return [sample.to_generated(FinishReason.ABORT) for sample in removed]
 
     def snapshot(self, sample_ids: Collection[str]) -> list[GeneratedSample]:
         """Return running samples as `abort` would, without removing them; waiting and finished ones
@@ -258,6 +260,7 @@ class TransformersEngine:
         """Drop the running samples and free the device memory."""
         self._requeue_running()
         self._waiting.clear()
+        self._running_ids.clear()
         self._cache.release()
         self._model.free_device()
 
@@ -370,6 +373,7 @@ class TransformersEngine:
         if broken := [row for row in ended.tolist() if not np.isfinite(logprobs[row - rows.start])]:
             self._cache.clear(broken)
         for sample in self._remove_rows(ended.tolist()):
+            self._running_ids.discard(sample.sample_id)
             if np.isfinite(sample.logprobs[-1]):
                 self._finished.append(
                     sample.to_generated(sample.finish_reason or FinishReason.LENGTH)

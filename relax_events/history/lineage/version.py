@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from relax_events.errors import ConfigError, ObjectError, WeightsError
 from relax_events.events.generations import TrajectoryKey, trajectory_of
 from relax_events.events.types import (
@@ -128,14 +126,15 @@ def _base_of(log: RunLog, published: PolicyVersionPublished) -> tuple[str, str]:
 
 
 def _trained_samples(log: RunLog, step: TrainStepCommitted) -> list[TrainedSample]:
-    topic_partitions = zip(
-        np.asarray(step.partitions).tolist(), np.asarray(step.offsets).tolist(), strict=True
-    )
-    found = log.read_at("advantage.samples", topic_partitions, SampleReady)
-    scores, row = _scores_of(log, found), data_rows(log.config)
+    found = {
+        item.event.sample_id: item
+        for item in log.read_at("advantage.samples", step.positions, SampleReady)
+    }
+    trained = [found[sample_id] for sample_id in step.sample_ids if sample_id in found]
+    scores, row = _scores_of(log, trained), data_rows(log.config)
     return [
         _trained(item, scores.get(trajectory_of(item.event)), row(item.event.key.row))
-        for item in found
+        for item in trained
     ]
 
 

@@ -83,10 +83,14 @@ def read_last_lines(log: RunLog, wanted: SampleFilter, *, count: int) -> list[Sa
 def read_last_samples(log: RunLog, wanted: SampleFilter, *, count: int) -> Iterator[SampleView]:
     """Yield the newest matching samples, in the order of `read_samples`."""
     lines = read_last_lines(log, wanted, count=count)
-    topic_partitions = {line.position for line in lines}
+    wanted_samples = {(line.position, line.sample_id) for line in lines}
     oldest = min((line.policy_version for line in lines), default=0)
     newer = replace(wanted, versions=(max(wanted.versions[0], oldest), wanted.versions[1]))
-    return (view for view in read_samples(log, newer) if view.position in topic_partitions)
+    return (
+        view
+        for view in read_samples(log, newer)
+        if (view.position, view.sample.sample_id) in wanted_samples
+    )
 
 
 def read_lines(log: RunLog, wanted: SampleFilter) -> Iterator[SampleLine]:
@@ -256,9 +260,8 @@ def follow_samples(
     """
     live = LiveSamples(wanted, newest_version=log.newest_version)
     for record in log.follow(starts):
-        line = _take(log, live, record) if record is not None else None
-        if line is not None:
-            yield line
+        if record is not None:
+            yield from _take(log, live, record)
         yield from live.pop_overdue()
 
 
@@ -273,8 +276,9 @@ def live_starts(log: RunLog) -> dict[TopicPartition, int]:
     return {topic_partition: stop for topic_partition, (_, stop) in spans.items()}
 
 
-def _take(log: RunLog, live: LiveSamples, record: Record) -> SampleLine | None:
-    event = log.decode(record)
-    if not isinstance(event, SampleRolledOut | SampleScored | PolicyVersionPublished):
-        return None
-    return live.add(DecodedRecord(event, record.location, record.timestamp_ms))
+def _take(log: RunLog, live: LiveSamples, record: Record) -> Iterator[SampleLine]:
+    for event in log.decode_samples(record):
+        if isinstance(event, SampleRolledOut | SampleScored | PolicyVersionPublished):
+            line = live.add(DecodedRecord(event, record.location, record.timestamp_ms))
+            if line is not None:
+                yield line

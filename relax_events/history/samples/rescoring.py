@@ -16,7 +16,7 @@ from relax_events.config import RewardConfig
 from relax_events.errors import ConfigError
 from relax_events.events.codec import EventCodec
 from relax_events.events.generations import TrajectoryKey, trajectory_of
-from relax_events.events.types import SampleRolledOut, SampleScored
+from relax_events.events.types import UNREAD_BY_REWARDS, SampleRolledOut, SampleScored
 from relax_events.history.run_log import OffsetRange, RunLog, TopicPartition
 from relax_events.history.samples.filter import Bounds, integer_range
 from relax_events.history.samples.score_comparison import Comparison, ScoreComparison, ScoredPair
@@ -29,8 +29,6 @@ from relax_events.rewards.scoring import build_reward_item, build_sample_scored
 from relax_events.session.broker_address import open_admin
 
 SAMPLES_AT_ONCE = 256
-LEFT_IN_STORE = ("rollout_logprobs", "topk_ids", "routed_experts")
-"""Arrays of a sample that no reward function is given."""
 GroupKey = tuple[str, int, str]
 Rewards = dict[TrajectoryKey, float | None]
 """By trajectory; None where scoring failed."""
@@ -225,7 +223,7 @@ class PartitionRescorer:
             store = ObjectStore.open(
                 self.log.config.objects_uri, uri_aliases=self.log.config.objects.uri_aliases
             )
-            samples = [check_out(sample, store, leave=LEFT_IN_STORE) for sample in samples]
+            samples = [check_out(sample, store, leave=UNREAD_BY_REWARDS) for sample in samples]
         results = self.pool.score_batch([build_reward_item(sample) for sample in samples])
         scored = [
             build_sample_scored(

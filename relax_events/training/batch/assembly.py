@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from relax_events.events.immutable import immutable
 from relax_events.events.parts import Outcome, TopicOffset
 from relax_events.events.types import PromptGroupEnded, SampleReady
 from relax_events.kafka.records import Record
@@ -30,7 +31,7 @@ Partition = tuple[str, int]
 DEDUP_WINDOW_SIZE = 100_000
 
 
-@dataclass(frozen=True, slots=True)
+@immutable(frozen=True, slots=True)
 class LocatedSample:
     """A sample and the partition and offset of its record."""
 
@@ -43,7 +44,7 @@ HeldSample = Record | LocatedSample
 """A sample that waits for its step: as its record, or decoded."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable(frozen=True, slots=True)
 class _Buffered:
     held: HeldSample
     sample_index: int
@@ -122,10 +123,10 @@ class BatchAssembler:
         trainer_version: int,
         keep_decoded: bool = False,
     ) -> None:
-        """Add a record. If its version is too stale, its prompt group ends as expired.
+        """Add an event of a record. If its version is too stale, its prompt group ends as expired.
 
         Args:
-            record: Of the event.
+            record: Of the event; if `keep_decoded` is false, of it alone.
             event: A sample that can be trained, or the request to end a prompt group.
             trainer_version: The policy version that is trained now.
             keep_decoded: Whether to hold the decoded sample in the place of its record.
@@ -186,8 +187,12 @@ class BatchAssembler:
         topic_partition = (record.topic, record.partition)
         self._positions[topic_partition] = record.offset + 1
         if group_id and group_id not in self._done:
-            self._pending_offsets.setdefault(topic_partition, {})[record.offset] = group_id
-            self._offsets_by_group.setdefault(group_id, []).append((topic_partition, record.offset))
+            pending = self._pending_offsets.setdefault(topic_partition, {})
+            if record.offset not in pending:  # else of another sample of the record
+                pending[record.offset] = group_id
+                self._offsets_by_group.setdefault(group_id, []).append(
+                    (topic_partition, record.offset)
+                )
 
     def fail(
         self, group_id: str, reason: str, *, policy_version: int, trainer_version: int

@@ -10,17 +10,17 @@ else is counted by sample: the reward, the advantage, and the weight of the loss
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from relax_events.errors import PoisonSample
+from relax_events.events.immutable import immutable
 from relax_events.events.parts import MediaRef
 from relax_events.training.batch.row_layout import TokenSequence, read_array
 
 
-@dataclass(frozen=True, slots=True)
+@immutable(frozen=True, slots=True)
 class SamplePath:
     """A path of a sample; see `TokenSequence`.
 

@@ -24,6 +24,7 @@ from relax_events.objects.store import list_media
 from relax_events.runtime.validation import (
     check_ended,
     check_ready,
+    check_ready_samples,
     check_trainable,
     needed_fields,
     require_allowed_event,
@@ -71,21 +72,25 @@ class SampleIntake:
         self._library, self._topic, self._keeps_decoded = library, topic, keeps_decoded
 
     def add(self, record: Record, version: int) -> None:
-        """Hand a record to the assembler of the step at `version`; an unusable one becomes a dead
-        letter, and its prompt group fails.
+        """Hand the samples of a record to the assembler of the step at `version`; if one is
+        unusable, the record becomes a dead letter, and its prompt group fails.
         """
-        event = self._worker.records.decode(record)
+        events = self._worker.records.decode_samples(record)
         reason = "record could not be decoded"
-        if event is not None:
+        if events:
             try:
-                admitted = self._admitted(record, event, version)
-                self._assembler.add(
-                    record,
-                    admitted,
-                    trainer_version=version,
-                    keep_decoded=self._keeps_decoded
-                    and count_array_bytes(admitted) <= len(record.value),
-                )
+                for admitted in self._admitted(record, events, version):
+                    keeps_decoded = self._keeps_decoded and (
+                        count_array_bytes(admitted) <= len(record.value)
+                    )
+                    self._assembler.add(
+                        record
+                        if keeps_decoded or len(events) == 1
+                        else replace(record, value=self._worker.records.codec.encode(admitted)),
+                        admitted,
+                        trainer_version=version,
+                        keep_decoded=keeps_decoded,
+                    )
             # its producer is unknown: the prompt group that it names may have valid samples
             except ForeignRecord as error:
                 self._worker.records.dead_letter(record, error)
@@ -104,32 +109,36 @@ class SampleIntake:
             self._assembler.reject(record, reason, trainer_version=version)
 
     def _admitted(
-        self, record: Record, event: Event, version: int
-    ) -> SampleReady | PromptGroupEnded:
-        """Return a sample that can be trained, or an end that a role may ask for; raises
-        ForeignRecord, and PoisonSample as `_trainable`.
+        self, record: Record, events: Sequence[Event], version: int
+    ) -> Sequence[SampleReady | PromptGroupEnded]:
+        """Return the samples of a record if they can be trained, or the end that a role asks for if
+        it may; raises ForeignRecord, and PoisonSample as `require_trainable`.
         """
-        entity = TopicPlan.parse_entity(record.topic)
-        require_allowed_event(entity, event)
-        if isinstance(event, PromptGroupEnded):
-            ended = check_ended(event, allowed=allowed_outcomes(entity))
+        entity, first = TopicPlan.parse_entity(record.topic), events[0]
+        for event in events:
+            require_allowed_event(entity, event)
+            if isinstance(event, SampleReady):
+                self._terms.check_sample(record, event, trainer_version=version)
+        if isinstance(first, PromptGroupEnded):
+            ended = check_ended(first, allowed=allowed_outcomes(entity))
             self._terms.check_shard(record, ended.prompt_group_id)
-            return ended
-        if isinstance(event, SampleReady):
-            self._terms.check_sample(record, event, trainer_version=version)
-        return self.require_trainable(check_ready(event))
+            return [ended]
+        samples = check_ready_samples(events)
+        self.require_trainable(*samples)
+        return samples
 
-    def require_trainable(self, sample: SampleReady) -> SampleReady:
-        """Return a sample that can be trained, its media at hand; raises PoisonSample as
-        `check_trainable`, or where its media can't be had.
+    def require_trainable(self, *samples: SampleReady) -> None:
+        """Check that samples can be trained, and get their media; raises PoisonSample as
+        `check_trainable`, or where the media can't be had.
         """
-        if media := list_media(sample):
-            self._library.prefetch(media)
-            self._require_fit(sample)
+        for sample in samples:
+            if media := list_media(sample):
+                self._library.prefetch(media)
+                self._require_fit(sample)
         backend = self._backend
         algorithm, bound = self._config.algorithm, self._config.trainer.max_abs_advantage
-        return check_trainable(
-            sample,
+        check_trainable(
+            *samples,
             algorithm=algorithm,
             needed=self._needed,
             max_abs_advantage=bound,

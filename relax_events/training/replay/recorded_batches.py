@@ -7,16 +7,17 @@ dealt to them in turn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from relax_events.errors import CorruptRecord, ObjectError, PoisonSample, RunFailed, SchemaError
+from relax_events.events.sample_groups import split_samples
 from relax_events.events.types import Event, SampleReady, TrainStepCommitted
 from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.records import Record
-from relax_events.runtime.validation import check_ready
+from relax_events.runtime.validation import check_ready_samples
 from relax_events.runtime.worker import Worker
 from relax_events.training.batch.assembly import LocatedSample
 from relax_events.training.ranks import Ranks
@@ -129,7 +130,7 @@ class RecordedBatches:
             num_bytes = sum(len(record.value) for record in records.values()) // len(parts)
             num_steps = min(max(1, MAX_BYTES_AT_ONCE // max(1, num_bytes)), MAX_STEPS_AT_ONCE)
             for step, (part, num_rounds) in parts:
-                samples = [self._decode_sample(records.pop(item.position), item) for item in part]
+                samples = self._decode_samples(records, part)
                 yield self._build_batch(step, part, samples, num_rounds)
 
     def _own_samples(
@@ -162,20 +163,36 @@ class RecordedBatches:
             step, [sample for sample, _ in mine], [number for _, number in mine], num_rounds
         )
 
-    def _decode_sample(self, record: Record, recorded: CommittedSample) -> LocatedSample:
+    def _decode_samples(
+        self, records: MutableMapping[tuple[int, int], Record], part: Sequence[CommittedSample]
+    ) -> list[LocatedSample]:
+        """Take the records of a step, decode each once, and return its samples in trained order."""
+        by_position: dict[tuple[int, int], dict[str, SampleReady]] = {}
+        samples = []
+        for item in part:
+            if item.position not in by_position:
+                record = records.pop(item.position)
+                by_position[item.position] = self._decode_record(record, item.sample_id)
+            found = by_position[item.position]
+            if item.sample_id not in found:
+                raise RunFailed(
+                    f"{self._topic}[{item.position[0]}]@{item.position[1]} held sample "
+                    f"{item.sample_id} when it was trained, and holds {', '.join(found)} now; was "
+                    "the topic created again?"
+                )
+            samples.append(LocatedSample(found[item.sample_id], *item.position))
+        return samples
+
+    def _decode_record(self, record: Record, sample_id: str) -> dict[str, SampleReady]:
+        """Return the samples of a record by their ids."""
         try:
-            sample: SampleReady = check_ready(self._decode(record))
+            ready = check_ready_samples(split_samples(self._decode(record)))
         except (CorruptRecord, SchemaError, ObjectError, PoisonSample) as error:
             raise RunFailed(
-                f"{record.location} held sample {recorded.sample_id} when it was trained, and "
-                f"can't be read now: {error}"
+                f"{record.location} held sample {sample_id} when it was trained, and can't be read "
+                f"now: {error}"
             ) from error
-        if sample.sample_id != recorded.sample_id:
-            raise RunFailed(
-                f"{record.location} held sample {recorded.sample_id} when it was trained, and "
-                f"holds {sample.sample_id} now; was the topic created again?"
-            )
-        return LocatedSample(sample, *recorded.position)
+        return {sample.sample_id: sample for sample in ready}
 
 
 def deal_recorded(step: TrainStepCommitted, *, num_ranks: int) -> list[CommittedSample]:
@@ -183,10 +200,7 @@ def deal_recorded(step: TrainStepCommitted, *, num_ranks: int) -> list[Committed
     micro-batch in which so many data-parallel ranks train it: those recorded, if the step was
     trained by as many ranks.
     """
-    ranks, partitions, offsets, numbers = (
-        np.asarray(column).tolist()
-        for column in (step.ranks, step.partitions, step.offsets, step.micro_batches)
-    )
+    ranks, numbers = (np.asarray(column).tolist() for column in (step.ranks, step.micro_batches))
     recorded = list(zip(ranks, numbers, strict=True))
     if max(ranks, default=0) + 1 == num_ranks:
         assigned = {recorded_at: recorded_at for recorded_at in recorded}
@@ -196,8 +210,8 @@ def deal_recorded(step: TrainStepCommitted, *, num_ranks: int) -> list[Committed
             for index, recorded_at in enumerate(dict.fromkeys(recorded))
         }
     return [
-        CommittedSample(sample_id, (partition, offset), *assigned[recorded_at])
-        for sample_id, partition, offset, recorded_at in zip(
-            step.sample_ids, partitions, offsets, recorded, strict=True
+        CommittedSample(sample_id, position, *assigned[recorded_at])
+        for sample_id, position, recorded_at in zip(
+            step.sample_ids, step.positions, recorded, strict=True
         )
     ]

@@ -17,6 +17,7 @@ from relax_events.errors import ConfigError, CorruptRecord, RewardError, SchemaE
 from relax_events.events.codec import EventCodec
 from relax_events.events.generations import TrajectoryKey, trajectory_of
 from relax_events.events.parts import FinishReason
+from relax_events.events.sample_groups import split_samples
 from relax_events.events.tensors import dense
 from relax_events.events.types import SampleReady, SampleScored
 from relax_events.kafka.log_reader import LogReader
@@ -231,18 +232,19 @@ def read_rewards(
         {(topic, number): reader.watermarks(topic, number) for number in range(num_partitions)}
     ):
         try:
-            event = codec.decode(record.value)
+            events = split_samples(codec.decode(record.value))
         except (CorruptRecord, SchemaError) as error:
             raise ConfigError(
                 f"{record.location} can't be read as a score: {error}; rescore under another name"
             ) from error
-        if isinstance(event, SampleScored) and event.reward is not None:
-            parts = (event.turn_rewards, event.token_rewards)
-            by_turn, by_token = (
-                None
-                if part is None
-                else dense(part, what=f"sample {event.sample_id}: rewards by turn or token")
-                for part in parts
-            )
-            rewards[trajectory_of(event)] = RelabelledReward(event.reward, by_turn, by_token)
+        for event in events:
+            if isinstance(event, SampleScored) and event.reward is not None:
+                parts = (event.turn_rewards, event.token_rewards)
+                by_turn, by_token = (
+                    None
+                    if part is None
+                    else dense(part, what=f"sample {event.sample_id}: rewards by turn or token")
+                    for part in parts
+                )
+                rewards[trajectory_of(event)] = RelabelledReward(event.reward, by_turn, by_token)
     return rewards

@@ -53,7 +53,7 @@ def test_rollout_worker_has_enough_lanes_to_fill_its_engine(
 
 @pytest.mark.parametrize(
     ("prompts", "workers", "room", "size"),
-    [(32, 1, 32, 8), (128, 4, 32, 4), (128, 4, 8, 1), (32, 8, 32, 1), (1024, 1, 32, 8)],
+    [(32, 1, 31, 7), (128, 4, 32, 4), (128, 4, 8, 1), (32, 8, 32, 1), (1024, 1, 32, 8)],
 )
 def test_lease_holds_at_most_a_part_of_a_workers_room_and_of_its_share_of_a_step(
     make_run_config: MakeRunConfig, prompts: int, workers: int, room: int, size: int
@@ -63,7 +63,17 @@ def test_lease_holds_at_most_a_part_of_a_workers_room_and_of_its_share_of_a_step
         workers={"rollout": workers},
         engine={"max_prompt_groups": room},
     )
-    assert config.prompt_groups_per_lease == size
+    assert config.prompt_groups_per_lease() == size
+
+
+def test_lease_holds_a_whole_step_while_one_worker_generates_it(
+    make_run_config: MakeRunConfig,
+) -> None:
+    config = make_run_config(
+        run={"prompts_per_step": 32}, engine={"max_prompt_groups": 32}, workers={"rollout": 1}
+    )
+    sizes = [config.prompt_groups_per_lease(num_workers=count) for count in (0, 1, 2, 4)]
+    assert sizes == [32, 32, 2, 1]
 
 
 def test_lease_is_small_enough_for_all_workers_that_the_autoscaler_may_start(
@@ -74,7 +84,7 @@ def test_lease_is_small_enough_for_all_workers_that_the_autoscaler_may_start(
         engine={"max_prompt_groups": 32},
         scaling={"max_workers": 8, "autoscaler": {"enabled": True}},
     )
-    assert config.prompt_groups_per_lease == 2
+    assert config.prompt_groups_per_lease() == 2
 
 
 def test_run_with_more_lanes_than_the_share_group_allows_is_rejected(

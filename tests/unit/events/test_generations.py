@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from event_samples import changed, rolled_out
 
-from relax_events.events.generations import trajectory_of, with_generation_digest
+from relax_events.events.generations import mark_generation, trajectory_of
 from relax_events.events.parts import ChatMessage, ContentPart, MediaRef, Modality, VersionSegment
 from relax_events.events.types import SampleRolledOut
 
@@ -28,9 +28,9 @@ def generation(**changes: Any) -> list[SampleRolledOut]:
 
 
 def digest_of(samples: list[SampleRolledOut]) -> str:
-    marked = with_generation_digest(samples)
-    assert len({sample.key.generation_digest for sample in marked}) == 1
-    return marked[0].key.generation_digest
+    mark_generation(samples)
+    assert len({sample.key.generation_digest for sample in samples}) == 1
+    return samples[0].key.generation_digest
 
 
 @pytest.mark.parametrize(
@@ -55,5 +55,7 @@ def test_identical_trajectories_share_one_generation_digest() -> None:
 
 
 def test_trajectory_is_named_by_sample_version_and_generation() -> None:
-    sample = with_generation_digest(generation())[1]
+    samples = generation()
+    mark_generation(samples)
+    sample = samples[1]
     assert trajectory_of(sample) == ("000000-0000-0/1", 0, sample.key.generation_digest)

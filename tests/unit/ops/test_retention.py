@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -121,6 +122,16 @@ def test_retention_state_tracks_slots_and_positions_and_drops_unneeded_ones() ->
         [step.train_step for step in state.steps],
     ) == ([4, 5], 5, [4])
     assert state.positions == {("advantage.samples", 0): 6, ("advantage.samples", 1): 9}
+
+
+@pytest.mark.parametrize("are_steps_first", [False, True])
+def test_steps_before_the_log_count_whichever_topic_is_read_first(are_steps_first: bool) -> None:
+    state = RetentionState()
+    versions = [replace(published(version), num_steps_before=version) for version in (7, 8)]
+    steps = [committed(step) for step in (7, 8)]
+    for event in [*steps, *versions] if are_steps_first else [*versions, *steps]:
+        state.apply(event)
+    assert (state.num_steps_before, len(state.steps)) == (7, 2)
 
 
 def test_retain_versions_not_above_max_staleness_is_rejected(

@@ -68,6 +68,17 @@ def test_what_another_worker_has_is_not_lost() -> None:
     assert lost(held, 0.0, 30.0) == {"rollout-0": ["c"]}
 
 
+def test_workers_count_until_they_stop_or_are_silent() -> None:
+    held = HeldPromptGroups()
+    held.apply(heartbeat("rollout-0"), now=0.0)
+    held.apply(heartbeat("rollout-1"), now=0.0)
+    held.apply(heartbeat("rollout-2"), now=0.0)
+    held.apply(heartbeat("rollout-1", state=WorkerState.STOPPED), now=9.0)
+    held.apply(heartbeat("rollout-2"), now=9.0)
+    assert held.count_workers(now=10.0, silent_seconds=10.0) == 2
+    assert held.count_workers(now=10.1, silent_seconds=10.0) == 1
+
+
 def test_worker_that_stopped_has_returned_everything() -> None:
     held = HeldPromptGroups()
     held.apply(heartbeat("rollout-0", "a"), now=0.0)

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import permutations
 
 import numpy as np
+import pytest
 from event_samples import committed, ended, published
 
 from relax_events.events.parts import Command, Outcome, WorkerState
-from relax_events.events.types import Event, MetricsReported, RunCommanded, WorkerHeartbeat
+from relax_events.events.types import (
+    Event,
+    MetricsReported,
+    PolicyVersionPublished,
+    RunCommanded,
+    WorkerHeartbeat,
+)
 from relax_events.projections.run_state import RunState, count_samples
 
 
@@ -87,6 +95,28 @@ def test_run_state_counts_each_outcome_once_and_consecutive_failures() -> None:
             state.apply(ended(f"000000-{index:04d}-0", outcome, reason=f"reason {index}"))
     assert state.outcomes == {"failed": 4, "trained": 1, "expired": 1}
     assert (state.num_consecutive_failures, state.last_failure) == (2, "reason 5")
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))), ids=str)
+def test_run_state_is_the_same_whichever_topic_is_read_first(order: tuple[int, ...]) -> None:
+    """A reader fetches several topics at once: outcomes may arrive before the first publication."""
+    first = counting(7, {"trained": 56, "failed": 1})
+    topics: list[list[Event]] = [
+        [first, counting(8, {"trained": 57, "failed": 1})],
+        [committed(7)],
+        [ended("000007-0000-0", Outcome.TRAINED), ended("000007-0001-0", Outcome.FILTERED)],
+    ]
+    state = RunState()
+    for topic in order:
+        for event in topics[topic]:
+            state.apply(event)
+    assert (state.policy_version, state.num_steps) == (8, 8)
+    assert state.outcomes == {"trained": 57, "failed": 1, "filtered": 1}
+
+
+def counting(version: int, outcomes: dict[str, int]) -> PolicyVersionPublished:
+    """Make the publication of a version that was preceded by a step for each earlier one."""
+    return replace(published(version), num_steps_before=version, outcome_counts_before=outcomes)
 
 
 def test_run_state_ends_only_on_a_stop_for_all_roles() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,13 +27,14 @@ class Sent:
         self.config, self.ready, self.ended = config, [], []
         self.records = SimpleNamespace(
             producer=SimpleNamespace(send=lambda record: None),
-            build_for_sample=self.build_for_sample,
+            build_for_samples=self.build_for_samples,
             build_end_request=self.build_end_request,
         )
 
-    def build_for_sample(self, entity: str, event: SampleReady, **_: Any) -> None:
+    def build_for_samples(self, entity: str, events: Sequence[SampleReady]) -> list[None]:
         assert entity == "advantage.samples"
-        self.ready.append(event)
+        self.ready += events
+        return [None]
 
     def build_end_request(
         self, prompt_group_id: str, outcome: Outcome, reason: str, **_: Any

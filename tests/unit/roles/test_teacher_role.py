@@ -53,7 +53,9 @@ def worker_of(config: Any) -> Any:
     return SimpleNamespace(
         config=config,
         metrics=metrics,
-        records=SimpleNamespace(build_for_sample=lambda topic, event, **_: (topic, event)),
+        records=SimpleNamespace(
+            build_for_samples=lambda topic, events: [(topic, event) for event in events]
+        ),
         lifecycle=SimpleNamespace(piece=lambda name: nullcontext()),
     )
 

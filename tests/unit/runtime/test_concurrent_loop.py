@@ -78,11 +78,7 @@ class Stage:
                 producer=SimpleNamespace(
                     send=self.sent.append, flush=lambda: self.sent.append("flush")
                 ),
-                decode=lambda record: (
-                    None
-                    if record.value == b"garbage"
-                    else rolled_out(GROUP, record.offset, version=record.policy_version, of=9)
-                ),
+                decode_samples=self._decode,
                 build_end_request=lambda key, *_: f"end {key}",
                 dead_letter=lambda record, _: None,
                 traces=Traces(),
@@ -101,7 +97,7 @@ class Stage:
         return self.limit - len(self.in_flight)
 
     def submit(self, key: Key, sample: SampleRolledOut) -> None:
-        assert sample.key.sample_index == key[2]
+        assert sample.key.sample_index == sum(key[2])
         self.submitted.append(key)
         self.in_flight.add(key)
 
@@ -113,6 +109,15 @@ class Stage:
     def cancel(self, keys: Collection[Key]) -> None:
         self.cancelled += keys
         self.in_flight -= set(keys)
+
+    def _decode(self, record: Record) -> list[SampleRolledOut]:
+        """Return a record's samples, as many as its value has words."""
+        words = (record.value or b"").split()
+        return [
+            rolled_out(GROUP, record.offset + number, version=record.policy_version or 0, of=9)
+            for number, word in enumerate(words)
+            if word != b"garbage"
+        ]
 
     def _fetch(self, max_records: int, *, timeout_seconds: float) -> list[Record]:
         self.fetches.append((max_records, timeout_seconds > 0))
@@ -136,7 +141,7 @@ class Stage:
     def step(self, *done_offsets: int, partition: int = 0) -> None:
         """Take a step in which the samples of these offsets are done."""
         done_samples: list[Any] = [
-            ((SAMPLES, partition, offset), [f"answer {offset}"]) for offset in done_offsets
+            ((SAMPLES, partition, (offset, 0)), [f"answer {offset}"]) for offset in done_offsets
         ]
         self.done += done_samples
         self.loop._step(takes=not self.worker.control.is_paused)
@@ -150,9 +155,10 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
 def test_outputs_are_sent_in_any_order_and_commits_wait_for_the_oldest_record(stage: Stage) -> None:
     stage.write(0, 1, 2)
     stage.step()
-    assert (stage.submitted, stage.committed) == ([(SAMPLES, 0, 0), (SAMPLES, 0, 1)], [{0: 0}]), (
-        "there is room for two"
-    )
+    assert (stage.submitted, stage.committed) == (
+        [(SAMPLES, 0, (0, 0)), (SAMPLES, 0, (1, 0))],
+        [{0: 0}],
+    ), "there is room for two"
     stage.step(1)
     assert stage.sent[-2:] == ["answer 1", "finished 1"], "nothing to commit: the first is at work"
     stage.sent.clear()
@@ -178,7 +184,7 @@ def test_every_step_polls_and_waits_for_records_only_when_idle(stage: Stage) -> 
     assert (stage.is_paused, stage.fetches[-1]) == (True, (1, False)), "the membership is kept"
     stage.limit = 2
     stage.step()
-    assert [offset for *_, offset in stage.submitted] == [0, 1]
+    assert [offset for *_, (offset, _) in stage.submitted] == [0, 1]
 
 
 def test_paused_worker_polls_and_submits_nothing(stage: Stage) -> None:
@@ -189,7 +195,7 @@ def test_paused_worker_polls_and_submits_nothing(stage: Stage) -> None:
     assert (stage.submitted, stage.is_paused, stage.fetches) == ([], True, [(256, True)] * 3)
     stage.worker.control.is_paused = False
     stage.step()
-    assert [offset for *_, offset in stage.submitted] == [0, 1]
+    assert [offset for *_, (offset, _) in stage.submitted] == [0, 1]
 
 
 def test_unusable_records_block_no_commit(stage: Stage) -> None:
@@ -200,7 +206,7 @@ def test_unusable_records_block_no_commit(stage: Stage) -> None:
     stage.write(2, version=1)
     stage.step()
     assert (stage.submitted, stage.committed, stage.metrics.num_expired) == (
-        [(SAMPLES, 0, 2)],
+        [(SAMPLES, 0, (2, 0))],
         [{0: 2}],
         1,
     )
@@ -214,7 +220,7 @@ def test_samples_that_leave_the_window_are_cancelled(stage: Stage) -> None:
     stage.worker.control.policy_version = 1
     stage.loop._input.apply_version(published(1))
     stage.step()
-    assert (stage.cancelled, stage.metrics.num_expired) == ([(SAMPLES, 0, 0)], 1)
+    assert (stage.cancelled, stage.metrics.num_expired) == ([(SAMPLES, 0, (0, 0))], 1)
     stage.step(0, 1)
     assert "answer 0" not in stage.sent
     assert stage.committed[-1] == {0: 2}
@@ -225,8 +231,8 @@ def test_samples_of_a_revoked_partition_are_cancelled(stage: Stage) -> None:
     stage.write(4, 5)
     stage.write(7, partition=1)
     stage.step()
-    stage.loop._release([TopicOffset(SAMPLES, 0, 6)], Deadline(1.0))
-    assert stage.cancelled == [(SAMPLES, 0, 4), (SAMPLES, 0, 5)]
+    stage.loop._release([TopicOffset(SAMPLES, 0, (6, 0))], Deadline(1.0))
+    assert stage.cancelled == [(SAMPLES, 0, (4, 0)), (SAMPLES, 0, (5, 0))]
     stage.step(4)
     assert "answer 4" not in stage.sent
     stage.step(7, partition=1)
@@ -242,6 +248,32 @@ def test_drain_accepts_no_new_records_and_finishes_samples_in_flight(stage: Stag
     stage.step()
     stage.write(1)
     stage.drain.start()
-    stage.done = [((SAMPLES, 0, 0), [ProducerRecord("reward.scores", b"score")])]
+    stage.done = [((SAMPLES, 0, (0, 0)), [ProducerRecord("reward.scores", b"score")])]
     stage.loop.run()
-    assert (stage.submitted, stage.committed[-1]) == ([(SAMPLES, 0, 0)], {0: 1})
+    assert (stage.submitted, stage.committed[-1]) == ([(SAMPLES, 0, (0, 0))], {0: 1})
+
+
+def test_samples_of_one_record_are_submitted_as_there_is_room_and_committed_together(
+    stage: Stage,
+) -> None:
+    stage.write(0, value=b"one two three")
+    stage.write(5)
+    stage.step()
+    assert [position for *_, position in stage.submitted] == [(0, 0), (0, 1)]
+    stage.done = [((SAMPLES, 0, (0, 1)), ["answer 1"]), ((SAMPLES, 0, (0, 0)), ["answer 0"])]
+    stage.step()
+    assert stage.committed[-1] == {0: 0}, "the third has not been judged"
+    stage.step()
+    assert [position for *_, position in stage.submitted[2:]] == [(0, 2), (5, 0)]
+    stage.done = [((SAMPLES, 0, (0, 2)), ["answer 2"])]
+    stage.step()
+    assert stage.committed[-1] == {0: 5}
+
+
+def test_waiting_samples_of_a_revoked_partition_are_dropped(stage: Stage) -> None:
+    stage.write(0, value=b"one two three")
+    stage.step()
+    stage.loop._release([TopicOffset(SAMPLES, 0, 1)], Deadline(1.0))
+    assert [position for *_, position in stage.cancelled] == [(0, 0), (0, 1), (0, 2)]
+    stage.step()
+    assert len(stage.submitted) == 2

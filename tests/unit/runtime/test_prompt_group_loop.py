@@ -30,7 +30,7 @@ class Stage:
         self.handled: list[list[str]] = []
         self.committed: list[dict[int, int]] = []
         self.dead_letters: list[str] = []
-        self.events: dict[bytes, SampleRolledOut | None] = {}
+        self.events: dict[bytes, list[SampleRolledOut]] = {}
         consumer = SimpleNamespace(commit=self._commit, positions={}, seek=lambda *_: None)
         monkeypatch.setattr(sample_input, "SubscribedConsumer", lambda *_, **__: consumer)
         nothing = SimpleNamespace(
@@ -52,7 +52,7 @@ class Stage:
             heartbeat=SimpleNamespace(set_in_flight=lambda _: None),
             records=SimpleNamespace(
                 producer=nothing,
-                decode=lambda record: self.events[record.value],
+                decode_samples=lambda record: self.events[record.value],
                 build_end_request=lambda key, *_: key,
                 dead_letter=lambda record, _: self.dead_letters.append(record.key),
                 traces=Traces(),
@@ -84,7 +84,7 @@ class Stage:
         """Make a record of a sample; each prompt group has three."""
         value = f"{offset}".encode()
         self.events[value] = (
-            None if is_garbage else rolled_out(group_id, index, version=version, of=3)
+            [] if is_garbage else [rolled_out(group_id, index, version=version, of=3)]
         )
         return Record(
             "rollout.samples", 0, offset, group_id, value, {"policy-version": str(version)}, 0

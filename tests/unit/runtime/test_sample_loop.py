@@ -13,6 +13,7 @@ import pytest
 from event_samples import rolled_out
 
 from relax_events.deadline import Deadline
+from relax_events.errors import PoisonSample
 from relax_events.events.parts import TopicOffset
 from relax_events.events.types import SampleRolledOut
 from relax_events.kafka.records import ProducerRecord, Record
@@ -45,7 +46,7 @@ class Stage:
             (lambda: setattr(self, "is_paused", False)),
         )
         monkeypatch.setattr(sample_input, "SubscribedConsumer", lambda *_, **__: consumer)
-        self.drain, self.num_ticks = Drain(seconds=60), 0
+        self.drain, self.num_ticks, self.poison_length = Drain(seconds=60), 0, -1
         self.worker: Any = SimpleNamespace(
             role="reference",
             connection=None,
@@ -67,7 +68,9 @@ class Stage:
                 producer=SimpleNamespace(
                     send=lambda record: None, flush=lambda: self.did.append("flush")
                 ),
-                decode=lambda record: self._sample(record),
+                decode_samples=self._samples,
+                dead_letter=lambda record, _: self.did.append(f"dead letter {record.offset}"),
+                build_end_request=lambda key, *_: key,
                 traces=Traces(),
             ),
             lifecycle=SimpleNamespace(
@@ -88,25 +91,30 @@ class Stage:
         return list(self.did)
 
     def write(self, *num_tokens: int, partition: int = 0, version: int = 0) -> None:
+        """Write a record for each sample."""
         for length in num_tokens:
-            offset = sum(record.partition == partition for record in self.waiting)
-            record = Record(
-                SAMPLES,
-                partition,
-                offset,
-                "key",
-                b"%d" % length,
-                {"policy-version": str(version)},
-                0,
-            )
-            self.waiting.append(record)
+            self.write_record(length, partition=partition, version=version)
 
-    def _sample(self, record: Record) -> SampleRolledOut:
-        tokens = np.ones(int(record.value or 0), np.int32)
+    def write_record(self, *num_tokens: int, partition: int = 0, version: int = 0) -> None:
+        """Write a record of samples of these lengths."""
+        offset = sum(record.partition == partition for record in self.waiting)
+        value = " ".join(map(str, num_tokens)).encode()
+        headers = {"policy-version": str(version)}
+        self.waiting.append(Record(SAMPLES, partition, offset, "key", value, headers, 0))
+
+    def _samples(self, record: Record) -> list[SampleRolledOut]:
+        """Return samples of the lengths in a record's value."""
+        return [
+            self._sample(record, int(length), number)
+            for number, length in enumerate((record.value or b"").split())
+        ]
+
+    def _sample(self, record: Record, length: int, number: int) -> SampleRolledOut:
+        tokens = np.ones(length, np.int32)
         mask, logprobs = np.zeros(len(tokens), np.uint8), np.zeros(len(tokens), np.float32)
         return rolled_out(
             f"{record.partition:06d}-0000-0",
-            record.offset,
+            record.offset + number,
             of=99,
             tokens=tokens,
             loss_mask=mask,
@@ -115,6 +123,8 @@ class Stage:
         )
 
     def _handle(self, samples: Sequence[SampleRolledOut]) -> list[ProducerRecord]:
+        if any(len(sample.tokens) == self.poison_length for sample in samples):
+            raise PoisonSample("as the test wants it")
         self.did.append(
             [f"{int(sample.prompt_group_id[:6])}@{sample.key.sample_index}" for sample in samples]
         )
@@ -152,7 +162,7 @@ def test_batch_is_limited_by_record_count_without_a_token_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(processors, "PART_SECONDS", 0.0)
-    stage = Stage(monkeypatch, min_part_records=2)
+    stage = Stage(monkeypatch, min_part_samples=2)
     stage.write(5, 5, 5)
     assert stage.run(num_turns=2)[1::4] == [["0@0", "0@1"], ["0@2"]]
 
@@ -161,7 +171,7 @@ def test_batches_of_fast_records_grow_to_all_that_were_fetched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(processors, "PART_SECONDS", 3600.0)
-    stage = Stage(monkeypatch, min_part_records=2)
+    stage = Stage(monkeypatch, min_part_samples=2)
     stage.write(5, 5, 5, 5, 5)
     assert stage.run(num_turns=2)[1::4] == [["0@0", "0@1"], ["0@2", "0@3", "0@4"]]
 
@@ -219,3 +229,26 @@ def test_expired_records_are_committed_without_being_processed(
     stage = Stage(monkeypatch)
     stage.write(5, version=-1)
     assert stage.run(num_turns=1) == ["poll", "1 expired", "flush", {0: 1}]
+
+
+def test_part_is_limited_by_samples_and_committed_by_record(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(processors, "PART_SECONDS", 0.0)
+    stage = Stage(monkeypatch, min_part_samples=2)
+    stage.write_record(5, 5, 5)
+    stage.write_record(5, 5)
+    assert stage.run(num_turns=2) == [
+        "poll", ["0@0", "0@1", "0@2"], "flush", {0: 1},
+        "poll", ["0@1", "0@2"], "flush", {0: 2},
+    ]  # fmt: skip
+
+
+def test_poison_sample_rejects_its_record_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(monkeypatch)
+    stage.write_record(5, 9)
+    stage.write_record(5, 5)
+    stage.poison_length = 9
+    assert stage.run(num_turns=1) == [
+        "poll", "dead letter 0", ["0@1", "0@2"], "flush", {0: 2},
+    ]  # fmt: skip

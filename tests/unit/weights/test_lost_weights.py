@@ -38,8 +38,10 @@ class RecordingWorker:
 
     transfer = piece
 
-    def build_for_sample(self, _: str, event: LogprobsComputed, **__: object) -> tuple[str, int]:
-        return event.sample_id, event.model_version
+    def build_for_samples(
+        self, _: str, events: Sequence[LogprobsComputed]
+    ) -> list[tuple[str, int]]:
+        return [(event.sample_id, event.model_version) for event in events]
 
     def build_end_request(
         self, prompt_group_id: str, outcome: Outcome, reason: str, *, policy_version: int
