@@ -148,8 +148,7 @@ TASKS = (
         async_aim=3.0,
         run_file=LONG_TAIL,
         text="""the same problem with completions as uneven as those of real tasks: nine strings of ten have 5 characters, the tenth has 20 to 28. Up to
-  48 new tokens; a model twice as wide and deep, so that computing weighs more (benchmarks/long_tail.toml). Its table is of runs that each started a
-  broker of their own.""",
+  48 new tokens; a model twice as wide and deep, so that computing weighs more (benchmarks/long_tail.toml).""",
     ),
     Task(
         "equal lengths",
