@@ -117,7 +117,6 @@ class TransactionMarkers:
                 partitions=[f"{topic}[{partition}]" for topic, partition in missing],
             )
         finish_transaction(
-            self._connection,
             self._transactional_id,
             state,
             missing,

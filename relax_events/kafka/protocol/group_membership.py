@@ -151,10 +151,7 @@ def find_coordinator(
     Raises:
         BrokerUnavailable: The coordinator is not known yet.
     """
-    impatient = replace(
-        connection,
-        request_timeout_seconds=min(connection.request_timeout_seconds, RESPONSE_SECONDS),
-    )
+    impatient = _shorten_timeout(connection)
     with KafkaProtocolClient(impatient) as client:
         response = client.request(
             FIND_COORDINATOR,
@@ -166,6 +163,32 @@ def find_coordinator(
     if error:
         raise BrokerUnavailable(f"the coordinator of {name} is not known (error {error})")
     return replace(impatient, bootstrap_servers=f"{response.read_string()}:{response.read_int32()}")
+
+
+def find_coordinators(connection: Connection, name: str, *, kind: int) -> list[Connection]:
+    """Return connections to all brokers that one of the configured brokers names as the
+    coordinator: a broker that is isolated from the others still names itself.
+
+    Raises:
+        BrokerUnavailable: No broker knows the coordinator.
+    """
+    found: dict[str, Connection] = {}
+    failure: BrokerUnavailable | None = None
+    for address in connection.bootstrap_servers.split(","):
+        try:
+            one = find_coordinator(replace(connection, bootstrap_servers=address), name, kind=kind)
+        except BrokerUnavailable as error:
+            failure = error
+        else:
+            found[one.bootstrap_servers] = one
+    if not found and failure is not None:
+        raise failure
+    return list(found.values())
+
+
+def _shorten_timeout(connection: Connection) -> Connection:
+    seconds = min(connection.request_timeout_seconds, RESPONSE_SECONDS)
+    return replace(connection, request_timeout_seconds=seconds)
 
 
 def list_members(connection: Connection, consumer_group: str) -> list[GroupMembership]:

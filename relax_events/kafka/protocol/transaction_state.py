@@ -26,7 +26,7 @@ from relax_events.kafka.protocol.client import (
 from relax_events.kafka.protocol.group_membership import (
     NOT_READY,
     TRANSACTION_COORDINATOR,
-    find_coordinator,
+    find_coordinators,
 )
 from relax_events.topics.partitions import TopicPartition
 
@@ -46,6 +46,8 @@ class TransactionState:
     """The coordinator's name of the state, for example `PrepareCommit`."""
     producer_id: int
     producer_epoch: int
+    coordinator: Connection
+    """The broker that answered."""
 
     @property
     def is_decided(self) -> bool:
@@ -64,19 +66,35 @@ def read_transaction_state(
     """Return a transactional id's state; None when the coordinator does not know it.
 
     Raises:
-        BrokerUnavailable: The coordinator is unavailable or not ready.
-        BrokerError: The coordinator refuses the request.
+        BrokerUnavailable: A coordinator is unavailable or not ready.
+        BrokerError: A coordinator refuses the request.
     """
-    body = ONE_ID + encode_compact_string(transactional_id) + NO_TAGS
-    with KafkaProtocolClient(_find_coordinator(connection, transactional_id)) as client:
-        response = client.request(DESCRIBE_TRANSACTIONS, 0, body, is_flexible=True)
-    response.read_int32()
-    (state,) = response.read_compact_array(partial(_read_state, response))
-    return state
+    coordinators = find_coordinators(connection, transactional_id, kind=TRANSACTION_COORDINATOR)
+    answers = [_ask(coordinator, transactional_id) for coordinator in coordinators]
+    return find_furthest([state for state in answers if state is not None])
+
+
+def find_furthest(states: Collection[TransactionState]) -> TransactionState | None:
+    """Return the state of the true coordinator, among what several brokers say of a transactional
+    id: one that is isolated from the others answers as the coordinator that it was, and never
+    completes anything.
+
+    Raises:
+        BrokerUnavailable: They name different producers, of which either may be the newer one.
+    """
+    if len({state.producer_id for state in states}) > 1:
+        raise BrokerUnavailable(
+            "two brokers take themselves for the coordinator of one transactional id; check that "
+            "all brokers reach each other"
+        )
+    return max(
+        states,
+        key=lambda state: (state.producer_epoch, state.is_decided, state.name != ONGOING),
+        default=None,
+    )
 
 
 def finish_transaction(
-    connection: Connection,
     transactional_id: str,
     state: TransactionState,
     partitions: Collection[TopicPartition],
@@ -101,7 +119,7 @@ def finish_transaction(
         + encode_array([struct.pack(">i", number) for name, number in partitions if name == topic])
         for topic in sorted({topic for topic, _ in partitions})
     ]
-    with KafkaProtocolClient(_find_coordinator(connection, transactional_id)) as client:
+    with KafkaProtocolClient(state.coordinator) as client:
         response = client.request(ADD_PARTITIONS_TO_TXN, 0, producer + encode_array(topics))
         response.read_int32()
         for _ in range(response.read_int32()):
@@ -120,11 +138,16 @@ def finish_transaction(
         _check(response.read_int16(), what)
 
 
-def _find_coordinator(connection: Connection, transactional_id: str) -> Connection:
-    return find_coordinator(connection, transactional_id, kind=TRANSACTION_COORDINATOR)
+def _ask(coordinator: Connection, transactional_id: str) -> TransactionState | None:
+    body = ONE_ID + encode_compact_string(transactional_id) + NO_TAGS
+    with KafkaProtocolClient(coordinator) as client:
+        response = client.request(DESCRIBE_TRANSACTIONS, 0, body, is_flexible=True)
+    response.read_int32()
+    (state,) = response.read_compact_array(partial(_read_state, response, coordinator))
+    return state
 
 
-def _read_state(response: ResponseReader) -> TransactionState | None:
+def _read_state(response: ResponseReader, coordinator: Connection) -> TransactionState | None:
     error, name, state = (
         response.read_int16(),
         response.read_compact_string(),
@@ -135,7 +158,7 @@ def _read_state(response: ResponseReader) -> TransactionState | None:
     if error == NO_TRANSACTIONAL_ID:
         return None
     _check(error, f"reading the state of {name}")
-    return TransactionState(state or "", producer_id, epoch)
+    return TransactionState(state or "", producer_id, epoch, coordinator)
 
 
 def _check(error: int, what: str) -> None:
