@@ -32,8 +32,9 @@ from relax_events.events.types import (
 )
 from relax_events.history.stored_weights import StoredWeights
 from relax_events.kafka.admin import Admin
+from relax_events.kafka.batch_verification import enable_verification
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.corruption import damage_error
+from relax_events.kafka.corruption import CHECKSUM_FAILURE, damage_error
 from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.records import Record
 from relax_events.projections.ledger import Ledger
@@ -52,6 +53,7 @@ CHUNK_RECORDS = 2_000
 LARGE_CHUNK_RECORDS = 64
 """Chunk of records that name all samples of a step, or all partitions of a version."""
 PROGRESS_RECORDS = 500
+DEAD_LETTERS = ".dead-letters"
 REST = 2**62
 """Stands for the version after the last block."""
 # every stream begins with a new assignment, which would wait for the last request of the one before
@@ -98,11 +100,37 @@ def read_ledger(config: RunConfig, *, on_progress: OnProgress = _say_nothing) ->
                 f"the broker has no topics of a run {config.run.id!r}; see run.id and "
                 "broker.bootstrap_servers"
             )
+        topics = admin.topics(TopicPlan.build_topic_name(config.run.id, ""))
+        dead_letters = admin.end_offsets(
+            [(topic, 0) for topic in topics if topic.endswith(DEAD_LETTERS)]
+        )
     finally:
         admin.close()
+    if _have_damaged_batch(connection, dead_letters):
+        enable_verification()
     reader = LogReader(connection, fetch_wait_ms=FETCH_WAIT_MS)
     try:
         return LedgerReader(config, connection, reader, on_progress=on_progress).read()
+    finally:
+        reader.close()
+
+
+def _have_damaged_batch(connection: Connection, dead_letters: Mapping[TopicPartition, int]) -> bool:
+    """Return whether a worker has met a record batch that fails its checksum: Kafka's client may
+    abort where it reads on behind one (`batch_verification`).
+
+    Args:
+        connection: How to reach the broker.
+        dead_letters: The end offset of each partition with dead letters.
+    """
+    spans = {partition: (0, end) for partition, end in dead_letters.items() if end}
+    if not spans:
+        return False
+    reader = LogReader(connection, fetch_wait_ms=FETCH_WAIT_MS)
+    try:
+        return any(
+            record.headers.get("error-text") == CHECKSUM_FAILURE for record in reader.stream(spans)
+        )
     finally:
         reader.close()
 

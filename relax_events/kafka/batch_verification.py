@@ -38,6 +38,11 @@ def is_verification_enabled() -> bool:
     return os.environ.get(VARIABLE) == "1"
 
 
+def enable_verification() -> None:
+    """Let all consumers that this process opens from now on verify record batches."""
+    os.environ[VARIABLE] = "1"
+
+
 @dataclass(frozen=True)
 class RecordBatch:
     """A record batch: its first offset, the offset behind its last, and its bytes from the checksum

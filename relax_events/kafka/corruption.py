@@ -19,6 +19,7 @@ from relax_events.kafka.records import Record
 
 POLL_SECONDS = 0.1
 KEYS_SECONDS = 2.0
+CHECKSUM_FAILURE = "its record batch fails its checksum: bytes were altered on the broker's disk"
 REMEDY = (
     "restore the partition from a replica (delete its folder on the broker that leads it), or "
     "fork the run from an older version"

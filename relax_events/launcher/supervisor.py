@@ -4,7 +4,6 @@ together.
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import time
@@ -29,6 +28,7 @@ from relax_events.errors import (
 from relax_events.events.parts import WorkerState, now_micros
 from relax_events.events.types import WorkerHeartbeat
 from relax_events.kafka.batch_verification import VARIABLE as VERIFY_BATCHES
+from relax_events.kafka.batch_verification import enable_verification
 from relax_events.kafka.credentials import build_worker_credentials
 from relax_events.launcher.device_assignment import DeviceAssignment
 from relax_events.launcher.fork_client import ForkServer
@@ -312,7 +312,7 @@ class Supervisor:
         """Verify record batches in this process and in all workers that start from now on: Kafka's
         client would abort again.
         """
-        os.environ[VERIFY_BATCHES] = "1"
+        enable_verification()
         self._environment[VERIFY_BATCHES] = "1"
         for managed in self._processes.values():
             managed.requests = {

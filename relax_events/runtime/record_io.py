@@ -25,6 +25,7 @@ from relax_events.events.sample_groups import (
     split_samples,
 )
 from relax_events.events.types import Event
+from relax_events.kafka.corruption import CHECKSUM_FAILURE
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import POLICY_VERSION_HEADER, ProducerRecord, Record
 from relax_events.runtime.control_view import ControlView
@@ -180,9 +181,7 @@ class RecordIO:
         if record.is_damaged:
             self.dead_letter(
                 record,
-                CorruptRecord(
-                    "its record batch fails its checksum: bytes were altered on the broker's disk"
-                ),
+                CorruptRecord(CHECKSUM_FAILURE),
             )
             return []
         try:

@@ -29,7 +29,6 @@ from relax_events.events.parts import Outcome, WorkerState
 from relax_events.events.sample_groups import split_samples
 from relax_events.events.types import Event, PromptGroupEnded, SampleRolledOut
 from relax_events.kafka.admin import Admin
-from relax_events.kafka.batch_verification import VARIABLE as EXAMINE
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.embedded import EmbeddedBroker
 from relax_events.kafka.log_reader import LogReader
@@ -348,8 +347,7 @@ class FaultRun:
             ended = subprocess.run(
                 command("ledger", "check", self.run_file, "--output", "json"),
                 cwd=self.folder,
-                env=environment()
-                | {name: value for name, value in self.variables.items() if name == EXAMINE},
+                env=environment(),
                 capture_output=True,
                 timeout=200 * self.patience,
                 check=False,
