@@ -21,6 +21,7 @@ def scale(run: FaultRun, *words: str) -> tuple[int, dict[str, Any]]:
     ended = subprocess.run(
         line, cwd=run.folder, env=environment(), capture_output=True, timeout=200, check=False
     )
+    print(ended.stderr.decode())
     return ended.returncode, orjson.loads(ended.stdout or b"{}")
 
 

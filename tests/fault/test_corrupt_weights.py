@@ -10,24 +10,23 @@ from collections.abc import Callable
 import pytest
 from harness import WORKER_SECONDS, FaultRun, assert_ledger_balances
 
-STEPS = 24
+STEPS = 48
+AHEAD_SECONDS = 3.0
+"""In which rollout generates all that its staleness permits, and it is scored."""
 
 
 def publish_behind_the_engines_back(run: FaultRun) -> int:
-    """Stop rollout and let the trainer publish, then stop it too; return the newest version, which
+    """Let rollout get ahead, stop it, and let the trainer publish; return the newest version, which
     the engine has not read."""
     while True:
         run.wait_until_steps(run.state.num_steps + 1)
-        run.wait_until(
-            lambda: (
-                run.logged("rollout-0", "weights.loaded")[-1]["policy_version"]
-                >= run.state.policy_version
-            ),
-            "the engine has the newest",
-        )
+        run.signal(signal.SIGSTOP, "trainer-0")
+        run.follow_for(AHEAD_SECONDS)
         run.signal(signal.SIGSTOP, "rollout-0")
+        run.follow_for(0.5)
         before = run.state.policy_version
-        run.follow_for(1.5)
+        run.signal(signal.SIGCONT, "trainer-0")
+        run.wait_until_steps(run.state.num_steps + 1)
         run.signal(signal.SIGSTOP, "trainer-0")
         run.follow_for(0.5)
         serving = run.logged("rollout-0", "weights.loaded")[-1]["policy_version"]
