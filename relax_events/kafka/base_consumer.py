@@ -364,20 +364,35 @@ class BaseConsumer:
         would wait until that fetch returns, half a second where nothing is written.
         """
         unknown = {(at.topic, at.partition): at for at in partitions}
-        for partition in unknown.values():
-            partition.offset = OFFSET_BEGINNING
-        if not unknown:
-            return
+        found = self._look_up(unknown, OFFSET_BEGINNING)
+        for partition, at in unknown.items():
+            at.offset = found.get(partition, OFFSET_BEGINNING)
+
+    def _look_up(
+        self, partitions: Iterable[TopicPartition], offset: int
+    ) -> dict[TopicPartition, int]:
+        """Return the beginning or the end of each partition, in one request to each leader: a
+        request waits behind the client's fetch, half a second where nothing is written.
+
+        Args:
+            partitions: The partitions.
+            offset: `OFFSET_BEGINNING`, or `OFFSET_END`: what the isolation level lets be read.
+        Returns:
+            The offsets; without those that no broker returned.
+        """
+        wanted = [ClientPartition(*partition, offset) for partition in partitions]
+        if not wanted:
+            return {}
         try:
-            found = self._consumer.offsets_for_times(
-                list(unknown.values()), timeout=self._metadata_seconds
-            )
+            found = self._consumer.offsets_for_times(wanted, timeout=self._metadata_seconds)
         except KafkaException as exception:
-            log.debug("beginnings.read_failed", error=extract_error(exception).name())
-            return
-        for at in found:
-            if at.error is None and at.offset >= 0:
-                unknown[at.topic, at.partition].offset = at.offset
+            log.debug("offsets.read_failed", error=extract_error(exception).name())
+            return {}
+        return {
+            (at.topic, at.partition): at.offset
+            for at in found
+            if at.error is None and at.offset >= 0
+        }
 
     def close(self) -> None:
         """Close the consumer."""

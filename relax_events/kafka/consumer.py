@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 import structlog
-from confluent_kafka import Consumer, KafkaError, KafkaException
+from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, Consumer, KafkaError, KafkaException
 from confluent_kafka import TopicPartition as ClientPartition
 
 from relax_events.deadline import Deadline
@@ -183,18 +183,14 @@ class SubscribedConsumer(BaseConsumer):
         """Return the partitions that have unread records, with their positions; empty while the
         broker is down.
         """
-        unread = {}
-        for (topic, partition), position in self.positions.items():
-            try:
-                low, high = self._consumer.get_watermark_offsets(
-                    ClientPartition(topic, partition), timeout=self._metadata_seconds
-                )
-            except KafkaException as exception:
-                log.debug("end_offsets.read_failed", error=extract_error(exception).name())
-                return {}
-            if high > max(position, low):
-                unread[topic, partition] = position
-        return unread
+        ends = self._look_up(self.positions, OFFSET_END)
+        behind = {at: self.positions[at] for at, end in ends.items() if end > self.positions[at]}
+        begins = self._look_up(behind, OFFSET_BEGINNING)
+        return {
+            at: position
+            for at, position in behind.items()
+            if at in begins and ends[at] > begins[at]  # else all of it is purged
+        }
 
     def _check_fetch_stalled(self, unread: Mapping[TopicPartition, int]) -> None:
         """Check with a second client whether unread records exist: the offsets may hold only

@@ -469,7 +469,7 @@ def assert_spent_attempts_are_not_scored(run: FaultRun, reason: str) -> set[str]
         assert "attempt 2 of 2" in dead_letter.headers["error-text"]
         assert reason in dead_letter.headers["error-text"]
     scored = {
-        run.decode(record).prompt_group_id
+        record.key
         for record in run.records("reward.scores", num_partitions=run.plan.num_sample_partitions)
     }
     spent = {dead_letter.key for dead_letter in dead_letters}

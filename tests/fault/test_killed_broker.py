@@ -20,7 +20,7 @@ from relax_events.topics import TopicSpec
 def test_run_finishes_when_broker_and_workers_are_killed(
     start_run: Callable[..., FaultRun],
 ) -> None:
-    run = start_run(run={"num_steps": 30})
+    run = start_run(run={"num_steps": 60})
     process = run.start()
     run.wait_until_steps(5)
     killed = run.kill(*run.worker_ids)

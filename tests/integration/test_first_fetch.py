@@ -1,10 +1,14 @@
-"""How soon a consumer receives the first record of a partition that it has just begun to read."""
+"""How soon a consumer receives the first record of a partition that it has just begun to read, and
+how few requests an idle one sends.
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from broker_steps import turn_until
@@ -60,3 +64,38 @@ def test_first_record_of_an_assigned_partition_waits_for_no_fetch_of_the_others(
         return seconds
 
     assert statistics.median(measure(index) for index in range(5)) < EMPTY_FETCH_MS / 2000
+
+
+class Counted:
+    """A client whose requests are counted by name."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self.calls: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        self.calls[name] += 1
+        return getattr(self._client, name)
+
+
+def test_idle_member_looks_for_unread_records_in_two_requests(
+    connection: Connection,
+    producer: RecordProducer,
+    make_topic: Callable[..., str],
+    make_group: Callable[[str], str],
+) -> None:
+    """Each request waits behind the client's fetch, and the work loop waits for it: a request for
+    each partition kept a member of 24 partitions silent for 12 s."""
+    topic = make_topic("work", NUM_PARTITIONS)
+    member = SubscribedConsumer(connection, consumer_group=make_group("reward"), topics=[topic])
+    turn_until(
+        lambda: len(member.positions) == NUM_PARTITIONS,
+        lambda: member.fetch(timeout_seconds=0.05),
+    )
+    member.pause()
+    member._consumer = counted = Counted(member._consumer)
+    assert member._find_unread() == {}
+    producer.write([ProducerRecord(topic, b"x", partition=at) for at in (1, 4, 4)])
+    assert member._find_unread() == {(topic, 1): 0, (topic, 4): 0}
+    assert counted.calls == {"offsets_for_times": 3}
+    member.close()
