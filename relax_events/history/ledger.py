@@ -95,12 +95,12 @@ def read_ledger(config: RunConfig, *, on_progress: OnProgress = _say_nothing) ->
     connection = Connection.from_config(config.broker, client_id=f"{config.run.id}.ledger")
     admin = Admin(connection)
     try:
-        if not admin.topics(TopicPlan.build_topic_name(config.run.id, "control.schemas")):
+        topics = admin.topics(TopicPlan.build_topic_name(config.run.id, ""))
+        if not topics:
             raise ConfigError(
                 f"the broker has no topics of a run {config.run.id!r}; see run.id and "
                 "broker.bootstrap_servers"
             )
-        topics = admin.topics(TopicPlan.build_topic_name(config.run.id, ""))
         dead_letters = admin.end_offsets(
             [(topic, 0) for topic in topics if topic.endswith(DEAD_LETTERS)]
         )
