@@ -44,9 +44,9 @@ def mark_generation(samples: Sequence[SampleRolledOut]) -> None:
         ]
         joined = np.concatenate(arrays)
         digest.update(joined.astype(joined.dtype.newbyteorder("<"), copy=False).data)
-    name = digest.hexdigest()
+    generation_digest = digest.hexdigest()
     for sample in samples:
-        object.__setattr__(sample.key, "generation_digest", name)
+        object.__setattr__(sample.key, "generation_digest", generation_digest)
 
 
 def _describe(sample: SampleRolledOut) -> tuple[object, ...]:

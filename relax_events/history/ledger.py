@@ -42,7 +42,7 @@ from relax_events.projections.purged_ranges import PurgedRanges
 from relax_events.runtime.run_description import ParentRun
 from relax_events.staleness import is_external
 from relax_events.topics import TopicPlan
-from relax_events.topics.plan import TRAINER_INPUTS
+from relax_events.topics.plan import DEAD_LETTERS, TRAINER_INPUTS
 
 log = structlog.get_logger()
 BLOCK_RECORDS = 5_000
@@ -53,7 +53,6 @@ CHUNK_RECORDS = 2_000
 LARGE_CHUNK_RECORDS = 64
 """Chunk of records that name all samples of a step, or all partitions of a version."""
 PROGRESS_RECORDS = 500
-DEAD_LETTERS = ".dead-letters"
 REST = 2**62
 """Stands for the version after the last block."""
 # every stream begins with a new assignment, which would wait for the last request of the one before

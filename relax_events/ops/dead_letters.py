@@ -17,9 +17,8 @@ from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord, Record
 from relax_events.kafka.security.acls import ROLE_PERMISSIONS
 from relax_events.topics import TopicPlan
-from relax_events.topics.plan import QUEUE_TOPICS, SAMPLE_TOPICS
+from relax_events.topics.plan import DEAD_LETTERS, QUEUE_TOPICS, SAMPLE_TOPICS
 
-SUFFIX = ".dead-letters"
 ORIGIN_HEADERS = ("origin-topic", "origin-partition", "origin-offset")
 OUR_HEADERS = frozenset({*ORIGIN_HEADERS, "error-class", "error-text", "worker-id"})
 RESOLVES, RESOLUTION, REASON = "resolves", "resolution", "resolution-reason"
@@ -76,9 +75,9 @@ def read_dead_letters(log: RunLog, *, roles: Iterable[str] = ()) -> list[DeadLet
 def list_dead_letter_roles(log: RunLog) -> list[str]:
     """Return the roles that have a dead-letter topic."""
     return sorted(
-        log.plan.parse_entity(topic).removesuffix(SUFFIX)
+        log.plan.parse_entity(topic).removesuffix(DEAD_LETTERS)
         for topic in log.topics
-        if topic.endswith(SUFFIX)
+        if topic.endswith(DEAD_LETTERS)
     )
 
 
@@ -99,12 +98,12 @@ def _read_role(log: RunLog, role: str) -> dict[int, DeadLetter]:
 
 
 def _spans(log: RunLog, role: str) -> dict[tuple[str, int], tuple[int, int]]:
-    if log.plan.topic(f"{role}{SUFFIX}") not in log.topics:
+    if log.plan.topic(f"{role}{DEAD_LETTERS}") not in log.topics:
         raise ConfigError(
             f"role {role!r} has no dead-letter topic; roles with one: "
             f"{', '.join(list_dead_letter_roles(log))}"
         )
-    return log.full_ranges(f"{role}{SUFFIX}", range(1))
+    return log.full_ranges(f"{role}{DEAD_LETTERS}", range(1))
 
 
 def parse_dead_letter(role: str, record: Record) -> DeadLetter:
@@ -136,7 +135,7 @@ def read_dead_letter(log: RunLog, name: str) -> tuple[DeadLetter, Record]:
     dead_letter = _read_role(log, role).get(offset)
     if dead_letter is None:
         raise ConfigError(f"there is no dead letter {name}; relax deadletter list shows all")
-    topic = log.plan.topic(f"{role}{SUFFIX}")
+    topic = log.plan.topic(f"{role}{DEAD_LETTERS}")
     return dead_letter, next(log.records({(topic, 0): (offset, offset + 1)}))
 
 
@@ -214,7 +213,7 @@ def requeue(log: RunLog, dead_letters: Sequence[DeadLetter], producer: RecordPro
     for dead_letter in dead_letters:
         require_origin(dead_letter, log.plan)
     chosen = {
-        (log.plan.topic(f"{dead_letter.role}{SUFFIX}"), dead_letter.offset): dead_letter
+        (log.plan.topic(f"{dead_letter.role}{DEAD_LETTERS}"), dead_letter.offset): dead_letter
         for dead_letter in dead_letters
     }
     for records in split_batches(_values(log, chosen)):
@@ -336,7 +335,7 @@ def resolution_record(
     """Return the record that resolves a dead letter."""
     headers = {RESOLVES: f"0@{dead_letter.offset}", RESOLUTION: resolution, REASON: reason}
     return ProducerRecord(
-        plan.topic(f"{dead_letter.role}{SUFFIX}"),
+        plan.topic(f"{dead_letter.role}{DEAD_LETTERS}"),
         None,
         key=dead_letter.key,
         partition=0,

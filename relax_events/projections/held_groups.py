@@ -25,6 +25,10 @@ class _Process:
     heard_at: float
     listed: set[str] = field(default_factory=set)
 
+    def is_heard(self, *, now: float, silent_seconds: float) -> bool:
+        """Return whether its last heartbeat was received so recently."""
+        return now - self.heard_at <= silent_seconds
+
     def is_replaced_by(self, heartbeat: WorkerHeartbeat) -> bool:
         """Return whether a heartbeat of its worker id is another, later process's. A process in a
         container may have the id of the one before.
@@ -56,7 +60,10 @@ class HeldPromptGroups:
         """Return how many workers there are: they have sent a heartbeat since, and not said that
         they stop.
         """
-        return sum(now - process.heard_at <= silent_seconds for process in self._newest.values())
+        return sum(
+            process.is_heard(now=now, silent_seconds=silent_seconds)
+            for process in self._newest.values()
+        )
 
     def apply(self, heartbeat: WorkerHeartbeat, *, now: float) -> None:
         """Apply a heartbeat that was received now."""
@@ -101,7 +108,7 @@ class HeldPromptGroups:
             self.postpone(now=now)
         lost: dict[str, list[str]] = {}
         for process in (*self._newest.values(), *self._replaced):
-            if now - process.heard_at <= silent_seconds or not process.listed:
+            if process.is_heard(now=now, silent_seconds=silent_seconds) or not process.listed:
                 continue
             listed, process.listed = process.listed, set()
             if groups := sorted(self._forget(process, listed) & wanted):

@@ -33,6 +33,7 @@ from relax_events.staleness import build_group_end
 from relax_events.telemetry.metrics import WorkerMetrics
 from relax_events.telemetry.traces import NO_HEADERS, Traces
 from relax_events.topics import TopicPlan
+from relax_events.topics.plan import DEAD_LETTERS
 
 log = structlog.get_logger()
 UNUSABLE = (CorruptRecord, SchemaError, ObjectError, PoisonSample, MediaError, ForeignRecord)
@@ -229,7 +230,7 @@ class RecordIO:
         }
         self.producer.send(
             ProducerRecord(
-                self._plan.topic(f"{self._role}.dead-letters"),
+                self._plan.topic(f"{self._role}{DEAD_LETTERS}"),
                 record.value,
                 key=record.key,
                 headers=headers,

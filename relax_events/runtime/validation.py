@@ -105,18 +105,13 @@ def _require_own_id(event: PromptGroupIssued | PromptGroupEnded, *, what: str) -
         raise PoisonSample(f"{what} {event.prompt_group_id}: {rule}")
 
 
-def check_sample(event: Event) -> SampleRolledOut:
-    """Check that an event is a rolled-out sample with matching shapes and finite numbers, and
-    return it.
+def check_samples(events: Sequence[Event]) -> list[SampleRolledOut]:
+    """Check that the events of one record are rolled-out samples with matching shapes and finite
+    numbers, and return them.
 
     Raises:
         PoisonSample: A check failed; the text names the sample, the field and the value.
     """
-    return check_samples([event])[0]
-
-
-def check_samples(events: Sequence[Event]) -> list[SampleRolledOut]:
-    """Check the samples of one record as `check_sample` does, and return them."""
     samples: list[SampleRolledOut] = []
     for event in events:
         if not isinstance(event, SampleRolledOut):

@@ -145,6 +145,8 @@ PER_SAMPLE_ROLES = ("reward", "judge", "reference", "actor-forward", "critic", "
 CONSUMER_GROUP_ROLES = (*PER_SAMPLE_ROLES, "advantage")
 """Roles whose workers divide their topics' partitions as a consumer group."""
 DEAD_LETTER_ROLES = ("rollout", *CONSUMER_GROUP_ROLES, "trainer")
+DEAD_LETTERS = ".dead-letters"
+"""Ends the name of a role's topic of dead letters."""
 SCORES_PATTERN = re.compile("[a-z0-9][a-z0-9_-]{0,47}")
 MAX_RECORD_BYTES = 16 * 1024 * 1024
 
@@ -268,7 +270,7 @@ class TopicPlan:
         """Return the specifications of the run's own topics."""
         rest = "could not process, unchanged, with the error in their headers"
         roles = ("trainer",) if self.source_run_id else DEAD_LETTER_ROLES
-        dead_letters = {f"{role}.dead-letters": f"records that {role} {rest}" for role in roles}
+        dead_letters = {f"{role}{DEAD_LETTERS}": f"records that {role} {rest}" for role in roles}
         return [
             *self._sample_specs(),
             *self._specs(CONTROL_TOPICS, 1),

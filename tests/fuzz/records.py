@@ -30,7 +30,7 @@ from relax_events.runtime.validation import (
     check_ended,
     check_issued,
     check_ready,
-    check_sample,
+    check_samples,
 )
 from relax_events.staleness import IssuedGroup
 from relax_events.topics.plan import allowed_outcomes
@@ -126,7 +126,7 @@ def decode(data: bytes) -> None:
         orjson.dumps(to_json(decoded))
         may_end = partial(check_ended, allowed=allowed_outcomes("prompt.end-requests"))
         checks: dict[str, Any] = {
-            "SampleRolledOut": check_sample,
+            "SampleRolledOut": lambda event: check_samples([event]),
             "SampleReady": check_ready,
             "PromptGroupIssued": check_issued,
             "PromptGroupEnded": may_end,

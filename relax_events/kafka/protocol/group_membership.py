@@ -151,7 +151,10 @@ def find_coordinator(
     Raises:
         BrokerUnavailable: The coordinator is not known yet.
     """
-    impatient = _shorten_timeout(connection)
+    impatient = replace(
+        connection,
+        request_timeout_seconds=min(connection.request_timeout_seconds, RESPONSE_SECONDS),
+    )
     with KafkaProtocolClient(impatient) as client:
         response = client.request(
             FIND_COORDINATOR,
@@ -184,11 +187,6 @@ def find_coordinators(connection: Connection, name: str, *, kind: int) -> list[C
     if not found and failure is not None:
         raise failure
     return list(found.values())
-
-
-def _shorten_timeout(connection: Connection) -> Connection:
-    seconds = min(connection.request_timeout_seconds, RESPONSE_SECONDS)
-    return replace(connection, request_timeout_seconds=seconds)
 
 
 def list_members(connection: Connection, consumer_group: str) -> list[GroupMembership]:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 
 from relax_events.topics.plan import (
     DEAD_LETTER_ROLES,
+    DEAD_LETTERS,
     DEPENDENT_RUN,
     END_REQUESTS,
     HEARTBEATS,
@@ -174,7 +175,7 @@ def build_acls(run_id: str, *, source_run_id: str = "") -> list[Acl]:
 
 def list_writable_topics(role: str) -> tuple[str, ...]:
     """Return the topics that a role may write, without the run's prefix."""
-    dead_letters = (f"{role}.dead-letters",) if role in DEAD_LETTER_ROLES else ()
+    dead_letters = (f"{role}{DEAD_LETTERS}",) if role in DEAD_LETTER_ROLES else ()
     return (
         *WORKER_WRITES,
         HEARTBEATS[role],

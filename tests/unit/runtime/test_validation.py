@@ -14,10 +14,16 @@ from event_samples import ended, ready, rolled_out, scored
 
 from relax_events.errors import PoisonSample
 from relax_events.events.parts import MediaRef, Outcome, VersionSegment
-from relax_events.runtime.validation import check_ended, check_ready, check_sample
+from relax_events.events.types import Event, SampleRolledOut
+from relax_events.runtime.validation import check_ended, check_ready, check_samples
 from relax_events.topics.plan import END_REQUESTS, TRAINING_SAMPLES, allowed_outcomes
 
 MEDIA = MediaRef("file:///a.png", bytes(32), "image/png", 3)
+
+
+def check_sample(event: Event) -> SampleRolledOut:
+    (sample,) = check_samples([event])
+    return sample
 
 
 def vector(*values: float, dtype: Any = np.float32) -> np.ndarray:
