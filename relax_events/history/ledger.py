@@ -30,11 +30,11 @@ from relax_events.events.types import (
     PromptGroupIssued,
     TrainStepCommitted,
 )
+from relax_events.history.altered_batches import verify_altered_log
 from relax_events.history.stored_weights import StoredWeights
 from relax_events.kafka.admin import Admin
-from relax_events.kafka.batch_verification import enable_verification
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.corruption import CHECKSUM_FAILURE, damage_error
+from relax_events.kafka.corruption import damage_error
 from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.records import Record
 from relax_events.projections.ledger import Ledger
@@ -42,7 +42,7 @@ from relax_events.projections.purged_ranges import PurgedRanges
 from relax_events.runtime.run_description import ParentRun
 from relax_events.staleness import is_external
 from relax_events.topics import TopicPlan
-from relax_events.topics.plan import DEAD_LETTERS, TRAINER_INPUTS
+from relax_events.topics.plan import TRAINER_INPUTS
 
 log = structlog.get_logger()
 BLOCK_RECORDS = 5_000
@@ -100,36 +100,12 @@ def read_ledger(config: RunConfig, *, on_progress: OnProgress = _say_nothing) ->
                 f"the broker has no topics of a run {config.run.id!r}; see run.id and "
                 "broker.bootstrap_servers"
             )
-        dead_letters = admin.end_offsets(
-            [(topic, 0) for topic in topics if topic.endswith(DEAD_LETTERS)]
-        )
+        verify_altered_log(admin, connection, topics)
     finally:
         admin.close()
-    if _have_damaged_batch(connection, dead_letters):
-        enable_verification()
     reader = LogReader(connection, fetch_wait_ms=FETCH_WAIT_MS)
     try:
         return LedgerReader(config, connection, reader, on_progress=on_progress).read()
-    finally:
-        reader.close()
-
-
-def _have_damaged_batch(connection: Connection, dead_letters: Mapping[TopicPartition, int]) -> bool:
-    """Return whether a worker has met a record batch that fails its checksum: Kafka's client may
-    abort where it reads on behind one (`batch_verification`).
-
-    Args:
-        connection: How to reach the broker.
-        dead_letters: The end offset of each partition with dead letters.
-    """
-    spans = {partition: (0, end) for partition, end in dead_letters.items() if end}
-    if not spans:
-        return False
-    reader = LogReader(connection, fetch_wait_ms=FETCH_WAIT_MS)
-    try:
-        return any(
-            record.headers.get("error-text") == CHECKSUM_FAILURE for record in reader.stream(spans)
-        )
     finally:
         reader.close()
 

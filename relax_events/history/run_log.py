@@ -17,6 +17,7 @@ from relax_events.errors import CorruptRecord, SchemaError
 from relax_events.events.codec import EventCodec, UnknownFingerprint, schema_marker
 from relax_events.events.sample_groups import split_samples
 from relax_events.events.types import Event, PolicyVersionPublished, PromptGroupEnded
+from relax_events.history.altered_batches import verify_altered_log
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.records import Record
@@ -76,6 +77,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         self.topics = frozenset(self._admin.topics(self.plan.topic("")))
         require_run(config, self.topics)
         self.connection = Connection.from_config(config.broker, client_id=f"{config.run.id}.{name}")
+        verify_altered_log(self._admin, self.connection, self.topics)
         self._readers: list[LogReader] = []
         self._idle: list[LogReader] = []
         self._seen_ends: dict[TopicPartition, int] = {}
@@ -86,6 +88,10 @@ class RunLog(AbstractContextManager["RunLog"]):
         if (
             self.plan.source_run_id
         ):  # a replay's samples are another run's, at the offsets of that run's versions
+            source_topics = self._admin.topics(
+                TopicPlan.build_topic_name(self.plan.source_run_id, "")
+            )
+            verify_altered_log(self._admin, self.connection, source_topics)
             self._learn_schemas(self.plan.source_run_id)
             self._owning_versions = self._read_versions(self.plan.source_run_id)
         self._outcomes: dict[str, DecodedRecord[PromptGroupEnded]] | None = None
