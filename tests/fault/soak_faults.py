@@ -24,6 +24,7 @@ from soak_plugins import ALWAYS, ERROR, SLOW_STEP, deaths_of
 
 from relax_events.config import RunConfig
 from relax_events.errors import BrokerRefused
+from relax_events.events.types import RunCommanded
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord
@@ -434,9 +435,14 @@ FAULTS = {
 
 
 def commanded_restarts(run: FaultRun) -> int:
-    """Return how often the health manager restarted a worker."""
+    """Return how often the health manager restarted a worker of `relax run`; an extra worker that
+    was killed is missed for as long as the heartbeat timeout, and nobody starts it again."""
     events = [run.decode(record) for record in run.records("control.commands")]
-    return sum(bool(getattr(event, "arguments", {}).get("tier")) for event in events)
+    return sum(
+        bool(event.arguments.get("tier"))
+        for event in events
+        if isinstance(event, RunCommanded) and event.worker_id in (None, *run.worker_ids)
+    )
 
 
 def num_commanded_deaths(run: FaultRun) -> int:
