@@ -32,6 +32,7 @@ from relax_events.objects.backends import (
     translate_errors,
 )
 from relax_events.objects.outages import ResultT, outages
+from relax_events.objects.unfinished import ABANDONED_SECONDS, delete_unfinished_files
 
 PART_BYTES = 16 * 1024**2
 NUM_PARALLEL_PARTS = 8
@@ -233,6 +234,23 @@ class ObjectStore:
             except ObjectError as error:
                 if not isinstance(error.__cause__, FileNotFoundError):
                     raise
+
+    def delete_unfinished(self, folder: str, *, min_age_seconds: float = ABANDONED_SECONDS) -> None:
+        """Delete what killed writers have left in a folder of a local store. A remote store keeps
+        their parts out of sight, for as long as its lifecycle rules say.
+
+        Args:
+            folder: A folder, with a slash at its end.
+            min_age_seconds: How long ago a file must have grown last; 0 where no writer is alive.
+        Raises:
+            ObjectError: The store refuses the deletion.
+        """
+        if (directory := self._backend.directory) is not None:
+            self._call(
+                "delete",
+                folder,
+                lambda: delete_unfinished_files(directory, folder, min_age_seconds=min_age_seconds),
+            )
 
     def uri(self, key: str) -> str:
         """Return the URI of a name; `""` gives the store's root."""

@@ -36,7 +36,9 @@ def delete_objects_before(store: ObjectStore, policy_version: int) -> int:
     num_deleted = 0
     for version in list_stored_versions(store):
         if version < policy_version:
-            keys = store.list(build_version_folder(version))
+            folder = build_version_folder(version)
+            keys = store.list(folder)
             store.delete(keys)
+            store.delete_unfinished(folder)
             num_deleted += len(keys)
     return num_deleted

@@ -186,6 +186,7 @@ def delete_weights(store: ObjectStore, *policy_versions: int) -> None:
     for version in policy_versions:
         keys = store.list(_folder(version))
         store.delete(sorted(keys, key=lambda key: not key.endswith(".json")))
+        store.delete_unfinished(_folder(version))
 
 
 def stored_versions(store: ObjectStore) -> list[int]:

@@ -436,7 +436,7 @@ FAULTS = {
 
 def commanded_restarts(run: FaultRun) -> int:
     """Return how often the health manager restarted a worker of `relax run`; an extra worker that
-    was killed is missed for as long as the heartbeat timeout, and nobody starts it again."""
+    was killed is missed for as long as the heartbeat timeout, and not started again."""
     events = [run.decode(record) for record in run.records("control.commands")]
     return sum(
         bool(event.arguments.get("tier"))

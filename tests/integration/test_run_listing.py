@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import pytest
@@ -180,7 +181,12 @@ def test_deletion_keeps_a_run_whose_id_has_the_same_prefix(
     require_deletable(
         read_run(connection, mine.run.id), read_runs(connection, with_progress=False).values()
     )
+    bucket = Path(unquote(urlsplit(mine.objects_uri).path))
+    unfinished = bucket / "samples" / "00000001" / "9b60#1"
+    unfinished.parent.mkdir(parents=True)
+    unfinished.write_bytes(b"a killed writer's")
     delete_run(connection, deletion)
+    assert not unfinished.parent.exists()
     turn_until(lambda: not Inventory(connection).topics(f"relax.{mine.run.id}."))
     assert groups_of(connection, mine.run.id) == []
     assert ObjectStore.open(mine.objects_uri).list("") == ["notes/mine.txt"]

@@ -22,7 +22,7 @@ from relax_events.objects import ObjectStore
 from relax_events.objects.marker import MARKER, read_marker
 from relax_events.topics import TopicPlan
 
-FOLDERS = ("weights/", "checkpoints/", "partials/", "samples/", "sha256/")
+FOLDERS = ("weights/", "checkpoints/", "critic/", "partials/", "samples/", "sha256/")
 """Prefixes of all objects that a run writes, besides the marker; other objects under the same URI
 belong to others."""
 DESCRIPTION = "control.commands"
@@ -169,6 +169,8 @@ def delete_run(connection: Connection, deletion: Deletion) -> None:
     if deletion.objects:
         store = ObjectStore.open(deletion.store_uri)
         store.delete(key for key in deletion.objects if key != MARKER)
+        for folder in FOLDERS:
+            store.delete_unfinished(folder, min_age_seconds=0)
         store.delete([MARKER])  # last: an interrupted deletion needs it to continue
     inventory.delete_groups(deletion.groups)
     inventory.delete_group_settings(deletion.groups)

@@ -232,6 +232,9 @@ class Checkpoints:
         )
         if to_delete:
             self._store.delete(to_delete)
+        for folder in self._store.list_folders(self._prefix):
+            if self._version(folder) <= committed.policy_version:
+                self._store.delete_unfinished(folder)
         return len(to_delete)
 
     def _version(self, folder: str) -> int:
