@@ -1,7 +1,7 @@
 """Deletes what writers that were killed have left in a local store.
 
 The storage library writes `name#1` and renames it to `name` when all bytes are there. It does not
-list such files, so whoever deletes what a folder lists leaves them, and the folder, on disk.
+list such files: where the listed objects of a folder are deleted, the file and the folder stay.
 """
 
 from __future__ import annotations

@@ -21,8 +21,9 @@ log = structlog.get_logger()
 MAX_VERSIONS = 2
 """Versions whose weights are held in memory: two, because samples of neighbouring versions may
 alternate."""
-LOST_SECONDS = 30.0
-"""Seconds until an unreadable version is read again: its objects may have been restored."""
+READS_BETWEEN, MIN_LOST_SECONDS, MAX_LOST_SECONDS = 10.0, 1.0, 30.0
+"""An unreadable version is read again, since its objects may have been restored: after ten times as
+long as the failed read took, within these bounds. Meanwhile its prompt groups end as expired."""
 
 
 class VersionedWeights:
@@ -55,7 +56,7 @@ class VersionedWeights:
         self._cached: OrderedDict[int, Weights] = OrderedDict()
         self._clock = clock
         self._lost: dict[int, tuple[float, WeightsError]] = {}
-        """Monotonic time and reason of the last failed read, by version."""
+        """Monotonic time of the next read, and reason of the last failed one, by version."""
         self._held = -1
 
     def apply(self, event: Event) -> None:
@@ -70,12 +71,12 @@ class VersionedWeights:
 
         Raises:
             PoisonSample: The version was never published, or has left the window.
-            WeightsError: Its artifact is unreadable, or was unreadable less than LOST_SECONDS ago.
+            WeightsError: Its artifact is unreadable, or was so at the last read.
         """
         if policy_version == self._held:
             return policy_version
-        since, known = self._lost.get(policy_version, (0.0, None))
-        if known is not None and self._clock() - since < LOST_SECONDS:
+        next_at, known = self._lost.get(policy_version, (0.0, None))
+        if known is not None and self._clock() < next_at:
             raise known
         with self._worker.lifecycle.transfer("load weights"):
             if policy_version not in self._cached:
@@ -109,6 +110,7 @@ class VersionedWeights:
                 f"policy version {policy_version} is not among the published ones in the "
                 f"window, {sorted(self._published)}"
             )
+        began = self._clock()
         try:
             weights = self._transport.fetch(published)
         except WeightsError as error:
@@ -117,7 +119,9 @@ class VersionedWeights:
                 "version again; or fork it from an older version"
             )
             lost = WeightsError(f"{error}; {remedy}")
-            self._lost[policy_version] = self._clock(), lost
+            now = self._clock()
+            wait = min(max(READS_BETWEEN * (now - began), MIN_LOST_SECONDS), MAX_LOST_SECONDS)
+            self._lost[policy_version] = now + wait, lost
             raise lost from error
         log.info("weights.loaded", policy_version=policy_version, transport=weights.transport)
         return weights

@@ -18,7 +18,7 @@ from relax_events.errors import WeightsError
 from relax_events.events.parts import Outcome
 from relax_events.events.types import LogprobsComputed, PolicyVersionPublished, SampleRolledOut
 from relax_events.roles.logprob_processor import LogprobScorer
-from relax_events.roles.versioned_weights import LOST_SECONDS, VersionedWeights
+from relax_events.roles.versioned_weights import VersionedWeights
 from relax_events.telemetry.metrics import WorkerMetrics
 from relax_events.weights.manifest import Weights
 
@@ -110,5 +110,35 @@ def test_lost_version_fails_only_its_own_prompt_groups() -> None:
         WeightsError, match=r"no such object; restore the object, or start the run again"
     ):
         versions.use(2)
-    transport.lost, now[0] = -1, now[0] + LOST_SECONDS
+    transport.lost, now[0] = -1, now[0] + 1.0
     assert versions.use(2) == 2, "its objects were restored"
+
+
+@pytest.mark.parametrize(
+    ("read_seconds", "wait_seconds"), [(0.01, 1.0), (0.5, 5.0), (2.0, 20.0), (60.0, 30.0)]
+)
+def test_lost_version_is_read_again_after_a_time_that_depends_on_the_read(
+    read_seconds: float, wait_seconds: float
+) -> None:
+    """Small weights are back soon, and large ones are not read all the time."""
+    worker: Any = RecordingWorker()
+    now = [100.0]
+
+    class SlowTransport(Transport):
+        def fetch(self, event: PolicyVersionPublished) -> Weights:
+            now[0] += read_seconds
+            return super().fetch(event)
+
+    transport: Any = SlowTransport(lost=2)
+    versions = VersionedWeights(worker, Scorer(), transport, clock=lambda: now[0])  # type: ignore[arg-type]
+    versions.apply(published(2))
+    for _ in range(2):
+        with pytest.raises(WeightsError):
+            versions.use(2)
+    transport.lost, read_at = -1, now[0]
+    now[0] = read_at + wait_seconds - 0.001
+    with pytest.raises(WeightsError):
+        versions.use(2)
+    assert transport.asked == [2]
+    now[0] = read_at + wait_seconds + 0.001
+    assert versions.use(2) == 2
