@@ -37,6 +37,7 @@ whether they have it open or not."""
 GRACE_SECONDS = 30.0
 """In which processes may end that are ending on command: the embedded broker ends by itself once no
 one uses it any more."""
+SHARED_MEMORY_SECONDS = 5.0
 LOOK_SECONDS = 0.2
 
 
@@ -99,14 +100,23 @@ class Leftovers:
         psutil.wait_procs(left, timeout=GRACE_SECONDS)
         self._found += [f"file {path}" for path in sorted(self._folder.iterdir())]
         shutil.rmtree(self._folder, ignore_errors=True)
-        new = sorted(_names(SHARED_MEMORY) - self._shared_before)
-        self._found += [
-            f"file {SHARED_MEMORY / name}" for name in new if not _is_open(SHARED_MEMORY / name)
-        ]
+        self._found += [f"file {path}" for path in _left_in_shared_memory(self._shared_before)]
 
 
 def _names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+
+
+def _left_in_shared_memory(before: set[str]) -> list[Path]:
+    """Return the new files that nothing uses and that stay: those of another session may be on
+    their way out, as after a process that it killed."""
+    deadline = time.monotonic() + SHARED_MEMORY_SECONDS
+    while True:
+        new = (SHARED_MEMORY / name for name in sorted(_names(SHARED_MEMORY) - before))
+        left = [path for path in new if not _is_open(path)]
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(LOOK_SECONDS)
 
 
 def _still_listening() -> list[str]:
