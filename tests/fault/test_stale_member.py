@@ -51,6 +51,4 @@ def test_commit_of_a_stale_member_is_rejected_and_its_work_redone(
         for event in split_samples(codec.decode(record.value))
     ]
     times_scored = Counter(event.sample_id for event in events if isinstance(event, SampleScored))
-    # what was written and not committed is written again, unless its version has left the staleness
-    # window meanwhile
-    assert max(times_scored.values()) <= 2
+    assert max(times_scored.values()) == 2, "what was written and not committed was written again"
