@@ -4,7 +4,7 @@ log.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from confluent_kafka import OFFSET_BEGINNING, KafkaError, KafkaException
 from confluent_kafka import TopicPartition as ClientPartition
 
 from relax_events.deadline import Deadline
-from relax_events.errors import AccessDenied, BrokerError, BrokerUnavailable
+from relax_events.errors import AccessDenied, BrokerError, BrokerUnavailable, ClientFailed
 from relax_events.kafka.batch_verification import BatchVerifier, is_verification_enabled
 from relax_events.kafka.connection import (
     Connection,
@@ -24,6 +24,7 @@ from relax_events.kafka.connection import (
 )
 from relax_events.kafka.corruption import damage_error, read_damaged_records
 from relax_events.kafka.records import Record
+from relax_events.kafka.stale_leaders import LeaderMonitor
 from relax_events.topics.partitions import TopicPartition
 
 log = structlog.get_logger()
@@ -82,6 +83,7 @@ class BaseConsumer:
             if is_verification_enabled()
             else None
         )
+        self._leaders = LeaderMonitor(connection)
         self.positions: dict[TopicPartition, int] = {}
 
     def lag(self) -> dict[TopicPartition, int]:
@@ -109,7 +111,12 @@ class BaseConsumer:
         Raises:
             BrokerRefused: The broker has denied access for longer than the request timeout, or
                 denies reading.
+            ClientFailed: This client waits for records from brokers that no longer lead.
         """
+        if self._leaders.is_due:
+            newer = self._leaders.find_newer_leaders(self._read_known_leaders())
+            if newer:
+                self._replace_client(newer)
         first = self._consumer.poll(timeout_seconds)
         if first is None:
             if self._connection.auth_failures.seconds > self._timeout_seconds:
@@ -180,6 +187,36 @@ class BaseConsumer:
                 f"{topic}[{partition}] has no leader; check that all brokers run"
             ) from None
         return replace(self._connection, bootstrap_servers=f"{leader.host}:{leader.port}")
+
+    def _read_known_leaders(self) -> dict[TopicPartition, int]:
+        """Return the node ids of the leaders of the read partitions, by the metadata that this
+        client gets now; empty with a single broker, or if none responds.
+        """
+        known: dict[TopicPartition, int] = {}
+        for topic in {topic for topic, _ in self.positions}:
+            try:
+                found = self._consumer.list_topics(topic, timeout=self._metadata_seconds)
+            except KafkaException as exception:
+                log.debug("leaders.read_failed", error=extract_error(exception).name())
+                return {}
+            if len(found.brokers) == 1:
+                return {}
+            for partition, metadata in found.topics[topic].partitions.items():
+                if (topic, partition) in self.positions:
+                    known[topic, partition] = metadata.leader
+        return known
+
+    def _replace_client(self, newer: Mapping[TopicPartition, int]) -> None:
+        """Get another client, which finds these leaders.
+
+        Raises:
+            ClientFailed: Only a restart of the worker gets another client.
+        """
+        (topic, partition), node_id = next(iter(newer.items()))
+        raise ClientFailed(
+            f"this client does not find that broker {node_id} leads {topic}[{partition}]; restart "
+            "the worker"
+        )
 
     def _is_late_misread(self, partition: TopicPartition, message: Any) -> bool:
         """Return whether the message is a delayed error about misread bytes behind a damaged

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+import structlog
 from confluent_kafka import Consumer
 from confluent_kafka import TopicPartition as ClientPartition
 
@@ -21,8 +23,10 @@ from relax_events.kafka.base_consumer import (
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.corruption import damage_error
 from relax_events.kafka.records import Record, to_logged_record
+from relax_events.kafka.stale_leaders import leave_out_outdated_brokers
 from relax_events.topics.partitions import TopicPartition
 
+log = structlog.get_logger()
 MAX_POLLED_MESSAGES = 500
 POLL_SECONDS = 0.05
 FIRST_RANGE_OFFSETS = 128
@@ -56,19 +60,29 @@ class LogReader(BaseConsumer):
         name = (
             consumer_group or f"relax.{connection.client_id}.reader"
         )  # within the run's prefix, as its ACLs require
-        settings = connection.lasting_settings(
-            group_id=name,
-            enable_partition_eof=True,
-            **build_reader_settings()
-            | {"fetch_wait_max_ms": fetch_wait_ms, "fetch_min_bytes": fetch_min_bytes},
-        )
-        super().__init__(Consumer(settings), connection)
+        self._settings = {
+            "group_id": name,
+            "enable_partition_eof": True,
+            **build_reader_settings(),
+            "fetch_wait_max_ms": fetch_wait_ms,
+            "fetch_min_bytes": fetch_min_bytes,
+        }
+        super().__init__(Consumer(connection.lasting_settings(**self._settings)), connection)
+        self._replacing = threading.Lock()
+        self._is_paused = False
         self._checked_topics: set[str] = set()
         if start:
             self.assign(start)
 
+    def lag(self) -> dict[TopicPartition, int]:
+        """See `BaseConsumer.lag`; may be called by another thread."""
+        with self._replacing:
+            return super().lag()
+
     def fetch(self, max_records: int = 500, *, timeout_seconds: float) -> list[Record]:
-        """See `BaseConsumer.fetch`."""
+        """See `BaseConsumer.fetch`. A client that waits for brokers that no longer lead is
+        replaced, and reading continues where it was.
+        """
         records = super().fetch(max_records, timeout_seconds=timeout_seconds)
         self.positions |= {
             (record.topic, record.partition): record.offset + 1 for record in records
@@ -94,12 +108,33 @@ class LogReader(BaseConsumer):
         self._find_beginnings(at for at in partitions if not at.offset)
         self._consumer.assign(partitions)
 
+    def _replace_client(self, newer: Mapping[TopicPartition, int]) -> None:
+        log.warning(
+            "reader.client_replaced",
+            reason="it did not find the new leaders",
+            leaders={
+                f"{topic}[{partition}]": node_id for (topic, partition), node_id in newer.items()
+            },
+        )
+        self._connection = leave_out_outdated_brokers(
+            self._connection, sorted({topic for topic, _ in newer})
+        )
+        consumer = Consumer(self._connection.lasting_settings(**self._settings))
+        with self._replacing:
+            self._consumer, outdated = consumer, self._consumer
+        outdated.close()
+        self.assign(self.positions)
+        if self._is_paused:
+            self.pause()
+
     def pause(self) -> None:
         """Request no more records until `resume`, and forget those that are prefetched."""
+        self._is_paused = True
         self._consumer.pause(self._consumer.assignment())
 
     def resume(self) -> None:
         """Read on behind the last record that was fetched."""
+        self._is_paused = False
         self._consumer.resume(self._consumer.assignment())
 
     def read_at(

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,11 @@ from relax_events.kafka.base_consumer import READER_SETTINGS
 from relax_events.kafka.connection import Connection, extract_error, translate
 from relax_events.kafka.leases import LEAVE_SECONDS, POLL_SECONDS, Lease
 from relax_events.kafka.records import Record
+from relax_events.kafka.stale_leaders import (
+    LeaderMonitor,
+    leave_out_outdated_brokers,
+    read_newest_leaders,
+)
 
 log = structlog.get_logger()
 COMMIT_SECONDS = 10.0
@@ -69,7 +75,10 @@ class ShareGroupLeases:
             records_per_batch: Records that a record batch holds as a rule, which decides how many
                 share consumers join at once.
         """
-        self._join = partial(_ShareConsumerThread, connection, group, topic, self)
+        self._topic, self.connection = topic, connection
+        self._leaders = LeaderMonitor(connection)
+        self._known_leaders = read_newest_leaders(connection, [topic])
+        self._join = partial(_ShareConsumerThread, group, topic, self)
         self._stopping = threading.Event()
         self._on_lease = on_lease
         self._turn = threading.Lock()
@@ -140,6 +149,17 @@ class ShareGroupLeases:
             self._max_lanes = len(self._lanes)
             return True
 
+    def check_leader(self) -> None:
+        """Replace `connection` if the queue has had another leader for a while: each consumer
+        rejoins by the new one before it polls. A share consumer does not say which leader it knows.
+        """
+        if not self._leaders.is_due:
+            return
+        if newer := self._leaders.find_newer_leaders(self._known_leaders):
+            log.warning("lanes.rejoin", reason="the queue has another leader", topic=self._topic)
+            self._known_leaders |= newer
+            self.connection = leave_out_outdated_brokers(replace(self.connection), [self._topic])
+
     def pause(self) -> None:
         """Pause before a retry; `stop` ends the pause."""
         self._stopping.wait(POLL_SECONDS / 10)
@@ -152,17 +172,8 @@ class ShareGroupLeases:
 class _ShareConsumerThread:
     """One share consumer and its thread."""
 
-    def __init__(
-        self, connection: Connection, group: str, topic: str, source: ShareGroupLeases
-    ) -> None:
-        self._settings = connection.lasting_settings(
-            report_seconds=LANE_REPORT_SECONDS,
-            group_id=group,
-            share_acknowledgement_mode="explicit",
-            max_poll_records=1,
-            max_poll_interval_ms=READER_SETTINGS["max_poll_interval_ms"],
-        )
-        self._source, self._connection, self._topic = source, connection, topic
+    def __init__(self, group: str, topic: str, source: ShareGroupLeases) -> None:
+        self._group, self._topic, self._source = group, topic, source
         self._consumer: Any | None = self._join_group()
         self._numbers = itertools.count()
         self._held: dict[int, Any] = {}
@@ -186,7 +197,16 @@ class _ShareConsumerThread:
             self._settled.put((number, False))
 
     def _join_group(self) -> Any:
-        consumer = ShareConsumer(self._settings)
+        self._connection = self._source.connection
+        consumer = ShareConsumer(
+            self._connection.lasting_settings(
+                report_seconds=LANE_REPORT_SECONDS,
+                group_id=self._group,
+                share_acknowledgement_mode="explicit",
+                max_poll_records=1,
+                max_poll_interval_ms=READER_SETTINGS["max_poll_interval_ms"],
+            )
+        )
         consumer.subscribe([self._topic])
         return consumer
 
@@ -217,6 +237,9 @@ class _ShareConsumerThread:
         """
         with self._source.polling_turn():
             while not self._has_ended:
+                self._source.check_leader()
+                if self._connection is not self._source.connection:
+                    self._leave()
                 if self._consumer is None:
                     self._consumer = self._join_group()
                 polled = self._consumer.poll(POLL_SECONDS)

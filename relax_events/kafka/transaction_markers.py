@@ -25,6 +25,7 @@ from relax_events.kafka.protocol.transaction_state import (
     finish_transaction,
     read_transaction_state,
 )
+from relax_events.kafka.stale_leaders import leave_out_outdated_brokers
 from relax_events.topics.partitions import TopicPartition
 
 log = structlog.get_logger()
@@ -63,7 +64,8 @@ class TransactionMarkers:
         partitions: Iterable[TopicPartition] = (),
         consumer_group: str = "",
     ) -> None:
-        self._connection, self._admin = connection, OffsetAdmin(connection)
+        self._connection = self._admin_connection = connection
+        self._admin = OffsetAdmin(connection)
         self._transactional_id, self._consumer_group = transactional_id, consumer_group
         self._partitions = set(partitions)
         self._closed = threading.Event()
@@ -71,6 +73,11 @@ class TransactionMarkers:
         """One thread at a time uses the admin client and completes a transaction."""
         self._expectation: threading.Thread | None = None
         self._repair: _Repair | None = None
+
+    @property
+    def topics(self) -> list[str]:
+        """The topics that the transactions write."""
+        return sorted({topic for topic, _ in self._partitions})
 
     def write_missing(self) -> None:
         """Complete the last transaction in the partitions whose marker is missing, as its
@@ -94,6 +101,7 @@ class TransactionMarkers:
         state = read_transaction_state(self._connection, self._transactional_id)
         if state is None:
             return
+        self._leave_out_outdated()
         producer = state.producer_id, state.producer_epoch
         if self._repair is not None and self._repair.producer != producer:
             self._repair = None
@@ -127,6 +135,13 @@ class TransactionMarkers:
             f"the markers of {self._transactional_id} in {len(missing)} partitions were lost by "
             "the broker and are written again; check that all brokers run"
         )  # look again
+
+    def _leave_out_outdated(self) -> None:
+        """Ask by a new client if this one may ask brokers that no longer lead."""
+        current = leave_out_outdated_brokers(self._admin_connection, self.topics)
+        if current != self._admin_connection:
+            self._admin.close()
+            self._admin, self._admin_connection = OffsetAdmin(current), current
 
     def _find_undecided(self) -> list[TopicPartition]:
         """Return the partitions that hold records of an undecided transaction."""

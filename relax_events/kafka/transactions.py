@@ -21,14 +21,19 @@ from relax_events.kafka.connection import Connection, extract_error, translate
 from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.producer import enqueue
 from relax_events.kafka.records import ProducerRecord
+from relax_events.kafka.stale_leaders import leave_out_outdated_brokers
 from relax_events.kafka.transaction_markers import TransactionMarkers
 from relax_events.topics.partitions import TopicPartition
 
 log = structlog.get_logger()
 
 TRANSACTION_SECONDS = 20  # an abandoned transaction blocks later records for this long
+TAKE_OVER_SECONDS = 10.0
+"""The first attempt's bound; each further one has so much more, up to the request timeout."""
 OFFSETS_SECONDS = 4.0
 ATTEMPTS = 5
+COORDINATORS = "__transaction_state"
+"""Kafka's topic whose partitions' leaders coordinate transactions."""
 
 
 class TransactionalWriter:
@@ -70,18 +75,40 @@ class TransactionalWriter:
 
     def _initialise(self) -> Any:
         self._markers.write_missing()  # of a decision that the next call forgets
-        producer = Producer(
-            self._connection.settings(
-                transactional_id=self._transactional_id,
-                transaction_timeout_ms=TRANSACTION_SECONDS * 1000,
-                delivery_timeout_ms=TRANSACTION_SECONDS * 1000,
-                socket_timeout_ms=TRANSACTION_SECONDS * 1000,
-                linger_ms=0,
-                message_max_bytes=64 * 1024 * 1024,
-            )
-        )
-        self._retrying(producer.init_transactions, "taking over the transactional id")
+        producer = self._take_over()
         self._markers.write_missing()  # of a transaction that this call has aborted
+        return producer
+
+    def _take_over(self) -> Any:
+        """Return a new client that has the transactional id. Each attempt has a client of its own:
+        one that asked a broker which is cut off from the others would ask it again.
+        """
+        what = "taking over the transactional id"
+        topics = [*self._markers.topics, COORDINATORS]
+        for attempt in range(1, ATTEMPTS + 1):
+            current = leave_out_outdated_brokers(self._connection, topics)
+            producer = Producer(
+                current.settings(
+                    transactional_id=self._transactional_id,
+                    transaction_timeout_ms=TRANSACTION_SECONDS * 1000,
+                    delivery_timeout_ms=TRANSACTION_SECONDS * 1000,
+                    socket_timeout_ms=TRANSACTION_SECONDS * 1000,
+                    linger_ms=0,
+                    message_max_bytes=64 * 1024 * 1024,
+                )
+            )
+            try:
+                producer.init_transactions(
+                    min(attempt * TAKE_OVER_SECONDS, self._connection.request_timeout_seconds)
+                )
+            except KafkaException as exception:
+                error = extract_error(exception)
+                refused = self._connection.find_refusal(what)
+                if refused is not None or not error.retriable() or attempt == ATTEMPTS:
+                    raise refused or translate(error, what) from exception
+                log.warning("transactional_id.retried", attempt=attempt, error=error.str())
+            else:
+                break
         return producer
 
     def commit(
@@ -178,18 +205,6 @@ class TransactionalWriter:
         if failures:
             raise translate(failures[0], "writing in a transaction")
         self._markers.expect(ends)
-
-    def _retrying(self, call: Any, what: str) -> None:
-        for attempt in range(ATTEMPTS):
-            try:
-                call(self._connection.request_timeout_seconds)
-            except KafkaException as exception:
-                error = extract_error(exception)
-                refused = self._connection.find_refusal(what)
-                if refused is not None or not error.retriable() or attempt + 1 == ATTEMPTS:
-                    raise refused or translate(error, what) from exception
-            else:
-                return
 
     def close(self) -> None:
         """Drop all unsent records."""

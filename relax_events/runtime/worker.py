@@ -20,6 +20,7 @@ from relax_events.kafka.connection import Connection
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord
 from relax_events.kafka.schema_registry import open_codec
+from relax_events.kafka.stale_leaders import leave_out_outdated_brokers
 from relax_events.runtime.control_follower import (
     FOLLOW,
     RECENT_VERSIONS,
@@ -76,8 +77,9 @@ class Worker(AbstractContextManager["Worker"]):
             )
         arm_failpoints(config.run_directory, os.environ)
         self.plan = TopicPlan.from_config(config)
-        self.connection = Connection.from_config(
-            config.broker, client_id=f"{config.run.id}.{self.worker_id}"
+        self.connection = leave_out_outdated_brokers(
+            Connection.from_config(config.broker, client_id=f"{config.run.id}.{self.worker_id}"),
+            [topic.name for topic in self.plan.specs()],
         )
         codec = open_codec(config.broker)
         self.metrics = WorkerMetrics(role)

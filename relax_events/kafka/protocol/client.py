@@ -68,6 +68,10 @@ class ResponseReader:
         """Return the next byte string."""
         return self._read(self.read_int32())
 
+    def read_array(self, item: Callable[[], Item]) -> list[Item]:
+        """Return the next array; `item` reads one element."""
+        return [item() for _ in range(self.read_int32())]
+
     def read_compact_string(self) -> str | None:
         """Return the next compact string of a flexible response; None for null."""
         length = self._read_varint()
@@ -132,9 +136,15 @@ class KafkaProtocolClient:
     it as a context manager.
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, *, should_explain: bool = True) -> None:
+        """Create the client.
+
+        Args:
+            connection: The brokers.
+            should_explain: Whether to find out, by further requests, why no broker accepts.
+        """
         self._settings = connection.settings()
-        self._connection = connection
+        self._connection, self._should_explain = connection, should_explain
         self._stack = ExitStack()
         self._correlation_id = 0
 
@@ -152,7 +162,8 @@ class KafkaProtocolClient:
                 self._log_in()
         except OSError as error:
             self._stack.close()
-            raise self._connection.find_refusal(what) or BrokerUnavailable(
+            refusal = self._connection.find_refusal(what) if self._should_explain else None
+            raise refusal or BrokerUnavailable(
                 f"{what}: {error}; see that the broker runs"
             ) from error
         except BrokerError:
