@@ -18,6 +18,7 @@ from relax_events.events.types import SampleScored
 from relax_events.runtime.failpoints import marks_folder
 
 POINT = "reward.before_commit:3=stop"
+EXPIRED = 'relax_records_expired_total{role="reward"}'
 
 
 @pytest.mark.long
@@ -31,8 +32,11 @@ def test_commit_of_a_stale_member_is_rejected_and_its_work_redone(
         lambda: run.fired() == {failpoint_marker(POINT)}, "one of the reward workers stops"
     )
     pid = int((marks_folder(run.folder) / failpoint_marker(POINT)).read_text())
-    (stale,) = (worker_id for worker_id in ("reward-0", "reward-1") if run.pid(worker_id) == pid)
+    stale, other = sorted(("reward-0", "reward-1"), key=lambda one: run.pid(one) != pid)
+    assert run.pid(stale) == pid
+    num_expired = -run.metrics(other).get(EXPIRED, 0.0)
     run.recovers_within(WORKER_SECONDS)
+    num_expired += run.metrics(other).get(EXPIRED, 0.0)
     os.kill(pid, signal.SIGCONT)
     run.wait_until(
         lambda: bool(run.logged(stale, "offset_commit.rejected")), "the late commit is refused"
@@ -51,4 +55,10 @@ def test_commit_of_a_stale_member_is_rejected_and_its_work_redone(
         for event in split_samples(codec.decode(record.value))
     ]
     times_scored = Counter(event.sample_id for event in events if isinstance(event, SampleScored))
-    assert max(times_scored.values()) == 2, "what was written and not committed was written again"
+    most = max(times_scored.values())
+    assert most <= 2
+    # the trainer continues with what was written: its version may leave the window before the
+    # partitions move, and the successor skips what it finds there
+    assert most == 2 or num_expired, (
+        "what was written and not committed was written again, or had expired"
+    )
