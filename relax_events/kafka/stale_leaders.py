@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import structlog
 
-from relax_events.errors import BrokerError
+from relax_events.errors import RelaxError
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.protocol.partition_leaders import (
     Leader,
@@ -86,7 +86,7 @@ class LeaderMonitor:
         one = replace(self._connection, bootstrap_servers=next(self._addresses))
         try:
             return read_metadata(one, topics).leaders
-        except BrokerError as error:
+        except RelaxError as error:
             log.debug("leaders.read_failed", address=one.bootstrap_servers, error=str(error))
             return {}
 
@@ -113,12 +113,12 @@ def leave_out_outdated_brokers(connection: Connection, topics: Collection[str]) 
     With one address, which may stand for several brokers, the brokers that it lists replace it if
     one of them is outdated.
     """
-    outdated = _find_outdated(connection, topics)
+    _, outdated = _ask_each(connection, topics)
     if not outdated:
         return connection
     time.sleep(CHANGE_SECONDS)
-    found = read_metadata_of_each(connection, topics)
-    outdated &= find_outdated(found, select_newest_leaders(found.values()))
+    found, still_outdated = _ask_each(connection, topics)
+    outdated &= still_outdated
     configured = connection.bootstrap_servers.split(",")
     candidates = configured if len(configured) > 1 else found
     current = [address for address in candidates if address.strip() not in outdated]
@@ -128,6 +128,9 @@ def leave_out_outdated_brokers(connection: Connection, topics: Collection[str]) 
     return replace(connection, bootstrap_servers=",".join(current))
 
 
-def _find_outdated(connection: Connection, topics: Collection[str]) -> frozenset[str]:
+def _ask_each(
+    connection: Connection, topics: Collection[str]
+) -> tuple[Collection[str], frozenset[str]]:
+    """Return the addresses of the brokers that respond, and those of the outdated among them."""
     found = read_metadata_of_each(connection, topics)
-    return find_outdated(found, select_newest_leaders(found.values()))
+    return list(found), find_outdated(found, select_newest_leaders(found.values()))

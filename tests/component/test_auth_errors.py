@@ -15,13 +15,16 @@ from pathlib import Path
 import pytest
 from confluent_kafka import KafkaError
 
-from relax_events.errors import AccessDenied
+from relax_events.errors import AccessDenied, ConfigError
 from relax_events.kafka.auth_errors import AuthFailureTracker, explain_refusal
+from relax_events.kafka.connection import Connection
+from relax_events.kafka.protocol.partition_leaders import read_metadata
 from relax_events.kafka.security.certificates import (
     KeyPair,
     make_authority,
     make_broker_certificate,
 )
+from relax_events.kafka.stale_leaders import LeaderMonitor, leave_out_outdated_brokers
 
 DAY = timedelta(days=1)
 PATIENCE_SECONDS = 60.0
@@ -209,3 +212,15 @@ def test_access_denied_in_background_thread_is_raised_in_caller() -> None:
     refusals.report_fatal(AccessDenied("leasing records: GROUP_AUTHORIZATION_FAILED"))
     with pytest.raises(AccessDenied, match="leasing records"):
         refusals.raise_fatal()
+
+
+def test_workers_start_with_a_kind_of_login_by_which_leaders_can_not_be_compared() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        unsupported = Connection(
+            f"127.0.0.1:{listening.getsockname()[1]}",
+            client={"security.protocol": "SASL_PLAINTEXT", "sasl.mechanism": "GSSAPI"},
+        )
+        with pytest.raises(ConfigError, match="GSSAPI"):
+            read_metadata(unsupported, ["t"])
+        assert leave_out_outdated_brokers(unsupported, ["t"]) is unsupported
+        assert LeaderMonitor(unsupported).find_newer_leaders({("t", 0): 1}) == {}

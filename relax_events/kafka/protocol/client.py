@@ -18,7 +18,13 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from relax_events.errors import BrokerError, BrokerRefused, BrokerUnavailable, ConfigError
+from relax_events.errors import (
+    BrokerError,
+    BrokerRefused,
+    BrokerUnavailable,
+    ConfigError,
+    RelaxError,
+)
 from relax_events.kafka.connection import Connection
 
 SASL_HANDSHAKE, SASL_AUTHENTICATE = 17, 36
@@ -166,7 +172,7 @@ class KafkaProtocolClient:
             raise refusal or BrokerUnavailable(
                 f"{what}: {error}; see that the broker runs"
             ) from error
-        except BrokerError:
+        except RelaxError:
             self._stack.close()
             raise
         return self
@@ -187,6 +193,7 @@ class KafkaProtocolClient:
         failure: OSError = OSError("no address is configured")
         for address in self._connection.bootstrap_servers.split(","):
             host, _, port = address.strip().rpartition(":")
+            host = host.strip("[]")  # of an IPv6 address
             try:
                 plain = socket.create_connection(
                     (host, int(port)), timeout=self._connection.request_timeout_seconds

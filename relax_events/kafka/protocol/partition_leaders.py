@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import structlog
 
-from relax_events.errors import BrokerError
+from relax_events.errors import RelaxError
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.protocol.client import (
     KafkaProtocolClient,
@@ -54,6 +54,7 @@ def read_metadata(connection: Connection, topics: Collection[str]) -> BrokerMeta
     Raises:
         BrokerUnavailable: No broker responds within `RESPONSE_SECONDS`.
         BrokerRefused: The broker denies access.
+        ConfigError: `KafkaProtocolClient` does not support the kind of login.
     """
     impatient = replace(
         connection,
@@ -74,7 +75,8 @@ def read_metadata_of_each(
     connection: Connection, topics: Collection[str]
 ) -> dict[str, BrokerMetadata]:
     """Return the metadata of each configured broker that responds, by its address. If one address
-    is configured, which may stand for several brokers, ask those that it lists.
+    is configured, which may stand for several brokers, ask those that it lists. A broker that can't
+    be asked, for example because it wants another kind of login, is left out.
     """
     configured = [address.strip() for address in connection.bootstrap_servers.split(",")]
     found = _read_from(connection, configured, topics)
@@ -92,7 +94,7 @@ def _read_from(
     for address in addresses:
         try:
             found[address] = read_metadata(replace(connection, bootstrap_servers=address), topics)
-        except BrokerError as error:
+        except RelaxError as error:
             log.debug("metadata.read_failed", address=address, error=str(error))
     return found
 
@@ -122,7 +124,7 @@ def _read_broker(response: ResponseReader) -> str:
     response.read_int32()
     host, port = response.read_string(), response.read_int32()
     response.read_string()
-    return f"{host}:{port}"
+    return f"[{host}]:{port}" if host and ":" in host else f"{host}:{port}"
 
 
 def _read_topic(response: ResponseReader) -> list[tuple[TopicPartition, Leader]]:
