@@ -58,12 +58,17 @@ def test_altered_samples_are_never_trained_and_their_prompt_groups_fail(
     run.wait_until_steps(4)
     topic, num_partitions = run.plan.topic("rollout.samples"), run.plan.num_sample_partitions
     readers = [worker_id for worker_id in run.worker_ids if worker_id.startswith(READERS)]
+    rollouts = [worker_id for worker_id in run.worker_ids if worker_id.startswith("rollout")]
+    run.signal(signal.SIGSTOP, *rollouts)
+    run.follow_for(PILE_UP_SECONDS)  # for each step that is trained, prompts are issued that wait
     run.process.send_signal(signal.SIGSTOP)  # so that it starts none before the batches are altered
     run.kill(*readers)
     before = {
         partition: batch.last
         for partition, batch in newest_batches(broker, topic, num_partitions).items()
     }
+
+    run.signal(signal.SIGCONT, *rollouts)
 
     def unread() -> dict[int, BatchOnDisk]:
         after = newest_batches(broker, topic, num_partitions)
@@ -73,7 +78,7 @@ def test_altered_samples_are_never_trained_and_their_prompt_groups_fail(
             if batch.first > before.get(partition, -1)
         }
 
-    run.wait_until(lambda: bool(unread()), "rollout workers went on")
+    run.wait_until(lambda: bool(unread()), "rollout workers write on")
     run.follow_for(PILE_UP_SECONDS)
     # in good order: after a kill it would cut an altered batch off the segment that it still writes
     broker.stop()
