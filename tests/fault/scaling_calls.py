@@ -16,6 +16,7 @@ API = {"scaling": {"api": "on"}}
 
 def scale(run: FaultRun, *words: str) -> tuple[int, dict[str, Any]]:
     """Call `relax scale` as a shell does, with nothing but the run file."""
+    run.wait_until(lambda: bool(run.logged("controller-0", "api.served")), "the API is served")
     verb, *rest = words
     line = command("scale", verb, run.run_file, *rest, "--output", "json")
     ended = subprocess.run(

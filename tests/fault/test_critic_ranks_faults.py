@@ -47,7 +47,9 @@ def test_critic_learns_on_after_a_rank_of_it_was_killed(
     learned = run.logged("critic-0", "critic_step.learned")
     steps = [line["train_step"] for line in learned]
     assert steps[0] == 0
-    assert set(steps) >= set(range(STEPS - 1))
+    # it learns from a version before it values that version's samples, and need not learn from
+    # the newest ones before the run ends
+    assert set(steps) >= set(range(STEPS - 1 - run.config.run.max_staleness))
     assert all(line["value_grad_norm"] > 0 for line in learned)
     again = {line["train_step"]: line["value_loss"] for line in learned}
     for line in learned:  # a step that was learned twice
