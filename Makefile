@@ -66,7 +66,7 @@ test-gpu: setup ## Run the tests of a GPU, on a machine that has one
 	$(BIN)/python -m pytest -q tests/gpu
 
 faults: setup ## Run the whole fault matrix
-	$(BIN)/python -m pytest -q $(WHOLE) tests/fault
+	$(BIN)/python -m pytest -q --leftovers=report $(WHOLE) tests/fault
 
 # Files that compute with torch, and the kernels that machines without AVX-512 or AVX2 have.
 COMPUTING := $(shell grep -lE "torch|engine_requests|trainer_samples|image_model|video_and_audio" -r tests/unit tests/property tests/component --include='test_*.py' | sort)
