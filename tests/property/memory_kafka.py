@@ -219,6 +219,8 @@ class MemoryAdmin:
 class MemoryMarkers:
     """The markers of transactions, none of which is lost here: a broker dies in the fault tests."""
 
+    topics: tuple[str, ...] = ()
+
     def __init__(self, *_: object, **__: object) -> None: ...
 
     def write_missing(self) -> None: ...

@@ -46,7 +46,7 @@ from relax_events.events.types import (
     SampleScored,
     TrainStepCommitted,
 )
-from relax_events.kafka import consumer, log_reader, producer, transactions
+from relax_events.kafka import consumer, log_reader, producer, stale_leaders, transactions
 from relax_events.kafka.protocol import group_membership as membership
 from relax_events.kafka.records import ProducerRecord
 from relax_events.objects import ObjectStore
@@ -340,6 +340,8 @@ class SimulatedRun:
         monkeypatch.setattr(
             membership, "CHECK_SECONDS", math.inf
         )  # it goes by the wall's clock, which has no say here
+        monkeypatch.setattr(stale_leaders, "CHECK_SECONDS", math.inf)
+        monkeypatch.setattr(stale_leaders, "read_metadata_of_each", lambda *_: {})
         monkeypatch.setattr(consumer, "Consumer", partial(MemoryConsumer, self.kafka))
         monkeypatch.setattr(log_reader, "Consumer", partial(MemoryConsumer, self.kafka))
         monkeypatch.setattr(producer, "Producer", partial(MemoryProducer, self.kafka))

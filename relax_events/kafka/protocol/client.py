@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self, TypeVar
+from urllib.parse import urlsplit
 
 from relax_events.errors import (
     BrokerError,
@@ -29,7 +30,7 @@ from relax_events.kafka.connection import Connection
 
 SASL_HANDSHAKE, SASL_AUTHENTICATE = 17, 36
 SCRAM_HASHES = {"SCRAM-SHA-256": "sha256", "SCRAM-SHA-512": "sha512"}
-MAX_COMPACT = 127
+MAX_COMPACT, DEFAULT_PORT = 127, 9092
 Item = TypeVar("Item")
 MAX_RESPONSE_BYTES = 16 * 1024 * 1024
 
@@ -137,6 +138,14 @@ def encode_array(items: list[bytes]) -> bytes:
     return struct.pack(">i", len(items)) + b"".join(items)
 
 
+def split_address(address: str) -> tuple[str, int]:
+    """Return the host and port of a broker's address as librdkafka reads it: `host:port`, `host`,
+    `[IPv6]:port`, each also behind `protocol://`.
+    """
+    parts = urlsplit(f"//{address.strip().rpartition('//')[2]}")
+    return parts.hostname or "", parts.port or DEFAULT_PORT
+
+
 class KafkaProtocolClient:
     """A connection to the first broker that accepts, authenticated like librdkafka's clients. Use
     it as a context manager.
@@ -192,11 +201,10 @@ class KafkaProtocolClient:
     def _connect(self) -> socket.socket:
         failure: OSError = OSError("no address is configured")
         for address in self._connection.bootstrap_servers.split(","):
-            host, _, port = address.strip().rpartition(":")
-            host = host.strip("[]")  # of an IPv6 address
+            host, port = split_address(address)
             try:
                 plain = socket.create_connection(
-                    (host, int(port)), timeout=self._connection.request_timeout_seconds
+                    (host, port), timeout=self._connection.request_timeout_seconds
                 )
                 if "SSL" not in self._protocol:
                     return plain
