@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from relax_events.errors import ConfigError
 from relax_events.kafka.protocol.client import split_address
 
 
@@ -19,3 +20,9 @@ from relax_events.kafka.protocol.client import split_address
 )
 def test_address_is_split_into_host_and_port(address: str, expected: tuple[str, int]) -> None:
     assert split_address(address) == expected
+
+
+@pytest.mark.parametrize("address", ["kafka-1:abc", "kafka-1:99999", "[::1"])
+def test_address_that_is_none_is_named(address: str) -> None:
+    with pytest.raises(ConfigError, match="write host:port"):
+        split_address(address)
