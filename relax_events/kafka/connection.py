@@ -9,8 +9,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Self, TypeVar
 
 import orjson
 import structlog
@@ -174,6 +174,15 @@ class Connection:
             client_id,
             read_client_settings(config),
         )
+
+    @property
+    def addresses(self) -> list[str]:
+        """The configured addresses, each `host:port`."""
+        return [address.strip() for address in self.bootstrap_servers.split(",")]
+
+    def with_timeout_of_at_most(self, seconds: float) -> Self:
+        """Return the connection with a request timeout of at most so many seconds."""
+        return replace(self, request_timeout_seconds=min(self.request_timeout_seconds, seconds))
 
     def settings(self, **more: Any) -> dict[str, Any]:
         """Return librdkafka settings: our defaults, the user's settings, then those in `more`,

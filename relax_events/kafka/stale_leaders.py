@@ -43,7 +43,7 @@ class LeaderMonitor:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._addresses = itertools.cycle(connection.bootstrap_servers.split(","))
+        self._addresses = itertools.cycle(connection.addresses)
         self._suspected: Mapping[TopicPartition, int] = {}
         self._check_at = time.monotonic() + CHECK_SECONDS
 
@@ -119,9 +119,8 @@ def leave_out_outdated_brokers(connection: Connection, topics: Collection[str]) 
     time.sleep(CHANGE_SECONDS)
     found, still_outdated = _ask_each(connection, topics)
     outdated &= still_outdated
-    configured = connection.bootstrap_servers.split(",")
-    candidates = configured if len(configured) > 1 else found
-    current = [address for address in candidates if address.strip() not in outdated]
+    candidates = connection.addresses if len(connection.addresses) > 1 else found
+    current = [address for address in candidates if address not in outdated]
     if not outdated or not current:
         return connection
     log.warning("brokers.outdated", left_out=sorted(outdated), current=current)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import pytest
 from broker_steps import turn_until
@@ -41,8 +41,8 @@ class Finding:
 
 
 @pytest.fixture
-def finding(monkeypatch: pytest.MonkeyPatch) -> Iterator[Finding]:
-    """Yield what monitors find from now on, every tenth of a second."""
+def finding(monkeypatch: pytest.MonkeyPatch) -> Finding:
+    """Return what monitors find from now on, every tenth of a second."""
     made = Finding()
     monkeypatch.setattr(stale_leaders, "CHECK_SECONDS", 0.1)
     monkeypatch.setattr(
@@ -62,6 +62,18 @@ def finding(monkeypatch: pytest.MonkeyPatch) -> Iterator[Finding]:
 
 def write(producer: RecordProducer, topic: str, *values: bytes) -> None:
     producer.write([ProducerRecord(topic, value, partition=0) for value in values])
+
+
+def read_from_the_beginning(
+    connection: Connection, topic: str
+) -> tuple[LogReader, list[bytes], Callable[[], None]]:
+    """Return a reader, the values that it has read, and the call that reads more of them."""
+    reader, values = LogReader(connection, start={(topic, 0): 0}), list[bytes]()
+
+    def fetch() -> None:
+        values.extend(record.value for record in reader.fetch(timeout_seconds=0.1))
+
+    return reader, values, fetch
 
 
 def test_broker_names_the_leaders_that_the_admin_client_names(
@@ -87,12 +99,7 @@ def test_reader_with_a_new_client_reads_on_where_it_was(
 ) -> None:
     topic = make_topic("control")
     write(producer, topic, b"0", b"1")
-    reader = LogReader(connection, start={(topic, 0): 0})
-    values: list[bytes] = []
-
-    def fetch() -> None:
-        values.extend(record.value for record in reader.fetch(timeout_seconds=0.1))
-
+    reader, values, fetch = read_from_the_beginning(connection, topic)
     turn_until(lambda: values == [b"0", b"1"], fetch)
     finding.is_hidden = False
     turn_until(lambda: bool(finding.num_found), fetch)
@@ -111,12 +118,7 @@ def test_reader_that_is_paused_stays_so_with_a_new_client(
 ) -> None:
     topic = make_topic("control")
     write(producer, topic, b"0")
-    reader = LogReader(connection, start={(topic, 0): 0})
-    values: list[bytes] = []
-
-    def fetch() -> None:
-        values.extend(record.value for record in reader.fetch(timeout_seconds=0.1))
-
+    reader, values, fetch = read_from_the_beginning(connection, topic)
     turn_until(lambda: values == [b"0"], fetch)
     reader.pause()
     finding.is_hidden = False

@@ -209,7 +209,7 @@ class KafkaProtocolClient:
 
     def _connect(self) -> socket.socket:
         failure: OSError = OSError("no address is configured")
-        for address in self._connection.bootstrap_servers.split(","):
+        for address in self._connection.addresses:
             host, port = split_address(address)
             try:
                 plain = socket.create_connection(

@@ -151,10 +151,7 @@ def find_coordinator(
     Raises:
         BrokerUnavailable: The coordinator is not known yet.
     """
-    impatient = replace(
-        connection,
-        request_timeout_seconds=min(connection.request_timeout_seconds, RESPONSE_SECONDS),
-    )
+    impatient = connection.with_timeout_of_at_most(RESPONSE_SECONDS)
     with KafkaProtocolClient(impatient) as client:
         response = client.request(
             FIND_COORDINATOR,
@@ -177,7 +174,7 @@ def find_coordinators(connection: Connection, name: str, *, kind: int) -> list[C
     """
     found: dict[str, Connection] = {}
     failure: BrokerUnavailable | None = None
-    for address in connection.bootstrap_servers.split(","):
+    for address in connection.addresses:
         try:
             one = find_coordinator(replace(connection, bootstrap_servers=address), name, kind=kind)
         except BrokerUnavailable as error:

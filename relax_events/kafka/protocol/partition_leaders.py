@@ -56,10 +56,7 @@ def read_metadata(connection: Connection, topics: Collection[str]) -> BrokerMeta
         BrokerRefused: The broker denies access.
         ConfigError: `KafkaProtocolClient` does not support the kind of login.
     """
-    impatient = replace(
-        connection,
-        request_timeout_seconds=min(connection.request_timeout_seconds, RESPONSE_SECONDS),
-    )
+    impatient = connection.with_timeout_of_at_most(RESPONSE_SECONDS)
     with KafkaProtocolClient(impatient, should_explain=False) as client:
         names = encode_array([encode_string(topic) for topic in topics])
         response = client.request(METADATA, 7, names + CREATE_NO_TOPIC)
@@ -78,9 +75,8 @@ def read_metadata_of_each(
     is configured, which may stand for several brokers, ask those that it lists. A broker that can't
     be asked, for example because it wants another kind of login, is left out.
     """
-    configured = [address.strip() for address in connection.bootstrap_servers.split(",")]
-    found = _read_from(connection, configured, topics)
-    if len(configured) == 1 and found:
+    found = _read_from(connection, connection.addresses, topics)
+    if len(connection.addresses) == 1 and found:
         (one,) = found.values()
         if len(one.addresses) > 1:
             return _read_from(connection, one.addresses, topics)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import pytest
 
@@ -50,8 +50,8 @@ class Brokers:
 
 
 @pytest.fixture
-def brokers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Brokers]:
-    """Yield three brokers, the first of which is cut off from the others and was the leader."""
+def brokers(monkeypatch: pytest.MonkeyPatch) -> Brokers:
+    """Return three brokers, the first of which is cut off from the others and was the leader."""
     made = Brokers({"one:1": {AT: OLD, OTHER: NEW}} | {key: {AT: NEW} for key in ADDRESSES[1:]})
     monkeypatch.setattr(stale_leaders, "read_metadata", made.read_one)
     monkeypatch.setattr(stale_leaders, "read_metadata_of_each", made.read_each)
