@@ -94,13 +94,19 @@ class Leftovers:
             with contextlib.suppress(psutil.NoSuchProcess):
                 self._running.append(
                     f"process {process.pid} still runs (killed now): "
-                    f"{' '.join(process.cmdline())[:400]}"
+                    f"{_shorten(' '.join(process.cmdline()))}"
                 )
                 process.kill()
         psutil.wait_procs(left, timeout=GRACE_SECONDS)
         self._found += [f"file {path}" for path in sorted(self._folder.iterdir())]
         shutil.rmtree(self._folder, ignore_errors=True)
         self._found += [f"file {path}" for path in _left_in_shared_memory(self._shared_before)]
+
+
+def _shorten(command: str) -> str:
+    """Return a command line without its middle: a Java program's folder is its last argument, after
+    a long class path."""
+    return command if len(command) <= 400 else f"{command[:200]} ... {command[-200:]}"
 
 
 def _names(folder: Path) -> set[str]:

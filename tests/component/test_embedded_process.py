@@ -15,8 +15,15 @@ from relax_events.kafka.embedded.process import find_process, spawn, terminate, 
 
 
 @pytest.fixture
-def sleeper(tmp_path: Path) -> Iterator[psutil.Process]:
-    running = spawn(["/bin/sleep", "60"], log=tmp_path / "log")
+def file(tmp_path: Path) -> Path:
+    """Name the file by which the sleeper is found."""
+    return tmp_path / "file"
+
+
+@pytest.fixture
+def sleeper(tmp_path: Path, file: Path) -> Iterator[psutil.Process]:
+    command = [sys.executable, "-c", "import time; time.sleep(60)", str(file)]
+    running = spawn(command, log=tmp_path / "log")
     yield running
     if not wait_for_end(running, 0):
         terminate(running, timeout_seconds=0)
@@ -39,24 +46,29 @@ def test_spawn_names_the_program_when_it_is_missing(tmp_path: Path) -> None:
         spawn(["/nowhere/java"], log=tmp_path / "log")
 
 
-def test_find_returns_the_process_when_id_and_start_agree(sleeper: psutil.Process) -> None:
-    found = find_process(sleeper.pid, sleeper.create_time())
-    assert found is not None
-    assert found.pid == sleeper.pid
+def test_find_returns_the_process_when_id_and_file_agree(
+    sleeper: psutil.Process, file: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    for path in (file, tmp_path / "link" / "file"):
+        found = find_process(sleeper.pid, path)
+        assert found is not None
+        assert found.pid == sleeper.pid
 
 
-def test_find_returns_none_when_the_id_belongs_to_another(sleeper: psutil.Process) -> None:
-    assert find_process(sleeper.pid, sleeper.create_time() - 60) is None
+def test_find_returns_none_when_the_id_belongs_to_another(
+    sleeper: psutil.Process, tmp_path: Path
+) -> None:
+    assert find_process(sleeper.pid, tmp_path / "another") is None
 
 
-def test_find_returns_none_when_nothing_was_recorded() -> None:
-    assert find_process(None, None) is None
+def test_find_returns_none_when_nothing_was_recorded(file: Path) -> None:
+    assert find_process(None, file) is None
 
 
-def test_find_returns_none_when_the_process_ended(sleeper: psutil.Process) -> None:
-    started = sleeper.create_time()
+def test_find_returns_none_when_the_process_ended(sleeper: psutil.Process, file: Path) -> None:
     assert terminate(sleeper, timeout_seconds=60)
-    assert find_process(sleeper.pid, started) is None
+    assert find_process(sleeper.pid, file) is None
 
 
 def test_wait_for_end_is_true_when_the_process_is_a_zombie_of_another_parent(
@@ -100,7 +112,7 @@ def test_terminate_kills_a_process_that_ignores_sigterm(tmp_path: Path) -> None:
     while not log.exists() or "ready" not in log.read_text():
         assert not wait_for_end(running, 0.01)
     assert not terminate(running, timeout_seconds=0.1)
-    assert find_process(running.pid, running.create_time() if running.is_running() else 0.0) is None
+    assert wait_for_end(running, 0)
 
 
 def test_terminate_returns_at_once_when_the_process_has_ended(sleeper: psutil.Process) -> None:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+import psutil
 import pytest
 
 from relax_events.cli.broker import app
@@ -48,6 +49,12 @@ def user(broker: EmbeddedBroker) -> Iterator[subprocess.Popen[bytes]]:
             yield process
         finally:
             process.kill()
+
+
+def command_lines() -> Iterator[list[str]]:
+    """Yield the arguments of each process of the machine."""
+    for process in psutil.process_iter(["cmdline"]):
+        yield process.info["cmdline"] or []
 
 
 def said(process: subprocess.Popen[bytes]) -> str:
@@ -102,6 +109,17 @@ def test_last_user_stops_a_broker_that_was_killed_and_restarted(
         again.restart()
         assert again.is_running
     assert not broker.is_running
+
+
+def test_last_user_stops_the_broker_after_the_clock_was_set(
+    broker: EmbeddedBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with broker:
+        started_at = psutil.Process.create_time
+        monkeypatch.setattr(psutil.Process, "create_time", lambda process: started_at(process) + 60)
+        assert broker.is_running
+    assert not broker.is_running
+    assert not any(str(broker.directory) in " ".join(found) for found in command_lines())
 
 
 def test_broker_start_keeps_the_broker_when_its_users_leave(

@@ -27,7 +27,7 @@ from relax_events.kafka.embedded.directory import (
     translate_file_errors,
     write_state,
 )
-from relax_events.kafka.embedded.launch import LOG_NAME, STATE_NAME, launch
+from relax_events.kafka.embedded.launch import LOG_NAME, PROPERTIES_NAME, STATE_NAME, launch
 from relax_events.kafka.embedded.ports import HOST
 from relax_events.kafka.embedded.security import PASSWORD_NAME, NodeLogin, read_readiness_settings
 from relax_events.kafka.security.settings import EMBEDDED_USER
@@ -120,7 +120,7 @@ class EmbeddedBroker:
     def pid(self) -> int | None:
         """Process id of the running broker, None when it is down."""
         state = self.state
-        running = None if state is None else _find_process(state)
+        running = None if state is None else self._find_process(state)
         return None if running is None else running.pid
 
     @property
@@ -237,7 +237,7 @@ class EmbeddedBroker:
     def wait_for_end(self, timeout_seconds: float) -> bool:
         """Wait for the broker's end and return whether it ended; return at once when it is down."""
         state = self.state
-        running = None if state is None else _find_process(state)
+        running = None if state is None else self._find_process(state)
         return running is None or processes.wait_for_end(running, timeout_seconds)
 
     def __enter__(self) -> Self:
@@ -261,7 +261,7 @@ class EmbeddedBroker:
         The caller holds exclusive access.
         """
         state = self.state
-        if state is not None and (running := _find_process(state)) is not None:
+        if state is not None and (running := self._find_process(state)) is not None:
             self._check_port(state)
             self._wait_until_ready(running, state, timeout_seconds)
             return False
@@ -326,7 +326,7 @@ class EmbeddedBroker:
                 if (
                     state is not None
                     and not state.runs_until_stopped
-                    and (running := _find_process(state)) is not None
+                    and (running := self._find_process(state)) is not None
                     and not self.users
                 ):
                     self._end_process(running, state, STOP_SECONDS)
@@ -365,6 +365,9 @@ class EmbeddedBroker:
             f"{timeout_seconds:g} s; see {self.log_path}"
         )
 
+    def _find_process(self, state: BrokerState) -> psutil.Process | None:
+        return processes.find_process(state.pid, self._directory / PROPERTIES_NAME)
+
     def _stop_process(
         self, timeout_seconds: float, busy_seconds: float, *, is_wanted: bool
     ) -> None:
@@ -372,7 +375,7 @@ class EmbeddedBroker:
             return
         with exclusive_access(self._directory, busy_seconds=busy_seconds):
             state = self.state
-            if state is not None and (running := _find_process(state)) is not None:
+            if state is not None and (running := self._find_process(state)) is not None:
                 self._end_process(
                     running, state if is_wanted else replace(state, started_by=""), timeout_seconds
                 )
@@ -387,10 +390,6 @@ class EmbeddedBroker:
             self._directory / STATE_NAME,
             replace(state, pid=None, started_at_seconds=None, archive_at_exit=None),
         )
-
-
-def _find_process(state: BrokerState) -> psutil.Process | None:
-    return processes.find_process(state.pid, state.started_at_seconds)
 
 
 def _keep_class_archive(draft: Path, *, whole: bool) -> None:

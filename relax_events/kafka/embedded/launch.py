@@ -38,6 +38,8 @@ from relax_events.kafka.security.folder import write_private
 
 STATE_NAME = "broker.json"
 LOG_NAME = "broker.log"
+PROPERTIES_NAME = "server.properties"
+"""The last argument of the broker's command: its process is found by it."""
 LOCALE = {"LC_ALL": "C.UTF-8"}
 """Java encodes file names by the locale, and with LC_ALL=C it supports only ASCII names."""
 
@@ -184,7 +186,7 @@ def _write_files(
     )
     ensure_formatted(data, users=users)
     (directory / "tmp").mkdir(exist_ok=True)
-    path = directory / "server.properties"
+    path = directory / PROPERTIES_NAME
     write_private(path, text.encode("ascii"))
     return path
 

@@ -19,9 +19,6 @@ from confluent_kafka.admin import AdminClient
 from relax_events.errors import BrokerError, EnvironmentProblem
 from relax_events.kafka.embedded.ports import HOST
 
-# The start time is computed from the boot time, which moves by up to a second when the clock is
-# set.
-_SAME_START_SECONDS = 2.0
 _KILL_SECONDS = 10.0
 
 
@@ -59,19 +56,24 @@ def spawn(
         raise EnvironmentProblem(f"could not run {command[0]}: {error}") from error
 
 
-def find_process(pid: int | None, started_at_seconds: float | None) -> psutil.Process | None:
-    """Return the live process with this id and start time; None when it ended, even if its id was
-    reused.
+def find_process(pid: int | None, file: Path) -> psutil.Process | None:
+    """Return the live process with this id whose last argument is this file; None when it ended,
+    even if its id was reused.
+
+    Start times don't identify a process: they are computed from the boot time, which moves when the
+    clock is set.
     """
-    if pid is None or started_at_seconds is None:
+    if pid is None:
         return None
     try:
         process = psutil.Process(pid)
-        if abs(process.create_time() - started_at_seconds) > _SAME_START_SECONDS:
+        if wait_for_end(process, 0):
             return None
-        return None if wait_for_end(process, 0) else process
-    except psutil.NoSuchProcess:
+        last_arguments = process.cmdline()[-1:]
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
         return None
+    real_path = os.path.realpath(file)
+    return process if [os.path.realpath(path) for path in last_arguments] == [real_path] else None
 
 
 def wait_for_end(process: psutil.Process, timeout_seconds: float) -> bool:
