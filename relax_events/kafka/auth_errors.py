@@ -15,6 +15,7 @@ from typing import Any
 from confluent_kafka import KafkaError
 
 from relax_events.errors import AccessDenied, BrokerError
+from relax_events.kafka.addresses import split_address
 
 PROBE_SECONDS = 3.0
 USER_REMEDY = (
@@ -102,6 +103,8 @@ def explain_refusal(
         what: The attempted operation, for the error text.
         error: The client's background error, if there is one.
         settings: The client's settings.
+    Raises:
+        ConfigError: An address can't be read.
     """
     if error is not None and error.code() == KafkaError._AUTHENTICATION:
         user = settings.get("sasl.username", "")
@@ -134,13 +137,13 @@ def _requires_login(address: str) -> bool:
     """Return whether a plaintext broker closes connections that send a request before
     authenticating.
     """
-    host, _, port = address.rpartition(":")
+    host, port = split_address(address)
     try:
-        with socket.create_connection((host, int(port)), timeout=PROBE_SECONDS) as probe:
+        with socket.create_connection((host, port), timeout=PROBE_SECONDS) as probe:
             probe.settimeout(PROBE_SECONDS)
             probe.sendall(METADATA_REQUEST)
             return probe.recv(1) == b""
-    except (OSError, ValueError):
+    except OSError:
         return False
 
 
@@ -148,7 +151,7 @@ def _find_tls_problem(address: str, *, speaks_tls: bool, ca_file: str | None) ->
     """Try a TLS handshake and describe what is wrong; empty when nothing is, or the broker is
     down.
     """
-    host, _, port = address.rpartition(":")
+    host, port = split_address(address)
     try:
         context = ssl.create_default_context(cafile=ca_file)
     except OSError as error:
@@ -160,7 +163,7 @@ def _find_tls_problem(address: str, *, speaks_tls: bool, ca_file: str | None) ->
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
         with (
-            socket.create_connection((host, int(port)), timeout=PROBE_SECONDS) as plain,
+            socket.create_connection((host, port), timeout=PROBE_SECONDS) as plain,
             context.wrap_socket(plain, server_hostname=host),
         ):
             remedy = (
@@ -190,5 +193,5 @@ def _find_tls_problem(address: str, *, speaks_tls: bool, ca_file: str | None) ->
             if speaks_tls
             else ""
         )
-    except (OSError, ValueError):
+    except OSError:
         return ""

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self, TypeVar
-from urllib.parse import urlsplit
 
 from relax_events.errors import (
     BrokerError,
@@ -26,11 +25,12 @@ from relax_events.errors import (
     ConfigError,
     RelaxError,
 )
+from relax_events.kafka.addresses import split_address
 from relax_events.kafka.connection import Connection
 
 SASL_HANDSHAKE, SASL_AUTHENTICATE = 17, 36
 SCRAM_HASHES = {"SCRAM-SHA-256": "sha256", "SCRAM-SHA-512": "sha512"}
-MAX_COMPACT, DEFAULT_PORT = 127, 9092
+MAX_COMPACT = 127
 Item = TypeVar("Item")
 MAX_RESPONSE_BYTES = 16 * 1024 * 1024
 
@@ -136,23 +136,6 @@ def encode_compact_string(value: str | None) -> bytes:
 def encode_array(items: list[bytes]) -> bytes:
     """Encode an array of a request."""
     return struct.pack(">i", len(items)) + b"".join(items)
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Return the host and port of a broker's address as librdkafka reads it: `host:port`, `host`,
-    `[IPv6]:port`, each also behind `protocol://`.
-
-    Raises:
-        ConfigError: It is none of these.
-    """
-    try:
-        parts = urlsplit(f"//{address.strip().rpartition('//')[2]}")
-        port = parts.port or DEFAULT_PORT
-    except ValueError as error:
-        raise ConfigError(
-            f"{address!r} is no address of a broker ({error}); write host:port"
-        ) from error
-    return parts.hostname or "", port
 
 
 class KafkaProtocolClient:
