@@ -263,9 +263,9 @@ streams carry the bytes of our codec, with a consumer group that acknowledges.
 "One by one": each put is acknowledged before the next begins, and the reader takes, decodes and acknowledges one at a time, while more are
 put; so its latency holds what waits because a reader is slower than its writer. "50 a second" shows the latency without that. "Streamed" is
 how our workers write: each sample when it is there, acknowledgements awaited together. A batch is put and acknowledged at once, and read as
-one. Latency is from before the put to after the decode. CPU is that of server, writer and readers together. Sides take turns within a
-round, ratios are of one round; numbers are medians of the
-rounds ({rounds}), after a warm-up."""
+one. Latency is from before the put to after the decode. Our readers begin when a fetch has returned for each of their partitions, as
+those of a worker that has run for a second. CPU is that of server, writer and readers together. Sides take turns within a round, ratios are
+of one round; numbers are medians of the rounds ({rounds}), after a warm-up."""
 
 
 def main(arguments: Sequence[str] = ()) -> None:

@@ -93,7 +93,10 @@ class KafkaWriter:
 
 
 class KafkaReader:
-    """A member of a consumer group that commits what it has finished, as the map roles do."""
+    """A member of a consumer group that commits what it has finished, as the map roles do. It is
+    ready once a fetch has returned for each of its partitions: the first fetch of a new member may
+    ask for some of them only, and the others wait for up to half a second then.
+    """
 
     def __init__(self, address: str, channel: str, consumer: str) -> None:
         self._codec, self._assigned = EventCodec(), False
@@ -106,16 +109,19 @@ class KafkaReader:
             on_assigned=self._note_assigned,
         )
         deadline = time.monotonic() + ASSIGNED_SECONDS
-        while not self._assigned:
+        while not (self._assigned and self._has_fetched()):
             self._early += self._consumer.fetch(1, timeout_seconds=0.1)
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"consumer group {consumer} was given no partitions within "
+                    f"consumer group {consumer} was given no partitions, or fetched none, within "
                     f"{ASSIGNED_SECONDS:g} s"
                 )
 
     def _note_assigned(self, _: list[TopicOffset]) -> None:
         self._assigned = True
+
+    def _has_fetched(self) -> bool:
+        return self._consumer.lag().keys() == self._consumer.positions.keys()
 
     def _fetch(self, max_samples: int, timeout_seconds: float) -> list[Record]:
         records, self._early = self._early, []
