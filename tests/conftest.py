@@ -5,6 +5,7 @@ every test.
 from __future__ import annotations
 
 import copy
+import signal
 import sys
 import uuid
 from collections.abc import Callable, Generator, Iterator
@@ -52,9 +53,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let no session leave anything behind."""
+    """Let no session leave anything behind, and let tests interrupt programs: a shell starts what
+    runs in its background with SIGINT ignored, which programs inherit."""
     from tests.leftovers import Leftovers
 
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if not config.option.collectonly:
         config.pluginmanager.register(Leftovers(config), "leftovers")
 
