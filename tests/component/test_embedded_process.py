@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,6 +61,17 @@ def test_find_returns_none_when_the_id_belongs_to_another(
     sleeper: psutil.Process, tmp_path: Path
 ) -> None:
     assert find_process(sleeper.pid, tmp_path / "another") is None
+
+
+def test_find_returns_none_when_the_id_belongs_to_a_thread(file: Path) -> None:
+    ended = threading.Event()
+    thread = threading.Thread(target=ended.wait)
+    thread.start()
+    try:
+        assert find_process(thread.native_id, file) is None
+    finally:
+        ended.set()
+        thread.join()
 
 
 def test_find_returns_none_when_nothing_was_recorded(file: Path) -> None:

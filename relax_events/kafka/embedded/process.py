@@ -63,7 +63,7 @@ def find_process(pid: int | None, file: Path) -> psutil.Process | None:
     Start times don't identify a process: they are computed from the boot time, which moves when the
     clock is set.
     """
-    if pid is None:
+    if pid is None or not psutil.pid_exists(pid):  # it may be the id of a thread now
         return None
     try:
         process = psutil.Process(pid)
