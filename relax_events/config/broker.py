@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from relax_events.config.addresses import is_loopback
 from relax_events.config.base import Positive, Seconds, Section
+from relax_events.config.broker_addresses import EMBEDDED, list_addresses, split_address
 from relax_events.config.external_values import Address, Addresses, FilePath, Names, Text
 
 GUARDED_CLIENT_KEYS = frozenset(
@@ -54,7 +55,7 @@ def secret_remedy(key: str) -> str:
 class BrokerConfig(Section):
     """The Kafka broker, and its clients' settings."""
 
-    bootstrap_servers: Address = "embedded"
+    bootstrap_servers: Address = EMBEDDED
     """`embedded` starts a real broker on this machine; otherwise `host:port,host:port`."""
     partitions_per_version: Positive = 2
     """Partitions of each policy-version slot: the number of workers of a role, or of trainer ranks,
@@ -139,12 +140,14 @@ class BrokerConfig(Section):
 
     @model_validator(mode="after")
     def _password_stays_on_this_machine(self) -> BrokerConfig:
-        hosts = {
-            address: address.rpartition(":")[0].strip(" []")
-            for address in self.bootstrap_servers.split(",")
-        }
-        strange = [address for address, host in hosts.items() if host and not is_loopback(host)]
-        if self.embedded_password_file is not None and strange:
+        if self.embedded_password_file is None or self.bootstrap_servers == EMBEDDED:
+            return self
+        strange = [
+            address
+            for address in list_addresses(self.bootstrap_servers)
+            if not is_loopback(split_address(address)[0])
+        ]
+        if strange:
             rule = (
                 "embedded_password_file is for embedded brokers, which are at 127.0.0.1, got "
                 f"{strange[0]!r}"

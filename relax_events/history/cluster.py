@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relax_events.config import BrokerConfig, RunConfig, load_run_config
+from relax_events.config.broker_addresses import EMBEDDED
 from relax_events.errors import BrokerUnavailable, ConfigError
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
@@ -17,7 +18,6 @@ from relax_events.kafka.credentials import apply_principal
 from relax_events.kafka.embedded import EmbeddedBroker
 from relax_events.session.broker_address import (
     ANSWER_SECONDS,
-    EMBEDDED,
     OPERATOR,
     keep_running,
     with_address,

@@ -14,8 +14,8 @@ from typing import Any
 
 from confluent_kafka import KafkaError
 
+from relax_events.config.broker_addresses import list_addresses, split_address
 from relax_events.errors import AccessDenied, BrokerError
-from relax_events.kafka.addresses import split_address
 
 PROBE_SECONDS = 3.0
 USER_REMEDY = (
@@ -115,7 +115,7 @@ def explain_refusal(
     speaks_tls = "SSL" in protocol
     if speaks_tls and error is None:
         return None
-    for address in map(str.strip, str(settings["bootstrap.servers"]).split(",")):
+    for address in list_addresses(str(settings["bootstrap.servers"])):
         reason = _find_tls_problem(
             address, speaks_tls=speaks_tls, ca_file=settings.get("ssl.ca.location")
         )

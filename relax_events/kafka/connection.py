@@ -17,6 +17,7 @@ import structlog
 from confluent_kafka import KafkaError, KafkaException
 
 from relax_events.config import BrokerConfig
+from relax_events.config.broker_addresses import list_addresses
 from relax_events.deadline import Deadline
 from relax_events.errors import (
     AccessDenied,
@@ -178,7 +179,7 @@ class Connection:
     @property
     def addresses(self) -> list[str]:
         """The configured addresses, each `host:port`."""
-        return [address.strip() for address in self.bootstrap_servers.split(",")]
+        return list_addresses(self.bootstrap_servers)
 
     def with_timeout_of_at_most(self, seconds: float) -> Self:
         """Return the connection with a request timeout of at most so many seconds."""

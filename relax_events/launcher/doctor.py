@@ -13,6 +13,7 @@ from functools import partial
 import orjson
 
 from relax_events.config import RunConfig
+from relax_events.config.broker_addresses import EMBEDDED
 from relax_events.controller.rollout_capacity import read_share_group_size, require_rollout_capacity
 from relax_events.data.prompt_filter import FunctionFilter, build_length_filter, needs_token_counts
 from relax_events.data.rendering import PromptRenderer
@@ -35,7 +36,6 @@ from relax_events.planning.inventory import width_of
 from relax_events.rewards.pool import RewardItem, RewardPool
 from relax_events.sandbox.isolation_check import check_isolation
 from relax_events.session.broker_address import (
-    EMBEDDED,
     OPERATOR,
     embedded_broker,
     open_admin,

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from relax_events.config import BrokerConfig, RunConfig
+from relax_events.config.broker_addresses import EMBEDDED
 from relax_events.errors import BrokerUnavailable, ConfigError
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
@@ -16,8 +17,6 @@ from relax_events.kafka.embedded import EmbeddedBroker
 from relax_events.topics import TopicPlan
 
 OPERATOR = "operator"
-EMBEDDED = "embedded"
-"""`broker.bootstrap_servers` of a run with an embedded broker."""
 ANSWER_SECONDS = 5.0
 """Time limit of commands until they report that no broker answers."""
 

@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from relax_events.config.broker_addresses import split_address
 from relax_events.errors import (
     BrokerError,
     BrokerRefused,
@@ -25,7 +26,6 @@ from relax_events.errors import (
     ConfigError,
     RelaxError,
 )
-from relax_events.kafka.addresses import split_address
 from relax_events.kafka.connection import Connection
 
 SASL_HANDSHAKE, SASL_AUTHENTICATE = 17, 36

@@ -98,6 +98,9 @@ def test_embedded_broker_password_is_rejected_for_clusters(tmp_path: Path) -> No
         match=r"is for embedded brokers, which are at 127.0.0.1, got 'kafka-1:9092'; for a cluster set broker.username",
     ):
         BrokerConfig(bootstrap_servers="127.0.0.1:1,kafka-1:9092", embedded_password_file=tmp_path)
+    for remote in ("kafka-1", "SASL_PLAINTEXT://kafka-1"):  # librdkafka connects to port 9092
+        with pytest.raises(ValidationError, match=f"got '{remote}'"):
+            BrokerConfig(bootstrap_servers=remote, embedded_password_file=tmp_path)
 
 
 def test_missing_password_file_is_named(tmp_path: Path) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from relax_events.config.broker_addresses import split_address
 from relax_events.errors import ConfigError
-from relax_events.kafka.addresses import split_address
 
 
 @pytest.mark.parametrize(

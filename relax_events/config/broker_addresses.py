@@ -1,4 +1,4 @@
-"""The addresses of brokers, as a user writes them."""
+"""The addresses of brokers, as a user writes them in `broker.bootstrap_servers`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ from urllib.parse import urlsplit
 
 from relax_events.errors import ConfigError
 
+EMBEDDED = "embedded"
+"""Stands for the address of the run's embedded broker."""
 DEFAULT_PORT = 9092
+
+
+def list_addresses(bootstrap_servers: str) -> list[str]:
+    """Return the addresses of a comma-separated list."""
+    return [address.strip() for address in bootstrap_servers.split(",")]
 
 
 def split_address(address: str) -> tuple[str, int]:
