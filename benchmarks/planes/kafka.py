@@ -12,7 +12,7 @@ from benchmarks.planes.protocol import UNDER_WAY, Got
 from benchmarks.planes.samples import copy_of, sample
 from relax_events.config import BrokerConfig
 from relax_events.events.codec import EventCodec
-from relax_events.events.parts import TopicOffset, now_micros
+from relax_events.events.parts import now_micros
 from relax_events.events.types import SampleReady
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
@@ -99,17 +99,16 @@ class KafkaReader:
     """
 
     def __init__(self, address: str, channel: str, consumer: str) -> None:
-        self._codec, self._assigned = EventCodec(), False
+        self._codec = EventCodec()
         plan, connection = plan_of(channel), Connection(address, client_id=f"{channel}.{consumer}")
         self._early: list[Record] = []
         self._consumer = SubscribedConsumer(
             connection,
             consumer_group=plan.consumer_group(consumer),
             topics=[plan.topic(ENTITY)],
-            on_assigned=self._note_assigned,
         )
         deadline = time.monotonic() + ASSIGNED_SECONDS
-        while not (self._assigned and self._has_fetched()):
+        while not self._has_fetched():
             self._early += self._consumer.fetch(1, timeout_seconds=0.1)
             if time.monotonic() > deadline:
                 raise TimeoutError(
@@ -117,11 +116,9 @@ class KafkaReader:
                     f"{ASSIGNED_SECONDS:g} s"
                 )
 
-    def _note_assigned(self, _: list[TopicOffset]) -> None:
-        self._assigned = True
-
     def _has_fetched(self) -> bool:
-        return self._consumer.lag().keys() == self._consumer.positions.keys()
+        assigned = self._consumer.positions.keys()
+        return bool(assigned) and self._consumer.lag().keys() == assigned
 
     def _fetch(self, max_samples: int, timeout_seconds: float) -> list[Record]:
         records, self._early = self._early, []

@@ -119,8 +119,7 @@ class EmbeddedBroker:
     @property
     def pid(self) -> int | None:
         """Process id of the running broker, None when it is down."""
-        state = self.state
-        running = None if state is None else self._find_process(state)
+        running = self._find_process(self.state)
         return None if running is None else running.pid
 
     @property
@@ -236,8 +235,7 @@ class EmbeddedBroker:
 
     def wait_for_end(self, timeout_seconds: float) -> bool:
         """Wait for the broker's end and return whether it ended; return at once when it is down."""
-        state = self.state
-        running = None if state is None else self._find_process(state)
+        running = self._find_process(self.state)
         return running is None or processes.wait_for_end(running, timeout_seconds)
 
     def __enter__(self) -> Self:
@@ -365,8 +363,9 @@ class EmbeddedBroker:
             f"{timeout_seconds:g} s; see {self.log_path}"
         )
 
-    def _find_process(self, state: BrokerState) -> psutil.Process | None:
-        return processes.find_process(state.pid, self._directory / PROPERTIES_NAME)
+    def _find_process(self, state: BrokerState | None) -> psutil.Process | None:
+        pid = None if state is None else state.pid
+        return processes.find_process(pid, self._directory / PROPERTIES_NAME)
 
     def _stop_process(
         self, timeout_seconds: float, busy_seconds: float, *, is_wanted: bool

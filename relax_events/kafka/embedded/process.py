@@ -69,11 +69,10 @@ def find_process(pid: int | None, file: Path) -> psutil.Process | None:
         process = psutil.Process(pid)
         if wait_for_end(process, 0):
             return None
-        last_arguments = process.cmdline()[-1:]
+        last_argument = (process.cmdline() or [""])[-1]
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return None
-    real_path = os.path.realpath(file)
-    return process if [os.path.realpath(path) for path in last_arguments] == [real_path] else None
+    return process if os.path.realpath(last_argument) == os.path.realpath(file) else None
 
 
 def wait_for_end(process: psutil.Process, timeout_seconds: float) -> bool:
