@@ -151,16 +151,24 @@ def _marked(mark: str) -> Iterator[psutil.Process]:
         with contextlib.suppress(psutil.Error):
             if process.pid in own or process.status() == psutil.STATUS_ZOMBIE:
                 continue
-            variables = process.environ()
+            variables = _variables_of(process)
             if variables.get(MARK) == mark or (
                 "PATH" not in variables and _is_orphan_of_ours(process)
             ):
                 yield process
 
 
+def _variables_of(process: psutil.Process) -> dict[str, str]:
+    """Return the variables that a process was started with; none of one that hides them."""
+    try:
+        return process.environ()
+    except psutil.AccessDenied:
+        return {}
+
+
 def _is_orphan_of_ours(process: psutil.Process) -> bool:
     """Return whether a process without a parent was started in our folder during the session. The
-    environment can't be read for a forked worker, whose new title overwrites it; a process with an
+    environment can't be read for a worker, or a command of ours, which deletes it; a process with an
     environment and no mark in it was started by another session.
     """
     return (

@@ -15,6 +15,7 @@ from typing import NoReturn
 from relax_events.cli.commands import HELP_FLAGS, help_text
 from relax_events.errors import EnvironmentProblem, RelaxError
 from relax_events.printable import PrintableStream, printable
+from relax_events.privileges import hide_process
 
 INTERRUPTED = 130
 TERMINATED = 128 + signal.SIGTERM
@@ -28,6 +29,7 @@ def main() -> None:
     """Run the command line and exit with its code; an error of ours is one text on stderr, never a
     traceback.
     """
+    hide_process()
     try:
         result = _called()
         sys.stdout.flush()

@@ -7,23 +7,16 @@ from __future__ import annotations
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import accumulate, pairwise
 from typing import Any
 
 import orjson
 
+from relax_events.confinement.served import Answer, Request, Served
 from relax_events.environments.reply_encoding import encode_reply
 from relax_events.errors import ConfigError, RelaxError
 from relax_events.plugins import ENVIRONMENTS, FUNCTION, find_plugin, select_named
-from relax_events.runtime.subprocess_rpc import (
-    LENGTHS,
-    begin_child,
-    raise_failures,
-    read_requests,
-    respond,
-)
 
 FILES = "files"
 ARGUMENTS = ("messages", "answer", "metadata")
@@ -32,29 +25,19 @@ MAX_ERROR_CHARACTERS = 600
 
 def main() -> int:
     """Serve until stdin ends: report the loaded function, then return the environment's replies."""
-    answers, requests, setup = begin_child()
-    questions = read_requests(requests)
-    next(questions)
+    served = Served()
+    setup = served.setup
     try:
         function = load_environment(setup["function"], setup["options"])
     except (RelaxError, MemoryError) as error:
-        respond(
-            answers,
-            {
-                "load_error": str(error)
-                or f"it needs more than environment.memory_bytes = {setup['memory_bytes']} to load"
-            },
-        )
+        limit = f"environment.memory_bytes = {setup['memory_bytes']}"
+        served.report_load_error(str(error) or f"it needs more than {limit} to load")
         return 2
-    respond(answers, {"takes_files": bool(select_named(function, [FILES]))})
-    with raise_failures(answers):
-        for question, content in questions:
-            respond(
-                answers,
-                *_call_environment(
-                    function, question, content, max_item_bytes=setup["max_item_bytes"]
-                ),
-            )
+    served.report_ready({"takes_files": bool(select_named(function, [FILES]))})
+    max_item_bytes = setup["max_item_bytes"]
+    served.serve(
+        lambda request: _call_environment(function, request, max_item_bytes=max_item_bytes)
+    )
     return 0
 
 
@@ -84,14 +67,14 @@ def load_environment(name: str, options: Mapping[str, Any]) -> Callable[..., Any
 
 
 def _call_environment(
-    function: Callable[..., Any], question: dict[str, Any], content: bytes, *, max_item_bytes: int
-) -> tuple[dict[str, Any], Sequence[bytes]]:
-    bounds = pairwise(accumulate(question[LENGTHS], initial=0))
+    function: Callable[..., Any], request: Request, *, max_item_bytes: int
+) -> Answer:
+    question = request.head
     offered = {
         "messages": question["messages"],
         "answer": question["answer"],
         "metadata": orjson.loads(question["metadata"]),
-        FILES: [content[start:end] for start, end in bounds],
+        FILES: request.split_contents(),
     }
     fields = {name: offered[name] for name in select_named(function, offered)}
     try:

@@ -11,6 +11,9 @@ from contextlib import ExitStack
 from typing import Any
 
 from relax_events.config import RunConfig
+from relax_events.confinement import ChildLost, ChildPool, ChildSettings, Reply
+from relax_events.confinement.entry_points import find_environment
+from relax_events.confinement.frames import LENGTHS
 from relax_events.data.conversations import PLACEHOLDERS
 from relax_events.engines.protocol import EnvironmentContext
 from relax_events.environments.reply_media import ProcessedReply, process_reply, split_contents
@@ -18,10 +21,6 @@ from relax_events.errors import ConfigError, PoisonSample
 from relax_events.events.parts import ChatMessage
 from relax_events.media.library import MediaLibrary
 from relax_events.objects.store import list_message_media
-from relax_events.runtime.subprocess_rpc import LENGTHS, ChildProcessLost, SubprocessRpc
-
-START_SECONDS = 120.0
-
 
 ReplyCallback = Callable[["Future[ProcessedReply | None]"], None]
 
@@ -44,19 +43,40 @@ class EnvironmentPool:
         Raises:
             ConfigError: The function can't be loaded; the text says why.
         """
-        size = config.environment.processes
-        self._free_children: queue.SimpleQueue[_EnvironmentChild] = queue.SimpleQueue()
-        self._children = [
-            _EnvironmentChild(config, (libraries or (lambda: MediaLibrary(config)))())
-            for _ in range(size)
-        ]
-        self._threads = ThreadPoolExecutor(size, thread_name_prefix="environment")
+        environment = config.environment
+        self._config, self._takes_files = environment, False
+        self._libraries: queue.SimpleQueue[MediaLibrary] = queue.SimpleQueue()
+        for _ in range(environment.processes):
+            self._libraries.put((libraries or (lambda: MediaLibrary(config)))())
+        self._threads = ThreadPoolExecutor(environment.processes, thread_name_prefix="environment")
+        self._children = ChildPool(
+            ChildSettings(
+                entry_point=find_environment(str(environment.function), has_sessions=False),
+                setup={
+                    **environment.model_dump(mode="json"),
+                    "max_item_bytes": config.model.media.max_item_bytes,
+                },
+                size=environment.processes,
+            )
+        )
         with ExitStack() as on_failure:
             on_failure.callback(self.close)
-            for child in self._children:
-                child.start()
-                self._free_children.put(child)
+            self._takes_files = self._start()
             on_failure.pop_all()
+
+    def _start(self) -> bool:
+        """Start the children; return whether the function takes files."""
+        try:
+            return bool(self._children.start()[0]["takes_files"])
+        except ChildLost as lost:
+            raise self._load_error(lost) from None
+
+    def _load_error(self, lost: ChildLost) -> ConfigError:
+        if lost.kind == "unloaded":
+            return ConfigError(lost.ending)
+        return ConfigError(
+            f"environment {self._config.function} {lost.describe('')}; see environment.memory_bytes"
+        )
 
     def request_reply(
         self,
@@ -81,67 +101,28 @@ class EnvironmentPool:
     def close(self) -> None:
         """Close all children; running calls are cancelled."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        for child in self._children:
-            child.close()
+        self._children.close()
         self._threads.shutdown()
 
     def _reply(
         self, sample_id: str, task: EnvironmentContext, turns: Sequence[ChatMessage]
     ) -> ProcessedReply | None:
-        child = self._free_children.get()
+        library = self._libraries.get()
         try:
-            return child.reply(sample_id, task, turns)
+            return self._reply_with(library, sample_id, task, turns)
         finally:
-            self._free_children.put(child)
+            self._libraries.put(library)
 
-
-class _EnvironmentChild:
-    """A child, and the media library of its thread."""
-
-    def __init__(self, config: RunConfig, library: MediaLibrary) -> None:
-        self._environment, self._library = config.environment, library
-        self._setup = {
-            **config.environment.model_dump(mode="json"),
-            "max_item_bytes": config.model.media.max_item_bytes,
-        }
-        self._child: SubprocessRpc | None = None
-        self._takes_files = self._is_closed = False
-
-    def start(self) -> SubprocessRpc:
-        """Start the child; errors as for the pool."""
-        child = self._child = SubprocessRpc("relax_events.environments.child", setup=self._setup)
-        try:
-            response, _ = child.request({}, seconds=START_SECONDS)
-        except ChildProcessLost as lost:
-            self._child = None
-            reason = (
-                f"took longer than {START_SECONDS:g} s to load"
-                if lost.is_late
-                else f"died before it was loaded ({lost.ending})"
-            )
-            raise ConfigError(
-                f"environment {self._environment.function} {reason}; see environment.memory_bytes"
-            ) from None
-        if "load_error" in response:
-            raise ConfigError(response["load_error"])
-        self._takes_files = response["takes_files"]
-        return child
-
-    def close(self) -> None:
-        """Close the child; a waiting call fails."""
-        self._is_closed = True
-        if self._child is not None:
-            self._child.close()
-
-    def reply(
-        self, sample_id: str, task: EnvironmentContext, turns: Sequence[ChatMessage]
+    def _reply_with(
+        self,
+        library: MediaLibrary,
+        sample_id: str,
+        task: EnvironmentContext,
+        turns: Sequence[ChatMessage],
     ) -> ProcessedReply | None:
-        """Call the child, and store the media of its reply; errors as in
-        `EnvironmentPool.request_reply`.
-        """
         *before, last = (*task.messages, *turns)
         files = (
-            [self._library.fetch_file(reference) for reference in list_message_media(before)]
+            [library.fetch_file(reference) for reference in list_message_media(before)]
             if self._takes_files
             else []
         )
@@ -154,40 +135,34 @@ class _EnvironmentChild:
             "metadata": task.metadata,
         }
         where = (
-            f"environment {self._environment.function} on turn "
+            f"environment {self._config.function} on turn "
             f"{sum(message.role == last.role for message in turns)} of sample {sample_id}"
         )
-        response, content = self._request(request, files, where)
-        if "error" in response:
-            raise PoisonSample(f"{where}: {response['error']}")
+        reply = self._call_child(request, files, where)
+        if "error" in reply.head:
+            raise PoisonSample(f"{where}: {reply.head['error']}")
         return (
             None
-            if response["reply"] is None
+            if reply.head["reply"] is None
             else process_reply(
-                response["reply"],
-                split_contents(content, response[LENGTHS]),
-                library=self._library,
+                reply.head["reply"],
+                split_contents(reply.content, reply.head[LENGTHS]),
+                library=library,
                 where=where,
             )
         )
 
-    def _request(
-        self, request: dict[str, Any], files: Sequence[bytes], where: str
-    ) -> tuple[dict[str, Any], bytes]:
-        if self._is_closed:
-            raise PoisonSample(f"{where}: the worker is closing")
-        child = self._child or self.start()
+    def _call_child(self, request: dict[str, Any], files: Sequence[bytes], where: str) -> Reply:
+        seconds = self._config.timeout_seconds
         try:
-            return child.request(request, files, seconds=self._environment.timeout_seconds)
-        except ChildProcessLost as lost:
-            self._child = None
-            limit = (
-                f"took longer than {self._environment.timeout_seconds:g} s "
-                "(environment.timeout_seconds)"
-            )
-            raise PoisonSample(
-                f"{where}: it {limit if lost.is_late else f'died ({lost.ending})'}"
-            ) from None
+            return self._children.call(request, files, seconds=seconds).result()
+        except ChildLost as lost:
+            if not lost.was_loaded:
+                raise self._load_error(lost) from None
+            if lost.kind == "closed":
+                raise PoisonSample(f"{where}: the worker is closing") from None
+            text = lost.describe("environment.timeout_seconds")
+            raise PoisonSample(f"{where}: it {text}") from None
 
 
 def describe_content(message: ChatMessage) -> str:

@@ -1,11 +1,12 @@
 """Child process of stateful environments: holds the sessions of many samples. Started only by
 `SessionPool`.
 
-    stdin   open, step, close: a line of JSON with the session's number, then its files
-    stdout  the answer with the request's number; a tick each second while the process is well
+    requests  open, step, close, with the session's number, and its files
+    answers   what the environment says; a tick each second while the process is well
 
-Each stage has its deadline. An environment of ordinary functions runs one call at a time; a call
-that is late can't be stopped, so the process answers and exits, and its other sessions are lost.
+An environment of coroutines keeps the deadline of each call itself. One of ordinary functions gets
+one call at a time: a call that is late can't be stopped, so the worker kills the process, and its
+other sessions are lost.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ import time
 import traceback
 from collections.abc import Awaitable, Sequence
 from contextlib import suppress
-from itertools import accumulate, pairwise
 from typing import Any
 
 import orjson
 
+from relax_events.confinement.served import IS_CONCURRENT, MAX_IN_FLIGHT, Answer, Request, Served
 from relax_events.environments.interfaces import load_adapter
 from relax_events.environments.interfaces.protocol import (
+    DEADLINES,
     Adapter,
     Observation,
     Opening,
@@ -34,26 +36,30 @@ from relax_events.environments.interfaces.protocol import (
 from relax_events.environments.reply import Reply
 from relax_events.environments.reply_encoding import encode_reply
 from relax_events.errors import PoisonSample, RelaxError
-from relax_events.runtime.subprocess_rpc import LENGTHS, begin_child, read_requests, respond
 
 TICK_SECONDS = 1.0
 EXIT_SECONDS = 1.0
 MAX_ERROR_CHARACTERS = 600
-ANSWER = tuple[dict[str, Any], Sequence[bytes]]
+MAX_CONCURRENT = 100_000
 
 
 def main() -> int:
     """Serve until stdin ends: report the loaded adapter, then answer requests."""
-    answers, requests, setup = begin_child()
+    served = Served()
     try:
-        adapter = load_adapter(setup)
+        adapter = load_adapter(served.setup)
     except (RelaxError, MemoryError) as error:
-        limit = f"environment.memory_bytes = {setup['memory_bytes']}"
-        respond(answers, {"load_error": str(error) or f"it needs more than {limit} to load"})
+        limit = f"environment.memory_bytes = {served.setup['memory_bytes']}"
+        served.report_load_error(str(error) or f"it needs more than {limit} to load")
         return 2
-    respond(answers, {"takes_files": adapter.takes_files})
-    server = SessionServer(adapter, setup, answers)
-    asyncio.run(server.serve(requests))
+    served.report_ready(
+        {
+            "takes_files": adapter.takes_files,
+            IS_CONCURRENT: adapter.is_concurrent,
+            MAX_IN_FLIGHT: MAX_CONCURRENT if adapter.is_concurrent else 1,
+        }
+    )
+    asyncio.run(SessionServer(adapter, served).serve())
     sys.stderr.flush()
     os._exit(0)  # a thread of foreign code may still run
 
@@ -61,39 +67,33 @@ def main() -> int:
 class SessionServer:
     """Answers the requests of one child process."""
 
-    def __init__(self, adapter: Adapter, setup: dict[str, Any], answers: Any) -> None:
+    def __init__(self, adapter: Adapter, served: Served) -> None:
         """Serve the sessions of an adapter.
 
         Args:
             adapter: The loaded interface.
-            setup: The section `environment`, with `max_item_bytes`.
-            answers: The stream to the worker.
+            served: The pipes; its setup is the section `environment`, with `max_item_bytes`.
         """
-        self._adapter, self._setup, self._answers = adapter, setup, answers
+        self._adapter, self._served, self._setup = adapter, served, served.setup
         self._sessions: dict[int, Session] = {}
-        self._turn_of_process = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._running: dict[int, asyncio.Task[None]] = {}
-        self._seconds = {
-            "open": setup["setup_seconds"],
-            "step": setup["timeout_seconds"],
-            "close": setup["finish_seconds"],
-        }
+        self._seconds = {stage: self._setup[key] for stage, key in DEADLINES.items()}
 
-    async def serve(self, requests: Any) -> None:
+    async def serve(self) -> None:
         """Answer until the requests end; then close all sessions within the deadline."""
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
         def read() -> None:
-            for question, content in read_requests(requests):
-                loop.call_soon_threadsafe(self._start, question, content)
+            for request in self._served.requests():
+                loop.call_soon_threadsafe(self._start, request)
             loop.call_soon_threadsafe(ended.set)
             time.sleep(self._seconds["close"] + EXIT_SECONDS)
             os._exit(1)  # the loop, or a thread, is stuck in foreign code
 
         threading.Thread(target=read, daemon=True, name="requests").start()
         while not ended.is_set():
-            respond(self._answers, {"tick": True})
+            self._served.tick()
             with suppress(TimeoutError):
                 await asyncio.wait_for(ended.wait(), TICK_SECONDS)
         for task in self._running.values():
@@ -106,66 +106,58 @@ class SessionServer:
         closing = [session.close() for session in self._sessions.values()]
         await asyncio.gather(*closing, return_exceptions=True)
 
-    def _start(self, question: dict[str, Any], content: bytes) -> None:
-        number = question["session"]
-        if question["op"] == "close" and self._adapter.is_concurrent and number in self._running:
-            self._running[number].cancel()  # the worker no longer waits for it
-        task = asyncio.get_running_loop().create_task(self._answer(question, content))
+    def _start(self, request: Request) -> None:
+        session, stage = request.head["session"], request.head["op"]
+        if stage == "close" and session in self._running:
+            self._running[session].cancel()  # the worker no longer waits for it
+        task = asyncio.get_running_loop().create_task(self._answer(request))
         self._tasks.add(task)
-        if question["op"] != "close":
-            self._running[number] = task
-            task.add_done_callback(lambda _: self._running.pop(number, None))
+        if stage != "close":
+            self._running[session] = task
+            task.add_done_callback(lambda _: self._running.pop(session, None))
         task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, question: dict[str, Any], content: bytes) -> None:
-        is_stuck = False
+    async def _answer(self, request: Request) -> None:
         try:
-            answer, contents = await self._within_deadline(question, content)
+            head, contents = await self._within_deadline(request)
         except TimeoutError:
-            stage = question["op"]
-            is_stuck = not self._adapter.is_concurrent
-            answer, contents = {"failed": f"took longer than {self._limit(stage)}"}, ()
+            head, contents = {"failed": f"took longer than {self._limit(request.head['op'])}"}, ()
         except PoisonSample as error:
-            answer, contents = {"invalid": str(error)[:MAX_ERROR_CHARACTERS]}, ()
+            head, contents = {"invalid": str(error)[:MAX_ERROR_CHARACTERS]}, ()
+        except asyncio.CancelledError:
+            head, contents = {"failed": "was cancelled"}, ()
         except Exception as error:  # foreign code may raise any exception
-            answer, contents = {"failed": describe_error(error)}, ()
-        answer |= {"number": question["number"], "ends": is_stuck}
-        respond(self._answers, answer, contents)
-        if is_stuck:
-            os._exit(3)
+            head, contents = {"failed": describe_error(error)}, ()
+        self._served.answer(request.number, head, contents)
 
     def _limit(self, stage: str) -> str:
-        key = {"open": "setup_seconds", "step": "timeout_seconds", "close": "finish_seconds"}[stage]
-        return f"{self._seconds[stage]:g} s (environment.{key})"
+        return f"{self._seconds[stage]:g} s (environment.{DEADLINES[stage]})"
 
-    async def _within_deadline(self, question: dict[str, Any], content: bytes) -> ANSWER:
-        work = self._call(question, content)
-        if self._adapter.is_concurrent:
-            return await asyncio.wait_for(work, self._seconds[question["op"]])
-        async with self._turn_of_process:
-            return await asyncio.wait_for(work, self._seconds[question["op"]])
+    async def _within_deadline(self, request: Request) -> Answer:
+        seconds = self._seconds[request.head["op"]] if self._adapter.is_concurrent else None
+        return await asyncio.wait_for(self._call(request), seconds)
 
-    async def _call(self, question: dict[str, Any], content: bytes) -> ANSWER:
-        number, stage = question["session"], question["op"]
+    async def _call(self, request: Request) -> Answer:
+        number, stage = request.head["session"], request.head["op"]
         if stage == "open":
-            session = self._adapter.begin(_read_task(question, content))
+            session = self._adapter.begin(_read_task(request))
             self._sessions[number] = session
             return self._encode_opening(await _checked(session.open(), Opening))
         if stage == "step":
-            step = self._sessions[number].step(question["completion"])
+            step = self._sessions[number].step(request.head["completion"])
             return self._encode_observation(await _checked(step, Observation))
         session_to_close = self._sessions.pop(number, None)
         if session_to_close is not None:
             await session_to_close.close()
         return {}, ()
 
-    def _encode_opening(self, opening: Opening) -> ANSWER:
+    def _encode_opening(self, opening: Opening) -> Answer:
         header, contents = self._encode_replies(opening.messages)
         header["replaces_prompt"] = opening.replaces_prompt
         header["tools"] = orjson.dumps(list(opening.tools)).decode() if opening.tools else ""
         return header, contents
 
-    def _encode_observation(self, observation: Observation) -> ANSWER:
+    def _encode_observation(self, observation: Observation) -> Answer:
         replies = () if observation.is_over else observation.replies
         header, contents = self._encode_replies(replies)
         header |= {"is_over": observation.is_over, "reward": observation.reward}
@@ -195,15 +187,14 @@ async def _checked(work: Awaitable[Any], kind: type) -> Any:
     return result
 
 
-def _read_task(question: dict[str, Any], content: bytes) -> Task:
-    bounds = pairwise(accumulate(question[LENGTHS], initial=0))
+def _read_task(request: Request) -> Task:
     return Task(
-        sample_id=question["sample_id"],
-        seed=question["seed"],
-        messages=question["messages"],
-        answer=question["answer"],
-        metadata=orjson.loads(question["metadata"]),
-        files=[content[start:end] for start, end in bounds],
+        sample_id=request.head["sample_id"],
+        seed=request.head["seed"],
+        messages=request.head["messages"],
+        answer=request.head["answer"],
+        metadata=orjson.loads(request.head["metadata"]),
+        files=request.split_contents(),
     )
 
 

@@ -22,20 +22,33 @@ from typing import Any, TypeVar
 
 import structlog
 
-from relax_events.config import RunConfig
+from relax_events.config import EnvironmentConfig, RunConfig
+from relax_events.confinement import ChildLost, ChildPool, ChildSettings, Reply
+from relax_events.confinement.entry_points import (
+    SERVER_SESSIONS,
+    USER_SESSIONS,
+    EntryPoint,
+    find_environment,
+)
+from relax_events.confinement.frames import LENGTHS
+from relax_events.confinement.profiles import list_ports
+from relax_events.confinement.served import IS_CONCURRENT
 from relax_events.engines.protocol import EnvironmentContext
+from relax_events.environments.interfaces.protocol import DEADLINES
 from relax_events.environments.pool import describe_content
 from relax_events.environments.reply_media import ProcessedReply, process_reply, split_contents
-from relax_events.environments.session_process import SessionProcess
-from relax_events.errors import EpisodeFailed
+from relax_events.errors import ConfigError, EpisodeFailed, PoisonSample
 from relax_events.media.library import MediaLibrary
 from relax_events.objects.store import list_message_media
 from relax_events.runtime.cancellable_tasks import CancellableTasks
-from relax_events.runtime.subprocess_rpc import LENGTHS
 
 log = structlog.get_logger()
 Result = TypeVar("Result")
 CLOSE_SECONDS = 30.0
+SILENT_SECONDS = 30.0
+"""A child that ticks each second and is silent for so long hangs."""
+GRACE_SECONDS = 5.0
+"""For a child that keeps deadlines itself to say that one was missed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +77,11 @@ class EnvironmentSession:
         self._pool, self.sample_id, self.task = pool, sample_id, task
         self._opening: Future[ProcessedOpening] | None = None
         self.number = 0
-        self.process: SessionProcess | None = None
-        self.holds_slot = False
+        self.slot: int | None = None
+        """Which of the pool's children holds it."""
+        self.child: int | None = None
+        """The process of that child in which it was set up."""
+        self.is_lost = self.holds_slot = False
 
     def open(self) -> Future[ProcessedOpening]:
         """Set the session up, once a slot of `environment.concurrency` is free."""
@@ -97,11 +113,7 @@ class SessionPool:
         Raises:
             ConfigError: The environment can't be loaded; the text says why.
         """
-        environment = config.environment
-        setup = {
-            **environment.model_dump(mode="json"),
-            "max_item_bytes": config.model.media.max_item_bytes,
-        }
+        environment = self._environment = config.environment
         self.name = f"environment {environment.name}"
         self._libraries: queue.SimpleQueue[MediaLibrary] = queue.SimpleQueue()
         for _ in range(environment.processes):
@@ -113,15 +125,16 @@ class SessionPool:
         self._free = asyncio.Semaphore(environment.concurrency)
         self._thread = threading.Thread(target=self._run, name="environments", daemon=True)
         self._thread.start()
-        self._processes = [
-            SessionProcess(setup, name=self.name) for _ in range(environment.processes)
-        ]
+        self._num_sessions = [0] * environment.processes
+        self._children = _build_children(config)
+        self._takes_files = self._is_concurrent = False
         try:
-            for process in self._processes:
-                self.run(process.start()).result()
-        except BaseException:
+            ready = self._children.start()[0]
+            self._takes_files = bool(ready["takes_files"])
+            self._is_concurrent = bool(ready[IS_CONCURRENT])
+        except ChildLost as lost:
             self.close()
-            raise
+            raise self._load_error(lost) from None
 
     def session(self, sample_id: str, task: EnvironmentContext) -> EnvironmentSession:
         """Return the session of a sample, not yet set up."""
@@ -151,11 +164,10 @@ class SessionPool:
         await self._free.acquire()
         session.holds_slot = True
         task = session.task
-        process = min(self._processes, key=lambda one: one.num_sessions)
-        await process.start()
-        session.number, session.process = next(self._numbers), process
-        process.num_sessions += 1
-        files = await self._fetch(task) if process.takes_files else []
+        slot = min(range(len(self._num_sessions)), key=self._num_sessions.__getitem__)
+        session.number, session.slot = next(self._numbers), slot
+        self._num_sessions[slot] += 1
+        files = await self._fetch(task) if self._takes_files else []
         question = {
             "op": "open",
             "sample_id": session.sample_id,
@@ -183,11 +195,11 @@ class SessionPool:
     async def close_session(self, session: EnvironmentSession) -> None:
         """Close a session and free its slot; a failure is logged."""
         try:
-            if session.process is not None:
-                session.process.num_sessions -= 1
-                if not session.process.forget(session.number):
+            if session.slot is not None:
+                self._num_sessions[session.slot] -= 1
+                if not session.is_lost:
                     await self._request(session, {"op": "close"})
-        except EpisodeFailed as error:
+        except (EpisodeFailed, PoisonSample) as error:
             log.warning("session.close_failed", sample_id=session.sample_id, error=str(error))
         finally:
             if session.holds_slot:
@@ -200,11 +212,41 @@ class SessionPool:
         question: Mapping[str, Any],
         files: Sequence[bytes] = (),
     ) -> tuple[dict[str, Any], bytes]:
-        assert session.process is not None
-        where = f"{self.name}, {question['op']}, sample {session.sample_id}"
-        return await session.process.request(
-            {**question, "session": session.number}, files, where=where
+        stage = question["op"]
+        where = f"{self.name}, {stage}, sample {session.sample_id}"
+        answer = self._children.call(
+            {**question, "session": session.number},
+            files,
+            seconds=self._seconds(stage),
+            slot=session.slot,
+            child=session.child,
         )
+        try:
+            reply = await asyncio.wrap_future(answer)
+        except ChildLost as lost:
+            session.is_lost = True
+            raise self._episode_error(lost, where, stage) from None
+        session.child = reply.child
+        return _read_answer(reply, where)
+
+    def _seconds(self, stage: str) -> float:
+        """Return the deadline of a request, after which its process is killed."""
+        seconds: float = getattr(self._environment, DEADLINES[stage])
+        return seconds + (GRACE_SECONDS if self._is_concurrent else 0.0)
+
+    def _load_error(self, lost: ChildLost) -> ConfigError:
+        if lost.kind == "unloaded":
+            return ConfigError(lost.ending)
+        return ConfigError(
+            f"{self.name}: its process {lost.describe('')}; see environment.memory_bytes"
+        )
+
+    def _episode_error(self, lost: ChildLost, where: str, stage: str) -> EpisodeFailed:
+        if not lost.was_loaded:
+            return EpisodeFailed(str(self._load_error(lost)))
+        if lost.kind == "late":
+            return EpisodeFailed(f"{where}: {lost.describe('environment.' + DEADLINES[stage])}")
+        return EpisodeFailed(f"{where}: its process {lost.describe('')}, and with it the session")
 
     async def _fetch(self, task: EnvironmentContext) -> list[bytes]:
         return await self._in_thread(
@@ -244,11 +286,56 @@ class SessionPool:
 
     async def _stop(self) -> None:
         await self._tasks.cancel()
-        await asyncio.gather(*(process.stop() for process in self._processes))
+        seconds = self._environment.finish_seconds + 1.0
+        await asyncio.to_thread(self._children.close, exit_seconds=seconds)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
+
+
+def _build_children(config: RunConfig) -> ChildPool:
+    environment = config.environment
+    entry_point, addresses = choose_entry_point(environment)
+    return ChildPool(
+        ChildSettings(
+            entry_point=entry_point,
+            setup={
+                **environment.model_dump(mode="json"),
+                "max_item_bytes": config.model.media.max_item_bytes,
+            },
+            size=environment.processes,
+            silent_seconds=SILENT_SECONDS,
+            keeps_state=True,
+            ports=list_ports(addresses),
+        )
+    )
+
+
+def choose_entry_point(environment: EnvironmentConfig) -> tuple[EntryPoint, list[str]]:
+    """Return the entry point of an environment with sessions, and the addresses of its servers."""
+    if environment.interface == "openenv":
+        return SERVER_SESSIONS, [environment.address]
+    if environment.interface == "mcp":
+        servers = environment.tool_servers.values()
+        if any(server.command for server in servers):
+            return USER_SESSIONS, []
+        return SERVER_SESSIONS, [server.address for server in servers]
+    return find_environment(str(environment.function), has_sessions=True), []
+
+
+def _read_answer(reply: Reply, where: str) -> tuple[dict[str, Any], bytes]:
+    """Return the answer of a session.
+
+    Raises:
+        EpisodeFailed: The environment failed or was late.
+        PoisonSample: Its reply is invalid.
+    """
+    if "failed" in reply.head:
+        raise EpisodeFailed(f"{where}: {reply.head['failed']}")
+    if "invalid" in reply.head:
+        raise PoisonSample(f"{where}: {reply.head['invalid']}")
+    return reply.head, reply.content
 
 
 def seed_of(sample_id: str) -> int:

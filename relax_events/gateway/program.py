@@ -17,9 +17,9 @@ from typing import Any
 
 import orjson
 
+from relax_events.confinement.variables import build_child_environment
 from relax_events.errors import ConfigError, EpisodeFailed
 from relax_events.gateway.program_guard import FOLDER_PREFIX
-from relax_events.runtime.subprocess_rpc import build_child_environment
 
 GUARD = Path(__file__).with_name("program_guard.py")
 TASK_FILE = "task.json"

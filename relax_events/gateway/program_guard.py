@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import os
 import resource
+import runpy
 import select
 import signal
 import subprocess
@@ -22,6 +23,7 @@ PR_SET_CHILD_SUBREAPER = 36
 NOT_STARTED = 127
 KILLED = 137
 FOLDER_PREFIX = "relax-episode-"
+PRIVILEGES = os.path.join(os.path.dirname(__file__), "..", "privileges.py")  # noqa: PTH118, PTH120
 
 
 def main() -> int:
@@ -29,6 +31,7 @@ def main() -> int:
     memory_bytes, folder, command = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
     # children that leave the process group become ours instead of init's, and end with us
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    drop_ptrace()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     try:
@@ -52,6 +55,11 @@ def main() -> int:
     code = program.wait()
     kill_all(program.pid)
     return code if code >= 0 else 128 - code
+
+
+def drop_ptrace() -> None:
+    """Give up the right of root to read the worker; see `relax_events.privileges`."""
+    runpy.run_path(PRIVILEGES)["drop_ptrace"]()
 
 
 def kill_all(group: int) -> None:

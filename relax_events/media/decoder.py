@@ -8,19 +8,21 @@ from dataclasses import asdict
 from typing import Any
 
 from relax_events.config import MediaConfig
+from relax_events.confinement import ChildLost, ChildPool, ChildSettings
+from relax_events.confinement.entry_points import MEDIA_DECODER
+from relax_events.confinement.frames import FrameLimits
 from relax_events.errors import EnvironmentProblem, MediaError
 from relax_events.events.parts import Modality
 from relax_events.media.facts import MediaFacts, require_bytes
 from relax_events.media.preprocessing import DecodePlan
-from relax_events.runtime.subprocess_rpc import ChildProcessLost, SubprocessRpc
 
 START_SECONDS = 60.0
-"""Additional time for the first file, in which the process starts."""
+HEAD_BYTES = 1024**2
 
 
 class Decoder:
     """A child process, started with the first file and restarted after a crash. It ends with the
-    worker. Used by one thread.
+    worker.
     """
 
     def __init__(self, limits: MediaConfig) -> None:
@@ -30,12 +32,19 @@ class Decoder:
             limits: Limits of files and of decoding.
         """
         self._limits = limits
-        self._child: SubprocessRpc | None = None
+        self._children = ChildPool(
+            ChildSettings(
+                entry_point=MEDIA_DECODER,
+                setup=limits.model_dump(mode="json") | {"memory_bytes": limits.decode_bytes},
+                start_seconds=START_SECONDS,
+                limits=FrameLimits(HEAD_BYTES, limits.decode_bytes),
+            )
+        )
 
     @property
     def pid(self) -> int | None:
         """Process id of the child; None without one."""
-        return None if self._child is None else self._child.pid
+        return next(iter(self._children.pids), None)
 
     def inspect(self, data: bytes, modality: Modality, *, location: str) -> MediaFacts:
         """Check a file and return its facts.
@@ -65,29 +74,24 @@ class Decoder:
         self, data: bytes, modality: Modality, plan: DecodePlan | None, location: str
     ) -> tuple[dict[str, Any], bytes]:
         require_bytes(data, self._limits, location)
-        seconds = self._limits.decode_seconds + (START_SECONDS if self._child is None else 0)
-        child = self._child = self._child or SubprocessRpc(
-            "relax_events.media.decoder_child",
-            setup=self._limits.model_dump(mode="json"),
-            is_confined=True,
-        )
         request = {
             "modality": modality,
             "location": location,
             "plan": None if plan is None else asdict(plan),
         }
+        seconds = self._limits.decode_seconds
         try:
-            head, content = child.request(request, [data], seconds=seconds)
-        except ChildProcessLost as lost:
-            self._child = None
+            reply = self._children.call(request, [data], seconds=seconds).result()
+        except ChildLost as lost:
             raise self._lost_error(lost, location) from None
+        head, content = reply.head, reply.content
         if "error" in head:
             raise MediaError(**head["error"])
         if "problem" in head:
             raise EnvironmentProblem(head["problem"]["text"])
         return head, content
 
-    def _lost_error(self, lost: ChildProcessLost, location: str) -> MediaError:
+    def _lost_error(self, lost: ChildLost, location: str) -> MediaError:
         if lost.is_late:
             rule = f"model.media.decode_seconds = {self._limits.decode_seconds:g}"
             return MediaError(f"{location} was not decoded within {rule}", reason="too_slow")

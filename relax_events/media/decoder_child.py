@@ -6,18 +6,16 @@ decoded arrays. The first line has the limits.
 
 from __future__ import annotations
 
-import os
-import resource
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
-import orjson
 from numpy.typing import NDArray
 
 from relax_events.config import MediaConfig
+from relax_events.confinement.served import Answer, Request, Served
 from relax_events.errors import EnvironmentProblem, MediaError
 from relax_events.events.parts import Modality
 from relax_events.media.audio import decode_audio, decode_samples, inspect_audio
@@ -25,7 +23,6 @@ from relax_events.media.facts import MediaFacts
 from relax_events.media.images import decode_image, inspect_image
 from relax_events.media.preprocessing import DecodePlan
 from relax_events.media.videos import decode_video, inspect_video
-from relax_events.runtime.subprocess_rpc import raise_failures, read_requests, respond
 
 INSPECTORS: dict[Modality, Callable[..., MediaFacts]] = {
     Modality.IMAGE: inspect_image,
@@ -36,19 +33,16 @@ INSPECTORS: dict[Modality, Callable[..., MediaFacts]] = {
 
 def main() -> int:
     """Serve requests until stdin ends."""
-    answers, requests = os.fdopen(os.dup(1), "wb"), os.fdopen(os.dup(0), "rb")
-    os.dup2(2, 1)  # codecs must not print into the responses
-    setup = orjson.loads(requests.readline())
-    with raise_failures(answers):
-        limits = MediaConfig.model_validate(setup)
-        resource.setrlimit(resource.RLIMIT_AS, (limits.decode_bytes, limits.decode_bytes))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        for question, data in read_requests(requests):
-            _answer(answers, question, data, limits)
+    served = Served()
+    setup = {name: value for name, value in served.setup.items() if name != "memory_bytes"}
+    limits = MediaConfig.model_validate(setup)
+    served.report_ready({})
+    served.serve(lambda request: _decode_request(request, limits))
     return 0
 
 
-def _answer(answers: BinaryIO, question: dict[str, Any], data: bytes, limits: MediaConfig) -> None:
+def _decode_request(request: Request, limits: MediaConfig) -> Answer:
+    question, data = request.head, request.content
     modality, location = Modality(question["modality"]), question["location"]
     arrays: list[NDArray[Any]] = []
     try:
@@ -74,7 +68,7 @@ def _answer(answers: BinaryIO, question: dict[str, Any], data: bytes, limits: Me
             f"{location} needs more than model.media.decode_bytes = {limits.decode_bytes} to decode"
         )
         response = {"error": {"text": text, "reason": "too_much_memory"}}
-    respond(answers, response, [np.ascontiguousarray(array).data for array in arrays])
+    return response, [np.ascontiguousarray(one).reshape(-1).view(np.uint8).data for one in arrays]
 
 
 def decode(

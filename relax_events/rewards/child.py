@@ -1,36 +1,46 @@
-"""Run reward functions in a child process of `RewardPool`: one JSON line in, one JSON line out.
+"""Run reward functions in a child process of `RewardPool`.
 
-The first input line names the function; the first output line reports that it is ready, with its
-version and call signature, or why it can't be loaded. Every further output line responds to the
-input line of the same number. The process exits as soon as its stdin closes, even during a call.
+The setup names the functions; the first message has their versions and call signature, or why
+they can't be loaded. The process of a built-in verifier that raised is replaced: what it read may
+have changed it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import queue
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from typing import Any, BinaryIO
+from collections.abc import Mapping
+from typing import Any
 
 import orjson
 
+from relax_events.confinement.served import (
+    IS_CONCURRENT,
+    MAX_IN_FLIGHT,
+    RENEW,
+    REPLACE,
+    RETRY,
+    Request,
+    Served,
+)
 from relax_events.errors import RelaxError
 from relax_events.rewards.by_source import RewardRoutes, load_routes
 from relax_events.rewards.code_version import file_stamps
 from relax_events.rewards.scores import BY_TOKEN, BY_TURN, parse_score
-from relax_events.runtime.subprocess_rpc import begin_child
 
 MAX_ERROR_CHARACTERS = 600
 
 
+MAX_REQUESTS = 64
+
+
 def main() -> int:
-    """Load the function and process requests until stdin closes."""
-    answers, requests, setup = begin_child(buffering=0)
+    """Load the functions and process requests until stdin closes."""
+    served = Served()
+    setup = served.setup
     try:
         routes = load_routes(setup)
     except (RelaxError, MemoryError) as error:
@@ -38,66 +48,57 @@ def main() -> int:
             f"reward function {setup['function']} needs more than reward.memory_bytes = "
             f"{setup['memory_bytes']} to load"
         )
-        _send(answers, {"load_error": str(error) or needs})
+        served.report_load_error(str(error) or needs)
         return 2
-    caller = Caller(routes, timeout_seconds=setup["timeout_seconds"])
-    ready = {
-        "digest": routes.digest,
-        "takes_prompt_group": routes.takes_prompt_group,
-        "is_async": routes.is_async,
-        "optional_arguments": routes.optional_arguments,
-    }
-    _send(answers, ready | {"files": file_stamps(routes.files)})
+    served.report_ready(
+        {
+            "name": next(iter(routes.rewards.values())).name,
+            "digests": routes.digests,
+            "takes_prompt_group": routes.takes_prompt_group,
+            "optional_arguments": routes.optional_arguments,
+            "files": file_stamps(routes.files),
+            IS_CONCURRENT: routes.is_async,
+            MAX_IN_FLIGHT: setup["concurrency"] if routes.is_async else MAX_REQUESTS,
+        }
+    )
+    caller = Caller(
+        routes, timeout_seconds=setup["timeout_seconds"], is_disposable=setup["is_disposable"]
+    )
     if routes.is_async:
-        asyncio.run(
-            _serve_concurrently(caller, requests, answers, concurrency=setup["concurrency"])
-        )
-    _serve(caller, requests, answers)
+        asyncio.run(_serve_concurrently(caller, served))
+    served.serve(lambda request: (caller.respond(request.head), ()))
     return 0
 
 
-def _serve(caller: Caller, requests: BinaryIO, answers: BinaryIO) -> None:
-    """Process one request after the other."""
-    lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(requests, lines.put), daemon=True).start()
-    while True:
-        _send(answers, caller.respond(orjson.loads(lines.get())))
+async def _serve_concurrently(caller: Caller, served: Served) -> None:
+    """Run the calls as they come, until there are no more."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    calls: set[asyncio.Task[None]] = set()
 
+    async def call(request: Request) -> None:
+        served.answer(request.number, await caller.respond_async(request.head))
 
-async def _serve_concurrently(
-    caller: Caller, requests: BinaryIO, answers: BinaryIO, *, concurrency: int
-) -> None:
-    """Run up to `concurrency` calls at a time; the responses keep the order of the requests."""
-    loop, slots = asyncio.get_running_loop(), asyncio.Semaphore(concurrency)
-    calls: asyncio.Queue[asyncio.Task[dict[str, Any]]] = asyncio.Queue()
+    def begin(request: Request) -> None:
+        calls.add(task := loop.create_task(call(request)))
+        task.add_done_callback(calls.discard)
 
-    async def call(line: bytes) -> dict[str, Any]:
-        async with slots:
-            return await caller.respond_async(orjson.loads(line))
+    def read() -> None:
+        for request in served.requests():
+            loop.call_soon_threadsafe(begin, request)
+        loop.call_soon_threadsafe(ended.set)
 
-    def begin(line: bytes) -> None:
-        calls.put_nowait(loop.create_task(call(line)))
-
-    threading.Thread(
-        target=_read,
-        args=(requests, lambda line: loop.call_soon_threadsafe(begin, line)),
-        daemon=True,
-    ).start()
-    while True:
-        _send(answers, await (await calls.get()))
-
-
-def _read(requests: BinaryIO, take: Callable[[bytes], object]) -> None:
-    for line in requests:
-        take(line)
-    os._exit(0)  # The parent closed the pipe or died; a call that hangs must not outlive it.
+    threading.Thread(target=read, daemon=True).start()
+    await ended.wait()
 
 
 class Caller:
     """Calls the function of a request, and turns the result or the error into a response."""
 
-    def __init__(self, routes: RewardRoutes, *, timeout_seconds: float) -> None:
+    def __init__(
+        self, routes: RewardRoutes, *, timeout_seconds: float, is_disposable: bool
+    ) -> None:
         self._routes, self._timeout_seconds = routes, timeout_seconds
+        self._is_disposable = is_disposable
 
     def respond(self, request: dict[str, Any]) -> dict[str, Any]:
         """Return the response to a request; any exception of the function becomes an error
@@ -109,7 +110,7 @@ class Caller:
         # User code may raise anything, SystemExit too; the parent counts it against this call
         # alone.
         except BaseException as error:
-            return _failure(error, started)
+            return self._failure(error, started)
         return self._success(value, request, started)
 
     async def respond_async(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -126,9 +127,17 @@ class Caller:
             return (
                 {"error": late, "seconds": self._timeout_seconds}
                 if clock.expired()
-                else _failure(error, started)
+                else self._failure(error, started)
             )
         return self._success(value, request, started)
+
+    def _failure(self, error: BaseException, started: float) -> dict[str, Any]:
+        answer = {"error": describe_failure(error), "seconds": time.perf_counter() - started}
+        if isinstance(error, MemoryError):
+            answer[RENEW] = RETRY  # an earlier call may have leaked the memory
+        elif self._is_disposable and not isinstance(error, RelaxError):
+            answer[RENEW] = REPLACE
+        return answer
 
     def _call(self, request: dict[str, Any]) -> Any:
         completions, metadata = request["completions"], orjson.loads(request["metadata"])
@@ -177,25 +186,14 @@ def _result(value: Any, weights: Mapping[str, float]) -> dict[str, Any]:
     }
 
 
-def _failure(error: BaseException, started: float) -> dict[str, Any]:
+def describe_failure(error: BaseException) -> str:
+    """Return an error of a reward function with the line that raised it."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     kind, where = type(error).__name__, f"{frame.filename}:{frame.lineno}"
     text = (
         f"failed: {error}" if isinstance(error, RelaxError) else f"raised {kind}: {error} ({where})"
     )
-    if len(text) > MAX_ERROR_CHARACTERS:
-        text = f"{text[:MAX_ERROR_CHARACTERS]}..."
-    return {
-        "error": text,
-        "is_exhausted": isinstance(error, MemoryError),
-        "seconds": time.perf_counter() - started,
-    }
-
-
-def _send(answers: BinaryIO, value: dict[str, Any]) -> None:
-    line = memoryview(orjson.dumps(value) + b"\n")
-    while line:
-        line = line[answers.write(line) :]
+    return f"{text[:MAX_ERROR_CHARACTERS]}..." if len(text) > MAX_ERROR_CHARACTERS else text
 
 
 if __name__ == "__main__":

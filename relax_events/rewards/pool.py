@@ -5,13 +5,12 @@ worker.
 from __future__ import annotations
 
 import contextlib
-import math
-import selectors
-import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
+from pathlib import Path
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, Self
 
@@ -20,14 +19,23 @@ import orjson
 from numpy.typing import NDArray
 
 from relax_events.config import RewardConfig
+from relax_events.confinement import ChildLost, ChildPool, ChildSettings, Profile
+from relax_events.confinement.child import Request, Result
+from relax_events.confinement.entry_points import find_reward
+from relax_events.confinement.frames import FrameLimits
+from relax_events.confinement.pool import START_SECONDS
+from relax_events.confinement.profiles import list_ports
+from relax_events.confinement.served import IS_CONCURRENT
 from relax_events.data.conversations import ASSISTANT
 from relax_events.errors import ConfigError, RewardError
 from relax_events.events.immutable import immutable
+from relax_events.rewards.by_source import combine_digests, require_same_form
 from relax_events.rewards.code_version import file_stamps
-from relax_events.rewards.process import START_SECONDS, ChildReady, Request, RewardChild
 from relax_events.rewards.scores import BY_TOKEN, BY_TURN, Score
 
-MAX_REQUESTS_PER_CHILD = 64
+ASYNC_GRACE_SECONDS = 1.0
+"""For a child with several calls in flight, which keeps their deadlines itself."""
+ANSWER_BYTES = 64 * 1024**2
 
 
 @immutable(frozen=True, slots=True)
@@ -51,13 +59,21 @@ class RewardItem:
     environment_rewards: Sequence[float] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a reward function: the positions of its items, and its request."""
+
+    indices: tuple[int, ...]
+    head: dict[str, Any]
+
+
 class RewardPool:
     """Scores completions in `reward.processes` child processes.
 
     A call that exceeds `reward.timeout_seconds` is killed with its child; a new child replaces it,
-    and the calls behind it are retried. If several calls were in flight in the child, each is
-    retried alone, and only the one that fails again counts as failed. The children exchange JSON
-    lines over pipes and exit with the parent. Use it as a context manager, from one thread.
+    and the calls behind it are repeated. If several calls were in flight in the child, each is
+    repeated alone, and only the one that fails again counts as failed. Functions of different
+    confinement profiles run in different children. Use it as a context manager, from one thread.
     """
 
     def __init__(self, config: RewardConfig) -> None:
@@ -67,12 +83,6 @@ class RewardPool:
             ConfigError: The function can't be loaded; the text says why.
         """
         self._config = config
-        self._selector = selectors.DefaultSelector()
-        self._children: list[RewardChild] = []
-        self._waiting: deque[Request] = deque()
-        self._results: dict[int, Score | RewardError] = {}
-        self._items: Sequence[RewardItem] = ()
-        self._ready: ChildReady | None = None
         self.name = "; ".join(
             [
                 config.function,
@@ -82,13 +92,42 @@ class RewardPool:
                 ),
             ]
         )
+        self._profiles = {
+            source: find_reward(str(chosen.function)).profile
+            for source, chosen in config.chosen.items()
+        }
+        self._pools = {
+            profile: ChildPool(build_settings(config, self._profiles, profile))
+            for profile in dict.fromkeys(self._profiles.values())
+        }
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(self.close)
-            for _ in range(config.num_processes):
-                self._start_child()
-            while any(child.ready is None for child in self._children):
-                self._step(window=0)
+            self._load(ChildPool.start)
             on_failure.pop_all()
+
+    def _load(self, begin: Callable[[ChildPool], list[dict[str, Any]]]) -> None:
+        """Start all children, and combine what they say of their functions."""
+        try:
+            facts = [begin(pool)[0] for pool in self._pools.values()]
+        except ChildLost as lost:
+            raise self._load_error(lost) from None
+        first = facts[0]
+        for other in facts[1:]:
+            require_same_form(_describe_form(first), _describe_form(other))
+        self.takes_prompt_group: bool = first["takes_prompt_group"]
+        """Whether the function scores whole prompt groups: then all items of a group must be
+        adjacent in one batch."""
+        self._is_async: bool = first[IS_CONCURRENT]
+        self.optional_arguments = sorted(
+            {name for one in facts for name in one["optional_arguments"]}
+        )
+        """Names of the optional arguments that the function takes, such as `turns`."""
+        self._files: dict[str, list[int]] = {
+            name: stamp for one in facts for name, stamp in one["files"].items()
+        }
+        digests = {source: digest for one in facts for source, digest in one["digests"].items()}
+        self.digest = combine_digests(digests, self._config.route_key)
+        """The version of the function with its options."""
 
     def __enter__(self) -> Self:
         return self
@@ -100,28 +139,6 @@ class RewardPool:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-    @property
-    def digest(self) -> str:
-        """The version of the function with its options."""
-        return self._loaded.digest
-
-    @property
-    def takes_prompt_group(self) -> bool:
-        """Whether the function scores whole prompt groups: then all items of a group must be
-        adjacent in one batch.
-        """
-        return self._loaded.takes_prompt_group
-
-    @property
-    def optional_arguments(self) -> list[str]:
-        """Names of the optional arguments that the function takes, such as `turns`."""
-        return self._loaded.optional_arguments
-
-    @property
-    def _loaded(self) -> ChildReady:
-        assert self._ready is not None
-        return self._ready
 
     @property
     def max_response_seconds(self) -> float:
@@ -145,210 +162,173 @@ class RewardPool:
         Raises:
             ConfigError: The function changed on the disk, or a restarted child could not load it.
         """
-        self._reload_changed_files()
-        self._items = items
-        self._results = {}
-        self._waiting = deque(self._requests(items))
-        window = min(
-            MAX_REQUESTS_PER_CHILD, math.ceil(len(self._waiting) / (4 * self._config.num_processes))
-        )
-        if self._loaded.is_async:
-            window = 2 * self._config.concurrency
-        while len(self._results) < len(items):
-            num_answered = len(self._results)
-            self._step(window=window)
-            if len(self._results) > num_answered:
-                on_answer()
-        return [self._results[index] for index in range(len(items))]
+        if file_stamps(self._files) != self._files:
+            self._load(ChildPool.restart)
+        done: SimpleQueue[tuple[Call, Result]] = SimpleQueue()
+        calls = list(self._build_calls(items))
+        self._submit(calls, done)
+        results: dict[int, Score | RewardError] = {}
+        num_left = len(calls)
+        while num_left:
+            for call, result in _take_all(done):
+                results.update(self._read_result(call, result, items))
+                num_left -= 1
+            on_answer()
+        return [results[index] for index in range(len(items))]
 
-    def close(self, *, timeout_seconds: float = 2.0) -> None:
-        """End all children within the deadline; running calls are killed."""
-        deadline = time.monotonic() + timeout_seconds
-        for child in self._children:
-            child.close(timeout_seconds=max(0.0, deadline - time.monotonic()))
-        self._children.clear()
-        self._selector.close()
+    def close(self) -> None:
+        """End all children; running calls are killed."""
+        for pool in self._pools.values():
+            pool.close()
 
-    def _reload_changed_files(self) -> None:
-        """Restart the children if the function's files changed; `_check_version` rejects another
-        version.
-        """
-        if file_stamps(self._loaded.files) == self._loaded.files:
-            return
-        for child in list(self._children):
-            self._restart_child(child, [])
-        while any(child.ready is None for child in self._children):
-            self._step(window=0)
-
-    def _requests(self, items: Sequence[RewardItem]) -> Iterable[Request]:
-        if not self._loaded.takes_prompt_group:
+    def _build_calls(self, items: Sequence[RewardItem]) -> Iterable[Call]:
+        if not self.takes_prompt_group:
             return (
-                Request((index,), _encode_request([item], self.optional_arguments))
+                Call((index,), _build_head([item], self.optional_arguments))
                 for index, item in enumerate(items)
             )
         prompt_groups = groupby(enumerate(items), key=lambda numbered: numbered[1].prompt_group_id)
         return (
-            _build_request(list(numbered), self.optional_arguments) for _, numbered in prompt_groups
+            _build_group_call(list(numbered), self.optional_arguments)
+            for _, numbered in prompt_groups
         )
 
-    def _step(self, *, window: int) -> None:
-        """Send requests, wait for the next response or deadline, and handle it."""
-        for child in self._children:
-            self._send_waiting(child, window)
-        deadlines = [child.deadline for child in self._children if child.deadline is not None]
-        for key, mask in self._selector.select(
-            max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
-        ):
-            if mask & selectors.EVENT_WRITE:
-                key.data.write()
-            if mask & selectors.EVENT_READ:
-                self._read_responses(key.data)
-        # After reading, so that a delay of the parent does not count as the child's.
-        for child in [
-            child
-            for child in self._children
-            if child.deadline is not None and child.deadline <= time.monotonic()
-        ]:
-            self._replace_failed_child(child, self._timeout_text(child))
-
-    def _send_waiting(self, child: RewardChild, window: int) -> None:
-        if (
-            child.ready is not None
-            and self._waiting
-            and len(child.requests) <= window // 2
-            and not child.is_isolating_suspect
-        ):
-            child.send(
-                self._next_requests(window - len(child.requests), is_idle=not child.requests)
+    def _submit(self, calls: Sequence[Call], done: SimpleQueue[tuple[Call, Result]]) -> None:
+        """Give each call to the children of its function's profile."""
+        seconds = self._config.timeout_seconds + (ASYNC_GRACE_SECONDS if self._is_async else 0.0)
+        requests: dict[Profile, list[Request]] = {profile: [] for profile in self._pools}
+        for call in calls:
+            request = Request(
+                head=call.head,
+                seconds=seconds,
+                on_done=partial(_put, done, call),
             )
-        if child.has_outgoing and child.stdin not in self._selector.get_map():
-            self._selector.register(child.stdin, selectors.EVENT_WRITE, child)
-        elif not child.has_outgoing and child.stdin in self._selector.get_map():
-            self._selector.unregister(child.stdin)
+            requests[self._find_profile(call)].append(request)
+        for profile, some in requests.items():
+            self._pools[profile].submit(some)
 
-    def _next_requests(self, limit: int, *, is_idle: bool) -> list[Request]:
-        """Take requests from the front; a suspect request goes alone to an idle child."""
-        if self._waiting[0].is_suspect:
-            return [self._waiting.popleft()] if is_idle else []
-        requests: list[Request] = []
-        while self._waiting and len(requests) < limit and not self._waiting[0].is_suspect:
-            requests.append(self._waiting.popleft())
-        return requests
+    def _find_profile(self, call: Call) -> Profile:
+        if len(self._pools) == 1:
+            return next(iter(self._pools))
+        metadata = orjson.loads(call.head["metadata"])
+        return self._profiles[self._config.source_of(metadata)]
 
-    def _read_responses(self, child: RewardChild) -> None:
-        was_ready = child.ready is not None
-        answers = child.read()
-        if answers is None:
-            self._replace_failed_child(child, "")
-            return
-        if not was_ready and child.ready is not None:
-            self._check_version(child.ready)
-        retried: list[Request] = []
-        for request, answer in answers:
-            child.num_answered += 1
-            if answer.get("is_exhausted") and child.num_answered > 1:
-                retried.append(
-                    request
-                )  # earlier calls may have leaked memory; retry it as the first call of a new child
-            else:
-                self._store_results(request, answer)
-        if any(answer.get("is_exhausted") for _, answer in answers):
-            self._restart_child(child, retried)
+    def _read_result(
+        self, call: Call, result: Result, items: Sequence[RewardItem]
+    ) -> Iterator[tuple[int, Score | RewardError]]:
+        """Yield the results of a call, or its error for each of its samples."""
+        if isinstance(result, ChildLost):
+            if not result.was_loaded:
+                raise self._load_error(result)
+            answer: dict[str, Any] = {
+                "error": result.describe("reward.timeout_seconds"),
+                "seconds": 0.0,
+            }
+        else:
+            answer = result.head
+        seconds = answer["seconds"] / len(call.indices)
+        given = answer.get("results") or [answer] * len(call.indices)
+        for index, one in zip(call.indices, given, strict=True):
+            yield index, self._read_score(one, seconds, items[index])
 
-    def _check_version(self, ready: ChildReady) -> None:
-        if self._ready is not None and ready.digest != self._ready.digest:
-            versions = f"version {self._ready.digest[:12]}, now {ready.digest[:12]}"
-            raise ConfigError(
-                f"reward function {self.name} changed during the run ({versions}); start the "
-                "run again"
+    def _read_score(
+        self, given: dict[str, Any], seconds: float, item: RewardItem
+    ) -> Score | RewardError:
+        if "error" in given:
+            return RewardError(
+                f"reward function {self.name} {given['error']} on sample {item.sample_id}"
             )
-        self._ready = ready
+        by_turn, by_token = (
+            tuple(given[name]) if name in given else None for name in (BY_TURN, BY_TOKEN)
+        )
+        return Score(given["reward"], given["components"], seconds, by_turn, by_token)
 
-    def _store_results(self, request: Request, answer: dict[str, Any]) -> None:
-        """Store the results of a call, or its error for each of its samples."""
-        seconds = answer["seconds"] / len(request.indices)
-        results = answer.get("results") or [answer] * len(request.indices)
-        for index, result in zip(request.indices, results, strict=True):
-            if "error" in result:
-                self._results[index] = self._error(index, result["error"])
-            else:
-                by_turn, by_token = (
-                    tuple(result[name]) if name in result else None for name in (BY_TURN, BY_TOKEN)
-                )
-                self._results[index] = Score(
-                    result["reward"], result["components"], seconds, by_turn, by_token
-                )
-
-    def _error(self, index: int, text: str) -> RewardError:
-        return RewardError(
-            f"reward function {self.name} {text} on sample {self._items[index].sample_id}"
+    def _load_error(self, lost: ChildLost) -> ConfigError:
+        if lost.kind == "unloaded":
+            return ConfigError(lost.ending)
+        if lost.kind == "changed":
+            return ConfigError(
+                f"reward function {self.name} changed during the run (version "
+                f"{self.digest[:12]}, now {lost.ending}); start the run again"
+            )
+        return ConfigError(
+            f"reward function {self.name} {lost.describe('')}; see reward.function and "
+            "reward.memory_bytes"
         )
 
-    def _fail(self, request: Request, text: str) -> None:
-        for index in request.indices:
-            self._results[index] = self._error(index, text)
 
-    def _timeout_text(self, child: RewardChild) -> str:
-        if child.ready is None:
-            return f"took longer than {START_SECONDS:g} s to load"
-        return f"took longer than {self._config.timeout_seconds:g} s (reward.timeout_seconds)"
+def build_settings(
+    config: RewardConfig, profiles: Mapping[str | None, Profile], profile: Profile
+) -> ChildSettings:
+    """Return the settings of the children that run the functions of one profile.
 
-    def _restart_child(self, child: RewardChild, retried: list[Request]) -> None:
-        """Replace a child that is out of memory."""
-        retried += child.requests
-        self._kill_child(child)
-        self._waiting.extendleft(reversed(retried))
-        self._start_child()
-
-    def _replace_failed_child(self, child: RewardChild, text: str) -> None:
-        """Replace a child that hung or died, fail or isolate its call, and retry the others."""
-        ending = self._kill_child(child)
-        text = text or f"died ({ending})"
-        if child.ready is None:
-            raise ConfigError(
-                f"reward function {self.name} {text} before it was loaded; see "
-                "reward.function and reward.memory_bytes"
-            )
-        retried = list(child.requests)
-        if child.ready.is_async and len(retried) > 1:
-            retried = [replace(request, is_suspect=True) for request in retried]
-        elif retried:
-            self._fail(retried.pop(0), text)
-        self._waiting.extendleft(reversed(retried))
-        self._start_child()
-
-    def _kill_child(self, child: RewardChild) -> str:
-        for pipe in (child.stdin, child.stdout):
-            if pipe in self._selector.get_map():
-                self._selector.unregister(pipe)
-        self._children.remove(child)
-        return child.kill()
-
-    def _start_child(self) -> None:
-        child = RewardChild(self._config)
-        self._children.append(child)
-        self._selector.register(child.stdout, selectors.EVENT_READ, child)
-
-
-def _build_request(
-    numbered: Sequence[tuple[int, RewardItem]], optional_arguments: Sequence[str]
-) -> Request:
-    return Request(
-        tuple(index for index, _ in numbered),
-        _encode_request([item for _, item in numbered], optional_arguments),
+    Args:
+        config: The section.
+        profiles: The profile of each function, by source.
+        profile: Which of them.
+    """
+    sources = [source for source in profiles if profiles[source] is profile]
+    chosen = [config.chosen[source] for source in sources]
+    options = [value for one in chosen for value in one.options.values() if isinstance(value, str)]
+    return ChildSettings(
+        entry_point=find_reward(str(chosen[0].function)),
+        setup={
+            **config.model_dump(exclude={"processes"}),
+            "loaded": [source or "" for source in sources],
+            "is_disposable": profile is Profile.PURE,
+        },
+        size=config.num_processes,
+        fixed_facts=("digests",),
+        readable=tuple(str(Path(value).absolute()) for value in options if is_file(value)),
+        ports=list_ports(value for value in options if "://" in value),
+        variables=config.variables,
+        limits=FrameLimits(ANSWER_BYTES, 0),
     )
 
 
-def _encode_request(items: Sequence[RewardItem], optional_arguments: Sequence[str]) -> bytes:
+def is_file(text: str) -> bool:
+    """Return whether an option names a file."""
+    try:
+        return Path(text).is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _describe_form(facts: Mapping[str, Any]) -> tuple[str, bool, bool]:
+    return facts["name"], facts["takes_prompt_group"], facts[IS_CONCURRENT]
+
+
+def _put(done: SimpleQueue[tuple[Call, Result]], call: Call, result: Result) -> None:
+    done.put((call, result))
+
+
+def _take_all(done: SimpleQueue[tuple[Call, Result]]) -> list[tuple[Call, Result]]:
+    """Wait for a result, and return it with those that are there already."""
+    taken = [done.get()]
+    with contextlib.suppress(Empty):
+        while True:
+            taken.append(done.get_nowait())
+    return taken
+
+
+def _build_group_call(
+    numbered: Sequence[tuple[int, RewardItem]], optional_arguments: Sequence[str]
+) -> Call:
+    return Call(
+        tuple(index for index, _ in numbered),
+        _build_head([item for _, item in numbered], optional_arguments),
+    )
+
+
+def _build_head(items: Sequence[RewardItem], optional_arguments: Sequence[str]) -> dict[str, Any]:
     first = items[0]
-    request = {
+    return {
         "completions": [item.completion for item in items],
         "answer": first.answer,
         "metadata": first.metadata,
         "prompt": first.prompt,
+        **{name: [SERIALIZERS[name](item) for item in items] for name in optional_arguments},
     }
-    more = {name: [SERIALIZERS[name](item) for item in items] for name in optional_arguments}
-    return orjson.dumps(request | more) + b"\n"
 
 
 def _turns(item: RewardItem) -> list[dict[str, str]]:

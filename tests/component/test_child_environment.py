@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,7 @@ import pytest
 from relax_events.config import RewardConfig
 from relax_events.rewards.pool import RewardItem, RewardPool
 from relax_events.rewards.scores import Score
-from relax_events.runtime.subprocess_rpc import build_child_environment
+from relax_events.confinement.variables import build_child_environment
 
 SECRETS = (
     "AWS_SECRET_ACCESS_KEY",
@@ -62,3 +65,28 @@ def test_reward_function_sees_named_variables_alone(tmp_path: Path) -> None:
         pool.close()
     assert isinstance(result, Score)
     assert result.reward == 1.0
+
+
+def test_reward_function_can_not_read_the_variables_of_its_worker(tmp_path: Path) -> None:
+    """Those that the worker was started with stand in its memory from the first instruction on."""
+    (tmp_path / "mine.py").write_text(
+        "import os\nfrom pathlib import Path\n"
+        "def score(completion):\n"
+        "    try:\n"
+        "        said = Path(f'/proc/{os.getppid()}/environ').read_bytes()\n"
+        "    except OSError:\n"
+        "        said = b''\n"
+        "    return float(b'AWS_SECRET_ACCESS_KEY' in said)\n"
+    )
+    program = (
+        "from relax_events.config import RewardConfig\n"
+        "from relax_events.rewards.pool import RewardItem, RewardPool\n"
+        f"config = RewardConfig(function={str(tmp_path / 'mine.py')!r} + ':score', processes=1)\n"
+        "with RewardPool(config) as pool:\n"
+        "    print(pool.score_batch([RewardItem('1', '')])[0].reward)\n"
+    )
+    variables = {**os.environ, "AWS_SECRET_ACCESS_KEY": "x"}
+    said = subprocess.run(
+        [sys.executable, "-c", program], env=variables, capture_output=True, check=True
+    )
+    assert said.stdout.split() == [b"0.0"], said.stderr.decode()

@@ -171,7 +171,7 @@ def test_reward_failure_affects_only_its_prompt_group_or_sample(
 def test_pool_runs_several_coroutine_calls_concurrently(
     pool_of: Callable[..., RewardPool],
 ) -> None:
-    results = pool_of("meet", concurrency=4).score_batch(
+    results = pool_of("meet", concurrency=4, processes=1).score_batch(
         [RewardItem(str(index), "meet") for index in range(8)]
     )
     assert sorted(reward for reward in rewards(results) if reward is not None) == [

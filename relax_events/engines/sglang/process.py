@@ -13,13 +13,13 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 from relax_events.config import EngineConfig, ModelConfig, SGLangConfig
+from relax_events.confinement.variables import build_child_environment
 from relax_events.engines.sglang import launch as serve
 from relax_events.engines.sglang.checkpoint import ModelFolder
 from relax_events.errors import EnvironmentProblem
 from relax_events.kafka.embedded.ports import HOST, choose_port
 from relax_events.planning.inventory import num_threads
 from relax_events.runtime.device_turn import turn_files
-from relax_events.runtime.subprocess_rpc import build_child_environment
 
 MEMORY = Path("/dev/shm")  # noqa: S108 holds the weights of a version, if they fit into memory
 MODELS_IN_MEMORY = 3.0

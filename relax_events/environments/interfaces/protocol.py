@@ -11,6 +11,9 @@ from typing import Any, Protocol
 
 from relax_events.environments.reply import Reply
 
+DEADLINES = {"open": "setup_seconds", "step": "timeout_seconds", "close": "finish_seconds"}
+"""The key of each call's deadline, in the section `environment`."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Sequence
 
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
-ASK_FOR_VERSION, RULE_PATH_BENEATH = 1, 1
+ASK_FOR_VERSION, RULE_PATH_BENEATH, RULE_NET_PORT = 1, 1, 2
 PR_SET_NO_NEW_PRIVS = 38
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
 TRUNCATE, IOCTL_DEV = 1 << 14, 1 << 15
@@ -28,7 +28,7 @@ RIGHTS_BY_VERSION = {
     5: (1 << 16) - 1,
 }
 TCP_VERSION, SCOPE_VERSION = 4, 6
-BIND_AND_CONNECT_TCP, ABSTRACT_SOCKETS_AND_SIGNALS = 3, 3
+CONNECT_TCP, BIND_AND_CONNECT_TCP, ABSTRACT_SOCKETS_AND_SIGNALS = 2, 3, 3
 
 
 def version() -> int:
@@ -37,13 +37,16 @@ def version() -> int:
     return max(int(found), 0)
 
 
-def restrict(*, readable: Sequence[str], writable: Sequence[str]) -> None:
+def restrict(
+    *, readable: Sequence[str], writable: Sequence[str], ports: Sequence[int] = ()
+) -> None:
     """Permanently deny this process and its children all other files, TCP, and signals to processes
     outside.
 
     Args:
         readable: Folders and files that may be read and executed; missing ones are ignored.
         writable: Folders with all rights except creating devices and sockets, and writable files.
+        ports: TCP ports that may be connected to.
     Raises:
         OSError: The kernel has no Landlock, or refused the call.
     """
@@ -59,6 +62,9 @@ def restrict(*, readable: Sequence[str], writable: Sequence[str]) -> None:
             _allow(ruleset, path, READ & rights)
         for path in writable:
             _allow(ruleset, path, rights & ~_MAKE_DEVICES_AND_SOCKETS)
+        for port in ports if tcp else ():
+            rule = struct.pack("=QQ", CONNECT_TCP, port)
+            _check_result(_libc().syscall(ADD_RULE, ruleset, RULE_NET_PORT, rule, 0))
         _check_result(_libc().prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
         _check_result(_libc().syscall(RESTRICT_SELF, ruleset, 0))
     finally:

@@ -157,7 +157,7 @@ CLONE, CLONE3, SOCKETPAIR, TGKILL, IOCTL, PRLIMIT = (
 )
 
 
-def restrict(*, may_signal: bool, may_start_processes: bool) -> None:
+def restrict(*, may_signal: bool, may_start_processes: bool, may_connect: bool = False) -> None:
     """Refuse the calls above for this process and its children; a refused call fails with EPERM.
 
     Args:
@@ -171,6 +171,7 @@ def restrict(*, may_signal: bool, may_start_processes: bool) -> None:
         own_pid=os.getpid(),
         may_signal=may_signal,
         may_start_processes=may_start_processes,
+        may_connect=may_connect,
     )
     code = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("@HP", len(program) // 8, ctypes.addressof(code))
@@ -182,7 +183,14 @@ def restrict(*, may_signal: bool, may_start_processes: bool) -> None:
         raise OSError(number, f"seccomp: {os.strerror(number)}")
 
 
-def assemble(machine: str, *, own_pid: int, may_signal: bool, may_start_processes: bool) -> bytes:
+def assemble(
+    machine: str,
+    *,
+    own_pid: int,
+    may_signal: bool,
+    may_start_processes: bool,
+    may_connect: bool = False,
+) -> bytes:
     """Return the filter in the kernel's format, 8 bytes an instruction.
 
     Raises:
@@ -199,7 +207,12 @@ def assemble(machine: str, *, own_pid: int, may_signal: bool, may_start_processe
     column = list(ARCHITECTURES).index(machine)
     code = [
         *_kill_on_other_architectures(machine),
-        *_refuse_calls(column, may_signal=may_signal, may_start_processes=may_start_processes),
+        *_refuse_calls(
+            column,
+            may_signal=may_signal,
+            may_start_processes=may_start_processes,
+            may_connect=may_connect,
+        ),
         *_refuse_clones(column, may_start_processes=may_start_processes),
         *_refuse_arguments(column),
     ]
@@ -225,7 +238,9 @@ def _kill_on_other_architectures(machine: str) -> list[bytes]:
     return code
 
 
-def _refuse_calls(column: int, *, may_signal: bool, may_start_processes: bool) -> list[bytes]:
+def _refuse_calls(
+    column: int, *, may_signal: bool, may_start_processes: bool, may_connect: bool
+) -> list[bytes]:
     """Return instructions that refuse calls whatever their arguments are."""
     calls = {
         **CALLS,
@@ -234,7 +249,8 @@ def _refuse_calls(column: int, *, may_signal: bool, may_start_processes: bool) -
     }
     return [
         op
-        for numbers in calls.values()
+        for name, numbers in calls.items()
+        if not (may_connect and name in {"socket", "connect"})
         if (number := numbers[column]) is not None
         for op in (_op(JUMP_EQUAL, number, 0, 1), _refuse(errno.EPERM))
     ]

@@ -1,0 +1,328 @@
+"""One child process, from the worker's side: its pipes, its running requests, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, Literal
+
+from relax_events.confinement.frames import (
+    Buffer,
+    FrameLimits,
+    FrameReader,
+    InvalidFrame,
+    encode_frame,
+)
+from relax_events.confinement.prints import PrintBudget
+from relax_events.confinement.profiles import Confinement
+from relax_events.confinement.served import FAILURE, NUMBER
+
+EXIT_SECONDS = 1.0
+"""For a child that closed its pipes to exit by itself, so that its own exit code is known."""
+MAX_BUFFERS = 256
+PRINT_BYTES = 1 << 16
+Kind = Literal["late", "silent", "died", "invalid", "unloaded", "changed", "closed"]
+
+
+class ChildLost(Exception):
+    """A request has no answer: its child was late, silent or died, broke the protocol, could not
+    be loaded, or the pool was closed.
+    """
+
+    def __init__(
+        self, kind: Kind, ending: str, *, seconds: float = 0.0, was_loaded: bool = True
+    ) -> None:
+        """Describe the loss.
+
+        Args:
+            kind: What happened.
+            ending: The exit code or signal, the broken rule, or why the child can't be loaded.
+            seconds: The deadline that was missed.
+            was_loaded: Whether the child was ready for requests before.
+        """
+        super().__init__(kind, ending)
+        self.kind, self.ending, self.seconds = kind, ending, seconds
+        self.was_loaded = was_loaded
+
+    @property
+    def is_late(self) -> bool:
+        """Whether a deadline was missed."""
+        return self.kind in ("late", "silent")
+
+    def describe(self, limit: str) -> str:
+        """Return what happened, to follow the name of what ran in the child.
+
+        Args:
+            limit: The key of the deadline in a run file.
+        """
+        match self.kind:
+            case "late" if not self.was_loaded:
+                return f"took longer than {self.seconds:g} s to load"
+            case "died" if not self.was_loaded:
+                return f"died ({self.ending}) before it was loaded"
+            case "late":
+                return f"took longer than {self.seconds:g} s" + (f" ({limit})" if limit else "")
+            case "silent":
+                return f"was silent for {self.seconds:g} s"
+            case "invalid":
+                return f"sent {self.ending}"
+            case "died":
+                return f"died ({self.ending})"
+            case _:
+                return self.ending
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The answer to a request; `child` identifies the process that gave it."""
+
+    head: dict[str, Any]
+    content: bytes
+    child: int
+
+
+Result = Reply | ChildLost
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Request:
+    """A request that waits or runs.
+
+    Attributes:
+        head: JSON for the child.
+        contents: Bytes that follow it.
+        seconds: Its deadline, from when the child can work on it.
+        on_done: Receives the answer or the loss, in the driver's thread.
+        slot: The child that it is for, by position in the pool; None for any.
+        child: The only process that may get it, if it belongs to that one's state.
+        is_alone: Whether nothing else may run in the child beside it: it is one of several that
+            ran in a child which was lost.
+        started: When the child could begin with it, on the monotonic clock.
+    """
+
+    head: Mapping[str, Any]
+    contents: Sequence[Buffer] = ()
+    seconds: float
+    on_done: Callable[[Result], None]
+    slot: int | None = None
+    child: int | None = None
+    is_alone: bool = False
+    started: float = field(default=0.0)
+
+
+class Child:
+    """A running child process. Used in the driver's thread only, except `pid` and `number`."""
+
+    _numbers = count(1)
+
+    def __init__(
+        self,
+        module: str,
+        *,
+        confinement: Confinement,
+        variables: Mapping[str, str],
+        setup: Mapping[str, Any],
+        limits: FrameLimits,
+    ) -> None:
+        """Start the process; it has loaded what it needs once `ready` is set."""
+        self._process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "relax_events.confinement.launch"),
+                *(confinement.to_json(), module),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+            env=dict(variables),
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        self.stdin, self.stdout = self._process.stdin.fileno(), self._process.stdout.fileno()
+        self.stderr = self._process.stderr.fileno()
+        for pipe in (self.stdin, self.stdout, self.stderr):
+            os.set_blocking(pipe, False)
+        self.number = next(self._numbers)
+        self.ready: dict[str, Any] | None = None
+        self.is_concurrent = False
+        self.num_answered = 0
+        self.requests: dict[int, Request] = {}
+        self.started = self.heard = time.monotonic()
+        self._reader = FrameReader(limits)
+        self._outgoing: deque[memoryview] = deque()
+        self._prints = PrintBudget(now=self.started)
+        self._request_numbers = count(1)
+        self._write_frame(setup, ())
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    @property
+    def has_outgoing(self) -> bool:
+        """Whether bytes wait for room in the pipe."""
+        return bool(self._outgoing)
+
+    @property
+    def is_isolating(self) -> bool:
+        """Whether it runs a request that must run alone."""
+        return any(request.is_alone for request in self.requests.values())
+
+    def send(self, requests: Iterable[Request]) -> None:
+        """Queue requests, and write as much as the pipe accepts."""
+        now = time.monotonic()
+        for request in requests:
+            number = next(self._request_numbers)
+            request.started = now
+            self.requests[number] = request
+            self._write_frame({**request.head, NUMBER: number}, request.contents)
+        self.write()
+
+    def _write_frame(self, head: Mapping[str, Any], contents: Sequence[Buffer]) -> None:
+        frame = encode_frame(head, contents)
+        self._outgoing.extend(memoryview(part).cast("B") for part in frame if len(part))
+
+    def write(self) -> None:
+        """Write as much as the pipe accepts; that a child died is seen when its answers end."""
+        try:
+            while self._outgoing:
+                parts = [self._outgoing[index] for index in range(self._num_next_buffers())]
+                self._drop_written(os.writev(self.stdin, parts))
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            self._outgoing.clear()
+
+    def _num_next_buffers(self) -> int:
+        return min(len(self._outgoing), MAX_BUFFERS)
+
+    def _drop_written(self, num_bytes: int) -> None:
+        while num_bytes:
+            first = self._outgoing[0]
+            if num_bytes < len(first):
+                self._outgoing[0] = first[num_bytes:]
+                return
+            num_bytes -= len(first)
+            self._outgoing.popleft()
+
+    def receive(self) -> list[tuple[Request | None, Reply]] | None:
+        """Read the answers that have arrived, oldest first, each with its request; None if the
+        child is gone.
+
+        Raises:
+            InvalidFrame: A frame is too large or malformed, or answers no request.
+            ChildFailed: The child says that an unexpected error ends it.
+        """
+        try:
+            if not self._reader.receive(self.stdout):
+                return None
+        except BlockingIOError:
+            return []
+        answers = [self._match(head, content) for head, content in self._reader.frames()]
+        if answers:
+            self.heard = time.monotonic()
+            self._restart_clock()
+        return answers
+
+    def _match(self, head: dict[str, Any], content: bytes) -> tuple[Request | None, Reply]:
+        number = head.pop(NUMBER, None)
+        if FAILURE in head:
+            raise ChildFailed(str(head[FAILURE]))
+        if number == 0:
+            return None, Reply(head, content, self.number)
+        request = self.requests.pop(number, None) if isinstance(number, int) else None
+        if request is None:
+            raise InvalidFrame("an answer to no request")
+        self.num_answered += 1
+        return request, Reply(head, content, self.number)
+
+    def _restart_clock(self) -> None:
+        """The oldest request of a child that takes one after the other begins now."""
+        if not self.is_concurrent and self.requests:
+            next(iter(self.requests.values())).started = self.heard
+
+    def deadline(self, *, start_seconds: float, silent_seconds: float | None) -> float | None:
+        """Return when the child is late, on the monotonic clock; None while it has no work."""
+        if self.ready is None:
+            return self.started + start_seconds
+        if not self.requests:
+            return None
+        running = list(self.requests.values())
+        if not self.is_concurrent:
+            running = running[:1]
+        earliest = min(request.started + request.seconds for request in running)
+        if silent_seconds is None:
+            return earliest
+        first = min(request.started for request in running)
+        return min(earliest, max(self.heard, first) + silent_seconds)
+
+    def read_prints(self) -> bool:
+        """Pass on what the child prints, within a budget; False once its stderr is closed."""
+        try:
+            data = os.read(self.stderr, PRINT_BYTES)
+        except BlockingIOError:
+            return True
+        if shown := self._prints.limit(data, now=time.monotonic()):
+            sys.stderr.write(shown.decode(errors="replace"))
+            sys.stderr.flush()
+        return bool(data)
+
+    def close_requests(self) -> None:
+        """Close its stdin: a child that keeps the protocol then exits."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
+    def end(self, *, exit_seconds: float = 0.0) -> str:
+        """Kill the process and those that it started; return its exit code or signal, readable.
+
+        Args:
+            exit_seconds: Time to exit by itself before.
+        """
+        if exit_seconds:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(exit_seconds)
+        self._kill_process_group()
+        code = self._process.wait()
+        self._kill_process_group()  # what a dead child left
+        while self._has_prints() and self.read_prints():
+            continue
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+            with contextlib.suppress(OSError):
+                if pipe is not None:
+                    pipe.close()
+        return describe_exit(code)
+
+    def _has_prints(self) -> bool:
+        with contextlib.suppress(OSError, ValueError):
+            return bool(select.select([self.stderr], [], [], 0)[0])
+        return False
+
+    def _kill_process_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+
+class ChildFailed(Exception):
+    """A child said that an unexpected error ends it."""
+
+
+def describe_exit(code: int) -> str:
+    """Return an exit code as `subprocess` gives it, readable."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"signal {signal.Signals(-code).name}"
+    except ValueError:
+        return f"signal {-code}"

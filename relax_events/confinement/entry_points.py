@@ -1,0 +1,150 @@
+"""All places where foreign bytes enter, each with the profile in which they are touched.
+
+A child process can't be started without an entry point; a test compares this list with the plugins
+that the package installs and with the modules that are children, and the attack suite goes through
+it. The table in `docs/explanation/security.md` is made from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from relax_events.confinement.profiles import Profile
+
+
+class Door(StrEnum):
+    """Where foreign bytes come from."""
+
+    COMPLETION = "completion"
+    ROW = "data row"
+    REPLY = "environment's reply"
+    JUDGE_REPLY = "judge's reply"
+    MEDIA = "media file"
+    TEMPLATE = "chat template"
+    CHECKPOINT = "checkpoint"
+    ARCHIVE = "run archive"
+    HTTP = "HTTP request"
+    RECORD = "record"
+
+
+@dataclass(frozen=True, slots=True)
+class EntryPoint:
+    """A place where foreign bytes enter.
+
+    Attributes:
+        name: What it is called in a run file or in the product.
+        doors: What reaches it.
+        profile: Its confinement.
+        module: The module of the child process that touches them.
+        why: What the profile rests on, where it is not `pure`.
+    """
+
+    name: str
+    doors: tuple[Door, ...]
+    profile: Profile
+    module: str
+    why: str = ""
+
+
+REWARD_CHILD = "relax_events.rewards.child"
+ENVIRONMENT_CHILD = "relax_events.environments.child"
+SESSION_CHILD = "relax_events.environments.session_child"
+GRADED = (Door.COMPLETION, Door.ROW)
+PLAYED = (Door.COMPLETION, Door.ROW, Door.REPLY)
+
+PURE_REWARDS = (
+    "exact_match",
+    "squad_exact_match",
+    "f1",
+    "gsm8k",
+    "math",
+    "deepscaler",
+    "dapo_math",
+    "geo3k",
+    "openr1_multimodal",
+    "gpqa",
+    "multiple_choice",
+    "ifeval",
+    "ifbench",
+    "reasoning_gym",
+    "environment",
+    "nim",
+    "deepeyes",
+)
+SERVICE_REWARDS = ("genrm", "genrm_pairwise", "remote", "remote_group")
+
+USER_REWARD = EntryPoint(
+    "reward of the user", GRADED, Profile.TRUSTED, REWARD_CHILD, "the user's own code"
+)
+USER_ENVIRONMENT = EntryPoint(
+    "environment of the user", PLAYED, Profile.TRUSTED, ENVIRONMENT_CHILD, "the user's own code"
+)
+USER_SESSIONS = EntryPoint(
+    "sessions of the user's environment",
+    PLAYED,
+    Profile.TRUSTED,
+    SESSION_CHILD,
+    "the user's own code; also programs that serve tools",
+)
+SERVER_SESSIONS = EntryPoint(
+    "sessions of a server (OpenEnv, MCP)",
+    PLAYED,
+    Profile.NETWORK,
+    SESSION_CHILD,
+    "the addresses of `environment`",
+)
+MEDIA_DECODER = EntryPoint(
+    "media decoder", (Door.MEDIA,), Profile.PURE, "relax_events.media.decoder_child"
+)
+ENTRY_POINTS: tuple[EntryPoint, ...] = (
+    *(EntryPoint(f"reward {name}", GRADED, Profile.PURE, REWARD_CHILD) for name in PURE_REWARDS),
+    EntryPoint(
+        "reward code",
+        GRADED,
+        Profile.PROGRAM,
+        REWARD_CHILD,
+        "passes programs to the sandbox, and reads their verdict",
+    ),
+    *(
+        EntryPoint(
+            f"reward {name}",
+            (*GRADED, Door.JUDGE_REPLY),
+            Profile.NETWORK,
+            REWARD_CHILD,
+            "the address of `reward.options.url`",
+        )
+        for name in SERVICE_REWARDS
+    ),
+    *(
+        EntryPoint(f"environment {name}", PLAYED, Profile.PURE, ENVIRONMENT_CHILD)
+        for name in ("zoom", "search", "deepeyes")
+    ),
+    EntryPoint("environment nim", PLAYED, Profile.PURE, SESSION_CHILD),
+    USER_REWARD,
+    USER_ENVIRONMENT,
+    USER_SESSIONS,
+    SERVER_SESSIONS,
+    MEDIA_DECODER,
+)
+_BY_NAME = {point.name: point for point in ENTRY_POINTS}
+STRICTNESS = (Profile.PURE, Profile.NETWORK, Profile.PROGRAM, Profile.TRUSTED)
+
+
+def find_reward(function: str) -> EntryPoint:
+    """Return the entry point of a reward function; what the package does not bring is the
+    user's.
+    """
+    return _BY_NAME.get(f"reward {function}", USER_REWARD)
+
+
+def find_environment(function: str, *, has_sessions: bool) -> EntryPoint:
+    """Return the entry point of an environment function or class."""
+    users = USER_SESSIONS if has_sessions else USER_ENVIRONMENT
+    return _BY_NAME.get(f"environment {function}", users)
+
+
+def choose_weakest(points: Iterable[EntryPoint]) -> EntryPoint:
+    """Return the entry point with the weakest walls, for functions that share a child."""
+    return max(points, key=lambda point: STRICTNESS.index(point.profile))

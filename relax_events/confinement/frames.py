@@ -1,0 +1,157 @@
+"""The format of requests and responses between a worker and its child: frames on a pipe.
+
+    4 bytes   length of the head
+    8 bytes   length of the contents
+    head      JSON; `num_bytes` lists the lengths of the single contents
+    contents  bytes
+
+Lengths are little-endian, and checked against a bound before anything of that size is read.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO, Any
+
+import orjson
+
+PREFIX = struct.Struct("<IQ")
+LENGTHS = "num_bytes"
+"""Key of the contents' lengths in a head."""
+READ_BYTES = 1 << 18
+Buffer = bytes | bytearray | memoryview
+
+
+class InvalidFrame(Exception):
+    """A frame is larger than its bound, or its head is not a JSON object with lengths."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrameLimits:
+    """The largest frame that a reader accepts.
+
+    Attributes:
+        head_bytes: Of the JSON head.
+        content_bytes: Of all contents together.
+    """
+
+    head_bytes: int = 64 * 1024**2
+    content_bytes: int = 1 << 32
+
+    def check(self, num_head_bytes: int, num_content_bytes: int) -> None:
+        """Raise InvalidFrame if a frame of these lengths is too large."""
+        for what, size, limit in (
+            ("head", num_head_bytes, self.head_bytes),
+            ("content", num_content_bytes, self.content_bytes),
+        ):
+            if size > limit:
+                raise InvalidFrame(f"a {what} of {size} bytes, at most {limit} may be")
+
+
+def encode_frame(head: Mapping[str, Any], contents: Sequence[Buffer] = ()) -> list[Buffer]:
+    """Return a frame as buffers to write one after another; the contents are not copied."""
+    lengths = [memoryview(content).nbytes for content in contents]
+    line = orjson.dumps({**head, LENGTHS: lengths})
+    return [PREFIX.pack(len(line), sum(lengths)) + line, *contents]
+
+
+def decode_head(line: Buffer, num_content_bytes: int) -> dict[str, Any]:
+    """Return the head of a frame.
+
+    Raises:
+        InvalidFrame: It is no JSON object, or its lengths don't match the contents.
+    """
+    try:
+        head = orjson.loads(line)
+        if sum(head[LENGTHS]) == num_content_bytes:
+            return dict(head)
+    except (ValueError, TypeError, KeyError):
+        pass
+    raise InvalidFrame("a head that is no JSON object with the lengths of its contents")
+
+
+def read_frame(stream: IO[bytes], limits: FrameLimits) -> tuple[dict[str, Any], bytes] | None:
+    """Read a frame from a blocking stream; None if the stream ends before it is complete.
+
+    Raises:
+        InvalidFrame: It is too large, or malformed.
+    """
+    prefix = stream.read(PREFIX.size)
+    if len(prefix) < PREFIX.size:
+        return None
+    num_head_bytes, num_content_bytes = PREFIX.unpack(prefix)
+    limits.check(num_head_bytes, num_content_bytes)
+    line, content = stream.read(num_head_bytes), stream.read(num_content_bytes)
+    if len(line) < num_head_bytes or len(content) < num_content_bytes:
+        return None
+    return decode_head(line, num_content_bytes), content
+
+
+class FrameReader:
+    """Reads frames from a pipe that does not block."""
+
+    def __init__(self, limits: FrameLimits) -> None:
+        """Start with an empty buffer.
+
+        Args:
+            limits: The largest accepted frame.
+        """
+        self._limits = limits
+        self._buffer = bytearray()
+        self._large: mmap.mmap | None = None
+        """A frame that is larger than one read; its pages take memory as they are filled."""
+        self._num_filled = 0
+
+    def receive(self, descriptor: int) -> bool:
+        """Read once what has arrived; False at the end of the stream."""
+        if self._large is not None:
+            with memoryview(self._large) as view, view[self._num_filled :] as rest:
+                num_read = os.readv(descriptor, [rest])
+            self._num_filled += num_read
+            return num_read > 0
+        data = os.read(descriptor, READ_BYTES)
+        self._buffer += data
+        return bool(data)
+
+    def frames(self) -> Iterator[tuple[dict[str, Any], bytes]]:
+        """Yield the frames that are complete.
+
+        Raises:
+            InvalidFrame: A frame is too large, or malformed.
+        """
+        if self._large is not None:
+            if self._num_filled == len(self._large):
+                with self._large as whole:
+                    self._large = None
+                    yield _decode_frame(whole)
+            return
+        while (size := self._measure_first()) is not None:
+            frame = bytes(self._buffer[:size])
+            del self._buffer[:size]
+            yield _decode_frame(frame)
+
+    def _measure_first(self) -> int | None:
+        """Return the size of the first frame; None until it is complete."""
+        if len(self._buffer) < PREFIX.size:
+            return None
+        num_head_bytes, num_content_bytes = PREFIX.unpack_from(self._buffer)
+        self._limits.check(num_head_bytes, num_content_bytes)
+        size: int = PREFIX.size + num_head_bytes + num_content_bytes
+        if len(self._buffer) >= size:
+            return size
+        if size > READ_BYTES:
+            self._large, self._num_filled = mmap.mmap(-1, size), len(self._buffer)
+            self._large[: self._num_filled] = bytes(self._buffer)
+            self._buffer.clear()
+        return None
+
+
+def _decode_frame(frame: bytes | mmap.mmap) -> tuple[dict[str, Any], bytes]:
+    num_head_bytes, num_content_bytes = PREFIX.unpack_from(frame)
+    start = PREFIX.size + num_head_bytes
+    head = decode_head(frame[PREFIX.size : start], num_content_bytes)
+    return head, frame[start : start + num_content_bytes]

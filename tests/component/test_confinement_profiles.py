@@ -1,0 +1,147 @@
+"""What a child process of each profile may touch, tried in real children."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relax_events.confinement import ChildPool, ChildSettings, Profile
+from relax_events.confinement.entry_points import Door, EntryPoint
+from relax_events.confinement.profiles import describe_missing, list_ports
+
+Try = Callable[..., str]
+REFUSED = "refused"
+SECRET = "RELAX_TEST_SECRET"
+confined = pytest.mark.skipif(
+    bool(describe_missing()), reason=f"this kernel does not restrict {describe_missing()}"
+)
+
+
+@pytest.fixture
+def try_in(tmp_path: Path) -> Iterator[Callable[..., Try]]:
+    """Return what opens a child of a profile, and returns a function that evaluates code there."""
+    opened: list[ChildPool] = []
+
+    def open_child(profile: Profile, **settings: Any) -> Try:
+        point = EntryPoint("test", (Door.REPLY,), profile, "relax_events.attacks.probe_child")
+        setup = {"memory_bytes": 2 * 1024**3}
+        pool = ChildPool(ChildSettings(entry_point=point, setup=setup, **settings))
+        opened.append(pool)
+
+        def evaluate(code: str, **names: Any) -> str:
+            question = {"code": code, "names": names}
+            head = pool.call(question, seconds=60.0).result().head
+            return REFUSED if "error" in head else str(head["value"])
+
+        return evaluate
+
+    yield open_child
+    for pool in opened:
+        pool.close()
+
+
+@pytest.mark.parametrize("profile", [Profile.PURE, Profile.NETWORK, Profile.TRUSTED])
+def test_child_can_not_read_its_worker(try_in: Callable[..., Try], profile: Profile) -> None:
+    evaluate = try_in(profile)
+    memory = "Path(f'/proc/{pid}/mem').open('rb').read(1)"
+    assert evaluate(memory, pid=os.getpid()) == REFUSED
+    variables = "any(Path(f'/proc/{pid}/environ').read_bytes())"
+    assert evaluate(variables, pid=os.getpid()) in ("False", REFUSED)
+
+
+def test_variables_of_a_worker_stay_for_itself_and_those_that_it_starts() -> None:
+    """Also those of a process that was started with them, not only those that were set later."""
+    program = (
+        "import os, subprocess, sys\n"
+        "from relax_events.privileges import hide_process\n"
+        "hide_process()\n"
+        "assert not any(open('/proc/self/environ', 'rb').read())\n"
+        f"assert os.environ['{SECRET}'] == 'kept'\n"
+        f"code = 'import os; print(os.environ[\"{SECRET}\"])'\n"
+        "print(subprocess.run([sys.executable, '-c', code], capture_output=True).stdout.decode())\n"
+    )
+    environment = {**os.environ, SECRET: "kept"}
+    said = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, check=True
+    )
+    assert said.stdout.split() == [b"kept"]
+
+
+@confined
+@pytest.mark.parametrize("profile", [Profile.PURE, Profile.NETWORK])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "Path(file).read_text()",
+        "Path(file).write_text('x')",
+        "Path(file).unlink()",
+        "Path(folder).joinpath('new').touch()",
+        "os.listdir(folder)",
+        "os.fork()",
+        "subprocess.run(['true'], check=True)",
+        "os.kill(pid, 0)",
+        "socket.socket(socket.AF_UNIX)",
+        "socket.create_server(('127.0.0.1', 0))",
+        "socket.create_connection(('127.0.0.1', port), 5)",
+        "os.memfd_create('x')",
+        "os.open(folder, os.O_TMPFILE | os.O_RDWR)",
+    ],
+)
+def test_confined_child_is_refused(
+    try_in: Callable[..., Try], tmp_path: Path, profile: Profile, code: str
+) -> None:
+    (tmp_path / "file").write_text("content")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        names = {
+            "file": str(tmp_path / "file"),
+            "folder": str(tmp_path),
+            "pid": os.getpid(),
+            "port": server.getsockname()[1],
+        }
+        assert try_in(profile)(code, **names) == REFUSED
+        assert not (tmp_path / "new").exists()
+        assert try_in(Profile.TRUSTED)(code, **names) != REFUSED, "the check can fail"
+
+
+@confined
+def test_pure_child_reads_its_packages_and_what_its_setup_names(
+    try_in: Callable[..., Try], tmp_path: Path
+) -> None:
+    (tmp_path / "named").write_text("named")
+    (tmp_path / "other").write_text("other")
+    evaluate = try_in(Profile.PURE, readable=(str(tmp_path / "named"),))
+    assert evaluate("Path(file).read_text()", file=str(tmp_path / "named")) == "'named'"
+    assert evaluate("Path(file).read_text()", file=str(tmp_path / "other")) == REFUSED
+    assert evaluate("__import__('sympy').Integer(2) + 2") == "4"
+    assert evaluate("[t.start() or t.join() for t in [threading.Thread(target=int)]]") == "[None]"
+
+
+@confined
+def test_network_child_connects_to_its_ports_alone(try_in: Callable[..., Try]) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as named,
+        socket.create_server(("127.0.0.1", 0)) as other,
+    ):
+        ports = [one.getsockname()[1] for one in (named, other)]
+        evaluate = try_in(Profile.NETWORK, ports=(ports[0],))
+        code = "socket.create_connection(('127.0.0.1', port), 5) and 1"
+        assert evaluate(code, port=ports[0]) == "1"
+        assert evaluate(code, port=ports[1]) == REFUSED
+
+
+def test_ports_are_those_of_the_addresses_and_of_the_proxies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    addresses = ["http://a:8000/x", "https://b", "ws://c", "wss://d:99", "not an address"]
+    assert list_ports(addresses) == (80, 99, 443, 8000)
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
+    assert list_ports(["https://b"]) == (443, 3128)
