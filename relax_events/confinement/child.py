@@ -17,14 +17,16 @@ from typing import Any, Literal
 
 from relax_events.confinement.frames import (
     Buffer,
+    Frame,
     FrameLimits,
     FrameReader,
     InvalidFrame,
-    encode_frame,
+    build_frame,
+    encode_head,
 )
 from relax_events.confinement.prints import PrintBudget
 from relax_events.confinement.profiles import Confinement
-from relax_events.confinement.served import FAILURE, NUMBER
+from relax_events.confinement.served import FAILURE
 
 EXIT_SECONDS = 1.0
 """For a child that closed its pipes to exit by itself, so that its own exit code is known."""
@@ -98,7 +100,7 @@ class Request:
     """A request that waits or runs.
 
     Attributes:
-        head: JSON for the child.
+        head: For the child, as JSON.
         contents: Bytes that follow it.
         seconds: Its deadline, from when the child can work on it.
         on_done: Receives the answer or the loss, in the driver's thread.
@@ -116,7 +118,13 @@ class Request:
     slot: int | None = None
     child: int | None = None
     is_alone: bool = False
-    started: float = field(default=0.0)
+    started: float = 0.0
+    line: bytes = field(init=False)
+    """The head as it is sent."""
+
+    def __post_init__(self) -> None:
+        """Encode the head, so that what can't be sent fails where it comes from."""
+        self.line = encode_head(self.head, self.contents)
 
 
 class Child:
@@ -130,10 +138,20 @@ class Child:
         *,
         confinement: Confinement,
         variables: Mapping[str, str],
-        setup: Mapping[str, Any],
+        setup: bytes,
         limits: FrameLimits,
     ) -> None:
-        """Start the process; it has loaded what it needs once `ready` is set."""
+        """Start the process; it has loaded what it needs once `ready` is set.
+
+        Args:
+            module: Ours, which it runs.
+            confinement: What it may touch.
+            variables: Its environment.
+            setup: Its first message, an encoded head.
+            limits: The largest answer.
+        Raises:
+            OSError: No process can be started.
+        """
         self._process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "relax_events.confinement.launch"),
@@ -163,7 +181,7 @@ class Child:
         self._outgoing: deque[memoryview] = deque()
         self._prints = PrintBudget(now=self.started)
         self._request_numbers = count(1)
-        self._write_frame(setup, ())
+        self._write_frame(setup, (), 0)
 
     @property
     def pid(self) -> int:
@@ -187,11 +205,11 @@ class Child:
             number = next(self._request_numbers)
             request.started = now
             self.requests[number] = request
-            self._write_frame({**request.head, NUMBER: number}, request.contents)
+            self._write_frame(request.line, request.contents, number)
         self.write()
 
-    def _write_frame(self, head: Mapping[str, Any], contents: Sequence[Buffer]) -> None:
-        frame = encode_frame(head, contents)
+    def _write_frame(self, line: bytes, contents: Sequence[Buffer], number: int) -> None:
+        frame = build_frame(line, contents, number)
         self._outgoing.extend(memoryview(part).cast("B") for part in frame if len(part))
 
     def write(self) -> None:
@@ -230,23 +248,23 @@ class Child:
                 return None
         except BlockingIOError:
             return []
-        answers = [self._match(head, content) for head, content in self._reader.frames()]
+        answers = [self._match(frame) for frame in self._reader.frames()]
         if answers:
             self.heard = time.monotonic()
             self._restart_clock()
         return answers
 
-    def _match(self, head: dict[str, Any], content: bytes) -> tuple[Request | None, Reply]:
-        number = head.pop(NUMBER, None)
-        if FAILURE in head:
-            raise ChildFailed(str(head[FAILURE]))
-        if number == 0:
-            return None, Reply(head, content, self.number)
-        request = self.requests.pop(number, None) if isinstance(number, int) else None
+    def _match(self, frame: Frame) -> tuple[Request | None, Reply]:
+        reply = Reply(frame.head, frame.content, self.number)
+        if FAILURE in frame.head:
+            raise ChildFailed(str(frame.head[FAILURE]))
+        if frame.number == 0:
+            return None, reply
+        request = self.requests.pop(frame.number, None)
         if request is None:
             raise InvalidFrame("an answer to no request")
         self.num_answered += 1
-        return request, Reply(head, content, self.number)
+        return request, reply
 
     def _restart_clock(self) -> None:
         """The oldest request of a child that takes one after the other begins now."""

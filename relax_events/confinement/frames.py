@@ -2,10 +2,11 @@
 
     4 bytes   length of the head
     8 bytes   length of the contents
+    8 bytes   number of the request, which its answer repeats; 0 belongs to no request
     head      JSON; `num_bytes` lists the lengths of the single contents
     contents  bytes
 
-Lengths are little-endian, and checked against a bound before anything of that size is read.
+Numbers are little-endian, and lengths checked against a bound before anything of that size is read.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import IO, Any
 
 import orjson
 
-PREFIX = struct.Struct("<IQ")
+PREFIX = struct.Struct("<IQQ")
 LENGTHS = "num_bytes"
 """Key of the contents' lengths in a head."""
 READ_BYTES = 1 << 18
@@ -28,6 +29,15 @@ Buffer = bytes | bytearray | memoryview
 
 class InvalidFrame(Exception):
     """A frame is larger than its bound, or its head is not a JSON object with lengths."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A message as it was read."""
+
+    number: int
+    head: dict[str, Any]
+    content: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +62,19 @@ class FrameLimits:
                 raise InvalidFrame(f"a {what} of {size} bytes, at most {limit} may be")
 
 
-def encode_frame(head: Mapping[str, Any], contents: Sequence[Buffer] = ()) -> list[Buffer]:
+def encode_head(head: Mapping[str, Any], contents: Sequence[Buffer] = ()) -> bytes:
+    """Return the JSON head of a frame with these contents.
+
+    Raises:
+        TypeError: The head can't be written as JSON.
+    """
+    return orjson.dumps({**head, LENGTHS: [memoryview(content).nbytes for content in contents]})
+
+
+def build_frame(line: bytes, contents: Sequence[Buffer], number: int) -> list[Buffer]:
     """Return a frame as buffers to write one after another; the contents are not copied."""
-    lengths = [memoryview(content).nbytes for content in contents]
-    line = orjson.dumps({**head, LENGTHS: lengths})
-    return [PREFIX.pack(len(line), sum(lengths)) + line, *contents]
+    num_content_bytes = sum(memoryview(content).nbytes for content in contents)
+    return [PREFIX.pack(len(line), num_content_bytes, number) + line, *contents]
 
 
 def decode_head(line: Buffer, num_content_bytes: int) -> dict[str, Any]:
@@ -74,7 +92,7 @@ def decode_head(line: Buffer, num_content_bytes: int) -> dict[str, Any]:
     raise InvalidFrame("a head that is no JSON object with the lengths of its contents")
 
 
-def read_frame(stream: IO[bytes], limits: FrameLimits) -> tuple[dict[str, Any], bytes] | None:
+def read_frame(stream: IO[bytes], limits: FrameLimits) -> Frame | None:
     """Read a frame from a blocking stream; None if the stream ends before it is complete.
 
     Raises:
@@ -83,12 +101,12 @@ def read_frame(stream: IO[bytes], limits: FrameLimits) -> tuple[dict[str, Any], 
     prefix = stream.read(PREFIX.size)
     if len(prefix) < PREFIX.size:
         return None
-    num_head_bytes, num_content_bytes = PREFIX.unpack(prefix)
+    num_head_bytes, num_content_bytes, number = PREFIX.unpack(prefix)
     limits.check(num_head_bytes, num_content_bytes)
     line, content = stream.read(num_head_bytes), stream.read(num_content_bytes)
     if len(line) < num_head_bytes or len(content) < num_content_bytes:
         return None
-    return decode_head(line, num_content_bytes), content
+    return Frame(number, decode_head(line, num_content_bytes), content)
 
 
 class FrameReader:
@@ -117,7 +135,7 @@ class FrameReader:
         self._buffer += data
         return bool(data)
 
-    def frames(self) -> Iterator[tuple[dict[str, Any], bytes]]:
+    def frames(self) -> Iterator[Frame]:
         """Yield the frames that are complete.
 
         Raises:
@@ -138,7 +156,7 @@ class FrameReader:
         """Return the size of the first frame; None until it is complete."""
         if len(self._buffer) < PREFIX.size:
             return None
-        num_head_bytes, num_content_bytes = PREFIX.unpack_from(self._buffer)
+        num_head_bytes, num_content_bytes, _ = PREFIX.unpack_from(self._buffer)
         self._limits.check(num_head_bytes, num_content_bytes)
         size: int = PREFIX.size + num_head_bytes + num_content_bytes
         if len(self._buffer) >= size:
@@ -150,8 +168,8 @@ class FrameReader:
         return None
 
 
-def _decode_frame(frame: bytes | mmap.mmap) -> tuple[dict[str, Any], bytes]:
-    num_head_bytes, num_content_bytes = PREFIX.unpack_from(frame)
+def _decode_frame(frame: bytes | mmap.mmap) -> Frame:
+    num_head_bytes, num_content_bytes, number = PREFIX.unpack_from(frame)
     start = PREFIX.size + num_head_bytes
     head = decode_head(frame[PREFIX.size : start], num_content_bytes)
-    return head, frame[start : start + num_content_bytes]
+    return Frame(number, head, frame[start : start + num_content_bytes])

@@ -26,7 +26,7 @@ from relax_events.confinement.child import (
 )
 from relax_events.confinement.driver import Driver, find_driver
 from relax_events.confinement.entry_points import EntryPoint
-from relax_events.confinement.frames import Buffer, FrameLimits, InvalidFrame
+from relax_events.confinement.frames import Buffer, FrameLimits, InvalidFrame, encode_head
 from relax_events.confinement.profiles import Confinement
 from relax_events.confinement.served import (
     IS_CONCURRENT,
@@ -204,6 +204,7 @@ class _PoolState:
 
     def __init__(self, settings: ChildSettings, driver: Driver) -> None:
         self._settings, self._driver = settings, driver
+        self._setup = encode_head(settings.setup)
         self.slots = [_Slot() for _ in range(settings.size)]
         self._waiting: deque[Request] = deque()
         self._is_closed = False
@@ -302,16 +303,23 @@ class _PoolState:
         running = child.requests.values()
         return next((one for one in running if one.started + one.seconds <= now), None)
 
-    def _ensure_child(self, slot: _Slot) -> Child:
+    def _ensure_child(self, slot: _Slot) -> Child | None:
+        """Return a slot's child, started if there is none; None if no process can be started."""
         if slot.child is None:
             settings = self._settings
-            slot.child = Child(
-                settings.entry_point.module,
-                confinement=settings.confinement,
-                variables=build_child_environment(settings.variables),
-                setup=settings.setup,
-                limits=settings.limits,
-            )
+            try:
+                slot.child = Child(
+                    settings.entry_point.module,
+                    confinement=settings.confinement,
+                    variables=build_child_environment(settings.variables),
+                    setup=self._setup,
+                    limits=settings.limits,
+                )
+            except OSError as error:
+                lost = ChildLost("died", f"can't be started: {error}", was_loaded=False)
+                self._fail_slot(slot, lost)
+                self._fail_waiting(lost)
+                return None
             slot.child.write()
             self._driver.watch(slot.child, self)
         return slot.child
@@ -371,7 +379,7 @@ class _PoolState:
         if not waiting:
             return
         child = self._ensure_child(slot)
-        if child.ready is None or child.is_isolating:
+        if child is None or child.ready is None or child.is_isolating:
             return
         window = share if child.is_concurrent else math.ceil(share / 4)
         window = min(window, child.ready.get(MAX_IN_FLIGHT, self._settings.max_in_flight))

@@ -6,20 +6,19 @@ import os
 import resource
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import IO, Any
 
 from relax_events.confinement.frames import (
     LENGTHS,
     Buffer,
+    Frame,
     FrameLimits,
-    encode_frame,
+    build_frame,
+    encode_head,
     read_frame,
 )
 
-NUMBER = "request"
-"""Key of a request's number, which its answer repeats; 0 belongs to no request."""
 RENEW = "renew"
 """Key of an answer after which the parent replaces the child: `REPLACE`, or `RETRY` to have the
 request repeated by the new child, unless it was the first of this one."""
@@ -33,13 +32,8 @@ MAX_FAILURE_CHARACTERS = 600
 Answer = tuple[Mapping[str, Any], Sequence[Buffer]]
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A request to this child: its number, its JSON, and the bytes that came with it."""
-
-    number: int
-    head: dict[str, Any]
-    content: bytes
+class Request(Frame):
+    """A request to this child."""
 
     def split_contents(self) -> list[bytes]:
         """Return the single contents."""
@@ -100,8 +94,9 @@ class Served:
 
     def answer(self, number: int, head: Mapping[str, Any], contents: Sequence[Buffer] = ()) -> None:
         """Answer a request, from any thread."""
+        line = encode_head(head, contents)
         with self._lock:
-            self._answers.writelines(encode_frame({**head, NUMBER: number}, contents))
+            self._answers.writelines(build_frame(line, contents, number))
             self._answers.flush()
 
     def fail(self, number: int, error: BaseException) -> None:
@@ -111,7 +106,4 @@ class Served:
 
     def _read(self) -> Request | None:
         frame = read_frame(self._requests, FrameLimits())
-        if frame is None:
-            return None
-        head, content = frame
-        return Request(head.pop(NUMBER, 0), head, content)
+        return None if frame is None else Request(frame.number, frame.head, frame.content)

@@ -49,9 +49,9 @@ def main() -> None:
                 served.fail(request.number, ValueError("odd"))
                 raise SystemExit(1)
             case "bomb":
-                write_answer(served, PREFIX.pack(1 << 31, 0))
+                write_answer(served, PREFIX.pack(1 << 31, 0, 1))
             case "noise":
-                write_answer(served, PREFIX.pack(5, 0) + b"noise")
+                write_answer(served, PREFIX.pack(5, 0, 1) + b"noise")
             case "stranger":
                 served.answer(10_000, {})
             case "print":
