@@ -98,6 +98,9 @@ SERVER_SESSIONS = EntryPoint(
 MEDIA_DECODER = EntryPoint(
     "media decoder", (Door.MEDIA,), Profile.PURE, "relax_events.media.decoder_child"
 )
+CHAT_TEMPLATE = EntryPoint(
+    "chat template", (Door.TEMPLATE,), Profile.PURE, "relax_events.models.template_child"
+)
 ENTRY_POINTS: tuple[EntryPoint, ...] = (
     *(EntryPoint(f"reward {name}", GRADED, Profile.PURE, REWARD_CHILD) for name in PURE_REWARDS),
     EntryPoint(
@@ -127,6 +130,7 @@ ENTRY_POINTS: tuple[EntryPoint, ...] = (
     USER_SESSIONS,
     SERVER_SESSIONS,
     MEDIA_DECODER,
+    CHAT_TEMPLATE,
 )
 _BY_NAME = {point.name: point for point in ENTRY_POINTS}
 STRICTNESS = (Profile.PURE, Profile.NETWORK, Profile.PROGRAM, Profile.TRUSTED)

@@ -7,15 +7,11 @@ transformers.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from jinja2.exceptions import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
+from relax_events.models.chat_template import ConfinedTemplate, TemplateProgram
 from relax_events.regular_files import read_regular_text
 
 if TYPE_CHECKING:
@@ -30,7 +26,6 @@ SPECIAL_NAMES = (
     "cls_token",
     "mask_token",
 )
-GENERATION_TAG = re.compile(r"{%-?\s*generation")
 
 
 class FolderTokenizer:
@@ -58,7 +53,7 @@ class FolderTokenizer:
         }
         self.name_or_path = name
         self.chat_template = chat_template
-        self._template = _environment().from_string(chat_template) if chat_template else None
+        self._template = open_template(chat_template) if chat_template else None
         self.eos_token_id: int | None = tokenizer.token_to_id(self._specials.get("eos_token", ""))
 
     @classmethod
@@ -84,9 +79,7 @@ class FolderTokenizer:
         file = folder / "chat_template.jinja"
         from_folder = file.read_text() if file.is_file() else settings.get("chat_template")
         template = from_folder if chat_template is None else chat_template
-        is_supported = template is None or (
-            isinstance(template, str) and not GENERATION_TAG.search(template)
-        )
+        is_supported = template is None or isinstance(template, str)
         if not is_supported or settings.get("clean_up_tokenization_spaces"):
             return None
         return cls(tokenizer, settings, name=str(folder), chat_template=template)
@@ -104,9 +97,8 @@ class FolderTokenizer:
         assert self._template is not None
         assert not tokenize
         variables: dict[str, Any] = {"documents": None, **self._specials, **options}
-        return self._template.render(
-            variables, messages=turns, tools=tools, add_generation_prompt=add_generation_prompt
-        )
+        variables |= {"messages": turns, "tools": tools}
+        return self._template.render(variables | {"add_generation_prompt": add_generation_prompt})
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return a text's token ids. Other threads run meanwhile, unlike with the library's method
@@ -121,31 +113,14 @@ class FolderTokenizer:
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
 
+def open_template(source: str) -> TemplateProgram:
+    """Return a folder's chat template, which is rendered in a confined process.
+
+    Raises:
+        TemplateError: It is not a Jinja template.
+    """
+    return ConfinedTemplate(source)
+
+
 def _text(token: str | Mapping[str, Any]) -> str:
     return token if isinstance(token, str) else str(token["content"])
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.now().astimezone().strftime(form)
-    return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _raise(message: str) -> NoReturn:
-    raise TemplateError(message)

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from relax_events.models.chat_template import compile_template
+
 ROOT = Path(__file__).parents[2]
 STANDARD_LIBRARY = Path(os.__file__).parent
 FORBIDDEN: list[tuple[Any, str, str]] = [
@@ -44,6 +46,12 @@ def _is_ours() -> bool:
             return ROOT in path.parents and "site-packages" not in path.parts
         frame = frame.f_back  # type: ignore[assignment]
     return False
+
+
+@pytest.fixture(autouse=True)
+def _templates_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Render chat templates here: their confined process is tested in `tests/component`."""
+    monkeypatch.setattr("relax_events.models.tokenizer_folder.open_template", compile_template)
 
 
 @pytest.fixture(autouse=True)

@@ -119,10 +119,6 @@ def test_renderer_reads_a_folder_as_transformers_does(
     ("file", "change"),
     [
         ("tokenizer_config.json", {"clean_up_tokenization_spaces": True}),
-        (
-            "chat_template.jinja",
-            "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
-        ),
         ("tokenizer.json", None),
     ],
 )
@@ -132,11 +128,24 @@ def test_renderer_leaves_unsupported_tokenizer_folders_to_transformers(
     copy = Path(shutil.copytree(folder, tmp_path / "model"))
     if isinstance(change, dict):
         (copy / file).write_text(json.dumps(json.loads((copy / file).read_text()) | change))
-    elif isinstance(change, str):
-        (copy / file).write_text(change)
     else:
         (copy / file).unlink()
     assert FolderTokenizer.open(copy) is None
+
+
+def test_light_tokenizer_renders_a_template_with_generation_tags_as_transformers(
+    folder: Path, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "model"))
+    (copy / "chat_template.jinja").write_text(
+        "{% for m in messages %}\n  {%- generation %} {{ m.content }}{% endgeneration %}\n{% endfor %}"
+    )
+    light = FolderTokenizer.open(copy)
+    assert light is not None
+    heavy = AutoTokenizer.from_pretrained(copy, local_files_only=True)
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    text = light.apply_chat_template(talk, add_generation_prompt=False)
+    assert text == heavy.apply_chat_template(talk, add_generation_prompt=False, tokenize=False)
 
 
 SHOWING = (
