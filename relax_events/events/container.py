@@ -20,6 +20,7 @@ from fastavro.schema import SchemaParseException, UnknownType
 from fastavro.write import Writer
 
 from relax_events.errors import CorruptRecord, SchemaError
+from relax_events.events.bounded_reads import BoundedReads
 from relax_events.events.foreign_schemas import MAX_SCHEMA_BYTES, read_published, require_bounded
 from relax_events.events.schemas import Schema
 
@@ -208,7 +209,7 @@ def read_container(path: Path) -> Iterator[LoggedRecord]:
                 )
                 if file.read(SYNC_BYTES) != head["sync"]:
                     raise ValueError("it does not end with the file's marker")
-                block = _Block(data)
+                block = BoundedReads(data, max_reads=MAX_READS, of="records of partitions")
                 for _ in range(num_records):
                     row: Any = fastavro.schemaless_reader(block, writer, reader)
                     headers = tuple((header["name"], header["value"]) for header in row["headers"])
@@ -273,20 +274,3 @@ def _read_block(file: IO[bytes], num_bytes: int, *, codec: bytes) -> tuple[int, 
     if not unpacking.eof:
         raise ValueError(f"its {num_packed} bytes end before what is packed in them does")
     return num_records, unpacked
-
-
-class _Block(io.BytesIO):
-    """The bytes of a block, which may be read in so many parts: what a part becomes takes memory,
-    whatever it is packed in.
-    """
-
-    num_left = MAX_READS
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        """Read the next bytes."""
-        self.num_left -= 1
-        if self.num_left < 0:
-            raise ValueError(
-                f"it has more than {MAX_READS} values, which no records of partitions have"
-            )
-        return super().read(size)

@@ -70,7 +70,7 @@ def read_schemas(directory: Path) -> dict[str, Schema]:
     if not files:
         raise SchemaError(f"no schema found in {directory}; it should hold .avsc files")
     inlined: dict[str, Schema] = {
-        name: _inline(schema, dict(files), set()) for name, schema in files.items()
+        name: inline_types(schema, files, set()) for name, schema in files.items()
     }
     for name, schema in inlined.items():
         _require_avro(name, schema)
@@ -100,19 +100,28 @@ def name_of(schema: Schema) -> str:
     return f"{schema['namespace']}.{schema['name']}"
 
 
-def _inline(node: Any, known: dict[str, Schema], seen: set[str]) -> Any:
+def inline_types(node: Any, known: Mapping[str, Schema], seen: set[str]) -> Any:
+    """Return a schema, or a part of one, with each type's definition where its name stands first.
+
+    Args:
+        node: The schema.
+        known: Definitions of types by full name.
+        seen: Full names of the types that are defined already; those met here are added.
+    """
     if isinstance(node, str):
-        return _inline(known[node], known, seen) if node in known and node not in seen else node
+        return (
+            inline_types(known[node], known, seen) if node in known and node not in seen else node
+        )
     if isinstance(node, list):
-        return [_inline(branch, known, seen) for branch in node]
+        return [inline_types(branch, known, seen) for branch in node]
     if "name" in node and "namespace" in node:
         seen.add(name_of(node))
     inlined = dict(node)
     for key in ("type", "items", "values"):
         if key in node:
-            inlined[key] = _inline(node[key], known, seen)
+            inlined[key] = inline_types(node[key], known, seen)
     if "fields" in node:
-        inlined["fields"] = [_inline(field, known, seen) for field in node["fields"]]
+        inlined["fields"] = [inline_types(field, known, seen) for field in node["fields"]]
     return inlined
 
 

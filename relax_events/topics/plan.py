@@ -149,6 +149,8 @@ DEAD_LETTERS = ".dead-letters"
 """Ends the name of a role's topic of dead letters."""
 SCORES_PATTERN = re.compile("[a-z0-9][a-z0-9_-]{0,47}")
 MAX_RECORD_BYTES = 16 * 1024 * 1024
+"""A ready prompt group of 16 samples with 20,000 tokens each has 9 MiB: tokens, mask and six arrays
+of floats, 29 bytes a token."""
 
 
 @dataclass(frozen=True, slots=True)
