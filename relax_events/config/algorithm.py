@@ -196,7 +196,7 @@ class AlgorithmConfig(Section):
     """Mask the tokens farthest from the engine's policy until the mean squared log-ratio of the
     step's other tokens is at most this; 0 disables it, the paper uses 0.04. Needs a forward pass
     over the whole step before the first backward pass."""
-    options: Annotated[dict[str, float | int | bool | str], Names.OPTIONS] = Field(
+    options: Annotated[dict[str, float | int | bool | str], Names.QUANTITIES] = Field(
         default_factory=dict
     )
     """Settings declared by a custom algorithm."""

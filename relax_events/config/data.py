@@ -13,7 +13,7 @@ from relax_events.config.external_values import (
     Code,
     FilePath,
     Names,
-    Options,
+    Quantities,
     Text,
     Texts,
 )
@@ -88,7 +88,7 @@ class RowsConfig(Section):
     1,000 and more."""
     num_problems: Positive = 1000
     """Number of generated problems (generated sources only)."""
-    options: Options = Field(default_factory=dict)
+    options: Quantities = Field(default_factory=dict)
     """Options of the problem generator (generated sources only)."""
 
     @model_validator(mode="before")

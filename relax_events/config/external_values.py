@@ -10,9 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum, StrEnum
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -33,6 +34,7 @@ class Names(StrEnum):
     VARIABLE = "an environment variable that code would be given"
     DATA = "data that would be read"
     OPTIONS = "an option of a function, which may name anything"
+    QUANTITIES = "an option of a generator, an optimizer or an algorithm"
 
 
 Text = Annotated[str, Names.NOTHING]
@@ -44,6 +46,9 @@ Addresses = Annotated[tuple[str, ...], Names.ADDRESS]
 Listener = Annotated[str, Names.LISTENER]
 FilePath = Annotated[Path, Names.FILE]
 Options = Annotated[dict[str, Any], Names.OPTIONS]
+"""Any of them is listed: what a number or a word does is up to the function."""
+Quantities = Annotated[dict[str, Any], Names.QUANTITIES]
+"""Numbers and single words are quantities and choices of ours, and name nothing."""
 
 GENERATED_DATA = (
     "reasoning_gym:",
@@ -53,6 +58,8 @@ GENERATED_DATA = (
     "synthetic_audio:",
 )
 _WORDS = re.compile(r"[\w -]{0,64}")
+_PROTECTIONS = ("allow", "trust")
+"""Begin the names of options that take a protection away."""
 _TELLING_KEY = re.compile(
     r"variable|env|token|user|host|ur[li]|address|endpoint|server|socket|path|file|folder|dir|repo|command|program|python|module|function",
     re.IGNORECASE,
@@ -93,8 +100,11 @@ def names_in(
 
 
 def kind_of(field: FieldInfo) -> Names:
-    """Return what a key names; a key whose type does not say names anything."""
-    return next(_marks(field), Names.OPTIONS)
+    """Return what a key names; a key whose type does not say names anything, unless it holds
+    numbers, truths and fixed words alone.
+    """
+    usual = Names.NOTHING if _is_plain(field.annotation) else Names.OPTIONS
+    return next(_marks(field), usual)
 
 
 def is_marked(field: FieldInfo) -> bool:
@@ -121,6 +131,18 @@ def _marks_within(kind: Any) -> Iterator[Names]:
         yield from _marks_within(arm)
 
 
+def _is_plain(kind: Any) -> bool:
+    """Return whether a type holds numbers, truths, fixed words, or sequences of them alone."""
+    origin = get_origin(kind)
+    if origin is Literal:
+        return True
+    if origin is Annotated:
+        return _is_plain(get_args(kind)[0])
+    if origin in (Union, UnionType, tuple, list):
+        return all(_is_plain(arm) for arm in get_args(kind) if arm is not Ellipsis)
+    return isinstance(kind, type) and issubclass(kind, int | float | NoneType | Enum)
+
+
 def _tables(value: Any, key: str, *, by_name: bool) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Give the tables of a key: itself, those of a list, or those by name."""
     if isinstance(value, list):
@@ -143,9 +165,11 @@ def _default(field: FieldInfo) -> Any:
 
 
 def _named(key: str, value: Any, kind: Names) -> Iterator[Named]:
-    if kind is Names.OPTIONS:
+    if kind in (Names.OPTIONS, Names.QUANTITIES):
         yield from (
-            Named(path, leaf, kind) for path, leaf in _leaves(value, key) if _is_telling(path, leaf)
+            Named(path, leaf, kind)
+            for path, leaf in _leaves(value, key)
+            if kind is Names.OPTIONS or _is_telling(path, leaf)
         )
     elif kind is Names.ARGUMENTS:
         yield Named(key, value, kind)  # their order matters
@@ -167,24 +191,25 @@ def _is_outside(value: Any, kind: Names) -> bool:
 
 
 def _is_telling(key: str, value: Any) -> bool:
-    """Return whether an option may name something: it is more than a word or two, its key says so,
-    or it takes a protection away.
+    """Return whether a quantity may name something after all: it is more than a word or two, its
+    key says so, or it takes a protection away.
     """
-    own = key.rpartition("options.")[2]
-    if isinstance(value, bool):
-        return value and own.startswith(("allow", "trust"))
-    return (
-        isinstance(value, str)
-        and bool(value)
-        and (bool(_TELLING_KEY.search(own)) or not _WORDS.fullmatch(value))
-    )
+    name = key.rpartition("options.")[2]
+    if name.startswith(_PROTECTIONS) and value:
+        return True
+    if not isinstance(value, str):
+        return not (value is None or isinstance(value, int | float) or not value)
+    return bool(value) and (bool(_TELLING_KEY.search(name)) or not _WORDS.fullmatch(value))
 
 
 def _leaves(value: Any, key: str, *, by_index: bool = True) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
+    """Give the values within a value; with `by_index` each under its own key, and lists and tables
+    that are empty.
+    """
+    if isinstance(value, Mapping) and (value or not by_index):
         for name, inner in value.items():
             yield from _leaves(inner, f"{key}.{name}", by_index=by_index)
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list | tuple) and (value or not by_index):
         for index, inner in enumerate(value):
             yield from _leaves(inner, f"{key}.{index}" if by_index else key, by_index=by_index)
     else:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from relax_events.config.base import DERIVED, OrDerived, Positive, Seconds, Section
-from relax_events.config.external_values import Code, Options, Text
+from relax_events.config.external_values import Code, Quantities, Text
 from relax_events.config.topology import Topology
 from relax_events.errors import ConfigError
 
@@ -94,7 +94,7 @@ class TrainerConfig(Section):
     """`adamw`, `sgd`, `adafactor`, another entry point in the group `relax_events.optimizers`, or
     `path/to/file.py:Class`: a class with the interface of torch.optim. Only backend `torch` without
     `sharding` takes another one than `adamw`: the others divide parameters."""
-    optimizer_options: Options = Field(default_factory=dict)
+    optimizer_options: Quantities = Field(default_factory=dict)
     """More keyword arguments of another optimizer than `adamw`, such as `momentum`."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's decay rates, or those of an optimizer that takes `betas`."""

@@ -109,9 +109,8 @@ def inline_types(node: Any, known: Mapping[str, Schema], seen: set[str]) -> Any:
         seen: Full names of the types that are defined already; those met here are added.
     """
     if isinstance(node, str):
-        return (
-            inline_types(known[node], known, seen) if node in known and node not in seen else node
-        )
+        is_first = node in known and node not in seen
+        return inline_types(known[node], known, seen) if is_first else node
     if isinstance(node, list):
         return [inline_types(branch, known, seen) for branch in node]
     if "name" in node and "namespace" in node:

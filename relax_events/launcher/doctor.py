@@ -178,7 +178,7 @@ def check_sandbox(config: RunConfig) -> str:
     if not options:
         return "none needed: no reward runs programs"
     return check_isolation(
-        allow_unprotected=all(one.get("allow_unprotected", False) for one in options)
+        allow_unprotected=all(one.get("allow_unprotected") is True for one in options)
     )
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol, TypeVar
 
-from pydantic import ConfigDict, ValidationError, create_model
+from pydantic import ConfigDict, StrictBool, ValidationError, create_model
 
 from relax_events.errors import ConfigError
 from relax_events.plugins import FUNCTION, REWARDS, find_plugin, list_installed, select_named
@@ -287,9 +287,11 @@ def check_options(
         arbitrary_types_allowed=True,
         protected_namespaces=(),
     )
-    model = create_model(
-        "Options", __config__=settings, **typing.cast("dict[str, Any]", _option_fields(function))
-    )
+    fields: dict[str, Any] = {
+        option: (_exact(hint), default)
+        for option, (hint, default) in _option_fields(function).items()
+    }
+    model = create_model("Options", __config__=settings, **fields)
     try:
         checked: dict[str, Any] = model.model_validate(dict(options)).model_dump(exclude_unset=True)
     except ValidationError as error:
@@ -318,3 +320,10 @@ def _option_fields(function: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
         if parameter.name not in (*CALL_ARGUMENTS, *OPTIONAL_ARGUMENTS)
         and parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     }
+
+
+def _exact(hint: Any) -> Any:
+    """Return a hint that takes no other value for true or false: `"yes"` or 1 may be a mistake, and
+    a protection hangs on some.
+    """
+    return StrictBool if hint is bool else hint

@@ -163,7 +163,7 @@ def require_isolation(*, allow_unprotected: bool = False) -> Isolation:
         EnvironmentProblem: The isolation is insufficient, or there is none.
     """
     found = find_isolation()
-    if found.is_sufficient or allow_unprotected:
+    if found.is_sufficient or allow_unprotected is True:  # also of a caller that is not typed
         return found
     is_isolated_from = {
         "files (requires bubblewrap or Landlock)": found.guards_files,

@@ -14,7 +14,9 @@ import psutil
 import pytest
 from escapes import programs_left
 
-from relax_events.errors import EnvironmentProblem, RewardError
+from relax_events.attacks.options import UNPROTECTED
+from relax_events.errors import ConfigError, EnvironmentProblem, RewardError
+from relax_events.rewards.registry import load_reward
 from relax_events.rewards.verifiers.code import code, python_block
 from relax_events.rewards.verifiers.code import read_tests as read_tests
 from relax_events.sandbox import (
@@ -221,6 +223,15 @@ def test_programs_are_not_run_without_file_isolation(
     ):
         score("x = 1", {"tests": ["pass"]})
     assert require_isolation(allow_unprotected=True) == Isolation(filters=True)
+
+
+@pytest.mark.parametrize("value", UNPROTECTED)
+def test_only_true_gives_up_the_isolation(monkeypatch: pytest.MonkeyPatch, value: Any) -> None:
+    monkeypatch.setattr(isolation, "find_isolation", lambda: Isolation(filters=True))
+    with pytest.raises(EnvironmentProblem, match="nothing isolates them from files"):
+        require_isolation(allow_unprotected=value)
+    with pytest.raises(ConfigError, match=r"reward\.options\.allow_unprotected: .* valid boolean"):
+        load_reward("code", options={"allow_unprotected": value})
 
 
 def test_programs_are_not_run_without_network_isolation(

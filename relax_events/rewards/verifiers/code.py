@@ -32,7 +32,7 @@ METADATA = {
 
 
 def _require_walls(options: Mapping[str, Any]) -> None:
-    require_isolation(allow_unprotected=options.get("allow_unprotected", False))
+    require_isolation(allow_unprotected=options.get("allow_unprotected") is True)
 
 
 @reward(

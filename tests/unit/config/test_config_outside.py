@@ -12,6 +12,7 @@ import orjson
 import pytest
 from pydantic import BaseModel
 
+from relax_events.attacks.options import UNPROTECTED
 from relax_events.config import RunConfig
 from relax_events.config.external_values import Names, is_marked, kind_of, model_of, names_in
 
@@ -101,12 +102,19 @@ def test_unmarked_key_is_treated_as_naming_anything() -> None:
         ("reward.options.url", "http://evil", Names.OPTIONS),
         ("reward.options.token_variable", "JUDGE_TOKEN", Names.OPTIONS),
         ("reward.options.allow_unprotected", True, Names.OPTIONS),
+        *(("reward.options.allow_unprotected", value, Names.OPTIONS) for value in UNPROTECTED),
+        ("reward.options.memory_bytes", 2**50, Names.OPTIONS),
+        ("reward.options.is_verified", False, Names.OPTIONS),
+        ("reward.options.mode", "open", Names.OPTIONS),
+        ("reward.options.allowed.0", 7, Names.OPTIONS),
+        ("environment.options.port", 9092, Names.OPTIONS),
+        ("data.options.allow_files", 1, Names.QUANTITIES),
         ("reward.options.deep.0.service", "evil.example:80", Names.OPTIONS),
         ("reward.routes.math.options.host", "evil", Names.OPTIONS),
         ("evaluation.datasets.0.reward.options.url", "http://evil", Names.OPTIONS),
         ("environment.options.command", "sh", Names.OPTIONS),
-        ("data.options.file", "words", Names.OPTIONS),
-        ("algorithm.options.table", "../x", Names.OPTIONS),
+        ("data.options.file", "words", Names.QUANTITIES),
+        ("algorithm.options.table", "../x", Names.QUANTITIES),
     ],
 )
 def test_external_names_in_a_run_description_are_listed(key: str, value: Any, what: Names) -> None:
@@ -116,6 +124,14 @@ def test_external_names_in_a_run_description_are_listed(key: str, value: Any, wh
     (found,) = names_in(tree, RunConfig)
     shown = value[-1] if isinstance(value, list) and what is not Names.ARGUMENTS else value
     assert (found.key, found.value, found.what) == (key, shown, what)
+
+
+def test_empty_table_or_list_of_an_option_is_listed() -> None:
+    tree = {"reward": {"options": {"denied": [], "hosts": {}}}}
+    assert [named.key for named in names_in(tree, RunConfig)] == [
+        "reward.options.denied",
+        "reward.options.hosts",
+    ]
 
 
 def test_plain_run_file_names_only_its_model_path() -> None:
@@ -130,7 +146,7 @@ def test_plain_run_file_names_only_its_model_path() -> None:
             },
             "reward": {
                 "function": "math",
-                "options": {"template": "rubric", "max_score": 5, "allow_unprotected": False},
+                "options": {},
             },
             "engine": {"sampling": {"temperature": 0.5}},
             "scaling": {"host": "localhost"},
