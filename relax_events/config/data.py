@@ -154,7 +154,8 @@ class DataConfig(RowsConfig):
     source: Annotated[str, Names.DATA] = ""
     """See `[[data.datasets]]`; its other keys are set here when the run has one source."""
     chat_template: bool = True
-    """Render by the tokenizer's chat template; false uses the prompt unchanged."""
+    """Render by the tokenizer's chat template, for which control tokens that a message spells are
+    text; false uses the prompt unchanged, and those that it spells are tokens."""
     chat_template_file: FilePath | None = None
     """A Jinja file to use instead of the tokenizer's own template."""
     chat_template_options: Annotated[dict[str, Any], Names.NOTHING] = Field(default_factory=dict)

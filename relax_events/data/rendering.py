@@ -12,6 +12,7 @@ from jinja2.exceptions import TemplateError
 from numpy.typing import NDArray
 
 from relax_events.config import DataConfig, JudgeConfig, MediaConfig
+from relax_events.data.control_tokens import ControlTokens
 from relax_events.data.conversations import ASSISTANT
 from relax_events.errors import ConfigError, PoisonSample
 from relax_events.events.parts import ChatMessage, ContentPart, MediaRef, Modality
@@ -70,6 +71,8 @@ class PromptRenderer:
             )
         self._tokenizer = tokenizer
         self._config, self._layout = config, layout
+        placeholders = () if layout is None else layout.placeholders.values()
+        self._control = ControlTokens(tokenizer, also=(*self.stop_token_ids, *placeholders))
 
     @classmethod
     def from_folder(
@@ -167,14 +170,14 @@ class PromptRenderer:
             PoisonSample: Media and placeholders don't match, or the model reads text only.
         """
         if not media:
-            return self.encode(text)
+            return self.encode_rendered(text)
         if self._layout is None:
             raise PoisonSample(
                 f"the prompt has {len(media)} media items, and the model reads text only; "
                 "use a model that reads media"
             )
         return self._layout.expand_placeholders(
-            self.encode(self._layout.expand_videos(text, media)), media
+            self.encode_rendered(self._layout.expand_videos(text, media)), media
         )
 
     @property
@@ -208,11 +211,14 @@ class PromptRenderer:
             turns: The conversation.
             tools: The tools that the template shows.
             is_complete: As for `apply_template`.
+        Returns:
+            The text for `encode_with_media`, in which marks stand for the control tokens that
+            messages and tools spell.
         Raises:
             PoisonSample: The template rejects the conversation; the text says why.
         """
-        rendered: list[Any] = list(turns)
-        shown: list[Any] | None = None if tools is None else list(tools)
+        rendered = self._control.protect(turns)
+        shown = None if tools is None else self._control.protect(tools)
         try:
             return str(
                 self._tokenizer.apply_chat_template(
@@ -228,7 +234,8 @@ class PromptRenderer:
 
     def answer_tokens(self, answer: str) -> NDArray[np.int32]:
         """Render a reference answer as a completion, with the stop token."""
-        return np.append(self.encode(answer), np.int32(self.stop_token_ids[0]))
+        text = self._control.protect_text(answer, is_turn=True)
+        return np.append(self.encode_rendered(text), np.int32(self.stop_token_ids[0]))
 
     def completion_text(
         self, tokens: NDArray[np.int32], *, skip_special_tokens: bool = True
@@ -250,8 +257,18 @@ class PromptRenderer:
         return self.completion_text(tokens)
 
     def encode(self, text: str) -> NDArray[np.int32]:
-        """Tokenize a text without special tokens."""
+        """Tokenize a text without adding special tokens; those that it spells are tokens."""
         return np.array(self._tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
+
+    def encode_rendered(self, text: str) -> NDArray[np.int32]:
+        """Tokenize a text of `apply_template` or `render_turns`, or a part of it: a control token
+        that a message spells becomes ordinary tokens.
+        """
+        tokens: list[int] = []
+        for piece, spelled in self._control.split(text):
+            tokens += self._tokenizer.encode(piece, add_special_tokens=False) if piece else ()
+            tokens += self._control.as_text(spelled) if spelled else ()
+        return np.array(tokens, dtype=np.int32)
 
 
 def load_judge_renderer(judge: JudgeConfig, data: DataConfig) -> PromptRenderer:

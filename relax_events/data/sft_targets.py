@@ -96,8 +96,8 @@ def tokenize_completion(
         after = renderer.apply_template(
             [*prompt, *completion[: index + 1]], tools=tools, is_complete=True
         )
-        between = renderer.encode(_appended_text(before, rendered, len(prompt) + index))
-        turn = renderer.encode(_appended_text(after, before, len(prompt) + index + 1))
+        between = renderer.encode_rendered(_appended_text(before, rendered, len(prompt) + index))
+        turn = renderer.encode_rendered(_appended_text(after, before, len(prompt) + index + 1))
         num_loss = _num_loss_tokens(turn, renderer.stop_token_ids)
         pieces += [between, turn]
         masks += [

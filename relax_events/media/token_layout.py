@@ -258,14 +258,14 @@ class MediaLayout:
         if len(indices) != len(blocks):
             raise PoisonSample(
                 f"the prompt renders to {len(indices)} media placeholders, but its {len(media)} "
-                f"files need {len(blocks)}; does its text contain one?"
+                f"files need {len(blocks)}; does the chat template write one for each?"
             )
         if any(
             tokens[index] not in block.ids for index, block in zip(indices, blocks, strict=True)
         ):
             raise PoisonSample(
-                "the prompt's media placeholders are of other modalities than its media; does its "
-                "text contain one?"
+                "the prompt's media placeholders are of other modalities than its media; does the "
+                "chat template write them in order?"
             )
         counts = np.ones(len(tokens), np.int64)
         counts[indices] = [len(block) for block in blocks]

@@ -15,7 +15,7 @@ from relax_events.models.chat_template import ConfinedTemplate, TemplateProgram
 from relax_events.regular_files import read_regular_text
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import AddedToken, Tokenizer
 
 SPECIAL_NAMES = (
     "bos_token",
@@ -107,6 +107,23 @@ class FolderTokenizer:
         (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = found.ids
         return ids
+
+    def encode_as_text(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return texts' token ids by a tokenizer that knows no special tokens; it is made for this
+        call.
+        """
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_str(self._tokenizer.to_str())
+        tokenizer.encode_special_tokens = True
+        found = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in found]
+
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, AddedToken]:
+        """Tokens outside of the vocabulary's model, by id; `special` says which are special."""
+        tokens: Mapping[int, AddedToken] = self._tokenizer.get_added_tokens_decoder()
+        return tokens
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Return the text of token ids."""

@@ -222,7 +222,7 @@ def test_image_placeholder_is_enclosed_by_vision_tokens_in_the_prompt(tmp_path: 
     )
 
 
-def test_prompt_with_a_literal_placeholder_token_in_its_text_is_rejected(tmp_path: Path) -> None:
+def test_prompt_with_a_literal_placeholder_token_in_its_text_is_text(tmp_path: Path) -> None:
     renderer = PromptRenderer.from_folder(
         build_image_model(), DataConfig(source="synthetic_images:colour"), media=BOUNDS
     )
@@ -234,13 +234,21 @@ def test_prompt_with_a_literal_placeholder_token_in_its_text_is_rejected(tmp_pat
         )
         .reference
     )
-    with pytest.raises(
-        PoisonSample,
-        match=(
-            "renders to 2 media placeholders, but its 1 files need 1; does its text contain one"
-        ),
-    ):
-        renderer.prompt_tokens(insert_media(source.row(0).messages, [reference]))
+    messages = source.row(0).messages
+    tokens = renderer.prompt_tokens(insert_media(messages, [reference]))
+    plain = rows_of(tmp_path, {"prompt": "<image> or that?", "images": ["data:,"]})
+    without = renderer.prompt_tokens(insert_media(plain.row(0).messages, [reference]))
+    assert renderer.completion_text(tokens) == renderer.completion_text(without).replace(
+        "that", "<|image_pad|>"
+    )
+    special = {
+        token_id
+        for token_id, token in renderer._tokenizer.added_tokens_decoder.items()
+        if token.special
+    }
+    assert [token for token in tokens.tolist() if token in special] == [
+        token for token in without.tolist() if token in special
+    ]
 
 
 def test_text_model_rejects_a_prompt_with_images(tmp_path: Path) -> None:
