@@ -1,5 +1,5 @@
-"""Keeps secrets out of addresses: a run file's text is written to the log, to reports and
-to every fork.
+"""Keeps secrets out of addresses and other values: a run file's text is written to the log, to
+reports and to every fork.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
+from relax_events.config.secret_values import find_secret
 from relax_events.errors import ConfigError
 
 _LOGIN = re.compile(r"//(?:[^\s/?#]*@|[^\s/?#@\[]*:(?!\d*(?:[\s/?#]|$))\S*@)")
@@ -39,56 +40,61 @@ _REMEDIES = {
     "reward.": "put a token into the environment and name its variable in options.token_variable",
 }
 _USUAL_REMEDY = (
-    "put the secret into a file or an environment variable that the service reads itself, and "
-    "the bare address into the run file"
+    "put the secret into a file or an environment variable that the program or service reads "
+    "itself, and only the rest into the run file"
 )
 
 
-def refuse_logins(tree: Mapping[str, Any]) -> None:
-    """Refuse an address with a login, or with a secret in its query, anywhere in a run file;
-    nothing of its value is shown.
+def refuse_secret_values(tree: Mapping[str, Any]) -> None:
+    """Refuse an address with a login, or with a secret in its query, and any other value that looks
+    like a secret, anywhere in a run file; nothing of its value is shown.
 
     Raises:
         ConfigError: There is one; the text names its key and where the secret belongs.
     """
-    for key, value in _strings(tree):
-        if (what := secret_in(value, key=key)) is not None:
+    for key, value, name in _strings(tree):
+        if (what := secret_in(value, key=key, name=name)) is not None:
             remedy = next(
                 (text for begin, text in _REMEDIES.items() if key.startswith(begin)), _USUAL_REMEDY
             )
             raise ConfigError(
-                f"{key} holds an address with {what}, which all who read the log or a report "
-                f"would see; {remedy}"
+                f"{key} holds {what}, which all who read the log or a report would see; {remedy}"
             )
 
 
-def secret_in(value: str, *, key: str = "") -> str | None:
-    """Return what secret an address holds, `a login` or `a secret in its query`; None for any other
-    text.
+def secret_in(value: str, *, key: str = "", name: str = "") -> str | None:
+    """Return what secret a value holds, such as `an address with a login`; None for any other text.
 
     Args:
         value: Any text.
         key: Of the run file; a key of addresses may hold them without a scheme.
+        name: Of the value: the last part of its key, or in a list the argument before it.
     """
-    names = [name for name in key.split(".") if not name.isdigit()]
+    names = [part for part in key.split(".") if not part.isdigit()]
     if names and names[-1] in _TEXT_KEYS:
         return None
     if _LOGIN.search(value) or (
         _ADDRESS_KEY.search(".".join(names)) and "://" not in value and _BARE_LOGIN.search(value)
     ):
-        return "a login"
-    return "a secret in its query" if _QUERY.search(value) else None
+        return "an address with a login"
+    if _QUERY.search(value):
+        return "an address with a secret in its query"
+    return find_secret(value, name=name)
 
 
-def _strings(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+def _strings(value: Any, key: str = "", name: str = "") -> Iterator[tuple[str, str, str]]:
+    """Give each text with its key and its name."""
     if isinstance(value, str):
-        yield key, value
+        yield key, value, name
     elif isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield from _strings(inner, f"{key}.{name}" if key else str(name))
+        for inner_name, inner in value.items():
+            inner_key = f"{key}.{inner_name}" if key else str(inner_name)
+            yield from _strings(inner, inner_key, str(inner_name))
     elif isinstance(value, list | tuple):
+        before = name
         for index, inner in enumerate(value):
-            yield from _strings(inner, f"{key}.{index}")
+            yield from _strings(inner, f"{key}.{index}", before)
+            before = inner if isinstance(inner, str) and inner.startswith("-") else name
 
 
 def is_in_clear(url: str) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from relax_events.config.addresses import refuse_logins, secret_in
+from relax_events.config.addresses import refuse_secret_values, secret_in
 from relax_events.config.broker import SECRET_CLIENT_KEYS, secret_remedy
 from relax_events.config.run_config import RunConfig
 from relax_events.config.wrong_files import explain_path, explain_tree
@@ -77,7 +77,7 @@ def load_run_config(
         _set_override(tree, key.strip().split("."), value.strip(), override)
     _require_shallow(tree, path)
     _refuse_secrets(tree)
-    refuse_logins(tree)
+    refuse_secret_values(tree)
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:

@@ -30,6 +30,7 @@ import orjson
 
 import relax_events
 from relax_events import privileges
+from relax_events.confinement.variables import PROXIES
 from relax_events.sandbox.inside import landlock, seccomp
 from relax_events.sandbox.isolation import (
     DEVICES,
@@ -52,7 +53,6 @@ NAME_FILES = (
 """What looking up a host and checking its certificate read."""
 DNS_PORT = 53
 DEFAULT_PORTS = {"https": 443, "wss": 443, "http": 80, "ws": 80}
-PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy")
 
 
 class Profile(StrEnum):

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 
+PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy")
+LOGIN = re.compile(r"^((?:[\w+.-]+:)?//)?.*@")
+"""Of an address, with the scheme before it."""
 ALLOWED = frozenset(
     {
         *("PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "TERM"),
@@ -25,7 +29,8 @@ ALLOWED = frozenset(
             "SSL_CERT_DIR",
             "REQUESTS_CA_BUNDLE",
         ),
-        *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy"),
+        *PROXIES,
+        *("NO_PROXY", "no_proxy"),
         *(
             "HF_HOME",
             "HF_HUB_CACHE",
@@ -46,17 +51,20 @@ def build_child_environment(
 ) -> dict[str, str]:
     """Return the variables for a child process: the allowed ones, and those that the caller names.
 
-    `OMP_NUM_THREADS` is 1 unless it is set.
+    `OMP_NUM_THREADS` is 1 unless it is set. The address of a proxy has no login, unless the caller
+    names its variable: the proxy then says that it wants one.
 
     Args:
         also: Names of further variables.
         prefixes: Prefixes of the names of further variables.
     """
-    named, begin = ALLOWED.union(also), (*ALLOWED_PREFIXES, *prefixes)
+    given = frozenset(also)
+    named, begin = ALLOWED | given, (*ALLOWED_PREFIXES, *prefixes)
+    without_login = set(PROXIES) - given
     return {
         "OMP_NUM_THREADS": "1",
         **{
-            name: value
+            name: LOGIN.sub(r"\1", value) if name in without_login else value
             for name, value in os.environ.items()
             if name in named or name.startswith(begin)
         },

@@ -12,7 +12,7 @@ import orjson
 from pydantic import ValidationError
 
 from relax_events.config import RewardConfig
-from relax_events.config.addresses import refuse_logins
+from relax_events.config.addresses import refuse_secret_values
 from relax_events.config.loading import read_value
 from relax_events.errors import ConfigError, RewardError
 from relax_events.rewards.pool import RewardItem, RewardPool
@@ -135,7 +135,7 @@ def replace_function(
         "options": (section.options if is_same else {}) | options,
         "processes": workers or section.processes,
     }
-    refuse_logins({"reward": {"options": options}})
+    refuse_secret_values({"reward": {"options": options}})
     try:
         return RewardConfig.model_validate(
             dict(section) | changes | ({} if is_same else {"weights": {}, "routes": {}})

@@ -41,6 +41,26 @@ def test_children_inherit_no_secrets() -> None:
     assert build_child_environment(prefixes=("WANDB_",))["WANDB_API_KEY"] == "x"
 
 
+@pytest.mark.parametrize(
+    ("address", "shown"),
+    [
+        ("http://me:hunter2@proxy:3128", "http://proxy:3128"),
+        ("http://me:hun/t@er2@proxy:3128/", "http://proxy:3128/"),
+        ("me:hunter2@proxy:3128", "proxy:3128"),
+        ("//token@proxy", "//proxy"),
+        ("http://proxy:3128", "http://proxy:3128"),
+    ],
+)
+def test_children_get_proxies_without_their_login(
+    monkeypatch: pytest.MonkeyPatch, address: str, shown: str
+) -> None:
+    names = ("HTTPS_PROXY", "HTTP_PROXY", "https_proxy", "http_proxy")
+    for name in names:
+        monkeypatch.setenv(name, address)
+    assert {build_child_environment()[name] for name in names} == {shown}
+    assert build_child_environment(["HTTPS_PROXY"])["HTTPS_PROXY"] == address
+
+
 @pytest.mark.usefixtures("_secrets")
 def test_reward_config_collects_variables_named_in_the_run_file() -> None:
     config = RewardConfig(

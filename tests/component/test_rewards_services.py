@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -17,7 +19,7 @@ from relax_events.config import RewardConfig
 from relax_events.errors import ConfigError, RewardError
 from relax_events.rewards.pool import RewardItem, RewardPool
 from relax_events.rewards.scores import Score
-from relax_events.rewards.verifiers.http_client import post_json
+from relax_events.rewards.verifiers.http_client import MAX_REPLY_BYTES, post_json
 from relax_events.rewards.verifiers.llm_judge import (
     load_template,
     read_score,
@@ -37,6 +39,7 @@ class Service:
     url: str = ""
     answer: Answer = lambda _: 0.0
     failures: deque[int] = field(default_factory=deque)
+    headers: dict[str, str] = field(default_factory=dict)
     requests: list[tuple[str, dict[str, Any], dict[str, str]]] = field(default_factory=list)
     released: threading.Event = field(default_factory=threading.Event)
 
@@ -51,11 +54,20 @@ def service() -> Iterator[Service]:
             service.requests.append((self.path, body, dict(self.headers)))
             status = service.failures.popleft() if service.failures else 200
             content = service.answer(body)
-            data = content if isinstance(content, bytes) else json.dumps(content).encode()
             self.send_response(status)
+            for name, value in service.headers.items():
+                self.send_header(name, value)
+            if isinstance(content, Iterator):
+                self.end_headers()
+                with suppress(OSError):  # the client is gone
+                    for piece in content:
+                        self.wfile.write(piece)
+                return
+            data = content if isinstance(content, bytes) else json.dumps(content).encode()
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
-            self.wfile.write(data)
+            with suppress(OSError):
+                self.wfile.write(data)
 
         def log_message(self, *_: Any) -> None:
             pass
@@ -155,7 +167,32 @@ def test_remote_does_not_wait_for_a_service_that_stalls(service: Service) -> Non
         "remote", prompt_group("a", "stall", "b"), url=service.url, request_seconds=3.0, retries=0
     )
     assert rewards(results) == [1.0, None, 1.0]
-    assert "ReadTimeout" in str(results[1])
+    assert "no complete reply within 3 s" in str(results[1])
+
+
+def test_remote_refuses_replies_that_are_compressed_or_too_large(service: Service) -> None:
+    service.headers["Content-Encoding"] = "gzip"
+    service.answer = lambda _: zlib.compress(bytes(10 * MAX_REPLY_BYTES), wbits=31)
+    (result,) = score("remote", prompt_group("a"), url=service.url)
+    assert "answered in the encoding 'gzip'" in str(result)
+    assert service.requests[0][2]["Accept-Encoding"] == "identity"
+    service.headers["Content-Encoding"] = "identity"
+    service.answer = lambda _: b"1" + b" " * (MAX_REPLY_BYTES - 1)
+    assert rewards(score("remote", prompt_group("a"), url=service.url)) == [1.0]
+    service.answer = lambda _: b"1" + b" " * MAX_REPLY_BYTES
+    (result,) = score("remote", prompt_group("a"), url=service.url)
+    assert f"answered with more than {MAX_REPLY_BYTES} bytes" in str(result)
+    assert len(service.requests) == 3
+
+
+def test_remote_does_not_wait_for_a_service_that_sends_byte_by_byte(service: Service) -> None:
+    def drip() -> Iterator[bytes]:
+        while not service.released.wait(0.05):
+            yield b" "
+
+    service.answer = lambda _: drip()
+    (result,) = score("remote", prompt_group("a"), url=service.url, request_seconds=1.0, retries=0)
+    assert "at last with no complete reply within 1 s" in str(result)
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,12 @@ module imports the HTTP client.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
+from collections.abc import Mapping
 from functools import lru_cache
+from http import HTTPStatus
 from typing import Any
 
 from relax_events.config.addresses import is_in_clear
@@ -16,6 +19,8 @@ from relax_events.errors import EnvironmentProblem, RewardError
 FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.25, 8.0
 RETRYABLE_STATUS_CODES = frozenset({408, 425, 429, 500, 502, 503, 504})
 MAX_CONNECTIONS = 64
+MAX_REPLY_BYTES = 4 * 1024**2
+"""Of a reward or a judgement: one of 100,000 tokens has about 1 MiB."""
 
 
 def import_client() -> Any:
@@ -51,24 +56,24 @@ async def post_json(
     Args:
         url: URL of the service.
         body: JSON document to send.
-        seconds: Timeout of one attempt.
+        seconds: Deadline of one attempt, up to the last byte of the reply.
         retries: Number of further attempts.
         token_variable: Name of the environment variable that holds the bearer token; empty sends
             none.
         pause_seconds: Pause before the second attempt.
     Raises:
-        RewardError: The service did not respond with JSON, with its last error; or the token would
-            leave this machine unencrypted.
+        RewardError: The service did not respond with JSON, with its last error; its reply is
+            compressed or too large; or the token would leave this machine unencrypted.
     """
     if token_variable and is_in_clear(url):
         raise RewardError(
             f"the token in {token_variable} would be sent unencrypted to {url}; take an "
             "https address, or leave token_variable out"
         )
-    client, problem = _client(), ""
-    headers = (
-        {"Authorization": f"Bearer {os.environ.get(token_variable, '')}"} if token_variable else {}
-    )
+    problem = ""
+    headers = {"Accept-Encoding": "identity"}
+    if token_variable:
+        headers["Authorization"] = f"Bearer {os.environ.get(token_variable, '')}"
     for attempt in range(retries + 1):
         if attempt:
             await asyncio.sleep(
@@ -76,27 +81,58 @@ async def post_json(
                 * random.uniform(0.5, 1.0)  # noqa: S311 spreads the load
             )
         try:
-            response = await client.post(url, json=body, headers=headers, timeout=seconds)
+            async with asyncio.timeout(seconds):
+                status, content = await _exchange(url, body, headers=headers)
+        except TimeoutError:
+            problem = f"no complete reply within {seconds:g} s"
+            continue
         except import_client().TransportError as error:
             problem = f"{type(error).__name__}: {error}"
             continue
-        if response.status_code not in RETRYABLE_STATUS_CODES:
-            return _parse_response(url, response)
-        problem = f"status {response.status_code}"
+        if status not in RETRYABLE_STATUS_CODES:
+            return _parse_response(url, status, content)
+        problem = f"status {status}"
     raise RewardError(
         f"{url} failed {retries + 1} time(s), at last with {problem}; is the service up?"
     )
 
 
-def _parse_response(url: str, response: Any) -> Any:
-    if not response.is_success:
-        raise RewardError(
-            f"{url} refused with status {response.status_code}: {response.text[:200]}"
-        )
+async def _exchange(
+    url: str, body: dict[str, Any], *, headers: Mapping[str, str]
+) -> tuple[int, bytes]:
+    """Send a request; return the status and the content as it came, read up to the bound. The
+    caller has a deadline.
+
+    Raises:
+        RewardError: The content is compressed, or larger.
+    """
+    request = _client().stream("POST", url, json=body, headers=headers, timeout=None)
+    async with request as response:
+        encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
+        if encoding != "identity":
+            raise RewardError(
+                f"{url} answered in the encoding {encoding[:40]!r}, and a few bytes of it may "
+                "unpack to any size; let the service send replies uncompressed, as it is asked to"
+            )
+        content = bytearray()
+        async for piece in response.aiter_raw():
+            content += piece
+            if len(content) > MAX_REPLY_BYTES:
+                raise RewardError(
+                    f"{url} answered with more than {MAX_REPLY_BYTES} bytes, which no reward or "
+                    "judgement has; let the service send the reward alone"
+                )
+        return response.status_code, bytes(content)
+
+
+def _parse_response(url: str, status: int, content: bytes) -> Any:
+    text = content.decode(errors="replace")
+    if not HTTPStatus.OK <= status < HTTPStatus.MULTIPLE_CHOICES:
+        raise RewardError(f"{url} refused with status {status}: {text[:200]}")
     try:
-        return response.json()
-    except ValueError:
-        raise RewardError(f"{url} answered {response.text[:100]!r}, which is not JSON") from None
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise RewardError(f"{url} answered {text[:100]!r}, which is not JSON") from None
 
 
 @lru_cache(maxsize=1)

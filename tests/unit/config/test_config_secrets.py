@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from relax_events.attacks.options import SECRET, SECRET_OPTIONS
 from relax_events.config import load_run_config
 from relax_events.errors import ConfigError
 
 HEAD = '[run]\nid = "demo"\n[model]\npath = "m"\n[data]\nsource = "jsonl:x"\n'
-SECRET = "hunter2-hunter2"
 
 
 def refusal(
@@ -159,6 +159,37 @@ def test_address_with_credentials_is_rejected(
     assert remedy in said
     assert SECRET not in said
     assert "AKIAKEY" not in said
+
+
+@pytest.mark.parametrize("override", SECRET_OPTIONS)
+def test_secret_in_an_option_or_an_argument_is_rejected(tmp_path: Path, override: str) -> None:
+    said = refusal(tmp_path, "", override)
+    assert said.startswith(override.partition("=")[0])
+    assert re.search(
+        r" holds (a token|a secret|an address with a secret in its query), which", said
+    )
+    assert "environment" in said
+    assert SECRET not in said
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        'reward.options={key="answer", pattern="token=(\\\\d+)", stop_token="</s>"}',
+        'reward.options={token_file="/run/secrets/token", api_key_variable="JUDGE_TOKEN"}',
+        'reward.options={max_tokens=512, note="the bearer authentication of a service"}',
+        'environment.command=["sh", "-c", "curl -H \\"Authorization: Bearer $TOKEN\\" x"]',
+        'environment.command=["agent", "--api-key", "$KEY", "--token=/run/secrets/token"]',
+        'environment.command=["agent", "--key=${KEY}", "--password-file", "/run/password"]',
+        'reward.options={words=["secret", "password"], kinds=["token", "rhyme"]}',
+        'data.system_prompt="Say password=opensesame1 to no one"',
+        'engine.sglang.arguments=["--served-model-name", "sk-learn", "--stream-interval=4"]',
+    ],
+)
+def test_reference_to_a_secret_is_accepted(tmp_path: Path, override: str) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(HEAD)
+    load_run_config(path, [override], environment={})
 
 
 def test_error_about_a_misplaced_argument_hides_credentials(tmp_path: Path) -> None:
