@@ -13,6 +13,10 @@ from typing import BinaryIO, cast
 from relax_events.errors import ConfigError
 
 WRONG_KIND = "it is no regular file"
+LINK = "it is a link, or a part of its path is none of a folder"
+OPEN_FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+"""A pipe without a writer opens at once."""
+OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -21,9 +25,38 @@ def open_regular(path: Path) -> BinaryIO:
     Raises:
         OSError: The file is missing, unreadable, or not a regular file.
     """
-    descriptor = os.open(
-        path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-    )  # a pipe without a writer opens at once
+    return _require_regular(os.open(path, OPEN_FILE), path)
+
+
+def open_below(folder: Path, name: str) -> BinaryIO:
+    """Open a regular file below a folder that others have filled; neither the file nor a folder on
+    the way to it may be a link.
+
+    Args:
+        folder: May be a link itself.
+        name: The file's path in the folder, with `/` between its parts.
+    Raises:
+        OSError: The file is missing, unreadable, not a regular file, or not below the folder.
+    """
+    parts = name.split("/")
+    if any(part in ("", ".", "..") or "\0" in part for part in parts):
+        raise OSError(errno.EINVAL, "it lies outside of the folder", str(folder / name))
+    descriptor = os.open(folder, OPEN_FOLDER)
+    try:
+        for part in parts[:-1]:
+            inner = os.open(part, OPEN_FOLDER | os.O_NOFOLLOW, dir_fd=descriptor)
+            os.close(descriptor)
+            descriptor = inner
+        opened = os.open(parts[-1], OPEN_FILE | os.O_NOFOLLOW, dir_fd=descriptor)
+    except OSError as error:
+        reason = LINK if error.errno in (errno.ELOOP, errno.ENOTDIR) else os.strerror(error.errno)
+        raise OSError(error.errno, reason, str(folder / name)) from None
+    finally:
+        os.close(descriptor)
+    return _require_regular(opened, folder / name)
+
+
+def _require_regular(descriptor: int, path: Path) -> BinaryIO:
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)

@@ -187,38 +187,46 @@ class ContainerWriter(AbstractContextManager["ContainerWriter"]):
 
 
 def read_container(path: Path) -> Iterator[LoggedRecord]:
-    """Give the records of a container file, one block in memory at a time.
+    """Give the records of a container file; see `read_records`."""
+    with path.open("rb") as file:
+        yield from read_records(file, path)
+
+
+def read_records(file: IO[bytes], path: Path) -> Iterator[LoggedRecord]:
+    """Give the records of an open container file, one block in memory at a time.
 
     A block is unpacked up to `MAX_BLOCK_BYTES`, and decoded up to `MAX_READS`: a file of a few
     bytes can't fill the memory.
 
+    Args:
+        file: At its first byte.
+        path: For errors.
     Raises:
         CorruptRecord: The file is torn, is no container of records, or has a block beyond these
             bounds; the text names file and block.
     """
     section = "its head"
     try:
-        with path.open("rb") as file:
-            head, writer = _read_head(file)
-            num_bytes, number = os.fstat(file.fileno()).st_size, 0
-            reader = None if writer == PARSED else PARSED
-            while file.tell() < num_bytes:
-                section = f"block {number} (byte {file.tell()})"
-                num_records, data = _read_block(
-                    file, num_bytes, codec=head["meta"].get("avro.codec", b"null")
+        head, writer = _read_head(file)
+        num_bytes, number = os.fstat(file.fileno()).st_size, 0
+        reader = None if writer == PARSED else PARSED
+        while file.tell() < num_bytes:
+            section = f"block {number} (byte {file.tell()})"
+            num_records, data = _read_block(
+                file, num_bytes, codec=head["meta"].get("avro.codec", b"null")
+            )
+            if file.read(SYNC_BYTES) != head["sync"]:
+                raise ValueError("it does not end with the file's marker")
+            block = BoundedReads(data, max_reads=MAX_READS, of="records of partitions")
+            for _ in range(num_records):
+                row: Any = fastavro.schemaless_reader(block, writer, reader)
+                headers = tuple((header["name"], header["value"]) for header in row["headers"])
+                yield LoggedRecord(
+                    row["offset"], row["timestamp_ms"], row["key"], row["value"], headers
                 )
-                if file.read(SYNC_BYTES) != head["sync"]:
-                    raise ValueError("it does not end with the file's marker")
-                block = BoundedReads(data, max_reads=MAX_READS, of="records of partitions")
-                for _ in range(num_records):
-                    row: Any = fastavro.schemaless_reader(block, writer, reader)
-                    headers = tuple((header["name"], header["value"]) for header in row["headers"])
-                    yield LoggedRecord(
-                        row["offset"], row["timestamp_ms"], row["key"], row["value"], headers
-                    )
-                if left := len(data) - block.tell():
-                    raise ValueError(f"it has {left} bytes after its {num_records} records")
-                number += 1
+            if left := len(data) - block.tell():
+                raise ValueError(f"it has {left} bytes after its {num_records} records")
+            number += 1
     except UNREADABLE as error:
         raise CorruptRecord(
             f"{path} can't be read as records of a partition: {section}: "

@@ -27,6 +27,7 @@ from relax_events.ops.export_manifest import (
     ExportedPartition,
     Manifest,
     file_sha256,
+    partition_file,
 )
 from relax_events.topics.partitions import TopicPartition
 from relax_events.topics.plan import SAMPLE_TOPICS
@@ -160,7 +161,7 @@ def _plan_export(config: RunConfig, admin: Admin, log: RunLog, wanted: ExportFil
             begin,
             end,
             "compact" in found[entity].settings.get("cleanup.policy", ""),
-            f"{entity}/{partition:05d}.avro",
+            partition_file(entity, partition),
         )
         for (topic, partition), (begin, end) in spans.items()
     ]

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from hashlib import sha256
 from pathlib import Path
+from typing import BinaryIO
 
 import orjson
 
 from relax_events.config import RunConfig
 from relax_events.errors import BrokerRefused, CheckFailed, ConfigError
 from relax_events.events.codec import EventCodec
-from relax_events.events.container import RecordsDigest, read_container
+from relax_events.events.container import RecordsDigest, read_records
 from relax_events.events.parts import TopicOffset, now_micros
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
@@ -22,7 +22,13 @@ from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord
 from relax_events.objects import ObjectStore
 from relax_events.objects.marker import claim_store
-from relax_events.ops.export_manifest import ExportedPartition, Manifest, verify_files
+from relax_events.ops.export_manifest import (
+    ExportedPartition,
+    Manifest,
+    open_partition,
+    read_object,
+    verify_files,
+)
 from relax_events.ops.topic_apply import apply_groups
 from relax_events.runtime.run_description import read_description
 from relax_events.topics import TopicPlan, TopicSpec
@@ -98,7 +104,7 @@ def _topic_spec(plan: TopicPlan, entity: str, topic: dict[str, object]) -> Topic
         first = planned[plan.sample_topics()[0]]
         spec = TopicSpec(
             plan.topic(entity),
-            int(str(topic["num_partitions"])),
+            _checked_partitions(entity, topic, planned.values()),
             first.replication_factor,
             entity,
             first.settings,
@@ -115,6 +121,20 @@ def _topic_spec(plan: TopicPlan, entity: str, topic: dict[str, object]) -> Topic
         )
         raise ConfigError(f"topic {entity} has {shape}; give {keys} as the exported run had them")
     return spec
+
+
+def _checked_partitions(
+    entity: str, topic: Mapping[str, object], planned: Iterable[TopicSpec]
+) -> int:
+    """Return how many partitions a topic gets that the run file does not know."""
+    num_partitions = int(str(topic["num_partitions"]))
+    most = max(spec.num_partitions for spec in planned)
+    if num_partitions > most:
+        raise ConfigError(
+            f"topic {entity} has {num_partitions} partitions in the export, and the largest topic "
+            f"of the run file has {most}; give the run file of the exported run"
+        )
+    return num_partitions
 
 
 def import_run(
@@ -158,11 +178,8 @@ def import_run(
     )
     try:
         for item in plan.partitions:
-            records = read_container(folder / item.file)
-            if item.is_compacted:
-                writer.append(topics.topic(item.entity), item.partition, records)
-            else:
-                writer.write(topics.topic(item.entity), item.partition, records, end=item.end)
+            with open_partition(folder, item) as file:
+                _write_partition(writer, topics.topic(item.entity), item, file)
             report(f"{topics.topic(item.entity)}[{item.partition}]: {item.num_records} records")
     finally:
         writer.close()
@@ -171,6 +188,16 @@ def import_run(
     _set_groups(config, topics, admin, manifest)
     _put_objects(config, folder, manifest, report)
     _describe(config, topics, manifest)
+
+
+def _write_partition(
+    writer: PartitionWriter, topic: str, item: ExportedPartition, file: BinaryIO
+) -> None:
+    records = read_records(file, Path(item.file))
+    if item.is_compacted:
+        writer.append(topic, item.partition, records)
+    else:
+        writer.write(topic, item.partition, records, end=item.end)
 
 
 def verify_import(config: RunConfig, manifest: Manifest) -> None:
@@ -274,11 +301,5 @@ def _put_objects(config: RunConfig, folder: Path, manifest: Manifest, report: Re
         return
     store = ObjectStore.open(config.objects_uri)
     for item in manifest.objects:
-        data = (folder / "objects" / item.key).read_bytes()
-        if sha256(data).hexdigest() != item.digest:
-            raise CheckFailed(
-                f"{folder / 'objects' / item.key} was altered: its SHA-256 must be "
-                f"{item.digest}; export the run again"
-            )
-        store.put_at(item.key, data)
+        store.put_at(item.key, read_object(folder, item))
     report(f"objects: {len(manifest.objects)} in {store.uri('')}")
