@@ -25,7 +25,7 @@ def writes_by_page(
     section = PAGE.read_text().partition(HEADING)[2].partition("\n## ")[0]
     for row in ROW.finditer(section):
         named = {
-            "all roles": roles,
+            "no role": (),
             "its role": roles,
             "its role, where it keeps dead letters": with_dead_letters,
         }

@@ -310,6 +310,15 @@ class _Published:
     name: str
 
 
+def read_registry_ids(schema_json: bytes | str) -> tuple[int, ...]:
+    """Return the ids at the registry in a published schema.
+
+    Raises:
+        SchemaError: It is not an Avro schema.
+    """
+    return _published(schema_json).registry_ids
+
+
 @lru_cache(maxsize=1024)
 def _published(schema_json: bytes | str) -> _Published:
     """Take a published schema apart, once for each text: every worker that ever started has

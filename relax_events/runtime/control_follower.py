@@ -19,7 +19,7 @@ from relax_events.errors import (
     RelaxError,
     SchemaError,
 )
-from relax_events.events.codec import EventCodec
+from relax_events.events.codec import EventCodec, read_registry_ids
 from relax_events.events.parts import Command
 from relax_events.events.types import (
     BroadcastMembership,
@@ -39,15 +39,14 @@ from relax_events.runtime.publications import (
 )
 from relax_events.topics import TopicPlan
 from relax_events.topics.partitions import TopicPartition
-from relax_events.topics.plan import METRICS_TOPICS, belongs_on
+from relax_events.topics.plan import BROADCAST, METRICS_TOPICS, belongs_on
 
 log = structlog.get_logger()
 RECENT_VERSIONS = 48
 """Policy versions that a follower reads back at its start: enough for the displayed steps and
 several staleness windows."""
-READ_WHOLE = ("control.schemas", "control.broadcast-membership", "control.commands")
-"""Read from their beginning: one is compacted, and a run has few schemas and commands."""
-ALWAYS_FOLLOWED = (*READ_WHOLE, PUBLICATIONS)
+READ_WHOLE = ("control.schemas", "control.commands")
+"""Read from their beginning: a run has few schemas and commands."""
 RECENT_REPORTS = 500
 """Metrics reports per role that a follower reads back at its start: enough to hold the newest of
 each worker."""
@@ -90,6 +89,7 @@ class ControlFollower:
         codec: EventCodec,
         *,
         also: Sequence[str] = (),
+        reads_broadcast: bool = False,
         num_versions: int = RECENT_VERSIONS,
         wait: FetchWait = FOLLOW,
     ) -> None:
@@ -101,12 +101,15 @@ class ControlFollower:
             codec: Receives the schemas of other writers.
             also: Control topics to follow besides those that every worker follows; those of roles
                 that the run lacks are left out.
+            reads_broadcast: Whether to follow the list of engines too, from its beginning: it is
+                compacted, and only roles with engines may read it.
             num_versions: Minimum number of newest versions to read; at least those of the window.
             wait: How long the broker holds a fetch. A follower's first records may come so much
                 later, since a topic found late waits for the first fetch.
         """
         self._codec, self._plan = codec, plan
         self._wait = wait
+        self._whole = (*READ_WHOLE, BROADCAST) if reads_broadcast else READ_WHOLE
         self._also = tuple(filter(plan.has, also))
         self._schemas_topic = plan.topic("control.schemas")
         self._connection = connection
@@ -115,7 +118,7 @@ class ControlFollower:
         self._closing = threading.Event()
         self._positions: dict[tuple[str, int], int] = {}
         self._starts: dict[tuple[str, int], int] = {}
-        self._published: set[tuple[str, bytes]] = set()
+        self._published: dict[str, set[int]] = {}
         self.latest: PolicyVersionPublished | None = None
         self.broadcast_membership: BroadcastMembership | None = None
         self._received_at = time.monotonic()
@@ -125,7 +128,7 @@ class ControlFollower:
         self._reader = LogReader(self._own)
         commands = [
             event
-            for record in self._reader.read_to_end(self._partitions(READ_WHOLE))
+            for record in self._reader.read_to_end(self._partitions(self._whole))
             if (event := self._take(record)) is not None
         ]
         published = self._read_versions(max(num_versions, plan.num_slots + 1))
@@ -169,7 +172,7 @@ class ControlFollower:
             self._receive(record)
         starts = {
             topic_partition: start for topic_partition, (start, _) in spans.items()
-        } | dict.fromkeys(self._partitions(ALWAYS_FOLLOWED), 0)
+        } | dict.fromkeys(self._partitions((*self._whole, PUBLICATIONS)), 0)
         self._starts = {
             topic_partition: self._positions.get(topic_partition, start)
             for topic_partition, start in starts.items()
@@ -380,7 +383,8 @@ class ControlFollower:
 
     def has_schema(self, fingerprint: bytes, schema: bytes) -> bool:
         """Return whether a schema is on control.schemas, with its ids at the registry."""
-        return (fingerprint.hex(), schema) in self._published
+        ids = self._published.get(fingerprint.hex())
+        return ids is not None and ids.issuperset(read_registry_ids(schema))
 
     def _learn(self, record: Record) -> None:
         if record.value:
@@ -389,7 +393,8 @@ class ControlFollower:
             except SchemaError as error:
                 log.error("control_record.rejected", location=record.location, error=str(error))
             else:
-                self._published.add((record.key, record.value))
+                ids = self._published.setdefault(record.key, set())
+                ids.update(read_registry_ids(record.value))
 
     def _is_newer(self, event: PolicyVersionPublished) -> bool:
         if event.policy_version <= self.policy_version:

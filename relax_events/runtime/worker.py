@@ -12,7 +12,7 @@ from types import TracebackType
 import structlog
 
 from relax_events.config import RunConfig
-from relax_events.errors import EpisodeFailed, Fenced
+from relax_events.errors import AccessDenied, EpisodeFailed, Fenced
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import WorkerState
 from relax_events.events.types import MetricsReported, WorkerHeartbeat
@@ -39,7 +39,7 @@ from relax_events.telemetry.logs import configure_logs
 from relax_events.telemetry.metrics import WorkerMetrics
 from relax_events.telemetry.traces import open_traces
 from relax_events.topics import TopicPlan
-from relax_events.topics.plan import HEARTBEATS, METRICS
+from relax_events.topics.plan import BROADCAST_ROLES, HEARTBEATS, METRICS
 
 log = structlog.get_logger()
 FOLLOW_WAIT_MS_PER_WORKER, MAX_FOLLOW_WAIT_MS = 10, 5000
@@ -54,8 +54,8 @@ def compute_follow_wait(num_workers: int) -> FetchWait:
 
 
 class Worker(AbstractContextManager["Worker"]):
-    """One process of a role. Enter it to publish our schemas and send heartbeats; leave it to send
-    the last heartbeat and close.
+    """One process of a role. Enter it to check that our schemas are published, and to send
+    heartbeats; leave it to send the last heartbeat and close.
     """
 
     def __init__(
@@ -122,6 +122,7 @@ class Worker(AbstractContextManager["Worker"]):
             self.plan,
             codec,
             also=follow,
+            reads_broadcast=self.role in BROADCAST_ROLES,
             num_versions=num_versions,
             wait=wait or compute_follow_wait(sum(self.config.roles().values())),
         )
@@ -157,15 +158,30 @@ class Worker(AbstractContextManager["Worker"]):
         )
 
     def __enter__(self) -> Worker:
-        topic, published = self.plan.topic("control.schemas"), self.records.codec.published_form()
-        self._producer.write(
-            ProducerRecord(topic, schema, key=name.hex())
-            for name, schema in published.items()
-            if not self.control.follower.has_schema(name, schema)
-        )
+        self._publish_schemas()
         self.lifecycle.__enter__()
         log.info("worker.started", metrics_port=self._endpoint.port)
         return self
+
+    def _publish_schemas(self) -> None:
+        """Publish the schemas that `relax topics apply` has not published, where a worker may.
+
+        Raises:
+            AccessDenied: It may not, and some are missing.
+        """
+        missing = [
+            ProducerRecord(self.plan.topic("control.schemas"), schema, key=name.hex())
+            for name, schema in self.records.codec.published_form().items()
+            if not self.control.follower.has_schema(name, schema)
+        ]
+        try:
+            self._producer.write(missing)
+        except AccessDenied as error:
+            raise AccessDenied(
+                f"{len(missing)} schema(s) of this release are not on "
+                f"{self.plan.topic('control.schemas')}, which only the operator may write; call "
+                "relax topics apply with this release before its workers start"
+            ) from error
 
     def __exit__(
         self,

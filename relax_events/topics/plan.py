@@ -113,12 +113,13 @@ METRICS_TOPICS = {
     entity: f"MetricsReported: metrics of the workers of {role}, kept for a while"
     for role, entity in METRICS.items()
 }
+BROADCAST = "control.broadcast-membership"
 COMPACTED_TOPICS = {
     **{
         entity: f"WorkerHeartbeat, newest by worker of {role}"
         for role, entity in HEARTBEATS.items()
     },
-    "control.broadcast-membership": (
+    BROADCAST: (
         "BroadcastMembership: the newest list of engines that the trainer sends new weights to"
     ),
 }
@@ -142,6 +143,9 @@ COMPACTION = {
 default segment of 1 GiB every starting worker would read all of them."""
 PER_SAMPLE_ROLES = ("reward", "judge", "reference", "actor-forward", "critic", "teacher")
 """Roles that process each sample separately and write one event for it."""
+BROADCAST_ROLES = ("rollout", "actor-forward", "trainer")
+"""Roles that send or receive weights directly: they alone may read the token with which an engine
+joins."""
 CONSUMER_GROUP_ROLES = (*PER_SAMPLE_ROLES, "advantage")
 """Roles whose workers divide their topics' partitions as a consumer group."""
 DEAD_LETTER_ROLES = ("rollout", *CONSUMER_GROUP_ROLES, "trainer")
@@ -363,7 +367,7 @@ EVENTS_ON: dict[str, tuple[type[Event], ...]] = {
     "control.prompt-group-outcomes": (PromptGroupEnded,),
     "control.commands": (RunCommanded, RunDescribed),
     "control.evaluations": (PolicyEvaluated,),
-    "control.broadcast-membership": (BroadcastMembership,),
+    BROADCAST: (BroadcastMembership,),
     "control.prompter-state": (PrompterStateSaved,),
     **dict.fromkeys(HEARTBEATS.values(), (WorkerHeartbeat,)),
     **dict.fromkeys(METRICS.values(), (MetricsReported,)),

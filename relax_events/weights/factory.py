@@ -8,6 +8,7 @@ from relax_events.events.types import BroadcastMembership
 from relax_events.models.base_digest import compute_base_digest
 from relax_events.objects import ObjectStore
 from relax_events.runtime.worker import Worker
+from relax_events.topics.plan import BROADCAST
 from relax_events.weights.transport import (
     NullWeightsReader,
     StorePublisher,
@@ -33,9 +34,7 @@ def open_weights_publisher(worker: Worker, store: ObjectStore) -> WeightsPublish
     from relax_events.weights.broadcast.transports import BroadcastPublisher
 
     def announce(enlisted: BroadcastMembership) -> None:
-        worker.records.producer.send(
-            worker.records.build("control.broadcast-membership", enlisted, key="engines")
-        )
+        worker.records.producer.send(worker.records.build(BROADCAST, enlisted, key="engines"))
 
     last = worker.control.follower.broadcast_membership
     broadcaster = Broadcaster(

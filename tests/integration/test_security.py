@@ -79,13 +79,7 @@ FEW_SECONDS = 60.0  # an answer is due after the request timeout; the rest is a 
 
 # Written down from the diagram of the pipeline, not from the table under test. Every worker besides
 # follows control and heartbeats.
-COMMON_READS = {
-    "control.schemas",
-    "control.policy-versions",
-    "control.commands",
-    "control.broadcast-membership",
-}
-COMMON_WRITES = {"control.schemas"}
+COMMON_READS = {"control.schemas", "control.policy-versions", "control.commands"}
 ROLES = (
     "prompter",
     "rollout",
@@ -118,11 +112,11 @@ READS = {
         "prompt.groups",
         "control.heartbeats.rollout",
     },
-    "rollout": {"prompt.groups", "control.heartbeats.rollout"},
+    "rollout": {"prompt.groups", "control.heartbeats.rollout", "control.broadcast-membership"},
     "reward": {"rollout.samples"},
     "judge": {"rollout.samples"},
     "reference": {"rollout.samples"},
-    "actor-forward": {"rollout.samples"},
+    "actor-forward": {"rollout.samples", "control.broadcast-membership"},
     "critic": {"rollout.samples", "advantage.samples", "control.train-steps"},
     "teacher": {"rollout.samples"},
     "advantage": {
@@ -139,6 +133,7 @@ READS = {
         "control.train-steps",
         "control.prompt-group-outcomes",
         "control.evaluations",
+        "control.broadcast-membership",
     },
     "evaluator": {"control.evaluations"},
     "controller": {
@@ -315,7 +310,7 @@ def test_roles_may_write_exactly_the_documented_topics(mine: SecuredRun) -> None
         with_dead_letters=tuple(role for role in ROLES if f"{role}.dead-letters" in WRITES[role]),
     )
     assert found == {
-        role: COMMON_WRITES | {f"control.heartbeats.{role}", f"control.metrics.{role}"} | entities
+        role: {f"control.heartbeats.{role}", f"control.metrics.{role}"} | entities
         for role, entities in WRITES.items()
     }
 

@@ -38,8 +38,8 @@ def apply(
     yes: Yes = False,
     output: Output = "table",
 ) -> int:
-    """Create and alter the run's topics; what would lose or misplace records is refused without a
-    word for it.
+    """Create and alter the run's topics, and publish this release's schemas; what would lose or
+    misplace records is refused without a word for it.
 
     Example: relax topics apply configs/quickstart.toml --dry-run
 
@@ -48,16 +48,21 @@ def apply(
         dry_run: Show the changes and make none.
     """
     from relax_events.cli.output import agreed
+    from relax_events.ops.schema_publication import find_missing_schemas, publish_schemas
     from relax_events.ops.topic_apply import apply_topics, require_allowed
 
     with open_run(config, overrides, may_be_new=True) as (settings, admin):
         changes = _show_changes(settings, admin, allow, output)
-        if not changes or dry_run:
+        num_missing = len(find_missing_schemas(settings, admin))
+        print(f"{num_missing} schema(s) of this release to publish", file=sys.stderr)
+        if dry_run or not (changes or num_missing):
             return 0
         require_allowed(changes, allow=allow)
-        if not agreed(f"make {len(changes)} change(s)?", yes=yes):
+        what = f"make {len(changes)} change(s) and publish {num_missing} schema(s)?"
+        if not agreed(what, yes=yes):
             return 6
         apply_topics(settings, admin, allow=allow)
+        publish_schemas(settings, admin)
         return 0
 
 

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from relax_events.topics.plan import (
+    BROADCAST,
+    BROADCAST_ROLES,
     DEAD_LETTER_ROLES,
     DEAD_LETTERS,
     DEPENDENT_RUN,
@@ -19,19 +21,13 @@ from relax_events.topics.plan import (
     TRAINING_SAMPLES,
 )
 
-WORKER_READS = (
-    "control.schemas",
-    "control.policy-versions",
-    "control.commands",
-    "control.broadcast-membership",
-)
-WORKER_WRITES = ("control.schemas",)
+WORKER_READS = ("control.schemas", "control.policy-versions", "control.commands")
 
 
 @dataclass(frozen=True, slots=True)
 class RolePermissions:
-    """A role's permissions beyond those of every worker: read control topics, and write schemas,
-    heartbeats, metrics and dead letters.
+    """A role's permissions beyond those of every worker: read control topics, and write heartbeats,
+    metrics and dead letters. Schemas are published by the operator, before workers start.
     """
 
     reads: tuple[str, ...] = ()
@@ -102,7 +98,7 @@ ROLE_PERMISSIONS = {
             "control.policy-versions",
             "control.train-steps",
             "control.prompt-group-outcomes",
-            "control.broadcast-membership",
+            BROADCAST,
         ),
         describes=tuple(SAMPLE_TOPICS),
         is_member=True,
@@ -177,7 +173,6 @@ def list_writable_topics(role: str) -> tuple[str, ...]:
     """Return the topics that a role may write, without the run's prefix."""
     dead_letters = (f"{role}{DEAD_LETTERS}",) if role in DEAD_LETTER_ROLES else ()
     return (
-        *WORKER_WRITES,
         HEARTBEATS[role],
         METRICS[role],
         *ROLE_PERMISSIONS[role].writes,
@@ -188,8 +183,9 @@ def list_writable_topics(role: str) -> tuple[str, ...]:
 def _build_role_acls(run_id: str) -> Iterable[Acl]:
     prefix = build_run_prefix(run_id)
     for role, rights in ROLE_PERMISSIONS.items():
+        broadcast = (BROADCAST,) if role in BROADCAST_ROLES else ()
         operations = {
-            "read": (*WORKER_READS, *rights.reads),
+            "read": (*WORKER_READS, *broadcast, *rights.reads),
             "write": list_writable_topics(role),
             "describe": rights.describes,
         }
