@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -59,6 +59,8 @@ from relax_events.kafka.security.folder import SecurityFolder
 from relax_events.kafka.security.principals import PrincipalAdmin
 from relax_events.kafka.share_leases import ShareGroupLeases
 from relax_events.kafka.transactions import TransactionalWriter
+from relax_events.objects import ObjectStore
+from relax_events.ops.schema_publication import find_missing_schemas, publish_schemas
 from relax_events.ops.security import (
     Renewal,
     admin_connection,
@@ -69,6 +71,8 @@ from relax_events.ops.security import (
     quota_entities,
 )
 from relax_events.ops.topic_apply import apply_topics
+from relax_events.roles.worker_factory import StoreClaimCheck
+from relax_events.runtime.worker import Worker
 from relax_events.topics import TopicPlan
 
 YEAR = timedelta(days=365)
@@ -322,6 +326,40 @@ def test_roles_may_read_exactly_the_documented_topics(mine: SecuredRun) -> None:
     assert {role: readable(mine, role) for role in READS} == {
         role: COMMON_READS | entities for role, entities in READS.items()
     }
+
+
+def test_worker_starts_once_the_operator_has_published_its_schemas(
+    broker: EmbeddedBroker, folder: Path
+) -> None:
+    run = secured_run("schemas", broker, folder)
+    admin = Admin(run.as_("operator"))
+    config = apply_principal(run.config, "operator")
+    topic = run.plan.topic("control.schemas")
+
+    def worker() -> Worker:
+        store = ObjectStore.open("memory://", waits=False)
+        return Worker(
+            "reward",
+            apply_principal(run.config, "reward"),
+            claim_check=StoreClaimCheck(store, claim_check_threshold_bytes=10**6),
+        )
+
+    refused = worker()
+    with (
+        closing(refused),
+        pytest.raises(
+            AccessDenied,
+            match=r"schema\(s\) of this release are not on .*call relax topics apply",
+        ),
+    ):
+        refused.__enter__()
+    assert admin.end_offsets([(topic, 0)]) == {(topic, 0): 0}
+    missing = find_missing_schemas(config, admin)
+    assert missing == EventCodec().published_form()
+    assert publish_schemas(config, admin) == len(missing)
+    assert (find_missing_schemas(config, admin), publish_schemas(config, admin)) == ({}, 0)
+    with worker():
+        assert admin.end_offsets([(topic, 0)]) == {(topic, 0): len(missing)}
 
 
 def test_forged_policy_version_is_rejected_and_not_written_to_the_log(mine: SecuredRun) -> None:
