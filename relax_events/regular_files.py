@@ -7,13 +7,14 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO
 
 from relax_events.errors import ConfigError
 
 WRONG_KIND = "it is no regular file"
-LINK = "it is a link, or a part of its path is none of a folder"
+LINK = "a part of its path is a link, or no folder"
 OPEN_FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 """A pipe without a writer opens at once."""
 OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -28,7 +29,7 @@ def open_regular(path: Path) -> BinaryIO:
     return _require_regular(os.open(path, OPEN_FILE), path)
 
 
-def open_below(folder: Path, name: str) -> BinaryIO:
+def open_below(folder: Path, name: str) -> BufferedReader:
     """Open a regular file below a folder that others have filled; neither the file nor a folder on
     the way to it may be a link.
 
@@ -49,14 +50,15 @@ def open_below(folder: Path, name: str) -> BinaryIO:
             descriptor = inner
         opened = os.open(parts[-1], OPEN_FILE | os.O_NOFOLLOW, dir_fd=descriptor)
     except OSError as error:
-        reason = LINK if error.errno in (errno.ELOOP, errno.ENOTDIR) else os.strerror(error.errno)
+        is_link = error.errno in (errno.ELOOP, errno.ENOTDIR)
+        reason = LINK if is_link else error.strerror
         raise OSError(error.errno, reason, str(folder / name)) from None
     finally:
         os.close(descriptor)
     return _require_regular(opened, folder / name)
 
 
-def _require_regular(descriptor: int, path: Path) -> BinaryIO:
+def _require_regular(descriptor: int, path: Path) -> BufferedReader:
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
@@ -64,7 +66,7 @@ def _require_regular(descriptor: int, path: Path) -> BinaryIO:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         raise OSError(errno.EINVAL, WRONG_KIND, str(path))
     os.set_blocking(descriptor, True)
-    return cast("BinaryIO", os.fdopen(descriptor, "rb"))
+    return os.fdopen(descriptor, "rb")
 
 
 def read_regular_text(path: Path) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 UNPROTECTED: tuple[Any, ...] = (1, "yes", "true", 1.5)
 """Values that some code would take for true, of `allow_unprotected`."""
 
-SECRET = "hunter2-hunter2"  # noqa: S105  nobody's
+SECRET = "hunter2-hunter2"  # noqa: S105  of no account
 SECRET_OPTIONS = (
     f'reward.options={{headers={{Authorization="Bearer {SECRET}"}}}}',
     f'reward.options={{auth="Bearer {SECRET}"}}',

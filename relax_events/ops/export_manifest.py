@@ -9,8 +9,9 @@ import re
 from dataclasses import dataclass, field
 from functools import cache
 from hashlib import file_digest
+from io import BufferedReader
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -172,7 +173,7 @@ def _require_sound(manifest: Manifest) -> None:
             )
 
 
-def open_partition(folder: Path, item: ExportedPartition) -> BinaryIO:
+def open_partition(folder: Path, item: ExportedPartition) -> BufferedReader:
     """Open the file of a partition.
 
     Raises:
@@ -182,7 +183,7 @@ def open_partition(folder: Path, item: ExportedPartition) -> BinaryIO:
     return _open_bounded(folder, item.file, most)
 
 
-def open_object(folder: Path, item: ExportedObject) -> BinaryIO:
+def open_object(folder: Path, item: ExportedObject) -> BufferedReader:
     """Open the file of an object; raises as `open_partition`."""
     return _open_bounded(folder, f"objects/{item.key}", item.num_bytes)
 
@@ -195,7 +196,7 @@ def read_object(folder: Path, item: ExportedObject) -> bytes:
         return file.read(item.num_bytes)
 
 
-def _open_bounded(folder: Path, name: str, max_bytes: int) -> BinaryIO:
+def _open_bounded(folder: Path, name: str, max_bytes: int) -> BufferedReader:
     try:
         file = open_below(folder, name)
     except OSError as error:
@@ -211,7 +212,7 @@ def _open_bounded(folder: Path, name: str, max_bytes: int) -> BinaryIO:
     return file
 
 
-def _require_digest(file: BinaryIO, path: Path, digest: str) -> None:
+def _require_digest(file: BufferedReader, path: Path, digest: str) -> None:
     if (seen := file_digest(file, "sha256").hexdigest()) != digest:
         raise CheckFailed(
             f"{path} was altered: its SHA-256 must be {digest}, got {seen}; export the run again"
