@@ -38,14 +38,23 @@ def test_acl_permissions_exist_exactly_for_the_installed_roles() -> None:
     assert {entry.name for entry in entry_points(group=ROLES)} == set(ROLE_PERMISSIONS)
 
 
-def test_every_topic_has_a_writer_and_acls_name_only_planned_topics() -> None:
-    assert set(allowed("write")) == TOPICS
+def test_every_topic_but_the_schemas_has_a_writer_and_acls_name_only_planned_topics() -> None:
+    """The operator publishes the schemas."""
+    assert set(allowed("write")) == TOPICS - {PLAN.topic("control.schemas")}
     assert set(allowed("read")) | set(allowed("describe")) <= TOPICS
 
 
 def test_every_topic_but_the_dead_letters_has_a_reader() -> None:
     assert TOPICS - set(allowed("read")) == {
         name for name in TOPICS if name.endswith(".dead-letters")
+    }
+
+
+def test_only_roles_with_engines_read_the_token_with_which_an_engine_joins() -> None:
+    assert allowed("read")[PLAN.topic("control.broadcast-membership")] == {
+        "rollout",
+        "actor-forward",
+        "trainer",
     }
 
 
