@@ -11,6 +11,7 @@ def dashboard(
     run: str = "",
     *,
     port: int = PORT,
+    link: bool = False,
     broker: BrokerOptions = DEFAULT_BROKER,
 ) -> None:
     """Serve a page that shows runs live, or runs that are over, until Ctrl-C. Runs are not touched.
@@ -18,29 +19,37 @@ def dashboard(
     Example: relax dashboard quickstart
 
     The page is served on the loopback address; from another machine forward the port, for example
-    with ssh -L 8321:127.0.0.1:8321. What changes a run needs the token of the run's API.
+    with ssh -L 8321:127.0.0.1:8321. It prints a link that opens the page once, in one browser,
+    which is remembered. What changes a run needs the token of the run's API.
 
     Args:
         run: Id of the run to open the page with, or its run file; by default the newest run.
         port: Port to listen on; 0 uses a free one.
+        link: Print another link to the page that this account serves on the port, and exit.
     """
     from pathlib import Path
 
     from relax_events.cli.run_reader import is_run_file, reader_may_leave
     from relax_events.config import load_run_config
+    from relax_events.dashboard.access import PageAccess
     from relax_events.dashboard.registry import RunRegistry
-    from relax_events.dashboard.server import build_server, build_url, give_way, open_port
+    from relax_events.dashboard.server import HOST, build_server, build_url, give_way, open_port
     from relax_events.history.cluster import Cluster
 
     first = load_run_config(Path(run)) if run and is_run_file(run) else None
     cluster = broker.cluster() if first is None else Cluster.from_run_file(first)
     run_id = first.run.id if first else run
+    access = PageAccess(cluster.directory)
+    if link:
+        print(access.create_link(f"http://{HOST}:{port}", run_id=run_id))
+        return
+    access.delete_old()
     with cluster.running(by="relax dashboard"), open_port(port) as listener:
         registry = RunRegistry(cluster, first=first)
         if run_id:
             registry.open(run_id)
-        server = build_server(registry)
-        print(f"{build_url(listener)}/{f'?run={run_id}' if run_id else ''}", flush=True)
+        server = build_server(registry, access)
+        print(access.create_link(build_url(listener), run_id=run_id), flush=True)
         give_way()  # but not the broker that was started
         try:
             with reader_may_leave():

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from socket import socket
 
     from relax_events.config import EngineConfig, LoRAConfig, ModelConfig
-    from relax_events.http.server import App
+    from relax_events.http.guard import App
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 MAX_CONNECTIONS = 4096

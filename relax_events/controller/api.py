@@ -29,10 +29,13 @@ from relax_events.controller.api_schemas import (
 from relax_events.controller.scaling_admission import RejectedError, ScaleCommand
 from relax_events.controller.scaling_service import MainThreadTask, ScalingService
 from relax_events.errors import BrokerError
-from relax_events.http.server import RequestGuard
+from relax_events.http.guard import RequestGuard
+from relax_events.http.identity import Identity, RequestHead, identify_by_token
 from relax_events.projections.scale_requests import Kind, Status
 
 RESPONSE_SECONDS = 10.0
+MAX_CALLS = 8
+"""At once; further ones wait for their turn."""
 SUMMARY = "Scale the workers of a run while it runs."
 Result = TypeVar("Result")
 Key = Annotated[
@@ -99,7 +102,14 @@ def build_app(
     app.add_exception_handler(PlainHTTPException, _respond_http_error)
     app.add_exception_handler(BrokerError, _respond_unavailable)
     app.add_exception_handler(TimeoutError, _respond_unavailable)
-    return RequestGuard(app, problem=_problem, host=host, token=token)
+    caller = Identity(name="token", max_calls=MAX_CALLS)
+    return RequestGuard(
+        app,
+        identify=identify_by_token(token, caller),
+        problem=_problem,
+        host=host,
+        is_any_host=True,
+    )
 
 
 class _Caller:
@@ -216,7 +226,7 @@ def _build_command(kind: Kind, body: ScaleBody, key: str, *, force: bool = False
     )
 
 
-def _problem(code: int, text: str) -> bytes:
+def _problem(_: RequestHead, code: int, text: str) -> bytes:
     return ApiResponse(status="REJECTED", message=text).model_dump_json().encode()
 
 

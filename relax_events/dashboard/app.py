@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, MutableMapping
+from html import escape
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlencode
 
 import orjson
 from fastapi import APIRouter, FastAPI, Header, Query, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import Response, StreamingResponse
+from fastapi.responses import RedirectResponse, Response, StreamingResponse
 
 from relax_events.dashboard import actions, details, views
+from relax_events.dashboard.access import COOKIE_SECONDS, NO_LINK, READER, PageAccess, cookie_name
 from relax_events.dashboard.alarms import list_alarms
 from relax_events.dashboard.answers import encode_json
 from relax_events.dashboard.registry import OpenRun, RunRegistry, find_runbook
@@ -25,7 +28,8 @@ from relax_events.errors import (
     RelaxError,
 )
 from relax_events.history.samples.filter import UNBOUNDED, parse_bounds
-from relax_events.http.server import App, Message, Receive, RequestGuard, Send
+from relax_events.http.guard import App, GuardLimits, Message, Receive, RequestGuard, Send
+from relax_events.http.identity import RequestHead, identity_of
 
 STATIC = Path(__file__).parent / "static"
 CONTENT_TYPES = {
@@ -54,22 +58,36 @@ BOUNDS = ("reward", "tokens", "staleness", "version", "step")
 Text = Annotated[str, Query(max_length=128)]
 
 
-def build_app(registry: RunRegistry, *, host: str) -> RequestGuard:
+CALL_SECONDS = 3600.0
+"""Deadline of a call: a stream of news ends, and the browser opens another one."""
+
+
+def build_app(registry: RunRegistry, access: PageAccess, *, host: str) -> App:
     """Build the application.
 
     Args:
         registry: The runs.
+        access: Who may see the page.
         host: The address that the server listens on; requests for other hosts are refused.
     """
     app = FastAPI(title="Relax Events dashboard", docs_url=None, redoc_url=None, openapi_url=None)
     app.include_router(_run_routes(registry))
     app.include_router(_detail_routes(registry))
     app.include_router(_action_routes(registry))
-    app.include_router(_page_routes(registry))
+    app.include_router(_page_routes(registry, access))
     app.add_exception_handler(RelaxError, _respond_error)
     app.add_exception_handler(RequestValidationError, _respond_invalid)
 
-    return RequestGuard(_with_headers(app), problem=_problem, host=host)
+    guard = RequestGuard(
+        app,
+        identify=access.identify,
+        problem=_problem,
+        page=_problem_page,
+        host=host,
+        limits=GuardLimits(call_seconds=CALL_SECONDS),
+        denied=NO_LINK,
+    )
+    return _with_headers(guard)
 
 
 def _with_headers(app: App) -> App:
@@ -91,8 +109,12 @@ def _json(value: object, status: int = 200) -> Response:
     return Response(encode_json(value), status_code=status, media_type="application/json")
 
 
-def _problem(code: int, text: str) -> bytes:
+def _problem(_: RequestHead, code: int, text: str) -> bytes:
     return orjson.dumps({"error": text})
+
+
+def _problem_page(_: RequestHead, code: int, text: str) -> bytes:
+    return f"<!doctype html><title>Relax Events</title><p>{escape(text)}</p>".encode()
 
 
 def _respond_error(_: Request, error: Exception) -> Response:
@@ -114,6 +136,25 @@ def _respond_invalid(_: Request, error: Exception) -> Response:
     first = error.errors()[0]
     name = ".".join(str(part) for part in first["loc"][1:]) or "the body"
     return _json({"error": f"{name}: {first['msg']}"}, 400)
+
+
+def _exchange_link(request: Request, access: PageAccess, token: str) -> Response:
+    """Give a browser a cookie for its link, and lead it to the address without the token."""
+    cookie = access.redeem(token)
+    if not cookie and identity_of(request.scope) is not READER:
+        raise AccessDenied(NO_LINK)
+    rest = [(name, value) for name, value in request.query_params.items() if name != "token"]
+    answer = RedirectResponse(f"/?{urlencode(rest)}" if rest else "/", status_code=303)
+    if cookie:
+        answer.set_cookie(
+            cookie_name(RequestHead.from_scope(request.scope)),
+            cookie,
+            max_age=COOKIE_SECONDS,
+            httponly=True,
+            samesite="strict",
+            secure=request.url.scheme == "https",
+        )
+    return answer
 
 
 def _run_routes(registry: RunRegistry) -> APIRouter:
@@ -339,7 +380,7 @@ def _action_routes(registry: RunRegistry) -> APIRouter:
     return routes
 
 
-def _page_routes(registry: RunRegistry) -> APIRouter:
+def _page_routes(registry: RunRegistry, access: PageAccess) -> APIRouter:
     """Build the routes of the page's own files, kept in memory, and of the alerts' pages."""
     routes = APIRouter()
     files = {
@@ -356,8 +397,8 @@ def _page_routes(registry: RunRegistry) -> APIRouter:
         return Response(content, media_type=media_type)
 
     @routes.get("/")
-    async def index() -> Response:
-        return respond("index.html")
+    async def index(request: Request, token: Text = "") -> Response:
+        return _exchange_link(request, access, token) if token else respond("index.html")
 
     @routes.get("/api/runbooks/{name}")
     def runbook(name: str) -> Response:

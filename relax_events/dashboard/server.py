@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from relax_events.dashboard.access import PageAccess
 from relax_events.dashboard.registry import RunRegistry
 from relax_events.errors import EnvironmentProblem
 from relax_events.http.server import (
@@ -18,6 +19,7 @@ from relax_events.http.server import (
 )
 
 HOST = "127.0.0.1"
+MAX_CONNECTIONS = 512
 SHUTDOWN_SECONDS = 2
 NICENESS, LOWEST_PRIORITY = 10, 19
 
@@ -56,14 +58,15 @@ def give_way(niceness: int = NICENESS) -> None:
             Path("/proc/self/autogroup").write_text(str(priority))
 
 
-def build_server(registry: RunRegistry) -> Any:
+def build_server(registry: RunRegistry, access: PageAccess) -> Any:
     """Return uvicorn's server of the page; `run(sockets=[listener])` serves until its end."""
     import uvicorn
 
     from relax_events.dashboard.app import build_app
 
     settings = build_server_config(
-        build_app(registry, host=HOST),
+        build_app(registry, access, host=HOST),
+        max_connections=MAX_CONNECTIONS,
         lifespan="off",
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -17,7 +18,7 @@ from relax_events.data.conversations import ASSISTANT
 from relax_events.errors import ConfigError, PoisonSample
 from relax_events.events.parts import ChatMessage, ContentPart, MediaRef, Modality
 from relax_events.media.token_layout import MediaLayout
-from relax_events.models.tokenizer_folder import FolderTokenizer
+from relax_events.models.tokenizer_folder import FolderTokenizer, find_longest_token
 from relax_events.objects.store import list_message_media
 from relax_events.regular_files import read_regular_text
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TOOL_CALL, END_OF_REASONING = "<tool_call>", "</think>"
+MIN_TOKEN_BYTES = 16
 ANSWER_MARK = "\ue000"
 """Placeholder for a completion that is not rendered: a character that no prompt contains."""
 
@@ -157,6 +159,20 @@ class PromptRenderer:
     def chat_template(self) -> str:
         """The text of the chat template; empty if there is none."""
         return str(self._tokenizer.chat_template or "")
+
+    @property
+    def may_share_threads(self) -> bool:
+        """Whether several threads may encode at once: transformers' tokenizers change their own
+        settings during a call.
+        """
+        return isinstance(self._tokenizer, FolderTokenizer)
+
+    @cached_property
+    def longest_token_bytes(self) -> int:
+        """Bytes of the longest text that one token stands for, at least 16: an unknown character
+        is a token in some tokenizers.
+        """
+        return max(MIN_TOKEN_BYTES, find_longest_token(self._tokenizer.get_vocab()))
 
     @property
     def reads_media(self) -> bool:

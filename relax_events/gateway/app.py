@@ -34,15 +34,16 @@ from relax_events.gateway.offer_routes import add_offer_routes
 from relax_events.gateway.offers import SessionOffers
 from relax_events.gateway.responses_dialect import ResponsesCall
 from relax_events.gateway.session import Session, SessionClosed, SessionLimit
-from relax_events.http.server import RequestGuard
+from relax_events.gateway.session_keys import NO_KEY, Callers, SessionKeys, session_of
+from relax_events.http.guard import GuardLimits, RequestGuard
+from relax_events.http.identity import RequestHead
 from relax_events.serving.streams import cancel_on_disconnect
 
-MAX_BODY_BYTES = 64 * 1024**2
 BODY_SECONDS = 60.0
+CALL_SECONDS = 3600.0
 COMMENT_SECONDS = 10.0
 """Between two comments in a stream whose answer is not there yet; before the first, a call that
 fails is refused with a status."""
-BEARER = "bearer "
 REFUSALS = (
     SessionLimit,
     SessionClosed,
@@ -54,38 +55,6 @@ REFUSALS = (
 """The errors of a session that its program receives."""
 
 
-class SessionKeys:
-    """The open sessions by key."""
-
-    def __init__(self) -> None:
-        self._sessions: dict[str, Session] = {}
-
-    def open(self, session: Session) -> str:
-        """Add a session, and return its key."""
-        key = f"relax-{secrets.token_urlsafe(24)}"
-        self._sessions[key] = session
-        return key
-
-    def close(self, key: str) -> None:
-        """Close the session of a key; the key is unknown from now on."""
-        if (session := self._sessions.pop(key, None)) is not None:
-            session.close()
-
-    def find(self, request: Request) -> Session:
-        """Return the session whose key a request has, in the header of either vendor: a proxy
-        between the program and the gateway may overwrite one of them.
-
-        Raises:
-            HTTPException: 401, the request has no key, or one of no open session.
-        """
-        given = request.headers.get("authorization", "")
-        bearer = given[len(BEARER) :] if given.lower().startswith(BEARER) else ""
-        for key in (bearer, request.headers.get("x-api-key", "")):
-            if (session := self._sessions.get(key)) is not None:
-                return session
-        raise HTTPException(401, "no key, or none of an open session")
-
-
 def build_gateway(
     keys: SessionKeys,
     *,
@@ -93,6 +62,7 @@ def build_gateway(
     host: str = "127.0.0.1",
     token: str = "",
     offers: SessionOffers | None = None,
+    call_seconds: float = CALL_SECONDS,
 ) -> RequestGuard:
     """Build the application.
 
@@ -102,33 +72,34 @@ def build_gateway(
         host: Address that the server listens on.
         token: Which a harness must have to take a session.
         offers: The episodes of harnesses that people start, if they drive the policy.
+        call_seconds: Deadline of a call, its waits included.
     """
     app = FastAPI(title="Relax Events gateway", version=__version__, docs_url=None, redoc_url=None)
 
     @app.get("/v1/models")
     def models(request: Request) -> dict[str, Any]:
         """List the policy, as the clients of both vendors read it."""
-        return _model_list(model_name, keys.find(request).bounds.max_context_tokens)
+        return _model_list(model_name, session_of(request).bounds.max_context_tokens)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request, call: ChatCall) -> Response:
         """Sample the next turn of a session, in the dialect of OpenAI's chat."""
-        return await _serve(request, keys.find(request), call, model_name)
+        return await _serve(request, session_of(request), call, model_name)
 
     @app.post("/v1/responses")
     async def responses(request: Request, call: ResponsesCall) -> Response:
         """Sample the next turn of a session, in the dialect of OpenAI's responses."""
-        return await _serve(request, keys.find(request), call, model_name)
+        return await _serve(request, session_of(request), call, model_name)
 
     @app.post("/v1/messages")
     async def messages(request: Request, call: AnthropicCall) -> Response:
         """Sample the next turn of a session, in the dialect of Anthropic's messages."""
-        return await _serve(request, keys.find(request), call, model_name)
+        return await _serve(request, session_of(request), call, model_name)
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request, call: AnthropicPrompt) -> Response:
         """Count what the policy would read."""
-        session = keys.find(request)
+        session = session_of(request)
         try:
             count = await session.count_tokens(call.history(session), tools=call.tool_list())
         except REFUSALS as error:
@@ -136,15 +107,16 @@ def build_gateway(
         return JSONResponse({"input_tokens": count})
 
     if offers is not None:
-        add_offer_routes(app, offers, token=token, model_name=model_name)
+        add_offer_routes(app, offers, model_name=model_name)
     app.add_exception_handler(RequestValidationError, _not_understood)
     app.add_exception_handler(HTTPException, _http_error)
     return RequestGuard(
         app,
-        problem=lambda code, text: orjson.dumps(openai_error(Problem(status=code, text=text))),
+        identify=Callers(keys, token=token, offers=offers).identify,
+        problem=_problem,
         host=host,
-        max_body_bytes=MAX_BODY_BYTES,
-        body_seconds=BODY_SECONDS,
+        limits=GuardLimits(body_seconds=BODY_SECONDS, call_seconds=call_seconds),
+        denied=NO_KEY,
     )
 
 
@@ -218,11 +190,18 @@ def _model_list(name: str, max_context_tokens: int) -> dict[str, Any]:
 
 def _refuse(request: Request, problem: Problem) -> JSONResponse:
     """Return a problem in the format of the dialect that a request speaks."""
-    is_anthropic = "anthropic-version" in request.headers or request.url.path.startswith(
-        "/v1/messages"
-    )
-    body = anthropic_error(problem) if is_anthropic else openai_error(problem)
+    body = _body(RequestHead.from_scope(request.scope), problem)
     return JSONResponse(body, status_code=problem.status, headers=problem.headers)
+
+
+def _body(head: RequestHead, problem: Problem) -> dict[str, Any]:
+    is_anthropic = "anthropic-version" in head.headers or head.path.startswith("/v1/messages")
+    return anthropic_error(problem) if is_anthropic else openai_error(problem)
+
+
+def _problem(head: RequestHead, status: int, text: str) -> bytes:
+    code = "invalid_key" if status == 401 else "invalid_request"
+    return orjson.dumps(_body(head, Problem(status=status, text=text, code=code)))
 
 
 def _not_understood(request: Request, error: Exception) -> JSONResponse:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,9 +12,12 @@ from relax_events.data.conversations import ASSISTANT
 from relax_events.data.rendering import ANSWER_MARK, PromptRenderer
 from relax_events.errors import PoisonSample
 from relax_events.gateway.messages import Message, for_template, media_of, text_of
+from relax_events.gateway.render_queue import RenderQueue
 from relax_events.gateway.tool_formats import choose_format
 
 Result = TypeVar("Result")
+NUM_THREADS = 4
+"""Renderings at once: a tokenizer lets other threads run."""
 
 
 class ChatRenderer:
@@ -32,16 +33,19 @@ class ChatRenderer:
         self._renderer = renderer
         self.tool_format = choose_format(tool_format, template=renderer.chat_template)
         self.reads_media = renderer.reads_media
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="session-renderer")
+        self.longest_token_bytes = renderer.longest_token_bytes
+        self._queue = RenderQueue(NUM_THREADS if renderer.may_share_threads else 1)
         self.stop_token_ids = renderer.stop_token_ids
 
-    async def run(self, work: Callable[[], Result]) -> Result:
-        """Run something slow in the renderer's thread, so that the event loop stays free."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+    async def run(self, owner: object, work: Callable[[], Result]) -> Result:
+        """Run something slow for a session, so that the event loop and other sessions go on; raises
+        as `RenderQueue.run`.
+        """
+        return await self._queue.run(owner, work)
 
     def close(self) -> None:
-        """Stop the thread."""
-        self._thread.shutdown(cancel_futures=True)
+        """Stop the threads."""
+        self._queue.close()
 
     def prompt_tokens(
         self, messages: Sequence[Message], *, tools: Sequence[Message]

@@ -44,7 +44,6 @@ from relax_events.errors import (
     StoreUnavailable,
 )
 from relax_events.events.parts import FinishReason
-from relax_events.gateway.app import SessionKeys
 from relax_events.gateway.chat_renderer import ChatRenderer
 from relax_events.gateway.offers import SessionOffers
 from relax_events.gateway.program import (
@@ -56,6 +55,7 @@ from relax_events.gateway.program import (
 from relax_events.gateway.sample import build_sample, build_task
 from relax_events.gateway.server import GatewayServer
 from relax_events.gateway.session import Session, SessionBounds
+from relax_events.gateway.session_keys import SessionKeys
 from relax_events.gateway.session_media import MediaThreads, SessionMedia
 from relax_events.kafka.security.folder import read_secret
 from relax_events.media.library import MediaLibrary
@@ -130,8 +130,9 @@ class EpisodeEngine(TurnEngine[_Call | GeneratedSample]):
     def _serve(self, index: int) -> GatewayServer:
         """Start the gateway: for programs of this worker, or where harnesses find it."""
         name, harness = self._config.model.path.name, self._config.environment.harness
+        call_seconds = self._limits.episode_seconds
         if self._offers is None:
-            return GatewayServer(self._keys, model_name=name)
+            return GatewayServer(self._keys, model_name=name, call_seconds=call_seconds)
         assert harness.token_file is not None, "the run file has one"
         server = GatewayServer(
             self._keys,
@@ -140,6 +141,7 @@ class EpisodeEngine(TurnEngine[_Call | GeneratedSample]):
             port=harness.port + index,
             token=read_secret(harness.token_file, key="environment.harness.token_file"),
             offers=self._offers,
+            call_seconds=call_seconds,
         )
         log.info("gateway.opened", url=server.url)
         return server

@@ -66,6 +66,20 @@ def text_of(message: Message) -> str:
     return "".join(piece for piece in content_of(message) if isinstance(piece, str))
 
 
+def count_text_bytes(value: Any) -> int:
+    """Return how many bytes of text messages or tools have: in all fields but media, with names."""
+    total, values = 0, [value]
+    while values:
+        one = values.pop()
+        if isinstance(one, str):
+            total += len(one.encode("utf-8", "replace"))
+        elif isinstance(one, Mapping):
+            values += [*one, *one.values()]
+        elif isinstance(one, list | tuple):
+            values += one
+    return total
+
+
 def media_of(messages: Iterable[Message]) -> list[MediaRef]:
     """Return the media references of messages, in order; errors as for `content_of`."""
     return [

@@ -6,7 +6,6 @@ POST /sessions/finish    KEY   --> reward, or error
 
 from __future__ import annotations
 
-import hmac
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Request, Response
@@ -15,6 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
 from relax_events.gateway.offers import SessionOffers
+from relax_events.gateway.session_keys import Harness, key_of
+from relax_events.http.identity import identity_of
 from relax_events.serving.streams import cancel_on_disconnect
 
 MAX_WAIT_SECONDS = 60.0
@@ -44,20 +45,19 @@ class FinishBody(BaseModel):
 NO_WISHES = TakeBody()
 
 
-def add_offer_routes(app: FastAPI, offers: SessionOffers, *, token: str, model_name: str) -> None:
+def add_offer_routes(app: FastAPI, offers: SessionOffers, *, model_name: str) -> None:
     """Add the routes.
 
     Args:
         app: The gateway's application.
         offers: The episodes.
-        token: Which a harness must have to take a session.
         model_name: The name under which the policy is listed.
     """
 
     @app.post("/sessions")
     async def take_session(request: Request, body: TakeBody = NO_WISHES) -> Response:
         """Give a harness the oldest episode that waits."""
-        if not hmac.compare_digest(bearer_of(request).encode(), token.encode()):
+        if not isinstance(identity_of(request.scope).subject, Harness):
             raise HTTPException(401, "no token, or the wrong one; see environment.harness")
         offer = await cancel_on_disconnect(request, offers.take(seconds=body.wait_seconds))
         if offer is None:
@@ -80,12 +80,6 @@ def add_offer_routes(app: FastAPI, offers: SessionOffers, *, token: str, model_n
     async def finish_session(request: Request, body: FinishBody) -> dict[str, Any]:
         """End an episode; a harness that lost the answer may ask again."""
         error = body.error[:MAX_ERROR_CHARACTERS]
-        if not offers.finish(bearer_of(request), reward=body.reward, error=error):
+        if not offers.finish(key_of(request), reward=body.reward, error=error):
             raise HTTPException(401, "no key, or none of a session that a harness has")
         return {"is_finished": True}
-
-
-def bearer_of(request: Request) -> str:
-    """Return the bearer token of a request; empty without one."""
-    kind, _, value = request.headers.get("authorization", "").partition(" ")
-    return value if kind.lower() == "bearer" else ""

@@ -101,6 +101,10 @@ class SessionOffers:
         offer.taken.set()
         return offer
 
+    def is_finished(self, key: str) -> bool:
+        """Return whether a harness has finished the session of a key."""
+        return key in self._finished
+
     def finish(self, key: str, *, reward: float | None, error: str) -> bool:
         """End the episode of a key; a repeated call changes nothing.
 

@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 import uvicorn
 
 from relax_events.errors import EnvironmentProblem
-from relax_events.gateway.app import SessionKeys, build_gateway
+from relax_events.gateway.app import CALL_SECONDS, build_gateway
 from relax_events.gateway.offers import SessionOffers
+from relax_events.gateway.session_keys import SessionKeys
 from relax_events.http.server import build_server_config, build_url, open_listener
 from relax_events.runtime.cancellable_tasks import CancellableTasks
 
@@ -39,6 +40,7 @@ class GatewayServer:
         port: int = 0,
         token: str = "",
         offers: SessionOffers | None = None,
+        call_seconds: float = CALL_SECONDS,
     ) -> None:
         """Start the thread, and wait until it answers.
 
@@ -49,6 +51,7 @@ class GatewayServer:
             port: 0 takes a free one.
             token: Which a harness must have to take a session.
             offers: The episodes of harnesses that people start, if they drive the policy.
+            call_seconds: Deadline of a call, its waits included.
         Raises:
             EnvironmentProblem: No port is free, or the server does not start.
         """
@@ -57,7 +60,14 @@ class GatewayServer:
         self._listener.listen(MAX_CONNECTIONS)
         self.url = build_url(self._listener)
         config = build_server_config(
-            build_gateway(keys, model_name=model_name, host=host, token=token, offers=offers),
+            build_gateway(
+                keys,
+                model_name=model_name,
+                host=host,
+                token=token,
+                offers=offers,
+                call_seconds=call_seconds,
+            ),
             max_connections=MAX_CONNECTIONS,
             timeout_graceful_shutdown=DRAIN_SECONDS,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,

@@ -31,10 +31,11 @@ from relax_events.gateway.graph import (
     path_tokens,
     sampled_mask,
 )
-from relax_events.gateway.messages import Message, media_of
+from relax_events.gateway.messages import Message, count_text_bytes, media_of
 from relax_events.gateway.session_media import SessionMedia
 from relax_events.gateway.tool_calls import ParsedReply, parse_reply
 from relax_events.gateway.tool_formats import ToolFormat
+from relax_events.http.identity import BodyBound
 
 Generate = Callable[[GenerationRequest], Awaitable[GeneratedSample]]
 
@@ -108,6 +109,17 @@ class Session:
         """Tokens that the policy sampled in all calls."""
         return sum(len(node.sample.tokens) for node in self.graph.nodes)
 
+    @property
+    def body_bound(self) -> BodyBound:
+        """What a call of this session may cost: its texts fit the context, and its media are those
+        that a sample may have.
+        """
+        return BodyBound.of_text(
+            self.bounds.max_context_tokens,
+            longest_token_bytes=self.renderer.longest_token_bytes,
+            media_bytes=0 if self.media is None else self.media.max_request_bytes,
+        )
+
     def close(self) -> None:
         """Refuse further calls; a call in the engine is not recorded."""
         self._is_closed = True
@@ -137,6 +149,8 @@ class Session:
             if self._is_closed:
                 raise SessionClosed("the session has ended; no further call is answered")
             messages = await self._resolve(messages)
+            if text := self._describe_excess(messages, tools):
+                raise self._meet(Limit.CONTEXT, text)
             continuation = self.graph.find(messages, tools=tools)
             input_tokens = await self._render(messages, continuation, tools)
             request = self._build_request(continuation, input_tokens, max_tokens)
@@ -164,13 +178,29 @@ class Session:
         """Return how many tokens the policy would read.
 
         Raises:
+            SessionLimit: They can't fit the context.
             PoisonSample: The messages can't be rendered.
-            ObjectError, StoreUnavailable: As for `chat`.
+            EngineFailed, ObjectError, StoreUnavailable: As for `chat`.
         """
         messages = await self._resolve(messages)
+        if text := self._describe_excess(messages, tools):
+            raise SessionLimit(Limit.CONTEXT, text)
         continuation = self.graph.find(messages, tools=tools)
         rendered = await self._render(messages, continuation, tools)
         return len(path_tokens(continuation.parent)) + len(rendered)
+
+    def _describe_excess(self, messages: Sequence[Message], tools: Sequence[Message]) -> str:
+        """Return why texts can't fit the context, whatever the tokenizer makes of them; empty if
+        they may.
+        """
+        longest = self.bounds.max_context_tokens * self.renderer.longest_token_bytes
+        num_bytes = count_text_bytes([*messages, *tools])
+        if num_bytes <= longest:
+            return ""
+        return (
+            f"the conversation has {num_bytes} bytes of text, and the context of "
+            f"{self.bounds.max_context_tokens} tokens holds {longest} at most; shorten it"
+        )
 
     async def _resolve(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Return messages with references in the place of media files."""
@@ -181,7 +211,7 @@ class Session:
     ) -> NDArray[np.int32]:
         renderer = self.renderer
         if continuation.parent is None:
-            return await renderer.run(partial(renderer.prompt_tokens, messages, tools=tools))
+            return await renderer.run(self, partial(renderer.prompt_tokens, messages, tools=tools))
         known = len(messages) - len(continuation.rest)
         tokens = continuation.parent.sample.tokens
         work = partial(
@@ -191,7 +221,7 @@ class Session:
             tools=tools,
             has_stop=bool(len(tokens)) and int(tokens[-1]) in renderer.stop_token_ids,
         )
-        return await renderer.run(work)
+        return await renderer.run(self, work)
 
     def _build_request(
         self, continuation: Continuation, input_tokens: NDArray[np.int32], max_tokens: int | None

@@ -31,6 +31,9 @@ from relax_events.media.token_layout import modality_of
 
 Result = TypeVar("Result")
 NUM_THREADS = 2
+MAX_REQUEST_BYTES = 64 * 1024**2
+"""Of all media in one call, whatever a sample may have."""
+BASE64_RATIO = 4 / 3
 URL_PARTS = {
     "image_url": Modality.IMAGE,
     "video_url": Modality.VIDEO,
@@ -94,6 +97,15 @@ class SessionMedia:
     def of_prompt(cls, threads: MediaThreads, references: Iterable[MediaRef]) -> SessionMedia:
         """Begin with the files of the prompt's row, which are stored already."""
         return cls(threads, {(one.digest, modality_of(one)): one for one in references})
+
+    @property
+    def max_request_bytes(self) -> int:
+        """What the media of one call need in JSON: a program sends those of its history again, and
+        one too many is refused by its name.
+        """
+        limits = self.threads.limits
+        whole = (self.threads.max_files + 1) * limits.max_item_bytes * BASE64_RATIO
+        return min(int(whole), MAX_REQUEST_BYTES)
 
     async def resolve(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages with a reference in the place of each media file.

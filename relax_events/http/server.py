@@ -1,24 +1,19 @@
-"""The server side of every HTTP API: its listening socket, its settings, and the guard before its
-requests; and the base of the small text servers.
-
-The guard acts before the body is read: the Host header must name this server (against DNS
-rebinding), the request must not come from a page of another origin, and the token must match. Then
-the body is read completely, within a size and time limit.
+"""The server side of every HTTP API: its listening socket, its settings, and its connections; and
+the base of the small text servers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
-import hmac
 import importlib.util
-import re
 import socket
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 from relax_events.errors import EnvironmentProblem
+from relax_events.http.connections import Connection, ConnectionTable
+from relax_events.http.guard import CONNECTION, App
 
 PACKAGES = ("fastapi", "uvicorn")
 """The packages of our HTTP APIs, which the extra `api` installs."""
@@ -78,149 +73,8 @@ class TextHandler(BaseHTTPRequestHandler):
         """Disable the access log."""
 
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
-Problem = Callable[[int, str], bytes]
-
-LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
-EVERYWHERE = frozenset({"", "0.0.0.0", "::"})  # noqa: S104 compared, not bound
-BODY_SECONDS = 10.0
 HEAD_SECONDS = 10.0
 MAX_CONNECTIONS = 64
-LENGTH = re.compile("[0-9]{1,18}")
-DENIED = "no token, or the wrong one; send `Authorization: Bearer TOKEN`"
-
-
-class RequestGuard:
-    """ASGI middleware that refuses unauthorized and oversized requests."""
-
-    def __init__(
-        self,
-        app: App,
-        *,
-        problem: Problem,
-        host: str,
-        token: str = "",
-        max_body_bytes: int = 64 * 1024,
-        body_seconds: float = BODY_SECONDS,
-    ) -> None:
-        """Wrap an application.
-
-        Args:
-            app: The application that handles accepted requests.
-            problem: Builds the JSON body of a refusal from status and text, in the API's format.
-            host: The address that the server listens on. With a token and a wildcard address, any
-                Host header is accepted.
-            token: The required bearer token; empty accepts requests without one.
-            max_body_bytes: The maximal size of a body.
-            body_seconds: The time limit for receiving a body.
-        """
-        self._app, self._problem, self._token = app, problem, token.encode()
-        self._hosts = (
-            None if host in EVERYWHERE and token else LOOPBACK | {host, socket.gethostname()}
-        )
-        self._max_body_bytes, self._body_seconds = max_body_bytes, body_seconds
-
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        """Handle a request, or refuse it."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        headers = {
-            name.decode("latin-1").lower(): value.decode("latin-1")
-            for name, value in scope["headers"]
-        }
-        refusal = self._find_refusal(headers)
-        body = b""
-        if refusal is None:
-            try:
-                body = await asyncio.wait_for(self._read_body(receive), self._body_seconds)
-            except TimeoutError:
-                refusal = 408, f"the body did not arrive within {self._body_seconds:g} s"
-            except _TooLargeError:
-                refusal = 413, f"the body has more than {self._max_body_bytes} bytes"
-        if refusal is not None:
-            await self._refuse(send, *refusal)
-            return
-        await self._app(scope, _replay_body(body, receive), send)
-
-    def _find_refusal(self, headers: Mapping[str, str]) -> tuple[int, str] | None:
-        host = headers.get("host", "")
-        if self._hosts is not None and _parse_host_name(host) not in self._hosts:
-            return (
-                421,
-                (
-                    f"this server is not {ascii(host)[:100]}; call it by the address that it "
-                    "listens on"
-                ),
-            )
-        origin = headers.get("origin")
-        if (origin is not None and origin.partition("://")[2] != host) or headers.get(
-            "sec-fetch-site", "none"
-        ) not in ("none", "same-origin"):
-            return 403, "a page of another origin may not call this API"
-        if self._token and not hmac.compare_digest(
-            headers.get("authorization", "").encode("latin-1"), b"Bearer " + self._token
-        ):
-            return 401, DENIED
-        length = headers.get("content-length", "0")
-        if not LENGTH.fullmatch(length):
-            return 400, "Content-Length must be a number of at most 18 digits"
-        if int(length) > self._max_body_bytes:
-            return 413, f"the body has {int(length)} bytes, at most {self._max_body_bytes} may be"
-        return None
-
-    async def _read_body(self, receive: Receive) -> bytes:
-        parts: list[bytes] = []
-        size = 0
-        while True:
-            message = await receive()
-            if message["type"] != "http.request":
-                return b""
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > self._max_body_bytes:
-                raise _TooLargeError
-            if not message.get("more_body", False):
-                return b"".join(parts)
-
-    async def _refuse(self, send: Send, status: int, text: str) -> None:
-        body = self._problem(status, text)
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-            (b"connection", b"close"),
-        ]
-        headers += [(b"www-authenticate", b"Bearer")] if status == 401 else []
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
-
-
-class _TooLargeError(Exception):
-    """A request body is too large."""
-
-
-def _parse_host_name(host: str) -> str:
-    """Return the host name of a Host header, without the port."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0].lower()
-
-
-def _replay_body(body: bytes, receive: Receive) -> Receive:
-    """Return a receive function that first returns the body that was read, then later messages."""
-    is_given = False
-
-    async def again() -> Message:
-        nonlocal is_given
-        if is_given:
-            return await receive()
-        is_given = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return again
 
 
 def build_server_config(
@@ -232,12 +86,18 @@ def build_server_config(
     import uvicorn
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
+    table = ConnectionTable()
+
     class Protocol(H11Protocol):
-        """Closes a connection that sends no complete request headers in time."""
+        """Closes a connection that sends no complete request headers in time, and shows the guard
+        the connection of each request.
+        """
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             """Start the timer."""
             super().connection_made(transport)
+            self._connection = Connection(table, transport.close, now=self.loop.time())
+            self.app_state = self.app_state | {CONNECTION: self._connection}
             self._late = self.loop.call_later(HEAD_SECONDS, self._hang_up)
 
         def _hang_up(self) -> None:
@@ -247,6 +107,7 @@ def build_server_config(
         def connection_lost(self, exc: Exception | None) -> None:
             """Stop the timer."""
             self._late.cancel()
+            self._connection.forget()
             super().connection_lost(exc)
 
     return uvicorn.Config(

@@ -22,6 +22,7 @@ from typing import Self
 import structlog
 
 from relax_events.config import BrokerConfig, RunConfig
+from relax_events.dashboard.access import PageAccess
 from relax_events.dashboard.server import build_url, open_port
 from relax_events.errors import EnvironmentProblem
 from relax_events.launcher.parent_watch import SUPERVISOR_PID_VARIABLE
@@ -54,8 +55,8 @@ class RunPage:
     def open(cls, config: RunConfig, *, run_file: Path) -> RunPage | None:
         """Open the port: 8321, or a free one where it is taken. None where the run offers no page.
 
-        A broker that asks for credentials would refuse what the page shows to everyone on this
-        machine, so such a run offers none; `relax dashboard` does when it is asked.
+        The page reads with the credentials of whoever starts it, so a run whose broker asks for
+        some offers none; `relax dashboard` does when it is asked.
         """
         if not config.telemetry.dashboard or _asks_for_credentials(config.broker):
             return None
@@ -148,12 +149,14 @@ def offer_page(config: RunConfig, *, run_file: Path, show: Callable[[str], None]
     Args:
         config: The run.
         run_file: Its resolved run file.
-        show: Called with the page's address.
+        show: Called with a link that opens the page once.
     """
     page = RunPage.open(config, run_file=run_file)
     if page is None:
         yield
         return
     with page:
-        show(f"{page.address}/?run={config.run.id}")
+        access = PageAccess(config.run.directory)
+        access.delete_old()
+        show(access.create_link(page.address, run_id=config.run.id))
         yield

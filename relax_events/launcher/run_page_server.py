@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from relax_events.config import load_run_config
+from relax_events.dashboard.access import PageAccess
 from relax_events.dashboard.registry import RunRegistry
 from relax_events.dashboard.server import build_server, give_way
 from relax_events.history.cluster import Cluster
@@ -23,7 +24,7 @@ def main(run_file: str, listener_fd: str) -> None:
     registry = RunRegistry(Cluster.from_run_file(config), first=config)
     try:
         with socket.socket(fileno=int(listener_fd)) as listener:
-            build_server(registry).run(sockets=[listener])
+            build_server(registry, PageAccess(config.run.directory)).run(sockets=[listener])
     finally:
         registry.close()
 

@@ -7,7 +7,8 @@ transformers.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -26,6 +27,7 @@ SPECIAL_NAMES = (
     "cls_token",
     "mask_token",
 )
+BYTE_LEVEL_SPACE, END_OF_BYTE_ALPHABET = "\u0120", "\u0144"
 
 
 class FolderTokenizer:
@@ -109,21 +111,29 @@ class FolderTokenizer:
         return ids
 
     def encode_as_text(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return texts' token ids by a tokenizer that knows no special tokens; it is made for this
-        call.
-        """
+        """Return texts' token ids by a tokenizer that knows no special tokens."""
+        found = self._text_tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in found]
+
+    @cached_property
+    def _text_tokenizer(self) -> Tokenizer:
+        """The tokenizer without special tokens: a copy, which other threads can't change."""
         from tokenizers import Tokenizer
 
         tokenizer = Tokenizer.from_str(self._tokenizer.to_str())
         tokenizer.encode_special_tokens = True
-        found = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in found]
+        return tokenizer
 
     @property
     def added_tokens_decoder(self) -> Mapping[int, AddedToken]:
         """Tokens outside of the vocabulary's model, by id; `special` says which are special."""
         tokens: Mapping[int, AddedToken] = self._tokenizer.get_added_tokens_decoder()
         return tokens
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return the tokens as the vocabulary spells them, with their ids."""
+        found: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        return found
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Return the text of token ids."""
@@ -137,6 +147,20 @@ def open_template(source: str) -> TemplateProgram:
         TemplateError: It is not a Jinja template.
     """
     return ConfinedTemplate(source)
+
+
+def find_longest_token(vocabulary: Iterable[str]) -> int:
+    """Return at most how many bytes of text one token of a vocabulary stands for."""
+    tokens = frozenset(vocabulary)
+    is_byte_level = BYTE_LEVEL_SPACE in tokens
+    return max((_count_token_bytes(one, is_byte_level) for one in tokens), default=0)
+
+
+def _count_token_bytes(token: str, is_byte_level: bool) -> int:
+    """Byte-level vocabularies spell each byte as one character."""
+    if is_byte_level and all(character < END_OF_BYTE_ALPHABET for character in token):
+        return len(token)
+    return len(token.encode("utf-8", "replace"))
 
 
 def _text(token: str | Mapping[str, Any]) -> str:

@@ -16,7 +16,8 @@ from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.sglang.checkpoint import ModelFolder
 from relax_events.engines.transformers.engine import TransformersEngine
 from relax_events.errors import ConfigError, EngineFailed, PoisonSample, RelaxError
-from relax_events.http.server import RequestGuard
+from relax_events.http.guard import GuardLimits, RequestGuard
+from relax_events.http.identity import BodyBound, Identity, RequestHead, identify_by_token
 from relax_events.serving.completions import CompletionService
 from relax_events.serving.engine_runner import EngineRunner
 from relax_events.serving.openai_routes import openai_routes
@@ -28,9 +29,17 @@ SUMMARY = "A model by engine `transformers`, behind SGLang's HTTP API."
 CALLERS = "http"
 """Data source of the renderer: HTTP requests."""
 BAD, BROKEN = 400, 503
-MAX_BODY_BYTES = 256 * 1024**2
-"""Of a request: prompts of many samples, with their media."""
 BODY_SECONDS = 120.0
+CALL_SECONDS = 4 * 3600.0
+"""Deadline of a call: long samples on a CPU, behind others."""
+MAX_CALLS = 4096
+"""At once, of everyone with the token: every sample of an engine's that is under way is one."""
+MAX_BYTES = 256 * 1024**2
+"""Of their large bodies."""
+TOKEN_BYTES = 16
+"""Of a token of a prompt in JSON, as an id or as usual text."""
+OPEN_PATHS = frozenset({"/health"})
+"""Probes need no token here."""
 TOKENIZER_FILE = "tokenizer_config.json"
 
 
@@ -95,14 +104,30 @@ def build_app(
     )
     app.add_exception_handler(RequestValidationError, _not_understood)
     app.add_exception_handler(RelaxError, _refused)
+    caller = Identity(
+        name="token",
+        body=bound_body(engine, longest_token_bytes=renderer.longest_token_bytes),
+        max_calls=MAX_CALLS,
+        max_bytes=MAX_BYTES,
+        max_connections=MAX_CALLS,
+    )
     return RequestGuard(
         app,
+        identify=identify_by_token(token, caller, open_paths=OPEN_PATHS),
         problem=_problem_body,
         host=host,
-        token=token,
-        max_body_bytes=MAX_BODY_BYTES,
-        body_seconds=BODY_SECONDS,
+        limits=GuardLimits(body_seconds=BODY_SECONDS, call_seconds=CALL_SECONDS),
+        is_any_host=bool(token),
     )
+
+
+def bound_body(engine: EngineConfig, *, longest_token_bytes: int) -> BodyBound:
+    """Return what a call may cost: prompts of all rows of the engine, as ids or as usual text, or
+    one prompt of the longest tokens.
+    """
+    rows = engine.max_running_samples * engine.max_context_tokens
+    one = BodyBound.of_text(engine.max_context_tokens, longest_token_bytes=longest_token_bytes)
+    return BodyBound(num_bytes=one.num_bytes + rows * TOKEN_BYTES, num_values=one.num_values + rows)
 
 
 def _open_engine(
@@ -174,7 +199,7 @@ def _refused(_: Request, error: Exception) -> JSONResponse:
     )
 
 
-def _problem_body(code: int, text: str) -> bytes:
+def _problem_body(_: RequestHead, code: int, text: str) -> bytes:
     return bytes(_problem(code, text).body)
 
 

@@ -15,10 +15,13 @@ import pytest
 import uvicorn
 
 from relax_events.http import server as http_guard
-from relax_events.http.server import RequestGuard, build_server_config, open_listener
+from relax_events.http.guard import GuardLimits, RequestGuard
+from relax_events.http.identity import BodyBound, Identity, identify_by_token
+from relax_events.http.server import build_server_config, open_listener
 
 TOKEN = "of-this-run"
 MAX_BYTES = 1000
+CALLER = Identity(name="token", body=BodyBound(num_bytes=MAX_BYTES))
 Headers = dict[str, str]
 
 
@@ -63,14 +66,14 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     def start(*, host: str = "127.0.0.1", token: str = TOKEN) -> Served:
         echo = Echo()
-        problem = lambda status, text: json.dumps([status, text]).encode()  # noqa: E731
+        problem = lambda _, status, text: json.dumps([status, text]).encode()  # noqa: E731
         guard = RequestGuard(
             echo,
             problem=problem,
             host=host,
-            token=token,
-            max_body_bytes=MAX_BYTES,
-            body_seconds=0.3,
+            identify=identify_by_token(token, CALLER),
+            limits=GuardLimits(body_seconds=0.3),
+            is_any_host=bool(token),
         )
         listener = open_listener("127.0.0.1", 0, remedies=("", ""), what="a test")
         listener.listen()

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from relax_events.controller.api_schemas import CancelBody, ScaleInBody, ScaleOutBody
-from relax_events.http.server import RequestGuard
+from relax_events.http.guard import RequestGuard
+from relax_events.http.identity import Identity, identify_by_token
 from relax_events.notifications.alert_receiver import parse_alerts
 from relax_events.serving.schemas import (
     AbortBody,
@@ -164,10 +165,13 @@ def guard(data: bytes) -> None:
         return {"type": "http.request", "body": b"{}", "more_body": False}
 
     guarded = RequestGuard(
-        app, problem=lambda status, text: text.encode("ascii"), host="127.0.0.1", token="token"
+        app,
+        problem=lambda _, status, text: text.encode("ascii"),
+        host="127.0.0.1",
+        identify=identify_by_token("token", Identity(name="token")),
     )
     asyncio.run(guarded({"type": "http", "headers": headers}, receive, send))
-    assert answered[0] != 200 or b"Bearer token" in data
+    assert answered[0] != 200 or b"bearer token" in data.lower()
 
 
 HEADERS = b"host:127.0.0.1:80\nauthorization:Bearer token\ncontent-length:2"

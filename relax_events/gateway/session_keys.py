@@ -1,0 +1,131 @@
+"""Whoever calls the gateway: a program by the key of its session, or a harness by the token.
+
+The key stands in the header of either vendor, since a proxy between the program and the gateway may
+overwrite one of them. It is looked up once, by the guard, before a call's body is read.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+
+from fastapi import Request
+from starlette.exceptions import HTTPException
+
+from relax_events.gateway.offers import SessionOffers
+from relax_events.gateway.session import Session
+from relax_events.http.identity import Identity, RequestHead, identity_of, is_same_secret
+
+NO_KEY = "no key, or none of an open session"
+MAX_HARNESS_CALLS = 4096
+"""At once: each process of a harness waits for a session in one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Harness:
+    """A harness with the token, which may take sessions."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedSession:
+    """A session that its harness has finished, and asks for again."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSession:
+    """An open session, and its key."""
+
+    key: str
+    session: Session
+
+
+class SessionKeys:
+    """The open sessions by key."""
+
+    def __init__(self) -> None:
+        self._identities: dict[str, Identity] = {}
+
+    def open(self, session: Session) -> str:
+        """Add a session, and return its key."""
+        key = f"relax-{secrets.token_urlsafe(24)}"
+        name = f"session {session.sample.sample_id} {secrets.token_hex(4)}"
+        self._identities[key] = Identity(
+            name=name,
+            body=session.body_bound,
+            max_bytes=2 * session.body_bound.num_bytes,
+            subject=OpenSession(key, session),
+        )
+        return key
+
+    def close(self, key: str) -> None:
+        """Close the session of a key; the key is unknown from now on."""
+        if (identity := self._identities.pop(key, None)) is not None:
+            assert isinstance(identity.subject, OpenSession)
+            identity.subject.session.close()
+
+    def identify(self, head: RequestHead) -> Identity | None:
+        """Return the session whose key a request has; None without one."""
+        for key in _keys(head):
+            if (identity := self._identities.get(key)) is not None:
+                return identity
+        return None
+
+
+class Callers:
+    """Whoever may call a gateway that serves harnesses too."""
+
+    def __init__(self, keys: SessionKeys, *, token: str, offers: SessionOffers | None) -> None:
+        """Know the keys and the token.
+
+        Args:
+            keys: The open sessions.
+            token: Which a harness must have to take a session.
+            offers: The episodes of harnesses that people start, if they drive the policy.
+        """
+        self._keys, self._token, self._offers = keys, token, offers
+        self._harness = Identity(
+            name="harness",
+            max_calls=MAX_HARNESS_CALLS,
+            max_connections=MAX_HARNESS_CALLS,
+            subject=Harness(),
+        )
+
+    def identify(self, head: RequestHead) -> Identity | None:
+        """Return who makes a request; see `http.identity.Identify`."""
+        if (identity := self._keys.identify(head)) is not None or self._offers is None:
+            return identity
+        if self._token and is_same_secret(head.bearer, self._token):
+            return self._harness
+        for key in _keys(head):
+            if self._offers.is_finished(key):
+                return Identity(name="finished session", subject=FinishedSession(key))
+        return None
+
+
+def _keys(head: RequestHead) -> list[str]:
+    return [key for key in (head.bearer, head.headers.get("x-api-key", "")) if key]
+
+
+def session_of(request: Request) -> Session:
+    """Return the session that a request belongs to.
+
+    Raises:
+        HTTPException: 401, the request has the token of harnesses, or the key of a session that
+            is over.
+    """
+    subject = identity_of(request.scope).subject
+    if not isinstance(subject, OpenSession):
+        raise HTTPException(401, NO_KEY)
+    return subject.session
+
+
+def key_of(request: Request) -> str:
+    """Return the key of the session, open or finished, that a request belongs to; raises as
+    `session_of`.
+    """
+    subject = identity_of(request.scope).subject
+    if not isinstance(subject, OpenSession | FinishedSession):
+        raise HTTPException(401, "no key, or none of a session that a harness has")
+    return subject.key
