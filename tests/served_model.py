@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 from engine_requests import tiny_model
+from served_app import serving
 from sglang_servers import BOUNDS
 
 from relax_events.config import EngineConfig, ModelConfig
-from relax_events.http.server import build_server_config, build_url, open_listener
 from relax_events.models.adapter_folder import read_adapter_config
 from relax_events.serving.app import build_app
-
-START_SECONDS = 60.0
 
 
 @contextmanager
@@ -51,16 +46,5 @@ def served(
         weights_root=weights_root,
         adapters=adapters,
     )
-    with open_listener("127.0.0.1", 0, remedies=("", ""), what="a test") as listener:
-        listener.listen()
-        server = uvicorn.Server(build_server_config(app, timeout_graceful_shutdown=1))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        deadline = time.monotonic() + START_SECONDS
-        while not server.started and time.monotonic() < deadline:
-            time.sleep(0.01)
-        try:
-            yield build_url(listener)
-        finally:
-            server.should_exit = True
-            thread.join()
+    with serving(app) as url:
+        yield url

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from relax_events.config import EngineConfig, LoRAConfig, ModelConfig
     from relax_events.http.guard import App
 
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
+TOKEN_VARIABLE, OWN_TOKEN_FILE = "SERVE_TOKEN", ".relax/serve-token"
+TOKEN_BYTES = 32
 MAX_CONNECTIONS = 4096
 """Every sample of an engine's that is under way has one."""
 DRAIN_SECONDS = 30
@@ -86,21 +87,20 @@ def serve(
         model: A folder in Hugging Face layout, as `relax models prepare` makes it, or a folder of
             LoRA adapters, as `relax models export` and peft make it.
         base: The base model's folder of adapters, where it is not the one that they name.
-        host: Address to listen on; other machines get in only with a token.
+        host: Address to listen on.
         port: 0 takes a free one.
         served_model_name: What OpenAI's clients call it; by default the folder's name.
         incremental_streaming_output: Let streamed events have what is new, as engine `sglang` needs
             it, not all so far.
-        token_file: File with the token that every request must carry.
-        weights_root: Folder that weights may be loaded from. Without it any folder will do for
-            those who bring the token, and none where there is no token.
+        token_file: File with the token that every request but /health must carry. Without it the
+            variable SERVE_TOKEN has the token, else the file .relax/serve-token, which is created
+            where it is missing.
+        weights_root: Folder that weights may be loaded from. Without it any folder will do.
     """
     from relax_events.http.server import build_url, open_listener
-    from relax_events.kafka.security.folder import read_secret
 
     _require_packages()
-    token = read_secret(token_file, key="--token-file") if token_file else ""
-    _require_token(token, host)
+    token = _open_token(token_file)
     path, lora = _find_base(model, base)
     if engine.enable_return_routed_experts:
         _require_experts(path)
@@ -160,15 +160,30 @@ def _require_packages() -> None:
         )
 
 
-def _require_token(token: str, host: str) -> None:
-    """Refuse to serve other machines without a token."""
-    from relax_events.errors import ConfigError
+def _open_token(file: Path | None) -> str:
+    """Return the token of the server; a new one is written to its file and printed.
 
-    if not token and host not in LOOPBACK:
-        raise ConfigError(
-            f"--host {host} lets other machines load weights from any folder here; give a "
-            f"--token-file, or listen on {LOOPBACK[0]}"
-        )
+    Raises:
+        ConfigError: The file that is named is missing or empty.
+    """
+    import os
+    import secrets
+    import sys
+
+    from relax_events.kafka.security.folder import read_secret, write_private
+    from relax_events.telemetry.logs import hide
+
+    if file is None and (given := os.environ.get(TOKEN_VARIABLE)):
+        hide(given)
+        return given
+    own = Path(OWN_TOKEN_FILE)
+    if file is None and not own.exists():
+        token = secrets.token_urlsafe(TOKEN_BYTES)
+        write_private(own, token.encode())
+        print(f"token: {token} (in {own.absolute()}, shown once)", file=sys.stderr, flush=True)
+    token = read_secret(file or own, key="--token-file" if file else OWN_TOKEN_FILE)
+    hide(token)
+    return token
 
 
 def _require_experts(model: Path) -> None:

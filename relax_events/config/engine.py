@@ -115,6 +115,9 @@ class SGLangConfig(Section):
     urls: Addresses = ()
     """URLs of running servers that no one else uses; when empty, each worker starts its own, which
     end with it."""
+    token_file: FilePath | None = None
+    """File with the token that running servers require: that of `relax serve`, or the `--api-key`
+    of SGLang. None sends none."""
     num_servers: Positive = 1
     """Servers that each worker starts."""
     python: Annotated[str, Names.PROGRAM] = ""

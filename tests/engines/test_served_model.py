@@ -23,12 +23,16 @@ from engine_gate import Gate
 from engine_requests import other_weights, plain_logprobs, tiny_model
 from routed_samples import check_experts
 from served_model import served
+from sglang_servers import BOUNDS
 
 from relax_events.cli.serve import EngineOptions, serve
+from relax_events.config import EngineConfig, ModelConfig, SGLangConfig
 from relax_events.deadline import Deadline
 from relax_events.engines.sglang.checkpoint import ModelFolder
+from relax_events.engines.sglang.server import SGLangServer
 from relax_events.errors import ConfigError
 from relax_events.examples.tiny_models import make_tiny
+from relax_events.serving.app import bound_body
 from relax_events.weights import Weights
 
 KITS = Path(__file__).with_name("sglang_kits.py")
@@ -396,52 +400,73 @@ def await_none(gate: Gate) -> None:
         pause.wait(0.01)
 
 
+BEARER = {"Authorization": "Bearer secret"}
+
+
 def test_server_answers_only_requests_with_the_token() -> None:
     with served(token="secret") as url:
-        assert httpx2.get(f"{url}/health", trust_env=False).status_code == 401
-        assert (
-            httpx2.get(
-                f"{url}/health", headers={"Authorization": "Bearer secret"}, trust_env=False
-            ).status_code
-            == 200
-        )
+        assert httpx2.get(f"{url}/ready", trust_env=False).status_code == 401
+        assert httpx2.post(f"{url}/pause_generation", json={}, trust_env=False).status_code == 401
+        assert httpx2.get(f"{url}/health", trust_env=False).status_code == 200
+        ready = httpx2.get(f"{url}/ready", headers=BEARER, trust_env=False)
+        assert ready.status_code == 200
 
 
-def test_serve_command_runs_until_it_is_terminated() -> None:
-    command = [sys.executable, "-m", "relax_events.cli", "serve"]
-    refused = subprocess.run(
-        [*command, str(tiny_model()), "--host", "0.0.0.0"],
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
-    assert refused.returncode == 2
-    assert (
-        "--host 0.0.0.0 lets other machines load weights from any folder here; give a --token-file"
-        in refused.stderr
-    )
-    with subprocess.Popen(
-        [*command, str(tiny_model()), "--port", "0"], stdout=subprocess.PIPE, text=True
-    ) as server:
+def test_body_costs_no_more_than_the_prompts_of_all_rows() -> None:
+    """30 MB of lists would become 800 MB: they are refused by their length, or by their number."""
+    usual = EngineConfig(max_context_tokens=4096, max_running_samples=64)
+    assert bound_body(usual, longest_token_bytes=128).num_bytes < 8 * 1024**2
+    with served(max_context_tokens=512, max_running_samples=64) as url:
+        for size in (10_000_000, 150_000):
+            body = b'{"text": [' + b"[]," * size + b"[]]}"
+            answer = httpx2.post(f"{url}/generate", content=body, trust_env=False)
+            assert answer.status_code == 413, answer.text
+
+
+def test_serve_command_runs_until_it_is_terminated(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "relax_events.cli", "serve", str(tiny_model()), "--port"]
+    token_file = tmp_path / ".relax" / "serve-token"
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*command, "0"], cwd=tmp_path, **streams) as server:
         assert server.stdout is not None
+        assert server.stderr is not None
+        assert f"in {token_file}, shown once" in server.stderr.readline()
         url = server.stdout.readline().strip()
+        bearer = {"Authorization": f"Bearer {token_file.read_text()}"}
+        assert token_file.stat().st_mode & 0o777 == 0o600
         while server.poll() is None:
             try:
-                if httpx2.get(f"{url}/ready", timeout=SECONDS, trust_env=False).status_code == 200:
+                ready = httpx2.get(f"{url}/ready", headers=bearer, timeout=SECONDS, trust_env=False)
+                if ready.status_code == 200:
                     break
             except httpx2.TransportError:
                 time.sleep(0.1)
-        assert len(generate(url)["output_ids"]) == 8
+        assert httpx2.get(f"{url}/ready", timeout=SECONDS, trust_env=False).status_code == 401
         taken = subprocess.run(
-            [*command, str(tiny_model()), "--port", url.rpartition(":")[2]],
+            [*command, url.rpartition(":")[2]],
             capture_output=True,
             text=True,
             timeout=SECONDS,
+            cwd=tmp_path,
         )
         server.send_signal(signal.SIGTERM)
         assert server.wait(SECONDS) in (0, 128 + signal.SIGTERM, -signal.SIGTERM)
     assert taken.returncode == 2
     assert "Address already in use; give another --port, 0 for a free one" in taken.stderr
+    assert "shown once" not in taken.stderr
+
+
+def test_engine_attaches_to_a_server_with_its_token(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("secret")
+    with served(is_incremental=True, token="secret") as url:
+        model = ModelConfig(dtype="float32", path=tiny_model())
+        sglang = SGLangConfig(urls=(url,))
+        config = EngineConfig(threads=1, **BOUNDS, sglang=sglang)
+        with pytest.raises(ConfigError, match="requires a token"):
+            SGLangServer(tiny_model(), config=config, model=model)
+        sglang = SGLangConfig(urls=(url,), token_file=tmp_path / "token")
+        config = EngineConfig(threads=1, **BOUNDS, sglang=sglang)
+        SGLangServer(tiny_model(), config=config, model=model).close()
 
 
 def test_weights_are_loaded_only_from_within_the_weights_root(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ CONTROL_SECONDS = 30.0
 """Deadline of a call that touches no weights."""
 IDLE_SECONDS = 20.0
 """How long a server may take to be idle after its last request has ended."""
-NOT_FOUND = 404
+UNAUTHORIZED, NOT_FOUND = 401, 404
 END_OF_EVENT, END_OF_STREAM = b"\n\n", b"[DONE]"
 EVENT_BYTES, TOKEN_BYTES, TOP_TOKEN_BYTES = 1024**2, 1024, 128
 """Size limits of an event: the base, each token (id, log-probability, version, text), and each of
@@ -46,13 +46,16 @@ class ServerUnavailable(Exception):
 class SGLangClient:
     """The calls that the engine needs. Used in one event loop."""
 
-    def __init__(self, url: str, *, model: ModelFolder, weights_seconds: float) -> None:
+    def __init__(
+        self, url: str, *, model: ModelFolder, weights_seconds: float, token: str = ""
+    ) -> None:
         """Create the client; it connects with the first call.
 
         Args:
             url: The server's URL, without a path.
             model: The served model.
             weights_seconds: Deadline of a call that loads or hashes all weights.
+            token: That the server requires; empty sends none.
         Raises:
             EnvironmentProblem: The HTTP client is not installed.
         """
@@ -70,7 +73,11 @@ class SGLangClient:
         # were sent on a connection that was just closing.
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
         self._client = httpx2.AsyncClient(
-            base_url=self.url, limits=limits, timeout=CONTROL_SECONDS, trust_env=False
+            base_url=self.url,
+            limits=limits,
+            timeout=CONTROL_SECONDS,
+            trust_env=False,
+            headers={"Authorization": f"Bearer {token}"} if token else {},
         )
 
     @property
@@ -86,12 +93,18 @@ class SGLangClient:
         """Return whether the server accepts requests.
 
         Raises:
-            ConfigError: It is not a supported SGLang server, or it is a router in front of some.
+            ConfigError: It is not a supported SGLang server, it is a router in front of some, or
+                it requires another token.
         """
         try:
             response = await self._client.get("/ready", timeout=CONNECT_SECONDS)
         except self._http.RequestError:
             return False
+        if response.status_code == UNAUTHORIZED:
+            raise ConfigError(
+                f"{self.url} requires a token, or another one; name its file as "
+                "engine.sglang.token_file"
+            )
         if response.status_code == NOT_FOUND:
             remedy = (
                 f"name servers of SGLang {SUPPORTED_VERSIONS[-1]} in engine.sglang.urls, and not"

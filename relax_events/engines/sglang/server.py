@@ -21,7 +21,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from relax_events.config import EngineConfig, ModelConfig
+from relax_events.config import EngineConfig, ModelConfig, SGLangConfig
 from relax_events.engines.protocol import EngineUsage, GeneratedSample, GenerationRequest
 from relax_events.engines.requests import build_samples
 from relax_events.engines.sglang.adapters import AdapterMerge
@@ -31,6 +31,7 @@ from relax_events.engines.sglang.generation import ServedVersion
 from relax_events.engines.sglang.lifecycle import ServerLifecycle
 from relax_events.engines.sglang.process import ServerProcess, make_weights_folder
 from relax_events.events.parts import FinishReason
+from relax_events.kafka.security.folder import read_secret
 from relax_events.weights import Weights
 
 Result = TypeVar("Result")
@@ -78,7 +79,10 @@ class SGLangServer:
             self._loop = stack.enter_context(LoopThread())
             url = process.url if process else config.sglang.urls[0]
             client = SGLangClient(
-                url, model=self._model, weights_seconds=config.sglang.start_seconds
+                url,
+                model=self._model,
+                weights_seconds=config.sglang.start_seconds,
+                token=_read_token(config.sglang) if process is None else "",
             )
             served = ServedVersion.new(policy_version, model_path.absolute())
             self._lifecycle = ServerLifecycle(
@@ -230,6 +234,13 @@ class SGLangServer:
             if (sample := self._results.get()) is not None:
                 found.append(sample)
         return found
+
+
+def _read_token(config: SGLangConfig) -> str:
+    """Return the token of running servers; empty where they have none."""
+    if config.token_file is None:
+        return ""
+    return read_secret(config.token_file, key="engine.sglang.token_file")
 
 
 class LoopThread:
