@@ -33,8 +33,9 @@ class Page(threading.Thread):
     seconds, and for the runs every thirty.
     """
 
-    def __init__(self, address: str, run_id: str, view: str) -> None:
+    def __init__(self, address: str, run_id: str, view: str, *, cookie: str) -> None:
         super().__init__(daemon=True)
+        self._login = {"Cookie": cookie}
         self._address, self._view, self._closed = address, view, threading.Event()
         self._run = f"{address}/api/runs/{run_id}"
         self._tags: dict[str, str] = {}
@@ -50,7 +51,10 @@ class Page(threading.Thread):
         """Follow the stream of events."""
         with (
             suppress(OSError),  # the run has ended, and its page with it
-            urllib.request.urlopen(f"{self._run}/events", timeout=CALL_SECONDS) as stream,
+            urllib.request.urlopen(
+                urllib.request.Request(f"{self._run}/events", headers=self._login),
+                timeout=CALL_SECONDS,
+            ) as stream,
         ):
             for line in stream:
                 if self._closed.is_set():
@@ -77,7 +81,7 @@ class Page(threading.Thread):
         if interval_seconds:
             self._asked[address] = began
         known = {"If-None-Match": self._tags[address]} if address in self._tags else {}
-        request = urllib.request.Request(address, headers=known)
+        request = urllib.request.Request(address, headers=self._login | known)
         try:
             with urllib.request.urlopen(request, timeout=CALL_SECONDS) as answer:
                 body: bytes = answer.read()
@@ -94,10 +98,10 @@ class Page(threading.Thread):
 class PageClients(AbstractContextManager["PageClients"]):
     """The process of the clients."""
 
-    def __init__(self, address: str, run_id: str) -> None:
+    def __init__(self, address: str, run_id: str, cookie: str) -> None:
         """Start it, with no page open."""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.open_pages", address, run_id],
+            [sys.executable, "-m", "benchmarks.open_pages", address, run_id, cookie],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -123,11 +127,11 @@ class PageClients(AbstractContextManager["PageClients"]):
         self._process.communicate()
 
 
-def main(address: str, run_id: str) -> None:
+def main(address: str, run_id: str, cookie: str) -> None:
     """Open pages for as long as each line says."""
     give_way(LOWEST_PRIORITY)
     for line in sys.stdin:
-        pages = [Page(address, run_id, view) for view in VIEWS]
+        pages = [Page(address, run_id, view, cookie=cookie) for view in VIEWS]
         for page in pages:
             page.start()
         time.sleep(float(line))

@@ -34,9 +34,10 @@ from benchmarks.open_pages import CALL_SECONDS, VIEWS, PageClients
 from relax_events.config import load_run_config
 from relax_events.events.types import TrainStepCommitted
 from relax_events.history.run_log import RunLog
+from tests.page_login import log_in, login_headers
 
 RUN_ID = "watched"
-ADDRESS = re.compile(r"(http://127\.0\.0\.1:\d+)/\?run=\S+")
+ADDRESS = re.compile(r"http://127\.0\.0\.1:\d+/\?token=\S+")
 NUM_PAIRS, WINDOW_SECONDS, SETTLING_SECONDS = 20, 11.0, 3.0
 FIRST_STEPS = 40  # the workers' start, and the pages' first reading, come before the windows
 DRAIN_SECONDS = 120.0
@@ -75,22 +76,22 @@ class WatchedRun:
         return self._folder / "runs" / RUN_ID / "run.json"
 
     def wait_for_address(self) -> str:
-        """Return where the run's page is."""
+        """Return where the run's page is, once its link was opened."""
         while not (found := ADDRESS.search(self._output.read_text())):
             self._check()
             time.sleep(0.2)
-        return found[1]
+        return log_in(found[0])
 
     def wait_for_steps(self, num_steps: int, address: str) -> None:
         """Wait until so many steps are committed."""
         step = 0
+        summary = f"{address}/api/runs/{RUN_ID}/summary"
+        request = urllib.request.Request(summary, headers=login_headers(address))
         while step < num_steps:
             self._check()
             with (
                 suppress(OSError),  # the start of the workers comes before that of the page
-                urllib.request.urlopen(
-                    f"{address}/api/runs/{RUN_ID}/summary", timeout=CALL_SECONDS
-                ) as answer,
+                urllib.request.urlopen(request, timeout=CALL_SECONDS) as answer,
             ):
                 step = json.loads(answer.read())["step"]
             time.sleep(1.0)
@@ -133,7 +134,7 @@ def measure(run: WatchedRun, num_pairs: int) -> tuple[list[Window], list[float]]
     """Take the windows in turn; return them, and how long the pages waited for each answer."""
     address = run.wait_for_address()
     run.wait_for_steps(FIRST_STEPS, address)
-    with PageClients(address, RUN_ID) as clients:
+    with PageClients(address, RUN_ID, login_headers(address)["Cookie"]) as clients:
         return take_windows(run, num_pairs, clients)
 
 

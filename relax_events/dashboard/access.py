@@ -24,7 +24,8 @@ from relax_events.errors import ConfigError
 from relax_events.http.identity import Identity, RequestHead
 
 FOLDER = "page"
-TOKEN_BYTES = 32
+TOKEN_BYTES = 16
+"""The link fits a line of a terminal, and nobody guesses it."""
 LINK_SECONDS, COOKIE_SECONDS = 24 * 3600, 30 * 24 * 3600
 """Unused links and cookies are deleted after this, when a page starts."""
 NO_LINK = (

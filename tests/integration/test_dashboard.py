@@ -19,6 +19,7 @@ from event_samples import changed, ready, rolled_out, scored
 from written_run import WrittenRun
 
 from relax_events.config import RunConfig
+from relax_events.dashboard.access import PageAccess
 from relax_events.dashboard.registry import RunRegistry
 from relax_events.dashboard.server import build_server, build_url, open_port
 from relax_events.dashboard.snapshot import write_snapshot
@@ -29,6 +30,7 @@ from relax_events.launcher.run_page import RunPage, offer_page
 from relax_events.reports.run_report import rewrite_report
 from tests.axe import fetch_axe, find_violations
 from tests.chromium import Chromium, find_chromium
+from tests.page_login import log_in, login_headers
 
 A, B, C = "000000-0000-0", "000000-0001-0", "000001-0000-0"
 HOSTILE = (
@@ -122,10 +124,11 @@ def url(written: WrittenRun) -> Iterator[str]:
     config: RunConfig = written.config
     registry = RunRegistry(Cluster(config.broker, config.run.directory), first=config)
     with open_port(0) as listener:
-        server = build_server(registry)
+        access = PageAccess(written.config.run.directory)
+        server = build_server(registry, access)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
-        address = build_url(listener)
+        address = log_in(access.create_link(build_url(listener)))
         until(lambda: summary(address, written)["num_samples"] == 6)
         until(lambda: summary(address, written)["policy_version"] == 1)
         until(lambda: summary(address, written)["step"] == 1)
@@ -152,7 +155,7 @@ def call(
     request = urllib.request.Request(
         f"{address}{path}",
         data=None if body is None else json.dumps(body).encode(),
-        headers={"Content-Type": "application/json"} | (headers or {}),
+        headers={"Content-Type": "application/json"} | login_headers(address) | (headers or {}),
     )
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
@@ -251,7 +254,8 @@ def test_wrong_call_is_refused_with_its_reason(
 
 
 def test_page_may_load_nothing_from_elsewhere(url: str) -> None:
-    with urllib.request.urlopen(url, timeout=30) as answer:
+    request = urllib.request.Request(url, headers=login_headers(url))
+    with urllib.request.urlopen(request, timeout=30) as answer:
         policy = answer.headers["Content-Security-Policy"]
         text = answer.read().decode()
     assert "default-src 'none'" in policy
@@ -295,9 +299,13 @@ def test_change_needs_the_token_and_has_a_dry_run(url: str, written: WrittenRun)
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Chromium]:
-    """Return a browser."""
+def browser(url: str, written: WrittenRun) -> Iterator[Chromium]:
+    """Return a browser that has opened a link to the page."""
+    link = PageAccess(written.config.run.directory).create_link(url, run_id=written.config.run.id)
     with Chromium() as opened:
+        opened.open(link)
+        opened.wait_for("document.getElementById('step')")
+        assert opened.run("location.search") == f"?run={written.config.run.id}"
         yield opened
 
 
@@ -388,8 +396,8 @@ def test_page_beside_a_run_starts_when_someone_connects_and_ends_with_the_run(
     addresses: list[str] = []
     with offer_page(config, run_file=run_file, show=addresses.append):
         assert servers_of(run_file) == []
-        address = addresses[0].partition("/?")[0]
-        assert addresses[0].endswith(f"/?run={config.run.id}")
+        assert addresses[0].endswith(f"&run={config.run.id}")
+        address = log_in(addresses[0])
         until(lambda: answers(address, written), seconds=300.0)
         low = min(psutil.Process().nice() + 10, 19)
         assert [psutil.Process(pid).nice() for pid in servers_of(run_file)] == [low]

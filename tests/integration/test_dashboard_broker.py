@@ -11,6 +11,7 @@ import pytest
 from small_settings import small_run
 from written_run import WrittenRun
 
+from relax_events.dashboard.access import PageAccess
 from relax_events.dashboard.registry import RunRegistry
 from relax_events.dashboard.server import build_server, build_url, open_port
 from relax_events.history.cluster import Cluster
@@ -45,10 +46,13 @@ def test_open_page_continues_after_the_broker_was_killed_and_started_again(tmp_p
         write_group(run, 0)
         registry = RunRegistry(Cluster(config.broker, config.run.directory), first=config)
         with open_port(0) as listener, Chromium(timeout_seconds=120) as browser:
-            server = build_server(registry)
+            access = PageAccess(config.run.directory)
+            server = build_server(registry, access)
             thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
             thread.start()
             try:
+                browser.open(access.create_link(build_url(listener), run_id="restarted"))
+                browser.wait_for("document.getElementById('step')")
                 browser.open(f"{build_url(listener)}/?run=restarted&page=samples")
                 browser.wait_for("document.querySelectorAll('tbody tr').length === 2")
                 browser.run("window.opened = 'once'")

@@ -28,6 +28,7 @@ from tests.kubernetes import faults, resources
 from tests.kubernetes.cluster import ROOT, Cluster, KubernetesError, ProofLog
 from tests.kubernetes.faults import QUICKSTART, Recovery, measure
 from tests.kubernetes.release import Release, StepReader
+from tests.page_login import log_in, login_headers
 
 ROLES = (
     "kafka", "controller", "metrics", "prompter", "rollout", "reward", "reference", "actor-forward",
@@ -133,7 +134,7 @@ def prove_quickstart(proof: Proof) -> None:
     with installed(proof, release) as steps:
         release.wait_until_ready("dashboard")
         with proof.cluster.forwarded("deployment/quickstart-dashboard", 8321) as url:
-            read_page(url, "quickstart")
+            read_page(url, "quickstart", link=release.create_link())
         proof.cluster.log.write("quickstart: its page answers through kubectl port-forward")
         proof.finish(release, steps)
         proof.facts["quickstart: from helm install to the end"] = (
@@ -158,11 +159,20 @@ def prove_ranks(proof: Proof) -> None:
         proof.finish(release, steps)
 
 
-def read_page(url: str, run_id: str) -> None:
-    """Read a run's summary from the dashboard; raises OSError where it does not answer."""
+def read_page(url: str, run_id: str, *, link: str) -> None:
+    """Read a run's summary from the dashboard; raises OSError where it does not answer.
+
+    Args:
+        url: The forwarded address.
+        run_id: The run.
+        link: That opens the page, of the address within the pod.
+    """
     import urllib.request
 
-    with urllib.request.urlopen(f"{url}/api/runs/{run_id}/summary", timeout=60) as response:
+    address = log_in(f"{url}/?{link.partition('/?')[2]}")
+    summary = f"{address}/api/runs/{run_id}/summary"
+    request = urllib.request.Request(summary, headers=login_headers(address))
+    with urllib.request.urlopen(request, timeout=60) as response:
         json.loads(response.read())
 
 

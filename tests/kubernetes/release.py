@@ -143,6 +143,13 @@ class Release:
         """Whether the controller has ended the run."""
         return any(ended_with_its_run(pod) for pod in self.pods("controller"))
 
+    def create_link(self) -> str:
+        """Return a link that opens the dashboard's page once."""
+        return self.cluster.kubectl(
+            "exec", f"deployment/{self.name}-dashboard", "--container", "dashboard", "--", "relax",
+            "dashboard", RUN_FILE, "--link",
+        ).strip()  # fmt: skip
+
     def check_ledger(self) -> dict[str, Any]:
         """Return what `relax ledger check` says in the dashboard's pod.
 
