@@ -113,6 +113,7 @@ def build_server_config(
     return uvicorn.Config(
         app,
         http=Protocol,
+        ws="none",
         limit_concurrency=max_connections,
         log_config=None,
         access_log=False,
