@@ -15,7 +15,6 @@ from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from itertools import islice
 
 from relax_events.http.identity import SMALL_BODY_BYTES, Identity
 
@@ -70,9 +69,13 @@ class _Budget:
     num_bytes: int = 0
 
     def find_next(self) -> Turn | None:
-        """Return the first waiting call that has room; a small one need not wait for large ones."""
-        candidates = (*islice(self.waiting, 1), *(one for one in self.waiting if not one.is_large))
-        return next((one for one in candidates if self._has_room(one)), None)
+        """Return the next waiting call; None where none has room."""
+        head = self.waiting[0] if self.waiting else None
+        return head if head is not None and self._has_room(head) else self.find_small()
+
+    def find_small(self) -> Turn | None:
+        """Return the next waiting call with a small body, which waits for no large one."""
+        return next((one for one in self.waiting if not one.is_large and self._has_room(one)), None)
 
     def _has_room(self, turn: Turn) -> bool:
         identity = turn.identity
@@ -126,13 +129,15 @@ class CallQueue:
         while started:
             started = False
             for name, budget in list(self._budgets.items()):
-                if (turn := budget.find_next()) is None:
-                    continue
-                is_full = is_full or (turn.is_large and not self._has_bytes(turn.num_bytes))
-                if not (turn.is_large and is_full):
+                turn = budget.find_next()
+                if turn is not None and turn.is_large:
+                    is_full = is_full or not self._has_bytes(turn.num_bytes)
+                    turn = budget.find_small() if is_full else turn
+                if turn is not None:
                     self._start(turn, budget)
-                    self._budgets.move_to_end(name)
                     started = True
+                    if turn.is_large:
+                        self._budgets.move_to_end(name)
 
     def _has_bytes(self, num_bytes: int) -> bool:
         return not self._num_bytes or self._num_bytes + num_bytes <= self._total_bytes

@@ -1,0 +1,154 @@
+"""Sessions share the renderer's threads: one session's long or many texts hold up no other one."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gateway_sessions import open_session, spoken_turn
+
+from relax_events.config import DataConfig
+from relax_events.data.rendering import PromptRenderer
+from relax_events.engines.protocol import GeneratedSample, GenerationRequest
+from relax_events.errors import EngineFailed
+from relax_events.examples.tiny_tokenizer import train_tokenizer
+from relax_events.gateway.chat_renderer import ChatRenderer
+from relax_events.gateway.render_queue import RenderQueue
+from relax_events.gateway.session import Limit, Session, SessionLimit
+
+TEMPLATE = (
+    "{% for message in messages %}{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}>{% endif %}"
+)
+SECONDS = 60.0
+
+
+@contextmanager
+def opened(num_threads: int, **settings: Any) -> Iterator[RenderQueue]:
+    """Open a queue."""
+    queue = RenderQueue(num_threads, **settings)
+    try:
+        yield queue
+    finally:
+        queue.close()
+
+
+def test_session_with_a_queue_of_renderings_lets_others_pass() -> None:
+    """The first session has two threads' worth of work: it gets one thread, and the other session
+    finishes while the first one's queue still waits."""
+    go_on, running = threading.Event(), threading.Semaphore(0)
+
+    def wait() -> str:
+        running.release()
+        assert go_on.wait(SECONDS)
+        return "slow"
+
+    async def run(queue: RenderQueue) -> None:
+        slow = [asyncio.ensure_future(queue.run("greedy", wait)) for _ in range(5)]
+        assert await asyncio.to_thread(running.acquire, timeout=SECONDS)
+        assert await queue.run("other", lambda: "quick") == "quick"
+        assert not any(one.done() for one in slow)
+        assert not running.acquire(blocking=False), "one thread for each session"
+        go_on.set()
+        assert await asyncio.gather(*slow) == ["slow"] * 5
+
+    with opened(2) as queue:
+        asyncio.run(run(queue))
+
+
+def test_sessions_take_turns_on_one_thread() -> None:
+    order: list[str] = []
+    go_on = threading.Event()
+
+    def work(name: str) -> Callable[[], None]:
+        return lambda: (order.append(name), go_on.wait(SECONDS))[0]
+
+    async def run(queue: RenderQueue) -> None:
+        names = ["a", "a", "a", "b", "c", "b"]
+        tasks = [asyncio.ensure_future(queue.run(name, work(name))) for name in names]
+        await asyncio.sleep(0)
+        go_on.set()
+        await asyncio.gather(*tasks)
+
+    with opened(1) as queue:
+        asyncio.run(run(queue))
+    assert order == ["a", "a", "b", "c", "a", "b"]
+
+
+def test_rendering_past_its_deadline_fails_and_keeps_only_its_own_thread() -> None:
+    go_on = threading.Event()
+
+    async def run(queue: RenderQueue) -> None:
+        try:
+            with pytest.raises(EngineFailed, match="not rendered within"):
+                await queue.run("stuck", lambda: go_on.wait(SECONDS))
+            with pytest.raises(EngineFailed, match="not rendered within"):
+                await queue.run("stuck", lambda: pytest.fail("it ran while the first one does"))
+        finally:
+            go_on.set()
+
+    with opened(2, seconds=0.05) as queue:
+        asyncio.run(run(queue))
+
+
+def test_cancelled_rendering_leaves_the_queue() -> None:
+    go_on = threading.Event()
+
+    async def run(queue: RenderQueue) -> None:
+        first = asyncio.ensure_future(queue.run("a", lambda: go_on.wait(SECONDS)))
+        gone = asyncio.ensure_future(queue.run("a", lambda: pytest.fail("nobody waits for it")))
+        await asyncio.sleep(0)
+        gone.cancel()
+        with suppress(asyncio.CancelledError):
+            await gone
+        go_on.set()
+        assert await first
+        assert await queue.run("a", lambda: "next") == "next"
+
+    with opened(1) as queue:
+        asyncio.run(run(queue))
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Iterator[Session]:
+    """Open a session of 512 tokens, whose policy says one word."""
+    (tmp_path / "template.jinja").write_text(TEMPLATE)
+    train_tokenizer(["read the file"]).save_pretrained(tmp_path)
+    config = DataConfig(source="http", chat_template_file=tmp_path / "template.jinja")
+    renderer = ChatRenderer(PromptRenderer.from_folder(tmp_path, config))
+
+    async def generate(request: GenerationRequest) -> GeneratedSample:
+        return spoken_turn(request, [request.stop_token_ids[0]])
+
+    yield open_session(renderer, generate, max_context_tokens=512)
+    renderer.close()
+
+
+def test_text_that_fits_no_context_is_refused_unrendered(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def render(*_: Any, **__: Any) -> None:
+        pytest.fail("it was rendered")
+
+    monkeypatch.setattr(session.renderer, "prompt_tokens", render)
+    long = [{"role": "user", "content": "a" * (512 * session.renderer.longest_token_bytes + 1)}]
+    tools = [{"function": {"name": "f", "parameters": {"a" * 100_000: {}}}}]
+    short = [{"role": "user", "content": "a"}]
+    for messages, offered in ((long, []), (short, tools)):
+        with pytest.raises(SessionLimit, match="holds 8192 at most; shorten it"):
+            asyncio.run(session.count_tokens(messages, tools=offered))
+    assert session.limit is None, "a count is no turn"
+    with pytest.raises(SessionLimit):
+        asyncio.run(session.chat(long))
+    assert session.limit is Limit.CONTEXT
+
+
+def test_text_of_the_longest_tokens_is_rendered(session: Session) -> None:
+    text = "read the file " * 100
+    messages = [{"role": "user", "content": text}]
+    assert asyncio.run(session.count_tokens(messages, tools=[])) > 100
