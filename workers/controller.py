@@ -30,7 +30,13 @@ from relax_events.controller.scaling_service import MainThreadTask, ScalingServi
 from relax_events.deadline import Deadline
 from relax_events.errors import BrokerError
 from relax_events.events.parts import Command, now_micros
-from relax_events.events.types import Event, PolicyVersionPublished, RunCommanded, RunDescribed
+from relax_events.events.types import (
+    ChangeRequested,
+    Event,
+    PolicyVersionPublished,
+    RunCommanded,
+    RunDescribed,
+)
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.inventory import count_unhealthy_partitions
 from relax_events.kafka.protocol.queue_lag import read_queue_lag
@@ -48,6 +54,7 @@ from relax_events.runtime.control_view import RESTART_CODE
 from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.run_description import ParentRun, build_run_description, is_recorded
 from relax_events.runtime.worker import Worker
+from relax_events.session.change_audit import ENTITY as AUDIT
 
 log = structlog.get_logger()
 IDLE_SECONDS = 0.5
@@ -102,7 +109,7 @@ class ControllerLoop:
         bounds = ScalingBounds.from_config(
             self._config, is_supervised=SUPERVISOR_PID_VARIABLE in os.environ, share_group_size=size
         )
-        self._scaling = ScalingService(ScaleState(), bounds, self._emit)
+        self._scaling = ScalingService(ScaleState(), bounds, self._emit, record=self._record_change)
         self._projections = ProjectionGroup(self._state, self._health, self._scaling.state)
         self._kubernetes = (
             KubernetesScaler(
@@ -346,6 +353,16 @@ class ControllerLoop:
 
     def _stop(self, *, reason: str, succeeded: bool = False) -> None:
         self._emit([RunCommanded(command=Command.STOP, reason=reason, succeeded=succeeded)])
+
+    def _record_change(self, change: ChangeRequested) -> None:
+        """Write who asked for a change. The change stands also where the log does not take the
+        record, as on a broker whose ACLs are older.
+        """
+        log.info("change.requested", caller=change.caller, command=change.command)
+        try:
+            self._worker.records.producer.write([self._worker.records.build(AUDIT, change)])
+        except BrokerError as error:
+            log.error("change.not_recorded", error=str(error), command=change.command)
 
     def _emit(self, commands: Sequence[RunCommanded]) -> None:
         """Write commands, and apply them to our own state."""

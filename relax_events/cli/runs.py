@@ -44,6 +44,8 @@ TrustSource = Annotated[
         )
     ),
 ]
+CHANGE = ("caller", "identity", "address", "command", "arguments", "outcome", "answer")
+"""What is shown of a change."""
 STOP_MARGIN_SECONDS = 15.0
 """How much longer than they may take to drain one waits for workers: the command has to reach them,
 their goodbye us."""
@@ -140,6 +142,35 @@ def show(
             print_table(
                 columns, [[_format_metric(step.get(name)) for name in columns] for step in steps]
             )
+
+
+@app.command
+def audit(
+    run: str,
+    *,
+    broker: BrokerOptions = DEFAULT_BROKER,
+    output: Output = "table",
+) -> None:
+    """Show who asked for changes of a run: through the API, or by a command.
+
+    Example: relax runs audit quickstart
+
+    Args:
+        run: Id of the run, or its run file.
+    """
+    from dataclasses import asdict
+
+    from relax_events.cli.output import print_json, print_table
+    from relax_events.history.run_log import RunLog
+    from relax_events.history.runs.changes import read_changes
+
+    with broker.open_run(run, name="audit") as settings, RunLog(settings, name="audit") as log:
+        changes = [asdict(one) for one in read_changes(log)]
+    if output == "json":
+        print_json(changes)
+        return
+    rows = [[_time(one["requested_at"]), *(one[name] for name in CHANGE)] for one in changes]
+    print_table(["time", *CHANGE], rows)
 
 
 @app.command

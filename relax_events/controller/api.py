@@ -5,15 +5,18 @@ dry runs.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Header, Path, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.security import HTTPBearer
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException as PlainHTTPException
 
 from relax_events import __version__
+from relax_events.controller.api_client import CALLER_HEADER
 from relax_events.controller.api_schemas import (
     ApiResponse,
     CancelBody,
@@ -30,8 +33,9 @@ from relax_events.controller.scaling_admission import RejectedError, ScaleComman
 from relax_events.controller.scaling_service import MainThreadTask, ScalingService
 from relax_events.errors import BrokerError
 from relax_events.http.guard import RequestGuard
-from relax_events.http.identity import Identity, RequestHead, identify_by_token
+from relax_events.http.identity import Identity, RequestHead, identify_by_token, identity_of
 from relax_events.projections.scale_requests import Kind, Status
+from relax_events.session.change_audit import FAILED, REFUSED, build_change
 
 RESPONSE_SECONDS = 10.0
 MAX_CALLS = 8
@@ -130,6 +134,39 @@ class _Caller:
         self._put(task)  # type: ignore[arg-type]
         return task.wait(RESPONSE_SECONDS)
 
+    def change(
+        self, request: Request, body: BaseModel | None, work: Callable[[ScalingService], Result]
+    ) -> Result:
+        """Return what a change returns, and have the log say who asked for it; a dry run is none.
+
+        Raises:
+            RejectedError: The change is refused.
+            TimeoutError: As for `call`.
+        """
+        arguments = {} if body is None else body.model_dump(mode="json")
+        if arguments.get("dry_run"):
+            return self.call(work)
+        build = partial(
+            build_change,
+            f"{request.method} {request.url.path}",
+            arguments,
+            identity=identity_of(request.scope).name,
+            caller=request.headers.get(CALLER_HEADER, "unnamed"),
+            address=request.client.host if request.client else "",
+        )
+
+        def audited(service: ScalingService) -> Result:
+            try:
+                found = work(service)
+            except Exception as error:
+                outcome = REFUSED if isinstance(error, RejectedError) else FAILED
+                service.record(build(answer=str(error), outcome=outcome))
+                raise
+            service.record(build(answer=str(getattr(found, "message", ""))))
+            return found
+
+        return self.call(audited)
+
 
 def _routes(caller: _Caller) -> APIRouter:
     routes = APIRouter(
@@ -153,10 +190,12 @@ def _scale_out_routes(caller: _Caller) -> APIRouter:
     routes = APIRouter()
 
     @routes.post("/scale_out", responses=NOT_FOUND | CONFLICT)
-    def scale_out(body: ScaleOutBody, key: Key = "") -> ApiResponse:
+    def scale_out(request: Request, body: ScaleOutBody, key: Key = "") -> ApiResponse:
         """Scale out to the given number of workers, or attach to SGLang servers."""
         command = _build_command(Kind.OUT, body, key)
-        return caller.call(lambda service: service.scale(command, dry_run=body.dry_run))
+        return caller.change(
+            request, body, lambda service: service.scale(command, dry_run=body.dry_run)
+        )
 
     @routes.get("/scale_out")
     def list_scale_out(model_name: ModelQuery = None, status: StatusQuery = None) -> RequestList:
@@ -171,17 +210,19 @@ def _scale_out_routes(caller: _Caller) -> APIRouter:
         return caller.call(lambda service: service.view(request_id, Kind.OUT))
 
     @routes.post("/scale_out/{request_id}/cancel", responses=NOT_FOUND)
-    def cancel_scale_out(request_id: RequestId) -> ApiResponse:
+    def cancel_scale_out(request: Request, request_id: RequestId) -> ApiResponse:
         """Cancel an open scale-out request; the workers that it added are removed."""
-        return caller.call(lambda service: service.cancel(request_id))
+        return caller.change(request, None, lambda service: service.cancel(request_id))
 
     @routes.post("/scale_out_cancel")
-    def cancel_several(body: CancelBody) -> CancelResult:
+    def cancel_several(request: Request, body: CancelBody) -> CancelResult:
         """Cancel all matching scale-out requests."""
-        return caller.call(
+        return caller.change(
+            request,
+            body,
             lambda service: service.cancel_all(
                 model=body.model_name, status=body.status_filter, dry_run=body.dry_run
-            )
+            ),
         )
 
     return routes
@@ -192,12 +233,14 @@ def _scale_in_routes(caller: _Caller) -> APIRouter:
     routes = APIRouter()
 
     @routes.post("/scale_in", responses=NOT_FOUND | CONFLICT)
-    def scale_in(body: ScaleInBody, key: Key = "") -> ApiResponse:
+    def scale_in(request: Request, body: ScaleInBody, key: Key = "") -> ApiResponse:
         """Scale in to the given number of workers, or detach SGLang servers; the newest workers
         are removed first, the initial ones never.
         """
         command = _build_command(Kind.IN, body, key, force=body.force)
-        return caller.call(lambda service: service.scale(command, dry_run=body.dry_run))
+        return caller.change(
+            request, body, lambda service: service.scale(command, dry_run=body.dry_run)
+        )
 
     @routes.get("/scale_in")
     def list_scale_in(model_name: ModelQuery = None, status: StatusQuery = None) -> RequestList:

@@ -10,9 +10,12 @@ from typing import Any
 import orjson
 
 from relax_events.errors import CheckFailed, ConfigError
+from relax_events.session.change_audit import describe_account
 
 CALL_SECONDS = 15.0
 """Longer than the controller may take to respond."""
+CALLER_HEADER = "X-Relax-Caller"
+"""What a client says of itself, for the record of changes."""
 USAGE = (400, 401, 404, 422)
 
 
@@ -32,9 +35,11 @@ class ScaleClient:
             ConfigError: The call is rejected for its arguments.
             CheckFailed: The API does not respond, or another request must finish first.
         """
-        headers = {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"} | (
-            {"Idempotency-Key": key} if key else {}
-        )
+        headers = {
+            "Authorization": f"Bearer {self.token}",
+            "Content-Type": "application/json",
+            CALLER_HEADER: ascii(describe_account())[1:-1],
+        } | ({"Idempotency-Key": key} if key else {})
         content = None if body is None else orjson.dumps(body)
         url = f"{self.url}/rollout/{path}"
         request = urllib.request.Request(  # noqa: S310 the run's own controller

@@ -24,11 +24,13 @@ from relax_events.controller.scaling_admission import NotFoundError, RejectedErr
 from relax_events.controller.scaling_bounds import ScalingBounds, WorkerPool
 from relax_events.controller.scaling_decisions import decide
 from relax_events.events.parts import now_micros
-from relax_events.events.types import RunCommanded
+from relax_events.events.types import ChangeRequested, RunCommanded
 from relax_events.projections.scale_requests import Kind, ScaleRequest, Status
 from relax_events.projections.scaling import DesiredState, ScaleState
 
 Result = TypeVar("Result")
+RecordChange = Callable[[ChangeRequested], None]
+"""Writes to the log who asked for a change; a failure is logged."""
 EmitCommands = Callable[[Sequence[RunCommanded]], None]
 """Writes commands to the log and applies them to the state."""
 
@@ -63,9 +65,19 @@ class MainThreadTask(Generic[Result]):
 class ScalingService:
     """Answers scale commands and advances requests. Used by one thread."""
 
-    def __init__(self, state: ScaleState, bounds: ScalingBounds, give: EmitCommands) -> None:
+    def __init__(
+        self, state: ScaleState, bounds: ScalingBounds, give: EmitCommands, *, record: RecordChange
+    ) -> None:
+        """Start with a state.
+
+        Args:
+            state: Folded from the log.
+            bounds: What scaling may do.
+            give: Writes commands and applies them.
+            record: Writes who asked for a change.
+        """
         self.state, self.bounds = state, bounds
-        self._emit = give
+        self._emit, self.record = give, record
 
     def reconcile(self) -> None:
         """Advance every request as far as possible."""

@@ -420,6 +420,20 @@ class PolicyEvaluated:
     evaluated_at: int = field(default_factory=now_micros)
 
 
+@immutable(frozen=True, slots=True, kw_only=True)
+class ChangeRequested:
+    """Someone asked for a change of the run: who, what, and what became of it."""
+
+    identity: str
+    caller: str
+    address: str = ""
+    command: str
+    arguments: str
+    outcome: str
+    answer: str = ""
+    requested_at: int = field(default_factory=now_micros)
+
+
 Event = (
     PromptGroupIssued
     | SampleRolledOut
@@ -438,6 +452,7 @@ Event = (
     | PolicyEvaluated
     | RunCommanded
     | RunDescribed
+    | ChangeRequested
     | WorkerHeartbeat
     | MetricsReported
 )

@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+import structlog
+
 from relax_events.config import RunConfig, WorkersConfig
+from relax_events.errors import BrokerError
 from relax_events.events.parts import Command, WorkerState, now_micros
 from relax_events.events.types import Event, RunCommanded, WorkerHeartbeat
 from relax_events.kafka.connection import Connection
@@ -21,7 +24,11 @@ from relax_events.kafka.records import ProducerRecord
 from relax_events.kafka.schema_registry import open_codec
 from relax_events.projections.run_state import RUN_STATE_TOPICS, RunState
 from relax_events.runtime.control_follower import ControlFollower
+from relax_events.session.change_audit import ENTITY as AUDIT
+from relax_events.session.change_audit import build_change
 from relax_events.topics import TopicPlan
+
+log = structlog.get_logger()
 
 SILENT_SECONDS = 30.0
 SILENT_HEARTBEATS = 10
@@ -90,15 +97,17 @@ class RunFollower(AbstractContextManager["RunFollower"]):
         Raises:
             BrokerError: The broker did not acknowledge it.
         """
+        plan = TopicPlan.from_config(self.config)
+        change = build_change(
+            "relax runs stop", {"command": command.command.value}, answer=command.reason
+        )
         with closing(RecordProducer(self.connection)) as producer:
-            producer.write(
-                [
-                    ProducerRecord(
-                        TopicPlan.from_config(self.config).topic("control.commands"),
-                        self._codec.encode(command),
-                    )
-                ]
-            )
+            value = self._codec.encode(command)
+            producer.write([ProducerRecord(plan.topic("control.commands"), value)])
+            try:
+                producer.write([ProducerRecord(plan.topic(AUDIT), self._codec.encode(change))])
+            except BrokerError as error:  # a run of an earlier release has no such topic
+                log.warning("change.not_recorded", error=str(error))
 
     def alive(self) -> dict[str, WorkerHeartbeat]:
         """Return the newest heartbeat of each worker that has sent one recently and not stopped;

@@ -252,6 +252,7 @@ class RunSession:
             reason=f"relax run, towards {self._config.num_train_steps} steps",
         )
         self._events.write_command(resume)
+        self._events.send_change("relax run", {"command": resume.command.value}, resume.reason)
         self._projections.apply(resume)
 
     def _apply(self, event: Event) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import structlog
 
@@ -15,6 +16,8 @@ from relax_events.events.types import Event, RunCommanded, WorkerHeartbeat
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord
+from relax_events.session.change_audit import ENTITY as AUDIT
+from relax_events.session.change_audit import build_change
 from relax_events.topics import TopicPlan
 from relax_events.topics.plan import HEARTBEATS
 
@@ -53,6 +56,10 @@ class SessionEvents:
         """
         self.send_command(command)
         self._producer.flush()
+
+    def send_change(self, command: str, arguments: dict[str, Any], answer: str) -> None:
+        """Record that this account changed the run by a command."""
+        self._send(AUDIT, build_change(command, arguments, answer=answer))
 
     def write_abort(self, reason: str) -> None:
         """Write the command that ends the run, and wait; a failure is logged."""

@@ -16,6 +16,7 @@ from relax_events.errors import ConfigError
 from relax_events.events.parts import Outcome
 from relax_events.events.types import (
     BroadcastMembership,
+    ChangeRequested,
     Event,
     LogprobsComputed,
     MetricsReported,
@@ -83,6 +84,7 @@ CONTROL_TOPICS = {
         "PromptGroupEnded: how each prompt group ended, decided by the trainer"
     ),
     "control.commands": "RunCommanded: what the controller asks for; RunDescribed: the run file",
+    "control.audit": "ChangeRequested: who asked for a change of the run, and the outcome",
     "control.evaluations": "PolicyEvaluated: how good a version is on a dataset",
     "control.schemas": (
         "writer schemas as JSON, by fingerprint; never compacted, so that no writer can take "
@@ -366,6 +368,7 @@ EVENTS_ON: dict[str, tuple[type[Event], ...]] = {
     "control.train-steps": (TrainStepCommitted,),
     "control.prompt-group-outcomes": (PromptGroupEnded,),
     "control.commands": (RunCommanded, RunDescribed),
+    "control.audit": (ChangeRequested,),
     "control.evaluations": (PolicyEvaluated,),
     BROADCAST: (BroadcastMembership,),
     "control.prompter-state": (PrompterStateSaved,),

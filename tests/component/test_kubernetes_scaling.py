@@ -43,7 +43,7 @@ class Run:
 
     def __init__(self, server: FakeApiServer) -> None:
         self.state = ScaleState()
-        self.service = ScalingService(self.state, BOUNDS, self._apply)
+        self.service = ScalingService(self.state, BOUNDS, self._apply, record=lambda _: None)
         client = KubernetesClient(server.url, account=server.account)
         self.scaler = KubernetesScaler(client, "demo", BOUNDS, self.state)
 

@@ -26,10 +26,11 @@ from relax_events.controller.api_server import ApiEndpointFile, ApiServer, requi
 from relax_events.controller.scaling_bounds import ScalingBounds
 from relax_events.controller.scaling_service import MainThreadTask, ScalingService
 from relax_events.errors import BrokerUnavailable, CheckFailed, ConfigError, EnvironmentProblem
-from relax_events.events.types import RunCommanded
+from relax_events.events.types import ChangeRequested, RunCommanded
 from relax_events.launcher.requirements import require_roles
 from relax_events.projections.scale_requests import Status
 from relax_events.projections.scaling import ScaleState
+from relax_events.session.change_audit import describe_account
 from tests.unit.run_events import make_heartbeat, run_config
 
 
@@ -41,6 +42,7 @@ class Served:
     service: ScalingService
     server: ApiServer
     commands: list[RunCommanded]
+    changes: list[ChangeRequested]
     client: ScaleClient
 
     def called(
@@ -83,7 +85,9 @@ def served(tmp_path: Path) -> Iterator[Served]:
         while (task := inbox.get()) is not None:
             task.run()
 
-    service = ScalingService(state, ScalingBounds.from_config(config, is_supervised=True), give)
+    changes: list[ChangeRequested] = []
+    bounds = ScalingBounds.from_config(config, is_supervised=True)
+    service = ScalingService(state, bounds, give, record=changes.append)
     thread = threading.Thread(target=loop)
     thread.start()
     with closing(ApiServer(config, service, inbox.put)) as server:
@@ -93,6 +97,7 @@ def served(tmp_path: Path) -> Iterator[Served]:
             service,
             server,
             commands,
+            changes,
             ScaleClient(endpoint_file.read_url(), endpoint_file.read_token()),
         )
     inbox.put(None)
@@ -117,6 +122,34 @@ def test_scaling_api_rejects_calls_without_the_token(served: Served) -> None:
     assert served.commands == []
     with pytest.raises(ConfigError, match=r"rejected the call \(401\): no token, or the wrong one"):
         ScaleClient(served.client.url, "wrong").call("GET", "engines")
+
+
+def test_changes_are_recorded_with_who_asked_for_them(served: Served) -> None:
+    """Accepted and refused ones are; calls that change nothing, dry runs and strangers are not."""
+    call = served.client.call
+    call("POST", "scale_out", {"num_replicas": 3, "dry_run": True})
+    call("GET", "engines")
+    opened = call("POST", "scale_out", {"num_replicas": 3})
+    with pytest.raises(ConfigError):
+        call("POST", "scale_in", {"num_replicas": 1, "model_name": "none"})
+    call("POST", f"scale_out/{opened['request_id']}/cancel")
+    served.called("POST", "/rollout/scale_out", {"num_replicas": 2}, Authorization="Bearer x")
+    found = [(one.command, one.outcome, one.answer) for one in served.changes]
+    assert found == [
+        ("POST /rollout/scale_out", "accepted", opened["message"]),
+        ("POST /rollout/scale_in", "refused", found[1][2]),
+        (f"POST /rollout/scale_out/{opened['request_id']}/cancel", "accepted", found[2][2]),
+    ]
+    assert "none" in found[1][2]
+    first = served.changes[0]
+    assert (first.identity, first.caller, first.address) == (
+        "token",
+        describe_account(),
+        "127.0.0.1",
+    )
+    assert orjson.loads(first.arguments)["num_replicas"] == 3
+    served.called("POST", "/rollout/scale_in", {"num_replicas": 1}, **{"X-Relax-Caller": "x" * 999})
+    assert served.changes[-1].caller == "x" * 128
 
 
 def test_scale_request_is_opened_read_and_cancelled(served: Served) -> None:

@@ -167,7 +167,7 @@ WRITES = {
         "trainer.dead-letters",
     },
     "evaluator": {"control.evaluations"},
-    "controller": {"control.commands"},
+    "controller": {"control.commands", "control.audit"},
     "metrics": set(),
 }
 

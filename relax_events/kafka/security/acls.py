@@ -113,7 +113,7 @@ ROLE_PERMISSIONS = {
             *METRICS.values(),
             "control.evaluations",
         ),
-        writes=("control.commands",),
+        writes=("control.commands", "control.audit"),
         describes=("prompt.groups", *SAMPLE_TOPICS),
         watches=("rollout",),
     ),

@@ -146,7 +146,8 @@ def controller(
             log.append(command)
             state.apply(command)
 
-    service = ScalingService(state, ScalingBounds.from_config(config, is_supervised=True), give)
+    bounds = ScalingBounds.from_config(config, is_supervised=True)
+    service = ScalingService(state, bounds, give, record=lambda _: None)
     return Autoscaler(config, run, service), run, service
 
 

@@ -1,0 +1,138 @@
+"""What a caller without a key, and one with a huge text, cost the other callers of a gateway.
+
+    python -m benchmarks.http_front [SECONDS]
+
+Pairs of windows: the same calls of a session with and without attackers, on one gateway. The
+figures are printed: latencies of the calls, and how much the memory has grown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from benchmarks.gateway import build_renderer
+from relax_events.attacks.http_requests import HttpAttack, Target, http_attacks
+from relax_events.engines.protocol import GeneratedSample, GenerationRequest
+from relax_events.gateway.server import GatewayServer
+from relax_events.gateway.session_keys import SessionKeys
+from tests.gateway_sessions import open_session, spoken_turn
+from tests.http_attacker import send
+
+WINDOW_SECONDS, NUM_PAIRS, NUM_ATTACKERS = 5.0, 3, 4
+MAX_CONTEXT_TOKENS = 32_768
+COUNT = "/v1/messages/count_tokens"
+QUESTION = {"model": "any", "messages": [{"role": "user", "content": "read the file"}]}
+
+
+async def say_nothing(request: GenerationRequest) -> GeneratedSample:
+    """Sample an empty turn."""
+    return spoken_turn(request, [request.stop_token_ids[0]])
+
+
+def call(port: int, key: str, body: bytes) -> int:
+    """Count the tokens of a conversation; return the status."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
+    try:
+        connection.request(
+            "POST", COUNT, body, {"x-api-key": key, "Content-Type": "application/json"}
+        )
+        answer = connection.getresponse()
+        answer.read()
+        return answer.status
+    finally:
+        connection.close()
+
+
+def measure(port: int, key: str, seconds: float) -> list[float]:
+    """Return the latencies of calls, one after the other."""
+    body, found = json.dumps(QUESTION).encode(), list[float]()
+    stop = time.monotonic() + seconds
+    while time.monotonic() < stop:
+        began = time.monotonic()
+        assert call(port, key, body) == 200
+        found.append(time.monotonic() - began)
+    return found
+
+
+@contextmanager
+def attackers(attack: Callable[[], object]) -> Iterator[None]:
+    """Attack in several threads during the block."""
+    stop = threading.Event()
+
+    def run() -> None:
+        while not stop.is_set():
+            with contextlib.suppress(OSError):
+                attack()
+
+    threads = [threading.Thread(target=run, daemon=True) for _ in range(NUM_ATTACKERS)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def describe(latencies: list[float]) -> str:
+    """Return the median and the 99th percentile."""
+    median, high = np.quantile(latencies, [0.5, 0.99]) * 1000
+    return f"{len(latencies):5} calls, median {median:7.1f} ms, p99 {high:7.1f} ms"
+
+
+def find_attack(target: Target, name: str) -> HttpAttack:
+    """Return an attack by its name."""
+    return next(one for one in http_attacks(target) if one.name == name)
+
+
+def main(seconds: float = WINDOW_SECONDS) -> None:
+    """Measure, and print the figures."""
+    with tempfile.TemporaryDirectory() as name:
+        renderer = build_renderer(Path(name))
+    keys = SessionKeys()
+    server = GatewayServer(keys, model_name="quiet")
+    port = int(server.url.rpartition(":")[2])
+    quiet, greedy = (
+        keys.open(open_session(renderer, say_nothing, max_context_tokens=MAX_CONTEXT_TOKENS))
+        for _ in range(2)
+    )
+    longest = MAX_CONTEXT_TOKENS * renderer.longest_token_bytes
+    unread = find_attack(
+        Target(f"127.0.0.1:{port}", COUNT, "Authorization: Bearer x", longest),
+        "64 MB without a key",
+    )
+    text = {"messages": [{"role": "user", "content": "read the file " * (longest // 15)}]}
+    body = json.dumps(QUESTION | text).encode()
+    kinds = {
+        "64 MB without a key": lambda: send(unread, port=port),
+        f"count_tokens of {len(body) / 1e6:.1f} MB": lambda: call(port, greedy, body),
+    }
+    process = psutil.Process()
+    measure(port, quiet, 1.0)
+    for name, attack in kinds.items():
+        for _ in range(NUM_PAIRS):
+            before = process.memory_info().rss
+            print(f"{'nobody else':28} {describe(measure(port, quiet, seconds))}")
+            with attackers(attack):
+                attacked = measure(port, quiet, seconds)
+            grown = (process.memory_info().rss - before) / 1e6
+            print(f"{name:28} {describe(attacked)}, memory {grown:+.1f} MB", flush=True)
+    server.close(seconds=30.0)
+    renderer.close()
+
+
+if __name__ == "__main__":
+    main(*map(float, sys.argv[1:]))
