@@ -12,6 +12,7 @@ from served_app import serving
 from sglang_servers import BOUNDS
 
 from relax_events.config import EngineConfig, ModelConfig
+from relax_events.http.tls import TlsFiles
 from relax_events.models.adapter_folder import read_adapter_config
 from relax_events.serving.app import build_app
 
@@ -25,6 +26,7 @@ def served(
     token: str = "",
     weights_root: Path | None = Path("/"),
     adapters: Path | None = None,
+    tls: TlsFiles | None = None,
     **settings: Any,
 ) -> Iterator[str]:
     """Serve a model on a free port, with the adapters of a folder if one is named, and give the
@@ -46,5 +48,5 @@ def served(
         weights_root=weights_root,
         adapters=adapters,
     )
-    with serving(app) as url:
+    with serving(app, tls=tls) as url:
         yield url

@@ -48,11 +48,13 @@ def _client(
     from relax_events.controller.api_server import ApiEndpointFile
     from relax_events.kafka.security.folder import read_secret
 
-    endpoint = ApiEndpointFile.from_config(load_run_config(config, overrides))
+    run = load_run_config(config, overrides)
+    endpoint = ApiEndpointFile.from_config(run)
     address = url.rstrip("/") or endpoint.read_url()
     return ScaleClient(
         address,
         read_secret(token_file, key="--token-file") if token_file else endpoint.read_token(),
+        run.http.ca_file,
     )
 
 

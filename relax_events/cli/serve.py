@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from relax_events.config import EngineConfig, LoRAConfig, ModelConfig
     from relax_events.http.guard import App
+    from relax_events.http.tls import TlsFiles
 
 TOKEN_VARIABLE, OWN_TOKEN_FILE = "SERVE_TOKEN", ".relax/serve-token"
 TOKEN_BYTES = 32
@@ -77,6 +78,9 @@ def serve(
     incremental_streaming_output: bool = False,
     token_file: Path | None = None,
     weights_root: Path | None = None,
+    certificate_file: Path | None = None,
+    key_file: Path | None = None,
+    accept_plain: bool = False,
 ) -> None:
     """Serve a model by engine `transformers` behind SGLang's HTTP API and a part of OpenAI's, until
     Ctrl-C.
@@ -96,10 +100,22 @@ def serve(
             variable SERVE_TOKEN has the token, else the file .relax/serve-token, which is created
             where it is missing.
         weights_root: Folder that weights may be loaded from. Without it any folder will do.
+        certificate_file: Certificate in PEM; the server then speaks HTTPS.
+        key_file: Its private key in PEM.
+        accept_plain: Speak plain HTTP also where other machines reach the address: where a proxy
+            or a mesh encrypts.
     """
     from relax_events.http.server import build_url, open_listener
+    from relax_events.http.tls import choose_tls
 
     _require_packages()
+    tls = choose_tls(
+        host,
+        certificate=certificate_file,
+        key=key_file,
+        accepts_plain=accept_plain,
+        names=("--certificate-file", "--key-file", "--accept-plain"),
+    )
     token = _open_token(token_file)
     path, lora = _find_base(model, base)
     if engine.enable_return_routed_experts:
@@ -121,8 +137,8 @@ def serve(
             weights_root=weights_root,
             adapters=None if lora is None else model,
         )
-        print(build_url(listener), flush=True)
-        _answer(app, listener)
+        print(build_url(listener, tls=tls), flush=True)
+        _answer(app, listener, tls)
 
 
 def _find_base(model: Path, base: Path | None) -> tuple[Path, LoRAConfig | None]:
@@ -198,7 +214,7 @@ def _require_experts(model: Path) -> None:
         )
 
 
-def _answer(app: App, listener: socket) -> None:
+def _answer(app: App, listener: socket, tls: TlsFiles | None) -> None:
     """Serve until the process receives a signal, then finish requests in flight."""
     import uvicorn
 
@@ -206,6 +222,9 @@ def _answer(app: App, listener: socket) -> None:
 
     uvicorn.Server(
         build_server_config(
-            app, max_connections=MAX_CONNECTIONS, timeout_graceful_shutdown=DRAIN_SECONDS
+            app,
+            max_connections=MAX_CONNECTIONS,
+            tls=tls,
+            timeout_graceful_shutdown=DRAIN_SECONDS,
         )
     ).run(sockets=[listener])

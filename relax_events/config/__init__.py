@@ -9,6 +9,7 @@ from relax_events.config.data import DataConfig, DatasetConfig, RowsConfig
 from relax_events.config.engine import EngineConfig, ModelConfig, SamplingConfig, SGLangConfig
 from relax_events.config.environment import EnvironmentConfig
 from relax_events.config.evaluation import EvaluationConfig, EvaluationDatasetConfig
+from relax_events.config.http import HttpConfig
 from relax_events.config.judge import JudgeConfig
 from relax_events.config.loading import load_run_config
 from relax_events.config.lora import LoRAConfig
@@ -41,6 +42,7 @@ __all__ = [
     "EvaluationConfig",
     "EvaluationDatasetConfig",
     "HealthConfig",
+    "HttpConfig",
     "JudgeConfig",
     "LoRAConfig",
     "MediaConfig",

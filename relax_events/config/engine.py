@@ -118,6 +118,9 @@ class SGLangConfig(Section):
     token_file: FilePath | None = None
     """File with the token that running servers require: that of `relax serve`, or the `--api-key`
     of SGLang. None sends none."""
+    ca_file: FilePath | None = None
+    """Authority of running servers whose URLs are `https`, in PEM; None takes those of the
+    machine."""
     num_servers: Positive = 1
     """Servers that each worker starts."""
     python: Annotated[str, Names.PROGRAM] = ""

@@ -31,6 +31,7 @@ from relax_events.config.engine import EngineConfig, ModelConfig
 from relax_events.config.environment import EnvironmentConfig
 from relax_events.config.evaluation import EvaluationConfig
 from relax_events.config.external_values import Address, FilePath, Listener, Names, Text
+from relax_events.config.http import HttpConfig
 from relax_events.config.judge import JudgeConfig, check_judge
 from relax_events.config.reward import JUDGED, RewardConfig
 from relax_events.config.scaling import ScalingConfig
@@ -293,6 +294,7 @@ class RunConfig(Section):
     workers: WorkersConfig = WorkersConfig()
     health: HealthConfig = HealthConfig()
     scaling: ScalingConfig = ScalingConfig()
+    http: HttpConfig = HttpConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
 
     @model_validator(mode="before")

@@ -179,6 +179,7 @@ RULES: Mapping[str, tuple[Rule, str]] = {
     "workers": (FREE, _SPEED),
     "health": (FREE, "when to act"),
     "scaling": (FREE, "how many workers there are"),
+    "http": (FREE, "encryption of the servers"),
     "telemetry": (FREE, "notifications and logs"),
 }
 """By key or section; of two that fit a key the longer one holds."""

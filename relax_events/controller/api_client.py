@@ -5,11 +5,13 @@ from __future__ import annotations
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import orjson
 
 from relax_events.errors import CheckFailed, ConfigError
+from relax_events.http.tls import open_client_context
 from relax_events.session.change_audit import describe_account
 
 CALL_SECONDS = 15.0
@@ -21,10 +23,13 @@ USAGE = (400, 401, 404, 422)
 
 @dataclass(frozen=True, slots=True)
 class ScaleClient:
-    """A client of a run's API: its address and the token."""
+    """A client of a run's API: its address, the token, and the authority that it trusts; None
+    takes those of this machine.
+    """
 
     url: str
     token: str
+    ca_file: Path | None = None
 
     def call(
         self, method: str, path: str, body: dict[str, Any] | None = None, *, key: str = ""
@@ -46,8 +51,11 @@ class ScaleClient:
             url, data=content, headers=headers, method=method
         )
         opener = urllib.request.build_opener(
-            urllib.request.ProxyHandler({})
-        )  # no proxy may see the token
+            urllib.request.ProxyHandler({}),  # no proxy may see the token
+            urllib.request.HTTPSHandler(
+                context=open_client_context(self.ca_file, name="http.ca_file")
+            ),
+        )
         try:
             with opener.open(request, timeout=CALL_SECONDS) as response:
                 body_read: dict[str, Any] = orjson.loads(response.read())

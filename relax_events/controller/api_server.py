@@ -124,6 +124,7 @@ def require_api_port(config: RunConfig) -> str:
 
     Raises:
         EnvironmentProblem: The address or the port can't be used; the text names the key to set.
+        ConfigError: The address needs encryption.
     """
     if not is_served(config.scaling):
         return (
@@ -131,9 +132,10 @@ def require_api_port(config: RunConfig) -> str:
             if config.scaling.api == "off"
             else "none: relax-events[api] is not installed"
         )
+    tls = config.http.choose_tls(config.scaling.host)
     _listen(config.scaling).close()
     return (
-        f"{config.scaling.host}, "
+        f"{'HTTP' if tls is None else 'HTTPS'}, {config.scaling.host}, "
         f"{f'port {config.scaling.port}' if config.scaling.port else 'a free port'}"
     )
 
@@ -158,14 +160,15 @@ class ApiServer:
 
         Raises:
             EnvironmentProblem: The port is taken, or the address is not this machine's.
-            ConfigError: There is no token.
+            ConfigError: There is no token, or the address needs encryption.
         """
+        self._tls = config.http.choose_tls(config.scaling.host)
         endpoint = ApiEndpointFile.from_config(config)
         self._endpoint, self._host = endpoint, config.scaling.host
         self._service, self._put, self._token = service, put, endpoint.open_token()
         self._listener = _listen(config.scaling)
         self._listener.listen()
-        self.url = build_url(self._listener)
+        self.url = build_url(self._listener, tls=self._tls)
         endpoint.write_url(self.url)
         self._server: Any = None
         self._is_closing = False
@@ -180,7 +183,9 @@ class ApiServer:
         from relax_events.controller.api import build_app
 
         app = build_app(self._service, self._put, token=self._token, host=self._host)
-        settings = build_server_config(app, lifespan="off", timeout_keep_alive=KEEP_ALIVE_SECONDS)
+        settings = build_server_config(
+            app, tls=self._tls, lifespan="off", timeout_keep_alive=KEEP_ALIVE_SECONDS
+        )
         with self._lock:
             if self._is_closing:
                 return

@@ -68,7 +68,8 @@ def scale(config: RunConfig, action: ScaleAction, *, token: str) -> dict[str, An
         ConfigError: The controller rejects it.
         CheckFailed: The controller does not answer.
     """
-    client = ScaleClient(ApiEndpointFile.from_config(config).read_url(), token)
+    url = ApiEndpointFile.from_config(config).read_url()
+    client = ScaleClient(url, token, config.http.ca_file)
     body = {
         "model_name": action.role,
         "num_replicas": action.num_replicas,

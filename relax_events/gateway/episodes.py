@@ -98,7 +98,8 @@ class EpisodeEngine(TurnEngine[_Call | GeneratedSample]):
             libraries: Opens a library of the run's media; None for one without a version's folder.
             index: The worker's, which is added to the port for harnesses.
         Raises:
-            ConfigError: There is no such program, or no token for harnesses.
+            ConfigError: There is no such program, no token for harnesses, or their address needs
+                encryption.
             EnvironmentProblem: The port for harnesses is taken.
         """
         super().__init__(engine)
@@ -142,6 +143,7 @@ class EpisodeEngine(TurnEngine[_Call | GeneratedSample]):
             token=read_secret(harness.token_file, key="environment.harness.token_file"),
             offers=self._offers,
             call_seconds=call_seconds,
+            tls=self._config.http.choose_tls(harness.host),
         )
         log.info("gateway.opened", url=server.url)
         return server

@@ -16,6 +16,7 @@ from relax_events.gateway.app import CALL_SECONDS, build_gateway
 from relax_events.gateway.offers import SessionOffers
 from relax_events.gateway.session_keys import SessionKeys
 from relax_events.http.server import build_server_config, build_url, open_listener
+from relax_events.http.tls import TlsFiles
 from relax_events.runtime.cancellable_tasks import CancellableTasks
 
 Result = TypeVar("Result")
@@ -41,6 +42,7 @@ class GatewayServer:
         token: str = "",
         offers: SessionOffers | None = None,
         call_seconds: float = CALL_SECONDS,
+        tls: TlsFiles | None = None,
     ) -> None:
         """Start the thread, and wait until it answers.
 
@@ -52,13 +54,14 @@ class GatewayServer:
             token: Which a harness must have to take a session.
             offers: The episodes of harnesses that people start, if they drive the policy.
             call_seconds: Deadline of a call, its waits included.
+            tls: The certificate and its key; None speaks plain HTTP.
         Raises:
             EnvironmentProblem: No port is free, or the server does not start.
         """
         remedies = "free it, or set environment.harness.port", "set environment.harness.host"
         self._listener = open_listener(host, port, remedies=remedies, what="the gateway")
         self._listener.listen(MAX_CONNECTIONS)
-        self.url = build_url(self._listener)
+        self.url = build_url(self._listener, tls=tls)
         config = build_server_config(
             build_gateway(
                 keys,
@@ -69,6 +72,7 @@ class GatewayServer:
                 call_seconds=call_seconds,
             ),
             max_connections=MAX_CONNECTIONS,
+            tls=tls,
             timeout_graceful_shutdown=DRAIN_SECONDS,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
         )

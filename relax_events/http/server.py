@@ -14,6 +14,7 @@ from typing import Any
 from relax_events.errors import EnvironmentProblem
 from relax_events.http.connections import Connection, ConnectionTable
 from relax_events.http.guard import CONNECTION, App
+from relax_events.http.tls import TlsFiles
 
 PACKAGES = ("fastapi", "uvicorn")
 """The packages of our HTTP APIs, which the extra `api` installs."""
@@ -48,10 +49,11 @@ def open_listener(host: str, port: int, *, remedies: tuple[str, str], what: str)
     return listener
 
 
-def build_url(listener: socket.socket) -> str:
+def build_url(listener: socket.socket, *, tls: TlsFiles | None = None) -> str:
     """Return the URL of the address that a socket is bound to."""
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "http" if tls is None else "https"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 class TextHandler(BaseHTTPRequestHandler):
@@ -78,10 +80,14 @@ MAX_CONNECTIONS = 64
 
 
 def build_server_config(
-    app: App, *, max_connections: int = MAX_CONNECTIONS, **settings: Any
+    app: App,
+    *,
+    max_connections: int = MAX_CONNECTIONS,
+    tls: TlsFiles | None = None,
+    **settings: Any,
 ) -> Any:
-    """Return uvicorn's configuration for a guarded application: bounded connections, and a deadline
-    for request headers.
+    """Return uvicorn's configuration for a guarded application: bounded connections, a deadline for
+    request headers, and encryption where there is a certificate.
     """
     import uvicorn
     from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -118,5 +124,6 @@ def build_server_config(
         log_config=None,
         access_log=False,
         server_header=False,
+        **({} if tls is None else tls.server_settings),
         **settings,
     )

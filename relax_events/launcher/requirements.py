@@ -405,6 +405,19 @@ def require_context_length(
     )
 
 
+def require_harness_address(config: RunConfig) -> str:
+    """Return where harnesses find rollout worker 0, once their keys stay secret on the way.
+
+    Raises:
+        ConfigError: The address needs encryption.
+    """
+    harness = config.environment.harness
+    if not harness.is_served:
+        return "none: environment.harness.port = 0"
+    tls = config.http.choose_tls(harness.host)
+    return f"{'HTTP' if tls is None else 'HTTPS'}, {harness.host}, port {harness.port}"
+
+
 REQUIREMENTS: Mapping[str, Callable[[RunConfig], str]] = {
     "folder": require_folder,
     "roles": require_roles,
@@ -412,6 +425,7 @@ REQUIREMENTS: Mapping[str, Callable[[RunConfig], str]] = {
     "traces": lambda config: require_tracing(config.telemetry.traces),
     "trackers": lambda config: require_trackers(config.telemetry),
     "scaling API": require_api_port,
+    "harness": require_harness_address,
     "model": require_model,
     "teacher": require_teacher,
     "judge": require_judge,

@@ -14,6 +14,7 @@ from contextlib import suppress
 import orjson
 import pytest
 
+from relax_events.cli.runs import audit
 from relax_events.config import RunConfig
 from relax_events.controller.api_client import ScaleClient
 from relax_events.controller.api_server import ApiEndpointFile
@@ -21,12 +22,16 @@ from relax_events.errors import CheckFailed
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import WorkerState
 from relax_events.events.types import Event
+from relax_events.history.live_run import stop_run
+from relax_events.history.run_log import RunLog
+from relax_events.history.runs.changes import read_changes
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord
 from relax_events.projections.scale_requests import Status
 from relax_events.projections.scaling import ExitReason, ScaleState
+from relax_events.session.change_audit import describe_account
 from relax_events.topics import TopicPlan
 from tests.unit.run_events import make_heartbeat
 
@@ -42,8 +47,8 @@ class Run:
         self.config, self.plan = config, TopicPlan.from_config(config)
         self._connection, self._producer = connection, producer
         config.run_directory.mkdir(parents=True, exist_ok=True)
-        self._run_file = config.run_directory / "run.json"
-        self._run_file.write_bytes(orjson.dumps(config.model_dump(mode="json")))
+        self.run_file = config.run_directory / "run.json"
+        self.run_file.write_bytes(orjson.dumps(config.model_dump(mode="json")))
         self.process = self.start()
 
     def start(self) -> subprocess.Popen[bytes]:
@@ -54,7 +59,7 @@ class Run:
             "relax_events.cli",
             "worker",
             "controller",
-            str(self._run_file),
+            str(self.run_file),
         ]
         with (self.config.run_directory / "log").open("ab") as log:
             return subprocess.Popen(
@@ -172,3 +177,25 @@ def test_next_controller_continues_open_scaling_requests(run: Run) -> None:
         "COMPLETED",
         ["rollout-2", "rollout-1"],
     )
+    with RunLog(run.config, name="test") as log:
+        changes = read_changes(log)
+    assert [(one.command, one.outcome, one.caller) for one in changes] == [
+        ("POST /rollout/scale_out", "accepted", describe_account()),
+        ("POST /rollout/scale_in", "accepted", describe_account()),
+    ]
+
+
+@pytest.mark.timeout(300)
+def test_run_that_is_stopped_by_a_command_says_who_stopped_it(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.call("GET", "engines")
+    run.heartbeats("rollout-0", state=WorkerState.IDLE)
+    stop_run(run.config, timeout_seconds=0.0)
+    run.process.wait(60)
+    audit(str(run.run_file), output="json")
+    (change,) = orjson.loads(capsys.readouterr().out)
+    assert (change["command"], change["identity"]) == ("relax runs stop", "account")
+    assert change["caller"] == describe_account()
+    audit(str(run.run_file))
+    assert "relax runs stop" in capsys.readouterr().out

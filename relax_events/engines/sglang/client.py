@@ -16,6 +16,7 @@ from relax_events.engines.sglang.checkpoint import ModelFolder
 from relax_events.engines.sglang.generate_body import add_seeds, build_generate_body
 from relax_events.engines.sglang.media_features import FORMAT
 from relax_events.errors import ConfigError, EnvironmentProblem
+from relax_events.http.tls import open_client_context
 
 SUPPORTED_VERSIONS = ("0.5.23",)
 """Tested versions; SGLang's API changes monthly, including the start and end of weight updates."""
@@ -47,7 +48,13 @@ class SGLangClient:
     """The calls that the engine needs. Used in one event loop."""
 
     def __init__(
-        self, url: str, *, model: ModelFolder, weights_seconds: float, token: str = ""
+        self,
+        url: str,
+        *,
+        model: ModelFolder,
+        weights_seconds: float,
+        token: str = "",
+        ca_file: Path | None = None,
     ) -> None:
         """Create the client; it connects with the first call.
 
@@ -56,6 +63,7 @@ class SGLangClient:
             model: The served model.
             weights_seconds: Deadline of a call that loads or hashes all weights.
             token: That the server requires; empty sends none.
+            ca_file: The authority that is trusted; None takes those of the machine.
         Raises:
             EnvironmentProblem: The HTTP client is not installed.
         """
@@ -77,6 +85,9 @@ class SGLangClient:
             limits=limits,
             timeout=CONTROL_SECONDS,
             trust_env=False,
+            verify=open_client_context(ca_file, name="engine.sglang.ca_file")
+            if ca_file is not None
+            else True,
             headers={"Authorization": f"Bearer {token}"} if token else {},
         )
 

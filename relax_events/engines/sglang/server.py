@@ -83,6 +83,7 @@ class SGLangServer:
                 model=self._model,
                 weights_seconds=config.sglang.start_seconds,
                 token=_read_token(config.sglang) if process is None else "",
+                ca_file=config.sglang.ca_file,
             )
             served = ServedVersion.new(policy_version, model_path.absolute())
             self._lifecycle = ServerLifecycle(
