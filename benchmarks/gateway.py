@@ -30,11 +30,11 @@ from relax_events.config import DataConfig
 from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.protocol import GeneratedSample, GenerationRequest
 from relax_events.examples.tiny_tokenizer import train_tokenizer
-from relax_events.gateway.session_keys import SessionKeys
 from relax_events.gateway.chat_renderer import ChatRenderer
 from relax_events.gateway.graph import path_tokens
 from relax_events.gateway.server import GatewayServer
 from relax_events.gateway.session import Session
+from relax_events.gateway.session_keys import SessionKeys
 from tests.gateway_sessions import open_session, spoken_turn
 
 NUM_SESSIONS = 500

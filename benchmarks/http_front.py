@@ -3,7 +3,7 @@
     python -m benchmarks.http_front [SECONDS]
 
 Pairs of windows: the same calls of a session with and without attackers, on one gateway. The
-figures are printed: latencies of the calls, and how much the memory has grown.
+latencies of the calls are printed, and how much the memory has grown.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def find_attack(target: Target, name: str) -> HttpAttack:
 
 
 def main(seconds: float = WINDOW_SECONDS) -> None:
-    """Measure, and print the figures."""
+    """Measure, and print the latencies."""
     with tempfile.TemporaryDirectory() as name:
         renderer = build_renderer(Path(name))
     keys = SessionKeys()
@@ -125,7 +125,7 @@ def main(seconds: float = WINDOW_SECONDS) -> None:
     for name, attack in kinds.items():
         for _ in range(NUM_PAIRS):
             before = process.memory_info().rss
-            print(f"{'nobody else':28} {describe(measure(port, quiet, seconds))}")
+            print(f"{'alone':28} {describe(measure(port, quiet, seconds))}")
             with attackers(attack):
                 attacked = measure(port, quiet, seconds)
             grown = (process.memory_info().rss - before) / 1e6

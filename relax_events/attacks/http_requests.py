@@ -71,7 +71,7 @@ def _attack(name: str, head: bytes, *statuses: int, body: bytes = b"") -> HttpAt
 
 
 def _without_a_key(target: Target) -> list[HttpAttack]:
-    """Requests of whoever has no key: none of their bytes is read."""
+    """Requests of callers without a key: none of their bytes is read."""
     length = f"Content-Length: {LARGE}"
     denied, unauthorized = frozenset({401}), {401}
     name, _, key = target.key.partition(": ")
@@ -167,7 +167,7 @@ def _malformed(target: Target) -> list[HttpAttack]:
 
 
 def _dear(target: Target) -> list[HttpAttack]:
-    """Bodies of whoever has the key, which cost more than a call may."""
+    """Bodies of a caller with the key, which cost more than a call may."""
     too_long = target.num_bytes + 1
     deep = b"[" * 5000 + b"]" * 5000
     values = b'{"messages": [' + b"[]," * ((target.num_bytes - 32) // 3) + b"[]]}"

@@ -1,4 +1,4 @@
-"""Who may see the page: whoever opened a link that the account of the run has printed.
+"""Who may see the page: browsers that opened a link which the run's account has printed.
 
     relax run, relax dashboard, relax dashboard --link --> a link, which works once
     browser: GET /?token=TOKEN --> the link is used up --> cookie --> /
@@ -25,12 +25,12 @@ from relax_events.http.identity import Identity, RequestHead
 
 FOLDER = "page"
 TOKEN_BYTES = 16
-"""The link fits a line of a terminal, and nobody guesses it."""
+"""128 bits can't be guessed, and the link fits a line of a terminal."""
 LINK_SECONDS, COOKIE_SECONDS = 24 * 3600, 30 * 24 * 3600
 """Unused links and cookies are deleted after this, when a page starts."""
 NO_LINK = (
-    "this page is for whoever started it: open the link that relax printed, which works once; "
-    "print another one with: relax dashboard --link"
+    "this page is for the account that started it: open the link that relax printed, which works "
+    "once; print another one with: relax dashboard --link"
 )
 SECRET = re.compile("[A-Za-z0-9_-]{20,100}")
 READER = Identity(name="reader", max_connections=256)

@@ -38,8 +38,8 @@ class ChatRenderer:
         self.stop_token_ids = renderer.stop_token_ids
 
     async def run(self, owner: object, work: Callable[[], Result]) -> Result:
-        """Run something slow for a session, so that the event loop and other sessions go on; raises
-        as `RenderQueue.run`.
+        """Run something slow for a session without holding up the event loop or other sessions;
+        raises as `RenderQueue.run`.
         """
         return await self._queue.run(owner, work)
 

@@ -106,7 +106,7 @@ class RenderQueue:
         self._start_work()
 
     def _forget(self, owner: object, item: _Work) -> None:
-        """Take work that nobody waits for out of the queue."""
+        """Take the work of a call that is gone out of the queue."""
         queue = self._waiting.get(owner)
         if queue is not None and item in queue:
             queue.remove(item)

@@ -1,4 +1,4 @@
-"""Whoever calls the gateway: a program by the key of its session, or a harness by the token.
+"""The callers of the gateway: a program by the key of its session, or a harness by the token.
 
 The key stands in the header of either vendor, since a proxy between the program and the gateway may
 overwrite one of them. It is looked up once, by the guard, before a call's body is read.
@@ -74,7 +74,7 @@ class SessionKeys:
 
 
 class Callers:
-    """Whoever may call a gateway that serves harnesses too."""
+    """The callers of a gateway that serves harnesses too."""
 
     def __init__(self, keys: SessionKeys, *, token: str, offers: SessionOffers | None) -> None:
         """Know the keys and the token.

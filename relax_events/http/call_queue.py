@@ -5,7 +5,7 @@
     calls of C  C C         /
 
 A call is in the budget of its identity until it is answered. Its body is in the server's budget
-only until it is parsed, so that calls that wait for an engine hold up nobody.
+only until it is parsed, so that calls that wait for an engine hold up no others.
 """
 
 from __future__ import annotations

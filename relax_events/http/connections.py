@@ -1,4 +1,4 @@
-"""The open connections of a server, by who uses them: nobody can take all of them."""
+"""The open connections of a server, by caller: none can take all of them."""
 
 from __future__ import annotations
 

@@ -215,8 +215,8 @@ class _Call:
                 return b"".join(parts)
 
     def replay(self, body: bytes, turn: Turn) -> Receive:
-        """Return a receive function that first returns the body, then later messages: whoever asks
-        for them has parsed the body.
+        """Return a receive function that first returns the body, then later messages: an
+        application that asks for them has parsed the body.
         """
         parts = [body]
 

@@ -10,7 +10,7 @@ from typing import Any, Self
 BEARER = "bearer"
 SMALL_BODY_BYTES = 64 * 1024
 """A body of this size costs nothing that needs a budget: the kernel holds as much for a connection
-that nobody reads."""
+that is not read."""
 JSON_ESCAPE_BYTES = 6
 r"""The longest form of a byte of text in JSON: \u001f."""
 FIXED_VALUES = 16_384
@@ -48,7 +48,7 @@ class BodyBound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """Whoever a request comes from, and the budget of its calls.
+    """The caller of a request, and the budget of its calls.
 
     Attributes:
         name: Unique in a server; it is no secret.
@@ -76,7 +76,7 @@ class RequestHead:
         method: In capitals.
         path: Without the query.
         query: Of the address, without the question mark.
-        headers: By name in small letters; of a repeated header the last.
+        headers: By lower-case name; of a repeated header the last.
     """
 
     method: str
@@ -117,7 +117,7 @@ def identify_by_token(
 
     Args:
         token: Of the header `Authorization`; empty lets every request in.
-        identity: Of whoever has it.
+        identity: Of a caller with the token.
         open_paths: Paths that need no token, for probes; they may have no body to speak of.
     """
     probe = Identity(name="probe", body=BodyBound(num_bytes=0))

@@ -55,8 +55,8 @@ class RunPage:
     def open(cls, config: RunConfig, *, run_file: Path) -> RunPage | None:
         """Open the port: 8321, or a free one where it is taken. None where the run offers no page.
 
-        The page reads with the credentials of whoever starts it, so a run whose broker asks for
-        some offers none; `relax dashboard` does when it is asked.
+        The page reads with its owner's credentials, so a run whose broker asks for some offers
+        none; `relax dashboard` does when it is asked.
         """
         if not config.telemetry.dashboard or _asks_for_credentials(config.broker):
             return None

@@ -42,7 +42,7 @@ def build_change(
     Args:
         command: The route or the command.
         arguments: Its arguments.
-        answer: What the caller was told.
+        answer: The answer to the caller.
         outcome: What became of it.
         identity: How the caller was known.
         caller: What a client says of itself; empty for the account of this process.

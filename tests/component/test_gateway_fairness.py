@@ -101,7 +101,7 @@ def test_cancelled_rendering_leaves_the_queue() -> None:
 
     async def run(queue: RenderQueue) -> None:
         first = asyncio.ensure_future(queue.run("a", lambda: go_on.wait(SECONDS)))
-        gone = asyncio.ensure_future(queue.run("a", lambda: pytest.fail("nobody waits for it")))
+        gone = asyncio.ensure_future(queue.run("a", lambda: pytest.fail("its call is gone")))
         await asyncio.sleep(0)
         gone.cancel()
         with suppress(asyncio.CancelledError):

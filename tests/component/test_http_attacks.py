@@ -1,5 +1,5 @@
 """The attacks on HTTP servers, against each of ours: none of them has an effect, and the bodies of
-whoever has no key stay unread.
+callers without a key stay unread.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def test_scaling_api_rejects_calls_without_the_token(served: Served) -> None:
 
 
 def test_changes_are_recorded_with_who_asked_for_them(served: Served) -> None:
-    """Accepted and refused ones are; calls that change nothing, dry runs and strangers are not."""
+    """Accepted and refused ones are; calls that change nothing, dry runs and callers without the token are not."""
     call = served.client.call
     call("POST", "scale_out", {"num_replicas": 3, "dry_run": True})
     call("GET", "engines")

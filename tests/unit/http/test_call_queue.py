@@ -108,7 +108,7 @@ def test_large_bodies_of_one_identity_count_until_they_are_answered() -> None:
     asyncio.run(run())
 
 
-def test_cancelled_call_returns_its_place() -> None:
+def test_cancelled_call_returns_its_budget() -> None:
     async def run() -> None:
         calls, one = Calls(CallQueue(total_bytes=LARGE)), caller("a")
         for name in ("first", "waiting", "last"):

@@ -1,4 +1,4 @@
-"""The places of a server's connections: nobody takes all of them."""
+"""The connections of a server: no caller takes all of them."""
 
 from __future__ import annotations
 

@@ -82,6 +82,8 @@ spec:
         {{- if $usesApi }}
         - {name: RELAX_SCALING__API, value: "on"}
         - {name: RELAX_SCALING__HOST, value: 0.0.0.0}
+        # Policies and the Service keep the port within the namespace; a mesh encrypts it.
+        - {name: RELAX_HTTP__ACCEPT_PLAIN, value: "true"}
         - {name: RELAX_SCALING__PORT, value: {{ $values.scaling.port | quote }}}
         - {name: RELAX_SCALING__TOKEN_FILE, value: /run/secrets/scaling/token}
         - {name: RELAX_SCALING__KUBERNETES_RELEASE, value: {{ .root.Release.Name | quote }}}
