@@ -11,11 +11,11 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import multiprocessing
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,7 +23,7 @@ import numpy as np
 import psutil
 
 from benchmarks.gateway import build_renderer
-from relax_events.attacks.http_requests import HttpAttack, Target, http_attacks
+from relax_events.attacks.http_requests import Target, http_attacks
 from relax_events.engines.protocol import GeneratedSample, GenerationRequest
 from relax_events.gateway.server import GatewayServer
 from relax_events.gateway.session_keys import SessionKeys
@@ -31,7 +31,10 @@ from tests.gateway_sessions import open_session, spoken_turn
 from tests.http_attacker import send
 
 WINDOW_SECONDS, NUM_PAIRS, NUM_ATTACKERS = 5.0, 3, 4
-MAX_CONTEXT_TOKENS = 32_768
+START_SECONDS = 3.0
+"""Until all attackers attack."""
+MAX_CONTEXT_TOKENS, LONGEST_TOKEN_BYTES = 32_768, 16
+UNREAD, COUNTED = "64 MB without a key", "count_tokens of a whole context"
 COUNT = "/v1/messages/count_tokens"
 QUESTION = {"model": "any", "messages": [{"role": "user", "content": "read the file"}]}
 
@@ -66,36 +69,43 @@ def measure(port: int, key: str, seconds: float) -> list[float]:
     return found
 
 
+def attack_forever(kind: str, port: int, key: str) -> None:
+    """Attack a gateway until this process is ended: without a key, or with that of a session."""
+    longest = MAX_CONTEXT_TOKENS * LONGEST_TOKEN_BYTES
+    target = Target(f"127.0.0.1:{port}", COUNT, "Authorization: Bearer x", longest)
+    unread = next(one for one in http_attacks(target) if one.name == UNREAD)
+    text = {"messages": [{"role": "user", "content": "read the file " * (longest // 15)}]}
+    body = json.dumps(QUESTION | text).encode()
+    while True:
+        with contextlib.suppress(OSError):
+            if kind == UNREAD:
+                send(unread, port=port)
+            else:
+                call(port, key, body)
+
+
 @contextmanager
-def attackers(attack: Callable[[], object]) -> Iterator[None]:
-    """Attack in several threads during the block."""
-    stop = threading.Event()
-
-    def run() -> None:
-        while not stop.is_set():
-            with contextlib.suppress(OSError):
-                attack()
-
-    threads = [threading.Thread(target=run, daemon=True) for _ in range(NUM_ATTACKERS)]
-    for thread in threads:
-        thread.start()
+def attackers(kind: str, port: int, key: str) -> Iterator[None]:
+    """Attack from several processes during the block."""
+    context = multiprocessing.get_context("spawn")
+    processes = [
+        context.Process(target=attack_forever, args=(kind, port, key), daemon=True)
+        for _ in range(NUM_ATTACKERS)
+    ]
+    for process in processes:
+        process.start()
     try:
         yield
     finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
+        for process in processes:
+            process.terminate()
+            process.join()
 
 
 def describe(latencies: list[float]) -> str:
     """Return the median and the 99th percentile."""
     median, high = np.quantile(latencies, [0.5, 0.99]) * 1000
     return f"{len(latencies):5} calls, median {median:7.1f} ms, p99 {high:7.1f} ms"
-
-
-def find_attack(target: Target, name: str) -> HttpAttack:
-    """Return an attack by its name."""
-    return next(one for one in http_attacks(target) if one.name == name)
 
 
 def main(seconds: float = WINDOW_SECONDS) -> None:
@@ -109,27 +119,17 @@ def main(seconds: float = WINDOW_SECONDS) -> None:
         keys.open(open_session(renderer, say_nothing, max_context_tokens=MAX_CONTEXT_TOKENS))
         for _ in range(2)
     )
-    longest = MAX_CONTEXT_TOKENS * renderer.longest_token_bytes
-    unread = find_attack(
-        Target(f"127.0.0.1:{port}", COUNT, "Authorization: Bearer x", longest),
-        "64 MB without a key",
-    )
-    text = {"messages": [{"role": "user", "content": "read the file " * (longest // 15)}]}
-    body = json.dumps(QUESTION | text).encode()
-    kinds = {
-        "64 MB without a key": lambda: send(unread, port=port),
-        f"count_tokens of {len(body) / 1e6:.1f} MB": lambda: call(port, greedy, body),
-    }
     process = psutil.Process()
     measure(port, quiet, 1.0)
-    for name, attack in kinds.items():
+    for kind in (UNREAD, COUNTED):
         for _ in range(NUM_PAIRS):
             before = process.memory_info().rss
             print(f"{'alone':28} {describe(measure(port, quiet, seconds))}")
-            with attackers(attack):
+            with attackers(kind, port, greedy):
+                measure(port, quiet, START_SECONDS)
                 attacked = measure(port, quiet, seconds)
             grown = (process.memory_info().rss - before) / 1e6
-            print(f"{name:28} {describe(attacked)}, memory {grown:+.1f} MB", flush=True)
+            print(f"{kind:28} {describe(attacked)}, memory {grown:+.1f} MB", flush=True)
     server.close(seconds=30.0)
     renderer.close()
 
