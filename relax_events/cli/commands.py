@@ -67,8 +67,8 @@ COMMANDS = {
     "runs": (
         "relax_events.cli.runs:app",
         (
-            "List, inspect, replay, fork and delete runs: list, show, stop, timeline, replay, "
-            "fork, delete."
+            "List, inspect, replay, fork and delete runs: list, show, audit, stop, timeline, "
+            "replay, fork, delete."
         ),
     ),
     "scale": (

@@ -74,11 +74,21 @@ def test_doctor_reports_every_check_even_when_some_fail(make_data: MakeRunConfig
         "traces",
         "trackers",
     ]
-    names += ["scaling API", "model", "teacher", "judge", "data", "room", "reward", "walls"]
+    names += [
+        "scaling API",
+        "harness",
+        "model",
+        "teacher",
+        "judge",
+        "data",
+        "room",
+        "reward",
+        "walls",
+    ]
     names += ["devices"]
     assert [finding.what for finding in findings] == names
     assert [finding.what for finding in findings if not finding.is_good] == ["roles", "model"]
-    assert findings[15] == Finding("data", True, f"1 prompts in {make_data().data.source}")
+    assert findings[16] == Finding("data", True, f"1 prompts in {make_data().data.source}")
 
 
 def test_check_with_missing_package_does_not_stop_other_checks(
