@@ -37,11 +37,11 @@ class ChatRenderer:
         self._queue = RenderQueue(NUM_THREADS if renderer.may_share_threads else 1)
         self.stop_token_ids = renderer.stop_token_ids
 
-    async def run(self, owner: object, work: Callable[[], Result]) -> Result:
+    async def run(self, owner: object, work: Callable[[], Result], *, num_bytes: int) -> Result:
         """Run something slow for a session without holding up the event loop or other sessions;
         raises as `RenderQueue.run`.
         """
-        return await self._queue.run(owner, work)
+        return await self._queue.run(owner, work, num_bytes=num_bytes)
 
     def close(self) -> None:
         """Stop the threads."""

@@ -1,8 +1,10 @@
 """Threads that render for sessions, which take turns: no session waits for another's long text.
 
-session A  A A A \
-    session B  B      >-- one of each at a time, in turn --> thread 1 .. n
-session C  C C   /
+    session A  A A A  --.
+    session B  B      --+--> one of each at a time, in turn --> thread 1 .. n
+    session C  C C    --'
+
+A tokenizer needs some 500 bytes for each byte of text, so one long text is rendered at a time.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any, TypeVar
 from relax_events.errors import EngineFailed
 
 Result = TypeVar("Result")
+LONG_TEXT_BYTES = 1024**2
 RENDER_SECONDS = 60.0
 """Deadline of a rendering, with its wait for a thread."""
 
@@ -26,6 +29,7 @@ class _Work:
     """What one call wants rendered."""
 
     run: Callable[[], Any]
+    is_long: bool
     done: asyncio.Future[Any] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -45,17 +49,19 @@ class RenderQueue:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="session-renderer")
         self._waiting: OrderedDict[object, deque[_Work]] = OrderedDict()
         self._running: set[object] = set()
+        self._runs_long = False
 
-    async def run(self, owner: object, work: Callable[[], Result]) -> Result:
+    async def run(self, owner: object, work: Callable[[], Result], *, num_bytes: int = 0) -> Result:
         """Run something in a thread when it is the owner's turn.
 
         Args:
             owner: The session; it has one thread at most, also after a deadline has passed.
             work: What to run.
+            num_bytes: Of the text.
         Raises:
             EngineFailed: The deadline has passed; the same call may succeed later.
         """
-        item = _Work(work)
+        item = _Work(work, num_bytes > LONG_TEXT_BYTES)
         self._waiting.setdefault(owner, deque()).append(item)
         self._start_work()
         try:
@@ -78,7 +84,8 @@ class RenderQueue:
         for owner in list(self._waiting):
             if not self._num_free:
                 return
-            if owner not in self._running:
+            waits_for_long = self._waiting[owner][0].is_long and self._runs_long
+            if owner not in self._running and not waits_for_long:
                 self._start(owner)
 
     def _start(self, owner: object) -> None:
@@ -88,6 +95,7 @@ class RenderQueue:
         if not queue:
             del self._waiting[owner]
         self._running.add(owner)
+        self._runs_long = self._runs_long or item.is_long
         self._num_free -= 1
         loop = asyncio.get_running_loop()
         running = loop.run_in_executor(self._threads, item.run)
@@ -95,6 +103,7 @@ class RenderQueue:
 
     def _end(self, owner: object, item: _Work, ended: asyncio.Future[Any]) -> None:
         self._running.discard(owner)
+        self._runs_long = self._runs_long and not item.is_long
         self._num_free += 1
         if ended.cancelled():
             item.done.cancel()

@@ -209,11 +209,12 @@ class Session:
     async def _render(
         self, messages: Sequence[Message], continuation: Continuation, tools: Sequence[Message]
     ) -> NDArray[np.int32]:
-        renderer = self.renderer
-        if continuation.parent is None:
-            return await renderer.run(self, partial(renderer.prompt_tokens, messages, tools=tools))
-        known = len(messages) - len(continuation.rest)
-        tokens = continuation.parent.sample.tokens
+        renderer, parent = self.renderer, continuation.parent
+        num_bytes = count_text_bytes([*messages, *tools])
+        if parent is None:
+            whole = partial(renderer.prompt_tokens, messages, tools=tools)
+            return await renderer.run(self, whole, num_bytes=num_bytes)
+        known, tokens = len(messages) - len(continuation.rest), parent.sample.tokens
         work = partial(
             renderer.bridge_tokens,
             messages[: known - 1],
@@ -221,7 +222,7 @@ class Session:
             tools=tools,
             has_stop=bool(len(tokens)) and int(tokens[-1]) in renderer.stop_token_ids,
         )
-        return await renderer.run(self, work)
+        return await renderer.run(self, work, num_bytes=num_bytes)
 
     def _build_request(
         self, continuation: Continuation, input_tokens: NDArray[np.int32], max_tokens: int | None

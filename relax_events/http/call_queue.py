@@ -1,8 +1,8 @@
 """Which call is next: each identity has a budget, and identities take turns.
 
-    calls of A  A A A A A A \
-    calls of B  B            >-- A, B, C, A, C, A ...  --> body is read and parsed --> answered
-    calls of C  C C         /
+    calls of A  A A A A A A  --.
+    calls of B  B            --+--> A, B, C, A, C, A ... --> body is read and parsed --> answered
+    calls of C  C C          --'
 
 A call is in the budget of its identity until it is answered. Its body is in the server's budget
 only until it is parsed, so that calls that wait for an engine hold up no others.

@@ -18,7 +18,7 @@ from relax_events.engines.protocol import GeneratedSample, GenerationRequest
 from relax_events.errors import EngineFailed
 from relax_events.examples.tiny_tokenizer import train_tokenizer
 from relax_events.gateway.chat_renderer import ChatRenderer
-from relax_events.gateway.render_queue import RenderQueue
+from relax_events.gateway.render_queue import LONG_TEXT_BYTES, RenderQueue
 from relax_events.gateway.session import Limit, Session, SessionLimit
 
 TEMPLATE = (
@@ -78,6 +78,28 @@ def test_sessions_take_turns_on_one_thread() -> None:
     with opened(1) as queue:
         asyncio.run(run(queue))
     assert order == ["a", "a", "b", "c", "a", "b"]
+
+
+def test_long_texts_are_rendered_one_at_a_time_and_hold_up_no_short_ones() -> None:
+    go_on, running = threading.Event(), threading.Semaphore(0)
+
+    def wait() -> bool:
+        running.release()
+        return go_on.wait(SECONDS)
+
+    async def run(queue: RenderQueue) -> None:
+        long = [
+            asyncio.ensure_future(queue.run(name, wait, num_bytes=LONG_TEXT_BYTES + 1))
+            for name in ("a", "b")
+        ]
+        assert await asyncio.to_thread(running.acquire, timeout=SECONDS)
+        assert await queue.run("c", lambda: "short") == "short"
+        assert not running.acquire(blocking=False), "the second one waits, and a thread is free"
+        go_on.set()
+        assert await asyncio.gather(*long) == [True, True]
+
+    with opened(3) as queue:
+        asyncio.run(run(queue))
 
 
 def test_rendering_past_its_deadline_fails_and_keeps_only_its_own_thread() -> None:
