@@ -189,7 +189,7 @@ def _open_token(file: Path | None) -> str:
     from relax_events.kafka.security.folder import read_secret, write_private
     from relax_events.telemetry.logs import hide
 
-    if file is None and (given := os.environ.get(TOKEN_VARIABLE)):
+    if file is None and (given := os.environ.pop(TOKEN_VARIABLE, "")):
         hide(given)
         return given
     own = Path(OWN_TOKEN_FILE)

@@ -4,6 +4,7 @@ unauthorized request costs.
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import socket
@@ -14,13 +15,17 @@ from typing import Any
 import pytest
 import uvicorn
 
+from relax_events.attacks.http_requests import Target, slow_attacks
 from relax_events.http import server as http_guard
 from relax_events.http.guard import GuardLimits, RequestGuard
-from relax_events.http.identity import BodyBound, Identity, identify_by_token
+from relax_events.http.identity import BodyBound, Identity, identify_by_token, identity_of
 from relax_events.http.server import build_server_config, open_listener
+from tests.http_attacker import send
 
 TOKEN = "of-this-run"
 MAX_BYTES = 1000
+LIMITS = GuardLimits(body_seconds=0.3)
+SLOW, STREAM = b"never answered", b"answered without an end"
 CALLER = Identity(name="token", body=BodyBound(num_bytes=MAX_BYTES))
 Headers = dict[str, str]
 
@@ -30,11 +35,18 @@ class Echo:
 
     def __init__(self) -> None:
         self.num_calls = 0
+        self.callers: list[Identity] = []
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         self.num_calls += 1
+        self.callers.append(identity_of(scope))
         message = await receive()
+        if message["body"] == SLOW:
+            await asyncio.Event().wait()
         await send({"type": "http.response.start", "status": 200, "headers": []})
+        if message["body"] == STREAM:
+            await send({"type": "http.response.body", "body": b"begun", "more_body": True})
+            await asyncio.Event().wait()
         await send({"type": "http.response.body", "body": str(len(message["body"])).encode()})
 
 
@@ -64,7 +76,9 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(http_guard, "HEAD_SECONDS", 0.3)
     running: list[tuple[uvicorn.Server, threading.Thread, socket.socket]] = []
 
-    def start(*, host: str = "127.0.0.1", token: str = TOKEN) -> Served:
+    def start(
+        *, host: str = "127.0.0.1", token: str = TOKEN, limits: GuardLimits = LIMITS
+    ) -> Served:
         echo = Echo()
         problem = lambda _, status, text: json.dumps([status, text]).encode()  # noqa: E731
         guard = RequestGuard(
@@ -72,7 +86,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             problem=problem,
             host=host,
             identify=identify_by_token(token, CALLER),
-            limits=GuardLimits(body_seconds=0.3),
+            limits=limits,
             is_any_host=bool(token),
         )
         listener = open_listener("127.0.0.1", 0, remedies=("", ""), what="a test")
@@ -163,6 +177,32 @@ def test_request_body_that_does_not_arrive_times_out(serve: Any) -> None:
 
 def test_connection_without_a_request_is_closed(serve: Any) -> None:
     assert serve().raw("POST / HTTP/1.1\r\nHost:") == ""
+
+
+def test_application_is_given_the_identity(serve: Any) -> None:
+    served = serve()
+    served.call(BEARER)
+    assert served.echo.callers == [CALLER]
+
+
+def test_call_that_takes_too_long_is_ended(serve: Any) -> None:
+    """Before its answer by a refusal, within its answer by the end of the connection."""
+    served = serve(limits=GuardLimits(call_seconds=0.3))
+    status, text = served.call(BEARER, body=SLOW)
+    assert (status, json.loads(text)[1]) == (504, "the call took more than 0.3 s")
+    with pytest.raises(http.client.IncompleteRead) as cut:
+        served.call(BEARER, body=STREAM)
+    assert cut.value.partial == b"begun"
+    assert served.call(BEARER)[0] == 200
+
+
+@pytest.mark.parametrize("attack", range(3))
+def test_slow_requests_are_ended(serve: Any, attack: int) -> None:
+    served = serve()
+    target = Target("localhost", "/", f"Authorization: Bearer {TOKEN}", MAX_BYTES)
+    slow = slow_attacks(target)[attack]
+    assert send(slow, port=served.port).status in slow.statuses
+    assert served.echo.num_calls == 0
 
 
 def test_server_on_all_addresses_accepts_any_host_name_if_token_is_required(serve: Any) -> None:
