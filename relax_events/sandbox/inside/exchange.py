@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
+from types import ModuleType
 from typing import IO, Any
 
 from values import MUTABLE, decode, encode, replace  # a file of this folder, see entry.py
@@ -168,8 +169,8 @@ class Exchange(ABC):
         kind = value if isinstance(value, type) else type(value)
         description = {
             "type": kind.__name__,
-            "is_class": isinstance(value, type),
-            "is_callable": callable(value),
+            "is_module": isinstance(value, ModuleType),
+            "home": _read_home(value),
         }
         if isinstance(value, type) and issubclass(value, BaseException):
             description["raises"] = builtin_name(value)
@@ -185,6 +186,15 @@ class Exchange(ABC):
         if data[0] == "mine":
             return self.make_proxy(int(data[1]), dict(data[2]))
         raise ValueError(f"{data[0]!r} is not a kind of reference")
+
+
+def _read_home(value: Any) -> str | None:
+    """Return the name of the module that a value says to be defined in."""
+    try:
+        home = getattr(value, "__module__", None)
+    except Exception:
+        return None
+    return home if type(home) is str else None
 
 
 def description(error: BaseException) -> dict[str, Any]:

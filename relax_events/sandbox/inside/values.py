@@ -27,6 +27,7 @@ CONTAINERS: dict[str, type] = {
 }
 MAPPINGS: dict[str, type] = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}
 MUTABLE = (list, dict, set, bytearray, deque)
+TUPLE_METHODS = frozenset(dir(tuple))
 CONSTRUCTORS: dict[str, Callable[..., Any]] = {
     "Decimal": Decimal,
     "Fraction": Fraction,
@@ -190,12 +191,21 @@ def decode(data: Any, resolve: Resolve) -> Any:
     if name in MAPPINGS:
         return MAPPINGS[name]({decode(key, resolve): decode(one, resolve) for key, one in rest[0]})
     if name == "namedtuple":
-        return namedtuple(rest[0], rest[1], rename=True)(*(decode(one, resolve) for one in rest[2]))
+        return _named_tuple(rest[0], rest[1], [decode(one, resolve) for one in rest[2]])
     if name == "builtin":
         return SHARED_BUILTINS[rest[0]]
     if name == "ndarray":
         return _array(rest[0], rest[1], decode(rest[2], resolve))
     return resolve(data)
+
+
+def _named_tuple(name: str, fields: list[str], values: list[Any]) -> tuple[Any, ...]:
+    """Return a named tuple; a plain one where a field would replace a method by a function."""
+    if any(
+        field in TUPLE_METHODS and callable(one) for field, one in zip(fields, values, strict=True)
+    ):
+        return tuple(values)
+    return namedtuple(name, fields, rename=True)(*values)
 
 
 def _array(dtype: str, shape: list[int], values: Any) -> Any:
