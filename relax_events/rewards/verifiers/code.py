@@ -16,6 +16,9 @@ from relax_events.sandbox import Limits, Sandbox, Verdict, require_isolation
 FENCE = re.compile(r"^```[ \t]*(\w*)[^\n]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 PYTHON = ("python", "python3", "py", "")
 TEST_KEYS = ("tests", "test_list", "test")
+SETUP_KEYS = ("test_imports", "test_setup_code")
+DEFINES_CHECK = re.compile(r"^def check\(", re.MULTILINE)
+CALLS_CHECK = re.compile(r"^[^#\n]*(?<!def )\bcheck\(", re.MULTILINE)
 NO_TESTS = (
     "the sample has no tests; see metadata.tests (statements, or objects with input and output), "
     "or metadata.inputs and metadata.outputs"
@@ -28,6 +31,12 @@ METADATA = {
     "inputs": "without `tests`: what each test writes to stdin, or the arguments for `fn_name`",
     "outputs": "what is expected on stdout, or as result, for each of the inputs",
     "fn_name": "the function to call with the inputs; without it they go to stdin",
+    "entry_point": (
+        "the function under test, such as `f` or `Solution().f`: all that tests get of the "
+        "program; `check(candidate)` in the tests is called with it"
+    ),
+    "test_imports": "statements that run before each test, such as imports and helper functions",
+    "test_setup_code": "further such statements",
 }
 
 
@@ -111,10 +120,10 @@ def read_tests(metadata: dict[str, Any]) -> Sequence[str | tuple[str, str]]:
         ValueError: There are none, or their form is unknown.
     """
     found = next((metadata[key] for key in TEST_KEYS if metadata.get(key)), None)
-    if isinstance(found, str):
-        return [found]
-    if isinstance(found, list):
-        return [_read_test(one) for one in found]
+    tests = [found] if isinstance(found, str) else found
+    if isinstance(tests, list):
+        read = [_read_test(one) for one in tests]
+        return [_complete(one, metadata) if isinstance(one, str) else one for one in read]
     inputs, outputs = metadata.get("inputs"), metadata.get("outputs")
     if (
         not isinstance(inputs, list)
@@ -138,6 +147,19 @@ def _read_test(one: Any) -> str | tuple[str, str]:
     raise ValueError(NO_TESTS)
 
 
+def _complete(test: str, metadata: Mapping[str, Any]) -> str:
+    """Put the setup before a test; with an entry point, take nothing else from the program, and
+    call the test's `check` with it.
+    """
+    parts = [_text(metadata[key]) for key in SETUP_KEYS if metadata.get(key)] + [test]
+    if entry_point := metadata.get("entry_point"):
+        name = re.split(r"\W", str(entry_point), maxsplit=1)[0]
+        parts.append(f"from solution import {name}")  # imports run first
+        if DEFINES_CHECK.search(test) and not CALLS_CHECK.search(test):
+            parts.append(f"check({entry_point})")
+    return "\n".join(parts)
+
+
 def _text(value: Any) -> str:
     return (
         value
@@ -154,8 +176,9 @@ def _call(name: str, given: Any, wanted: Any) -> str:
     """
     arguments = orjson.dumps(given if isinstance(given, list) else [given]).decode()
     return (
-        "import json\n"
-        f"function = getattr(Solution(), {name!r}) if 'Solution' in globals() else {name}\n"
+        "import json, solution\n"
+        "owner = solution.Solution() if hasattr(solution, 'Solution') else solution\n"
+        f"function = getattr(owner, {name!r})\n"
         f"assert json.loads(json.dumps(function(*json.loads({arguments!r})))) == "
         f"json.loads({orjson.dumps(wanted).decode()!r})\n"
     )
