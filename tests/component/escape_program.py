@@ -19,8 +19,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from escapes import ATTEMPTS, ESCAPES, HONEST, OTHER_TESTS, TESTS, VERDICTS
+from escapes import ATTEMPTS, ESCAPES
 
+from relax_events.attacks.forged_verdicts import RIGHT, TESTS
+from relax_events.attacks.verdict_tricks import list_tricks
 from relax_events.errors import EnvironmentProblem
 from relax_events.sandbox import Isolation, Limits, Sandbox, Verdict, isolation, require_isolation
 from relax_events.sandbox.inside import entry
@@ -117,15 +119,15 @@ def tricks(behind: Isolation) -> list[str]:
     Raises:
         RuntimeError: One that is right did not pass.
     """
-    for program in (HONEST, WITH_A_PROCESS):
+    for program in (RIGHT, WITH_A_PROCESS):
         with Sandbox(program, Limits(seconds=20), isolation=behind) as sandbox:
             if sandbox.run_with_tests(TESTS) is not Verdict.PASSED:
                 raise RuntimeError(f"a program that is right did not pass: {program}")
     passed = []
-    for name, program in VERDICTS.items():
-        with Sandbox(program, Limits(seconds=20), isolation=behind) as sandbox:
-            if sandbox.run_with_tests(OTHER_TESTS.get(name, TESTS)) is Verdict.PASSED:
-                passed.append(name)
+    for trick in list_tricks():
+        with Sandbox(trick.program, Limits(seconds=20), isolation=behind) as sandbox:
+            if sandbox.run_with_tests(trick.tests) is Verdict.PASSED:
+                passed.append(trick.name)
     return passed
 
 
@@ -161,7 +163,7 @@ def _try(found: Isolation | None, what: str) -> None:
     elif what == "tricks":
         print(
             json.dumps(
-                {"walls": found.describe(), "tried": len(VERDICTS), "escaped": tricks(found)}
+                {"walls": found.describe(), "tried": len(list_tricks()), "escaped": tricks(found)}
             )
         )
     else:

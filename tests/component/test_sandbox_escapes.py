@@ -1,5 +1,5 @@
-"""Nothing escapes from a sandbox: attempts on files, the network, other processes, the kernel and
-the test result, in each kind of isolation.
+"""Nothing escapes from a sandbox: attempts on files, the network, other processes and the kernel,
+in each kind of isolation.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 from escape_program import KINDS, walls_of
-from escapes import ESCAPES, HONEST, OTHER_TESTS, TESTS, VERDICTS, programs_left
+from escapes import ESCAPES, programs_left
 from ordinary_user import ORDINARY_USER, as_ordinary_user
 
+from relax_events.attacks.forged_verdicts import RIGHT, TESTS
 from relax_events.config import MediaConfig
 from relax_events.errors import CheckFailed, MediaError
 from relax_events.events.parts import Modality
@@ -100,16 +101,10 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.mark.parametrize("name", VERDICTS)
-def test_sandboxed_program_cannot_declare_itself_passed(name: str) -> None:
-    with Sandbox(VERDICTS[name], Limits(seconds=20)) as sandbox:
-        assert sandbox.run_with_tests(OTHER_TESTS.get(name, TESTS)) is not Verdict.PASSED
-
-
 def test_correct_program_passes_in_every_kind_of_isolation(kind: str) -> None:
     if (found := walls_of(kind)) is None:
         pytest.skip(f"this machine builds no walls of {kind}")
-    with Sandbox(HONEST, Limits(seconds=20), isolation=found) as sandbox:
+    with Sandbox(RIGHT, Limits(seconds=20), isolation=found) as sandbox:
         assert sandbox.run_with_tests(TESTS) is Verdict.PASSED
         assert sandbox.run_with_tests("assert f(1) == 3") is Verdict.FAILED
 
