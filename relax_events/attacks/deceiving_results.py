@@ -136,6 +136,21 @@ OTHERS = {
         "import builtins\nclass Refused(builtins.KeyError): pass\ndef f(x): raise Refused('x')\n",
         "try:\n    f(-1)\n    assert False\nexcept ValueError:\n    pass\n",
     ),
+    "an error that is a failed assertion": (
+        "Refused = AssertionError\ndef f(x): return 0\n",
+        "try:\n    f(-1)\n    assert False\nexcept Refused:\n    pass\n",
+    ),
+    "errors that are all exceptions": (
+        "class Owner: errors = (Exception, KeyError)\ndef f(x): return Owner\n",
+        "try:\n    assert f(-1) == 2\nexcept f(-1).errors:\n    pass\n",
+    ),
+    "an error that says to be a failed assertion": (
+        (
+            "class AssertionError(AssertionError): pass\nRefused = AssertionError\n"
+            "def f(x): return 0\n"
+        ),
+        "try:\n    f(-1)\n    assert False\nexcept Refused:\n    pass\n",
+    ),
     "swallowing what a callback finds": (
         "def f(function):\n    try: function(1)\n    except BaseException: pass\n",
         "found = []\nf(lambda x: found.append(x == 2))\nassert found == [True]",

@@ -10,7 +10,13 @@ from collections.abc import Callable, Collection, Sequence
 from types import ModuleType
 from typing import IO, Any
 
-from values import MUTABLE, decode, encode, replace  # a file of this folder, see entry.py
+from values import (  # a file of this folder, see entry.py
+    MUTABLE,
+    SHARED_BUILTINS,
+    decode,
+    encode,
+    replace,
+)
 
 MAX_MESSAGE_BYTES = 64 * 1024**2
 
@@ -50,6 +56,10 @@ class Exchange(ABC):
     @abstractmethod
     def make_error(self, description: dict[str, Any]) -> BaseException:
         """Return the local exception for one that the other side raised."""
+
+    def find_builtin(self, name: str) -> Any:
+        """Return the builtin that the other side names."""
+        return SHARED_BUILTINS[name]
 
     def call(self, operation: str, number: int, *arguments: Any, **named: Any) -> Any:
         """Run an operation on an object of the other side; return the result.
@@ -185,6 +195,8 @@ class Exchange(ABC):
             return self._objects[data[1]]
         if data[0] == "mine":
             return self.make_proxy(int(data[1]), dict(data[2]))
+        if data[0] == "builtin":
+            return self.find_builtin(data[1])
         raise ValueError(f"{data[0]!r} is not a kind of reference")
 
 

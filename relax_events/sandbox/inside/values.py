@@ -192,8 +192,6 @@ def decode(data: Any, resolve: Resolve) -> Any:
         return MAPPINGS[name]({decode(key, resolve): decode(one, resolve) for key, one in rest[0]})
     if name == "namedtuple":
         return _named_tuple(rest[0], rest[1], [decode(one, resolve) for one in rest[2]])
-    if name == "builtin":
-        return SHARED_BUILTINS[rest[0]]
     if name == "ndarray":
         return _array(rest[0], rest[1], decode(rest[2], resolve))
     return resolve(data)
