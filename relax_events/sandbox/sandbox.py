@@ -16,6 +16,7 @@ from relax_events.sandbox.runner import MAX_FILE_BYTES, Limits, Runner, Verdict
 
 SOLUTION_EXIT_SECONDS = 0.5
 SOLUTION_GONE_EXIT_CODE = 78
+MAX_VERDICT_BYTES = 4096
 READABLE = 0o644
 """The mode of files that another user's program must read, whatever our umask is."""
 
@@ -26,6 +27,9 @@ class Sandbox:
 
     The isolation is set up once, and each run has processes of its own in it: what one run leaves
     is ended and deleted before the next. Only an isolation that had to be ended is set up again.
+
+    Attributes:
+        reason: Why the last tests failed, as their process said; may contain text of the solution.
     """
 
     def __init__(
@@ -40,6 +44,7 @@ class Sandbox:
         Raises:
             EnvironmentProblem: This machine has no sufficient isolation.
         """
+        self.reason = ""
         self._limits, self._isolation = limits, isolation or require_isolation()
         self._folder = Path(tempfile.mkdtemp(prefix="relax-sandbox-"))
         self._folder.chmod(0o711)  # the program's user must reach the folder of its run
@@ -85,12 +90,13 @@ class Sandbox:
             self._start_both(solution_runner, test_runner, tests, verdict_pipe, stack)
             deadline = time.monotonic() + self._limits.seconds
             tests_verdict = test_runner.finish(deadline)
-            has_passed = verdict_pipe.read.read(1) == b"1"
+            said = verdict_pipe.read.read(MAX_VERDICT_BYTES) or b""
+            self.reason = said[1:].decode(errors="replace")
             is_gone = test_runner.code == SOLUTION_GONE_EXIT_CODE
             solution_verdict = solution_runner.finish(
                 deadline if is_gone else time.monotonic() + SOLUTION_EXIT_SECONDS
             )  # it exits by itself after the tests
-        if has_passed:
+        if said == b"1":
             return Verdict.PASSED
         verdict = solution_verdict if is_gone else tests_verdict
         return Verdict.FAILED if verdict is Verdict.PASSED else verdict

@@ -5,6 +5,7 @@ do, also where they define the same names for their own use.
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from relax_events.attacks.covered_names import FUNCTIONS, MODULES
 from relax_events.attacks.right_programs import list_right_programs
 from relax_events.attacks.trick import Trick
 from relax_events.attacks.verdict_tricks import list_tricks
-from relax_events.rewards.verifiers.code import code
+from relax_events.rewards.verifiers.code import code, explain_code
 from relax_events.sandbox import Limits, Sandbox, Verdict
 
 SHELL = Path(__file__).parents[2] / "configs" / "agents" / "sandboxed_shell.py"
@@ -63,6 +64,39 @@ def score(program: str, metadata: dict[str, Any]) -> float:
 def test_code_calls_the_check_of_a_row_with_its_entry_point(program: str, reward: float) -> None:
     test = "def check(candidate):\n    assert abs(candidate(1.5) - 2.25) < 1e-6\n"
     assert score(program, {"test": test, "entry_point": "f"}) == reward
+
+
+@pytest.mark.parametrize(
+    ("program", "tests", "why"),
+    [
+        ("def f(x): return 9", ["assert f(3) == 9"], r"all tests pass"),
+        (
+            "def f(x): return 0",
+            ["assert f(0) == 0", "y = 9\nassert f(3) == y"],
+            r"test 2 of 2 failed: AssertionError in line 2 of the tests",
+        ),
+        (
+            "class math: isclose = max\ndef f(x): return 1",
+            ["assert math.isclose(f(3), 9)"],
+            r"test 1 of 1 failed: NotForTests: the tests read 'math', .*",
+        ),
+        (
+            "def f(x): return 9",
+            ["def test(x): assert f(3) == 9"],
+            r".*: NeverCalled: .*entry_point",
+        ),
+        ("import os\ndef f(x): os._exit(0)", ["assert f(3) == 9"], r"test 1 of 1 failed: Gone.*"),
+    ],
+)
+def test_explanation_names_the_test_that_fails_and_why(
+    program: str, tests: list[str], why: str
+) -> None:
+    completion = f"```python\n{program}\n```"
+    explanation = explain_code(
+        completion, answer="", metadata={"tests": tests}, prompt="", test_seconds=20.0
+    )
+    assert re.fullmatch(why, explanation.why)
+    assert explanation.answer == program + "\n"
 
 
 def hidden_tests(text: str, *, tests: list[str]) -> dict[str, float]:

@@ -9,12 +9,13 @@ from typing import Any
 import orjson
 
 from relax_events.errors import RewardError
-from relax_events.rewards.registry import reward
+from relax_events.rewards.registry import Explanation, reward
 from relax_events.rewards.verifiers.answer_extraction import final_text
 from relax_events.sandbox import Limits, Sandbox, Verdict, require_isolation
 
 FENCE = re.compile(r"^```[ \t]*(\w*)[^\n]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 PYTHON = ("python", "python3", "py", "")
+TEST_SECONDS, MEMORY_BYTES = 4.0, 512 * 1024**2
 TEST_KEYS = ("tests", "test_list", "test")
 SETUP_KEYS = ("test_imports", "test_setup_code")
 DEFINES_CHECK = re.compile(r"^def check\(", re.MULTILINE)
@@ -44,10 +45,36 @@ def _require_walls(options: Mapping[str, Any]) -> None:
     require_isolation(allow_unprotected=options.get("allow_unprotected") is True)
 
 
+def explain_code(
+    completion: str,
+    *,
+    answer: str,
+    metadata: dict[str, Any],
+    test_seconds: float = TEST_SECONDS,
+    memory_bytes: int = MEMORY_BYTES,
+    allow_unprotected: bool = False,
+    **_: Any,
+) -> Explanation:
+    """Run the tests again, and explain the first that does not pass."""
+    program = python_block(completion)
+    if program is None:
+        return Explanation(answer=None, location="nowhere", why="there is no Python block")
+    isolation, why = require_isolation(allow_unprotected=allow_unprotected), "all tests pass"
+    tests = _find_tests(metadata, answer)
+    with Sandbox(program, Limits(test_seconds, memory_bytes), isolation=isolation) as sandbox:
+        for number, test in enumerate(tests, 1):
+            if (verdict := _run(sandbox, test)) is not Verdict.PASSED:
+                reason = sandbox.reason if isinstance(test, str) else "another output"
+                why = f"test {number} of {len(tests)} {verdict}: {reason or 'it says no more'}"
+                break
+    return Explanation(answer=program, location="the last Python block", why=why)
+
+
 @reward(
     source="The test forms of MBPP (arXiv 2108.07732) and APPS (arXiv 2105.09938)",
     metadata=METADATA,
     require=_require_walls,
+    explain=explain_code,
 )
 def code(
     completion: str,
@@ -55,8 +82,8 @@ def code(
     answer: str,
     metadata: dict[str, Any],
     prompt: str,
-    test_seconds: float = 4.0,
-    memory_bytes: int = 512 * 1024**2,
+    test_seconds: float = TEST_SECONDS,
+    memory_bytes: int = MEMORY_BYTES,
     partial: bool = False,
     limit_reward: float | None = None,
     allow_unprotected: bool = False,
@@ -77,9 +104,7 @@ def code(
         EnvironmentProblem: There is no such sandbox. RewardError: The program exceeded a limit.
         ValueError: The sample has no tests.
     """
-    tests = read_tests(
-        metadata if any(key in metadata for key in (*TEST_KEYS, "inputs")) else _from_answer(answer)
-    )
+    tests = _find_tests(metadata, answer)
     program = python_block(completion)
     if program is None:
         return {"reward": 0.0, "passed": 0.0, "has_code": 0.0}
@@ -99,6 +124,11 @@ def code(
         "passed": passed,
         "has_code": 1.0,
     }
+
+
+def _find_tests(metadata: dict[str, Any], answer: str) -> Sequence[str | tuple[str, str]]:
+    has_tests = any(key in metadata for key in (*TEST_KEYS, "inputs"))
+    return read_tests(metadata if has_tests else _from_answer(answer))
 
 
 def python_block(completion: str) -> str | None:

@@ -24,7 +24,7 @@ def forget_unittest_main(names: TestNames) -> None:
     if "unittest" in names.imported:
         import unittest
 
-        unittest.main = lambda *_, **__: None  # type: ignore[assignment,misc]
+        unittest.main = lambda *_, **__: None  # type: ignore[assignment]
 
 
 def run_collected(scope: dict[str, Any], names: TestNames) -> None:

@@ -70,7 +70,7 @@ def choose_definitions(defined: Mapping[str, Any], names: TestNames) -> dict[str
     """
     names_all = "solution" in names.imported and not names.imports_all
     tested = _find_tested_name(names)
-    chosen = {}
+    chosen: dict[str, Any] = {}
     for name, value in defined.items():
         if name in names.bound and name not in names.first_read:
             continue

@@ -7,23 +7,22 @@ read is their own, see `readable_names`.
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import os
 import sys
+import traceback
 import types
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from collected_tests import forget_unittest_main, require_calls, run_collected
-from exchange import Exchange, Gone
+from exchange import description
 from names_in_code import find_names, list_imports
 from readable_names import choose_definitions, explain_missing
-from remote_object import BUILTIN_METHODS, NO_METHODS, Remote, refuse
+from to_solution import ToSolution
 
-
-class SolutionError(Exception):
-    """The solution raised an exception that has no builtin base class of `Exception`."""
+MAX_REASON_BYTES = 1000
+"""Fewer than a pipe takes at once."""
 
 
 class NotForTests(Exception):
@@ -31,17 +30,21 @@ class NotForTests(Exception):
 
 
 def run_tests(tests_path: str, requests: int, answers: int, verdict: int) -> None:
-    """Run tests against a served solution; write one byte to `verdict` if all pass."""
+    """Run tests against a served solution; write to `verdict` 1 if all pass, else 0 and why not."""
     with os.fdopen(requests, "rb") as reading, os.fdopen(answers, "wb") as writing:
-        solution = _ToSolution(reading, writing, serves=("call",))
-        defined = solution.receive_definitions()
-        with open(tests_path, encoding="utf-8", errors="replace") as file:
-            execute_tests(file.read(), defined, solution)
+        solution = ToSolution(reading, writing, serves=("call",))
+        try:
+            defined = solution.receive_definitions()
+            with open(tests_path, encoding="utf-8", errors="replace") as file:
+                execute_tests(file.read(), defined, solution)
+        except BaseException as error:
+            os.write(verdict, b"0" + _explain(error).encode(errors="replace")[:MAX_REASON_BYTES])
+            raise
         os.write(verdict, b"1")
         os._exit(0)  # no destructor or exit handler calls the solution again
 
 
-def execute_tests(tests: str, defined: Mapping[str, Any], solution: _ToSolution) -> None:
+def execute_tests(tests: str, defined: Mapping[str, Any], solution: ToSolution) -> None:
     """Execute tests as a script, with what they may read of a solution's definitions.
 
     Imports of the tests run first, and no definition replaces what they bind.
@@ -58,8 +61,8 @@ def execute_tests(tests: str, defined: Mapping[str, Any], solution: _ToSolution)
     names = find_names(code)
     chosen = choose_definitions(defined, names)
     sys.modules["solution"] = module = types.ModuleType("solution")
-    vars(module).update(defined)
-    module.__all__ = [name for name in chosen if chosen[name] is defined[name]]
+    shared = [name for name in chosen if chosen[name] is defined[name]]
+    vars(module).update({**defined, "__all__": shared})
     scope: dict[str, Any] = {"__name__": "__main__"}
     forget_unittest_main(names)
     for statement in list_imports(code, tests):
@@ -77,87 +80,13 @@ def execute_tests(tests: str, defined: Mapping[str, Any], solution: _ToSolution)
         raise
 
 
-class _ToSolution(Exchange):  # type: ignore[misc]  # mypy does not find it: this is started as a file
-    """The connection to the solution's process, with proxies of its objects."""
-
-    _errors: ClassVar[dict[str, type[Exception]]] = {}
-
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
-        self._new_proxies: list[Remote] = []
-        self.num_calls = 0
-
-    def receive_definitions(self) -> dict[str, Any]:
-        """Receive the solution's definitions, by name."""
-        message = self.receive()
-        if "defined" not in message:
-            raise Gone(f"the solution could not be run: {message.get('failed')}")
-        definitions: dict[str, Any] = {}
-        for name, data in self._decode_untrusted(dict, message["defined"]).items():
-            if name.startswith("__"):
-                continue  # such as __builtins__: it would change what the tests do
-            definitions[name] = self._decode_untrusted(self.decoded, data)
-            for new in self.take_new_proxies():
-                refuse(new, NO_METHODS, of_results=_refused_of_results(name))
-        return definitions
-
-    def call(self, operation: str, number: int, *arguments: Any, **named: Any) -> Any:
-        """Run an operation on an object of the solution; return the result.
-
-        Only a request for the next value may end an iteration of the tests.
-
-        Raises:
-            Gone: The solution exited, or sent an invalid message.
-        """
-        self.num_calls += 1
-        try:
-            return super().call(operation, number, *arguments, **named)
-        except (StopIteration, StopAsyncIteration) as error:
-            if operation == "next":
-                raise
-            raise SolutionError(f"the solution raised {type(error).__name__}") from error
-
-    def make_proxy(self, number: int, description: dict[str, Any]) -> Any:
-        """Return a proxy for an object of the solution; for an exception class, a local class."""
-        if description.get("raises"):
-            kind = self._error_class(str(description["type"]), str(description["raises"]))
-            return _narrow(kind)
-        remote = Remote(self, number, description)
-        self.register_proxy(remote, number)
-        self._new_proxies.append(remote)
-        return remote
-
-    def find_builtin(self, name: str) -> Any:
-        """Return the builtin that the solution names, unless it catches what tests raise."""
-        return _narrow(super().find_builtin(name))
-
-    def take_new_proxies(self) -> list[Remote]:
-        """Return the proxies made since the last call of this method."""
-        taken, self._new_proxies = self._new_proxies, []
-        return taken
-
-    def make_error(self, description: dict[str, Any]) -> BaseException:
-        """Return the local exception for one that the solution raised."""
-        name, text = str(description.get("name")), str(description.get("text"))
-        return self._error_class(name, str(description.get("builtin")))(text)
-
-    def _error_class(self, name: str, builtin: str) -> type[Exception]:
-        base = getattr(builtins, builtin, None)
-        if not (isinstance(base, type) and issubclass(base, Exception)):
-            return SolutionError
-        if name == builtin:
-            return base
-        if name not in self._errors:
-            self._errors[name] = type(name, (base,), {})
-        return self._errors[name]
-
-
-def _refused_of_results(name: str) -> frozenset[str]:
-    """Return the methods that results of a definition don't have: a class makes objects."""
-    return NO_METHODS if name[:1].isupper() else BUILTIN_METHODS
-
-
-def _narrow(value: Any) -> Any:
-    """Return another exception class for one that would catch a failed assertion of the tests."""
-    is_exception = isinstance(value, type) and issubclass(value, BaseException)
-    return SolutionError if is_exception and issubclass(AssertionError, value) else value
+def _explain(error: BaseException) -> str:
+    """Return an exception's name, its text, and the line of the tests that it left."""
+    said = description(error)
+    lines = [
+        line
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if frame.f_code.co_filename == "tests.py"
+    ]
+    place = f" in line {lines[-1]} of the tests" if lines else ""
+    return f"{said['name']}{place}: {said['text']}" if said["text"] else f"{said['name']}{place}"

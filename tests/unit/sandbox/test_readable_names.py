@@ -16,7 +16,8 @@ assert entry  # it makes the modules of its folder importable by their names
 
 from names_in_code import find_names, list_imports  # noqa: E402
 from readable_names import choose_definitions  # noqa: E402
-from run_tests import NotForTests, _ToSolution, execute_tests  # noqa: E402
+from run_tests import NotForTests, execute_tests  # noqa: E402
+from to_solution import ToSolution  # noqa: E402
 
 
 class Defined:
@@ -93,6 +94,6 @@ def test_test_that_reads_a_dropped_name_fails_with_the_reason(
 ) -> None:
     monkeypatch.setitem(sys.modules, "solution", None)
     defined = {"f": lambda x: 0, "math": Defined()}
-    connection = _ToSolution(io.BytesIO(), io.BytesIO(), serves=())
+    connection = ToSolution(io.BytesIO(), io.BytesIO(), serves=())
     with pytest.raises(NotForTests, match=r"the tests read 'math', .*; import or define 'math'"):
         execute_tests("assert math.isclose(f(1), 2)", defined, connection)
