@@ -185,6 +185,20 @@ PROGRAMS = {
         SQUARE,
         "class TestF:\n    def test_one(self):\n        assert f(2) == 4\n",
     ),
+    "data of a class": (
+        SQUARE,
+        (
+            "class TestF:\n    test_values = [2, 3]\n    def test_one(self):\n"
+            "        assert f(self.test_values[0]) == 4\n"
+        ),
+    ),
+    "a case that only helps": (
+        SQUARE,
+        (
+            "import unittest\n\n\nclass Case(unittest.TestCase): pass\n\n\n"
+            "Case().assertAlmostEqual(f(1.5), 2.25)"
+        ),
+    ),
     "a script": (SQUARE, CHECK + "\nif __name__ == '__main__':\n    check(f)\n"),
     "a helper that is not used": (SQUARE, "def near(a, b): pass\nassert f(2) == 4"),
     "a constant": ("LIMIT = 3\n", "assert LIMIT == 3"),

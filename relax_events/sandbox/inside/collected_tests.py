@@ -41,7 +41,8 @@ def run_collected(scope: dict[str, Any], names: TestNames) -> None:
             _call(name, value)
         elif isinstance(value, type) and name.startswith("Test") and not _is_case(value):
             for method in [one for one in dir(value) if one.startswith("test")]:
-                _call(f"{name}.{method}", getattr(value(), method))
+                if isinstance(bound := getattr(value(), method), types.MethodType):
+                    _call(f"{name}.{method}", bound)
 
 
 def require_calls(scope: dict[str, Any], names: TestNames) -> None:
@@ -56,7 +57,8 @@ def require_calls(scope: dict[str, Any], names: TestNames) -> None:
 
 
 def _list_unused(scope: dict[str, Any], names: TestNames) -> list[tuple[str, Any]]:
-    return [(name, scope[name]) for name in scope if name in names.bound - names.loaded]
+    unused = names.bound - names.loaded
+    return [(name, value) for name, value in scope.items() if name in unused]
 
 
 def _call(name: str, function: types.FunctionType | types.MethodType) -> None:
@@ -80,9 +82,10 @@ def _run_cases(scope: dict[str, Any]) -> None:
     import unittest
 
     cases = [one for one in scope.values() if _is_case(one) and one.__module__ == "__main__"]
-    if not cases:
+    load, result = unittest.TestLoader().loadTestsFromTestCase, unittest.TestResult()
+    suite = unittest.TestSuite(map(load, cases))
+    if not suite.countTestCases():
         return
-    loader, result = unittest.TestLoader(), unittest.TestResult()
-    unittest.TestSuite(map(loader.loadTestsFromTestCase, cases)).run(result)
+    suite.run(result)
     if not result.wasSuccessful() or result.testsRun <= len(result.skipped):
         raise AssertionError(f"{result}: {[*result.failures, *result.errors]}")
