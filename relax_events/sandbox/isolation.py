@@ -28,6 +28,9 @@ SYSTEM_PYTHON = "/usr/bin/python3"
 """The interpreter to try when the program's user can't access ours."""
 PROBE_SECONDS = 20.0
 FIRST_SPARE_USER, NUM_SPARE_USERS = 61_000, 4_000
+KEEP_CAPABILITIES = "--keep-caps"
+"""In the user namespace: the first process inside needs them to mount, and drops them before it
+runs a program."""
 NAMESPACES = ("--net", "--pid", "--ipc", "--fork", "--kill-child")
 SYSTEM_FOLDERS = ("/usr", "/lib", "/lib64", "/bin")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/localtime")
@@ -49,6 +52,8 @@ class Isolation:
     """Whether the program has its own network, process and IPC namespaces."""
     has_private_root: bool = False
     """Whether the program has a private root, created by bubblewrap."""
+    has_own_files: bool = False
+    """Whether the program's folder is a file system of its own, whose size the kernel limits."""
     landlock: int = 0
     """The version of Landlock that restricts file access; 0 when it is not used."""
     filters: bool = False
@@ -57,8 +62,8 @@ class Isolation:
     """The user to switch to, if we are root."""
     python: str = sys.executable
     binds: tuple[tuple[str, str], ...] = ()
-    """Interpreter folders that the user can't access, each with the name in the sandbox's folder
-    under which it is mounted."""
+    """Interpreter folders that the user can't access, each with the ending of the folder beside
+    the program's, on which it is mounted."""
 
     @property
     def guards_files(self) -> bool:
@@ -99,6 +104,7 @@ class Isolation:
             f"Landlock (version {self.landlock})": self.landlock > 0,
             "a seccomp filter": self.filters,
             "namespaces": self.has_namespaces,
+            "a file system of its own": self.has_own_files,
             f"user {self.user}": self.user is not None,
         }
         return ", ".join(name for name, is_active in parts.items() if is_active) or "nothing"
@@ -114,8 +120,15 @@ def list_readable_paths(isolation: Isolation, folder: Path) -> list[str]:
         *DEVICES,
         *list_interpreter_folders(),
         str(ENTRY.parent),
-        *(str(folder / name) for _, name in isolation.binds),
+        *(target for _, target in list_binds(isolation, folder)),
     ]
+
+
+def list_binds(isolation: Isolation, folder: Path) -> list[tuple[str, str]]:
+    """Return the interpreter folders that the program's user can't access, with their mount
+    points.
+    """
+    return [(source, f"{folder}-{name}") for source, name in isolation.binds]
 
 
 def list_interpreter_folders() -> list[str]:
@@ -187,6 +200,7 @@ def _candidates() -> list[Isolation]:
     user = FIRST_SPARE_USER + os.getpid() % NUM_SPARE_USERS if is_root else None
     landlock_version, filters = landlock.version(), platform.machine() in seccomp.ARCHITECTURES
     unshare = ("unshare", *(() if is_root else ("--user", "--map-current-user")), *NAMESPACES)
+    with_mounts = (*unshare, "--mount-proc", *(() if is_root else (KEEP_CAPABILITIES,)))
     pythons = [
         python
         for python in dict.fromkeys([sys.executable, SYSTEM_PYTHON])
@@ -210,12 +224,13 @@ def _candidates() -> list[Isolation]:
                 filters=filters,
             )
         )
-    for command in ((*unshare, "--mount-proc"), unshare, ()):
+    for command in dict.fromkeys((with_mounts, (*unshare, "--mount-proc"), unshare, ())):
         used_binds = binds if "--mount-proc" in command else ()
         candidates += [
             Isolation(
                 command,
                 bool(command),
+                has_own_files=command == with_mounts,
                 landlock=landlock_version,
                 filters=filters,
                 user=user,
@@ -274,19 +289,22 @@ def build_setup(
     folder: Path,
     limits: dict[str, int],
     processes: int,
+    own_files: tuple[int, int],
     control: int,
 ) -> str:
     """Return the JSON configuration of the first process inside."""
     setup: dict[str, object] = {
         "limits": limits,
         "processes": processes,
+        "folder": str(folder),
+        "own_files": own_files if isolation.has_own_files else None,
+        "readable": list_readable_paths(isolation, folder),
+        "writable": [str(folder), "/dev/null"],
+        "landlock": isolation.landlock,
         "filters": isolation.filters,
         "may_signal": isolation.may_signal,
         "user": isolation.user,
         "control": control,
-        "binds": [[source, str(folder / name)] for source, name in isolation.binds],
+        "binds": list_binds(isolation, folder),
     }
-    if isolation.landlock:
-        setup["readable"] = list_readable_paths(isolation, folder)
-        setup["writable"] = [str(folder), "/dev/null"]
     return orjson.dumps(setup).decode()

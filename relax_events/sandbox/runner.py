@@ -22,6 +22,7 @@ import orjson
 import psutil
 
 from relax_events.errors import RewardError
+from relax_events.sandbox.file_usage import exceeds_file_limits
 from relax_events.sandbox.inside.entry import LIMIT_EXIT_CODE
 from relax_events.sandbox.isolation import (
     ENTRY,
@@ -34,6 +35,10 @@ MAX_PROCESSES = 32
 MAX_OPEN_FILES = 64
 MAX_FILE_BYTES = 16 * 1024**2
 MAX_FOLDER_BYTES = 64 * 1024**2
+MAX_FILES = 8192
+"""Files and folders, deleted ones that are still open included."""
+MAX_COUNTED_FILE_BYTES = MAX_FOLDER_BYTES // MAX_PROCESSES
+"""Of a file where files are counted at intervals: a process must not fill the disk in between."""
 MAX_RESPONSE_BYTES = 64
 READY = b"ready"
 SETUP_SECONDS = 30.0
@@ -92,6 +97,7 @@ class Runner:
             folder=folder,
             limits=self._resource_limits(),
             processes=MAX_PROCESSES,
+            own_files=(MAX_FOLDER_BYTES, MAX_FILES),
             control=control.fileno(),
         )
         prefix = (
@@ -185,22 +191,17 @@ class Runner:
             return b""
 
     def _is_empty(self) -> bool:
-        return not [entry for entry in os.scandir(self.folder) if not self._is_bound(entry.name)]
-
-    def _is_bound(self, name: str) -> bool:
-        return any(name == bound for _, bound in self._isolation.binds)
+        return not any(self.folder.iterdir())
 
     def _empty_folder(self) -> None:
         """Delete what a program has left; what can't be deleted makes this runner unusable."""
         with contextlib.suppress(OSError):
             self.folder.chmod(0o700)
-            for entry in os.scandir(self.folder):
-                if self._is_bound(entry.name):
-                    continue
-                if entry.is_dir(follow_symlinks=False):
-                    shutil.rmtree(entry.path, ignore_errors=True)
+            for path in self.folder.iterdir():
+                if path.is_dir() and not path.is_symlink():
+                    _delete_tree(path)
                 else:
-                    os.unlink(entry.path)  # noqa: PTH108 as scandir names it
+                    path.unlink()
 
     def _exceeds_limits(self) -> bool:
         """Return whether the program's process tree exceeds the limits."""
@@ -214,7 +215,12 @@ class Runner:
             or count > MAX_PROCESSES + WRAPPER_PROCESSES
         ):
             return True
-        return _measure_folder(self.folder) > MAX_FOLDER_BYTES
+        return not self._isolation.has_own_files and exceeds_file_limits(
+            self.folder,
+            self._descendants(),
+            max_bytes=MAX_FOLDER_BYTES,
+            max_files=MAX_FILES,
+        )
 
     def _descendants(self) -> list[psutil.Process]:
         with contextlib.suppress(psutil.Error):
@@ -250,10 +256,11 @@ class Runner:
             time.sleep(KILL_POLL_SECONDS)
 
     def _resource_limits(self) -> dict[str, int]:
+        has_own_files = self._isolation.has_own_files
         return {
             "RLIMIT_AS": self._limits.memory_bytes,
             "RLIMIT_CPU": math.ceil(self._limits.seconds) + 1,
-            "RLIMIT_FSIZE": MAX_FILE_BYTES,
+            "RLIMIT_FSIZE": MAX_FILE_BYTES if has_own_files else MAX_COUNTED_FILE_BYTES,
             "RLIMIT_NOFILE": MAX_OPEN_FILES,
             "RLIMIT_CORE": 0,
         }
@@ -267,10 +274,10 @@ def _is_alive(process: psutil.Process) -> bool:
         return False
 
 
-def _measure_folder(folder: Path) -> int:
-    total = 0
-    for root, _, files in os.walk(folder):
-        for name in files:
-            with contextlib.suppress(OSError):
-                total += os.lstat(os.path.join(root, name)).st_blocks * 512  # noqa: PTH118 it may vanish at any moment
-    return total
+def _delete_tree(folder: Path) -> None:
+    """Delete a folder, also one that a program made unreadable, or deeper than Python can walk."""
+    try:
+        shutil.rmtree(folder)
+    except (OSError, RecursionError):
+        for command in (["chmod", "--recursive", "u+rwx"], ["rm", "--recursive", "--force"]):
+            subprocess.run([*command, "--", str(folder)], capture_output=True, check=False)

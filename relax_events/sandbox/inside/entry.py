@@ -6,7 +6,11 @@ object:
 
     limits      resource limits, by their names in the module resource
     processes   how many processes a program may have at a time
-    readable, writable   paths for Landlock; absent if it is not used
+    folder      the folder of the programs
+    own_files   bytes and number of files of the file system that each program gets as its folder,
+                or null: then it uses the folder itself
+    readable, writable   paths for Landlock
+    landlock    the version of Landlock to use at most; 0 if it is not used
     filters     whether to install the seccomp filter
     may_signal  whether programs may send signals
     user        the user to switch to, or null
@@ -36,6 +40,7 @@ import runpy
 import select
 import signal
 import socket
+import struct
 import sys
 from pathlib import Path
 from typing import Any
@@ -49,7 +54,17 @@ LIMIT_EXIT_CODE = 77
 MAX_TASK_BYTES, MAX_TASK_FILES = 64 * 1024, 8
 MAX_PROCESSES = 1 << 20
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-MS_READ_ONLY, MS_NO_SUID, MS_REMOUNT, MS_BIND, MS_RECURSIVE = 1, 2, 32, 4096, 16384
+CLONE_NEWNS = 0x00020000
+MS_READ_ONLY, MS_NO_SUID, MS_NO_DEV, MS_REMOUNT, MS_BIND, MS_RECURSIVE = 1, 2, 4, 32, 4096, 16384
+CAPABILITIES_VERSION = 0x20080522
+LIMIT_ERRORS = (
+    errno.EAGAIN,
+    errno.ENOMEM,
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+)
+"""How a call fails that would exceed a limit on processes, memory or files."""
 
 
 class Terminated(Exception):
@@ -144,11 +159,8 @@ def _await_child(child: int, control: socket.socket, ended: int) -> int:
 def _bind(source: str, target: str) -> None:
     """Bind-mount a folder in this mount namespace, and import modules from there."""
     Path(target).mkdir()
-    libc = ctypes.CDLL(None, use_errno=True)
-    flags = (MS_BIND | MS_RECURSIVE, MS_BIND | MS_REMOUNT | MS_READ_ONLY | MS_NO_SUID)
-    for flag in flags:
-        if libc.mount(source.encode(), target.encode(), None, flag, None):
-            raise OSError(ctypes.get_errno(), f"mount {source}")
+    for flags in (MS_BIND | MS_RECURSIVE, MS_BIND | MS_REMOUNT | MS_READ_ONLY | MS_NO_SUID):
+        _mount(source, target, flags)
     for paths in (
         sys.path,
         *(
@@ -164,6 +176,12 @@ def _bind(source: str, target: str) -> None:
             for path in paths
         ]
     sys.path_importer_cache.clear()
+
+
+def _mount(source: str, target: str, flags: int, kind: str = "", options: str = "") -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(source.encode(), target.encode(), kind.encode(), flags, options.encode()):
+        raise OSError(ctypes.get_errno(), f"mount {source} on {target}")
 
 
 def _on_sigterm(*_: object) -> None:
@@ -215,7 +233,7 @@ def _run(
     except SystemExit as ending:
         code = ending.code if isinstance(ending.code, int) else 0 if ending.code is None else 1
     except OSError as error:
-        return LIMIT_EXIT_CODE if error.errno in (errno.EAGAIN, errno.ENOMEM) else 1
+        return LIMIT_EXIT_CODE if error.errno in LIMIT_ERRORS else 1
     except BaseException as error:
         return int(getattr(type(error), "exit_code", 1))
     else:
@@ -230,18 +248,49 @@ def _isolate(setup: dict[str, Any]) -> None:
         Path("/proc/self/oom_score_adj").write_text(
             "1000"
         )  # if memory is exhausted, the kernel kills this process first
+    if setup["own_files"]:
+        _mount_own_files(setup["folder"], setup["user"], *setup["own_files"])
     for name, limit in setup["limits"].items():
         _set_limit(getattr(resource, name), limit)
     if setup["user"] is not None:
         os.setgroups([])
         os.setresgid(*[setup["user"]] * 3)
         os.setresuid(*[setup["user"]] * 3)
+    else:
+        _drop_capabilities()
     _set_limit(resource.RLIMIT_NPROC, _count_processes() + setup["processes"])
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if "readable" in setup:
-        landlock.restrict(readable=setup["readable"], writable=setup["writable"])
+    if setup["landlock"]:
+        landlock.restrict(
+            readable=setup["readable"], writable=setup["writable"], at_most=setup["landlock"]
+        )
     if setup["filters"]:
         seccomp.restrict(may_signal=setup["may_signal"], may_start_processes=True)
+
+
+def _mount_own_files(folder: str, user: int | None, num_bytes: int, num_files: int) -> None:
+    """Give this process a file system in memory as its folder, with a copy of the folder's files.
+
+    The kernel counts deleted files that are still open too, and deletes all with the last process.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(CLONE_NEWNS):
+        raise OSError(ctypes.get_errno(), "unshare the mounts")
+    contents = {path: path.read_bytes() for path in Path(folder).iterdir()}
+    owner = os.getuid() if user is None else user
+    options = f"size={num_bytes},nr_inodes={num_files},mode=700,uid={owner},gid={owner}"
+    _mount("tmpfs", folder, MS_NO_SUID | MS_NO_DEV, "tmpfs", options)
+    for path, content in contents.items():
+        path.write_bytes(content)
+        path.chmod(0o644)
+    os.chdir(folder)
+
+
+def _drop_capabilities() -> None:
+    """Give up the capabilities in the user namespace that this process was started in."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if os.getuid() and libc.capset(struct.pack("=Ii", CAPABILITIES_VERSION, 0), bytes(24)):
+        raise OSError(ctypes.get_errno(), "drop capabilities")
 
 
 def _set_limit(kind: int, wanted: int) -> None:

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Sequence
 
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
-ASK_FOR_VERSION, RULE_PATH_BENEATH, RULE_NET_PORT = 1, 1, 2
+ASK_FOR_VERSION, RULE_PATH_BENEATH, RULE_PORT = 1, 1, 2
 PR_SET_NO_NEW_PRIVS = 38
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
 TRUNCATE, IOCTL_DEV = 1 << 14, 1 << 15
@@ -28,7 +28,7 @@ RIGHTS_BY_VERSION = {
     5: (1 << 16) - 1,
 }
 TCP_VERSION, SCOPE_VERSION = 4, 6
-CONNECT_TCP, BIND_AND_CONNECT_TCP, ABSTRACT_SOCKETS_AND_SIGNALS = 2, 3, 3
+BIND_AND_CONNECT_TCP, CONNECT_TCP, ABSTRACT_SOCKETS_AND_SIGNALS = 3, 2, 3
 
 
 def version() -> int:
@@ -38,23 +38,31 @@ def version() -> int:
 
 
 def restrict(
-    *, readable: Sequence[str], writable: Sequence[str], ports: Sequence[int] = ()
+    *,
+    readable: Sequence[str],
+    writable: Sequence[str],
+    tcp_ports: Sequence[int] = (),
+    at_most: int | None = None,
 ) -> None:
     """Permanently deny this process and its children all other files, TCP, and signals to processes
     outside.
 
+    Kernels before version 4 of the interface don't restrict TCP, those before 6 don't restrict
+    signals: there a seccomp filter must do it.
+
     Args:
         readable: Folders and files that may be read and executed; missing ones are ignored.
         writable: Folders with all rights except creating devices and sockets, and writable files.
-        ports: TCP ports that may be connected to.
+        tcp_ports: The TCP ports, of any address, that may be connected to.
+        at_most: The version of the interface to use, if the kernel's is newer.
     Raises:
         OSError: The kernel has no Landlock, or refused the call.
     """
-    kernel_version = version()
-    rights = RIGHTS_BY_VERSION.get(min(kernel_version, max(RIGHTS_BY_VERSION)), 0)
-    tcp = BIND_AND_CONNECT_TCP if kernel_version >= TCP_VERSION else 0
-    scoped = ABSTRACT_SOCKETS_AND_SIGNALS if kernel_version >= SCOPE_VERSION else 0
-    size = 24 if kernel_version >= SCOPE_VERSION else 16 if kernel_version >= TCP_VERSION else 8
+    used = version() if at_most is None else min(version(), at_most)
+    rights = RIGHTS_BY_VERSION.get(min(used, max(RIGHTS_BY_VERSION)), 0)
+    tcp = BIND_AND_CONNECT_TCP if used >= TCP_VERSION else 0
+    scoped = ABSTRACT_SOCKETS_AND_SIGNALS if used >= SCOPE_VERSION else 0
+    size = 24 if used >= SCOPE_VERSION else 16 if used >= TCP_VERSION else 8
     attributes = struct.pack("=QQQ", rights, tcp, scoped)[:size]
     ruleset = _check_result(_libc().syscall(CREATE_RULESET, attributes, size, 0))
     try:
@@ -62,9 +70,8 @@ def restrict(
             _allow(ruleset, path, READ & rights)
         for path in writable:
             _allow(ruleset, path, rights & ~_MAKE_DEVICES_AND_SOCKETS)
-        for port in ports if tcp else ():
-            rule = struct.pack("=QQ", CONNECT_TCP, port)
-            _check_result(_libc().syscall(ADD_RULE, ruleset, RULE_NET_PORT, rule, 0))
+        for port in tcp_ports if tcp else ():
+            _add(ruleset, RULE_PORT, struct.pack("=QQ", CONNECT_TCP, port))
         _check_result(_libc().prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
         _check_result(_libc().syscall(RESTRICT_SELF, ruleset, 0))
     finally:
@@ -82,13 +89,13 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
     try:
         if not stat.S_ISDIR(os.fstat(parent).st_mode):
             rights &= FILE_RIGHTS
-        _check_result(
-            _libc().syscall(
-                ADD_RULE, ruleset, RULE_PATH_BENEATH, struct.pack("=Qi", rights, parent), 0
-            )
-        )
+        _add(ruleset, RULE_PATH_BENEATH, struct.pack("=Qi", rights, parent))
     finally:
         os.close(parent)
+
+
+def _add(ruleset: int, kind: int, rule: bytes) -> None:
+    _check_result(_libc().syscall(ADD_RULE, ruleset, kind, rule, 0))
 
 
 def _libc() -> ctypes.CDLL:

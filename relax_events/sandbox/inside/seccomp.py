@@ -1,9 +1,11 @@
-"""A seccomp filter that refuses system calls which an untrusted program does not need. It needs no
-privileges.
+"""A seccomp filter that allows the system calls which an untrusted program needs, and refuses all
+others. It needs no privileges.
 
-It is a deny list, because Python needs most other calls. It complements Landlock or a private root.
+It complements Landlock or a private root: it allows calls on files, and those decide which files.
+A refused call fails with EPERM. A call that is newer than the table, or that the C library and
+others replace, fails with ENOSYS, as on a kernel without it.
 Source: Documentation/userspace-api/seccomp_filter.rst of the Linux kernel; numbers from its system
-call tables.
+call tables (`system_calls.txt`).
 """
 
 from __future__ import annotations
@@ -13,156 +15,103 @@ import errno
 import os
 import platform
 import struct
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
 
+TABLE = Path(__file__).parent / "system_calls.txt"
 PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
-LOAD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_ANY_BIT, AND, RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
+LOAD, JUMP_EQUAL, JUMP_AT_LEAST, AND, RETURN = 0x20, 0x15, 0x35, 0x54, 0x06
 ALLOW, KILL_PROCESS, FAIL_WITH = 0x7FFF0000, 0x80000000, 0x00050000
 NUMBER_AT, ARCHITECTURE_AT, ARGUMENTS_AT = 0, 4, 16
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 X32_BIT = 0x40000000
-SOCK_STREAM, SOCKET_TYPES = 1, 0xF
+ALL_BITS = 0xFFFFFFFF
+
+ALWAYS = """
+read write readv writev pread64 pwrite64 preadv pwritev preadv2 pwritev2 lseek sendfile
+copy_file_range open openat openat2 creat close close_range dup dup2 dup3 pipe pipe2 flock fsync
+fdatasync sync_file_range readahead fadvise64 truncate ftruncate cachestat
+stat fstat lstat newfstatat statx statfs fstatfs access faccessat faccessat2 readlink readlinkat
+getdents getdents64 getxattr lgetxattr fgetxattr listxattr llistxattr flistxattr getxattrat
+listxattrat file_getattr
+mkdir mkdirat rmdir unlink unlinkat rename renameat renameat2 link linkat symlink symlinkat
+chdir fchdir getcwd umask
+poll ppoll select pselect6 epoll_create epoll_create1 epoll_ctl epoll_wait epoll_pwait epoll_pwait2
+eventfd eventfd2 signalfd signalfd4 timerfd_create timerfd_settime timerfd_gettime
+recvfrom recvmsg recvmmsg getsockname getpeername setsockopt getsockopt shutdown
+mmap munmap mremap mprotect madvise msync mincore brk mlock mlock2 munlock munlockall
+pkey_alloc pkey_free pkey_mprotect map_shadow_stack mseal membarrier get_mempolicy
+rt_sigaction rt_sigprocmask rt_sigreturn rt_sigpending rt_sigtimedwait rt_sigsuspend sigaltstack
+pause alarm getitimer setitimer timer_create timer_settime timer_gettime timer_getoverrun
+timer_delete nanosleep clock_nanosleep clock_gettime clock_getres gettimeofday time times
+futex futex_waitv futex_wake futex_wait futex_requeue set_robust_list set_tid_address rseq
+restart_syscall arch_prctl set_thread_area get_thread_area
+exit exit_group wait4 waitid getpid getppid gettid getpgid setpgid getpgrp getsid setsid
+getuid geteuid getgid getegid getresuid getresgid getgroups capget
+setuid setgid setreuid setregid setresuid setresgid
+getrlimit setrlimit getrusage getpriority ioprio_get getcpu sysinfo uname getrandom
+sched_yield sched_getaffinity sched_getparam sched_getscheduler sched_getattr
+sched_get_priority_max sched_get_priority_min sched_rr_get_interval
+landlock_create_ruleset landlock_add_rule landlock_restrict_self
+""".split()  # noqa: SIM905 the list has 190 names
+"""Calls on a process's own memory, time, threads and open files, and on files by path."""
+SIGNALS = ("kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo")
+PROCESSES = ("execve", "execveat", "fork", "vfork")
+REPLACED = """
+clone3 splice tee vmsplice io_setup io_uring_setup memfd_secret statmount listmount quotactl_fd
+set_mempolicy_home_node lsm_get_self_attr lsm_set_self_attr lsm_list_modules
+""".split()  # noqa: SIM905 as above
+"""Refused calls for which libraries have a replacement if the kernel has no such call. The flags of
+clone3 are in memory, where a filter can't read them."""
+
+SAFE_FCNTL = (0, 1, 2, 3, 5, 6, 7, 9, 11, 16, 36, 37, 38, 1025, 1027, 1028, 1030, 1032, 1034)
+"""Duplicates, flags, locks and queries: not F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY
+and F_SETPIPE_SZ, by which a process signals others, or takes memory that it is not charged for."""
+F_SETFL, O_ASYNC = 4, 0x2000
+SAFE_IOCTL = (0x5401, 0x802C542A, 0x540F, 0x5411, 0x5413, 0x5429, 0x541B, 0x5421, 0x5450, 0x5451)
+"""TCGETS, TCGETS2, TIOCGPGRP, TIOCOUTQ, TIOCGWINSZ, TIOCGSID, FIONREAD, FIONBIO, FIONCLEX and
+FIOCLEX."""
+SAFE_PRCTL = (1, 2, 3, 7, 15, 16, 21, 23, 25, 27, 29, 30, 37, 38, 39, 40, 41, 42, 51, 52, 54, 56)
+"""Queries, PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_TIMERSLACK, PR_SET_NO_NEW_PRIVS,
+PR_SET_THP_DISABLE and PR_PAC_RESET_KEYS."""
+PR_SET_VMA = 0x53564D41
+FILE_TYPES, REGULAR_FILE, PIPE = 0xF000, 0x8000, 0x1000
 NEW_NAMESPACES = 0x7E020000
 """CLONE_NEWNS, -CGROUP, -UTS, -IPC, -USER, -PID and -NET."""
-CLONE_THREAD = 0x00010000
-TERMINAL_INPUT = (0x5412, 0x541C)
-"""TIOCSTI and TIOCLINUX: they insert input into a terminal."""
+CLONE_PIDFD, CLONE_PTRACE, CLONE_PARENT, CLONE_THREAD = 0x1000, 0x2000, 0x8000, 0x00010000
+AF_UNIX, AF_INET, AF_INET6 = 1, 2, 10
+SOCK_STREAM, SOCK_DGRAM, SOCKET_TYPES = 1, 2, 0xF
+IPPROTO_TCP, IPPROTO_UDP = 6, 17
+MSG_FASTOPEN = 0x20000000
+"""Connects without connect(), and so without Landlock's rules on ports."""
 
-# name: number on x86_64, number on aarch64 (None: there is no such call)
-CALLS: dict[str, tuple[int | None, int | None]] = {
-    # sockets: the network, and every server of this machine with a Unix socket
-    "socket": (41, 198),
-    "connect": (42, 203),
-    "accept": (43, 202),
-    "bind": (49, 200),
-    "listen": (50, 201),
-    "accept4": (288, 242),
-    # namespaces, mounts and file handles
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    "mount": (165, 40),
-    "umount2": (166, 39),
-    "pivot_root": (155, 41),
-    "chroot": (161, 51),
-    "open_tree": (428, 428),
-    "move_mount": (429, 429),
-    "fsopen": (430, 430),
-    "fsconfig": (431, 431),
-    "fsmount": (432, 432),
-    "fspick": (433, 433),
-    "mount_setattr": (442, 442),
-    "name_to_handle_at": (303, 264),
-    "open_by_handle_at": (304, 265),
-    # other processes
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "kcmp": (312, 272),
-    "pidfd_open": (434, 434),
-    "pidfd_getfd": (438, 438),
-    "pidfd_send_signal": (424, 424),
-    "process_madvise": (440, 440),
-    "setpriority": (141, 140),
-    "ioprio_set": (251, 30),
-    "sched_setaffinity": (203, 122),
-    "sched_setattr": (314, 274),
-    "sched_setparam": (142, 118),
-    "sched_setscheduler": (144, 119),
-    "migrate_pages": (256, 238),
-    "move_pages": (279, 239),
-    # large attack surfaces of the kernel
-    "bpf": (321, 280),
-    "userfaultfd": (323, 282),
-    "perf_event_open": (298, 241),
-    "fanotify_init": (300, 262),
-    "io_uring_setup": (425, 425),
-    "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427),
-    "keyctl": (250, 219),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "init_module": (175, 105),
-    "finit_module": (313, 273),
-    "delete_module": (176, 106),
-    "kexec_load": (246, 104),
-    "kexec_file_load": (320, 294),
-    "iopl": (172, None),
-    "ioperm": (173, None),
-    "modify_ldt": (154, None),
-    "personality": (135, 92),
-    # administration of the machine
-    "reboot": (169, 142),
-    "swapon": (167, 224),
-    "swapoff": (168, 225),
-    "acct": (163, 89),
-    "quotactl": (179, 60),
-    "syslog": (103, 116),
-    "settimeofday": (164, 170),
-    "clock_settime": (227, 112),
-    "adjtimex": (159, 171),
-    "clock_adjtime": (305, 266),
-    "sethostname": (170, 161),
-    "setdomainname": (171, 162),
-    "vhangup": (153, 58),
-    # memory that no file and no process is charged for, and that stays
-    "memfd_create": (319, 279),
-    "memfd_secret": (447, 447),
-    "shmget": (29, 194),
-    "shmat": (30, 196),
-    "shmctl": (31, 195),
-    "semget": (64, 190),
-    "semop": (65, 193),
-    "msgget": (68, 186),
-    "msgsnd": (69, 189),
-    "msgrcv": (70, 188),
-    "mq_open": (240, 180),
-    # changes to files of the same user that Landlock does not restrict
-    "chmod": (90, None),
-    "fchmod": (91, 52),
-    "fchmodat": (268, 53),
-    "fchmodat2": (452, 452),
-    "chown": (92, None),
-    "fchown": (93, 55),
-    "lchown": (94, None),
-    "fchownat": (260, 54),
-    "setxattr": (188, 5),
-    "lsetxattr": (189, 6),
-    "fsetxattr": (190, 7),
-    "removexattr": (197, 14),
-    "lremovexattr": (198, 15),
-    "fremovexattr": (199, 16),
-    "utime": (132, None),
-    "utimes": (235, None),
-    "futimesat": (261, None),
-    "utimensat": (280, 88),
-}
-SIGNALS: dict[str, tuple[int | None, int | None]] = {
-    "kill": (62, 129),
-    "tkill": (200, 130),
-    "rt_sigqueueinfo": (129, 138),
-    "rt_tgsigqueueinfo": (297, 240),
-}
-PROCESSES: dict[str, tuple[int | None, int | None]] = {
-    "execve": (59, 221),
-    "execveat": (322, 281),
-    "fork": (57, None),
-    "vfork": (58, None),
-}
-CLONE, CLONE3, SOCKETPAIR, TGKILL, IOCTL, PRLIMIT = (
-    (56, 220),
-    (435, 435),
-    (53, 199),
-    (234, 131),
-    (16, 29),
-    (302, 261),
-)
+
+class Argument(NamedTuple):
+    """A condition on the low 32 bits of an argument of a call."""
+
+    index: int
+    values: tuple[int, ...]
+    mask: int = ALL_BITS
+
+
+class Rule(NamedTuple):
+    """A call that is allowed if all conditions of one of the alternatives hold."""
+
+    name: str
+    alternatives: tuple[tuple[Argument, ...], ...]
+    error: int = errno.EPERM
 
 
 def restrict(*, may_signal: bool, may_start_processes: bool, may_connect: bool = False) -> None:
-    """Refuse the calls above for this process and its children; a refused call fails with EPERM.
+    """Refuse all but the calls above for this process and its children.
 
     Args:
         may_signal: Whether kill() is allowed; then Landlock or a namespace must confine signals.
         may_start_processes: Whether fork() and exec() are allowed.
+        may_connect: Whether TCP and UDP sockets are allowed, as clients; Landlock restricts the
+            ports of TCP.
     Raises:
         OSError: The kernel refused, or the system calls of this processor are unknown.
     """
@@ -204,23 +153,84 @@ def assemble(
                 f"{', '.join(ARCHITECTURES)} they are"
             ),
         )
-    column = list(ARCHITECTURES).index(machine)
-    code = [
-        *_kill_on_other_architectures(machine),
-        *_refuse_calls(
-            column,
-            may_signal=may_signal,
-            may_start_processes=may_start_processes,
-            may_connect=may_connect,
-        ),
-        *_refuse_clones(column, may_start_processes=may_start_processes),
-        *_refuse_arguments(column),
+    numbers = read_numbers(machine)
+    allowed = [
+        *ALWAYS,
+        *(SIGNALS if may_signal else ()),
+        *(PROCESSES if may_start_processes else ()),
+        *(("connect",) if may_connect else ()),
     ]
-    if not may_signal:
-        code += _when(
-            TGKILL[column], _argument(0), [_op(JUMP_EQUAL, own_pid, 1, 0), _refuse(errno.EPERM)]
-        )  # abort() stays
-    return b"".join([*code, _op(RETURN, ALLOW)])
+    rules = [*_argument_rules(may_start_processes), *_socket_rules(may_connect)]
+    if not may_signal:  # abort() stays
+        rules.append(Rule("tgkill", ((Argument(0, (own_pid,)),),)))
+    return b"".join(
+        [
+            *_kill_on_other_architectures(machine),
+            *(op for rule in rules for op in _check(rule, numbers)),
+            *_allow({numbers[name] for name in allowed if name in numbers}),
+            *_refuse_the_rest(numbers),
+        ]
+    )
+
+
+@cache
+def read_numbers(machine: str) -> dict[str, int]:
+    """Return the numbers of all system calls that a processor has, by name."""
+    column = list(ARCHITECTURES).index(machine)
+    numbers = {}
+    for line in TABLE.read_text().splitlines():
+        name, *fields = line.split()
+        if name != "#" and fields[column] != "-":
+            numbers[name] = int(fields[column])
+    return numbers
+
+
+def _argument_rules(may_start_processes: bool) -> list[Rule]:
+    """Return the rules of calls on files, terminals, limits, and new threads and processes."""
+    regular_file_or_pipe = (0, REGULAR_FILE, PIPE)
+    forbidden = NEW_NAMESPACES | CLONE_PIDFD | CLONE_PTRACE | CLONE_PARENT
+    thread = 0 if may_start_processes else CLONE_THREAD
+    return [
+        Rule("clone", ((Argument(0, (thread,), forbidden | thread),),)),
+        Rule(
+            "fcntl",
+            (
+                (Argument(1, SAFE_FCNTL),),
+                (Argument(1, (F_SETFL,)), Argument(2, (0,), O_ASYNC)),
+            ),
+        ),
+        Rule("ioctl", ((Argument(1, SAFE_IOCTL),),), errno.ENOTTY),
+        Rule("prctl", ((Argument(0, (*SAFE_PRCTL, PR_SET_VMA)),),)),
+        Rule("prlimit64", ((Argument(0, (0,)),),)),
+        Rule("mknod", ((Argument(1, regular_file_or_pipe, FILE_TYPES),),)),
+        Rule("mknodat", ((Argument(2, regular_file_or_pipe, FILE_TYPES),),)),
+        # other modes of fallocate take blocks beyond the limit on a file's size
+        Rule("fallocate", ((Argument(1, (0,)),),), errno.EOPNOTSUPP),
+    ]
+
+
+def _socket_rules(may_connect: bool) -> list[Rule]:
+    """Return the rules of sockets: connected pairs, and clients of TCP and UDP if allowed.
+
+    Datagrams of a Unix socket could be sent to any path.
+    """
+    pair = (Argument(0, (AF_UNIX,)), Argument(1, (SOCK_STREAM,), SOCKET_TYPES))
+    client = tuple(
+        (
+            Argument(0, (AF_INET, AF_INET6)),
+            Argument(1, (kind,), SOCKET_TYPES),
+            Argument(2, (0, protocol)),
+        )
+        for kind, protocol in ((SOCK_STREAM, IPPROTO_TCP), (SOCK_DGRAM, IPPROTO_UDP))
+    )
+    return [
+        Rule("socketpair", (pair,)),
+        *([Rule("socket", client)] if may_connect else []),
+        *(
+            Rule(name, ((Argument(index, (0,), MSG_FASTOPEN),),))
+            for name, index in (("sendto", 3), ("sendmsg", 2), ("sendmmsg", 3))
+        ),
+    ]
 
 
 def _kill_on_other_architectures(machine: str) -> list[bytes]:
@@ -238,71 +248,64 @@ def _kill_on_other_architectures(machine: str) -> list[bytes]:
     return code
 
 
-def _refuse_calls(
-    column: int, *, may_signal: bool, may_start_processes: bool, may_connect: bool
-) -> list[bytes]:
-    """Return instructions that refuse calls whatever their arguments are."""
-    calls = {
-        **CALLS,
-        **({} if may_signal else SIGNALS),
-        **({} if may_start_processes else PROCESSES),
-    }
-    return [
-        op
-        for name, numbers in calls.items()
-        if not (may_connect and name in {"socket", "connect"})
-        if (number := numbers[column]) is not None
-        for op in (_op(JUMP_EQUAL, number, 0, 1), _refuse(errno.EPERM))
-    ]
+def _check(rule: Rule, numbers: dict[str, int]) -> list[bytes]:
+    """Return instructions that decide about one call by its arguments, and pass on others."""
+    if rule.name not in numbers:
+        return []
+    body = [op for checks in rule.alternatives for op in _allow_if(checks)]
+    body.append(_refuse(rule.error))
+    return [_op(JUMP_EQUAL, numbers[rule.name], 0, len(body)), *body]
 
 
-def _refuse_clones(column: int, *, may_start_processes: bool) -> list[bytes]:
-    """Return instructions that refuse new namespaces, and new processes unless allowed."""
-    code = [
-        _op(JUMP_EQUAL, CLONE3[column], 0, 1),
-        _refuse(errno.ENOSYS),
-    ]  # its flags are in memory; the C library falls back to clone
-    code += _when(
-        CLONE[column], _argument(0), [_op(JUMP_ANY_BIT, NEW_NAMESPACES, 0, 1), _refuse(errno.EPERM)]
-    )
-    if not may_start_processes:
-        code += _when(
-            CLONE[column],
-            _argument(0),
-            [_op(JUMP_ANY_BIT, CLONE_THREAD, 1, 0), _refuse(errno.EPERM)],
-        )
+def _allow_if(conditions: Sequence[Argument]) -> list[bytes]:
+    """Return instructions that allow the call if all conditions hold, and else pass on."""
+    code = [_op(RETURN, ALLOW)]
+    for index, values, mask in reversed(conditions):
+        last = len(values) - 1
+        jumps = [
+            _op(JUMP_EQUAL, value, last - place, len(code) if place == last else 0)
+            for place, value in enumerate(values)
+        ]
+        code = [_op(LOAD, ARGUMENTS_AT + 8 * index), _op(AND, mask), *jumps, *code]
     return code
 
 
-def _refuse_arguments(column: int) -> list[bytes]:
-    """Return instructions that refuse datagram sockets, input into a terminal, and the limits of
-    other processes.
-    """
-    datagrams = [
-        _op(AND, SOCKET_TYPES),
-        _op(JUMP_EQUAL, SOCK_STREAM, 1, 0),
-        _refuse(errno.EPERM),
-    ]  # they could be sent to any path
-    typing = [
-        op
-        for request in TERMINAL_INPUT
-        for op in (_op(JUMP_EQUAL, request, 0, 1), _refuse(errno.EPERM))
-    ]
-    own_limits = [_op(JUMP_EQUAL, 0, 1, 0), _refuse(errno.EPERM)]
+def _allow(numbers: set[int]) -> list[bytes]:
+    """Return instructions that allow calls whatever their arguments are."""
     return [
-        *_when(SOCKETPAIR[column], _argument(1), datagrams),
-        *_when(IOCTL[column], _argument(1), typing),
-        *_when(PRLIMIT[column], _argument(0), own_limits),
+        op
+        for first, last in _ranges(sorted(numbers))
+        for op in (
+            _op(JUMP_AT_LEAST, first, 0, 2),
+            _op(JUMP_AT_LEAST, last + 1, 1, 0),
+            _op(RETURN, ALLOW),
+        )
     ]
 
 
-def _when(number: int, load: bytes, body: list[bytes]) -> list[bytes]:
-    """Return instructions that run for one call only, and then load the call's number again."""
-    return [_op(JUMP_EQUAL, number, 0, len(body) + 2), load, *body, _op(LOAD, NUMBER_AT)]
+def _ranges(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield the first and the last number of each gapless range of sorted numbers."""
+    first = numbers[0]
+    for number, following in zip(numbers, [*numbers[1:], None], strict=True):
+        if following != number + 1:
+            yield first, number
+            first = following or 0
 
 
-def _argument(index: int) -> bytes:
-    return _op(LOAD, ARGUMENTS_AT + 8 * index)
+def _refuse_the_rest(numbers: dict[str, int]) -> list[bytes]:
+    """Return instructions that refuse a call which was not allowed before."""
+    newest = max(numbers.values())
+    missing = [numbers[name] for name in REPLACED if name in numbers]
+    return [
+        *(
+            op
+            for number in missing
+            for op in (_op(JUMP_EQUAL, number, 0, 1), _refuse(errno.ENOSYS))
+        ),
+        _op(JUMP_AT_LEAST, newest + 1, 0, 1),
+        _refuse(errno.ENOSYS),
+        _refuse(errno.EPERM),
+    ]
 
 
 def _refuse(number: int) -> bytes:

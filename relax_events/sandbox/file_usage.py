@@ -1,0 +1,112 @@
+"""Counts the files of a program's process tree, deleted ones that it still holds included, where
+its folder is no file system of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import psutil
+
+BLOCK_BYTES = 512
+DELETED = " (deleted)"
+
+
+def exceeds_file_limits(
+    folder: Path, processes: Iterable[psutil.Process], *, max_bytes: int, max_files: int
+) -> bool:
+    """Return whether the files in a folder, and deleted files that processes hold, exceed a limit.
+
+    What can't be counted, because a program has made it unreadable, exceeds the limits.
+
+    Args:
+        folder: The folder, the only one that the processes may write to.
+        processes: The processes.
+        max_bytes: The limit on the space that the files take.
+        max_files: The limit on the number of files and folders.
+    """
+    num_bytes, num_files = 0, 0
+    try:
+        for size in _sizes(folder, processes):
+            num_bytes, num_files = num_bytes + size, num_files + 1
+            if num_bytes > max_bytes or num_files > max_files:
+                return True
+    except OSError:
+        return True
+    return False
+
+
+def _sizes(folder: Path, processes: Iterable[psutil.Process]) -> Iterator[int]:
+    yield from _sizes_in(folder)
+    held: dict[tuple[int, int], int] = {}
+    for process in processes:
+        held |= _deleted_open_files(process.pid)
+        for key, size in _deleted_mapped_files(process.pid, folder).items():
+            held.setdefault(key, size)
+    yield from held.values()
+
+
+def _sizes_in(folder: Path) -> Iterator[int]:
+    """Yield the size of each file and folder below a folder.
+
+    Raises:
+        OSError: A folder can't be read, or lies too deep for a path.
+    """
+    for root, folders, files in os.walk(folder, onerror=_raise_unless_gone):
+        for name in (*folders, *files):
+            try:
+                size = os.lstat(os.path.join(root, name)).st_blocks * BLOCK_BYTES  # noqa: PTH118 quicker
+            except (FileNotFoundError, NotADirectoryError):  # deleted meanwhile
+                continue
+            yield size
+
+
+def _raise_unless_gone(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise error
+
+
+def _deleted_open_files(pid: int) -> dict[tuple[int, int], int]:
+    """Return the size of each deleted file that a process has open, by device and number.
+
+    A thread may have open files of its own.
+
+    Raises:
+        OSError: The process hides them.
+    """
+    sizes = {}
+    for path in _list_open_files(pid):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            status = path.stat()
+            if status.st_nlink == 0 and stat.S_ISREG(status.st_mode):
+                sizes[status.st_dev, status.st_ino] = status.st_blocks * BLOCK_BYTES
+    return sizes
+
+
+def _list_open_files(pid: int) -> Iterator[Path]:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                yield from (thread / "fd").iterdir()
+
+
+def _deleted_mapped_files(pid: int, folder: Path) -> dict[tuple[int, int], int]:
+    """Return the mapped size of each deleted file of a folder that a process has in its memory, by
+    device and number.
+    """
+    sizes: dict[tuple[int, int], int] = {}
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
+            if not line.endswith(DELETED):
+                continue
+            addresses, _, offset, device, number, path = line.split(maxsplit=5)
+            if path.startswith(f"{folder}/"):
+                first, last = (int(address, 16) for address in addresses.split("-"))
+                major, minor = (int(part, 16) for part in device.split(":"))
+                key = os.makedev(major, minor), int(number)
+                sizes[key] = max(sizes.get(key, 0), int(offset, 16) + last - first)
+    return sizes
