@@ -12,6 +12,7 @@ from functools import partial
 
 import orjson
 
+from relax_events.attacks.isolation_check import check_isolation
 from relax_events.config import RunConfig
 from relax_events.config.broker_addresses import EMBEDDED
 from relax_events.controller.rollout_capacity import read_share_group_size, require_rollout_capacity
@@ -34,7 +35,6 @@ from relax_events.ops.topic_apply import plan_changes
 from relax_events.planning.derived import Derived
 from relax_events.planning.inventory import width_of
 from relax_events.rewards.pool import RewardItem, RewardPool
-from relax_events.sandbox.isolation_check import check_isolation
 from relax_events.session.broker_address import (
     OPERATOR,
     embedded_broker,

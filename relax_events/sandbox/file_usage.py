@@ -14,6 +14,9 @@ import psutil
 
 BLOCK_BYTES = 512
 DELETED = " (deleted)"
+TRIES = 3
+FileKey = tuple[int, int]
+"""The device and the number of a file."""
 
 
 def exceeds_file_limits(
@@ -42,11 +45,10 @@ def exceeds_file_limits(
 
 def _sizes(folder: Path, processes: Iterable[psutil.Process]) -> Iterator[int]:
     yield from _sizes_in(folder)
-    held: dict[tuple[int, int], int] = {}
+    held: dict[FileKey, int] = {}
     for process in processes:
-        held |= _deleted_open_files(process.pid)
-        for key, size in _deleted_mapped_files(process.pid, folder).items():
-            held.setdefault(key, size)
+        for thread in _list_threads(process.pid):
+            held |= _deleted_files(thread, folder)
     yield from held.values()
 
 
@@ -70,43 +72,57 @@ def _raise_unless_gone(error: OSError) -> None:
         raise error
 
 
-def _deleted_open_files(pid: int) -> dict[tuple[int, int], int]:
-    """Return the size of each deleted file that a process has open, by device and number.
+def _list_threads(pid: int) -> list[Path]:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return list(Path(f"/proc/{pid}/task").iterdir())
+    return []
 
-    A thread may have open files of its own.
+
+def _deleted_files(thread: Path, folder: Path) -> dict[FileKey, int]:
+    """Return the size of each deleted file that a thread holds; none if it has ended.
+
+    A thread may have open files of its own, and outlive the first thread of its process.
 
     Raises:
-        OSError: The process hides them.
+        OSError: The thread hides them.
     """
+    for _ in range(TRIES):
+        try:
+            return _mapped_files(thread, folder) | _open_files(thread)
+        except (FileNotFoundError, ProcessLookupError):
+            return {}
+        except PermissionError as error:
+            if not _has_memory(thread):  # it is ending
+                return {}
+            hidden = error
+    raise hidden
+
+
+def _open_files(thread: Path) -> dict[FileKey, int]:
     sizes = {}
-    for path in _list_open_files(pid):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+    for path in (thread / "fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
             status = path.stat()
             if status.st_nlink == 0 and stat.S_ISREG(status.st_mode):
                 sizes[status.st_dev, status.st_ino] = status.st_blocks * BLOCK_BYTES
     return sizes
 
 
-def _list_open_files(pid: int) -> Iterator[Path]:
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                yield from (thread / "fd").iterdir()
-
-
-def _deleted_mapped_files(pid: int, folder: Path) -> dict[tuple[int, int], int]:
-    """Return the mapped size of each deleted file of a folder that a process has in its memory, by
-    device and number.
-    """
-    sizes: dict[tuple[int, int], int] = {}
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
-            if not line.endswith(DELETED):
-                continue
-            addresses, _, offset, device, number, path = line.split(maxsplit=5)
-            if path.startswith(f"{folder}/"):
-                first, last = (int(address, 16) for address in addresses.split("-"))
-                major, minor = (int(part, 16) for part in device.split(":"))
-                key = os.makedev(major, minor), int(number)
-                sizes[key] = max(sizes.get(key, 0), int(offset, 16) + last - first)
+def _mapped_files(thread: Path, folder: Path) -> dict[FileKey, int]:
+    sizes: dict[FileKey, int] = {}
+    for line in (thread / "maps").read_text(errors="replace").splitlines():
+        if not line.endswith(DELETED):
+            continue
+        addresses, _, offset, device, number, path = line.split(maxsplit=5)
+        if path.startswith(f"{folder}/"):
+            first, last = (int(address, 16) for address in addresses.split("-"))
+            major, minor = (int(part, 16) for part in device.split(":"))
+            key = os.makedev(major, minor), int(number)
+            sizes[key] = max(sizes.get(key, 0), int(offset, 16) + last - first)
     return sizes
+
+
+def _has_memory(thread: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return "VmSize:" in (thread / "status").read_text()
+    return False

@@ -35,7 +35,7 @@ MAX_PROCESSES = 32
 MAX_OPEN_FILES = 64
 MAX_FILE_BYTES = 16 * 1024**2
 MAX_FOLDER_BYTES = 64 * 1024**2
-MAX_FILES = 8192
+MAX_FILES = 4096
 """Files and folders, deleted ones that are still open included."""
 MAX_COUNTED_FILE_BYTES = MAX_FOLDER_BYTES // MAX_PROCESSES
 """Of a file where files are counted at intervals: a process must not fill the disk in between."""
@@ -235,10 +235,15 @@ class Runner:
         self.end()
 
     def end(self) -> None:
-        """End the program, all processes that it started, and the first process."""
+        """End the program, all processes that it started, and the first process; delete what they
+        left.
+        """
         self._control.close()
-        if self._process.poll() is not None:
-            return  # the first process inside ends last
+        if self._process.poll() is None:  # the first process inside ends last
+            self._end_processes()
+        self._empty_folder()
+
+    def _end_processes(self) -> None:
         left = self._descendants()
         if not self._isolation.has_namespaces:
             self._process.terminate()  # it ends its descendants, and then itself

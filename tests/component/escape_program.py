@@ -2,115 +2,100 @@
 the successful ones as JSON.
 
 It is a program so that it can run as another user and in containers. Its arguments: a kind of
-isolation (`chosen`: the one that a reward would use), and `ways` or `tricks`.
+isolation (`chosen`: the one that a reward would use), and `ways`, `tricks` or `limits`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
-import socket
-import subprocess
 import sys
-import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from escapes import ATTEMPTS, ESCAPES
-
+from relax_events.attacks.escapes import ESCAPES, Layer
 from relax_events.attacks.forged_verdicts import RIGHT, TESTS
+from relax_events.attacks.isolation_check import try_escapes
+from relax_events.attacks.limits import FILE_LIMITS
+from relax_events.attacks.targets import create_targets
 from relax_events.attacks.verdict_tricks import list_tricks
 from relax_events.errors import EnvironmentProblem
 from relax_events.sandbox import Isolation, Limits, Sandbox, Verdict, isolation, require_isolation
-from relax_events.sandbox.inside import entry
 
 KINDS = {
     "bubblewrap": lambda one: one.has_private_root,
     "namespaces": lambda one: one.has_namespaces and not one.has_private_root,
     "landlock": lambda one: not one.has_namespaces,
 }
+WEAKENED: dict[str, Callable[[Isolation], Isolation]] = {
+    **{
+        f"landlock {version}": lambda one, version=version: dataclasses.replace(
+            one, landlock=min(version, one.landlock)
+        )
+        for version in range(1, 6)
+    },
+    "landlock alone": lambda one: dataclasses.replace(one, filters=False),
+    "filter alone": lambda one: dataclasses.replace(one, landlock=0),
+}
+"""Changes to Landlock with a filter: as on an older kernel, or with one of the two only."""
+COUNTED = "namespaces, files counted"
+"""Namespaces in which nothing can be mounted."""
+LAYERS = {"landlock alone": Layer.FILES, "filter alone": Layer.CALLS}
+"""The layer whose escapes a single one must stop; an isolation of one layer is refused."""
+WITHOUT_SANDBOX_LEFT_OUT = {"kernel: new privileges"}
+"""Escapes that end the attempts if nothing isolates them: a program of another user can't be
+counted."""
 NOTHING, CHOSEN = "nothing", "chosen"
 WITH_A_PROCESS = (
     "import subprocess\ndef f(x):\n    return x + 1 + subprocess.run(['true']).returncode\n"
 )
-SECONDS = {"ways": 100, "tricks": 540}
+SECONDS = {"ways": 200, "tricks": 540, "limits": 540}
 
 
 def walls_of(kind: str) -> Isolation | None:
     """Return the walls of a kind, if this machine has them."""
+    if kind == COUNTED:
+        mounted = walls_of("namespaces")
+        return mounted and dataclasses.replace(mounted, has_own_files=False)
+    if kind in WEAKENED:
+        both = walls_of("landlock")
+        return WEAKENED[kind](both) if both is not None and both.is_sufficient else None
     return next(
         (one for one in isolation._candidates() if KINDS[kind](one) and isolation._works(one)), None
     )
 
 
-@contextmanager
-def outside() -> Iterator[dict[str, Any]]:
-    """Yield resources that no program may reach."""
-    with (
-        tempfile.TemporaryDirectory() as name,
-        socket.create_server(("127.0.0.1", 0)) as server,
-        socket.socket(socket.AF_UNIX) as local,
-    ):
-        folder = Path(name)
-        for file, mode in (("private", 0o600), ("public", 0o644), ("deletable", 0o666)):
-            (folder / file).write_text("TOPSECRET")
-            (folder / file).chmod(mode)
-        folder.chmod(0o777)
-        local.bind(str(folder / "socket"))
-        local.listen()
-        (folder / "socket").chmod(0o777)
-        datagrams, abstract = (
-            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM),
-            socket.socket(socket.AF_UNIX),
-        )
-        datagrams.bind(str(folder / "datagrams"))
-        (folder / "datagrams").chmod(0o777)
-        abstract.bind(f"\0{folder.name}")
-        abstract.listen()
-        victim = subprocess.Popen(["sleep", "600"])
-        os.environ["SECRET_OF_THE_JUDGE"] = "1"
-        with datagrams, abstract:
-            try:
-                yield {
-                    **{
-                        file: str(folder / file)
-                        for file in ("private", "public", "deletable", "socket", "datagrams")
-                    },
-                    "home": str(Path.home()),
-                    "root": [path.name for path in Path("/").iterdir()],
-                    "tmp": [path.name for path in Path(tempfile.gettempdir()).iterdir()],
-                    "tmp_file": str(folder / "made"),
-                    "judge": os.getpid(),
-                    "victim": victim.pid,
-                    "port": server.getsockname()[1],
-                    "udp": 9,
-                    "abstract": folder.name,
-                    "packages": json.__path__[0],
-                    "inside": entry.__file__,
-                }
-                if (
-                    victim.poll() is not None
-                    or (folder / "private").read_text() != "TOPSECRET"
-                    or not (folder / "deletable").exists()
-                ):
-                    raise RuntimeError("something outside was changed")
-            finally:
-                victim.kill()
-                victim.wait()
+def attempts(kind: str, behind: Isolation) -> tuple[int, list[str]]:
+    """Try the escapes that a kind of walls stops; return how many, and those that succeeded."""
+    layers = [LAYERS[kind]] if kind in LAYERS else [*Layer]
+    codes = {
+        name: escape.code
+        for name, escape in ESCAPES.items()
+        if escape.layer in layers and (kind != NOTHING or name not in WITHOUT_SANDBOX_LEFT_OUT)
+    }
+    with create_targets() as targets:
+        # like an account's packages: files of the account that programs may read
+        readable = str(Path(targets.outside["readable"]).parent)
+        isolation.SYSTEM_FOLDERS = (*isolation.SYSTEM_FOLDERS, readable)
+        return len(codes), [
+            *try_escapes(behind, codes, targets.outside),
+            *targets.list_changes(),
+        ]
 
 
-def attempts(behind: Isolation, things: dict[str, Any]) -> list[str]:
-    """Try all ways out; return those that led somewhere."""
-    with Sandbox(ATTEMPTS, Limits(seconds=60), isolation=behind) as sandbox:
-        verdict, printed = sandbox.run_with_input(f"{json.dumps(things)}\n{json.dumps(ESCAPES)}\n")
-    lines = printed.splitlines()
-    if lines[-1:] != [f"tried {len(ESCAPES)}"]:
-        lines.append(f"{verdict} before all were tried")
-        return lines
-    return lines[:-1]
+def limits(behind: Isolation) -> list[str]:
+    """Run programs that take too many files; return those that were let."""
+    passed = []
+    for name, program in FILE_LIMITS.items():
+        bounds = Limits(seconds=120, memory_bytes=256 * 1024**2)
+        with Sandbox(program, bounds, isolation=behind) as sandbox:
+            if sandbox.run_with_input("")[0] is not Verdict.OUT_OF_LIMITS:
+                passed.append(name)
+        if sandbox._folder.exists():
+            passed.append(f"{name}: files are left")
+    return passed
 
 
 def tricks(behind: Isolation) -> list[str]:
@@ -152,12 +137,12 @@ def main(kind: str, what: str = "ways") -> None:
     except EnvironmentProblem as error:
         print(json.dumps({"walls": None, "refused": str(error)}))
     else:
-        _try(found, what)
+        _try(kind, found, what)
     sys.stdout.flush()
     os._exit(0)
 
 
-def _try(found: Isolation | None, what: str) -> None:
+def _try(kind: str, found: Isolation | None, what: str) -> None:
     if found is None:
         print(json.dumps({"walls": None, "escaped": []}))
     elif what == "tricks":
@@ -166,20 +151,15 @@ def _try(found: Isolation | None, what: str) -> None:
                 {"walls": found.describe(), "tried": len(list_tricks()), "escaped": tricks(found)}
             )
         )
-    else:
-        with outside() as things:
-            print(
-                json.dumps(
-                    {
-                        "walls": found.describe(),
-                        "tried": len(ESCAPES),
-                        "escaped": attempts(found, things),
-                    }
-                )
+    elif what == "limits":
+        print(
+            json.dumps(
+                {"walls": found.describe(), "tried": len(FILE_LIMITS), "escaped": limits(found)}
             )
-            sys.stdout.flush()
-            if found == Isolation():
-                os._exit(0)
+        )
+    else:
+        tried, escaped = attempts(kind, found)
+        print(json.dumps({"walls": found.describe(), "tried": tried, "escaped": escaped}))
 
 
 if __name__ == "__main__":

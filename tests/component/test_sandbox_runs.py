@@ -20,12 +20,19 @@ from relax_events.sandbox import Isolation, Limits, Sandbox, Verdict
 LEFT = "987655"
 LEAVES_THINGS = f"""
 import os, subprocess, sys
-print(sorted(name for name in os.listdir('.') if not name.startswith('python-')))
+print(os.listdir('.'))
 os.makedirs('folder/in/folder')
 os.symlink('/usr', 'folder/link')
 os.unlink('solution.py')
 open('solution.py', 'w').write('print("written by a run before")')
 subprocess.Popen(['sleep', '{LEFT}'], start_new_session=True, stdout=subprocess.DEVNULL)
+"""
+LEAVES_DEEP_FOLDERS = """
+import os
+print(os.listdir('.'))
+for _ in range(1500):
+    os.mkdir('deep')
+    os.chdir('deep')
 """
 COUNTS = "import json\ncalls = []\ndef f():\n    json.seen = calls\n    calls.append(1)\n    return len(calls)\n"
 ATTACKS = """
@@ -95,6 +102,13 @@ def test_run_finds_no_file_or_process_of_the_run_before(walls: Isolation) -> Non
         for _ in range(3):
             assert sandbox.run_with_input("") == (Verdict.PASSED, "['solution.py']\n")
             assert not left_running()
+
+
+def test_run_finds_no_folder_of_a_run_before_that_python_cannot_delete(walls: Isolation) -> None:
+    with Sandbox(LEAVES_DEEP_FOLDERS, Limits(seconds=60), isolation=walls) as sandbox:
+        for _ in range(2):
+            assert sandbox.run_with_input("") == (Verdict.PASSED, "['solution.py']\n")
+    assert not sandbox._folder.exists()
 
 
 def test_isolation_is_set_up_once_for_all_tests_and_each_meets_a_new_process(

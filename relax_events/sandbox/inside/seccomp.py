@@ -31,8 +31,8 @@ ALL_BITS = 0xFFFFFFFF
 
 ALWAYS = """
 read write readv writev pread64 pwrite64 preadv pwritev preadv2 pwritev2 lseek sendfile
-copy_file_range open openat openat2 creat close close_range dup dup2 dup3 pipe pipe2 flock fsync
-fdatasync sync_file_range readahead fadvise64 truncate ftruncate cachestat
+copy_file_range creat close close_range dup dup2 dup3 pipe pipe2 flock fsync
+fdatasync sync_file_range readahead fadvise64 ftruncate cachestat
 stat fstat lstat newfstatat statx statfs fstatfs access faccessat faccessat2 readlink readlinkat
 getdents getdents64 getxattr lgetxattr fgetxattr listxattr llistxattr flistxattr getxattrat
 listxattrat file_getattr
@@ -60,11 +60,11 @@ landlock_create_ruleset landlock_add_rule landlock_restrict_self
 SIGNALS = ("kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo")
 PROCESSES = ("execve", "execveat", "fork", "vfork")
 REPLACED = """
-clone3 splice tee vmsplice io_setup io_uring_setup memfd_secret statmount listmount quotactl_fd
-set_mempolicy_home_node lsm_get_self_attr lsm_set_self_attr lsm_list_modules
+clone3 openat2 splice tee vmsplice io_setup io_uring_setup memfd_secret statmount listmount
+quotactl_fd set_mempolicy_home_node lsm_get_self_attr lsm_set_self_attr lsm_list_modules
 """.split()  # noqa: SIM905 as above
 """Refused calls for which libraries have a replacement if the kernel has no such call. The flags of
-clone3 are in memory, where a filter can't read them."""
+clone3 and openat2 are in memory, where a filter can't read them."""
 
 SAFE_FCNTL = (0, 1, 2, 3, 5, 6, 7, 9, 11, 16, 36, 37, 38, 1025, 1027, 1028, 1030, 1032, 1034)
 """Duplicates, flags, locks and queries: not F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY
@@ -77,6 +77,7 @@ SAFE_PRCTL = (1, 2, 3, 7, 15, 16, 21, 23, 25, 27, 29, 30, 37, 38, 39, 40, 41, 42
 """Queries, PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_TIMERSLACK, PR_SET_NO_NEW_PRIVS,
 PR_SET_THP_DISABLE and PR_PAC_RESET_KEYS."""
 PR_SET_VMA = 0x53564D41
+O_WRONLY, O_RDWR, O_ACCMODE, O_TRUNC = 1, 2, 3, 0o1000
 FILE_TYPES, REGULAR_FILE, PIPE = 0xF000, 0x8000, 0x1000
 NEW_NAMESPACES = 0x7E020000
 """CLONE_NEWNS, -CGROUP, -UTS, -IPC, -USER, -PID and -NET."""
@@ -191,6 +192,17 @@ def _argument_rules(may_start_processes: bool) -> list[Rule]:
     forbidden = NEW_NAMESPACES | CLONE_PIDFD | CLONE_PTRACE | CLONE_PARENT
     thread = 0 if may_start_processes else CLONE_THREAD
     return [
+        # Landlock before version 3 lets a program empty files that it may only read
+        *(
+            Rule(
+                name,
+                (
+                    (Argument(flags, (0,), O_TRUNC),),
+                    (Argument(flags, (O_WRONLY, O_RDWR), O_ACCMODE),),
+                ),
+            )
+            for name, flags in (("open", 1), ("openat", 2))
+        ),
         Rule("clone", ((Argument(0, (thread,), forbidden | thread),),)),
         Rule(
             "fcntl",
