@@ -83,19 +83,19 @@ import os, time
 file = os.open('file', os.O_CREAT | os.O_RDWR)
 os.posix_fallocate(file, 0, 80_000_000)
 """,
-    "30,000 files": """
+    "6,000 files": """
 import os, time
-for n in range(30_000):
+for n in range(6_000):
     os.close(os.open(f'file{n}', os.O_CREAT | os.O_WRONLY))
 """,
-    "30,000 folders": """
+    "6,000 folders": """
 import os, time
-for n in range(30_000):
+for n in range(6_000):
     os.mkdir(f'folder{n}')
 """,
-    "30,000 links": """
+    "6,000 links": """
 import os, time
-for n in range(30_000):
+for n in range(6_000):
     os.symlink('x', f'link{n}')
 """,
     "files in a folder that can't be listed": """

@@ -58,18 +58,22 @@ def _sizes_in(folder: Path) -> Iterator[int]:
     Raises:
         OSError: A folder can't be read, or lies too deep for a path.
     """
-    for root, folders, files in os.walk(folder, onerror=_raise_unless_gone):
-        for name in (*folders, *files):
-            try:
-                size = os.lstat(os.path.join(root, name)).st_blocks * BLOCK_BYTES  # noqa: PTH118 quicker
-            except (FileNotFoundError, NotADirectoryError):  # deleted meanwhile
-                continue
-            yield size
+    folders = [str(folder)]
+    while folders:
+        with (
+            contextlib.suppress(FileNotFoundError, NotADirectoryError),
+            os.scandir(folders.pop()) as entries,
+        ):
+            for entry in entries:
+                yield _size_of(entry)
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
 
 
-def _raise_unless_gone(error: OSError) -> None:
-    if not isinstance(error, FileNotFoundError | NotADirectoryError):
-        raise error
+def _size_of(entry: os.DirEntry[str]) -> int:
+    with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+        return entry.stat(follow_symlinks=False).st_blocks * BLOCK_BYTES
+    return 0
 
 
 def _list_threads(pid: int) -> list[Path]:

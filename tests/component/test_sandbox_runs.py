@@ -31,8 +31,8 @@ LEAVES_DEEP_FOLDERS = """
 import os
 print(os.listdir('.'))
 for _ in range(1500):
-    os.mkdir('deep')
-    os.chdir('deep')
+    os.mkdir('d')
+    os.chdir('d')
 """
 COUNTS = "import json\ncalls = []\ndef f():\n    json.seen = calls\n    calls.append(1)\n    return len(calls)\n"
 ATTACKS = """
