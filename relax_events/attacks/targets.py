@@ -42,7 +42,7 @@ class Targets:
     """The targets of escapes.
 
     Attributes:
-        outside: What a program is told: paths, ports, and the ids of processes and shared memory.
+        outside: What a program receives: paths, ports, and the ids of processes and shared memory.
     """
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
@@ -96,7 +96,7 @@ def create_targets() -> Iterator[Targets]:
 
 
 def _create_files(folder: Path) -> list[str]:
-    """Create files in a folder that all may write to, and one beside it that may be readable."""
+    """Create files in a folder that all may write to, and one outside of it that may be readable."""
     folder.chmod(0o755)
     (folder / "readable").mkdir()
     (folder / "readable" / "file").write_text(CONTENT)

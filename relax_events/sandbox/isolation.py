@@ -62,8 +62,8 @@ class Isolation:
     """The user to switch to, if we are root."""
     python: str = sys.executable
     binds: tuple[tuple[str, str], ...] = ()
-    """Interpreter folders that the user can't access, each with the ending of the folder beside
-    the program's, on which it is mounted."""
+    """Interpreter folders that the user can't access, each with the ending that the name of the
+    program's folder gets for its mount point."""
 
     @property
     def guards_files(self) -> bool:

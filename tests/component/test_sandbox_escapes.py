@@ -100,7 +100,7 @@ def run_program(
         capture_output=True,
         text=True,
         env=environment,
-        timeout=SECONDS[what],
+        timeout=SECONDS[what] + 15,
         check=False,
     )
     assert result.returncode == 0, result.stderr
