@@ -6,7 +6,7 @@ A program that ends by itself has held what it must not hold.
 
 from __future__ import annotations
 
-HELD_SECONDS = 30
+HELD_SECONDS = 37
 """How long a program holds what it took; the sandbox must end it earlier."""
 HOLD = f"""
 time.sleep({HELD_SECONDS})
@@ -77,6 +77,19 @@ for n in range(60):
     os.posix_fallocate(file, 0, 1_500_000)
     held.append(mmap.mmap(file, 1_500_000))
     os.close(file)
+""",
+    "deleted files of a program that can't be read": f"""
+import os, time
+sleep = os.open('sleep', os.O_CREAT | os.O_WRONLY, 0o111)
+with open('/bin/sleep', 'rb') as file:
+    os.write(sleep, file.read())
+os.close(sleep)
+for n in range(50):
+    file = os.open('file', os.O_CREAT | os.O_RDWR)
+    os.unlink('file')
+    os.posix_fallocate(file, 0, 1_500_000)
+    os.set_inheritable(file, True)
+os.execv('./sleep', ['sleep', '{HELD_SECONDS}'])
 """,
     "one large file": """
 import os, time

@@ -96,7 +96,7 @@ def create_targets() -> Iterator[Targets]:
 
 
 def _create_files(folder: Path) -> list[str]:
-    """Create files in a folder that all may write to, and one outside of it that may be readable."""
+    """Create files in a folder that all may write to, and one outside that may be readable."""
     folder.chmod(0o755)
     (folder / "readable").mkdir()
     (folder / "readable" / "file").write_text(CONTENT)

@@ -20,21 +20,28 @@ FileKey = tuple[int, int]
 
 
 def exceeds_file_limits(
-    folder: Path, processes: Iterable[psutil.Process], *, max_bytes: int, max_files: int
+    folder: Path,
+    processes: Iterable[psutil.Process],
+    *,
+    max_bytes: int,
+    max_files: int,
+    may_hide: bool,
 ) -> bool:
     """Return whether the files in a folder, and deleted files that processes hold, exceed a limit.
 
-    What can't be counted, because a program has made it unreadable, exceeds the limits.
+    Files that can't be counted, because a program has made them unreadable, exceed the limits.
 
     Args:
         folder: The folder, the only one that the processes may write to.
         processes: The processes.
         max_bytes: The limit on the space that the files take.
         max_files: The limit on the number of files and folders.
+        may_hide: Whether processes may hide what they hold, as a bubblewrap with rights of its own
+            does.
     """
     num_bytes, num_files = 0, 0
     try:
-        for size in _sizes(folder, processes):
+        for size in _sizes(folder, processes, may_hide=may_hide):
             num_bytes, num_files = num_bytes + size, num_files + 1
             if num_bytes > max_bytes or num_files > max_files:
                 return True
@@ -43,12 +50,13 @@ def exceeds_file_limits(
     return False
 
 
-def _sizes(folder: Path, processes: Iterable[psutil.Process]) -> Iterator[int]:
+def _sizes(folder: Path, processes: Iterable[psutil.Process], *, may_hide: bool) -> Iterator[int]:
     yield from _sizes_in(folder)
     held: dict[FileKey, int] = {}
     for process in processes:
         for thread in _list_threads(process.pid):
-            held |= _deleted_files(thread, folder)
+            with contextlib.suppress(PermissionError) if may_hide else contextlib.nullcontext():
+                held |= _deleted_files(thread, folder)
     yield from held.values()
 
 

@@ -220,6 +220,7 @@ class Runner:
             self._descendants(),
             max_bytes=MAX_FOLDER_BYTES,
             max_files=MAX_FILES,
+            may_hide=self._isolation.has_private_root,
         )
 
     def _descendants(self) -> list[psutil.Process]:

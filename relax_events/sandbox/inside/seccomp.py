@@ -92,7 +92,7 @@ MSG_FASTOPEN = 0x20000000
 class Argument(NamedTuple):
     """A condition on the low 32 bits of an argument of a call."""
 
-    index: int
+    position: int
     values: tuple[int, ...]
     mask: int = ALL_BITS
 
@@ -239,8 +239,8 @@ def _socket_rules(may_connect: bool) -> list[Rule]:
         Rule("socketpair", (pair,)),
         *([Rule("socket", client)] if may_connect else []),
         *(
-            Rule(name, ((Argument(index, (0,), MSG_FASTOPEN),),))
-            for name, index in (("sendto", 3), ("sendmsg", 2), ("sendmmsg", 3))
+            Rule(name, ((Argument(flags, (0,), MSG_FASTOPEN),),))
+            for name, flags in (("sendto", 3), ("sendmsg", 2), ("sendmmsg", 3))
         ),
     ]
 
@@ -272,13 +272,13 @@ def _check(rule: Rule, numbers: dict[str, int]) -> list[bytes]:
 def _allow_if(conditions: Sequence[Argument]) -> list[bytes]:
     """Return instructions that allow the call if all conditions hold, and else pass on."""
     code = [_op(RETURN, ALLOW)]
-    for index, values, mask in reversed(conditions):
+    for position, values, mask in reversed(conditions):
         last = len(values) - 1
         jumps = [
-            _op(JUMP_EQUAL, value, last - place, len(code) if place == last else 0)
-            for place, value in enumerate(values)
+            _op(JUMP_EQUAL, value, last - index, len(code) if index == last else 0)
+            for index, value in enumerate(values)
         ]
-        code = [_op(LOAD, ARGUMENTS_AT + 8 * index), _op(AND, mask), *jumps, *code]
+        code = [_op(LOAD, ARGUMENTS_AT + 8 * position), _op(AND, mask), *jumps, *code]
     return code
 
 
