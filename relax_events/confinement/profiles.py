@@ -113,7 +113,7 @@ class Confinement:
         landlock.restrict(
             readable=[*readable, *(NAME_FILES if is_network else ()), *self.readable],
             writable=["/dev/null", *self.writable],
-            ports=[*self.ports, DNS_PORT] if is_network else [],
+            tcp_ports=[*self.ports, DNS_PORT] if is_network else [],
         )
 
     def _restrict_calls(self) -> None:

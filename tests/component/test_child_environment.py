@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from relax_events.config import RewardConfig
+from relax_events.confinement.variables import build_child_environment
 from relax_events.rewards.pool import RewardItem, RewardPool
 from relax_events.rewards.scores import Score
-from relax_events.confinement.variables import build_child_environment
 
 SECRETS = (
     "AWS_SECRET_ACCESS_KEY",

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from relax_events.confinement import ChildPool, ChildSettings, Profile
+from relax_events.confinement import ChildLost, ChildPool, ChildSettings, Profile
 from relax_events.confinement.entry_points import Door, EntryPoint
 from relax_events.confinement.profiles import describe_missing, list_ports
 
@@ -37,7 +37,10 @@ def try_in(tmp_path: Path) -> Iterator[Callable[..., Try]]:
 
         def evaluate(code: str, **names: Any) -> str:
             question = {"code": code, "names": names}
-            head = pool.call(question, seconds=60.0).result().head
+            try:
+                head = pool.call(question, seconds=60.0).result().head
+            except ChildLost as lost:
+                return lost.kind
             return REFUSED if "error" in head else str(head["value"])
 
         return evaluate
@@ -86,6 +89,7 @@ def test_variables_of_a_worker_stay_for_itself_and_those_that_it_starts() -> Non
         "os.listdir(folder)",
         "os.fork()",
         "subprocess.run(['true'], check=True)",
+        "os.execv('/bin/true', ['true'])",
         "os.kill(pid, 0)",
         "socket.socket(socket.AF_UNIX)",
         "socket.create_server(('127.0.0.1', 0))",

@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from relax_events.config import RewardConfig
+from relax_events.confinement.prints import BURST_BYTES
 from relax_events.errors import ConfigError, RewardError
 from relax_events.rewards.pool import RewardItem, RewardPool
-from relax_events.confinement.prints import BURST_BYTES
 from relax_events.rewards.scores import Score
 
 USER_FILE = """

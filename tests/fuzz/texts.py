@@ -8,10 +8,10 @@ from typing import Any
 
 import orjson
 
+from relax_events.confinement.prints import BURST_BYTES, PrintBudget
 from relax_events.errors import RewardError
 from relax_events.printable import printable
 from relax_events.reports.sample_page import render_text
-from relax_events.confinement.prints import BURST_BYTES, PrintBudget
 from relax_events.rewards.verifiers import text_answers
 from relax_events.rewards.verifiers.answer_extraction import last_box, references, short_answer
 from tests.fuzz.inputs import mutated

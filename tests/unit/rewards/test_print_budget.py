@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from relax_events.confinement.prints import BURST_BYTES, BYTES_PER_SECOND, MAX_LINE_BYTES, PrintBudget
+from relax_events.confinement.prints import (
+    BURST_BYTES,
+    BYTES_PER_SECOND,
+    MAX_LINE_BYTES,
+    PrintBudget,
+)
 
 
 def test_ordinary_output_passes_unchanged_in_any_chunks() -> None:
