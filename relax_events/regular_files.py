@@ -14,19 +14,30 @@ from typing import BinaryIO
 from relax_events.errors import ConfigError
 
 WRONG_KIND = "it is no regular file"
-LINK = "a part of its path is a link, or no folder"
+LINK_ON_PATH = "a part of its path is a link, or no folder"
 OPEN_FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 """A pipe without a writer opens at once."""
 OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+LINK = "it is a link, and links are not followed"
 
 
-def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading; links are followed.
+def open_regular(path: Path, *, folder: int | None = None, follow_links: bool = True) -> BinaryIO:
+    """Open a regular file for reading.
 
+    Args:
+        path: The file.
+        folder: Handle of the folder to which a relative path belongs.
+        follow_links: Whether the last part of the path may be a link.
     Raises:
-        OSError: The file is missing, unreadable, or not a regular file.
+        OSError: The file is missing, unreadable, not a regular file, or a link where none may be.
     """
-    return _require_regular(os.open(path, OPEN_FILE), path)
+    try:
+        descriptor = os.open(path, OPEN_FILE | (0 if follow_links else os.O_NOFOLLOW), dir_fd=folder)
+    except OSError as error:
+        if error.errno == errno.ELOOP and not follow_links:
+            raise OSError(errno.ELOOP, LINK, str(path)) from None
+        raise
+    return _require_regular(descriptor, path)
 
 
 def open_below(folder: Path, name: str) -> BufferedReader:
@@ -51,7 +62,7 @@ def open_below(folder: Path, name: str) -> BufferedReader:
         opened = os.open(parts[-1], OPEN_FILE | os.O_NOFOLLOW, dir_fd=descriptor)
     except OSError as error:
         is_link = error.errno in (errno.ELOOP, errno.ENOTDIR)
-        reason = LINK if is_link else error.strerror
+        reason = LINK_ON_PATH if is_link else error.strerror
         raise OSError(error.errno, reason, str(folder / name)) from None
     finally:
         os.close(descriptor)

@@ -118,7 +118,7 @@ def _open_directory(uri: str, parts: SplitResult) -> Backend:
     directory = path.resolve()
     return Backend(
         f"{directory.as_uri()}/",
-        LocalStore(directory, automatic_cleanup=True),
+        LocalStore(directory),
         is_remote=False,
         directory=directory,
     )

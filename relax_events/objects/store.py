@@ -4,25 +4,22 @@ the log are restricted to it and to further roots that the run file allows.
 
 from __future__ import annotations
 
-import re
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from itertools import chain
-from mmap import ACCESS_COPY, mmap
 from os import fstat
-from pathlib import Path
-from stat import S_ISREG
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 import obstore
 from obstore.exceptions import AlreadyExistsError
 
-from relax_events.errors import ObjectError
+from relax_events.errors import EnvironmentProblem, ObjectError
 from relax_events.events.parts import ChatMessage, MediaRef, ObjectRef
 from relax_events.objects.backends import (
     LOOK_UP,
@@ -31,12 +28,12 @@ from relax_events.objects.backends import (
     open_backend,
     translate_errors,
 )
+from relax_events.objects.local_files import KEY_PATTERN, LocalFiles
 from relax_events.objects.outages import ResultT, outages
-from relax_events.objects.unfinished import ABANDONED_SECONDS, delete_unfinished_files
+from relax_events.objects.unfinished import ABANDONED_SECONDS
 
 PART_BYTES = 16 * 1024**2
 NUM_PARALLEL_PARTS = 8
-KEY_PATTERN = re.compile(r"[A-Za-z0-9_=-][A-Za-z0-9._=-]*(/[A-Za-z0-9_=-][A-Za-z0-9._=-]*)*")
 
 
 class ObjectStore:
@@ -52,6 +49,7 @@ class ObjectStore:
         self._backend, self._waits = backend, waits
         self._storage = backend.storage
         self._is_remote = backend.is_remote
+        self._files = None if backend.directory is None else LocalFiles(backend.directory)
         self._root = backend.root
 
     @classmethod
@@ -131,7 +129,7 @@ class ObjectStore:
             self._call(
                 "write",
                 self._require_key(key),
-                lambda: obstore.put(self._storage, key, data, mode="create"),
+                lambda: self._put(key, data, mode="create"),
             )
         except ObjectError as error:
             if not isinstance(error.__cause__, AlreadyExistsError):
@@ -146,13 +144,14 @@ class ObjectStore:
         """
         key = self.key(reference.uri)
         data = self._call("read", key, lambda: self._read(key, expected_bytes=reference.num_bytes))
-        _require_digest(reference, data)
+        _require_digest(reference, sha256(data).digest())
         return data
 
     def get_buffer(self, reference: ObjectRef) -> memoryview:
         """Read an object, once, and verify its size; and its SHA-256, where the reference has one.
 
-        What is returned is writable: a local store's file, mapped, else fresh memory.
+        What is returned is memory of this process alone, and writable: no later write to the
+        object changes it.
 
         Raises:
             ObjectError: As for `get`.
@@ -161,7 +160,7 @@ class ObjectStore:
         size = reference.num_bytes
         data = self._call("read", key, lambda: self._read_into_memory(key, num_bytes=size))
         if reference.digest:
-            _require_digest(reference, data)
+            _require_digest(reference, sha256(data).digest())
         return data
 
     def get_at(self, key: str) -> bytes:
@@ -172,18 +171,35 @@ class ObjectStore:
         """
         return self._call("read", self._require_key(key), lambda: self._read(key))
 
-    def get_range(self, key: str, *, start: int, end: int) -> bytes:
-        """Read the bytes `start` to `end` (exclusive) of a named object without verification.
+    def copy_to(self, reference: ObjectRef, file: BinaryIO) -> None:
+        """Copy an object into an open file, and verify the size, and the SHA-256 where the
+        reference has one, of the bytes that are written. Memory: a few parts of 16 MiB.
 
+        Args:
+            reference: The object.
+            file: Empty, and of this process alone. After an error its content is undefined.
         Raises:
-            ObjectError: The object is missing or unreadable.
+            EnvironmentProblem: The file can't be written.
+            ObjectError: As for `get`.
         """
-        name = self._require_key(key)
-        return self._call(
-            "read",
-            name,
-            lambda: bytes(obstore.get_range(self._storage, name, start=start, end=end)),
-        )
+        key = self.key(reference.uri)
+        seen = self._call("read", key, lambda: self._copy(key, reference, file))
+        _require_digest(reference, seen)
+
+    def _copy(self, key: str, reference: ObjectRef, file: BinaryIO) -> bytes:
+        """Copy an object; return the SHA-256 of what was written, if it is to be compared."""
+        digest = sha256()
+        with _writing(file, reference.uri):
+            file.seek(0)
+            file.truncate()
+        for part in self._stream(key, num_bytes=reference.num_bytes):
+            with _writing(file, reference.uri):
+                file.write(part)
+            if reference.digest:
+                digest.update(part)
+        with _writing(file, reference.uri):
+            file.flush()
+        return digest.digest() if reference.digest else b""
 
     def exists(self, key: str) -> bool:
         """Return whether an object has this name."""
@@ -196,11 +212,7 @@ class ObjectStore:
         Raises:
             StoreUnavailable: The store does not respond.
         """
-        found = self._call(
-            "list",
-            prefix,
-            lambda: obstore.list_with_delimiter(self._storage, prefix)["common_prefixes"],
-        )
+        found = self._call("list", prefix, lambda: self._list_folders(prefix))
         return sorted(f"{folder.rstrip('/')}/" for folder in found)
 
     def list(self, prefix: str) -> list[str]:
@@ -211,13 +223,7 @@ class ObjectStore:
         Raises:
             ObjectError: The store can't be read.
         """
-        return self._call(
-            "list",
-            prefix,
-            lambda: sorted(
-                item["path"] for item in obstore.list(self._storage, prefix or None).collect()
-            ),
-        )
+        return self._call("list", prefix, lambda: self._list(prefix))
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects by name, in the given order for a local store; missing objects are
@@ -227,6 +233,10 @@ class ObjectStore:
             ObjectError: The store refuses the deletion.
         """
         checked = [self._require_key(key) for key in keys]
+        if self._files is not None:
+            for key in checked:
+                self._call("delete", key, partial(self._files.delete, key))
+            return
         batches = ([checked] if checked else []) if self._is_remote else [[key] for key in checked]
         for batch in batches:
             try:
@@ -245,11 +255,12 @@ class ObjectStore:
         Raises:
             ObjectError: The store refuses the deletion.
         """
-        if (directory := self._backend.directory) is not None:
+        if self._files is not None:
+            files = self._files
             self._call(
                 "delete",
                 folder,
-                lambda: delete_unfinished_files(directory, folder, min_age_seconds=min_age_seconds),
+                lambda: files.delete_unfinished(folder, min_age_seconds=min_age_seconds),
             )
 
     def uri(self, key: str) -> str:
@@ -295,14 +306,25 @@ class ObjectStore:
         if not self._is_remote and self._backend.directory is None:
             content = memoryview(bytes(content))  # `memory://` keeps what it is given
         put = partial(
-            obstore.put,
-            self._storage,
-            key,
-            content,
-            chunk_size=PART_BYTES,
-            max_concurrency=NUM_PARALLEL_PARTS,
+            self._put, key, content, chunk_size=PART_BYTES, max_concurrency=NUM_PARALLEL_PARTS
         )
         self._call("write", self._require_key(key), put)
+
+    def _put(self, key: str, content: bytes | memoryview, **options: Any) -> None:
+        if self._files is not None:
+            self._files.require_no_links(key)
+        obstore.put(self._storage, key, content, **options)
+
+    def _list(self, prefix: str) -> list[str]:
+        if self._files is not None:
+            return self._files.list(prefix)
+        found = obstore.list(self._storage, prefix or None).collect()
+        return sorted(item["path"] for item in found)
+
+    def _list_folders(self, prefix: str) -> list[str]:
+        if self._files is not None:
+            return self._files.list_folders(prefix)
+        return list(obstore.list_with_delimiter(self._storage, prefix)["common_prefixes"])
 
     def _call(self, action: str, key: str, call: Callable[[], ResultT]) -> ResultT:
         """Call the storage, waiting during an outage if this store waits."""
@@ -317,26 +339,23 @@ class ObjectStore:
         """Return an object's size. A local file is asked for directly: that takes microseconds,
         and tens of them through the storage library.
         """
-        if self._backend.directory is None:
-            num_bytes: int = obstore.head(self._storage, key)["size"]
-            return num_bytes
-        found = (self._backend.directory / key).stat()
-        if not S_ISREG(found.st_mode):
-            raise FileNotFoundError(f"{key} is a folder")
-        return found.st_size
+        if self._files is not None:
+            return self._files.num_bytes(key)
+        num_bytes: int = obstore.head(self._storage, key)["size"]
+        return num_bytes
 
     def _read_into_memory(self, key: str, *, num_bytes: int) -> memoryview:
-        if self._backend.directory is not None:
-            path = self._backend.directory / key
-            return _map_file(path, num_bytes=num_bytes, uri=self.uri(key))
-        _require_size(self._look_up_size(key), num_bytes, uri=self.uri(key))
         memory = np.empty(num_bytes, dtype=np.uint8).data
+        if self._files is not None:
+            with self._files.open(key) as file:
+                _require_size(fstat(file.fileno()).st_size, num_bytes, uri=self.uri(key))
+                _require_size(_fill(memory, file), num_bytes, uri=self.uri(key))
+            return memory
+        _require_size(self._look_up_size(key), num_bytes, uri=self.uri(key))
 
         def read(start: int) -> None:
             end = min(start + PART_BYTES, num_bytes)
-            memory[start:end] = memoryview(
-                obstore.get_range(self._storage, key, start=start, end=end)
-            ).cast("B")
+            memory[start:end] = self._read_part(key, start, end)
 
         starts = range(0, num_bytes, PART_BYTES)
         if len(starts) <= 1:
@@ -347,32 +366,78 @@ class ObjectStore:
         return memory
 
     def _read(self, key: str, *, expected_bytes: int | None = None) -> bytes:
-        if self._backend.directory is not None:
-            return _read_file(
-                self._backend.directory / key, expected_bytes=expected_bytes, uri=self.uri(key)
-            )
+        if self._files is not None:
+            with self._files.open(key) as file:
+                num_bytes = fstat(file.fileno()).st_size
+                _require_size(num_bytes, expected_bytes, uri=self.uri(key))
+                data = file.read(num_bytes)
+            _require_size(len(data), num_bytes, uri=self.uri(key))
+            return data
         num_bytes = self._look_up_size(key)
         _require_size(num_bytes, expected_bytes, uri=self.uri(key))
-        return self._read_parts(key, num_bytes=num_bytes)
-
-    def _read_parts(self, key: str, *, num_bytes: int) -> bytes:
-        """Read in parallel parts, because the deadline of one request must not bound an object's
-        size.
-        """
         if num_bytes <= PART_BYTES:
             return bytes(obstore.get(self._storage, key).bytes())
+        return b"".join(self._read_parts(key, num_bytes=num_bytes))
 
-        def read(start: int) -> obstore.Bytes:
-            return obstore.get_range(
-                self._storage, key, start=start, end=min(start + PART_BYTES, num_bytes)
-            )
+    def _stream(self, key: str, *, num_bytes: int) -> Iterator[bytes | memoryview]:
+        """Yield an object in parts, of which memory holds a few.
 
+        Raises:
+            ObjectError: The object has another size, or becomes shorter meanwhile.
+        """
+        if self._files is None:
+            _require_size(self._look_up_size(key), num_bytes, uri=self.uri(key))
+            yield from self._read_parts(key, num_bytes=num_bytes)
+            return
+        with self._files.open(key) as file:
+            _require_size(fstat(file.fileno()).st_size, num_bytes, uri=self.uri(key))
+            memory = memoryview(bytearray(min(PART_BYTES, num_bytes)))
+            for start in range(0, num_bytes, PART_BYTES):
+                part = memory[: num_bytes - start]
+                _require_size(start + _fill(part, file), start + len(part), uri=self.uri(key))
+                yield part
+
+    def _read_parts(self, key: str, *, num_bytes: int) -> Iterator[memoryview]:
+        """Read in parallel parts, because the deadline of one request must not bound an object's
+        size. Memory holds as many as are read at a time.
+        """
+        starts = range(0, num_bytes, PART_BYTES)
         with ThreadPoolExecutor(NUM_PARALLEL_PARTS) as pool:
-            return b"".join(pool.map(read, range(0, num_bytes, PART_BYTES)))
+            for first in range(0, len(starts), NUM_PARALLEL_PARTS):
+                yield from pool.map(
+                    lambda start: self._read_part(key, start, min(start + PART_BYTES, num_bytes)),
+                    starts[first : first + NUM_PARALLEL_PARTS],
+                )
+
+    def _read_part(self, key: str, start: int, end: int) -> memoryview:
+        data = obstore.get_range(self._storage, key, start=start, end=end)
+        return memoryview(data).cast("B")
 
 
-def _require_digest(reference: ObjectRef, data: bytes | memoryview) -> None:
-    if (seen := sha256(data).digest()) != reference.digest:
+def _fill(memory: memoryview, file: BinaryIO) -> int:
+    """Read a file into memory; return the number of bytes, fewer if the file ends before."""
+    position = 0
+    while position < len(memory):
+        num_bytes = file.readinto(memory[position:])  # type: ignore[attr-defined] # regular files have it
+        if not num_bytes:
+            break
+        position += num_bytes
+    return position
+
+
+@contextmanager
+def _writing(file: BinaryIO, uri: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"{uri} can't be copied to {file.name}: {error.strerror}; free space there, or give "
+            "another folder"
+        ) from error
+
+
+def _require_digest(reference: ObjectRef, seen: bytes) -> None:
+    if seen != reference.digest:
         raise ObjectError(
             f"{reference.uri} was altered: its SHA-256 must be {reference.digest.hex()}, "
             f"got {seen.hex()}"
@@ -385,33 +450,6 @@ def _require_size(num_bytes: int, expected_bytes: int | None, *, uri: str) -> No
         raise ObjectError(
             f"{uri} was altered: it must have {expected_bytes} bytes, got {num_bytes}"
         )
-
-
-def _read_file(path: Path, *, expected_bytes: int | None, uri: str) -> bytes:
-    """Read a file, in one copy.
-
-    Raises:
-        ObjectError: The file has another size than expected.
-    """
-    with path.open("rb", buffering=0) as file:
-        _require_size(fstat(file.fileno()).st_size, expected_bytes, uri=uri)
-        return file.readall()
-
-
-def _map_file(path: Path, *, num_bytes: int, uri: str) -> memoryview:
-    """Map a file: its pages are the file cache's, which no copy is made of. The mapping stays when
-    the file is deleted.
-
-    Raises:
-        ObjectError: The file has another size.
-    """
-    with path.open("rb") as file:
-        size = fstat(file.fileno()).st_size
-        _require_size(size, num_bytes, uri=uri)
-        if not size:
-            return memoryview(bytearray())
-        # writable, as torch wants it; a written page would become the process's own
-        return memoryview(mmap(file.fileno(), size, access=ACCESS_COPY))
 
 
 @dataclass(frozen=True, slots=True)

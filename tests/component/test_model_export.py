@@ -302,11 +302,12 @@ def test_killed_export_leaves_nothing_under_the_folders_name(tmp_path: Path) -> 
     assert torch.allclose(token_logprobs(load(tmp_path / "out")), run.logprobs(), atol=1e-5)
 
 
-def test_object_is_copied_in_parts_where_it_can_not_be_linked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", ["file", "memory"])
+def test_object_is_copied_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr("relax_events.objects.download.PART_BYTES", 7)
-    store = ObjectStore.open("memory://")
+    monkeypatch.setattr("relax_events.objects.store.PART_BYTES", 7)
+    store = ObjectStore.open("memory://" if kind == "memory" else (tmp_path / "store").as_uri())
     data = bytes(range(250)) * 3
     reference = store.put_at("large", data)
     assert download(store, reference, tmp_path / "copy").read_bytes() == data

@@ -138,9 +138,12 @@ def test_unreadable_object_in_an_available_store_is_not_an_outage(
     store.put_at("a", b"hello")
 
     class BrokenFile(FileIO):
-        def readall(self) -> bytes:
+        def read(self, size: int = -1) -> bytes:
             raise OSError(EIO, os.strerror(EIO))
 
-    monkeypatch.setattr(Path, "open", lambda path, *_, **__: BrokenFile(path))
+    monkeypatch.setattr(
+        "relax_events.objects.local_files.open_regular",
+        lambda path, *, folder, **_: BrokenFile(os.open(path, os.O_RDONLY, dir_fd=folder)),
+    )
     with pytest.raises(ObjectError, match=r"can't read .*/a: .*Input/output error"):
         store.get_at("a")
