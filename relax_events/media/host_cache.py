@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Callable, Iterator
@@ -11,7 +12,11 @@ from tempfile import NamedTemporaryFile
 
 from blake3 import blake3
 
+from relax_events.regular_files import open_regular
+
 DIGEST_BYTES = 32
+ABSENT = (errno.ENOENT, errno.ELOOP, errno.EINVAL)
+"""Errors of a name that has no regular file, but nothing, a link or a pipe: it is made again."""
 LOW_WATER = 3 / 4
 """Share of the limit that remains after trimming."""
 TRIM_CHECK_SHARE = 1 / 32
@@ -63,16 +68,19 @@ class HostCache:
     def _read(self, name: str) -> memoryview | None:
         path = self._path(name)
         try:
-            data = memoryview(path.read_bytes())
-            os.utime(path)
-        except FileNotFoundError:
+            with open_regular(path, follow_links=False) as file:
+                data = memoryview(file.read())
+                os.utime(file.fileno())
+        except OSError as error:
+            if error.errno not in ABSENT:
+                raise
             return None
         digest, content = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
         return content if blake3(content).digest() == digest else None
 
     def _write(self, name: str, content: bytes) -> None:
         path = self._path(name)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        self._make_folder(path.parent)
         with NamedTemporaryFile(dir=path.parent, prefix=".", delete=False) as file:
             file.write(blake3(content).digest())
             file.write(content)
@@ -82,12 +90,19 @@ class HostCache:
             self._num_added_bytes = 0
             self._trim()
 
+    def _make_folder(self, folder: Path) -> None:
+        """Make a folder in which only this account may write: a file is verified by what it begins
+        with, so its writers are trusted.
+        """
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
+
     @contextmanager
     def _locked(self, name: str) -> Iterator[None]:
         """Hold one of 256 locks; the system releases it if the process dies."""
         folder = self._folder / "locks"
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / name[:2]).open("wb") as file:
+        self._make_folder(folder)
+        with (folder / name[:2]).open("ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 

@@ -8,6 +8,7 @@ from threading import Barrier
 
 import pytest
 
+from relax_events.attacks.stores import BEFORE_READING
 from relax_events.media.host_cache import HostCache
 
 
@@ -78,3 +79,21 @@ def test_lock_of_a_dead_worker_is_released(tmp_path: Path) -> None:
     process.join(20)
     assert process.exitcode == 3
     assert cache.get("ab1", lambda: b"made") == b"made"
+
+
+@pytest.mark.parametrize("attack", ["a link to the same bytes", "a pipe without a writer"])
+def test_cache_file_that_is_no_regular_file_is_made_again(tmp_path: Path, attack: str) -> None:
+    cache = HostCache(tmp_path / "cache", max_bytes=1000)
+    cache.get("ab1", lambda: b"made")
+    path = tmp_path / "cache" / "ab" / "ab1"
+    BEFORE_READING[attack](path)
+    assert cache.get("ab1", lambda: b"again") == b"again"
+    assert not path.is_symlink()
+    assert cache.get("ab1", never) == b"again"
+
+
+def test_cache_is_closed_to_other_accounts(tmp_path: Path) -> None:
+    HostCache(tmp_path / "cache", max_bytes=1000).get("ab1", lambda: b"made")
+    assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
+    (file,) = files_in(tmp_path / "cache")
+    assert file.stat().st_mode & 0o777 == 0o600

@@ -22,6 +22,9 @@ from relax_events.deadline import Deadline
 from relax_events.errors import WeightsError
 
 NAME = "relax-weights"
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+"""Of a buffer's size: a mapping of a file that becomes shorter would end the process that uses it.
+"""
 
 
 class ReceiveBuffer:
@@ -37,9 +40,7 @@ class ReceiveBuffer:
         file = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         weakref.finalize(self, os.close, file)
         os.ftruncate(file, max(1, num_bytes))
-        fcntl.fcntl(
-            file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-        )
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, SEALS)
         self.data: UInt8[Tensor, " bytes"] = map_buffer(file, num_bytes)
         self.handle: dict[str, Any] = {
             "process": os.getpid(),

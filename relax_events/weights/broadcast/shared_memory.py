@@ -9,6 +9,7 @@ late may still write to it.
 
 from __future__ import annotations
 
+import fcntl
 import hmac
 import json
 import os
@@ -25,6 +26,7 @@ from torch import Tensor
 from relax_events.deadline import Deadline
 from relax_events.weights.broadcast.channel import (
     NAME,
+    SEALS,
     ConnectionLost,
     ReceiveBuffer,
     Transfer,
@@ -78,6 +80,8 @@ def map_remote_buffer(handle: object, num_bytes: int) -> UInt8[Tensor, " bytes"]
             state = os.fstat(file.fileno())
             if (state.st_ino, state.st_size) != (handle.get("number"), max(1, num_bytes)):
                 raise ConnectionLost(f"{path} is not the buffer of the handle")
+            if fcntl.fcntl(file, fcntl.F_GET_SEALS) & SEALS != SEALS:
+                raise ConnectionLost(f"{path} has a size that its worker may change")
             return map_buffer(file.fileno(), num_bytes)
     except (OSError, ValueError) as error:
         raise ConnectionLost(f"{path} can't be mapped: {error}") from error

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from relax_events.weights.broadcast.channel import ConnectionLost, ReceiveBuffer
+from relax_events.weights.broadcast.channel import NAME, ConnectionLost, ReceiveBuffer
 from relax_events.weights.broadcast.shared_memory import (
     SameHostProbe,
     is_on_same_host,
@@ -32,6 +32,17 @@ def test_receive_buffer_cannot_be_truncated() -> None:
     buffer = ReceiveBuffer(1000)
     with pytest.raises(PermissionError):
         os.truncate(f"/proc/self/fd/{buffer.handle['file']}", 10)
+
+
+def test_buffer_that_its_worker_may_truncate_is_not_mapped() -> None:
+    file = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(file, 64)
+        handle = {"process": os.getpid(), "file": file, "number": os.fstat(file).st_ino}
+        with pytest.raises(ConnectionLost, match="has a size that its worker may change"):
+            map_remote_buffer(handle, 64)
+    finally:
+        os.close(file)
 
 
 def test_handle_of_a_deleted_buffer_does_not_map_a_new_one_with_its_descriptor() -> None:
