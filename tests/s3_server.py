@@ -3,11 +3,40 @@
 python -m tests.s3_server HOST PORT
 """
 
+import re
 import sys
 import threading
+from fnmatch import fnmatchcase
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 from xml.etree import ElementTree as ET
+
+ACTIONS = {
+    "GET": "s3:GetObject",
+    "HEAD": "s3:GetObject",
+    "PUT": "s3:PutObject",
+    "POST": "s3:PutObject",
+    "DELETE": "s3:DeleteObject",
+}
+DENIED = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
+
+
+def allows(policy: dict[str, Any], action: str, path: str) -> bool:
+    """Tell whether a policy allows an action on a path of the form /bucket/key."""
+    resource = f"arn:aws:s3:::{path.lstrip('/')}"
+    return any(
+        statement["Effect"] == "Allow"
+        and action in statement["Action"]
+        and any(fnmatchcase(resource, pattern) for pattern in statement["Resource"])
+        for statement in policy["Statement"]
+    )
+
+
+def keys_in(body: bytes) -> list[str]:
+    """Return the keys that a call asks to delete."""
+    found = [e.text for e in ET.fromstring(body).iter() if e.tag.rpartition("}")[2] == "Key"]
+    return [key for key in found if key is not None]
 
 
 class S3Server(ThreadingHTTPServer):
@@ -24,6 +53,9 @@ class S3Server(ThreadingHTTPServer):
         self.num_refusals = 0
         self.hangs = False
         self.closing = threading.Event()
+        self.policies: dict[str, dict[str, Any]] = {}
+        """Policies by access key; while there are any, a call that its key's policy does not
+        allow is answered with 403."""
 
 
 class S3Handler(BaseHTTPRequestHandler):
@@ -41,10 +73,27 @@ class S3Handler(BaseHTTPRequestHandler):
         elif self.server.num_refusals > 0:
             self.server.num_refusals -= 1
             self.answer(503)
+        elif not self.is_allowed(url.path, query, body):
+            self.answer(403, DENIED)
         else:
             getattr(self, f"s3_{self.command.lower()}")(url.path, query, body)
 
     do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = handle_one  # noqa: N815
+
+    def is_allowed(self, path: str, query: dict[str, list[str]], body: bytes) -> bool:
+        """Tell whether the caller's policy allows a call."""
+        if not self.server.policies:
+            return True
+        match = re.search(r"Credential=([^/]+)/", self.headers.get("Authorization", ""))
+        policy = self.server.policies.get(match[1]) if match else None
+        if policy is None:
+            return False
+        if "list-type" in query:
+            return allows(policy, "s3:ListBucket", path.rstrip("/"))
+        if "delete" in query:
+            names = (f"{path.rstrip('/')}/{key}" for key in keys_in(body))
+            return all(allows(policy, "s3:DeleteObject", name) for name in names)
+        return allows(policy, ACTIONS[self.command], path)
 
     def s3_put(self, path: str, query: dict[str, list[str]], body: bytes) -> None:
         if "uploadId" in query:
@@ -68,11 +117,7 @@ class S3Handler(BaseHTTPRequestHandler):
                 b"<CompleteMultipartUploadResult><ETag>tag</ETag></CompleteMultipartUploadResult>",
             )
         else:
-            keys = [
-                element.text
-                for element in ET.fromstring(body).iter()
-                if element.tag.rpartition("}")[2] == "Key"
-            ]
+            keys = keys_in(body)
             for key in keys:
                 self.server.objects.pop(f"{path.rstrip('/')}/{key}", None)
             deleted = "".join(f"<Deleted><Key>{key}</Key></Deleted>" for key in keys)
@@ -80,12 +125,21 @@ class S3Handler(BaseHTTPRequestHandler):
 
     def s3_get(self, path: str, query: dict[str, list[str]], _: bytes) -> None:
         if "list-type" in query:
-            bucket = path.rstrip("/")
+            bucket, prefix = path.rstrip("/"), query["prefix"][0]
             keys = sorted(key.removeprefix(f"{bucket}/") for key in self.server.objects)
+            keys = [key for key in keys if key.startswith(prefix)]
+            folders = set()
+            if "delimiter" in query:
+                inner = {key: key.removeprefix(prefix).partition("/") for key in keys}
+                folders = {f"{prefix}{name}/" for name, slash, _ in inner.values() if slash}
+                keys = [key for key, (_, slash, _) in inner.items() if not slash]
             contents = "".join(
                 f"<Contents><Key>{key}</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified><ETag>tag</ETag><Size>1</Size></Contents>"
                 for key in keys
-                if key.startswith(query["prefix"][0])
+            )
+            contents += "".join(
+                f"<CommonPrefixes><Prefix>{name}</Prefix></CommonPrefixes>"
+                for name in sorted(folders)
             )
             self.answer(
                 200,

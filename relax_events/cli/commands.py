@@ -119,6 +119,10 @@ COMMANDS = {
         "relax_events.cli.serve:serve",
         "Serve a model behind SGLang's HTTP API and a part of OpenAI's, without SGLang.",
     ),
+    "store": (
+        "relax_events.cli.store:app",
+        "Show each role's rights on the object store, and make its S3 policies: rights, policies.",
+    ),
     "broker": (
         "relax_events.cli.broker:app",
         (

@@ -14,6 +14,7 @@ import orjson
 
 from relax_events.kafka.credentials import SHARED_VARIABLES
 from relax_events.launcher.parent_watch import SUPERVISOR_PID_VARIABLE
+from relax_events.objects.credentials import remove_store_credentials
 
 MAX_BYTES = 2**20
 MAX_DESCRIPTORS = 2
@@ -67,6 +68,5 @@ def worker_environment() -> dict[str, str]:
 
 def shared_environment() -> dict[str, str]:
     """Return the environment that all workers share, without secrets."""
-    return {
-        name: value for name, value in worker_environment().items() if name not in SHARED_VARIABLES
-    }
+    environment = remove_store_credentials(worker_environment())
+    return {name: value for name, value in environment.items() if name not in SHARED_VARIABLES}

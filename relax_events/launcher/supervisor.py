@@ -46,6 +46,7 @@ from relax_events.launcher.worker_processes import (
     build_rank_requests,
     worker_modules,
 )
+from relax_events.objects.credentials import build_worker_store_environment
 from relax_events.projections.scaling import DesiredState, ElasticWorker, ExitReason
 from relax_events.runtime.control_view import RESTART_CODE
 from relax_events.runtime.hosting import SEPARATOR
@@ -131,6 +132,7 @@ class Supervisor:
         environment = self._environment | {
             "RELAX_TELEMETRY__METRICS_PORT": str(port),
             **build_worker_credentials(self._config, role),
+            **build_worker_store_environment(role),
             **self._devices.variables(role, index),
         }
         order = SpawnRequest(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,10 +11,18 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from obstore.exceptions import AlreadyExistsError, BaseError, InvalidPathError, NotSupportedError
+from obstore.exceptions import (
+    AlreadyExistsError,
+    BaseError,
+    InvalidPathError,
+    NotSupportedError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+)
 from obstore.store import LocalStore, MemoryStore, from_url
 
 from relax_events.errors import ConfigError, ObjectError, StoreUnavailable
+from relax_events.objects.credentials import read_store_credential
 
 SCHEMES = "file:///directory, memory://, s3://bucket/prefix or gs://bucket/prefix"
 errors: Counter[str] = Counter()
@@ -38,15 +45,13 @@ class Deadlines:
     max_retries: int = 8
     """The number of retries, with a growing, jittered pause of at most 5 s."""
 
-    def options(self) -> dict[str, Any]:
+    def options(self, *, allows_http: bool) -> dict[str, Any]:
         """Return the limits as obstore's options."""
         return {
             "client_options": {
                 "connect_timeout": timedelta(seconds=self.connect_seconds),
                 "timeout": timedelta(seconds=self.request_seconds),
-                # Read here, because our options replace all those that obstore would read from the
-                # environment.
-                "allow_http": os.environ.get("AWS_ALLOW_HTTP", "").lower() in {"1", "true"},
+                "allow_http": allows_http,
             },
             "retry_config": {
                 "max_retries": self.max_retries,
@@ -82,8 +87,9 @@ def open_backend(uri: str, *, deadlines: Deadlines) -> Backend:
     """Open the storage that a URI names; a missing local directory is created, a missing bucket is
     not.
 
-    Credentials, region and endpoint come from the environment, as in the cloud provider's tools; an
-    endpoint without TLS needs `AWS_ALLOW_HTTP=true`.
+    Credentials, region and endpoint come from the role's file (see `credentials`), or from the
+    environment as in the cloud provider's tools; an endpoint without TLS needs
+    `AWS_ALLOW_HTTP=true`.
 
     Raises:
         ConfigError: The URI has an unknown scheme, lacks a part, or can't be opened; the text names
@@ -98,13 +104,20 @@ def open_backend(uri: str, *, deadlines: Deadlines) -> Backend:
                 return Backend("memory:///", MemoryStore(), is_remote=False)
             case "s3" | "gs" if parts.netloc:
                 root = uri.rstrip("/")
-                return Backend(f"{root}/", from_url(root, **deadlines.options()), is_remote=True)
+                return Backend(f"{root}/", _open_bucket(root, deadlines), is_remote=True)
     except (BaseError, OSError, ValueError) as error:
         raise ConfigError(
             f"objects.uri = {uri!r} can't be opened: {first_line(error)}; set objects.uri to "
             f"{SCHEMES}"
         ) from error
     raise ConfigError(f"objects.uri = {uri!r} is no object store; set objects.uri to {SCHEMES}")
+
+
+def _open_bucket(root: str, deadlines: Deadlines) -> Any:
+    credential = read_store_credential()
+    options = deadlines.options(allows_http=credential.allows_http)
+    # Our client options replace those that obstore would read from the environment.
+    return from_url(root, config=credential.options, **options)
 
 
 def _open_directory(uri: str, parts: SplitResult) -> Backend:
@@ -164,6 +177,11 @@ def translate_errors(backend: Backend, action: str, key: str) -> Iterator[None]:
         )
         if is_ours or (not backend.is_remote and backend.exists()):
             raise ObjectError(f"can't {action} {backend.root}{key}: {text}") from error
+        if isinstance(error, PermissionDeniedError | UnauthenticatedError):
+            raise StoreUnavailable(
+                f"can't {action} {backend.root}{key}: the store refuses it to this process's "
+                f"credential ({text}); `relax store rights` shows what a role needs"
+            ) from error
         raise StoreUnavailable(
             f"can't {action} {backend.root}{key}: {text}; is the store up, and may this "
             "process use it?"

@@ -17,9 +17,8 @@ import orjson
 
 from relax_events.errors import ConfigError, ObjectError
 from relax_events.events.types import RunDescribed
+from relax_events.objects.rights import MARKER
 from relax_events.objects.store import ObjectStore
-
-MARKER = "relax-run.json"
 
 
 @dataclass(frozen=True, slots=True)

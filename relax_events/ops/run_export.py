@@ -20,7 +20,7 @@ from relax_events.kafka.admin import Admin
 from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.records import POLICY_VERSION_HEADER
 from relax_events.objects import ObjectStore
-from relax_events.objects.marker import MARKER
+from relax_events.objects.rights import MARKER
 from relax_events.ops.export_manifest import (
     MANIFEST,
     ExportedObject,

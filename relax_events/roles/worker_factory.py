@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Sequence
 
 from relax_events.config import ObjectsConfig, RunConfig
@@ -12,6 +13,7 @@ from relax_events.objects.backends import errors as object_errors
 from relax_events.objects.claim_check import check_in, check_out
 from relax_events.objects.marker import claim_store, find_logged_marker
 from relax_events.objects.outages import outages
+from relax_events.objects.rights import ROLE_STORE_RIGHTS, SAMPLES
 from relax_events.objects.store import AllowedRoots, ObjectStore
 from relax_events.objects.version_objects import build_version_folder
 from relax_events.runtime.control_follower import RECENT_VERSIONS, FetchWait
@@ -138,10 +140,14 @@ def open_worker(
 
 
 def _build_claim_check(role: str, objects: ObjectsConfig, store: ObjectStore) -> StoreClaimCheck:
-    """Return the claim check of a role, which fetches the arrays that the role reads."""
+    """Return the claim check of a role, which fetches the arrays that the role reads, and stores
+    none where the role may not write.
+    """
+    may_store = SAMPLES in ROLE_STORE_RIGHTS[role].writes
+    threshold_bytes = objects.claim_check_threshold_bytes if may_store else sys.maxsize
     return StoreClaimCheck(
         store,
-        claim_check_threshold_bytes=objects.claim_check_threshold_bytes,
+        claim_check_threshold_bytes=threshold_bytes,
         allowed_roots=objects.allowed_roots,
         leave=UNREAD_ARRAYS.get(role, UNREAD_BY_OTHERS),
     )

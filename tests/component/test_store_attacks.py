@@ -1,5 +1,5 @@
-"""What was verified is what is used: another writer of the store's folder changes nothing in a
-reader's hands, leads nobody out of the store, and ends no process.
+"""A reader uses the bytes that it verified: another writer of the store's folder changes no copy,
+leads no call out of the store, and ends no process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from relax_events.events.parts import ObjectRef
 from relax_events.objects import ObjectStore
 from relax_events.objects import store as store_module
 from relax_events.objects.download import download
-from relax_events.objects.marker import MARKER, claim_store
+from relax_events.objects.marker import claim_store
+from relax_events.objects.rights import MARKER
 from relax_events.objects.version_objects import build_version_folder, delete_objects_before
 
 KEY = "weights/00000001/files"

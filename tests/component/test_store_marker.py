@@ -15,7 +15,8 @@ from relax_events.errors import ConfigError, ObjectError
 from relax_events.events.parts import ObjectRef
 from relax_events.history.runs.deletion import stores_overlap
 from relax_events.objects import ObjectStore
-from relax_events.objects.marker import MARKER, claim_store, read_marker, require_marker
+from relax_events.objects.marker import claim_store, read_marker, require_marker
+from relax_events.objects.rights import MARKER
 
 
 def run_of(folder: Path, name: str, uri: str) -> RunConfig:

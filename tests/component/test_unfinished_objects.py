@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from relax_events.events.parts import CheckpointRef
-from relax_events.history.runs.deletion import FOLDERS
 from relax_events.objects import ObjectStore, version_objects
+from relax_events.objects.rights import FOLDERS
 from relax_events.objects.unfinished import ABANDONED_SECONDS, delete_unfinished_files
 from relax_events.objects.version_objects import (
     build_version_folder,

@@ -32,7 +32,8 @@ from relax_events.media.images import decode_image, inspect_image
 from relax_events.media.items import MediaAccess, read_items
 from relax_events.media.videos import inspect_video
 from relax_events.models.token_table import read_vocabulary
-from relax_events.objects.marker import MARKER, read_marker
+from relax_events.objects.marker import read_marker
+from relax_events.objects.rights import MARKER
 from relax_events.objects.store import ObjectStore
 from relax_events.ops.export_manifest import MANIFEST, Manifest
 from relax_events.weights.manifest import WeightManifest

@@ -31,7 +31,8 @@ from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord, Record
 from relax_events.kafka.share_leases import ShareGroupLeases
 from relax_events.objects import ObjectStore
-from relax_events.objects.marker import MARKER, claim_store
+from relax_events.objects.marker import claim_store
+from relax_events.objects.rights import MARKER
 from relax_events.runtime.run_description import build_run_description
 from relax_events.topics import TopicPlan
 

@@ -19,12 +19,10 @@ from relax_events.history.runs.listing import RunSummary, parse_run_id, read_run
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.inventory import Inventory
 from relax_events.objects import ObjectStore
-from relax_events.objects.marker import MARKER, read_marker
+from relax_events.objects.marker import read_marker
+from relax_events.objects.rights import FOLDERS, MARKER
 from relax_events.topics import TopicPlan
 
-FOLDERS = ("weights/", "checkpoints/", "critic/", "partials/", "samples/", "sha256/")
-"""Prefixes of all objects that a run writes, besides the marker; other objects under the same URI
-belong to others."""
 DESCRIPTION = "control.commands"
 
 
