@@ -45,7 +45,7 @@ ROLE_STORE_RIGHTS = {
     "rollout": StoreRights(
         reads=(WEIGHTS, SAMPLES, MEDIA, PARTIALS), writes=(SAMPLES, PARTIALS), deletes=(PARTIALS,)
     ),
-    "reward": StoreRights(reads=(SAMPLES, MEDIA)),
+    "reward": StoreRights(reads=(SAMPLES,)),
     "judge": StoreRights(reads=(SAMPLES, MEDIA)),
     "reference": StoreRights(reads=(WEIGHTS, SAMPLES, MEDIA), writes=(SAMPLES,)),
     "actor-forward": StoreRights(reads=(WEIGHTS, SAMPLES, MEDIA), writes=(SAMPLES,)),

@@ -15,6 +15,7 @@ import yaml
 from deploy.render import CHART, find_values
 from relax_events.config import load_run_config
 from relax_events.controller.scaling_bounds import ELASTIC_ROLES
+from relax_events.objects.rights import FOLDERS, ROLE_STORE_RIGHTS
 from relax_events.plugins import ROLES
 from tests.unit.deploy.manifests import RELEASES, find, find_weaknesses, pods, role_of
 
@@ -160,8 +161,8 @@ def test_reward_pods_read_the_files_and_reach_the_broker_alone() -> None:
     (spec,) = [
         template["spec"] for name, _, template in pods() if name == "existing:existing-reward"
     ]
-    mounts = {one["mountPath"]: one for one in spec["containers"][0]["volumeMounts"]}
-    assert mounts["/srv/relax/.relax"]["readOnly"] is True
+    mounts = [one for one in spec["containers"][0]["volumeMounts"] if one["name"] == "files"]
+    assert [(one["mountPath"], one["readOnly"]) for one in mounts] == [("/srv/relax/.relax", True)]
     policies = find("kind", "NetworkPolicy")
     trusted = policies["kind-trusted"]["spec"]["podSelector"]["matchExpressions"]
     assert trusted == [
@@ -171,6 +172,121 @@ def test_reward_pods_read_the_files_and_reach_the_broker_alone() -> None:
         one["port"] for rule in policies["kind-workers"]["spec"]["egress"] for one in rule["ports"]
     ]
     assert ports == [53, 53, 9092]
+
+
+def principal_of(template: dict[str, Any]) -> str:
+    """Return the role or person as whom the containers of a pod that are no init containers log
+    in.
+    """
+    role = role_of(template)
+    return {"prepare": "operator", "dashboard": "reader"}.get(role, role)
+
+
+CLIENTS = [
+    pytest.param(name.partition(":")[0], template, id=name)
+    for name, _, template in pods()
+    if role_of(template) != "kafka"
+]
+
+
+@pytest.mark.parametrize(("release", "template"), CLIENTS)
+def test_each_pod_logs_in_to_kafka_as_its_own_principal(
+    release: str, template: dict[str, Any]
+) -> None:
+    spec, principal = template["spec"], principal_of(template)
+    (container,) = spec["containers"]
+    environment = {one["name"]: one.get("value") for one in container["env"]}
+    assert environment["RELAX_BROKER__USERNAME"] == f"relax.{release}.{principal}"
+    assert environment["RELAX_BROKER__PASSWORD_FILE"] == "/run/secrets/broker/password"
+    mounts = {one["mountPath"]: one for one in container["volumeMounts"]}
+    secrets = {one["name"]: one for one in spec["volumes"]}
+    if release in ("kind", "critic"):  # the chart's own broker
+        paths = {one.get("subPath") for one in mounts.values() if one["name"] == "security"}
+        assert paths == {f"secrets/relax.{release}.{principal}", "ca.pem"}
+    elif release == "existing":
+        assert secrets["broker"]["secret"]["secretName"] == f"broker-{principal}"
+    else:
+        (user, _) = secrets["broker"]["projected"]["sources"]
+        assert user["secret"]["name"] == f"relax.{release}.{principal}"
+
+
+def test_all_passwords_are_mounted_by_the_broker_and_the_job_before_the_run_alone() -> None:
+    holders = {
+        (role_of(template), container["name"])
+        for _, _, template in pods()
+        for container in [
+            *template["spec"].get("initContainers", []),
+            *template["spec"]["containers"],
+        ]
+        for mount in container["volumeMounts"]
+        if mount["name"] == "security" and "subPath" not in mount
+    }
+    assert holders == {("kafka", "secure"), ("prepare", "access")}
+
+
+def test_own_broker_lets_no_client_in_without_a_login() -> None:
+    (broker,) = find("kind", "StatefulSet")["kind-kafka"]["spec"]["template"]["spec"]["containers"]
+    settings = {one["name"]: one["value"] for one in broker["env"]}
+    protocols = settings["KAFKA_LISTENER_SECURITY_PROTOCOL_MAP"].split(",")
+    assert sorted(protocols) == ["CLIENT:SASL_SSL", "CONTROLLER:SSL", "INTERNAL:SSL"]
+    for listener in ("INTERNAL", "CONTROLLER"):
+        assert settings[f"KAFKA_LISTENER_NAME_{listener}_SSL_CLIENT_AUTH"] == "required"
+    assert settings["KAFKA_SASL_ENABLED_MECHANISMS"] == "SCRAM-SHA-512"
+    assert settings["KAFKA_ALLOW_EVERYONE_IF_NO_ACL_FOUND"] == "false"
+    assert settings["KAFKA_SUPER_USERS"] == "User:CN=relax.broker;User:relax.admin"
+    assert not [name for name, value in settings.items() if "PLAINTEXT" in str(value)]
+    assert settings["KAFKA_CONTROLLER_QUORUM_VOTERS"] == "1@kind-kafka:9093"
+
+
+def test_own_broker_is_reached_by_clients_at_their_port_alone() -> None:
+    first, second = find("kind", "NetworkPolicy")["kind-kafka"]["spec"]["ingress"]
+    assert first["ports"] == [{"port": 9092, "protocol": "TCP"}]
+    assert [one["port"] for one in second["ports"]] == [9093, 9094]
+    (itself,) = second["from"]
+    assert itself["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "kafka"
+
+
+@pytest.mark.parametrize(("manifest", "template"), WORKERS)
+def test_worker_may_change_the_objects_that_its_role_changes_and_no_others(
+    manifest: dict[str, Any], template: dict[str, Any]
+) -> None:
+    release = manifest["metadata"]["name"].removesuffix(f"-{role_of(template)}")
+    (worker,) = template["spec"]["containers"]
+    mounts = {one["mountPath"]: one for one in worker["volumeMounts"] if one["name"] == "files"}
+    run = f"/srv/relax/.relax/runs/{release}"
+    writable = {path for path, one in mounts.items() if not one["readOnly"]}
+    assert mounts["/srv/relax/.relax"]["readOnly"] is True
+    folders = {
+        f"{run}/objects/{one.rstrip('/')}" for one in ROLE_STORE_RIGHTS[role_of(template)].changes
+    }
+    own = set() if role_of(template) == "reward" else {run, "/srv/relax/.relax/media-cache"}
+    is_in_bucket = release == "cluster"
+    assert writable == own | (set() if is_in_bucket else folders)
+    if own and not is_in_bucket:
+        assert mounts[f"{run}/objects"]["readOnly"] is True
+    for path, one in mounts.items():
+        if path != "/srv/relax/.relax":
+            assert one["subPath"] == path.removeprefix("/srv/relax/.relax/")
+
+
+def test_each_role_has_its_own_credential_of_the_bucket() -> None:
+    for name, _, template in pods():
+        if name.startswith("cluster:"):
+            (volume,) = [one for one in template["spec"]["volumes"] if one["name"] == "objects"]
+            assert volume["secret"]["secretName"] == f"objects-{principal_of(template)}"
+            (container,) = template["spec"]["containers"]
+            assert "envFrom" not in container
+            environment = {one["name"]: one.get("value") for one in container["env"]}
+            assert environment["OBJECTS_CREDENTIALS_FILE"] == "/run/secrets/objects/credentials"
+
+
+def test_job_makes_the_folders_that_workers_mount() -> None:
+    (job,) = find("kind", "Job").values()
+    (prepare,) = job["spec"]["template"]["spec"]["containers"]
+    made = prepare["command"][-1]
+    for folder in FOLDERS:
+        assert f"mkdir -p .relax/runs/kind/objects/{folder.rstrip('/')}" in made
+    assert ".relax/media-cache .relax/runs/kind" in made
 
 
 def test_controller_may_only_scale_the_workers_of_its_release() -> None:
@@ -226,5 +342,4 @@ def test_dashboard_reads_and_changes_nothing(release: str) -> None:
     assert set(mounts.values()) == {True}
     assert not {"/run/secrets/scaling"} & mounts.keys()
     assert all(not one["name"].startswith("RELAX_SCALING") for one in container["env"])
-    users = {one["value"] for one in container["env"] if one["name"] == "RELAX_BROKER__USERNAME"}
-    assert users == {"cluster": {"relax.cluster.reader"}, "existing": {"relax"}}.get(release, set())
+    assert not [name for name in mounts if name.startswith("/security")]

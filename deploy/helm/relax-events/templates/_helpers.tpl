@@ -38,9 +38,9 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 
 {{- define "relax.runFile" -}}{{ required "run.file must hold the run file's text: --set-file run.file=configs/quickstart.toml" .Values.run.file }}{{- end }}
 
-{{- /* Names what has been prepared: changes with the run file, the image and the broker. */}}
+{{- /* Names what has been prepared: changes with the run file, the image, the broker and the folders of the object store. */}}
 {{- define "relax.prepared" -}}
-{{- printf "%s %s %s %s %s" .Release.Name (include "relax.runFile" .) .Values.images.model (include "relax.bootstrapServers" .) (toJson .Values.run.extraFiles) | sha256sum | trunc 10 -}}
+{{- printf "%s %s %s %s %s %s" .Release.Name (include "relax.runFile" .) .Values.images.model (include "relax.bootstrapServers" .) (toJson .Values.run.extraFiles) (.Files.Get "files/store.json") | sha256sum | trunc 10 -}}
 {{- end }}
 
 {{- define "relax.podSecurity" -}}
@@ -63,6 +63,7 @@ a role's own environment in `given`. */}}
 {{- define "relax.environment" -}}
 {{- $root := .root }}{{- $values := .root.Values -}}
 - {name: RELAX_RUN__ID, value: {{ $root.Release.Name | quote }}}
+- {name: RELAX_RUN__DIRECTORY, value: .relax}
 - {name: RELAX_BROKER__BOOTSTRAP_SERVERS, value: {{ include "relax.bootstrapServers" $root | quote }}}
 - {name: RELAX_BROKER__REPLICATION_FACTOR, value: {{ $values.kafka.replicationFactor | quote }}}
 - {name: RELAX_WORKERS__DRAIN_SECONDS, value: {{ include "relax.text" $values.drainSeconds | quote }}}
@@ -83,26 +84,61 @@ a role's own environment in `given`. */}}
 {{- with $values.objects.uri }}
 - {name: RELAX_OBJECTS__URI, value: {{ . | quote }}}
 {{- end }}
-{{- if eq $values.kafka.kind "strimzi" }}
-- {name: RELAX_BROKER__USERNAME, value: relax.{{ $root.Release.Name }}.{{ .principal }}}
-- {name: RELAX_BROKER__PASSWORD_FILE, value: /run/secrets/broker/password}
-- {name: RELAX_BROKER__CA_FILE, value: /run/secrets/broker/ca.crt}
-{{- else if and (eq $values.kafka.kind "existing") $values.kafka.secret }}
+{{- if include "relax.hasLogin" $root }}
+{{- if $values.kafka.secret }}
 - {name: RELAX_BROKER__USERNAME, value: {{ required "kafka.username must be given with kafka.secret" $values.kafka.username | quote }}}
+{{- else }}
+- {name: RELAX_BROKER__USERNAME, value: relax.{{ $root.Release.Name }}.{{ .principal }}}
+{{- end }}
 - {name: RELAX_BROKER__PASSWORD_FILE, value: /run/secrets/broker/password}
 - {name: RELAX_BROKER__CA_FILE, value: /run/secrets/broker/ca.crt}
+{{- end }}
+{{- if $values.objects.secretPrefix }}
+- {name: OBJECTS_CREDENTIALS_FILE, value: /run/secrets/objects/credentials}
 {{- end }}
 {{- range $name, $value := merge (dict) (.given | default dict) $values.run.environment }}
 - {name: {{ $name }}, value: {{ include "relax.text" $value | quote }}}
 {{- end }}
 {{- end }}
 
+{{- /* Whether clients log in to Kafka: "yes" or nothing. */}}
+{{- define "relax.hasLogin" -}}
+{{- if or (ne .Values.kafka.kind "existing") .Values.kafka.secret .Values.kafka.secretPrefix -}}yes{{- end -}}
+{{- end }}
+
+{{- /* The Secret of a principal of a cluster that is there already. Takes a dict of root and principal. */}}
+{{- define "relax.brokerSecret" -}}
+{{- if .root.Values.kafka.secretPrefix }}{{ .root.Values.kafka.secretPrefix }}-{{ .principal }}{{ else }}{{ .root.Values.kafka.secret }}{{ end -}}
+{{- end }}
+
+{{- /* What every pod mounts. Takes a dict of root, principal, and readOnly: false for the job, which writes all of the run's files. */}}
 {{- define "relax.mounts" -}}
 - {name: files, mountPath: /srv/relax/.relax, readOnly: {{ .readOnly }}}
 - {name: run, mountPath: /srv/relax/configs, readOnly: true}
 - {name: tmp, mountPath: /tmp}
-{{- if or (eq .root.Values.kafka.kind "strimzi") .root.Values.kafka.secret }}
+{{- if eq .root.Values.kafka.kind "own" }}
+- {name: security, mountPath: /run/secrets/broker/password, subPath: secrets/relax.{{ .root.Release.Name }}.{{ .principal }}, readOnly: true}
+- {name: security, mountPath: /run/secrets/broker/ca.crt, subPath: ca.pem, readOnly: true}
+{{- else if include "relax.hasLogin" .root }}
 - {name: broker, mountPath: /run/secrets/broker, readOnly: true}
+{{- end }}
+{{- if .root.Values.objects.secretPrefix }}
+- {name: objects, mountPath: /run/secrets/objects, readOnly: true}
+{{- end }}
+{{- end }}
+
+{{- /* Where a role may write below the run's files, which it mounts read-only: the run's folder, and of its object store the folders that the
+role changes. The folder above the store is no part of it, so that no role can put another folder in the place of the store. Takes a dict of
+root and role. */}}
+{{- define "relax.writableMounts" -}}
+{{- $name := .root.Release.Name }}
+- {name: files, mountPath: /srv/relax/.relax/media-cache, subPath: media-cache, readOnly: false}
+- {name: files, mountPath: /srv/relax/.relax/runs/{{ $name }}, subPath: runs/{{ $name }}, readOnly: false}
+{{- if not .root.Values.objects.uri }}
+- {name: files, mountPath: /srv/relax/.relax/runs/{{ $name }}/objects, subPath: runs/{{ $name }}/objects, readOnly: true}
+{{- range index (.root.Files.Get "files/store.json" | fromJson) .role }}
+- {name: files, mountPath: /srv/relax/.relax/runs/{{ $name }}/objects/{{ . }}, subPath: runs/{{ $name }}/objects/{{ . }}, readOnly: false}
+{{- end }}
 {{- end }}
 {{- end }}
 
@@ -111,14 +147,19 @@ a role's own environment in `given`. */}}
 - {name: files, persistentVolumeClaim: {claimName: {{ include "relax.claim" .root }}}}
 - {name: run, configMap: {name: {{ .root.Release.Name }}-run}}
 - {name: tmp, emptyDir: {sizeLimit: {{ .tmp | default "2Gi" }}}}
-{{- if eq $values.kafka.kind "strimzi" }}
+{{- if $values.objects.secretPrefix }}
+- {name: objects, secret: {secretName: {{ $values.objects.secretPrefix }}-{{ .principal }}, items: [{key: credentials, path: credentials}], defaultMode: 0440}}
+{{- end }}
+{{- if eq $values.kafka.kind "own" }}
+- {name: security, persistentVolumeClaim: {claimName: {{ .root.Release.Name }}-security}}
+{{- else if eq $values.kafka.kind "strimzi" }}
 - name: broker
   projected:
     sources:
       - secret: {name: relax.{{ .root.Release.Name }}.{{ .principal }}, items: [{key: password, path: password}]}
       - secret: {name: {{ $values.kafka.strimzi.cluster }}-cluster-ca-cert, items: [{key: ca.crt, path: ca.crt}]}
-{{- else if $values.kafka.secret }}
-- {name: broker, secret: {secretName: {{ $values.kafka.secret }}, defaultMode: 0440}}
+{{- else if include "relax.hasLogin" .root }}
+- {name: broker, secret: {secretName: {{ include "relax.brokerSecret" . }}, defaultMode: 0440}}
 {{- end }}
 {{- end }}
 

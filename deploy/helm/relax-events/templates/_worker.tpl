@@ -112,7 +112,10 @@ spec:
       securityContext:
         {{- include "relax.containerSecurity" .root | nindent 8 }}
       volumeMounts:
-        {{- include "relax.mounts" (dict "root" .root "readOnly" $isReward) | nindent 8 }}
+        {{- include "relax.mounts" (dict "root" .root "principal" .role "readOnly" true) | nindent 8 }}
+        {{- if not $isReward }}
+        {{- include "relax.writableMounts" (dict "root" .root "role" .role) | trim | nindent 8 }}
+        {{- end }}
         {{- if $role.sharedMemory }}
         - {name: shared-memory, mountPath: /dev/shm}
         {{- end }}
