@@ -15,6 +15,7 @@ import yaml
 
 from relax_events.cli.app import app
 from relax_events.config import BrokerConfig, load_run_config
+from relax_events.objects.rights import FOLDERS, STORE_RIGHTS
 from relax_events.plugins import ROLES
 from tests.stack.images import further_targets
 
@@ -218,12 +219,48 @@ def test_gpus_are_reserved_for_the_services_that_run_the_model() -> None:
         ]
 
 
-def test_s3_overlay_configures_the_object_store_for_every_worker() -> None:
-    overlay = yaml.safe_load((COMPOSE / "s3.yml").read_text())["services"]
-    assert overlay.keys() == {*WORKERS, "relax"}
-    for service in overlay.values():
-        assert service["environment"] == {"RELAX_OBJECTS__URI": "${OBJECTS_URI}"}
-        assert service["env_file"] == ["${OBJECTS_ENV_FILE:-./secrets/objects.env}"]
+def test_s3_overlay_gives_each_service_the_credential_of_its_role_alone() -> None:
+    overlay = yaml.safe_load((COMPOSE / "s3.yml").read_text())
+    services = overlay["services"]
+    assert services.keys() == {*WORKERS, "model", "relax"}
+    for name, service in services.items():
+        principal = name if name in WORKERS else "operator"
+        assert service["environment"] == {
+            "RELAX_OBJECTS__URI": "${OBJECTS_URI}",
+            "OBJECTS_CREDENTIALS_FILE": "/run/secrets/objects",
+        }
+        assert service["secrets"] == [{"source": f"objects-{principal}", "target": "objects"}]
+        assert "env_file" not in service
+        (path,) = overlay["secrets"][f"objects-{principal}"].values()
+        assert path == f"${{OBJECTS_CREDENTIALS:-./secrets/objects}}/{principal}.env"
+
+
+def test_objects_overlay_mounts_what_a_role_changes_writable_and_no_more() -> None:
+    overlay = yaml.safe_load((COMPOSE / "objects.yml").read_text())
+    assert overlay["services"].keys() == {*WORKERS, "model", "relax"}
+    for name, service in overlay["services"].items():
+        rights = STORE_RIGHTS[name if name in WORKERS else "operator"]
+        mounted = {}
+        for volume in service["volumes"]:
+            source, path, *mode = volume.split(":")
+            assert source in overlay["volumes"]
+            mounted[path.removeprefix("/srv/relax/objects").lstrip("/")] = mode != ["ro"]
+        assert mounted.pop("") is (name not in WORKERS)
+        assert mounted == {
+            folder.rstrip("/"): folder in rights.changes
+            for folder in FOLDERS
+            if folder in (*rights.reads, *rights.changes)
+        }
+        settings = load_run_config(
+            ROOT / "configs" / "quickstart.toml", environment=service["environment"]
+        )
+        assert settings.objects_uri == "file:///srv/relax/objects"
+
+
+def test_image_owns_the_folders_that_volumes_of_objects_are_mounted_at() -> None:
+    text = (COMPOSE / "Dockerfile").read_text()
+    (made,) = re.findall(r"cd /srv/relax/objects && install .* relax (weights .*)", text)
+    assert made.split() == [folder.rstrip("/") for folder in FOLDERS]
 
 
 def test_tracing_overlay_sends_traces_of_all_workers_to_its_collector() -> None:
