@@ -29,7 +29,8 @@ def prepare(config: Path, *overrides: str) -> None:
 
     Example: relax models prepare configs/quickstart.toml
 
-    The object store gets the run's name too: then workers that may only read there can start first.
+    Objects that lie on this machine get their folder too, with the run's name in it: then workers
+    that may only read there can start first.
 
     Args:
         config: The run file, TOML.
@@ -42,7 +43,8 @@ def prepare(config: Path, *overrides: str) -> None:
 
     loaded = load_run_config(config, overrides)
     print(prepare_model(loaded, report=print_progress))
-    claim_store(ObjectStore.open(loaded.objects_uri, waits=False), run_id=loaded.run.id)
+    if loaded.objects_uri.startswith("file:"):
+        claim_store(ObjectStore.open(loaded.objects_uri, waits=False), run_id=loaded.run.id)
 
 
 @app.command(name="sft-warmup")

@@ -68,8 +68,11 @@ PERSON_STORE_RIGHTS = {
     "operator": StoreRights(reads=ALL, writes=ALL, deletes=ALL),
     "reader": StoreRights(reads=FOLDERS),
 }
-"""`operator` runs the commands, and makes the store's marker; `reader` only reads."""
+"""`operator` runs the commands; `reader` only reads."""
 STORE_RIGHTS = ROLE_STORE_RIGHTS | PERSON_STORE_RIGHTS
+MARKER_WRITERS = ("controller", "operator")
+"""Principals that make the store's marker; a role that starts before the controller waits for it.
+"""
 PARENT_STORE_READERS = ("trainer", "critic", "controller", *PERSON_STORE_RIGHTS)
 """Principals that read the store of the parent run, for a replay or a fork."""
 
@@ -93,12 +96,12 @@ def build_bucket_policy(
     reads = [f"{root}{folder}*" for folder in rights.reads]
     if parent_prefix is not None and principal in PARENT_STORE_READERS:
         reads.append(f"arn:aws:s3:::{bucket}/" + (f"{parent_prefix}/*" if parent_prefix else "*"))
-    makes_marker = [root + MARKER] if principal == "operator" else []
+    marker = [root + MARKER] if principal in MARKER_WRITERS else []
     statements = [
         _allow(["s3:ListBucket"], [f"arn:aws:s3:::{bucket}"]),
         _allow(READ, [root + MARKER, *reads]),
-        _allow(WRITE, [f"{root}{folder}*" for folder in rights.writes] + makes_marker),
-        _allow(DELETE, [f"{root}{folder}*" for folder in rights.deletes] + makes_marker),
+        _allow(WRITE, [f"{root}{folder}*" for folder in rights.writes] + marker),
+        _allow(DELETE, [f"{root}{folder}*" for folder in rights.deletes] + marker),
     ]
     return {
         "Version": S3_LANGUAGE,

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, Self
 
 import numpy as np
 import obstore
-from obstore.exceptions import AlreadyExistsError
+from obstore.exceptions import AlreadyExistsError, PermissionDeniedError
 
 from relax_events.errors import EnvironmentProblem, ObjectError
 from relax_events.events.parts import ChatMessage, MediaRef, ObjectRef
@@ -129,7 +129,7 @@ class ObjectStore:
             self._call(
                 "write",
                 self._require_key(key),
-                lambda: self._put(key, data, mode="create"),
+                lambda: self._create(key, data),
             )
         except ObjectError as error:
             if not isinstance(error.__cause__, AlreadyExistsError):
@@ -314,6 +314,18 @@ class ObjectStore:
         if self._files is not None:
             self._files.require_no_links(key)
         obstore.put(self._storage, key, content, **options)
+
+    def _create(self, key: str, data: bytes) -> None:
+        """Store an object unless there is one, which a process without the right to write it may
+        wait for.
+        """
+        try:
+            self._put(key, data, mode="create")
+        except PermissionDeniedError as error:
+            try:
+                self._look_up_size(key)
+            except FileNotFoundError:
+                raise error from None
 
     def _list(self, prefix: str) -> list[str]:
         if self._files is not None:

@@ -21,11 +21,13 @@ from relax_events.objects.backends import Deadlines
 from relax_events.objects.claim_check import fetch_array, store_array
 from relax_events.objects.download import download
 from relax_events.objects.marker import claim_store
+from relax_events.objects.outages import outages
 from relax_events.objects.rights import (
     CHECKPOINTS,
     CRITIC,
     FOLDERS,
     MARKER,
+    MARKER_WRITERS,
     MEDIA,
     PARTIALS,
     ROLE_STORE_RIGHTS,
@@ -125,13 +127,31 @@ def test_role_writes_and_deletes_in_its_folders_alone(
             assert f"/bucket/runs/one/{key}" in server.objects
 
 
-@pytest.mark.parametrize("role", ROLE_STORE_RIGHTS)
-def test_role_claims_no_store_and_reads_no_other_run(
+@pytest.mark.parametrize("role", sorted(ROLE_STORE_RIGHTS.keys() - set(MARKER_WRITERS)))
+def test_role_claims_no_store_but_takes_the_claim_of_the_controller(
     server: S3Server, open_as: Open, role: str
 ) -> None:
+    del server.objects[f"/bucket/runs/one/{MARKER}"]
     store = open_as(role)
+    with pytest.raises(StoreUnavailable, match=r"can.t write .*: the store refuses it"):
+        claim_store(store, run_id="one")
+
+    def start_controller(_: float) -> None:
+        claim_store(open_as("controller"), run_id="one", cluster_id="here")
+
+    outages.start_waiting(deadline_seconds=3600, pause=start_controller)
+    try:
+        mark = claim_store(store, run_id="one")
+    finally:
+        outages.stop_waiting()
+    assert (mark.run_id, mark.cluster_id) == ("one", "here")
     with pytest.raises(StoreUnavailable, match="refuses"):
         store.put_at(MARKER, b"{}")
+
+
+@pytest.mark.parametrize("role", ROLE_STORE_RIGHTS)
+def test_role_reads_no_other_run(server: S3Server, open_as: Open, role: str) -> None:
+    open_as(role)
     server.objects["/bucket/runs/two/weights/a"] = b"of another run"
     other = ObjectStore.open(f"{URI}/two", deadlines=DEADLINES)
     with pytest.raises(StoreUnavailable, match="refuses"):

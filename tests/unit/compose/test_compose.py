@@ -15,6 +15,8 @@ import yaml
 
 from relax_events.cli.app import app
 from relax_events.config import BrokerConfig, load_run_config
+from relax_events.kafka.security.acls import build_username
+from relax_events.kafka.security.folder import SecurityFolder
 from relax_events.objects.rights import FOLDERS, STORE_RIGHTS
 from relax_events.plugins import ROLES
 from tests.stack.images import further_targets
@@ -222,7 +224,7 @@ def test_gpus_are_reserved_for_the_services_that_run_the_model() -> None:
 def test_s3_overlay_gives_each_service_the_credential_of_its_role_alone() -> None:
     overlay = yaml.safe_load((COMPOSE / "s3.yml").read_text())
     services = overlay["services"]
-    assert services.keys() == {*WORKERS, "model", "relax"}
+    assert services.keys() == {*WORKERS, "relax"}
     for name, service in services.items():
         principal = name if name in WORKERS else "operator"
         assert service["environment"] == {
@@ -356,12 +358,23 @@ def test_prometheus_scrapes_every_worker_at_its_metrics_port() -> None:
     }
 
 
-def test_existing_cluster_overlay_reads_secrets_from_files() -> None:
+def test_existing_cluster_overlay_gives_each_service_the_user_of_its_role_alone() -> None:
     overlay = yaml.safe_load((COMPOSE / "existing-cluster.yml").read_text())
     assert set(overlay["services"]) == {*WORKERS, "topics", "relax"}
-    mounted = {f"/run/secrets/{name}" for name in overlay["secrets"]}
-    for service in overlay["services"].values():
+    for name, service in overlay["services"].items():
+        principal = name if name in WORKERS else "operator"
+        environment = {key: settled(value) for key, value in service["environment"].items()}
+        assert environment == {
+            "RELAX_BROKER__USERNAME": build_username("quickstart", principal),
+            "RELAX_BROKER__PASSWORD_FILE": "/run/secrets/broker_password",
+            "RELAX_BROKER__CA_FILE": "/run/secrets/broker_ca",
+        }
+        own, authority = service["secrets"]
+        assert own == {"source": f"broker-{principal}", "target": "broker_password"}
+        folder = SecurityFolder(Path("secrets/security"))
         assert {
-            value for key, value in service["environment"].items() if key.endswith("_FILE")
-        } == mounted
-        assert set(service["secrets"]) == set(overlay["secrets"])
+            settled(overlay["secrets"][secret]["file"]) for secret in (own["source"], authority)
+        } == {
+            f"./{folder.password_file(environment['RELAX_BROKER__USERNAME'])}",
+            f"./{folder.ca_file}",
+        }

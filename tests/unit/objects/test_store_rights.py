@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from relax_events.kafka.security.acls import PERSON_PERMISSIONS, ROLE_PERMISSIONS
@@ -10,6 +13,7 @@ from relax_events.objects.rights import (
     PERSON_STORE_RIGHTS,
     ROLE_STORE_RIGHTS,
     STORE_RIGHTS,
+    StoreRights,
     build_bucket_policy,
 )
 from relax_events.objects.version_objects import PREFIX as SAMPLES
@@ -19,6 +23,7 @@ from relax_events.training.checkpoint.critic_checkpoints import FOLDER as CRITIC
 from relax_events.weights.artifact_writer import PREFIX as WEIGHTS
 
 MEDIA = "sha256/"
+ROOT = Path(__file__).parents[3]
 
 
 def test_every_role_and_person_of_the_log_has_store_rights() -> None:
@@ -56,7 +61,7 @@ def test_role_that_deletes_or_writes_reads_what_it_writes(role: str) -> None:
     assert set(rights.writes) <= set(rights.reads), "a look-up comes before a write"
 
 
-def test_policy_of_reward_allows_reading_samples_and_media_alone() -> None:
+def test_policy_of_reward_allows_reading_samples_alone() -> None:
     assert build_bucket_policy("reward", bucket="b", prefix="runs/one") == {
         "Version": "2012-10-17",
         "Statement": [
@@ -67,7 +72,6 @@ def test_policy_of_reward_allows_reading_samples_and_media_alone() -> None:
                 "Resource": [
                     "arn:aws:s3:::b/runs/one/relax-run.json",
                     "arn:aws:s3:::b/runs/one/samples/*",
-                    "arn:aws:s3:::b/runs/one/sha256/*",
                 ],
             },
         ],
@@ -93,3 +97,13 @@ def test_policy_of_a_fork_reads_the_parent_and_changes_nothing_there() -> None:
     assert named == [["s3:GetObject"]]
     reward = build_bucket_policy("reward", bucket="b", prefix="two", parent_prefix="one")
     assert reward == build_bucket_policy("reward", bucket="b", prefix="two")
+
+
+def test_docs_page_lists_the_rights_of_each_role() -> None:
+    text = (ROOT / "docs" / "how-to" / "object-store.md").read_text()
+    rows = re.findall(r"^\| `([a-z-]+)` \| (.*) \| (.*) \| (.*) \|$", text, re.MULTILINE)
+    listed = {
+        role: StoreRights(*(tuple(re.findall(r"`([a-z0-9]+/)`", cell)) for cell in cells))
+        for role, *cells in rows
+    }
+    assert listed == ROLE_STORE_RIGHTS
