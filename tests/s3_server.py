@@ -56,6 +56,7 @@ class S3Server(ThreadingHTTPServer):
         self.policies: dict[str, dict[str, Any]] = {}
         """Policies by access key; while there are any, a call that its key's policy does not
         allow is answered with 403."""
+        self.refused: list[str] = []
 
 
 class S3Handler(BaseHTTPRequestHandler):
@@ -74,18 +75,23 @@ class S3Handler(BaseHTTPRequestHandler):
             self.server.num_refusals -= 1
             self.answer(503)
         elif not self.is_allowed(url.path, query, body):
+            self.server.refused.append(f"{self.command} {self.path} by {self.find_key()}")
             self.answer(403, DENIED)
         else:
             getattr(self, f"s3_{self.command.lower()}")(url.path, query, body)
 
     do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = handle_one  # noqa: N815
 
+    def find_key(self) -> str:
+        """Return the caller's access key; empty if there is none."""
+        match = re.search(r"Credential=([^/]+)/", self.headers.get("Authorization", ""))
+        return match[1] if match else ""
+
     def is_allowed(self, path: str, query: dict[str, list[str]], body: bytes) -> bool:
         """Tell whether the caller's policy allows a call."""
         if not self.server.policies:
             return True
-        match = re.search(r"Credential=([^/]+)/", self.headers.get("Authorization", ""))
-        policy = self.server.policies.get(match[1]) if match else None
+        policy = self.server.policies.get(self.find_key())
         if policy is None:
             return False
         if "list-type" in query:

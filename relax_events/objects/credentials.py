@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from relax_events.errors import ConfigError
 from relax_events.kafka.security.folder import MAX_SECRET_BYTES, read_configured_file
@@ -42,7 +43,7 @@ class StoreCredential:
         return self.settings.get(ALLOW_HTTP, "").lower() in {"1", "true"}
 
     @property
-    def options(self) -> dict[str, str]:
+    def options(self) -> dict[str, Any]:
         """The settings of the client's credential and endpoint, by the library's names."""
         return {name.lower(): value for name, value in self.settings.items() if name != ALLOW_HTTP}
 

@@ -65,7 +65,7 @@ class LocalFiles:
             if S_ISLNK(mode):
                 raise OSError(errno.ELOOP, LINK, str(path))
 
-    def list(self, prefix: str) -> list[str]:
+    def list_objects(self, prefix: str) -> list[str]:
         """Return the sorted names of the objects in a folder and its subfolders.
 
         Raises:

@@ -36,7 +36,7 @@ class StoreRights:
 
     @property
     def changes(self) -> tuple[str, ...]:
-        """The folders in which it writes or deletes, for stores that don't tell these apart."""
+        """The folders in which it writes or deletes, for stores that treat these alike."""
         return tuple(folder for folder in FOLDERS if folder in {*self.writes, *self.deletes})
 
 

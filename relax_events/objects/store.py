@@ -212,7 +212,16 @@ class ObjectStore:
         Raises:
             StoreUnavailable: The store does not respond.
         """
-        found = self._call("list", prefix, lambda: self._list_folders(prefix))
+        files, storage = self._files, self._storage
+        found = self._call(
+            "list",
+            prefix,
+            lambda: (
+                obstore.list_with_delimiter(storage, prefix)["common_prefixes"]
+                if files is None
+                else files.list_folders(prefix)
+            ),
+        )
         return sorted(f"{folder.rstrip('/')}/" for folder in found)
 
     def list(self, prefix: str) -> list[str]:
@@ -223,7 +232,16 @@ class ObjectStore:
         Raises:
             ObjectError: The store can't be read.
         """
-        return self._call("list", prefix, lambda: self._list(prefix))
+        files, storage = self._files, self._storage
+        return self._call(
+            "list",
+            prefix,
+            lambda: (
+                sorted(item["path"] for item in obstore.list(storage, prefix or None).collect())
+                if files is None
+                else files.list_objects(prefix)
+            ),
+        )
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects by name, in the given order for a local store; missing objects are
@@ -326,17 +344,6 @@ class ObjectStore:
                 self._look_up_size(key)
             except FileNotFoundError:
                 raise error from None
-
-    def _list(self, prefix: str) -> list[str]:
-        if self._files is not None:
-            return self._files.list(prefix)
-        found = obstore.list(self._storage, prefix or None).collect()
-        return sorted(item["path"] for item in found)
-
-    def _list_folders(self, prefix: str) -> list[str]:
-        if self._files is not None:
-            return self._files.list_folders(prefix)
-        return list(obstore.list_with_delimiter(self._storage, prefix)["common_prefixes"])
 
     def _call(self, action: str, key: str, call: Callable[[], ResultT]) -> ResultT:
         """Call the storage, waiting during an outage if this store waits."""
