@@ -116,9 +116,9 @@ def build_secrets_case(
     """Build a case with the secrets of an existing cluster; None leaves the password file out."""
 
     def make(engine: ContainerEngine, folder: Path) -> Refusal:
-        files = {"BROKER_PASSWORD_FILE": folder / "password", "BROKER_CA_FILE": folder / "ca.pem"}
+        files = {"BROKER_PASSWORDS": folder, "BROKER_CA_FILE": folder / "ca.pem"}
         if password is not None:
-            files["BROKER_PASSWORD_FILE"].write_text(password)
+            (folder / "relax.quickstart.operator").write_text(password)
         files["BROKER_CA_FILE"].write_text(authority)
         for file in folder.iterdir():
             file.chmod(0o644)
