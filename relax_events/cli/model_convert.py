@@ -36,23 +36,11 @@ def convert(
         base: With hf: a model folder of the same architecture, from which configuration, tokenizer
             and the tensors' names are taken.
     """
-    from dataclasses import asdict
+    from relax_events.ops.convert_child import convert as convert_model
 
-    from relax_events.errors import ConfigError
-    from relax_events.ops.model_convert import convert_to_folder, convert_to_megatron
-
-    if format == "megatron":
-        if base is not None:
-            raise ConfigError("--base is for --format hf; leave it out")
-        done = convert_to_megatron(folder, to, report=print_progress)
-    else:
-        if base is None:
-            raise ConfigError(
-                "--format hf takes configuration, tokenizer and the tensors' names from a model "
-                "folder of the same architecture; give it as --base"
-            )
-        done = convert_to_folder(folder, to, base=base, report=print_progress)
+    setup = {"folder": folder, "to": to, "format": format, "base": base}
+    done = convert_model(setup, report=print_progress)
     if output == "json":
-        print_json(asdict(done))
+        print_json(done)
     else:
-        print_pairs(asdict(done))
+        print_pairs(done)

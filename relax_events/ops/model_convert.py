@@ -215,14 +215,23 @@ def _save(model: GPTModel, folder: Path) -> None:
 
 
 def _load(model: GPTModel, folder: Path) -> None:
-    from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.core import CheckpointingException
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    from relax_events.ops.foreign_checkpoint.loading import load_foreign_checkpoint
 
     try:
-        loaded = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(folder))
+        loaded = load_foreign_checkpoint({"model": model.sharded_state_dict()}, folder)
     except (CheckpointingException, ValueError, KeyError, RuntimeError) as error:
-        raise ConfigError(
-            f"{folder} can't be loaded as the model in --base: {error}; give a base of the same "
-            "architecture"
-        ) from error
+        raise _unfitting(folder, error) from error
+    except CheckpointException as error:  # torch's, which no `except Exception` catches
+        cause, _ = next(iter(error.failures.values()))
+        raise cause if isinstance(cause, ConfigError) else _unfitting(folder, cause) from error
     model.load_state_dict(loaded["model"], strict=False)
+
+
+def _unfitting(folder: Path, error: BaseException) -> ConfigError:
+    return ConfigError(
+        f"{folder} can't be loaded as the model in --base: {error}; give a base of the same "
+        "architecture"
+    )

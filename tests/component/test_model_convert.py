@@ -64,3 +64,44 @@ def test_folder_that_is_no_checkpoint_is_refused(tmp_path):
     assert code == 2
     assert "holds no metadata.json" in stderr
     assert not (tmp_path / "new").exists()
+
+
+HOSTILE = {
+    "put_code": "is no tensor as torch saves it",
+    "put_code_as_bytes": "",
+    "pack_embedding": "and unpacks to",
+    "end_early": "ends before the entry of",
+    "lose_bytes": "lacks the bytes of",
+    "put_code_in_metadata": "it names os.system, and only the classes of torch's own metadata",
+    "put_code_in_metadata_of_a_rank": ".metadata can't be read: ",
+    "link_out": "__0_0.distcp is a link or a special file",
+    "put_pipe": ".metadata is a link or a special file",
+    "name_other_format": "only checkpoints with",
+    "break_config": "metadata.json can't be read",
+}
+"""Of each hostile checkpoint, a part of its error."""
+
+
+def test_hostile_checkpoint_is_refused_and_runs_nothing(tmp_path):
+    source, good, canary = tmp_path / "source", tmp_path / "good", tmp_path / "canary"
+    make_tiny(source, corpus=["12=21"])
+    code, _, stderr = relax("models", "convert", source, "--to", good, "--format", "megatron")
+    assert code == 0, stderr
+    (tmp_path / "copies").mkdir()
+    arguments = map(str, (good, source, tmp_path / "copies", canary))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.foreign_checkpoints", *arguments],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=True,
+    )
+    errors = json.loads(done.stdout.splitlines()[-1])
+    assert {name: text for name, text in HOSTILE.items() if text not in errors.get(name, "")} == {}
+    assert errors.keys() == HOSTILE.keys()  # common.pt alone is left unread
+    assert not canary.exists()
+    # A conversion reads nothing of common.pt, so code there does not matter.
+    again = load_file(tmp_path / "copies" / "put_code_in_common-to" / "model.safetensors")
+    weights = load_file(source / "model.safetensors")
+    assert all(torch.equal(again[name], one) for name, one in weights.items())

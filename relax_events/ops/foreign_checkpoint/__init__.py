@@ -1,0 +1,1 @@
+"""Reads distributed checkpoints that another person wrote, without running what they contain."""
