@@ -23,6 +23,8 @@ from relax_events.media.items import MediaAccess, MediaItem, read_items
 
 TEMPLATE_FIELD = re.compile(r"\{([A-Za-z_][\w.]*)\}")
 """A column name in a prompt template."""
+GENERATED_KEYS = frozenset(["task", "options", "entry"])
+"""The metadata of a generated problem. Its verifier trusts the entry, so no file may give them."""
 JSON_TYPE_NAMES = {
     type(None): "null",
     dict: "an object",
@@ -208,6 +210,12 @@ class ColumnReader:
             metadata = {key: value for key, value in columns.items() if key not in self._used_keys}
         else:
             metadata = {key: self._column(columns, key, "metadata_keys", location) for key in keys}
+        if metadata.keys() >= GENERATED_KEYS:
+            raise ConfigError(
+                f"{location} has the metadata {', '.join(sorted(GENERATED_KEYS))} of a generated "
+                f"problem, which only a source 'reasoning_gym:<task>' writes; set "
+                f"{self._section}.metadata_keys to the columns to keep"
+            )
         return _json(metadata, f"{location}: the metadata") if metadata else "{}"
 
     def _column(self, columns: dict[str, Any], key: str, setting: str, location: str) -> Any:

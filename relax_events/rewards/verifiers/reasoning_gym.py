@@ -1,4 +1,8 @@
-"""Rewards by the verifier that belongs to a generated problem."""
+"""Rewards by the verifier that belongs to a generated problem.
+
+Verifiers of reasoning-gym evaluate answers, by `eval` and by sympy's parser. They get them within
+`guard_texts`, where an answer that is more than a literal or arithmetic counts as unreadable.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,11 @@ from typing import Any
 import orjson
 
 from relax_events.data.sources import create_task, import_reasoning_gym
+from relax_events.errors import RewardError
 from relax_events.rewards.registry import reward
+from relax_events.rewards.verifiers.text_guard import guard_texts
 
+MAX_COMPLETION_CHARACTERS = 1 << 20
 METADATA = {
     "task": "name of the reasoning-gym task",
     "options": "its options",
@@ -29,14 +36,21 @@ def reasoning_gym(completion: str, *, answer: str, metadata: dict[str, Any], pro
 
     Raises:
         ValueError: The sample's metadata does not come from a `reasoning_gym:` source.
+        RewardError: The completion is too long.
     """
     if missing := METADATA.keys() - metadata.keys():
         raise ValueError(
             f"the sample's metadata lacks {', '.join(sorted(missing))}; this reward needs "
             "data.source = 'reasoning_gym:<task>'"
         )
+    if len(completion) > MAX_COMPLETION_CHARACTERS:
+        raise RewardError(
+            f"the completion has {len(completion)} characters, and reasoning_gym reads at most "
+            f"{MAX_COMPLETION_CHARACTERS}; lower rollout.max_tokens"
+        )
     task = _task(metadata["task"], orjson.dumps(metadata["options"], option=orjson.OPT_SORT_KEYS))
-    return float(task.score_answer(completion.strip(), metadata["entry"]))
+    with guard_texts():
+        return float(task.score_answer(completion.strip(), metadata["entry"]))
 
 
 @lru_cache(maxsize=16)

@@ -313,3 +313,16 @@ def test_rows_join_the_text_parts_of_a_message_and_refuse_other_parts(tmp_path: 
         match=r"rows.jsonl:1: prompt has content part .*'image'.*; only parts of type 'text'",
     ):
         open_source(jsonl(path), seed=0)
+
+
+def test_file_can_not_give_the_metadata_of_a_generated_problem(tmp_path: Path) -> None:
+    row = {"prompt": "p", "answer": "x", "task": "number_sorting", "options": {}, "entry": {}}
+    path = write_lines(tmp_path / "rows.jsonl", row)
+    with pytest.raises(
+        ConfigError,
+        match=r"rows.jsonl:1 has the metadata entry, options, task of a generated problem.*"
+        r"set data.metadata_keys",
+    ):
+        open_source(jsonl(path), seed=0)
+    kept = open_source(jsonl(path, metadata_keys=["task"]), seed=0).row(0)
+    assert json.loads(kept.metadata) == {"task": "number_sorting"}
