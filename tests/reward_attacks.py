@@ -13,7 +13,15 @@ import sys
 from relax_events.rewards.registry import load_reward
 from relax_events.rewards.scores import parse_score
 
-HARMFUL = ("os.system", "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "subprocess.", "socket.")
+HARMFUL = (
+    "os.system",
+    "os.exec",
+    "os.fork",
+    "os.posix_spawn",
+    "os.spawn",
+    "subprocess.",
+    "socket.",
+)
 watched = {"is_on": False, "events": []}
 
 

@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 RIGHT_SCORES = "lambda *a, **k: 1.0"
+CLASS = "[c for c in ().__class__.__base__.__subclasses__() if c.__name__ == '_wrap_close'][0]"
+DATASET = "__import__('reasoning_gym').factory.ProceduralDataset"
+EQUALITY = "__import__('sys').modules['relax_events.rewards.verifiers.math_equality']"
 SELF = "__import__('sys')._getframe(1).f_locals['self']"
 
 
@@ -25,7 +28,10 @@ def completion_attacks(canary: Path, *, port: int) -> dict[str, str]:
         **code,
         **{f"{name}, in a list": f"[{text}]" for name, text in code.items()},
         **{f"{name}, in LaTeX": rf"\boxed{{{text}}}" for name, text in code.items()},
-        **{f"{name}, in tags": f"<think></think><answer>{text}</answer>" for name, text in code.items()},
+        **{
+            f"{name}, in tags": f"<think></think><answer>{text}</answer>"
+            for name, text in code.items()
+        },
         **_sympy(canary),
         **_latex(canary),
         **_large(),
@@ -51,8 +57,7 @@ def _python(canary: Path, *, port: int) -> Iterator[tuple[str, str]]:
     )
     yield (
         "classes of object",
-        "[c for c in ().__class__.__base__.__subclasses__() if c.__name__ == '_wrap_close'][0]"
-        f".__init__.__globals__['system']({touch})",
+        f"{CLASS}.__init__.__globals__['system']({touch})",
     )
     yield "lambda", f"(lambda: open({path}, 'w'))()"
     yield "walrus", f"(f := open({path}, 'w'))"
@@ -65,14 +70,12 @@ def _python(canary: Path, *, port: int) -> Iterator[tuple[str, str]]:
     yield "judge by its frame", f"setattr(type({SELF}), 'score_answer', {RIGHT_SCORES}) or ''"
     yield (
         "judge by its class",
-        "setattr(__import__('reasoning_gym').factory.ProceduralDataset, 'score_answer', "
-        f"{RIGHT_SCORES}) or ''",
+        f"setattr({DATASET}, 'score_answer', {RIGHT_SCORES}) or ''",
     )
     yield "judge by builtins", "setattr(__import__('builtins'), 'float', lambda x: 1.0) or ''"
     yield (
         "judge by its module",
-        "setattr(__import__('relax_events.rewards.verifiers.math_equality').rewards.verifiers"
-        f".math_equality, 'are_equal', {RIGHT_SCORES}) or ''",
+        f"setattr({EQUALITY}, 'are_equal', {RIGHT_SCORES}) or ''",
     )
     yield "answer by the judge's variable", "oracle_answer"
     yield "answer by the judge's entry", "entry['answer']"
@@ -167,8 +170,8 @@ def _texts(canary: Path, *, port: int) -> dict[str, str]:
         "address of a file": "file:///etc/passwd",
         "path": "../../../../etc/passwd",
         "device": "/dev/zero",
-        "digits of other scripts": "٤٢ ４２ 𝟒𝟐",
-        "lookalike call": "ｏｐｅｎ('" + str(canary) + "', 'w')",
+        "digits of other scripts": "\u0664\u0662 \uff14\uff12 \U0001d7d2\U0001d7d0",
+        "lookalike call": "\uff4f\uff50\uff45\uff4e('" + str(canary) + "', 'w')",
         "right to left": "\u202e)'w','x'(nepo",
         "null": "42\x00",
         "lone surrogates": "\ud800\udfff",

@@ -32,6 +32,8 @@ NEED_MORE = {
     "remote_group": "a service",
     "code": "the sandbox, see test_rewards_code.py and escapes.py",
 }
+IGNORE_TEXTS = ("environment",)
+"""Give the environment's rewards, whatever the completion is."""
 DEADLINE_SECONDS = 30.0
 """A text that takes longer is late; the pool ends its process, as this test does."""
 TASKS = [
@@ -43,7 +45,7 @@ TASKS = [
 PAYLOAD = "PAYLOAD"
 
 
-def case(completion: str, answer: str = "42", metadata: Any = None, **more: Any) -> dict[str, Any]:
+def case(completion: str, answer: str = "87", metadata: Any = None, **more: Any) -> dict[str, Any]:
     return {"completion": completion, "answer": answer, "metadata": metadata or {}, **more}
 
 
@@ -53,27 +55,27 @@ def followed(instruction: str, **arguments: Any) -> dict[str, Any]:
 
 FORMED = "<think>a</think><answer>{}</answer>"
 HONEST: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "exact_match": (case("42"), case("41")),
-    "squad_exact_match": (case("<answer>42</answer>"), case("<answer>41</answer>")),
-    "f1": (case("<answer>42</answer>"), case("<answer>41</answer>")),
-    "gsm8k": (case("#### 42"), case("#### 41")),
-    "math": (case(r"\boxed{42}"), case(r"\boxed{41}")),
-    "deepscaler": (case(r"</think>\boxed{42}"), case(r"</think>\boxed{41}")),
-    "dapo_math": (case("Answer: 42"), case("Answer: 41")),
+    "exact_match": (case("87"), case("86")),
+    "squad_exact_match": (case("<answer>87</answer>"), case("<answer>86</answer>")),
+    "f1": (case("<answer>87</answer>"), case("<answer>86</answer>")),
+    "gsm8k": (case("#### 87"), case("#### 86")),
+    "math": (case(r"\boxed{87}"), case(r"\boxed{86}")),
+    "deepscaler": (case(r"</think>\boxed{87}"), case(r"</think>\boxed{86}")),
+    "dapo_math": (case("Answer: 87"), case("Answer: 86")),
     "geo3k": (
-        case(r"<think>a</think> \boxed{42}"),
-        case(r"<think>a</think> \boxed{41}"),
+        case(r"<think>a</think> \boxed{87}"),
+        case(r"<think>a</think> \boxed{86}"),
     ),
-    "openr1_multimodal": (case(FORMED.format(42)), case(FORMED.format(41))),
+    "openr1_multimodal": (case(FORMED.format(87)), case(FORMED.format(86))),
     "gpqa": (case("Answer: B", "B"), case("Answer: A", "B")),
     "multiple_choice": (case("<answer>B</answer>", "B"), case("<answer>A</answer>", "B")),
     "ifeval": (
-        case("a b", metadata=followed("keywords:existence", keywords=["b"])),
-        case("a", metadata=followed("keywords:existence", keywords=["b"])),
+        case("a zebra", metadata=followed("keywords:existence", keywords=["zebra"])),
+        case("a", metadata=followed("keywords:existence", keywords=["zebra"])),
     ),
     "ifbench": (
-        case("a b", metadata=followed("keywords:existence", keywords=["b"])),
-        case("a", metadata=followed("keywords:existence", keywords=["b"])),
+        case("a zebra", metadata=followed("keywords:existence", keywords=["zebra"])),
+        case("a", metadata=followed("keywords:existence", keywords=["zebra"])),
     ),
     "environment": (
         case("a", environment_rewards=[1.0]),
@@ -83,7 +85,7 @@ HONEST: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         case("1", metadata={"options": {"stones": 1}}),
         case("1", metadata={"options": {"stones": 2}}),
     ),
-    "deepeyes": (case("<answer>42</answer>"), case("<answer>41</answer>")),
+    "deepeyes": (case("<answer>87</answer>"), case("<answer>86</answer>")),
 }
 """For each reward a right and a wrong sample."""
 ROWS: dict[str, list[Any]] = {
@@ -236,16 +238,15 @@ def attack(
     first = run_cases({"function": function, "right": right, "wrong": wrong, "cases": {"": right}})
     best, worst = first[""]["right"], first[""]["wrong"]
     assert best > worst
-    results = run_cases(
-        {"function": function, "right": right, "wrong": wrong, "cases": cases}
-    )
+    results = run_cases({"function": function, "right": right, "wrong": wrong, "cases": cases})
     assert results.keys() == cases.keys()
     found: dict[str, list[str]] = {}
     for name, result in results.items():
         problems = list(result.get("events", ()))
         if "score" in result and (result["right"], result["wrong"]) != (best, worst):
             problems.append(f"later scores are {result['right']} and {result['wrong']}")
-        if name.startswith("completion") and result.get("score") == best:
+        is_completion = name.startswith("completion") and function not in IGNORE_TEXTS
+        if is_completion and result.get("score") == best:
             problems.append("got the score of a right answer")
         if problems:
             found[name] = problems

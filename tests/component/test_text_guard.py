@@ -74,8 +74,8 @@ def test_guard_refuses_a_compilation(act: Callable[[Path], Any], tmp_path: Path)
     [
         lambda folder: (folder / "a").write_text("x"),
         lambda folder: os.open(folder / "a", os.O_CREAT | os.O_RDWR),
-        lambda folder: os.mkdir(folder / "b"),
-        lambda folder: os.rename(folder, folder / "c"),
+        lambda folder: (folder / "b").mkdir(),
+        lambda folder: folder.rename(folder / "c"),
         lambda folder: os.system("true"),
         lambda folder: os.fork(),
         lambda folder: subprocess.run(["true"], check=True),

@@ -148,7 +148,7 @@ def _num_bits_of_maker(name: str, parts: list[ast.expr]) -> float | None:
             text
         ):
             return 4.0 * len(text)
-        case [_] | [_, _] if name == "Rational" or len(parts) == 1 and name != "Symbol":
+        case [_] | [_, _] if name == "Rational" or (len(parts) == 1 and name != "Symbol"):
             return _add([_num_bits(part) for part in parts])
     raise RefusedTextError(f"the text calls {name} with something else than a number or a name")
 

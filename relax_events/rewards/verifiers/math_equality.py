@@ -15,6 +15,8 @@ from relax_events.rewards.verifiers.math_plain_syntax import plain_expression
 
 MAX_DEPTH = 30
 MAX_BITS = 10_000_000
+MAX_EXPONENT = 1000
+"""Of a power of a sum with symbols, which sympy writes out to compare it."""
 NO_SPACE = re.compile(r"\\!\s*")
 LISTED = re.compile(r",\s")
 NOISE = re.compile(r"\\(?:left|right|displaystyle|quad|qquad)(?![a-zA-Z])|\\[!,;:> $]|[$\s~]")
@@ -159,6 +161,7 @@ def parse_expressions(text: str) -> tuple[Any, ...]:
     Raises:
         RewardError: As in `are_equal`.
     """
+    check_comparable(text)  # of a reference too: a row is as foreign as a completion
     if (plain := plain_expression(text.strip("$ \n"))) is not None:
         return check_size((plain, text))
     package = import_math_verify()
@@ -215,6 +218,8 @@ def _num_bits(expression: Any) -> float:
     parts = getattr(expression, "args", ())
     below = [_num_bits(part) for part in parts]
     name = type(expression).__name__
+    if name == "Pow" and type(parts[0]).__name__ == "Add" and parts[0].free_symbols:
+        _check_exponent(parts[1])
     if getattr(expression, "is_Integer", False):
         bits = float(int(expression).bit_length())
     elif name == "Pow" and parts and not parts[1].free_symbols and not parts[0].free_symbols:
@@ -226,3 +231,11 @@ def _num_bits(expression: Any) -> float:
     if bits > MAX_BITS:
         raise RewardError(f"the answer holds a number of more than {MAX_BITS} bits")
     return bits
+
+
+def _check_exponent(exponent: Any) -> None:
+    """Raise a RewardError for a power of a sum with more terms than any answer has."""
+    if getattr(exponent, "is_Integer", False) and abs(int(exponent)) > MAX_EXPONENT:
+        raise RewardError(
+            f"the answer holds the power {exponent} of a sum, at most {MAX_EXPONENT} is compared"
+        )

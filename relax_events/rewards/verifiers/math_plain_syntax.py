@@ -30,7 +30,8 @@ FUNCTIONS = (
     "exp",
     "Abs",
 )
-NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,3})?"
+NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,3}(?!\d)|(?![eE][-+]?\d))"
+"""Without a longer exponent: sympy writes such a number out, digit by digit."""
 FUNCTION = rf"(?:{'|'.join(sorted(FUNCTIONS, key=len, reverse=True))})(?=\s*\()"
 TOKEN = re.compile(
     rf"\s*(?:(?P<name>{FUNCTION}|(?:{'|'.join(CONSTANTS)})(?![a-zA-Z]))|{NUMBER}|[a-zA-Z](?![a-zA-Z])|\*\*|[-+*/^()])\s*"

@@ -25,12 +25,20 @@ from relax_events.rewards.verifiers.evaluated_text import (
     check_tree,
 )
 
-SYMPY_PARSER = os.path.join("sympy", "parsing", "sympy_parser.py")
+SYMPY_PARSER = "/sympy/parsing/sympy_parser.py"
 SYMPY_NAMES = "from sympy import *"
 """Executed by sympy's parser itself, to fill the namespace of an expression."""
 IMPORT_SYSTEM = "<frozen importlib._bootstrap>"
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-REFUSED_FAMILIES = ("subprocess.", "socket.", "ctypes.", "shutil.", "urllib.", "webbrowser.", "pty.")
+REFUSED_FAMILIES = (
+    "subprocess.",
+    "socket.",
+    "ctypes.",
+    "shutil.",
+    "urllib.",
+    "webbrowser.",
+    "pty.",
+)
 REFUSED = {
     *("os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.kill"),
     *("os.killpg", "os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.link", "os.symlink"),
@@ -78,7 +86,7 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
         return
     _state.is_checking = True
     try:
-        _check(event, arguments, sys._getframe(1))
+        _check(event, arguments, sys._getframe(1))  # noqa: SLF001  # the documented way to a caller
     finally:
         _state.is_checking = False
 
