@@ -107,6 +107,9 @@ class EnvironmentConfig(Section):
     """Deadline for closing a session."""
     memory_bytes: Positive = 4 * 1024**3
     """Address space limit of one child process."""
+    max_reply_bytes: Annotated[int, Field(ge=1, le=32 * 1024**2)] = 4 * 1024**2
+    """Maximum bytes of what an environment says to one turn, its texts as JSON, and of the tools
+    that it shows. A longer reply fails its sample. `model.media` bounds images, audio and video."""
     concurrency: Positive = 64
     """Programs, or sessions, that one rollout worker runs at the same time."""
     start_seconds: Seconds = 60.0

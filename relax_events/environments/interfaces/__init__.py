@@ -12,6 +12,7 @@ from relax_events.environments.interfaces.interaction import InteractionAdapter
 from relax_events.environments.interfaces.mcp_tools import McpAdapter
 from relax_events.environments.interfaces.openenv import OpenEnvAdapter
 from relax_events.environments.interfaces.protocol import Adapter
+from relax_events.environments.interfaces.server_bounds import ServerBounds
 from relax_events.environments.interfaces.skyrl_gym import SkyrlGymAdapter
 from relax_events.plugins import ENVIRONMENTS, FUNCTION, find_plugin
 
@@ -27,9 +28,9 @@ def load_adapter(setup: Mapping[str, Any]) -> Adapter:
     """
     interface, options = setup["interface"], setup["options"]
     if interface == "openenv":
-        return OpenEnvAdapter(setup["address"], options)
+        return OpenEnvAdapter(setup["address"], options, bounds=ServerBounds.of(setup))
     if interface == "mcp":
-        return McpAdapter(setup["tool_servers"])
+        return McpAdapter(setup["tool_servers"], bounds=ServerBounds.of(setup))
     name = setup["function"]
     build = find_plugin(
         ENVIRONMENTS, name, what=f"environment.function = {name!r}", accepts=FUNCTION

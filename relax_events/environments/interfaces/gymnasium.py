@@ -55,7 +55,7 @@ class GymnasiumSession:
         named = select_named(self._environment.reset, offered)
         result = await call(self._environment.reset, **{name: offered[name] for name in named})
         observation = result[0] if isinstance(result, tuple) else result
-        reply = read_observation(observation)
+        reply = read_observation(observation, reads_files=True)
         return Opening(messages=[] if reply is None else [reply])
 
     async def step(self, completion: str) -> Observation:
@@ -63,7 +63,7 @@ class GymnasiumSession:
         read.
         """
         observation, reward, *ends, _ = await call(self._environment.step, completion)
-        reply = read_observation(observation)
+        reply = read_observation(observation, reads_files=True)
         return Observation(
             replies=[] if reply is None else [reply],
             is_over=any(map(bool, ends)),

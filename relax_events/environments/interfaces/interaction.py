@@ -71,8 +71,8 @@ class InteractionSession:
         if not is_over:
             if hasattr(self._environment, "format_observation"):
                 message = await call(self._environment.format_observation, observation)
-                replies = [read_message(message)]
-            elif (reply := read_observation(observation)) is not None:
+                replies = [read_message(message, reads_files=True)]
+            elif (reply := read_observation(observation, reads_files=True)) is not None:
                 replies = [reply]
         return Observation(
             replies=replies,

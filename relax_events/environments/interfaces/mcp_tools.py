@@ -12,6 +12,7 @@ from typing import Any
 
 from relax_events.environments.interfaces.contents import as_text
 from relax_events.environments.interfaces.protocol import Observation, Opening, Task
+from relax_events.environments.interfaces.server_bounds import ServerBounds, check_depth
 from relax_events.environments.reply import Reply
 from relax_events.environments.tool_calls import ToolCall, read_tool_calls
 from relax_events.errors import ConfigError, EnvironmentProblem, EpisodeFailed
@@ -19,6 +20,10 @@ from relax_events.errors import ConfigError, EnvironmentProblem, EpisodeFailed
 MAX_CALLS_OF_TURN = 8
 CONNECTION_CLOSED, REQUEST_TIMEOUT = -32000, -32001
 """Codes of MCP errors that are not an answer of the server."""
+MAX_TOOLS = 256
+"""Of all servers together; a prompt has no room for more."""
+MAX_PAGES = 64
+"""Of one server's list of tools, which is empty pages without end where a server wants it."""
 
 
 class McpAdapter:
@@ -27,11 +32,12 @@ class McpAdapter:
     is_concurrent = True
     takes_files = False
 
-    def __init__(self, servers: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(self, servers: Mapping[str, Mapping[str, Any]], *, bounds: ServerBounds) -> None:
         """Check that the package and the servers' programs are there.
 
         Args:
             servers: Each with a `command` or an `address`, by name.
+            bounds: Of each server's messages.
         Raises:
             ConfigError: There is no such program.
             EnvironmentProblem: The package is not installed.
@@ -50,11 +56,11 @@ class McpAdapter:
                     f"environment.tool_servers.{name}.command: there is no program "
                     f"{server['command'][0]!r}; give its path, or a name on PATH"
                 )
-        self._servers = servers
+        self._servers, self._bounds = servers, bounds
 
     def begin(self, task: Task) -> McpSession:
         """See `Adapter`."""
-        return McpSession(self._servers, task)
+        return McpSession(self._servers, task, bounds=self._bounds)
 
 
 class McpSession:
@@ -62,8 +68,10 @@ class McpSession:
     demands.
     """
 
-    def __init__(self, servers: Mapping[str, Mapping[str, Any]], task: Task) -> None:
-        self._servers, self._task = servers, task
+    def __init__(
+        self, servers: Mapping[str, Mapping[str, Any]], task: Task, *, bounds: ServerBounds
+    ) -> None:
+        self._servers, self._task, self._bounds = servers, task, bounds
         self._clients: dict[str, Any] = {}
         """The client of each tool."""
         self._is_ending = asyncio.Event()
@@ -99,6 +107,7 @@ class McpSession:
                 tools: list[dict[str, Any]] = []
                 for name, server in self._servers.items():
                     tools += await self._connect(stack, name, server)
+                self._check_tools(tools)
                 opened.set_result(Opening(tools=tools))
                 await self._is_ending.wait()
         except Exception as error:  # of a server, by any of the package's layers
@@ -110,25 +119,59 @@ class McpSession:
     async def _connect(
         self, stack: AsyncExitStack, name: str, server: Mapping[str, Any]
     ) -> list[dict[str, Any]]:
-        from mcp import Client, StdioServerParameters
-
-        where: Any = server["address"]
-        if server["command"]:
-            program, *arguments = server["command"]
-            where = StdioServerParameters(command=program, args=arguments)
-        client = await stack.enter_async_context(Client(where))
-        tools, cursor = [], None
-        while True:
+        client = await stack.enter_async_context(await self._client(stack, server))
+        tools: list[dict[str, Any]] = []
+        cursor = None
+        for _ in range(MAX_PAGES):
             page = await client.list_tools(cursor=cursor)
             for tool in page.tools:
                 if tool.name in self._clients:
                     raise EpisodeFailed(
-                        f"two servers have a tool {tool.name!r}, one of them {name}; leave one out"
+                        f"two servers have a tool {tool.name!r:.100}, one of them {name}; leave "
+                        "one out"
                     )
                 self._clients[tool.name] = client
                 tools.append(describe_tool(tool))
-            if not (cursor := page.next_cursor):
+            if len(tools) > MAX_TOOLS or not (cursor := page.next_cursor):
                 return tools
+        raise EpisodeFailed(f"tool server {name} lists its tools on more than {MAX_PAGES} pages")
+
+    async def _client(self, stack: AsyncExitStack, server: Mapping[str, Any]) -> Any:
+        """Return a client whose requests have a deadline and whose responses a bound."""
+        from mcp import Client, StdioServerParameters
+        from mcp.client.streamable_http import streamable_http_client
+
+        from relax_events.environments.interfaces.bounded_client import open_bounded_client
+
+        if server["command"]:
+            program, *arguments = server["command"]
+            where: Any = StdioServerParameters(command=program, args=arguments)
+        else:
+            http_client = await stack.enter_async_context(open_bounded_client(self._bounds))
+            where = streamable_http_client(
+                server["address"],
+                http_client=http_client,
+                max_sse_event_size=self._bounds.max_message_bytes,
+            )
+        return Client(where, read_timeout_seconds=self._bounds.request_seconds)
+
+    def _check_tools(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse tools that fill the prompt or the pipe to the worker.
+
+        Raises:
+            EpisodeFailed: They are too many, too large, or nested too deeply.
+        """
+        if len(tools) > MAX_TOOLS:
+            raise EpisodeFailed(
+                f"the tool servers have more than {MAX_TOOLS} tools; leave some out"
+            )
+        check_depth(list(tools), source="a tool server")
+        num_bytes = len(as_text(list(tools)))
+        if num_bytes > self._bounds.max_reply_bytes:
+            raise EpisodeFailed(
+                f"the tools have {num_bytes} characters as JSON; they must have at most "
+                f"environment.max_reply_bytes = {self._bounds.max_reply_bytes}"
+            )
 
     async def _run(self, call: ToolCall) -> Reply:
         """Run a tool call. What the policy did wrong is a text for it, not an error."""
@@ -147,7 +190,7 @@ class McpSession:
         except MCPError as error:
             if error.code in (CONNECTION_CLOSED, REQUEST_TIMEOUT):
                 raise EpisodeFailed(f"the server of tool {call.name!r} is gone: {error}") from None
-            return Reply(f"error: {error}", role="tool")
+            return Reply(f"error: {error!s:.2000}", role="tool")
         return read_result(result.content)
 
 

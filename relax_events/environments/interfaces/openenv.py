@@ -5,7 +5,7 @@ with `reset`, `step` and `close`. The server's HTTP routes keep no state between
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
@@ -16,13 +16,19 @@ from relax_events.environments.interfaces.protocol import (
     Task,
     read_reward,
 )
+from relax_events.environments.interfaces.server_bounds import ServerBounds, read_object
 from relax_events.environments.reply import Reply
 from relax_events.errors import ConfigError, EnvironmentProblem, EpisodeFailed
 
-MAX_MESSAGE_BYTES = 100 * 1024**2
+if TYPE_CHECKING:
+    from websockets.asyncio.client import ClientConnection
+    from websockets.exceptions import ConnectionClosed
+
 SCHEMES = {"http://": "ws://", "https://": "wss://", "ws://": "ws://", "wss://": "wss://"}
 MISTAKES = ("VALIDATION_ERROR",)
 """Errors that an action of the policy causes; it reads them."""
+MESSAGE_TOO_BIG = 1009
+"""Code with which the client closes a connection on a message beyond its bound."""
 
 
 class OpenEnvAdapter:
@@ -35,12 +41,13 @@ class OpenEnvAdapter:
     is_concurrent = True
     takes_files = False
 
-    def __init__(self, address: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, address: str, options: Mapping[str, Any], *, bounds: ServerBounds) -> None:
         """Check the address and the package.
 
         Args:
             address: Of the server: http or https, or ws or wss.
             options: See the class.
+            bounds: Of the server's messages.
         Raises:
             ConfigError: The address or an option is unknown.
             EnvironmentProblem: The package websockets is not installed.
@@ -59,18 +66,20 @@ class OpenEnvAdapter:
                 f"environment.options.{unknown[0]} is unknown to interface 'openenv', which takes "
                 f"{', '.join(known)}"
             )
-        self._options, self._url = options, build_url(address)
+        self._options, self._url, self._bounds = options, build_url(address), bounds
 
     def begin(self, task: Task) -> OpenEnvSession:
         """See `Adapter`."""
-        return OpenEnvSession(self._url, self._options, task)
+        return OpenEnvSession(self._url, self._options, task, bounds=self._bounds)
 
 
 class OpenEnvSession:
     """A sample's connection; see `Session`."""
 
-    def __init__(self, url: str, options: Mapping[str, Any], task: Task) -> None:
-        self._url, self._options, self._task = url, options, task
+    def __init__(
+        self, url: str, options: Mapping[str, Any], task: Task, *, bounds: ServerBounds
+    ) -> None:
+        self._url, self._options, self._task, self._bounds = url, options, task, bounds
         self._socket: Any = None
 
     async def open(self) -> Opening:
@@ -79,11 +88,11 @@ class OpenEnvSession:
         Raises:
             EpisodeFailed: The server does not answer, is full, or fails.
         """
-        from websockets.asyncio.client import connect
+        from websockets.exceptions import WebSocketException
 
         try:
-            self._socket = await connect(self._url, max_size=MAX_MESSAGE_BYTES, open_timeout=None)
-        except OSError as error:
+            self._socket = await _connect(self._url, self._bounds)
+        except (OSError, WebSocketException) as error:
             raise EpisodeFailed(f"no connection to {self._url}: {error}") from None
         metadata = self._task.metadata
         arguments = {
@@ -93,7 +102,7 @@ class OpenEnvSession:
             **metadata.get("reset", {}),
         }
         result = await self._exchange({"type": "reset", "data": arguments})
-        reply = self._read(result["observation"])
+        reply = self._read(result.get("observation"))
         return Opening(messages=[] if reply is None else [reply])
 
     async def step(self, completion: str) -> Observation:
@@ -108,7 +117,7 @@ class OpenEnvSession:
         result = await self._exchange({"type": "step", "data": action})
         if "refused" in result:
             return Observation(replies=[Reply(result["refused"])], reward=0.0)
-        reply = self._read(result["observation"])
+        reply = self._read(result.get("observation"))
         return Observation(
             replies=[] if reply is None else [reply],
             is_over=bool(result.get("done")),
@@ -137,7 +146,12 @@ class OpenEnvSession:
             return Reply("the action is not the JSON of an object")
         return action
 
-    def _read(self, observation: Mapping[str, Any]) -> Reply | None:
+    def _read(self, observation: Any) -> Reply | None:
+        if not isinstance(observation, dict):
+            raise EpisodeFailed(
+                f"the server {self._url} sent {type(observation).__name__} as observation; it must "
+                "be an object"
+            )
         text, image = (
             self._options.get(name) and observation.get(self._options[name])
             for name in ("text_field", "image_field")
@@ -157,18 +171,43 @@ class OpenEnvSession:
 
         try:
             await self._socket.send(orjson.dumps(message).decode())
-            answer = orjson.loads(await self._socket.recv())
+            text = await self._socket.recv()
         except ConnectionClosed as error:
-            raise EpisodeFailed(f"the server {self._url} is gone: {error}") from None
-        data: dict[str, Any] = answer.get("data") or {}
+            raise EpisodeFailed(self._describe_end(error)) from None
+        answer = read_object(text, source=f"the server {self._url}")
+        data = answer.get("data") or {}
+        if not isinstance(data, dict):
+            raise EpisodeFailed(f"the server {self._url} sent {type(data).__name__} as data")
         if answer.get("type") != "error":
             return data
+        said = f"{data.get('message')!s:.1000}"
         if message["type"] == "step" and data.get("code") in MISTAKES:
-            return {"refused": f"error: {data.get('message')}: {data.get('errors', '')}"[:2000]}
+            return {"refused": f"error: {said}: {data.get('errors', '')!s:.1000}"}
         raise EpisodeFailed(
-            f"the server {self._url} failed on {message['type']}: {data.get('code')}: "
-            f"{data.get('message')}"
+            f"the server {self._url} failed on {message['type']}: {data.get('code')!s:.100}: {said}"
         )
+
+    def _describe_end(self, error: ConnectionClosed) -> str:
+        if error.sent is not None and error.sent.code == MESSAGE_TOO_BIG:
+            return f"the server {self._url} sent a message of more than {self._bounds.describe()}"
+        return f"the server {self._url} is gone: {error}"
+
+
+async def _connect(url: str, bounds: ServerBounds) -> ClientConnection:
+    """Connect to a server; a redirect is an error, because it may lead to any address."""
+    from websockets.asyncio.client import connect
+
+    class DirectConnection(connect):
+        def process_redirect(self, exc: Exception) -> Exception:
+            return exc
+
+    return await DirectConnection(
+        url,
+        max_size=bounds.max_message_bytes,
+        max_queue=1,
+        compression=None,
+        open_timeout=bounds.open_seconds,
+    )
 
 
 def build_url(address: str) -> str:

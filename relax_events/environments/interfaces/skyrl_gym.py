@@ -65,13 +65,19 @@ class SkyrlGymSession:
         prompt, _ = await call(self._environment.init, given)
         if prompt == self._task.messages:
             return Opening()
-        return Opening(messages=[read_message(message) for message in prompt], replaces_prompt=True)
+        return Opening(
+            messages=[read_message(message, reads_files=True) for message in prompt],
+            replaces_prompt=True,
+        )
 
     async def step(self, completion: str) -> Observation:
         """Take a turn as an action."""
         output = await call(self._environment.step, completion)
         return Observation(
-            replies=[read_message(message) for message in output.get("observations") or ()],
+            replies=[
+                read_message(message, reads_files=True)
+                for message in output.get("observations") or ()
+            ],
             is_over=bool(output["done"]),
             reward=read_reward(output.get("reward")),
         )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import base64
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from relax_events.attacks.servers import file_observations
 from relax_events.environments.interfaces.contents import (
     read_image,
     read_message,
@@ -58,11 +60,11 @@ def test_image_is_read_in_every_usual_form(tmp_path: Any) -> None:
     file, path = file_of(image), tmp_path / "a.png"
     path.write_bytes(file)
     for form in (image, PIXELS, str(path), path, {"bytes": file}, {"path": str(path)}, file):
-        assert pixels_of(read_image(form)) == PIXELS.tolist()
+        assert pixels_of(read_image(form, reads_files=True)) == PIXELS.tolist()
     assert read_image(base64.b64encode(file).decode()) == file
     assert read_image({"url": "data:image/png;base64,AAAA"}) == "data:image/png;base64,AAAA"
     with pytest.raises(ValueError, match="neither a file, a data URI nor base64"):
-        read_image("no such file!")
+        read_image("no such file!", reads_files=True)
     with pytest.raises(ValueError, match="an image must be one of PIL"):
         read_image(3)
 
@@ -95,3 +97,12 @@ def test_observation_is_a_text_an_image_both_or_json() -> None:
     other = read_observation({"board": np.zeros((2, 2)), "turn": 1})
     assert other is not None
     assert other.text == '{"board":[[0.0,0.0],[0.0,0.0]],"turn":1}'
+
+
+@pytest.mark.parametrize("name", sorted(file_observations(Path("/"))))
+def test_observation_of_a_server_names_no_file(name: str, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"secret")
+    with pytest.raises(ValueError, match=r"image.* neither a data URI nor base64") as caught:
+        read_observation(file_observations(secret)[name])
+    assert "paths and addresses in what a server sends are not read" in str(caught.value)
