@@ -132,7 +132,7 @@ def secret(tmp_path: Path) -> Path:
 
 def test_server_can_not_name_a_file_or_an_address(tmp_path: Path, secret: Path) -> None:
     observations = file_observations(secret)
-    observations["picture"] = {"image": PIXEL}
+    observations["good"] = {"image": PIXEL}
     server = HostileServer(observations)
     with (
         server.running() as address,
@@ -144,7 +144,7 @@ def test_server_can_not_name_a_file_or_an_address(tmp_path: Path, secret: Path) 
             assert "image" in text
             assert "c2VjcmV0" not in text
         with sessions(pool, 1) as (session,):
-            (reply,) = result_of(session.step("picture")).replies
+            (reply,) = result_of(session.step("good")).replies
             assert len(reply.media) == 1
 
 

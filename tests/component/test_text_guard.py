@@ -31,12 +31,12 @@ NUM_PROBLEMS = 10
 def write_variants(answer: str, order: random.Random) -> Iterator[str]:
     """Yield right and wrong answers as models write them."""
     rows = [line.split() for line in answer.split("\n")]
-    letters = list(answer)
-    order.shuffle(letters)
+    characters = list(answer)
+    order.shuffle(characters)
     yield from (answer, f"({answer})", f"[{answer}]", f"{answer} + C", f"{answer}*1")
     yield from (repr(list(answer)), repr(answer.split()), repr(rows), orjson.dumps(rows).decode())
     yield repr([[int(part) if part.isdigit() else part for part in row] for row in rows])
-    yield from ("".join(letters), answer[:-1], answer.replace(" ", ""), answer.replace("+", "-"))
+    yield from ("".join(characters), answer[:-1], answer.replace(" ", ""), answer.replace("+", "-"))
     yield from (f"The answer is {answer}", f"2*({answer})", f"{answer} + 1", "x", "1 + 2", "[]")
 
 

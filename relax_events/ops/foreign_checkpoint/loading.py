@@ -24,8 +24,7 @@ from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
@@ -90,7 +89,7 @@ def _check_format(path: Path) -> None:
         )
 
 
-class _NoCommonState(TorchCommonLoadStrategy):
+class _NoCommonState(TorchCommonLoadStrategy):  # type: ignore[misc]  # untyped
     """Leaves `common.pt` unread: options of the training that wrote the checkpoint."""
 
     def load_common(self, checkpoint_dir: Any) -> dict[str, Any]:
@@ -102,7 +101,7 @@ class _NoCommonState(TorchCommonLoadStrategy):
         raise _other_entry(", ".join(sorted(sharded_objects_state_dict)))
 
 
-class _TensorsOnly(torch_strategies.TorchDistLoadShardedStrategy):
+class _TensorsOnly(torch_strategies.TorchDistLoadShardedStrategy):  # type: ignore[misc]  # untyped
     """Loads by torch's reader with checked metadata."""
 
     def __init__(self, metadata: Metadata) -> None:
@@ -138,7 +137,7 @@ def _replaced_reader(open_reader: Callable[..., FileSystemReader]) -> Iterator[N
             setattr(torch_strategies, name, value)
 
 
-class _TensorPlanner(torch_strategies.MCoreLoadPlanner):
+class _TensorPlanner(torch_strategies.MCoreLoadPlanner):  # type: ignore[misc]  # untyped
     """Refuses entries that torch would unpickle."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> Never:

@@ -215,7 +215,7 @@ def _num_bits(expression: Any) -> float:
         RewardError: More bits than any answer has. Python would evaluate a power of powers for
             hours without interruption.
     """
-    parts = getattr(expression, "args", ())
+    parts: tuple[Any, ...] = getattr(expression, "args", ())
     below = [_num_bits(part) for part in parts]
     name = type(expression).__name__
     if name == "Pow" and type(parts[0]).__name__ == "Add" and parts[0].free_symbols:

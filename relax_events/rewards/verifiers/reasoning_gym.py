@@ -43,6 +43,12 @@ def reasoning_gym(completion: str, *, answer: str, metadata: dict[str, Any], pro
             f"the sample's metadata lacks {', '.join(sorted(missing))}; this reward needs "
             "data.source = 'reasoning_gym:<task>'"
         )
+    kinds = {"task": str, "options": dict, "entry": dict}
+    if wrong := [key for key, kind in kinds.items() if not isinstance(metadata[key], kind)]:
+        raise ValueError(
+            f"the sample's metadata has {type(metadata[wrong[0]]).__name__} as {wrong[0]}, and a "
+            f"'reasoning_gym:' source writes {kinds[wrong[0]].__name__}; set data.source to one"
+        )
     if len(completion) > MAX_COMPLETION_CHARACTERS:
         raise RewardError(
             f"the completion has {len(completion)} characters, and reasoning_gym reads at most "

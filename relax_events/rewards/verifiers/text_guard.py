@@ -1,6 +1,6 @@
 """Keeps the texts of a model from running as code while a library scores them.
 
-Python tells an audit hook of every compilation before it happens. Within `guard_texts`, each source
+Python calls an audit hook before each compilation. Within `guard_texts`, each source
 must be a literal or, in sympy's parser, arithmetic; anything else raises before it runs. Writing
 files, starting processes, connecting and native calls raise as well. This is the inner one of two
 walls: the process of a verifier is confined.

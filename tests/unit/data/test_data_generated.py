@@ -7,7 +7,7 @@ import pytest
 
 from relax_events.config import DataConfig
 from relax_events.data.sources import open_source
-from relax_events.errors import ConfigError, EnvironmentProblem
+from relax_events.errors import ConfigError, EnvironmentProblem, RewardError
 from relax_events.rewards.verifiers.reasoning_gym import reasoning_gym
 
 SPELL = DataConfig(
@@ -54,6 +54,19 @@ def test_verifier_rejects_metadata_from_elsewhere() -> None:
         match=r"metadata lacks entry, options, task; this reward needs data.source = 'reasoning_gym:<task>'",
     ):
         reasoning_gym("x", answer="x", metadata={}, prompt="")
+
+
+@pytest.mark.parametrize("key", ["task", "options", "entry"])
+def test_verifier_rejects_metadata_of_another_type(key: str) -> None:
+    metadata = json.loads(open_source(SPELL, seed=0).row(7).metadata)
+    with pytest.raises(ValueError, match=f"list as {key}, and a 'reasoning_gym:' source writes"):
+        reasoning_gym("x", answer="x", metadata=metadata | {key: []}, prompt="")
+
+
+def test_verifier_rejects_a_completion_beyond_its_bound() -> None:
+    metadata = json.loads(open_source(SPELL, seed=0).row(7).metadata)
+    with pytest.raises(RewardError, match=r"has 1048577 characters.*at most 1048576"):
+        reasoning_gym("x" * ((1 << 20) + 1), answer="x", metadata=metadata, prompt="")
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,9 @@ pytestmark = pytest.mark.unit
 @pytest.mark.parametrize(
     ("reply", "expected"),
     [
-        ("a" * 97, "a text of 106 bytes as JSON; it must be at most environment.max_reply_bytes"),
+        ("a" * 97, "a text of 108 bytes as JSON; it must be at most environment.max"),
         ("a" * 1000, "a text of 1000 bytes"),
-        ("\0" * 30, "a text of 189 bytes as JSON"),
+        ("\0" * 30, "a text of 191 bytes as JSON"),
         ("\ud800", "a text that is not Unicode"),
         (Reply("a", role="r" * 65), "a role of 65 characters"),
         (Reply("a", {"image": [b"x"] * 65}), "65 media files; at most 64"),
