@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import stat
 import tempfile
 import time
 from contextlib import suppress
@@ -44,10 +45,10 @@ class PageAccess:
         """Open the folder; create it where it is missing.
 
         Args:
-            directory: Of the runs. Where it can't be written, a folder of this account among the
-                temporary files takes its place.
+            directory: Of the runs. Where it can't be written, or another account serves pages from
+                it, a folder among the temporary files takes its place.
         Raises:
-            ConfigError: The folder belongs to another account, or others may read it.
+            ConfigError: Other accounts may read the folder, or there is none.
         """
         self._folder = _open_folder(directory)
         self._known: set[str] = set()
@@ -131,11 +132,16 @@ def _open_folder(directory: Path) -> Path:
         except OSError:
             continue
         facts = folder.lstat()
-        if facts.st_uid != os.getuid() or facts.st_mode & 0o077:
+        if facts.st_uid != os.getuid() or not stat.S_ISDIR(facts.st_mode):
+            continue
+        if facts.st_mode & 0o077:
             raise ConfigError(
-                f"{folder} belongs to user {facts.st_uid} with mode {facts.st_mode & 0o777:o}: it "
-                "must be yours alone (0700), since it opens the page; delete it"
+                f"{folder} has mode {facts.st_mode & 0o777:o}: it must be yours alone (0700), "
+                "since it opens the page; delete it"
             )
         if os.access(folder, os.W_OK):
             return folder
-    raise ConfigError(f"{directory / FOLDER} can't be written, nor can a temporary folder")
+    raise ConfigError(
+        f"{directory / FOLDER} and its substitute among the temporary files are not folders that "
+        "this account may write; set run.directory to one"
+    )

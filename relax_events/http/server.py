@@ -76,7 +76,7 @@ class TextHandler(BaseHTTPRequestHandler):
 
 
 HEAD_SECONDS = 10.0
-MAX_CONNECTIONS = 64
+MAX_CONNECTIONS = 256
 
 
 def build_server_config(

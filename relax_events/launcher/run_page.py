@@ -24,7 +24,7 @@ import structlog
 from relax_events.config import BrokerConfig, RunConfig
 from relax_events.dashboard.access import PageAccess
 from relax_events.dashboard.server import build_url, open_port
-from relax_events.errors import EnvironmentProblem
+from relax_events.errors import ConfigError, EnvironmentProblem
 from relax_events.launcher.parent_watch import SUPERVISOR_PID_VARIABLE
 
 log = structlog.get_logger()
@@ -156,7 +156,10 @@ def offer_page(config: RunConfig, *, run_file: Path, show: Callable[[str], None]
         yield
         return
     with page:
-        access = PageAccess(config.run.directory)
-        access.delete_old()
-        show(access.create_link(page.address, run_id=config.run.id))
+        try:
+            access = PageAccess(config.run.directory)
+            access.delete_old()
+            show(access.create_link(page.address, run_id=config.run.id))
+        except (ConfigError, OSError) as error:  # the run does without its page
+            log.warning("dashboard.not_offered", error=str(error))
         yield

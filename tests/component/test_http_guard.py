@@ -10,12 +10,14 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import uvicorn
 
 from relax_events.attacks.http_requests import Target, slow_attacks
+from relax_events.deadline import Deadline
 from relax_events.http import server as http_guard
 from relax_events.http.guard import GuardLimits, RequestGuard
 from relax_events.http.identity import BodyBound, Identity, identify_by_token, identity_of
@@ -177,6 +179,21 @@ def test_request_body_that_does_not_arrive_times_out(serve: Any) -> None:
 
 def test_connection_without_a_request_is_closed(serve: Any) -> None:
     assert serve().raw("POST / HTTP/1.1\r\nHost:") == ""
+
+
+def test_idle_connections_leave_room_for_callers(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More connections than the server has, without a head, of which the first ones make room."""
+    monkeypatch.setattr(http_guard, "HEAD_SECONDS", 600.0)
+    served = serve()
+    with ExitStack() as stack:
+        for _ in range(http_guard.MAX_CONNECTIONS + 1):
+            address = ("127.0.0.1", served.port)
+            stack.enter_context(socket.create_connection(address, timeout=60))
+        deadline = Deadline(60.0)
+        while (status := served.call(BEARER)[0]) != 200:
+            assert not deadline.passed, status
 
 
 def test_application_is_given_the_identity(serve: Any) -> None:

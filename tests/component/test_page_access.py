@@ -135,3 +135,23 @@ def test_command_prints_another_link(
     link = capsys.readouterr().out.strip()
     assert link.startswith(f"{page.url}/?token=")
     assert open_link(link)[1]["location"] == "/?run=mine"
+
+
+def test_folder_of_another_account_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The substitute is a folder of this account's name, unless a link stands there."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / "page").symlink_to(tmp_path / "elsewhere")
+    PageAccess(tmp_path).create_link("http://a")
+    substitute = tmp_path / f"relax-page-{os.getuid()}"
+    assert len(list(substitute.iterdir())) == 1
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    (*_, file) = substitute.iterdir()
+    file.unlink()
+    substitute.rmdir()
+    substitute.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="are not folders that this account may write"):
+        PageAccess(tmp_path)
