@@ -5,6 +5,7 @@ its folder is no file system of its own.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Iterable, Iterator
@@ -14,6 +15,8 @@ import psutil
 
 BLOCK_BYTES = 512
 DELETED = " (deleted)"
+HIDDEN_ERRORS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
+"""How reading fails where a program took the right to read, or nested folders too deep."""
 TRIES = 3
 FileKey = tuple[int, int]
 """The device and the number of a file."""
@@ -38,6 +41,8 @@ def exceeds_file_limits(
         max_files: The limit on the number of files and folders.
         may_hide: Whether processes may hide what they hold, as a bubblewrap with rights of its own
             does.
+    Raises:
+        OSError: The files can't be counted for another reason, such as too many open files here.
     """
     num_bytes, num_files = 0, 0
     try:
@@ -45,18 +50,21 @@ def exceeds_file_limits(
             num_bytes, num_files = num_bytes + size, num_files + 1
             if num_bytes > max_bytes or num_files > max_files:
                 return True
-    except OSError:
-        return True
+    except OSError as error:
+        if error.errno in HIDDEN_ERRORS:
+            return True
+        raise
     return False
 
 
 def _sizes(folder: Path, processes: Iterable[psutil.Process], *, may_hide: bool) -> Iterator[int]:
     yield from _sizes_in(folder)
     held: dict[FileKey, int] = {}
+    shown = folder.resolve()  # as the kernel names it
     for process in processes:
         for thread in _list_threads(process.pid):
             with contextlib.suppress(PermissionError) if may_hide else contextlib.nullcontext():
-                held |= _deleted_files(thread, folder)
+                held |= _deleted_files(thread, shown)
     yield from held.values()
 
 
