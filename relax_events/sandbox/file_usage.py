@@ -5,10 +5,12 @@ its folder is no file system of its own.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import stat
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -28,6 +30,7 @@ def exceeds_file_limits(
     *,
     max_bytes: int,
     max_files: int,
+    user: int | None,
     may_hide: bool,
 ) -> bool:
     """Return whether the files in a folder, and deleted files that processes hold, exceed a limit.
@@ -39,33 +42,44 @@ def exceeds_file_limits(
         processes: The processes.
         max_bytes: The limit on the space that the files take.
         max_files: The limit on the number of files and folders.
+        user: The user of the programs, if it is another one than ours, which then is root.
         may_hide: Whether processes may hide what they hold, as a bubblewrap with rights of its own
             does.
     Raises:
         OSError: The files can't be counted for another reason, such as too many open files here.
     """
     num_bytes, num_files = 0, 0
+    held: dict[FileKey, int] = {}
     try:
-        for size in _sizes(folder, processes, may_hide=may_hide):
+        for size in _sizes_in(folder):
             num_bytes, num_files = num_bytes + size, num_files + 1
             if num_bytes > max_bytes or num_files > max_files:
                 return True
+        with _acting_as(user):
+            for process in processes:
+                held |= _deleted_files(process, folder.resolve(), user=user, may_hide=may_hide)
     except OSError as error:
         if error.errno in HIDDEN_ERRORS:
             return True
         raise
-    return False
+    return num_bytes + sum(held.values()) > max_bytes or num_files + len(held) > max_files
 
 
-def _sizes(folder: Path, processes: Iterable[psutil.Process], *, may_hide: bool) -> Iterator[int]:
-    yield from _sizes_in(folder)
-    held: dict[FileKey, int] = {}
-    shown = folder.resolve()  # as the kernel names it
-    for process in processes:
-        for thread in _list_threads(process.pid):
-            with contextlib.suppress(PermissionError) if may_hide else contextlib.nullcontext():
-                held |= _deleted_files(thread, shown)
-    yield from held.values()
+@contextmanager
+def _acting_as(user: int | None) -> Iterator[None]:
+    """Let this thread access files as another user: in a container, root may not look at another
+    user's processes, and that user may.
+    """
+    if user is None:
+        yield
+        return
+    libc = ctypes.CDLL(None)
+    group_before, user_before = libc.setfsgid(user), libc.setfsuid(user)
+    try:
+        yield
+    finally:
+        libc.setfsuid(user_before)
+        libc.setfsgid(group_before)
 
 
 def _sizes_in(folder: Path) -> Iterator[int]:
@@ -92,19 +106,30 @@ def _size_of(entry: os.DirEntry[str]) -> int:
     return 0
 
 
-def _list_threads(pid: int) -> list[Path]:
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return list(Path(f"/proc/{pid}/task").iterdir())
-    return []
+def _deleted_files(
+    process: psutil.Process, folder: Path, *, user: int | None, may_hide: bool
+) -> dict[FileKey, int]:
+    """Return the size of each deleted file that a process holds.
+
+    Processes of other users than the programs' are those that start programs; they hold none.
+    """
+    files: dict[FileKey, int] = {}
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError, psutil.NoSuchProcess):
+        if user is not None and process.uids().real != user:
+            return files
+        for thread in Path(f"/proc/{process.pid}/task").iterdir():
+            with contextlib.suppress(PermissionError) if may_hide else contextlib.nullcontext():
+                files |= _files_of_thread(thread, folder)
+    return files
 
 
-def _deleted_files(thread: Path, folder: Path) -> dict[FileKey, int]:
+def _files_of_thread(thread: Path, folder: Path) -> dict[FileKey, int]:
     """Return the size of each deleted file that a thread holds; none if it has ended.
 
     A thread may have open files of its own, and outlive the first thread of its process.
 
     Raises:
-        OSError: The thread hides them.
+        PermissionError: The thread hides them.
     """
     for _ in range(TRIES):
         try:

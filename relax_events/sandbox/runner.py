@@ -220,6 +220,7 @@ class Runner:
             self._descendants(),
             max_bytes=MAX_FOLDER_BYTES,
             max_files=MAX_FILES,
+            user=self._isolation.user,
             may_hide=self._isolation.has_private_root,
         )
 

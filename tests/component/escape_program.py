@@ -51,6 +51,17 @@ NOTHING, CHOSEN = "nothing", "chosen"
 WITH_A_PROCESS = (
     "import subprocess\ndef f(x):\n    return x + 1 + subprocess.run(['true']).returncode\n"
 )
+MODEST = """
+import os, time
+for n in range(20):
+    file = os.open('file', os.O_CREAT | os.O_RDWR)
+    os.unlink('file')
+    os.posix_fallocate(file, 0, 1_000_000)
+    open(f'file{n}', 'w').close()
+time.sleep(1)
+print('held')
+"""
+"""Takes less than the limits, and runs until its files have been counted."""
 SECONDS = {"ways": 200, "tricks": 540, "limits": 540}
 
 
@@ -86,8 +97,15 @@ def attempts(kind: str, behind: Isolation) -> tuple[int, list[str]]:
 
 
 def limits(behind: Isolation) -> list[str]:
-    """Run programs that take too many files; return those that were let."""
+    """Run programs that take too many files; return those that were let.
+
+    Raises:
+        RuntimeError: A program that takes fewer was not let.
+    """
     passed = []
+    with Sandbox(MODEST, Limits(seconds=120), isolation=behind) as sandbox:
+        if (ending := sandbox.run_with_input("")) != (Verdict.PASSED, "held\n"):
+            raise RuntimeError(f"a program that keeps the limits on files ended with {ending}")
     for name, program in FILE_LIMITS.items():
         bounds = Limits(seconds=120, memory_bytes=256 * 1024**2)
         with Sandbox(program, bounds, isolation=behind) as sandbox:

@@ -27,6 +27,7 @@ from relax_events.errors import CheckFailed, MediaError
 from relax_events.events.parts import Modality
 from relax_events.media.decoder import Decoder
 from relax_events.sandbox import Isolation, Limits, Sandbox, Verdict, runner
+from relax_events.sandbox.isolation import CAPABILITIES
 
 ROOT = Path(__file__).parent.parent.parent
 PROGRAM = Path(__file__).parent / "escape_program.py"
@@ -170,6 +171,18 @@ def test_sandbox_limits_files_of_an_unprivileged_user(
     kind: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     assert_nothing_escaped(kind, run_as_ordinary_user(kind, "limits", tmp_path_factory))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root has capabilities to give up")
+@pytest.mark.parametrize("what", ["ways", "limits"])
+def test_sandbox_holds_as_root_with_the_capabilities_of_a_container(
+    what: str, tmp_path: Path
+) -> None:
+    kept = ",".join(f"+{name.lower()}" for name in CAPABILITIES)
+    command = ("setpriv", f"--bounding-set=-all,{kept}")
+    assert_nothing_escaped(
+        "landlock", run_program("landlock", what, home=tmp_path, command=command)
+    )
 
 
 @pytest.mark.parametrize("name", FILE_LIMITS)

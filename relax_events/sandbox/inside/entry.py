@@ -53,7 +53,7 @@ import seccomp
 LIMIT_EXIT_CODE = 77
 MAX_TASK_BYTES, MAX_TASK_FILES = 64 * 1024, 8
 MAX_PROCESSES = 1 << 20
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
 CLONE_NEWNS = 0x00020000
 MS_READ_ONLY, MS_NO_SUID, MS_NO_DEV, MS_REMOUNT, MS_BIND, MS_RECURSIVE = 1, 2, 4, 32, 4096, 16384
 CAPABILITIES_VERSION = 0x20080522
@@ -256,6 +256,7 @@ def _isolate(setup: dict[str, Any]) -> None:
         os.setgroups([])
         os.setresgid(*[setup["user"]] * 3)
         os.setresuid(*[setup["user"]] * 3)
+        ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1)  # so that its files can be counted
     else:
         _drop_capabilities()
     _set_limit(resource.RLIMIT_NPROC, _count_processes() + setup["processes"])
