@@ -76,6 +76,7 @@ LOADER_MODULES = {
     "megatron.core.dist_checkpointing": {"load", "load_common_state_dict", "load_plain_tensors"},
 }
 EXCEPTIONS = {
+    "relax_events/attacks/probe_child.py": ["eval()"],
     "relax_events/sandbox/inside/run_tests.py": ["compile()", "exec()", "exec()"],
     "relax_events/ops/foreign_checkpoint/records.py": ["pickle"],
     "relax_events/ops/foreign_checkpoint/loading.py": [
@@ -85,7 +86,7 @@ EXCEPTIONS = {
     "relax_events/rewards/verifiers/math_plain_syntax.py": ["parse_expr"],
     "relax_events/rewards/verifiers/reasoning_gym.py": ["score_answer"],
 }
-"""The data's tests are programs; they run isolated in the sandbox, in a process of their own.
+"""Our own attacks are run inside of each confinement profile. The data's tests are programs; they run isolated in the sandbox, in a process of their own.
 Records of a foreign pickle do nothing, and a foreign checkpoint is loaded with a checked reader.
 A mathematical answer is parsed after its tokens were checked.
 """
