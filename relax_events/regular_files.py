@@ -32,7 +32,9 @@ def open_regular(path: Path, *, folder: int | None = None, follow_links: bool = 
         OSError: The file is missing, unreadable, not a regular file, or a link where none may be.
     """
     try:
-        descriptor = os.open(path, OPEN_FILE | (0 if follow_links else os.O_NOFOLLOW), dir_fd=folder)
+        descriptor = os.open(
+            path, OPEN_FILE | (0 if follow_links else os.O_NOFOLLOW), dir_fd=folder
+        )
     except OSError as error:
         if error.errno == errno.ELOOP and not follow_links:
             raise OSError(errno.ELOOP, LINK, str(path)) from None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from relax_events.objects.marker import MARKER
+from relax_events.objects.rights import MARKER
 from relax_events.ops.export_manifest import MANIFEST
 
 SPARSE_BYTES = 1 << 40

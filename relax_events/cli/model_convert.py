@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from relax_events.cli.output import print_json, print_pairs, print_progress
+from relax_events.cli.output import print_json, print_pairs
 from relax_events.cli.parameters import Output
 
 Format = Literal["megatron", "hf"]
@@ -36,10 +36,9 @@ def convert(
         base: With hf: a model folder of the same architecture, from which configuration, tokenizer
             and the tensors' names are taken.
     """
-    from relax_events.ops.convert_child import convert as convert_model
+    from relax_events.ops.model_conversion import convert_model
 
-    setup = {"folder": folder, "to": to, "format": format, "base": base}
-    done = convert_model(setup, report=print_progress)
+    done = convert_model(folder, to, format=format, base=base)
     if output == "json":
         print_json(done)
     else:

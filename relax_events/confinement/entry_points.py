@@ -101,6 +101,12 @@ MEDIA_DECODER = EntryPoint(
 CHAT_TEMPLATE = EntryPoint(
     "chat template", (Door.TEMPLATE,), Profile.PURE, "relax_events.models.template_child"
 )
+CHECKPOINT_CONVERTER = EntryPoint(
+    "checkpoint converter",
+    (Door.CHECKPOINT,),
+    Profile.PURE,
+    "relax_events.ops.convert_child",
+)
 ENTRY_POINTS: tuple[EntryPoint, ...] = (
     *(EntryPoint(f"reward {name}", GRADED, Profile.PURE, REWARD_CHILD) for name in PURE_REWARDS),
     EntryPoint(
@@ -131,6 +137,7 @@ ENTRY_POINTS: tuple[EntryPoint, ...] = (
     SERVER_SESSIONS,
     MEDIA_DECODER,
     CHAT_TEMPLATE,
+    CHECKPOINT_CONVERTER,
 )
 _BY_NAME = {point.name: point for point in ENTRY_POINTS}
 STRICTNESS = (Profile.PURE, Profile.NETWORK, Profile.PROGRAM, Profile.TRUSTED)

@@ -3,7 +3,7 @@
     4 bytes   length of the head
     8 bytes   length of the contents
     8 bytes   number of the request, which its answer repeats; 0 belongs to no request
-    head      JSON; `num_bytes` lists the lengths of the single contents
+    head      JSON; `content_lengths` lists the lengths of the single contents
     contents  bytes
 
 Numbers are little-endian, and lengths checked against a bound before anything of that size is read.
@@ -21,7 +21,7 @@ from typing import IO, Any
 import orjson
 
 PREFIX = struct.Struct("<IQQ")
-LENGTHS = "num_bytes"
+LENGTHS = "content_lengths"
 """Key of the contents' lengths in a head."""
 READ_BYTES = 1 << 18
 Buffer = bytes | bytearray | memoryview

@@ -27,7 +27,7 @@ from relax_events.confinement.child import (
 from relax_events.confinement.driver import Driver, find_driver
 from relax_events.confinement.entry_points import EntryPoint
 from relax_events.confinement.frames import Buffer, FrameLimits, InvalidFrame, encode_head
-from relax_events.confinement.profiles import Confinement
+from relax_events.confinement.profiles import Confinement, Profile
 from relax_events.confinement.served import (
     IS_CONCURRENT,
     LOAD_ERROR,
@@ -55,6 +55,8 @@ class ChildSettings:
             it works on them at the same time, when it is loaded.
         fixed_facts: Keys of the first message that must be the same for all children, those that
             are started later too.
+        confines_itself: Whether the child applies the confinement that its setup names, once it has
+            prepared what the profile would refuse, and before it touches foreign bytes.
         keeps_state: Whether a child's state is lost with it: then its requests are never repeated.
         readable, writable, ports: What the entry point's profile opens; see `Confinement`.
         variables: Names of environment variables that it gets, beside the harmless ones.
@@ -68,6 +70,7 @@ class ChildSettings:
     silent_seconds: float | None = None
     max_in_flight: int = 1
     fixed_facts: tuple[str, ...] = ()
+    confines_itself: bool = False
     keeps_state: bool = False
     readable: tuple[str, ...] = ()
     writable: tuple[str, ...] = ()
@@ -77,9 +80,9 @@ class ChildSettings:
 
     @property
     def confinement(self) -> Confinement:
-        """The confinement of each child."""
+        """The confinement in which each child starts."""
         return Confinement(
-            self.entry_point.profile,
+            Profile.TRUSTED if self.confines_itself else self.entry_point.profile,
             readable=self.readable,
             writable=self.writable,
             ports=self.ports,

@@ -1,45 +1,48 @@
-"""Entry point of a conversion that runs in a process of its own: values in and out are JSON's.
+"""Child process that converts a model. Started only by `model_conversion`.
 
-The process needs to read the source and the base, and to write the target.
+It builds the model first, which opens sockets, and confines itself before it reads the checkpoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from relax_events.errors import ConfigError
+from relax_events.confinement.profiles import Confinement
+from relax_events.confinement.served import Answer, Request, Served
+from relax_events.errors import RelaxError
 
 
-def convert(
-    setup: Mapping[str, Any], *, report: Callable[[str], None] = lambda _: None
-) -> dict[str, Any]:
-    """Convert a model folder or a distributed checkpoint.
+def main() -> int:
+    """Convert what the parent asks for."""
+    served = Served()
+    served.report_ready({})
+    served.serve(partial(_convert, served.setup))
+    return 0
 
-    Args:
-        setup: `folder`, `to` and `format` (megatron or hf), and with hf `base`: as the arguments of
-            `relax models convert`.
-        report: Called with a line for each stage.
-    Returns:
-        The fields of `Conversion`.
-    Raises:
-        ConfigError: `base` does not fit the format, or the conversion fails.
-        KeyError: `setup` lacks a key.
-        EnvironmentProblem: The target can't be written.
-    """
+
+def _convert(setup: dict[str, Any], request: Request) -> Answer:
+    from dataclasses import asdict
+
     from relax_events.ops.model_convert import convert_to_folder, convert_to_megatron
 
-    folder, target = Path(setup["folder"]), Path(setup["to"])
-    base = setup.get("base")
-    if setup["format"] == "megatron":
-        if base is not None:
-            raise ConfigError("--base is for --format hf; leave it out")
-        return asdict(convert_to_megatron(folder, target, report=report))
-    if base is None:
-        raise ConfigError(
-            "--format hf takes configuration, tokenizer and the tensors' names from a model "
-            "folder of the same architecture; give it as --base"
-        )
-    return asdict(convert_to_folder(folder, target, base=Path(base), report=report))
+    source, folder, report = Path(setup["source"]), Path(setup["folder"]), _report
+    try:
+        if setup["format"] == "megatron":
+            return asdict(convert_to_megatron(source, folder, report=report)), ()
+        confine = Confinement.from_json(setup["confinement"]).apply
+        base = Path(setup["base"])
+        done = convert_to_folder(source, folder, base=base, confine=confine, report=report)
+        return asdict(done), ()
+    except RelaxError as error:
+        return {"error": str(error), "kind": type(error).__name__}, ()
+
+
+def _report(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

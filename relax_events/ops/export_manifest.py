@@ -16,8 +16,8 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from relax_events.errors import CheckFailed, ConfigError
-from relax_events.objects.marker import MARKER
-from relax_events.objects.store import KEY_PATTERN
+from relax_events.objects.local_files import KEY_PATTERN
+from relax_events.objects.rights import MARKER
 from relax_events.regular_files import open_below
 
 MANIFEST = "manifest.json"

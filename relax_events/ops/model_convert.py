@@ -27,7 +27,6 @@ from relax_events.models.parameters import read_parameters
 from relax_events.ops.model_export.base_folder import copy_small_files, open_base_tensors
 from relax_events.ops.model_export.export import MAX_SHARD_BYTES, write_shards
 from relax_events.ops.model_export.layout import plan_tensors, split_into_shards
-from relax_events.ops.model_export.new_folder import write_folder
 from relax_events.training.megatron.folder_tensors import FolderTensors
 from relax_events.training.megatron.layout import TOWERS, Shard, cut, full_shapes, rank_shards
 from relax_events.training.megatron.opening import read_sizes
@@ -55,7 +54,7 @@ class Conversion:
 
 
 def convert_to_megatron(
-    source: Path, target: Path, *, report: Report = lambda _: None
+    source: Path, folder: Path, *, report: Report = lambda _: None
 ) -> Conversion:
     """Write the distributed checkpoint of a model folder.
 
@@ -63,15 +62,14 @@ def convert_to_megatron(
 
     Args:
         source: A folder in Hugging Face layout.
-        target: The folder to write.
+        folder: An empty folder, to write.
         report: Called with a line for each stage.
     Raises:
         ConfigError: The model is of no family that can be converted, or megatron-core is missing.
-        EnvironmentProblem: The folder can't be written.
     """
     (sizes, family), dtype = _read_sizes(source), _read_dtype(source)
     shapes = full_shapes(sizes)
-    with write_folder(target) as folder, _whole_model(sizes, dtype) as (model, shards):
+    with _whole_model(sizes, dtype) as (model, shards):
         _add_towers(model, source, family, dtype)
         report(f"reading {source}")
         parameters = dict(model.named_parameters())
@@ -82,27 +80,32 @@ def convert_to_megatron(
                     cut(parameters[shard.name], piece.target).copy_(
                         values[0] if len(piece.source) > len(piece.target) else values
                     )
-        report(f"writing {target}")
+        report("writing the checkpoint")
         _save(model, folder)
         copy_small_files(source, folder)
-    return Conversion(str(target), "megatron", len(parameters), _num_bytes(shapes, dtype), dtype)
+    return Conversion(str(folder), "megatron", len(parameters), _num_bytes(shapes, dtype), dtype)
 
 
 def convert_to_folder(
-    source: Path, target: Path, *, base: Path, report: Report = lambda _: None
+    source: Path,
+    folder: Path,
+    *,
+    base: Path,
+    confine: Callable[[], None] = lambda: None,
+    report: Report = lambda _: None,
 ) -> Conversion:
     """Write a distributed checkpoint as a folder in Hugging Face layout.
 
     Args:
         source: The checkpoint's folder, with its `metadata.json`.
-        target: The folder to write.
+        folder: An empty folder, to write.
         base: A folder of the same architecture: configuration, tokenizer and the names of the
             tensors are taken from it, and no weights.
+        confine: Confines this process; called before it reads the checkpoint.
         report: Called with a line for each stage.
     Raises:
         ConfigError: The checkpoint can't be read or does not fit the base, or megatron-core is
             missing.
-        EnvironmentProblem: The folder can't be written.
     """
     if not (source / METADATA).is_file():
         raise ConfigError(
@@ -112,9 +115,11 @@ def convert_to_folder(
     (sizes, family), dtype = _read_sizes(base), _read_dtype(base)
     layouts = open_base_tensors(base)
     shapes = full_shapes(sizes)
-    with write_folder(target) as folder, _whole_model(sizes, dtype) as (model, shards):
+    with _whole_model(sizes, dtype) as (model, shards):
         _add_towers(model, base, family, dtype)
+        copy_small_files(base, folder)
         report(f"reading {source}")
+        confine()
         _load(model, source)
         trained = _ModelTensors(model, shards, shapes, dtype=dtype)
         planned = plan_tensors(
@@ -123,10 +128,9 @@ def convert_to_folder(
             read_parameters(base, ModelConfig(path=base)),
             dtype=dtype,
         )
-        copy_small_files(base, folder)
         files = list(split_into_shards(planned, max_shard_bytes=MAX_SHARD_BYTES))
         write_shards(folder, files, (trained, layouts), report=report)
-    return Conversion(str(target), "hf", len(planned), _num_bytes(shapes, dtype), dtype)
+    return Conversion(str(folder), "hf", len(planned), _num_bytes(shapes, dtype), dtype)
 
 
 class _ModelTensors:
