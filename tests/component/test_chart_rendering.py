@@ -116,3 +116,25 @@ def test_upgrade_changes_no_pod_of_an_existing_job(changed: str) -> None:
     new_name, new_pod = find_job("--set", changed)
     assert new_pod != pod
     assert new_name != name, "the API server refuses to change a Job's pod"
+
+
+def test_user_and_credential_for_all_roles_are_taken_where_they_are_given() -> None:
+    given = (
+        "kafka.kind=existing,kafka.bootstrapServers=a:9092,kafka.username=relax,kafka.secret=broker,"
+        "objects.uri=s3://bucket/runs,objects.secret=objects"
+    )
+    _, pod = find_job("--set", given)
+    (prepare,) = pod["spec"]["containers"]
+    environment = {one["name"]: one.get("value") for one in prepare["env"]}
+    assert environment["RELAX_BROKER__USERNAME"] == "relax"
+    assert prepare["envFrom"] == [{"secretRef": {"name": "objects"}}]
+    assert "OBJECTS_CREDENTIALS_FILE" not in environment
+    (volume,) = [one for one in pod["spec"]["volumes"] if one["name"] == "broker"]
+    assert volume["secret"]["secretName"] == "broker"
+
+
+def test_cluster_without_a_login_gets_none() -> None:
+    _, pod = find_job("--set", "kafka.kind=existing,kafka.bootstrapServers=a:9092")
+    (prepare,) = pod["spec"]["containers"]
+    assert not [one for one in prepare["env"] if one["name"].startswith("RELAX_BROKER__USER")]
+    assert not [one for one in pod["spec"]["volumes"] if one["name"] in ("broker", "security")]

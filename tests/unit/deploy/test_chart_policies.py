@@ -343,3 +343,13 @@ def test_dashboard_reads_and_changes_nothing(release: str) -> None:
     assert not {"/run/secrets/scaling"} & mounts.keys()
     assert all(not one["name"].startswith("RELAX_SCALING") for one in container["env"])
     assert not [name for name in mounts if name.startswith("/security")]
+
+
+def test_notes_warn_where_roles_share_a_user_or_a_credential() -> None:
+    notes = (CHART / "templates" / "NOTES.txt").read_text()
+    warned = re.findall(r"\{\{- (?:else )?if (.*) \}\}\n\nWARNING: (\w+ \w+)", notes)
+    assert warned == [
+        (".Values.kafka.secret", "all roles"),
+        ('not (include "relax.hasLogin" .)', "no role"),
+        (".Values.objects.secret", "all roles"),
+    ]
