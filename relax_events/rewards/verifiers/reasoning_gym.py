@@ -52,7 +52,7 @@ def reasoning_gym(completion: str, *, answer: str, metadata: dict[str, Any], pro
     if len(completion) > MAX_COMPLETION_CHARACTERS:
         raise RewardError(
             f"the completion has {len(completion)} characters, and reasoning_gym reads at most "
-            f"{MAX_COMPLETION_CHARACTERS}; lower rollout.max_tokens"
+            f"{MAX_COMPLETION_CHARACTERS}; lower engine.sampling.max_new_tokens"
         )
     task = _task(metadata["task"], orjson.dumps(metadata["options"], option=orjson.OPT_SORT_KEYS))
     with guard_texts():
