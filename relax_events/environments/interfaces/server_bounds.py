@@ -12,7 +12,6 @@ from relax_events.errors import EpisodeFailed
 
 MAX_DEPTH = 100
 """Of nested JSON; orjson writes at most 254 levels."""
-MAX_ERROR_CHARACTERS = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
