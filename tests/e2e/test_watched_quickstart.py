@@ -1,4 +1,4 @@
-"""The quickstart is watched in a browser from its first minute until it has ended: the address comes from
+"""The quickstart is watched in a browser from its first minute until it has ended: the link comes from
 the output of `relax run`, every page is filled while the run is running, and the open page says at
 last that it has ended.
 """
@@ -24,7 +24,7 @@ from tests.axe import fetch_axe, find_violations
 from tests.chromium import Chromium, find_chromium
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
-ADDRESS = re.compile(r"http://127\.0\.0\.1:\d+/\?run=\S+")
+LINK = re.compile(r"(http://127\.0\.0\.1:\d+)/\?token=\S+")
 ROW = "document.querySelector('tbody a[data-focus^=row-]')"
 SHOWS = {
     "alarms": "document.querySelector('main h1')",
@@ -52,9 +52,10 @@ needs_chromium = pytest.mark.skipif(not find_chromium(), reason="no Chromium is 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A running quickstart."""
+    """A running quickstart: `link` opens its page once, at `address` from then on."""
 
     run_id: str
+    link: str
     address: str
     process: subprocess.Popen[bytes]
     output: Path
@@ -72,20 +73,27 @@ def quickstart(bootstrap_servers: str, run_id: str, folder: Path, *settings: str
             [*command, *settings], cwd=folder, stdout=sink, stderr=sink, env=environment
         )
     try:
-        yield Run(run_id, address_of(output, process), process, output)
+        link = wait_for_link(output, process)
+        yield Run(run_id, link[0], f"{link[1]}/?run={run_id}", process, output)
     finally:
         process.kill()
         process.wait()
 
 
-def address_of(output: Path, process: subprocess.Popen[bytes]) -> str:
-    """Wait until the run prints where its page is."""
+def wait_for_link(output: Path, process: subprocess.Popen[bytes]) -> re.Match[str]:
+    """Wait until the run prints the link to its page."""
     stop = time.monotonic() + 400
-    while not (found := ADDRESS.search(output.read_text())):
+    while not (found := LINK.search(output.read_text())):
         assert process.poll() is None, output.read_text()
         assert time.monotonic() < stop, output.read_text()
         time.sleep(0.1)
-    return found.group()
+    return found
+
+
+def open_link(browser: Chromium, run: Run) -> None:
+    """Open the link, which leads to the address without the token."""
+    browser.open(run.link)
+    browser.wait_for("document.getElementById('main') && !location.search.includes('token')")
 
 
 def wait_for_step(browser: Chromium, step: int) -> None:
@@ -158,6 +166,7 @@ def test_open_page_follows_a_short_quickstart_to_its_end(
         Chromium(timeout_seconds=PAGE_SECONDS) as browser,
     ):
         browser.resize(1400)
+        open_link(browser, run)
         show(browser, run.address, "samples")
         assert wait_for_end(browser, run) == 0, run.output.read_text()
         assert browser.run("document.getElementById('step').innerText") == "12/12"
@@ -179,6 +188,7 @@ def test_every_page_of_a_running_quickstart_in_every_look(
         Chromium(timeout_seconds=PAGE_SECONDS) as browser,
     ):
         browser.resize(1400)
+        open_link(browser, run)
         browser.open(f"{run.address}&page=overview")
         browser.wait_for("document.getElementById('status')?.innerText === 'running'")
         wait_for_step(browser, 5)
