@@ -106,8 +106,8 @@ class Request:
         on_done: Receives the answer or the loss, in the driver's thread.
         slot: The child that it is for, by position in the pool; None for any.
         child: The only process that may get it, if it belongs to that one's state.
-        is_alone: Whether nothing else may run in the child beside it: it is one of several that
-            ran in a child which was lost.
+        is_alone: Whether nothing else may run in the child at the same time: it is one of
+            several that ran in a child which was lost.
         started: When the child could begin with it, on the monotonic clock.
     """
 

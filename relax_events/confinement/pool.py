@@ -59,7 +59,7 @@ class ChildSettings:
             prepared what the profile would refuse, and before it touches foreign bytes.
         keeps_state: Whether a child's state is lost with it: then its requests are never repeated.
         readable, writable, ports: What the entry point's profile opens; see `Confinement`.
-        variables: Names of environment variables that it gets, beside the harmless ones.
+        variables: Names of environment variables that it gets, in addition to the harmless ones.
         limits: The largest answer.
     """
 

@@ -74,7 +74,7 @@ class Served:
         """Answer one request after the other, until the parent closes the pipe.
 
         Raises:
-            Exception: What `handle` raises; the parent is told first.
+            Exception: What `handle` raises, after it was sent to the parent.
         """
         for request in self.requests():
             try:

@@ -34,10 +34,7 @@ def main() -> int:
         served.report_load_error(str(error) or f"it needs more than {limit} to load")
         return 2
     served.report_ready({"takes_files": bool(select_named(function, [FILES]))})
-    max_item_bytes = setup["max_item_bytes"]
-    served.serve(
-        lambda request: _call_environment(function, request, max_item_bytes=max_item_bytes)
-    )
+    served.serve(lambda request: _call_environment(function, request, setup))
     return 0
 
 
@@ -67,7 +64,7 @@ def load_environment(name: str, options: Mapping[str, Any]) -> Callable[..., Any
 
 
 def _call_environment(
-    function: Callable[..., Any], request: Request, *, max_item_bytes: int
+    function: Callable[..., Any], request: Request, setup: Mapping[str, Any]
 ) -> Answer:
     question = request.head
     offered = {
@@ -78,7 +75,8 @@ def _call_environment(
     }
     fields = {name: offered[name] for name in select_named(function, offered)}
     try:
-        return encode_reply(function(question["completion"], **fields), max_item_bytes)
+        reply = function(question["completion"], **fields)
+        return encode_reply(reply, setup["max_item_bytes"], setup["max_reply_bytes"])
     except (
         BaseException
     ) as error:  # user code may raise any exception, even SystemExit; only this sample fails

@@ -13,13 +13,11 @@ from relax_events.errors import PoisonSample
 MODALITIES = ("image", "audio", "video")
 MAX_PIECES = 64
 """Maximum number of media files of one reply."""
-MAX_REPLY_BYTES = 4 * 1024**2
-"""Default of `environment.max_reply_bytes`."""
 MAX_ROLE_CHARACTERS = 64
 
 
 def encode_reply(
-    reply: object, max_item_bytes: int, max_reply_bytes: int = MAX_REPLY_BYTES
+    reply: object, max_item_bytes: int, max_reply_bytes: int
 ) -> tuple[dict[str, Any], Sequence[bytes]]:
     """Encode a reply for the pipe: the header, then the media files; `kinds` separates bytes from
     data URIs.
@@ -57,7 +55,7 @@ def encode_reply(
 
 
 def encode_replies(
-    replies: Sequence[object], *, max_item_bytes: int, max_reply_bytes: int = MAX_REPLY_BYTES
+    replies: Sequence[object], *, max_item_bytes: int, max_reply_bytes: int
 ) -> tuple[dict[str, Any], list[bytes]]:
     """Encode the replies to one turn; together they are bounded as one.
 

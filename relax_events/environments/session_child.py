@@ -34,7 +34,7 @@ from relax_events.environments.interfaces.protocol import (
     Task,
 )
 from relax_events.environments.reply import Reply
-from relax_events.environments.reply_encoding import encode_reply
+from relax_events.environments.reply_encoding import encode_replies
 from relax_events.errors import PoisonSample, RelaxError
 
 TICK_SECONDS = 1.0
@@ -164,20 +164,11 @@ class SessionServer:
         return header, contents
 
     def _encode_replies(self, replies: Sequence[Reply]) -> tuple[dict[str, Any], list[bytes]]:
-        """Encode replies one after another.
-
-        Raises:
-            PoisonSample: One is invalid.
-        """
-        headers: list[dict[str, Any]] = []
-        contents: list[bytes] = []
-        for reply in replies:
-            header, files = encode_reply(reply, self._setup["max_item_bytes"])
-            if "error" in header:
-                raise PoisonSample(header["error"])
-            headers.append(header["reply"])
-            contents += files
-        return {"replies": headers}, contents
+        return encode_replies(
+            replies,
+            max_item_bytes=self._setup["max_item_bytes"],
+            max_reply_bytes=self._setup["max_reply_bytes"],
+        )
 
 
 async def _checked(work: Awaitable[Any], kind: type) -> Any:

@@ -1,5 +1,5 @@
-"""Chat templates of model folders. A template is a program of whoever made the folder: it runs in a
-confined child process, with a deadline and a bound of its memory.
+"""Chat templates of model folders. A template is an untrusted program: it runs in a confined child
+process, with a deadline and a bound of its memory.
 """
 
 from __future__ import annotations

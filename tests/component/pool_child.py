@@ -52,7 +52,7 @@ def main() -> None:
                 write_answer(served, PREFIX.pack(1 << 31, 0, 1))
             case "noise":
                 write_answer(served, PREFIX.pack(5, 0, 1) + b"noise")
-            case "stranger":
+            case "unasked":
                 served.answer(10_000, {})
             case "print":
                 print("x" * request.head["size"], file=sys.stderr)

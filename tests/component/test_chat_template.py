@@ -1,4 +1,4 @@
-"""Chat templates of strangers: rendered as transformers does, or ended with their process."""
+"""Untrusted chat templates: rendered as transformers does, or ended with their process."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def test_late_request_costs_itself_and_those_behind_it_are_repeated(pools: list[
         ("fail", "died", "died (ValueError: odd; exit code 1)"),
         ("bomb", "invalid", "sent a head of 2147483648 bytes, at most 67108864 may be"),
         ("noise", "invalid", "sent a head that is no JSON object with the lengths of its contents"),
-        ("stranger", "invalid", "sent an answer to no request"),
+        ("unasked", "invalid", "sent an answer to no request"),
     ],
 )
 def test_child_that_dies_or_breaks_the_protocol_costs_its_request(
