@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from relax_events.attacks.checkpoints import metadata_pickles
 from relax_events.errors import ConfigError
-from relax_events.ops.convert_child import convert
+from relax_events.ops.model_convert import convert_to_folder
 
 EMBEDDING = "embedding.word_embeddings.weight"
 
@@ -146,9 +146,10 @@ def main(good, base, folder, canary):
         copy = folder / name
         shutil.copytree(good, copy)
         attack(copy, canary)
-        setup = {"folder": str(copy), "to": str(folder / f"{name}-to"), "format": "hf"}
-        try:
-            convert(setup | {"base": str(base)})
+        target = folder / f"{name}-to"
+        target.mkdir()
+        try:  # not confined: the reader alone has to hold
+            convert_to_folder(copy, target, base=base)
         except ConfigError as error:
             errors[name] = str(error)
     print(json.dumps(errors))

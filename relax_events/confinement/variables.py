@@ -40,6 +40,7 @@ ALLOWED = frozenset(
             "TOKENIZERS_PARALLELISM",
         ),
         *("CUDA_VISIBLE_DEVICES", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA"),
+        *("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"),
     }
 )
 """Paths of programs, packages and caches, and settings of computation: none is a secret."""
