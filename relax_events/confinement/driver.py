@@ -115,7 +115,7 @@ class Driver:
         for key, _ in self._selector.select(self._seconds_left()):
             if key.data is None:
                 os.read(self._wake_end, 4096)
-            elif key.fd in self._selector.get_map():  # not closed by an earlier one of this turn
+            elif self._selector.get_map().get(key.fd) == key:  # no earlier event closed it
                 handle, child = key.data
                 handle(child)
         while self._inbox:

@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -27,6 +28,7 @@ from relax_events.confinement.served import (
     Served,
 )
 from relax_events.errors import RelaxError
+from relax_events.rewards import verifiers
 from relax_events.rewards.by_source import RewardRoutes, load_routes
 from relax_events.rewards.code_version import file_stamps
 from relax_events.rewards.scores import BY_TOKEN, BY_TURN, parse_score
@@ -35,6 +37,7 @@ MAX_ERROR_CHARACTERS = 600
 
 
 MAX_REQUESTS = 64
+VERIFIERS = Path(verifiers.__file__).parent
 
 
 def main() -> int:
@@ -135,7 +138,7 @@ class Caller:
         answer = {"error": describe_failure(error), "seconds": time.perf_counter() - started}
         if isinstance(error, MemoryError):
             answer[RENEW] = RETRY  # an earlier call may have leaked the memory
-        elif self._is_disposable and not isinstance(error, RelaxError):
+        elif self._is_disposable and not is_refusal(error):
             answer[RENEW] = REPLACE
         return answer
 
@@ -184,6 +187,15 @@ def _result(value: Any, weights: Mapping[str, float]) -> dict[str, Any]:
     return {"reward": score.reward, "components": score.components} | {
         name: given for name, given in parts.items() if given is not None
     }
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Return whether a verifier itself refused a row or a completion, so that nothing unexpected
+    happened in the process.
+    """
+    raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+    is_ours = Path(raised_in).is_relative_to(VERIFIERS)
+    return isinstance(error, RelaxError) or (isinstance(error, ValueError) and is_ours)
 
 
 def describe_failure(error: BaseException) -> str:

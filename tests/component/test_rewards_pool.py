@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from relax_events.config import RewardConfig
+from relax_events.confinement import Profile
 from relax_events.confinement.prints import BURST_BYTES
 from relax_events.errors import ConfigError, RewardError
 from relax_events.rewards.pool import RewardItem, RewardPool
@@ -334,3 +335,24 @@ def test_printed_output_of_a_reward_function_is_bounded(
             if isinstance(score, RewardError)
         ] == []
     assert len(capfd.readouterr().err) < 2 * BURST_BYTES
+
+
+def test_process_of_a_verifier_is_replaced_after_an_unexpected_error_and_not_after_a_refusal() -> (
+    None
+):
+    with RewardPool(RewardConfig(function="reasoning_gym", processes=1)) as pool:
+        (before,) = pool._pools[Profile.PURE].pids
+        good = '{"task": "chain_sum", "options": {}, "entry": {"answer": "4", "metadata": {}}}'
+        refused, right = pool.score_batch(
+            [RewardItem("a", "4", "4", "{}"), RewardItem("b", "4", "4", good)]
+        )
+        assert isinstance(refused, RewardError)
+        assert rewards([right]) == [1.0]
+        assert pool._pools[Profile.PURE].pids == [before]
+        odd = good.replace('"answer": "4"', '"answer": 4')
+        unexpected, right = pool.score_batch(
+            [RewardItem("a", "4", "4", odd), RewardItem("b", "4", "4", good)]
+        )
+        assert isinstance(unexpected, RewardError)
+        assert rewards([right]) == [1.0]
+        assert pool._pools[Profile.PURE].pids != [before]

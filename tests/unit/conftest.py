@@ -48,10 +48,12 @@ def _is_ours() -> bool:
     return False
 
 
-@pytest.fixture(autouse=True)
-def _templates_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="session")
+def _templates_in_this_process() -> Iterator[None]:
     """Render chat templates here: their confined process is tested in `tests/component`."""
-    monkeypatch.setattr("relax_events.models.tokenizer_folder.open_template", compile_template)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("relax_events.models.tokenizer_folder.open_template", compile_template)
+        yield
 
 
 @pytest.fixture(autouse=True)
