@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cached_property
 from threading import Event
 from typing import Any, Self
 
@@ -96,9 +97,8 @@ class ChildPool:
 
     def __init__(self, settings: ChildSettings) -> None:
         """Start no child yet."""
-        self._driver = find_driver()
-        self._state = _PoolState(settings, self._driver)
-        self._finalizer = weakref.finalize(self, _close, self._driver, self._state, 0.0)
+        self._state = _PoolState(settings)
+        self._finalizer = weakref.finalize(self, _close, self._state, 0.0)
         self._finalizer.atexit = False
 
     def __enter__(self) -> Self:
@@ -119,12 +119,12 @@ class ChildPool:
             ChildLost: One can't be loaded; kind `unloaded` has the reason in its `ending`.
         """
         started: list[Future[dict[str, Any]]] = [Future() for _ in self._state.slots]
-        self._driver.post(lambda: self._state.start(started))
+        self._state.driver.post(lambda: self._state.start(started))
         return [future.result() for future in started]
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests; each calls its `on_done` once."""
-        self._driver.post(lambda: self._state.submit(requests))
+        self._state.driver.post(lambda: self._state.submit(requests))
 
     def call(
         self,
@@ -161,7 +161,7 @@ class ChildPool:
 
     def restart(self) -> list[dict[str, Any]]:
         """Replace all children; return and raise as `start`."""
-        self._driver.post(self._state.end_children)
+        self._state.driver.post(self._state.end_children)
         return self.start()
 
     def close(self, *, exit_seconds: float = 0.0) -> None:
@@ -171,11 +171,15 @@ class ChildPool:
             exit_seconds: Time for the children to exit by themselves, once their requests end.
         """
         if self._finalizer.detach() is not None:
-            _close(self._driver, self._state, exit_seconds)
+            _close(self._state, exit_seconds)
 
 
-def _close(driver: Driver, state: _PoolState, exit_seconds: float) -> None:
+def _close(state: _PoolState, exit_seconds: float) -> None:
     """Take the children from the driver, then end them in the caller's thread."""
+    if not state.is_used:
+        state.close()
+        return
+    driver = state.driver
     taken = Event()
     children: list[Child] = []
 
@@ -205,13 +209,22 @@ class _Slot:
 class _PoolState:
     """The part of a pool that lives in the driver's thread."""
 
-    def __init__(self, settings: ChildSettings, driver: Driver) -> None:
-        self._settings, self._driver = settings, driver
+    def __init__(self, settings: ChildSettings) -> None:
+        self._settings = settings
         self._setup = encode_head(settings.setup)
         self.slots = [_Slot() for _ in range(settings.size)]
         self._waiting: deque[Request] = deque()
         self._is_closed = False
         self._facts: dict[str, Any] = {}
+
+    @property
+    def is_used(self) -> bool:
+        """Whether anything was asked of the pool: before that it needs no thread."""
+        return "driver" in vars(self)
+
+    @cached_property
+    def driver(self) -> Driver:
+        return find_driver()
 
     def start(self, started: Sequence[Future[dict[str, Any]]]) -> None:
         for slot, future in zip(self.slots, started, strict=True):
@@ -242,9 +255,10 @@ class _PoolState:
             self._fail_slot(slot, lost)
         self._fail_waiting(lost)
         for child in children:
-            self._driver.forget(child)
+            self.driver.forget(child)
             child.close_requests()
-        self._driver.forget_owner(self)
+        if self.is_used:
+            self.driver.forget_owner(self)
         return children
 
     def end_children(self) -> None:
@@ -324,7 +338,7 @@ class _PoolState:
                 self._fail_waiting(lost)
                 return None
             slot.child.write()
-            self._driver.watch(slot.child, self)
+            self.driver.watch(slot.child, self)
         return slot.child
 
     def _handle_message(self, slot: _Slot, child: Child, reply: Reply) -> None:
@@ -392,7 +406,7 @@ class _PoolState:
             return  # few writes of several requests each
         if requests := _take(waiting, room, is_idle=not child.requests):
             child.send(requests)
-            self._driver.watch_writing(child)
+            self.driver.watch_writing(child)
 
     def _refuse_lost(self, slot: _Slot, waiting: deque[Request]) -> None:
         """Refuse the first requests that belong to the state of a process that is gone."""
@@ -440,7 +454,7 @@ class _PoolState:
     def _end(self, slot: _Slot, *, exit_seconds: float = 0.0) -> tuple[Child, str]:
         child = slot.child
         assert child is not None
-        self._driver.forget(child)
+        self.driver.forget(child)
         slot.child = None
         return child, child.end(exit_seconds=exit_seconds)
 

@@ -34,6 +34,6 @@ def test_dropped_output_is_counted_until_the_print_budget_recovers() -> None:
     later = budget.limit(b"again\n", now=60.0)
     assert (
         later
-        == f"({num_left_out} bytes printed by the reward function were dropped)\nagain\n".encode()
+        == f"({num_left_out} bytes that a child process printed were dropped)\nagain\n".encode()
     )
     assert len(budget.limit(line * 1_000, now=60.0)) <= 60 * BYTES_PER_SECOND
