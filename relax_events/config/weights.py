@@ -20,8 +20,8 @@ class WeightsConfig(Section):
     rollout workers, over TCP or between GPUs; a worker that missed a version reads it from the
     store."""
     use_shared_memory: bool = True
-    """Write a version directly into the memory of workers on the trainer's machine, with the same
-    user and container, instead of sending it."""
+    """Write a version directly into the memory of workers on the trainer's machine, of the same
+    user and network namespace, instead of sending it."""
     async_publish: bool = True
     """Write a version, and commit its step, while the next step is trained: a step waits only for a
     copy of the weights in the memory of rank 0's host. Otherwise, and with `run.max_staleness = 0`,

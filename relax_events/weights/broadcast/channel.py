@@ -10,7 +10,6 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import weakref
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -20,8 +19,8 @@ from torch import Tensor
 
 from relax_events.deadline import Deadline
 from relax_events.errors import WeightsError
+from relax_events.weights.broadcast.descriptors import NAME, SERVER, SharedFile
 
-NAME = "relax-weights"
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 """Of a buffer's size: a mapping of a file that becomes shorter would end the process that uses it.
 """
@@ -32,20 +31,26 @@ class ReceiveBuffer:
 
     Attributes:
         data: Its bytes.
-        handle: What another process needs to map it.
+        file: Its memory file.
     """
 
     def __init__(self, num_bytes: int) -> None:
         """Allocate memory; its size is sealed, so that no mapping of it can become invalid."""
         file = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        weakref.finalize(self, os.close, file)
+        self.file = SharedFile(file)
         os.ftruncate(file, max(1, num_bytes))
         fcntl.fcntl(file, fcntl.F_ADD_SEALS, SEALS)
         self.data: UInt8[Tensor, " bytes"] = map_buffer(file, num_bytes)
-        self.handle: dict[str, Any] = {
-            "process": os.getpid(),
-            "file": file,
-            "number": os.fstat(file).st_ino,
+
+    @property
+    def handle(self) -> dict[str, Any]:
+        """What another process of this user needs to map it. It holds a key: send it only over an
+        authenticated connection, and log it nowhere.
+        """
+        return {
+            "socket": SERVER.share(self.file),
+            "key": self.file.key.hex(),
+            "number": os.fstat(self.file.descriptor).st_ino,
         }
 
 

@@ -1,10 +1,10 @@
 """A channel over memory that the trainer and a worker on the same host share: written bytes need
 not be sent.
 
-A buffer is an anonymous memory file of the worker. The trainer opens it through /proc, which
-requires the same user, and the same container if there is one. Nothing remains of it after either
-process ends. A buffer of a lost connection is not received into again, since a trainer that resumes
-late may still write to it.
+A buffer is an anonymous memory file of the worker. The worker sends its descriptor to the trainer,
+which must have the same user and network namespace, and present the buffer's key. Nothing remains
+of it after either process ends. A buffer of a lost connection is not received into again, since a
+trainer that resumes late may still write to it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import fcntl
 import hmac
 import json
 import os
+import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ from torch import Tensor
 
 from relax_events.deadline import Deadline
 from relax_events.weights.broadcast.channel import (
-    NAME,
     SEALS,
     ConnectionLost,
     ReceiveBuffer,
@@ -33,31 +32,38 @@ from relax_events.weights.broadcast.channel import (
     map_buffer,
 )
 from relax_events.weights.broadcast.control_socket import ControlSocket
+from relax_events.weights.broadcast.descriptors import KEY_BYTES, NAME, request_descriptor
 
-KEY_BYTES = 16
+PROBE_BYTES = 16
+SOCKET_NAME = re.compile(f"{NAME}-[0-9a-f]{{{2 * KEY_BYTES}}}")
+KEY = re.compile(f"[0-9a-f]{{{2 * KEY_BYTES}}}")
 NUM_BUFFERS = 2
 """Buffers that a worker receives into in turn."""
 
 
 class SameHostProbe(ReceiveBuffer):
-    """A buffer with a random key, by which the trainer detects that it runs on the same host."""
+    """A buffer of random bytes, by which the trainer detects that it runs on the same host."""
 
     def __init__(self) -> None:
-        """Fill the buffer with a random key."""
-        super().__init__(KEY_BYTES)
-        key = secrets.token_bytes(KEY_BYTES)
-        self.data.copy_(torch.frombuffer(bytearray(key), dtype=torch.uint8))
-        self.handle |= {"key": key.hex()}
+        """Fill the buffer with random bytes."""
+        super().__init__(PROBE_BYTES)
+        self._content = secrets.token_bytes(PROBE_BYTES)
+        self.data.copy_(torch.frombuffer(bytearray(self._content), dtype=torch.uint8))
+
+    @property
+    def handle(self) -> dict[str, Any]:
+        """See `ReceiveBuffer.handle`."""
+        return super().handle | {"content": self._content.hex()}
 
 
 def is_on_same_host(handle: object) -> bool:
     """Return whether the memory of a worker's `SameHostProbe` can be mapped by this process."""
     try:
-        found = bytes(map_remote_buffer(handle, KEY_BYTES).numpy())
+        content = bytes(map_remote_buffer(handle, PROBE_BYTES).numpy())
     except ConnectionLost:
         return False
     return isinstance(handle, Mapping) and hmac.compare_digest(
-        found.hex().encode(), str(handle.get("key")).encode()
+        content.hex().encode(), str(handle.get("content")).encode()
     )
 
 
@@ -71,20 +77,44 @@ def map_remote_buffer(handle: object, num_bytes: int) -> UInt8[Tensor, " bytes"]
         ConnectionLost: There is no such buffer of this size.
     """
     if not isinstance(handle, Mapping):
-        raise ConnectionLost(f"invalid buffer handle {handle!r}")
-    path = Path("/proc", str(handle.get("process")), "fd", str(handle.get("file")))
+        raise ConnectionLost("the peer's handle of its buffer is no JSON object")
+    name, key = (
+        _check_field(handle, field, pattern)
+        for field, pattern in {"socket": SOCKET_NAME, "key": KEY}.items()
+    )
     try:
-        if not path.readlink().name.startswith(f"memfd:{NAME} "):
-            raise ConnectionLost(f"{path} is no receive buffer for weights")
-        with path.open("r+b", buffering=0) as file:
-            state = os.fstat(file.fileno())
-            if (state.st_ino, state.st_size) != (handle.get("number"), max(1, num_bytes)):
-                raise ConnectionLost(f"{path} is not the buffer of the handle")
-            if fcntl.fcntl(file, fcntl.F_GET_SEALS) & SEALS != SEALS:
-                raise ConnectionLost(f"{path} has a size that its worker may change")
-            return map_buffer(file.fileno(), num_bytes)
+        file = request_descriptor(name, bytes.fromhex(key))
+    except OSError as error:
+        raise ConnectionLost(f"no buffer came over the socket {name}: {error}") from error
+    try:
+        _check_file(file, number=handle.get("number"), num_bytes=max(1, num_bytes))
+        return map_buffer(file, num_bytes)
     except (OSError, ValueError) as error:
-        raise ConnectionLost(f"{path} can't be mapped: {error}") from error
+        raise ConnectionLost(f"the buffer of the socket {name} can't be mapped: {error}") from error
+    finally:
+        os.close(file)
+
+
+def _check_field(handle: Mapping[str, Any], field: str, pattern: re.Pattern[str]) -> str:
+    """Return a field of a handle. No text shows the value: it may be a key."""
+    value = handle.get(field)
+    if not isinstance(value, str) or not pattern.fullmatch(value):
+        raise ConnectionLost(
+            f"the field {field!r} of the peer's buffer handle does not match {pattern.pattern}"
+        )
+    return value
+
+
+def _check_file(file: int, *, number: object, num_bytes: int) -> None:
+    """Refuse a file that is not the buffer of the handle, or may become shorter."""
+    state = os.fstat(file)
+    if (state.st_ino, state.st_size) != (number, num_bytes):
+        raise ConnectionLost(
+            f"the file is not the buffer of the handle: it has number {state.st_ino} and "
+            f"{state.st_size} bytes instead of {num_bytes}"
+        )
+    if fcntl.fcntl(file, fcntl.F_GET_SEALS) & SEALS != SEALS:
+        raise ConnectionLost("the buffer has a size that its worker may change")
 
 
 class SharedMemoryChannel:
