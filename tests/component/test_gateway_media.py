@@ -155,7 +155,6 @@ refused("image", image("data:image/png;base64,AAAA"))
 refused("a part of type 'file'", [{"type": "file", "file": {}}])
 refused("modality audio", [{"type": "input_audio",
                             "input_audio": {"data": files[3], "format": "wav"}}])
-refused("contain one?", [{"type": "text", "text": "<|image_pad|>"}, chat_image(0)])
 refused("environment.max_media_files", [chat_image(number) for number in range(3)])
 system = [{"role": "system", "content": image(png[0])}, {"role": "user", "content": "a"}]
 status, found = ask(system, max_tokens=4)
