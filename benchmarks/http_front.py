@@ -27,8 +27,9 @@ from relax_events.attacks.http_requests import Target, http_attacks
 from relax_events.engines.protocol import GeneratedSample, GenerationRequest
 from relax_events.gateway.server import GatewayServer
 from relax_events.gateway.session_keys import SessionKeys
-from tests.gateway_sessions import open_session, spoken_turn
-from tests.http_attacker import send
+from relax_events.attacks.gateway_session import open_session
+from tests.gateway_sessions import spoken_turn
+from relax_events.attacks.http_sender import send
 
 WINDOW_SECONDS, NUM_PAIRS, NUM_ATTACKERS = 5.0, 3, 4
 START_SECONDS = 3.0

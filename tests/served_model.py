@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_requests import tiny_model
-from served_app import serving
+from relax_events.attacks.served_app import serving
 from sglang_servers import BOUNDS
 
 from relax_events.config import EngineConfig, ModelConfig

@@ -43,11 +43,15 @@ class Targets:
 
     Attributes:
         outside: What a program receives: paths, ports, and the ids of processes and shared memory.
+        canary: A file that does not exist, for attacks to create.
     """
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         """Create the targets in an empty folder; the stack deletes those outside of it."""
         self._folder = folder / "account"
+        self.canary = folder / "canary"
+        self._server = _listen(stack)
+        self._server.setblocking(False)
         self._files_at_first = set(_create_files(folder))
         self._content = ctypes.create_string_buffer(CONTENT.encode())
         self._victims = {name: _start_victim(stack) for name in VICTIMS}
@@ -66,9 +70,23 @@ class Targets:
             "packages": json.__path__[0],
             "inside": entry.__file__,
             "calls": seccomp.read_numbers(platform.machine()),
+            "port": self._server.getsockname()[1],
             **_open_sockets(self._folder, stack),
-            **_create_shared_memory(stack),
+            **_create_shared_memory(stack, name=folder.name),
         }
+
+    def list_traces(self) -> list[str]:
+        """Return what has reached the canary and the TCP port since the last call; quick."""
+        traces = []
+        if self.canary.exists():
+            self.canary.unlink()
+            traces.append("CREATED the canary")
+        while True:
+            try:
+                self._server.accept()[0].close()
+            except BlockingIOError:
+                return traces
+            traces.append("CONNECTED to the port")
 
     def list_changes(self) -> list[str]:
         """Return what has happened to the targets."""
@@ -114,6 +132,10 @@ def _create_files(folder: Path) -> list[str]:
     return [path.name for path in account.iterdir()] + ["socket", "datagrams"]
 
 
+def _listen(stack: ExitStack) -> socket.socket:
+    return stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+
+
 def _open_sockets(folder: Path, stack: ExitStack) -> dict[str, Any]:
     """Open sockets of all kinds that a program could connect to; return their addresses."""
     abstract = f"relax-{os.getpid()}-{folder.parent.name}"
@@ -128,8 +150,7 @@ def _open_sockets(folder: Path, stack: ExitStack) -> dict[str, Any]:
             local.listen()
         if name:
             Path(address).chmod(0o777)
-    server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-    addresses = {"port": server.getsockname()[1], "port6": 0, "udp": 9, "abstract": abstract}
+    addresses = {"port6": 0, "udp": 9, "abstract": abstract}
     with contextlib.suppress(OSError):  # not all machines have IPv6
         server6 = stack.enter_context(socket.create_server(("::1", 0), family=socket.AF_INET6))
         addresses["port6"] = server6.getsockname()[1]
@@ -149,17 +170,17 @@ def _start_victim(stack: ExitStack) -> subprocess.Popen[bytes]:
     return victim
 
 
-def _create_shared_memory(stack: ExitStack) -> dict[str, Any]:
+def _create_shared_memory(stack: ExitStack, *, name: str) -> dict[str, Any]:
     """Create a shared segment, semaphores and queues that only this account may use."""
-    queue = f"relax-{os.getpid()}"
+    queue = f"relax-{os.getpid()}-{name}"
     flags = IPC_CREATE | 0o600
     shared = {
         "segment": _call("shmget", IPC_PRIVATE, 4096, flags),
         "semaphores": _call("semget", IPC_PRIVATE, 1, flags),
         "queue": _call("msgget", IPC_PRIVATE, flags),
     }
-    for name, call in (("segment", "shmctl"), ("queue", "msgctl")):
-        stack.callback(_call, call, shared[name], IPC_REMOVE, 0)
+    for kind, call in (("segment", "shmctl"), ("queue", "msgctl")):
+        stack.callback(_call, call, shared[kind], IPC_REMOVE, 0)
     stack.callback(_call, "semctl", shared["semaphores"], 0, IPC_REMOVE, 0)
     descriptor = _call("mq_open", queue.encode(), O_CREAT_RDWR, 0o600, 0)
     if descriptor >= 0:

@@ -1,8 +1,9 @@
-"""All places where foreign bytes enter, each with the profile in which they are touched.
+"""All places where foreign bytes enter: children with the profile in which they touch them, and the
+bounds within which a process reads them itself.
 
 A child process can't be started without an entry point; a test compares this list with the plugins
 that the package installs and with the modules that are children, and the attack suite goes through
-it. The table in `docs/explanation/security.md` is made from it.
+it (`relax doctor --attack`). The table in `docs/explanation/security.md` is made from it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ class Door(StrEnum):
     ARCHIVE = "run archive"
     HTTP = "HTTP request"
     RECORD = "record"
+    STORE = "object store"
+    SETTINGS = "run file or description"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,23 @@ class EntryPoint:
     profile: Profile
     module: str
     why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class BoundedPoint:
+    """A place where a process of ours reads foreign bytes itself.
+
+    Attributes:
+        name: What it is called in the product.
+        doors: What reaches it.
+        module: The module that reads them.
+        bounds: What keeps them from running code, filling the memory and leading elsewhere.
+    """
+
+    name: str
+    doors: tuple[Door, ...]
+    module: str
+    bounds: str
 
 
 REWARD_CHILD = "relax_events.rewards.child"
@@ -138,6 +158,68 @@ ENTRY_POINTS: tuple[EntryPoint, ...] = (
     MEDIA_DECODER,
     CHAT_TEMPLATE,
     CHECKPOINT_CONVERTER,
+)
+PROGRAM = BoundedPoint(
+    "program of the model",
+    (Door.COMPLETION,),
+    "relax_events.sandbox.sandbox",
+    "the sandbox: files, calls, processes, memory, time, and tests in another process",
+)
+PROMPT_RENDERER = BoundedPoint(
+    "prompt renderer",
+    (Door.ROW, Door.REPLY),
+    "relax_events.data.rendering",
+    "contents become text tokens, never control tokens",
+)
+RUN_API, GATEWAY, PAGE, MODEL_SERVER = (
+    BoundedPoint(
+        name,
+        (Door.HTTP,),
+        module,
+        "key before body; size, time, Host, Origin and site of a request",
+    )
+    for name, module in (
+        ("run API", "relax_events.controller.api"),
+        ("gateway", "relax_events.gateway.app"),
+        ("dashboard", "relax_events.dashboard.app"),
+        ("relax serve", "relax_events.serving.app"),
+    )
+)
+RECORD_READER = BoundedPoint(
+    "record reader",
+    (Door.RECORD,),
+    "relax_events.events.codec",
+    "bytes, depth and size of a schema; values in proportion to a record's bytes",
+)
+RUN_IMPORT = BoundedPoint(
+    "relax runs import",
+    (Door.ARCHIVE,),
+    "relax_events.ops.export_manifest",
+    "regular files below the folder; sizes and checksums before contents",
+)
+OBJECT_STORE = BoundedPoint(
+    "object reader",
+    (Door.STORE,),
+    "relax_events.objects.store",
+    "keys below the store, no link followed, copies checked by size and checksum",
+)
+RUN_SETTINGS = BoundedPoint(
+    "settings of a run",
+    (Door.SETTINGS,),
+    "relax_events.config",
+    "secrets refused; code, files and addresses of a description listed before use",
+)
+BOUNDED_POINTS: tuple[BoundedPoint, ...] = (
+    PROGRAM,
+    PROMPT_RENDERER,
+    RUN_API,
+    GATEWAY,
+    PAGE,
+    MODEL_SERVER,
+    RECORD_READER,
+    RUN_IMPORT,
+    OBJECT_STORE,
+    RUN_SETTINGS,
 )
 _BY_NAME = {point.name: point for point in ENTRY_POINTS}
 STRICTNESS = (Profile.PURE, Profile.NETWORK, Profile.PROGRAM, Profile.TRUSTED)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NoReturn, Protocol
 
@@ -18,11 +19,23 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from relax_events.confinement import ChildLost, ChildPool, ChildSettings
 from relax_events.confinement.entry_points import CHAT_TEMPLATE
 
-MEMORY_BYTES = 2 * 1024**3
-"""Address space of a template's process: a bomb ends there, and conversations are megabytes."""
-RENDER_SECONDS = 20.0
-LOAD_SECONDS = 60.0
-"""To start the process, and to compile the template: its constants are computed then."""
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateBounds:
+    """What a template may take.
+
+    Attributes:
+        memory_bytes: Address space of its process: a bomb ends there, and conversations are
+            megabytes.
+        render_seconds: For one conversation.
+        load_seconds: To start the process, and to compile the template: its constants are computed
+            then.
+    """
+
+    memory_bytes: int = 2 * 1024**3
+    render_seconds: float = 20.0
+    load_seconds: float = 60.0
 
 
 class TemplateProgram(Protocol):
@@ -66,18 +79,22 @@ def _build_environment() -> ImmutableSandboxedEnvironment:
 class ConfinedTemplate:
     """A template that is rendered in a child process, which starts with the first conversation."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, bounds: TemplateBounds = TemplateBounds()) -> None:
         """Check the syntax; nothing runs yet.
 
+        Args:
+            source: The template.
+            bounds: Of its process.
         Raises:
             TemplateError: It is not a Jinja template.
         """
         _build_environment().parse(source)
+        self._seconds = bounds.render_seconds
         self._children = ChildPool(
             ChildSettings(
                 entry_point=CHAT_TEMPLATE,
-                setup={"source": source, "memory_bytes": MEMORY_BYTES},
-                start_seconds=LOAD_SECONDS,
+                setup={"source": source, "memory_bytes": bounds.memory_bytes},
+                start_seconds=bounds.load_seconds,
             )
         )
 
@@ -88,7 +105,7 @@ class ConfinedTemplate:
             TemplateError: The template rejects its variables, is late, or needs too much memory.
         """
         try:
-            reply = self._children.call(variables, seconds=RENDER_SECONDS).result()
+            reply = self._children.call(variables, seconds=self._seconds).result()
         except ChildLost as lost:
             raise TemplateError(f"it {lost.describe('')}") from None
         if "error" in reply.head:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_sessions import open_session, spoken_turn
+from relax_events.attacks.gateway_session import open_session
+from gateway_sessions import spoken_turn
 
 from relax_events.config import DataConfig
 from relax_events.data.rendering import PromptRenderer

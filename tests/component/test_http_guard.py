@@ -22,7 +22,7 @@ from relax_events.http import server as http_guard
 from relax_events.http.guard import GuardLimits, RequestGuard
 from relax_events.http.identity import BodyBound, Identity, identify_by_token, identity_of
 from relax_events.http.server import build_server_config, open_listener
-from tests.http_attacker import send
+from relax_events.attacks.http_sender import send
 
 TOKEN = "of-this-run"
 MAX_BYTES = 1000

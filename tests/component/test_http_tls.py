@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import pytest
 from engine_requests import tiny_model
-from served_app import serving
+from relax_events.attacks.served_app import serving
 from served_model import served
 from sglang_servers import BOUNDS
 from small_settings import small_run

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-from served_app import serving
+from relax_events.attacks.served_app import serving
 
 from relax_events.cli.dashboard import dashboard
 from relax_events.cli.parameters import BrokerOptions

@@ -23,7 +23,8 @@ from relax_events.gateway.graph import path_tokens
 from relax_events.gateway.server import GatewayServer
 from relax_events.gateway.session import Session
 from relax_events.gateway.session_keys import SessionKeys
-from tests.gateway_sessions import open_session, spoken_turn
+from relax_events.attacks.gateway_session import open_session
+from tests.gateway_sessions import spoken_turn
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-agents" / "bin" / "python"

@@ -28,7 +28,8 @@ from relax_events.gateway.session_media import MediaThreads, SessionMedia
 from relax_events.media.library import MediaLibrary
 from relax_events.media.token_layout import MediaLayout
 from relax_events.training.batch.paths import split_paths
-from tests.gateway_sessions import open_session, spoken_turn
+from relax_events.attacks.gateway_session import open_session
+from tests.gateway_sessions import spoken_turn
 from tests.unit.image_model import build_image_model, image_file, image_run
 
 CALL = '<tool_call>{"name": "look", "arguments": {"a": 1}}</tool_call>'

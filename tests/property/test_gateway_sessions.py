@@ -25,7 +25,8 @@ from relax_events.gateway.chat_renderer import ChatRenderer
 from relax_events.gateway.graph import path_tokens
 from relax_events.gateway.sample import build_sample
 from relax_events.gateway.session import Session, SessionLimit
-from tests.gateway_sessions import open_session, spoken_turn
+from relax_events.attacks.gateway_session import open_session
+from tests.gateway_sessions import spoken_turn
 
 TEMPLATE = (
     "{%- if tools %}{{- '<|im_start|>system\n' }}{%- for tool in tools %}{{- tool | tojson }}"

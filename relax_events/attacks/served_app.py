@@ -19,7 +19,7 @@ START_SECONDS = 60.0
 @contextmanager
 def serving(app: App, *, tls: TlsFiles | None = None) -> Iterator[str]:
     """Serve an application, and give its address."""
-    with open_listener("127.0.0.1", 0, remedies=("", ""), what="a test") as listener:
+    with open_listener("127.0.0.1", 0, remedies=("", ""), what="an attacked server") as listener:
         listener.listen()
         config = build_server_config(app, tls=tls, timeout_graceful_shutdown=1)
         server = uvicorn.Server(config)

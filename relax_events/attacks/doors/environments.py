@@ -1,0 +1,153 @@
+"""Hostile completions and rows against the environments that come with the product, in the children
+of `EnvironmentPool` and `SessionPool`.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from relax_events.attacks.attacked_run import build_attacked_run
+from relax_events.attacks.completions import completion_attacks
+from relax_events.attacks.samples import fits_a_record
+from relax_events.attacks.suite import HELD, Assault, Attack
+from relax_events.attacks.targets import Targets
+from relax_events.confinement.entry_points import PLAYED, find_environment
+from relax_events.engines.protocol import EnvironmentContext
+from relax_events.environments.pool import EnvironmentPool
+from relax_events.environments.session_pool import SessionPool
+from relax_events.errors import EpisodeFailed, PoisonSample
+from relax_events.events.parts import ChatMessage
+
+FUNCTIONS = ("zoom", "search", "deepeyes")
+SECONDS = 60.0
+TIMEOUT_SECONDS = 10.0
+SECRETS = ("TOPSECRET", "root:")
+"""Contents of files outside: no reply has them."""
+TOOL = '<tool_call>{{"name": {name}, "arguments": {arguments}}}</tool_call>'
+Ask = Callable[[str, Any], str]
+"""Takes a completion and metadata, and returns the reply's text; raises a failed sample."""
+
+
+def environment_assaults() -> Iterator[Assault]:
+    """Give the assaults on the environments that come with the product."""
+    for function in FUNCTIONS:
+        point = find_environment(function, has_sessions=False)
+        yield Assault(point.name, PLAYED, point.profile, partial(_prepare, function, open_function))
+    point = find_environment("nim", has_sessions=True)
+    yield Assault(point.name, PLAYED, point.profile, partial(_prepare, "nim", open_sessions))
+
+
+@contextmanager
+def _prepare(
+    function: str, open_it: Callable[..., AbstractContextManager[Ask]], targets: Targets
+) -> Iterator[list[Attack]]:
+    texts = completion_attacks(targets.canary, port=targets.outside["port"])
+    payloads = {name: text for name, text in texts.items() if fits_a_record(text)}
+    settings = {"function": function, "timeout_seconds": TIMEOUT_SECONDS}
+    if function == "nim":
+        settings["interface"] = "gymnasium"
+    with open_it(settings) as ask:
+        yield [
+            Attack(f"{place}: {name}", partial(_ask, ask, *form(text)))
+            for place, form in list_places().items()
+            for name, text in payloads.items()
+            if place == "completion" or "," not in name
+        ]
+
+
+def list_places() -> dict[str, Callable[[str], tuple[str, Any]]]:
+    """Return the places of a hostile text: each makes a completion and metadata of it."""
+    call = TOOL.format(name='"image_zoom_in_tool"', arguments='{"bbox_2d": [0, 0, 900, 900]}')
+    return {
+        "completion": lambda text: (text, _row("1")),
+        "row": lambda text: (f"top left {call}", _row(text)),
+        "name of a tool": lambda text: (_call(text, {"query": "x"}), _row("1")),
+        "argument of a tool": lambda text: (
+            _call("search", {"query": text, "bbox_2d": [text] * 4, "angle": text}),
+            _row("1"),
+        ),
+    }
+
+
+def _row(text: str) -> dict[str, Any]:
+    return {"original": text, "then": text, "options": {"stones": text}}
+
+
+def _call(name: str, arguments: dict[str, Any]) -> str:
+    quoted = orjson.dumps(name).decode(), orjson.dumps(arguments).decode()
+    return TOOL.format(name=quoted[0], arguments=quoted[1])
+
+
+def _ask(ask: Ask, completion: str, metadata: Any) -> str:
+    """Play a turn: its sample may fail, and a reply has nothing of a file."""
+    try:
+        reply = ask(completion, metadata)
+    except (PoisonSample, EpisodeFailed):
+        return HELD
+    except TimeoutError:
+        return "the sample hangs"
+    seen = [secret for secret in SECRETS if secret in reply]
+    return f"the reply holds {seen[0]!r} of a file" if seen else HELD
+
+
+@contextmanager
+def open_function(settings: dict[str, Any]) -> Iterator[Ask]:
+    """Start an environment function, and give what plays a turn."""
+    with tempfile.TemporaryDirectory() as name:
+        pool = EnvironmentPool(build_attacked_run(Path(name), environment=settings))
+        try:
+            yield partial(_play, pool)
+        finally:
+            pool.close()
+
+
+def _play(pool: EnvironmentPool, completion: str, metadata: Any) -> str:
+    answered: Future[str] = Future()
+
+    def take(reply: Future[Any]) -> None:
+        if error := reply.exception():
+            answered.set_exception(error)
+        else:
+            answered.set_result("" if reply.result() is None else reply.result().message.text)
+
+    task = build_task(metadata)
+    turn = ChatMessage.of_text("assistant", completion)
+    pool.request_reply("g0/0", task, [turn], on_reply=take)
+    return answered.result(SECONDS)
+
+
+def build_task(metadata: Any) -> EnvironmentContext:
+    """Return the row of a sample."""
+    message = ChatMessage.of_text("user", "begin")
+    text = orjson.dumps(metadata).decode()
+    return EnvironmentContext(messages=[message], answer="", metadata=text)
+
+
+@contextmanager
+def open_sessions(settings: dict[str, Any]) -> Iterator[Ask]:
+    """Start an environment with sessions, and give what plays one turn of a new session."""
+    with tempfile.TemporaryDirectory() as name:
+        pool = SessionPool(build_attacked_run(Path(name), environment=settings))
+        try:
+            yield partial(play_session, pool)
+        finally:
+            pool.close()
+
+
+def play_session(pool: SessionPool, completion: str, metadata: Any) -> str:
+    """Open a session, play one turn, and return the texts of its replies."""
+    session = pool.session("g0/0", build_task(metadata))
+    try:
+        session.open().result(SECONDS)
+        replies = session.step(completion).result(SECONDS).replies
+    finally:
+        session.close()
+    return "\n".join(reply.message.text for reply in replies)

@@ -1,0 +1,118 @@
+"""A web service on 127.0.0.1 that answers as it should not: what a judge or a reward service could
+send to a reward.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+MARK = "reply:"
+"""What a completion begins with that asks for a reply by name."""
+LARGE = 64 * 1024**2
+CHUNK = b" " * 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A reply; without `pieces` its body is sent as long as the client takes it."""
+
+    body: bytes = b""
+    status: int = 200
+    headers: tuple[tuple[str, str], ...] = ()
+    is_endless: bool = False
+    is_slow: bool = False
+
+
+def _chat(text: str) -> Reply:
+    message = {"role": "assistant", "content": text}
+    return Reply(json.dumps({"choices": [{"message": message}]}).encode())
+
+
+def list_replies(port: int) -> dict[str, Reply]:
+    """Return the replies by what they try; each must fail its sample.
+
+    Args:
+        port: On 127.0.0.1, to which a redirect leads.
+    """
+    bomb = zlib.compress(bytes(LARGE), wbits=31)
+    inner = f"http://127.0.0.1:{port}/latest/meta-data"
+    return {
+        "gzip bomb": Reply(bomb, headers=(("Content-Encoding", "gzip"),)),
+        "gzip bomb without a word": Reply(bomb),
+        "redirect": Reply(status=302, headers=(("Location", inner),)),
+        "redirect that keeps the body": Reply(status=307, headers=(("Location", inner),)),
+        "redirect to a file": Reply(status=301, headers=(("Location", "file:///etc/passwd"),)),
+        "endless body": Reply(is_endless=True),
+        "slow body": Reply(is_slow=True),
+        "headers without end": Reply(headers=tuple((f"X-{n}", "x" * 8000) for n in range(200))),
+        "nothing": Reply(),
+        "no JSON": Reply(b"<html>"),
+        "half of JSON": Reply(b'{"reward": 1'),
+        "no UTF-8": Reply(b'"\xff\xfe"'),
+        "lists in lists": Reply(b"[" * 100_000),
+        "infinity": Reply(b"1e999"),
+        "not a number": Reply(b"NaN"),
+        "a number of a million digits": Reply(b"9" * 1_000_000),
+        "a text": Reply(b'"1"'),
+        "true": Reply(b"true"),
+        "nothing of JSON": Reply(b"null"),
+        "lists": Reply(b"[[[[1]]]]"),
+        "other keys": Reply(b'{"reward": {"reward": 1}}'),
+        "no choice": Reply(b'{"choices": []}'),
+        "choices of another kind": Reply(b'{"choices": {"message": 1}}'),
+        "content of a number": Reply(b'{"choices": [{"message": {"content": 7}}]}'),
+        "score beyond the range": _chat("Score: 11"),
+        "negative score": _chat("Score: -1"),
+        "score that is no number": _chat("Score: nan"),
+        "score of many digits": _chat("Score: " + "9" * 100_000),
+        "verdict in another word": _chat("Verdict: 1; __import__('os')"),
+    }
+
+
+@contextmanager
+def hostile_service(port: int) -> Iterator[str]:
+    """Serve the replies, and give the address."""
+    replies = list_replies(port)
+    ended = threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            text = self.rfile.read(int(self.headers["Content-Length"])).decode()
+            named = (name for name in replies if f"{MARK}{name};" in text)
+            with suppress(OSError):  # the client has left
+                _send(self, replies.get(next(named, ""), Reply(b"0.5")), ended)
+
+        def log_message(self, *_: Any) -> None:
+            return
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        ended.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def _send(handler: BaseHTTPRequestHandler, reply: Reply, ended: threading.Event) -> None:
+    handler.send_response(reply.status)
+    for name, value in reply.headers:
+        handler.send_header(name, value)
+    if not (reply.is_endless or reply.is_slow):
+        handler.send_header("Content-Length", str(len(reply.body)))
+    handler.end_headers()
+    handler.wfile.write(reply.body)
+    for _ in range(LARGE // len(CHUNK) if reply.is_endless else 0):
+        handler.wfile.write(CHUNK)
+    while reply.is_slow and not ended.wait(0.2):
+        handler.wfile.write(b" ")
