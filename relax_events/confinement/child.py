@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, islice
 from typing import Any, Literal
 
 from relax_events.confinement.frames import (
@@ -83,7 +83,7 @@ class ChildLost(Exception):
                 return self.ending
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reply:
     """The answer to a request; `child` identifies the process that gave it."""
 
@@ -209,22 +209,21 @@ class Child:
         self.write()
 
     def _write_frame(self, line: bytes, contents: Sequence[Buffer], number: int) -> None:
-        frame = build_frame(line, contents, number)
-        self._outgoing.extend(memoryview(part).cast("B") for part in frame if len(part))
+        first, *rest = build_frame(line, contents, number)
+        self._outgoing.append(memoryview(first))
+        self._outgoing.extend(memoryview(part).cast("B") for part in rest if len(part))
 
     def write(self) -> None:
         """Write as much as the pipe accepts; that a child died is seen when its answers end."""
         try:
             while self._outgoing:
-                parts = [self._outgoing[index] for index in range(self._num_next_buffers())]
-                self._drop_written(os.writev(self.stdin, parts))
+                self._drop_written(
+                    os.writev(self.stdin, list(islice(self._outgoing, MAX_BUFFERS)))
+                )
         except BlockingIOError:
             return
         except BrokenPipeError:
             self._outgoing.clear()
-
-    def _num_next_buffers(self) -> int:
-        return min(len(self._outgoing), MAX_BUFFERS)
 
     def _drop_written(self, num_bytes: int) -> None:
         while num_bytes:

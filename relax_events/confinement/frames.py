@@ -3,7 +3,7 @@
     4 bytes   length of the head
     8 bytes   length of the contents
     8 bytes   number of the request, which its answer repeats; 0 belongs to no request
-    head      JSON; `content_lengths` lists the lengths of the single contents
+    head      JSON; `content_lengths` lists the lengths of the single contents, if there are any
     contents  bytes
 
 Numbers are little-endian, and lengths checked against a bound before anything of that size is read.
@@ -31,7 +31,7 @@ class InvalidFrame(Exception):
     """A frame is larger than its bound, or its head is not a JSON object with lengths."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Frame:
     """A message as it was read."""
 
@@ -68,11 +68,15 @@ def encode_head(head: Mapping[str, Any], contents: Sequence[Buffer] = ()) -> byt
     Raises:
         TypeError: The head can't be written as JSON.
     """
+    if not contents:
+        return orjson.dumps(head)
     return orjson.dumps({**head, LENGTHS: [memoryview(content).nbytes for content in contents]})
 
 
 def build_frame(line: bytes, contents: Sequence[Buffer], number: int) -> list[Buffer]:
     """Return a frame as buffers to write one after another; the contents are not copied."""
+    if not contents:
+        return [PREFIX.pack(len(line), 0, number) + line]
     num_content_bytes = sum(memoryview(content).nbytes for content in contents)
     return [PREFIX.pack(len(line), num_content_bytes, number) + line, *contents]
 
@@ -85,9 +89,9 @@ def decode_head(line: Buffer, num_content_bytes: int) -> dict[str, Any]:
     """
     try:
         head = orjson.loads(line)
-        if sum(head[LENGTHS]) == num_content_bytes:
-            return dict(head)
-    except (ValueError, TypeError, KeyError):
+        if isinstance(head, dict) and sum(head.get(LENGTHS, ())) == num_content_bytes:
+            return head
+    except (ValueError, TypeError):
         pass
     raise InvalidFrame("a head that is no JSON object with the lengths of its contents")
 
@@ -147,25 +151,32 @@ class FrameReader:
                     self._large = None
                     yield _decode_frame(whole)
             return
-        while (size := self._measure_first()) is not None:
-            frame = bytes(self._buffer[:size])
-            del self._buffer[:size]
-            yield _decode_frame(frame)
+        start = 0
+        while (size := self._measure(start)) is not None:
+            yield _decode_frame(bytes(self._buffer[start : start + size]))
+            start += size
+        del self._buffer[:start]
+        self._expect_large()
 
-    def _measure_first(self) -> int | None:
-        """Return the size of the first frame; None until it is complete."""
-        if len(self._buffer) < PREFIX.size:
+    def _measure(self, start: int) -> int | None:
+        """Return the size of the frame that begins at a position; None until it is complete."""
+        if len(self._buffer) < start + PREFIX.size:
             return None
-        num_head_bytes, num_content_bytes, _ = PREFIX.unpack_from(self._buffer)
+        num_head_bytes, num_content_bytes, _ = PREFIX.unpack_from(self._buffer, start)
         self._limits.check(num_head_bytes, num_content_bytes)
         size: int = PREFIX.size + num_head_bytes + num_content_bytes
-        if len(self._buffer) >= size:
-            return size
+        return size if len(self._buffer) >= start + size else None
+
+    def _expect_large(self) -> None:
+        """Read the rest of a frame that is larger than one read into memory of its size."""
+        if len(self._buffer) < PREFIX.size:
+            return
+        num_head_bytes, num_content_bytes, _ = PREFIX.unpack_from(self._buffer)
+        size = PREFIX.size + num_head_bytes + num_content_bytes
         if size > READ_BYTES:
             self._large, self._num_filled = mmap.mmap(-1, size), len(self._buffer)
             self._large[: self._num_filled] = bytes(self._buffer)
             self._buffer.clear()
-        return None
 
 
 def _decode_frame(frame: bytes | mmap.mmap) -> Frame:

@@ -37,7 +37,7 @@ class Request(Frame):
 
     def split_contents(self) -> list[bytes]:
         """Return the single contents."""
-        bounds = pairwise(accumulate(self.head[LENGTHS], initial=0))
+        bounds = pairwise(accumulate(self.head.get(LENGTHS, ()), initial=0))
         return [self.content[start:end] for start, end in bounds]
 
 

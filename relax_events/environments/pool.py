@@ -146,7 +146,7 @@ class EnvironmentPool:
             if reply.head["reply"] is None
             else process_reply(
                 reply.head["reply"],
-                split_contents(reply.content, reply.head[LENGTHS]),
+                split_contents(reply.content, reply.head.get(LENGTHS, ())),
                 library=library,
                 where=where,
             )

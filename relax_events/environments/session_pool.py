@@ -260,7 +260,7 @@ class SessionPool:
     ) -> tuple[ProcessedReply, ...]:
         if not response["replies"]:
             return ()
-        contents = split_contents(content, response[LENGTHS])
+        contents = split_contents(content, response.get(LENGTHS, ()))
         where = f"{self.name}, sample {session.sample_id}"
 
         def process(library: MediaLibrary) -> tuple[ProcessedReply, ...]:

@@ -11,6 +11,8 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import Qwen2Tokenizer
 
+from relax_events.models.chat_template import OWN_TEMPLATE
+
 NUM_BYTES = 256
 SPECIAL_TOKENS = (
     "<|endoftext|>",
@@ -29,17 +31,6 @@ SPECIAL_TOKENS = (
     "<|audio_pad|>",
 )
 ROLE_PHRASES = ("system\n", "user\n", "assistant\n")
-CHAT_TEMPLATE = (
-    "{%- for message in messages %}{{- '<|im_start|>' + message['role'] + '\n' }}"
-    "{%- if message['content'] is string %}{{- message['content'] }}"
-    "{%- else %}{%- for part in message['content'] %}"
-    "{%- if part['type'] == 'image' %}{{- '<|vision_start|><|image_pad|><|vision_end|>' }}"
-    "{%- elif part['type'] == 'video' %}{{- '<|vision_start|><|video_pad|><|vision_end|>' }}"
-    "{%- elif part['type'] == 'audio' %}{{- '<|audio_start|><|audio_pad|><|audio_end|>' }}"
-    "{%- else %}{{- part['text'] }}{%- endif %}"
-    "{%- endfor %}{%- endif %}{{- '<|im_end|>\n' }}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
-)
 
 
 def train_tokenizer(
@@ -89,7 +80,7 @@ def train_tokenizer(
         ]
     )
     tokenizer.padding_side = "left"
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = OWN_TEMPLATE
     return tokenizer
 
 

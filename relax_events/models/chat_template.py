@@ -20,7 +20,6 @@ from relax_events.confinement import ChildLost, ChildPool, ChildSettings
 from relax_events.confinement.entry_points import CHAT_TEMPLATE
 
 
-
 @dataclass(frozen=True, slots=True)
 class TemplateBounds:
     """What a template may take.
@@ -36,6 +35,20 @@ class TemplateBounds:
     memory_bytes: int = 2 * 1024**3
     render_seconds: float = 20.0
     load_seconds: float = 60.0
+
+
+OWN_TEMPLATE = (
+    "{%- for message in messages %}{{- '<|im_start|>' + message['role'] + '\n' }}"
+    "{%- if message['content'] is string %}{{- message['content'] }}"
+    "{%- else %}{%- for part in message['content'] %}"
+    "{%- if part['type'] == 'image' %}{{- '<|vision_start|><|image_pad|><|vision_end|>' }}"
+    "{%- elif part['type'] == 'video' %}{{- '<|vision_start|><|video_pad|><|vision_end|>' }}"
+    "{%- elif part['type'] == 'audio' %}{{- '<|audio_start|><|audio_pad|><|audio_end|>' }}"
+    "{%- else %}{{- part['text'] }}{%- endif %}"
+    "{%- endfor %}{%- endif %}{{- '<|im_end|>\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+"""The template that this package writes into the tiny models that it makes."""
 
 
 class TemplateProgram(Protocol):

@@ -12,7 +12,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from relax_events.models.chat_template import ConfinedTemplate, TemplateProgram
+from relax_events.models.chat_template import (
+    OWN_TEMPLATE,
+    ConfinedTemplate,
+    TemplateProgram,
+    compile_template,
+)
 from relax_events.regular_files import read_regular_text
 
 if TYPE_CHECKING:
@@ -141,12 +146,13 @@ class FolderTokenizer:
 
 
 def open_template(source: str) -> TemplateProgram:
-    """Return a folder's chat template, which is rendered in a confined process.
+    """Return a folder's chat template, which is rendered in a confined process unless this package
+    wrote it.
 
     Raises:
         TemplateError: It is not a Jinja template.
     """
-    return ConfinedTemplate(source)
+    return compile_template(source) if source == OWN_TEMPLATE else ConfinedTemplate(source)
 
 
 def find_longest_token(vocabulary: Iterable[str]) -> int:

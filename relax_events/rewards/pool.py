@@ -59,7 +59,7 @@ class RewardItem:
     environment_rewards: Sequence[float] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Call:
     """A call of a reward function: the positions of its items, and its request."""
 
