@@ -26,6 +26,7 @@ import numpy as np
 import psutil
 
 from benchmarks.gateway_clients import TURNS
+from relax_events.attacks.gateway_session import open_session
 from relax_events.config import DataConfig
 from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.protocol import GeneratedSample, GenerationRequest
@@ -35,7 +36,6 @@ from relax_events.gateway.graph import path_tokens
 from relax_events.gateway.server import GatewayServer
 from relax_events.gateway.session import Session
 from relax_events.gateway.session_keys import SessionKeys
-from relax_events.attacks.gateway_session import open_session
 from tests.gateway_sessions import spoken_turn
 
 NUM_SESSIONS = 500

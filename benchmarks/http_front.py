@@ -23,13 +23,13 @@ import numpy as np
 import psutil
 
 from benchmarks.gateway import build_renderer
+from relax_events.attacks.gateway_session import open_session
 from relax_events.attacks.http_requests import Target, http_attacks
+from relax_events.attacks.http_sender import send
 from relax_events.engines.protocol import GeneratedSample, GenerationRequest
 from relax_events.gateway.server import GatewayServer
 from relax_events.gateway.session_keys import SessionKeys
-from relax_events.attacks.gateway_session import open_session
 from tests.gateway_sessions import spoken_turn
-from relax_events.attacks.http_sender import send
 
 WINDOW_SECONDS, NUM_PAIRS, NUM_ATTACKERS = 5.0, 3, 4
 START_SECONDS = 3.0

@@ -6,6 +6,7 @@ page is out of date).
 from __future__ import annotations
 
 import json
+import re
 import sys
 import typing
 from collections.abc import Iterable
@@ -23,6 +24,7 @@ from relax_events.algorithms.description import describe_algorithm, installed_al
 from relax_events.config import RunConfig
 from relax_events.config.base import is_derived
 from relax_events.config.session_changes import RULES, Rule
+from relax_events.confinement.entry_points import BOUNDED_POINTS, ENTRY_POINTS, PROGRAM
 from relax_events.controller.metrics import HealthMetrics, RunMetrics, ScaleMetrics
 from relax_events.controller.scaling_bounds import ScalingBounds
 from relax_events.events.schemas import current_schemas
@@ -35,6 +37,9 @@ from relax_events.telemetry.metrics import ErrorMetrics, WorkerMetrics
 from relax_events.topics import TopicPlan
 
 FOLDER = Path(__file__).parent / "reference"
+SECURITY_PAGE = Path(__file__).parent / "explanation" / "security.md"
+ENTRY_POINTS_HEADING = "## Entry points"
+TABLE = re.compile(r"(?<=\n\n)\|.*?(?=\n\n)", re.DOTALL)
 CONVENTIONS = """## Conventions
 
 Where implementations differ, this table gives the choice here and elsewhere. The versions compared are TRL 1.16.0 and one public copy of each other code base.
@@ -85,6 +90,7 @@ def main() -> int:
         "metrics.md": metrics_page(),
         "exit-codes.md": errors_page(),
         "resuming.md": resuming_page(),
+        "../explanation/security.md": security_page(),
     }
     stale = [
         name
@@ -103,6 +109,33 @@ def main() -> int:
     for name in stale:
         (FOLDER / name).write_text(pages[name])
     return 0
+
+
+def security_page() -> str:
+    """The page on security, with the table of entry points as the code has them."""
+    before, heading, section = SECURITY_PAGE.read_text().partition(ENTRY_POINTS_HEADING)
+    return before + heading + TABLE.sub(lambda _: entry_points_table(), section, count=1)
+
+
+def entry_points_table() -> str:
+    """Every place where foreign bytes enter; children of one kind are one row."""
+    rows: dict[tuple[str, str, str], list[str]] = {}
+    for point in ENTRY_POINTS:
+        doors = ", ".join(point.doors)
+        rows.setdefault((doors, f"`{point.profile}`", point.why), []).append(point.name)
+    for bounded in BOUNDED_POINTS:
+        where = "sandbox" if bounded is PROGRAM else "in process"
+        row = ", ".join(bounded.doors), where, bounded.bounds
+        rows.setdefault(row, []).append(bounded.name)
+    lines = [
+        f"| {', '.join(names)} | {doors} | {profile} | {why} |"
+        for (doors, profile, why), names in rows.items()
+    ]
+    head = [
+        "| entry point | what reaches it | confinement | what that rests on |",
+        "|---|---|---|---|",
+    ]
+    return "\n".join([*head, *lines])
 
 
 def config_page() -> str:

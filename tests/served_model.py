@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from engine_requests import tiny_model
-from relax_events.attacks.served_app import serving
 from sglang_servers import BOUNDS
 
+from relax_events.attacks.served_app import serving
 from relax_events.config import EngineConfig, ModelConfig
 from relax_events.http.tls import TlsFiles
 from relax_events.models.adapter_folder import read_adapter_config

@@ -1,5 +1,5 @@
-"""Files that a decoder of images, videos or audio must refuse: of no format, damaged, huge when they
-are unpacked, or naming other files.
+"""Files that a decoder of images, videos or audio must refuse: of no format, damaged, huge when
+they are unpacked, or naming other files.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from relax_events.errors import RelaxError
 HELD = ""
 
 
-class NotPossible(Exception):  # noqa: N818  # no error: the machine lacks what is attacked
+class NotPossible(Exception):  # no error: the machine lacks what is attacked
     """What an assault needs is not installed on this machine, so there is nothing to attack."""
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 BOMBS = {
-    "nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "nested loops": (
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    ),
     "a large text": "{{ ('a' * 10**10) | length }}",
     "a doubled text": (
         "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(60) %}"

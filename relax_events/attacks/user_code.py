@@ -102,4 +102,6 @@ class Session:
         if action == WELL:
             return WELL, 0.0, False, False, {}
         value = act(action)
-        return object() if value is None else value, 0.0, False, False, {}
+        if value is None or not isinstance(value, float):
+            raise ValueError(action)
+        return "read", value, False, False, {}

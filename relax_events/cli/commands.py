@@ -19,7 +19,10 @@ COMMANDS = {
         "relax_events.cli.examples:examples",
         "Write the run files that the package brings, the quickstart's among them.",
     ),
-    "doctor": ("relax_events.cli.run:doctor", "Check everything a run needs, without starting it."),
+    "doctor": (
+        "relax_events.cli.doctor:doctor",
+        "Check everything a run needs, without starting it.",
+    ),
     "plan": (
         "relax_events.cli.plan:plan",
         "Show what a run takes on given devices: memory by worker and part, time of a step.",

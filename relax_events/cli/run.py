@@ -1,8 +1,4 @@
-"""`relax run`, `relax worker` and `relax doctor`.
-
-`relax run`, `relax worker`, `relax doctor`: what a person, a container and a cautious person start
-with.
-"""
+"""`relax run` and `relax worker`: what a person and a container start with."""
 
 from __future__ import annotations
 
@@ -104,31 +100,3 @@ def worker(role: str, config: Path, *overrides: str, index: int | Literal["host"
             starts[first](whole, index=number)
         else:
             host_workers(starts, whole, index=number)
-
-
-def doctor(config: Path, *overrides: str) -> int:
-    """Check all that a run needs without starting it; exit code 6 when something is missing.
-
-    Example: relax doctor configs/quickstart.toml
-
-    Args:
-        config: The run file, TOML.
-        overrides: section.key=value, overrides the run file.
-    """
-    from relax_events.cli.output import print_table
-    from relax_events.config import load_run_config
-    from relax_events.launcher.doctor import run_checks_with_defaults
-
-    findings, derived = run_checks_with_defaults(load_run_config(config, overrides))
-    for finding in findings:
-        print(f"{'ok  ' if finding.is_good else 'FAIL'} {finding.what}: {finding.text}")
-    if derived:
-        print("\nthe run file leaves out, and the run takes:")
-        print_table(
-            ["key", "value", "why"],
-            [
-                [one.key, one.value, f"WARNING: {one.reason}" if one.is_warning else one.reason]
-                for one in derived
-            ],
-        )
-    return 0 if all(finding.is_good for finding in findings) else 6

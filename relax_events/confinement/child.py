@@ -250,6 +250,7 @@ class Child:
         answers = [self._match(frame) for frame in self._reader.frames()]
         if answers:
             self.heard = time.monotonic()
+        if any(request is not None for request, _ in answers):  # no tick: a late child ticks too
             self._restart_clock()
         return answers
 

@@ -163,7 +163,7 @@ PROGRAM = BoundedPoint(
     "program of the model",
     (Door.COMPLETION,),
     "relax_events.sandbox.sandbox",
-    "the sandbox: files, calls, processes, memory, time, and tests in another process",
+    "files, calls, processes, memory and time are limited; tests run in another process",
 )
 PROMPT_RENDERER = BoundedPoint(
     "prompt renderer",

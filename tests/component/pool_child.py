@@ -41,6 +41,9 @@ def main() -> None:
                 held.append(request.number)
             case "renew":
                 served.answer(request.number, {RENEW: REPLACE, "pid": os.getpid()})
+            case "tick":
+                while True:
+                    served.tick()
             case "wait":
                 threading.Event().wait()
             case "exit":

@@ -118,6 +118,11 @@ def test_concurrent_child_that_is_lost_costs_the_culprit_alone(
     assert isinstance(held.result(), Reply)
 
 
+def test_child_that_ticks_is_late_all_the_same(pools: list[ChildPool]) -> None:
+    error = lost(ask(open_pool(pools), "tick", seconds=SHORT_SECONDS))
+    assert error.kind == "late"
+
+
 def test_silent_child_is_lost_before_its_deadline(pools: list[ChildPool]) -> None:
     pool = open_pool(pools, silent_seconds=SHORT_SECONDS)
     error = lost(ask(pool, "wait"))

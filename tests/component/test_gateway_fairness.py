@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from relax_events.attacks.gateway_session import open_session
 from gateway_sessions import spoken_turn
 
+from relax_events.attacks.gateway_session import open_session
 from relax_events.config import DataConfig
 from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.protocol import GeneratedSample, GenerationRequest

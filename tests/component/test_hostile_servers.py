@@ -5,7 +5,6 @@ only.
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 import sys
 import threading
@@ -18,8 +17,8 @@ from typing import Any
 import httpx2
 import orjson
 import pytest
-from websockets.asyncio.server import ServerConnection, serve
 
+from relax_events.attacks.environment_server import HostileServer
 from relax_events.attacks.servers import PIXEL, file_observations, wrong_observations
 from relax_events.engines.protocol import EnvironmentContext
 from relax_events.environments.interfaces.bounded_client import open_bounded_client
@@ -49,49 +48,6 @@ for number in range({num_tools}):
     make(f"tool{{number}}")
 server.run("stdio")
 """
-
-
-class HostileServer:
-    """A server of OpenEnv whose observations and raw messages a test chooses by name."""
-
-    def __init__(self, observations: dict[str, Any]) -> None:
-        self.url, self._observations = "", observations
-        self._ready = threading.Event()
-
-    async def _handle(self, connection: ServerConnection) -> None:
-        async for text in connection:
-            message = orjson.loads(text)
-            if message["type"] == "close":
-                return
-            name = message["data"].get("message", "")
-            if name.startswith("raw "):
-                await connection.send(name.removeprefix("raw "))
-                continue
-            if name == "huge":
-                await connection.send("[" + " " * (60 << 20) + "]")
-                continue
-            observation = self._observations.get(name, {"text": "well"})
-            said = {"type": "observation", "data": {"observation": observation}}
-            await connection.send(json.dumps(said))
-
-    async def _serve(self) -> None:
-        self._end = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
-        async with serve(self._handle, "127.0.0.1", 0, max_size=None) as server:
-            self.url = f"http://127.0.0.1:{next(iter(server.sockets)).getsockname()[1]}"
-            self._ready.set()
-            await self._end.wait()
-
-    @contextmanager
-    def running(self) -> Iterator[str]:
-        thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
-        thread.start()
-        assert self._ready.wait(SECONDS)
-        try:
-            yield self.url
-        finally:
-            self._loop.call_soon_threadsafe(self._end.set)
-            thread.join(SECONDS)
 
 
 def result_of(answer: Future[Any]) -> Any:

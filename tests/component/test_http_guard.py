@@ -17,12 +17,12 @@ import pytest
 import uvicorn
 
 from relax_events.attacks.http_requests import Target, slow_attacks
+from relax_events.attacks.http_sender import send
 from relax_events.deadline import Deadline
 from relax_events.http import server as http_guard
 from relax_events.http.guard import GuardLimits, RequestGuard
 from relax_events.http.identity import BodyBound, Identity, identify_by_token, identity_of
 from relax_events.http.server import build_server_config, open_listener
-from relax_events.attacks.http_sender import send
 
 TOKEN = "of-this-run"
 MAX_BYTES = 1000

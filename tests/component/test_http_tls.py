@@ -15,11 +15,11 @@ from typing import Any, cast
 
 import pytest
 from engine_requests import tiny_model
-from relax_events.attacks.served_app import serving
 from served_model import served
 from sglang_servers import BOUNDS
 from small_settings import small_run
 
+from relax_events.attacks.served_app import serving
 from relax_events.config import EngineConfig, HttpConfig, ModelConfig, RunConfig, SGLangConfig
 from relax_events.controller.api_client import ScaleClient
 from relax_events.controller.api_server import ApiEndpointFile, ApiServer, require_api_port

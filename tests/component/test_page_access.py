@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-from relax_events.attacks.served_app import serving
 
+from relax_events.attacks.served_app import serving
 from relax_events.cli.dashboard import dashboard
 from relax_events.cli.parameters import BrokerOptions
 from relax_events.dashboard.access import LINK_SECONDS, PageAccess

@@ -15,12 +15,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
 
 from relax_events.attacks.completions import completion_attacks
-from relax_events.config import DataConfig
-from relax_events.data.sources import open_source
+from relax_events.attacks.samples import (
+    HONEST,
+    IGNORE_TEXTS,
+    ROWS,
+    TASKS,
+    fill,
+    fits_a_record,
+    generate_samples,
+)
 from relax_events.plugins import REWARDS, list_installed
 
 pytestmark = [pytest.mark.component, pytest.mark.timeout(900)]
@@ -32,114 +38,8 @@ NEED_MORE = {
     "remote_group": "a service",
     "code": "the sandbox, see test_rewards_code.py and escapes.py",
 }
-IGNORE_TEXTS = ("environment",)
-"""Give the environment's rewards, whatever the completion is."""
 DEADLINE_SECONDS = 30.0
 """A text that takes longer is late; the pool ends its process, as this test does."""
-TASKS = [
-    "string_insertion", "spiral_matrix", "binary_matrix", "n_queens", "number_sorting",
-    "countdown", "puzzle24", "simple_integration", "polynomial_multiplication",
-    "bitwise_arithmetic", "spell_backward",
-]  # fmt: skip
-"""Those whose verifiers evaluate a text, and one that compares."""
-PAYLOAD = "PAYLOAD"
-
-
-def case(completion: str, answer: str = "87", metadata: Any = None, **more: Any) -> dict[str, Any]:
-    return {"completion": completion, "answer": answer, "metadata": metadata or {}, **more}
-
-
-def followed(instruction: str, **arguments: Any) -> dict[str, Any]:
-    return {"instruction_id_list": [instruction], "kwargs": [arguments]}
-
-
-FORMED = "<think>a</think><answer>{}</answer>"
-HONEST: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "exact_match": (case("87"), case("86")),
-    "squad_exact_match": (case("<answer>87</answer>"), case("<answer>86</answer>")),
-    "f1": (case("<answer>87</answer>"), case("<answer>86</answer>")),
-    "gsm8k": (case("#### 87"), case("#### 86")),
-    "math": (case(r"\boxed{87}"), case(r"\boxed{86}")),
-    "deepscaler": (case(r"</think>\boxed{87}"), case(r"</think>\boxed{86}")),
-    "dapo_math": (case("Answer: 87"), case("Answer: 86")),
-    "geo3k": (
-        case(r"<think>a</think> \boxed{87}"),
-        case(r"<think>a</think> \boxed{86}"),
-    ),
-    "openr1_multimodal": (case(FORMED.format(87)), case(FORMED.format(86))),
-    "gpqa": (case("Answer: B", "B"), case("Answer: A", "B")),
-    "multiple_choice": (case("<answer>B</answer>", "B"), case("<answer>A</answer>", "B")),
-    "ifeval": (
-        case("a zebra", metadata=followed("keywords:existence", keywords=["zebra"])),
-        case("a", metadata=followed("keywords:existence", keywords=["zebra"])),
-    ),
-    "ifbench": (
-        case("a zebra", metadata=followed("keywords:existence", keywords=["zebra"])),
-        case("a", metadata=followed("keywords:existence", keywords=["zebra"])),
-    ),
-    "environment": (
-        case("a", environment_rewards=[1.0]),
-        case("a", environment_rewards=[0.0]),
-    ),
-    "nim": (
-        case("1", metadata={"options": {"stones": 1}}),
-        case("1", metadata={"options": {"stones": 2}}),
-    ),
-    "deepeyes": (case("<answer>87</answer>"), case("<answer>86</answer>")),
-}
-"""For each reward a right and a wrong sample."""
-ROWS: dict[str, list[Any]] = {
-    "gpqa": [{"correct_letter": PAYLOAD}, {"choices": [PAYLOAD, "b"]}],
-    "ifeval": [
-        followed(PAYLOAD),
-        followed("keywords:existence", keywords=[PAYLOAD]),
-        followed("keywords:frequency", keyword=PAYLOAD, frequency=1, relation="at least"),
-        followed("startend:end_checker", end_phrase=PAYLOAD),
-        followed("language:response_language", language=PAYLOAD),
-    ],
-    "nim": [{"options": {"stones": PAYLOAD}}],
-}
-"""For some rewards metadata with a place for a payload."""
-
-
-def generated(task: str) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
-    """Return a right and a wrong sample of a reasoning-gym task, and rows with a place."""
-    row = open_source(DataConfig(source=f"reasoning_gym:{task}", num_problems=1), seed=3).row(0)
-    metadata = orjson.loads(row.metadata)
-    entry = metadata["entry"]
-    rows = [
-        {**metadata, "entry": {**entry, "answer": PAYLOAD}},
-        {**metadata, "entry": replace_texts(entry)},
-    ]
-    return case(entry["answer"], "", metadata), case("wrong", "", metadata), rows
-
-
-def replace_texts(value: Any) -> Any:
-    if isinstance(value, str):
-        return PAYLOAD
-    if isinstance(value, list):
-        return [replace_texts(part) for part in value]
-    if isinstance(value, dict):
-        return {key: replace_texts(part) for key, part in value.items()}
-    return value
-
-
-def fill(value: Any, payload: str) -> Any:
-    if value == PAYLOAD:
-        return payload
-    if isinstance(value, list):
-        return [fill(part, payload) for part in value]
-    if isinstance(value, dict):
-        return {key: fill(part, payload) for key, part in value.items()}
-    return value
-
-
-def is_json(text: str) -> bool:
-    try:
-        orjson.dumps(text)
-    except orjson.JSONEncodeError:  # a lone surrogate never gets into a record
-        return False
-    return True
 
 
 class Listener:
@@ -226,7 +126,7 @@ def attack(
     payloads = {
         name: text
         for name, text in completion_attacks(canary, port=listener.port).items()
-        if is_json(text)
+        if fits_a_record(text)
     }
     cases = {f"completion: {name}": right | {"completion": text} for name, text in payloads.items()}
     cases |= {f"answer: {name}": right | {"answer": text} for name, text in payloads.items()}
@@ -270,4 +170,4 @@ def test_text_does_nothing_in_a_reward(function: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_text_does_nothing_in_a_generated_task(task: str, tmp_path: Path) -> None:
-    assert attack("reasoning_gym", *generated(task), tmp_path) == {}
+    assert attack("reasoning_gym", *generate_samples(task), tmp_path) == {}

@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
-from io import BytesIO
 from itertools import product
 from pathlib import Path
 
 import pytest
 
+from relax_events.attacks.doors.stored import READERS
 from relax_events.attacks.stores import (
     AFTER_READING,
     BEFORE_READING,
@@ -34,35 +33,6 @@ from relax_events.objects.version_objects import build_version_folder, delete_ob
 KEY = "weights/00000001/files"
 CONTENT = bytes(range(256)) * 40
 PART_BYTES = 1000
-Reader = Callable[[ObjectStore, ObjectRef, Path], Callable[[], bytes]]
-
-
-def read_bytes(store: ObjectStore, reference: ObjectRef, _: Path) -> Callable[[], bytes]:
-    data = store.get(reference)
-    return lambda: data
-
-
-def read_buffer(store: ObjectStore, reference: ObjectRef, _: Path) -> Callable[[], bytes]:
-    data = store.get_buffer(reference)
-    return lambda: bytes(data)
-
-
-def read_file(store: ObjectStore, reference: ObjectRef, folder: Path) -> Callable[[], bytes]:
-    return download(store, reference, folder / "copy").read_bytes
-
-
-def read_stream(store: ObjectStore, reference: ObjectRef, _: Path) -> Callable[[], bytes]:
-    file = BytesIO()
-    store.copy_to(reference, file)
-    return file.getvalue
-
-
-READERS: dict[str, Reader] = {
-    "get": read_bytes,
-    "get_buffer": read_buffer,
-    "download": read_file,
-    "copy_to": read_stream,
-}
 
 
 @pytest.fixture(autouse=True)

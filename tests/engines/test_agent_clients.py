@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from relax_events.attacks.gateway_session import open_session
 from relax_events.config import DataConfig
 from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.protocol import GeneratedSample, GenerationRequest
@@ -23,7 +24,6 @@ from relax_events.gateway.graph import path_tokens
 from relax_events.gateway.server import GatewayServer
 from relax_events.gateway.session import Session
 from relax_events.gateway.session_keys import SessionKeys
-from relax_events.attacks.gateway_session import open_session
 from tests.gateway_sessions import spoken_turn
 
 ROOT = Path(__file__).parents[2]

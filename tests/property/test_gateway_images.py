@@ -17,6 +17,7 @@ from gateway_programs import PROGRAMS, Program, StoredResponsesProgram
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from relax_events.attacks.gateway_session import open_session
 from relax_events.config import DataConfig, MediaConfig
 from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.protocol import GeneratedSample, GenerationRequest
@@ -28,7 +29,6 @@ from relax_events.gateway.session_media import MediaThreads, SessionMedia
 from relax_events.media.library import MediaLibrary
 from relax_events.media.token_layout import MediaLayout
 from relax_events.training.batch.paths import split_paths
-from relax_events.attacks.gateway_session import open_session
 from tests.gateway_sessions import spoken_turn
 from tests.unit.image_model import build_image_model, image_file, image_run
 

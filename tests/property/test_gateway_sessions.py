@@ -16,6 +16,7 @@ from gateway_programs import PROGRAMS, Program, StoredResponsesProgram
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from relax_events.attacks.gateway_session import open_session
 from relax_events.config import DataConfig
 from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.protocol import GeneratedSample, GenerationRequest
@@ -25,7 +26,6 @@ from relax_events.gateway.chat_renderer import ChatRenderer
 from relax_events.gateway.graph import path_tokens
 from relax_events.gateway.sample import build_sample
 from relax_events.gateway.session import Session, SessionLimit
-from relax_events.attacks.gateway_session import open_session
 from tests.gateway_sessions import spoken_turn
 
 TEMPLATE = (

@@ -19,10 +19,11 @@ from relax_events.confinement.entry_points import CHAT_TEMPLATE, MEDIA_DECODER
 from relax_events.errors import EnvironmentProblem, MediaError
 from relax_events.events.parts import Modality
 from relax_events.media.decoder import Decoder
+from relax_events.media.preprocessing import DecodePlan
 from relax_events.models.chat_template import ConfinedTemplate, TemplateBounds
 
 DECODE_SECONDS = 10.0
-BOUNDS = TemplateBounds(render_seconds=4.0, load_seconds=20.0, memory_bytes=512 * 1024**2)
+BOUNDS = TemplateBounds(render_seconds=2.0, load_seconds=5.0, memory_bytes=512 * 1024**2)
 
 
 def reader_assaults() -> Iterator[Assault]:
@@ -43,8 +44,11 @@ def _prepare_files(targets: Targets) -> Iterator[list[Attack]]:
 
 
 def _inspect(decoder: Decoder, content: bytes, modality: Modality) -> str:
+    """The header of an image may be well; then decoding the rest must fail."""
     try:
         facts = decoder.inspect(content, modality, location="attack")
+        plan = DecodePlan((facts.height or 1, facts.width or 1, 3), "uint8")
+        decoder.decode(content, modality, plan, location="attack")
     except (MediaError, EnvironmentProblem):
         return HELD
     return f"the file was taken: {facts}"

@@ -30,7 +30,7 @@ from relax_events.errors import RewardError
 from relax_events.rewards.pool import RewardItem, RewardPool
 from relax_events.rewards.scores import Score
 
-TIMEOUT_SECONDS = 10.0
+TIMEOUT_SECONDS = 20.0
 CHECK_EVERY = 5
 """So many hostile samples stand between two pairs of a right and a wrong one."""
 Result = Score | RewardError

@@ -117,7 +117,7 @@ def redirecting_server(target: str) -> Iterator[str]:
             self.send_header("Content-Length", "0")
             self.end_headers()
 
-        do_POST = do_GET
+        do_POST = do_GET  # noqa: N815  # the library's name
 
         def log_message(self, *_: object) -> None:
             return

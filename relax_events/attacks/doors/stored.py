@@ -11,7 +11,7 @@ from pathlib import Path
 
 from relax_events.attacks.archives import ATTACKS, ArchiveAttack
 from relax_events.attacks.records import RecordAttack, amplifying_records
-from relax_events.attacks.small_export import write_export, read_export
+from relax_events.attacks.small_export import read_export, write_export
 from relax_events.attacks.stores import (
     AFTER_READING,
     BEFORE_READING,

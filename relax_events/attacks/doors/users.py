@@ -1,5 +1,5 @@
-"""Code of a user that fails in every way against the promises that hold for it as well: the worker's
-memory, variables and secrets stay closed, and other samples stay unharmed.
+"""Code of a user that fails in every way against the promises that hold for it as well: the
+worker's memory, variables and secrets stay closed, and other samples stay unharmed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from relax_events.confinement.entry_points import USER_ENVIRONMENT, USER_REWARD,
 from relax_events.errors import EpisodeFailed, PoisonSample
 from relax_events.rewards.pool import RewardPool
 
-TIMEOUT_SECONDS = 3.0
+TIMEOUT_SECONDS = 10.0
 HONEST_REWARD = 0.5
 Open = Callable[[dict[str, Any]], AbstractContextManager[Ask]]
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 
 import ast
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 import relax_events
+from relax_events.attacks.doors import list_assaults
 from relax_events.confinement.entry_points import (
+    BOUNDED_POINTS,
     ENTRY_POINTS,
     USER_ENVIRONMENT,
     USER_REWARD,
     USER_SESSIONS,
+    Door,
     find_environment,
     find_reward,
 )
@@ -62,8 +66,33 @@ def test_only_the_users_own_code_is_trusted() -> None:
     assert find_reward("my_rewards.py:score") is USER_REWARD
 
 
+def test_every_door_of_every_entry_point_is_attacked() -> None:
+    attacked: dict[str, set[Door]] = {}
+    for assault in list_assaults():
+        attacked.setdefault(assault.target, set()).update(assault.doors)
+    points = (*ENTRY_POINTS, *BOUNDED_POINTS)
+    assert {point.name: set(point.doors) - attacked.get(point.name, set()) for point in points} == {
+        point.name: set() for point in points
+    }
+    assert attacked.keys() == {point.name for point in points} | {
+        f"profile {profile}" for profile in Profile
+    }
+    assert {door for doors in attacked.values() for door in doors} == set(Door)
+
+
+def test_names_of_attacks_are_unique() -> None:
+    names = [assault.name for assault in list_assaults()]
+    assert len(set(names)) == len(names)
+
+
+def test_modules_of_bounded_points_exist() -> None:
+    for point in BOUNDED_POINTS:
+        assert find_spec(point.module) is not None
+        assert point.bounds
+
+
 def test_names_are_unique_and_what_is_not_pure_says_why() -> None:
-    names = [point.name for point in ENTRY_POINTS]
+    names = [point.name for point in (*ENTRY_POINTS, *BOUNDED_POINTS)]
     assert len(set(names)) == len(names)
     assert all(point.why for point in ENTRY_POINTS if point.profile is not Profile.PURE)
 
