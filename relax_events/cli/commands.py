@@ -21,7 +21,7 @@ COMMANDS = {
     ),
     "doctor": (
         "relax_events.cli.doctor:doctor",
-        "Check everything a run needs, without starting it.",
+        "Check everything a run needs, or attack this machine's walls.",
     ),
     "plan": (
         "relax_events.cli.plan:plan",

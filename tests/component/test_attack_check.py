@@ -21,6 +21,9 @@ from relax_events.launcher.attack_check import (
 )
 
 
+pytestmark = pytest.mark.component
+
+
 def assault_that(*achieved: str, target: str, part: str = "", missing: str = "") -> Assault:
     @contextmanager
     def prepare(_: Targets) -> Iterator[list[Attack]]:
