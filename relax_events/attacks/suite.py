@@ -12,13 +12,15 @@ files, sockets, processes and memory outside.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from time import monotonic
 
 from relax_events.attacks.targets import Targets, create_targets
+from relax_events.attacks.user_code import SECRETS
 from relax_events.confinement.entry_points import Door
 from relax_events.errors import RelaxError
 
@@ -125,6 +127,18 @@ def _attack(attacks: Iterable[Attack], targets: Targets, made: list[str]) -> Ite
             yield Broken(attack.name, seen)
 
 
+@contextmanager
+def _secrets() -> Iterator[None]:
+    """Have secrets in this process's variables, which no child may get."""
+    added = [name for name in SECRETS if name not in os.environ]
+    os.environ.update(dict.fromkeys(added, "1"))
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
+
+
 def run_suite(
     assaults: Sequence[Assault],
     *,
@@ -139,7 +153,7 @@ def run_suite(
         on_outcome: Called for each outcome, in the order of the assaults.
     """
     outcomes = []
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="attacks") as threads:
+    with _secrets(), ThreadPoolExecutor(num_threads, thread_name_prefix="attacks") as threads:
         for outcome in threads.map(run_assault, assaults):
             on_outcome(outcome)
             outcomes.append(outcome)

@@ -13,7 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-SECRETS = ("AWS_SECRET_ACCESS_KEY", "BROKER_PASSWORD", "SECRET_OF_THE_JUDGE")
+SECRETS = ("AWS_SECRET_ACCESS_KEY", "BROKER_PASSWORD", "RELAX_ATTACK_SECRET")
+"""Variables of a worker that no child may get."""
 WELL = "well"
 
 

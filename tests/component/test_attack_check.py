@@ -20,7 +20,6 @@ from relax_events.launcher.attack_check import (
     door_name,
 )
 
-
 pytestmark = pytest.mark.component
 
 

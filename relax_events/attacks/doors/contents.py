@@ -5,10 +5,11 @@ worker, or of a command, reads itself.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from relax_events.attacks.attacked_run import build_tiny_model
 from relax_events.attacks.doors.stored import bounded_assault
@@ -40,7 +41,8 @@ def _prepare_texts(_: Targets) -> Iterator[list[Attack]]:
     with tempfile.TemporaryDirectory() as name:
         folder = build_tiny_model(Path(name) / "model")
         renderer = PromptRenderer.from_folder(folder, DataConfig(source="jsonl:x"))
-        added = AutoTokenizer.from_pretrained(folder).added_tokens_decoder
+        load: Callable[[Path], Any] = AutoTokenizer.from_pretrained
+        added = load(folder).added_tokens_decoder
         control = {one.content: number for number, one in added.items() if one.special}
         yield [
             Attack(f"{role}: {text!r:.60}", partial(_render, renderer, role, text, control))

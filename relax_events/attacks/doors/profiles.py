@@ -11,7 +11,8 @@ from functools import partial
 from typing import Any
 
 from relax_events.attacks.suite import HELD, Assault, Attack, NotPossible
-from relax_events.attacks.targets import VARIABLE, Targets
+from relax_events.attacks.targets import Targets
+from relax_events.attacks.user_code import SECRETS
 from relax_events.confinement import ChildLost, ChildPool, ChildSettings, Profile
 from relax_events.confinement.entry_points import Door, EntryPoint
 from relax_events.confinement.profiles import describe_missing
@@ -19,16 +20,18 @@ from relax_events.confinement.profiles import describe_missing
 SECONDS = 60.0
 MEMORY_BYTES = 2 * 1024**3
 FALSE = "False"
-ALWAYS = {
+VARIABLES = {"a secret among the own variables": "any(name in os.environ for name in secrets)"}
+"""Refused in every profile. As root a child of profile `program` keeps the right to read other
+processes, which the sandbox needs to count the files of programs; no foreign code runs in it."""
+ALWAYS = VARIABLES | {
     "the worker's memory": "Path(f'/proc/{pid}/mem').open('rb').read(1)",
     "the worker's variables": "any(Path(f'/proc/{pid}/environ').read_bytes())",
-    "the worker's descriptors": "any(os.listdir(f'/proc/{pid}/fd'))",
+    "the worker's descriptors": "os.open(f'/proc/{pid}/fd/1', os.O_WRONLY)",
     "the worker's memory by a call": (
-        "ctypes.CDLL(None, use_errno=True).ptrace(16, pid, None, None) == 0"
+        "ctypes.CDLL(None, use_errno=True).ptrace(0x4206, pid, None, None) == 0"
     ),
-    "a secret among the own variables": "variable in os.environ",
 }
-"""Refused in every profile."""
+"""Refused wherever foreign code could run."""
 CONFINED = {
     "reading a file": "Path(file).read_text()",
     "writing a file": "Path(file).write_text('x')",
@@ -63,7 +66,9 @@ def profile_assaults() -> Iterator[Assault]:
 
 def list_probes(profile: Profile) -> dict[str, str]:
     """Return expressions that a child of a profile must not be able to evaluate."""
-    if profile in (Profile.TRUSTED, Profile.PROGRAM):
+    if profile is Profile.PROGRAM:
+        return VARIABLES
+    if profile is Profile.TRUSTED:
         return ALWAYS
     probes = ALWAYS | CONFINED
     if profile is Profile.NETWORK:
@@ -84,9 +89,8 @@ def _prepare(profile: Profile, targets: Targets) -> Iterator[list[Attack]]:
         "canary": str(targets.canary),
         "pid": os.getpid(),
         "port": outside["port"],
-        "variable": VARIABLE,
+        "secrets": list(SECRETS),
     }
-    os.environ.setdefault(VARIABLE, "1")
     with ChildPool(ChildSettings(entry_point=point, setup=setup)) as pool:
         probes = list_probes(profile)
         yield [

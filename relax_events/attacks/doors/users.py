@@ -4,7 +4,6 @@ worker's memory, variables and secrets stay closed, and other samples stay unhar
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -16,7 +15,7 @@ from relax_events.attacks.doors.rewards import build_item, read_reward
 from relax_events.attacks.samples import make_sample
 from relax_events.attacks.suite import HELD, Assault, Attack
 from relax_events.attacks.targets import Targets
-from relax_events.attacks.user_code import FAILURES, SECRETS, WELL
+from relax_events.attacks.user_code import FAILURES, WELL
 from relax_events.config import RewardConfig
 from relax_events.confinement.entry_points import USER_ENVIRONMENT, USER_REWARD, USER_SESSIONS
 from relax_events.errors import EpisodeFailed, PoisonSample
@@ -43,25 +42,10 @@ def user_assaults() -> Iterator[Assault]:
 
 
 @contextmanager
-def _secrets() -> Iterator[None]:
-    """Have secrets in this process's variables for a while."""
-    before = {name: os.environ.get(name) for name in SECRETS}
-    os.environ.update(dict.fromkeys(SECRETS, "1"))
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-@contextmanager
 def _prepare_reward(_: Targets) -> Iterator[list[Attack]]:
     function = f"{user_code.__file__}:score"
     config = RewardConfig(function=function, timeout_seconds=TIMEOUT_SECONDS, processes=1)
-    with _secrets(), RewardPool(config) as pool:
+    with RewardPool(config) as pool:
         yield [Attack(what, partial(_score, pool, what)) for what in FAILURES]
 
 
@@ -77,7 +61,7 @@ def _score(pool: RewardPool, what: str) -> str:
 def _prepare_environment(
     open_it: Open, settings: dict[str, Any], _: Targets
 ) -> Iterator[list[Attack]]:
-    with _secrets(), open_it(settings | {"timeout_seconds": TIMEOUT_SECONDS}) as ask:
+    with open_it(settings | {"timeout_seconds": TIMEOUT_SECONDS}) as ask:
         yield [Attack(what, partial(_play, ask, what)) for what in FAILURES]
 
 
