@@ -6,7 +6,7 @@
 
 An assault prepares what is attacked once, for all its attacks: the product's own pool of children,
 server, reader or sandbox. An attack says itself what it achieved at the entry point: a better
-score, an answer that it must not get, a request of others that failed. The targets tell the rest:
+score, an answer that it must not get, a request of others that failed. The targets show the rest:
 files, sockets, processes and memory outside.
 """
 

@@ -28,7 +28,7 @@ def doctor(
     Args:
         config: The run file, TOML. With --attack it may be left out.
         overrides: section.key=value, overrides the run file.
-        attack: Attack every place where bytes of strangers enter, on this machine, by hostile
+        attack: Attack every place where untrusted input enters, on this machine, by hostile
             completions, rows, files, replies, requests and records; some minutes, without a broker.
         door: With --attack, only what comes by one door: completion, row, reply, judge-reply,
             media, template, checkpoint, archive, http, record, store or settings.

@@ -18,7 +18,7 @@ from relax_events.errors import ConfigError
 
 STDERR = 2
 REMEDY = (
-    "something of a stranger gets through these walls on this machine: update Relax Events and the "
+    "untrusted input gets through these walls on this machine: update Relax Events and the "
     "kernel, let no run read such data here until then, and report it as SECURITY.md says"
 )
 
@@ -55,8 +55,8 @@ class AttackResult:
         broken = self.broken
         ending = f"{len(broken)} BROKE" if broken else "none broke"
         counted = [f"{self.num_attacks} attacks, {ending}"] if self.num_attacks or broken else []
-        told = [*counted, *(f"not attacked: {reason}" for reason in dict.fromkeys(skipped))]
-        lines = [f"{self.target} ({assault.walls}): {'; '.join(told)}"]
+        texts = [*counted, *(f"not attacked: {reason}" for reason in dict.fromkeys(skipped))]
+        lines = [f"{self.target} ({assault.walls}): {'; '.join(texts)}"]
         lines += [f"     {one['attack']}: {'; '.join(one['seen'])}" for one in broken]
         return "\n".join(lines)
 

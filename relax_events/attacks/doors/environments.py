@@ -56,14 +56,14 @@ def _prepare(
         settings["interface"] = "gymnasium"
     with open_it(settings) as ask:
         yield [
-            Attack(f"{place}: {name}", partial(_ask, ask, *form(text)))
-            for place, form in list_places().items()
+            Attack(f"{position}: {name}", partial(_ask, ask, *form(text)))
+            for position, form in list_forms().items()
             for name, text in payloads.items()
-            if place == "completion" or "," not in name
+            if position == "completion" or "," not in name
         ]
 
 
-def list_places() -> dict[str, Callable[[str], tuple[str, Any]]]:
+def list_forms() -> dict[str, Callable[[str], tuple[str, Any]]]:
     """Return the places of a hostile text: each makes a completion and metadata of it."""
     call = TOOL.format(name='"image_zoom_in_tool"', arguments='{"bbox_2d": [0, 0, 900, 900]}')
     return {
