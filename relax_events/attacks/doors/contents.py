@@ -9,7 +9,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
 
 from relax_events.attacks.attacked_run import build_tiny_model
 from relax_events.attacks.doors.stored import bounded_assault
@@ -41,8 +44,7 @@ def _prepare_texts(_: Targets) -> Iterator[list[Attack]]:
     with tempfile.TemporaryDirectory() as name:
         folder = build_tiny_model(Path(name) / "model")
         renderer = PromptRenderer.from_folder(folder, DataConfig(source="jsonl:x"))
-        load: Callable[[Path], Any] = AutoTokenizer.from_pretrained
-        added = load(folder).added_tokens_decoder
+        added = cast("Any", AutoTokenizer).from_pretrained(folder).added_tokens_decoder
         control = {one.content: number for number, one in added.items() if one.special}
         yield [
             Attack(f"{role}: {text!r:.60}", partial(_render, renderer, role, text, control))
@@ -55,10 +57,11 @@ def _render(renderer: PromptRenderer, role: str, text: str, control: dict[str, i
     """A message, and a reply of an environment, have the control tokens of the template alone."""
     before = [say("user", "abc")]
     ids = set(control.values())
-    for render in (
+    renders: tuple[Callable[[str], NDArray[np.int32]], ...] = (
         lambda content: renderer.prompt_tokens([say(role, content)]),
         lambda content: renderer.reply_tokens(before, say("user", content)),
-    ):
+    )
+    for render in renders:
         tokens = [[one for one in render(each).tolist() if one in ids] for each in ("abc", text)]
         if tokens[0] != tokens[1]:
             return f"control tokens are {tokens[1]}, and of a harmless text {tokens[0]}"
