@@ -60,13 +60,8 @@ class Driver:
 
     def post(self, work: Callable[[], None]) -> None:
         """Run something in the thread."""
-        is_first = not self._inbox
         self._inbox.append(work)
-        if is_first:
-            self._wake()
-
-    def _wake(self) -> None:
-        try:
+        try:  # each time: the thread may have seen an empty inbox just before
             os.write(self._wake_begin, b"\0")
         except BlockingIOError:
             return

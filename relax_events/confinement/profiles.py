@@ -51,6 +51,9 @@ NAME_FILES = (
     "/run/systemd/resolve",
 )
 """What looking up a host and checking its certificate read."""
+HOME_CACHE = os.path.expanduser("~/.cache")  # noqa: PTH111  # which fails without a home
+FONT_CACHE = "matplotlib"
+"""Without its list of fonts the library makes a new one at each import, which takes a second."""
 DNS_PORT = 53
 DEFAULT_PORTS = {"https": 443, "wss": 443, "http": 80, "ws": 80}
 
@@ -109,7 +112,10 @@ class Confinement:
             return
         is_network = self.profile is Profile.NETWORK
         package = str(Path(relax_events.__file__).parent)
-        readable = (*SYSTEM_FOLDERS, *SYSTEM_FILES, *DEVICES, *list_interpreter_folders(), package)
+        readable = (
+            *(*SYSTEM_FOLDERS, *SYSTEM_FILES, *DEVICES, *list_interpreter_folders(), package),
+            str(Path(os.environ.get("XDG_CACHE_HOME") or HOME_CACHE, FONT_CACHE)),
+        )
         landlock.restrict(
             readable=[*readable, *(NAME_FILES if is_network else ()), *self.readable],
             writable=["/dev/null", *self.writable],
