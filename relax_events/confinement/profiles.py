@@ -8,8 +8,9 @@
               other processes
 
 Landlock restricts files and ports, a seccomp filter the rest. Where the kernel lacks one of them,
-the other still holds; `describe_missing` names what is missing. The process of the worker can't be
-read by a child of any profile; see `privileges.hide_process`.
+the other still holds; `describe_missing` names what is missing. A child in which foreign code runs
+can't read the worker; see `privileges.hide_process`. One of profile `program` keeps root's right to
+do so, by which it counts the files of its programs: these run apart, as another user.
 """
 
 from __future__ import annotations

@@ -126,7 +126,8 @@ class RunSession:
             operator = open_admin(self._config, name="run")
             require_rollout_capacity(self._config, read_share_group_size(self._config, operator))
             apply_topics(self._config, operator)
-            publish_schemas(self._config, operator)
+            if self._config.broker.credentials or self._config.broker.username:
+                publish_schemas(self._config, operator)  # which the roles' own users may not
             lag_connection = Connection.from_config(
                 self._config.broker, client_id=f"{self._config.run.id}.lag"
             )
