@@ -15,6 +15,7 @@ import orjson
 from relax_events.attacks.isolation_check import check_isolation
 from relax_events.config import RunConfig
 from relax_events.config.broker_addresses import EMBEDDED
+from relax_events.confinement.profiles import describe_missing
 from relax_events.controller.rollout_capacity import read_share_group_size, require_rollout_capacity
 from relax_events.data.prompt_filter import FunctionFilter, build_length_filter, needs_token_counts
 from relax_events.data.rendering import PromptRenderer
@@ -82,7 +83,7 @@ def run_checks(config: RunConfig) -> list[Finding]:
         "data": prompts.check_data,
         "room": partial(require_context_length, num_rows=NUM_MEASURED, with_generated=True),
         "reward": prompts.check_reward,
-        "walls": check_sandbox,
+        "walls": check_walls,
         "devices": require_devices,
     }
     return [_finding(what, check, config) for what, check in checks.items()]
@@ -168,15 +169,27 @@ def check_dependent_runs(config: RunConfig) -> str:
     )
 
 
-def check_sandbox(config: RunConfig) -> str:
-    """Check the sandbox of programs that the model wrote, where rewards run any: known escapes are
-    tried.
+def check_walls(config: RunConfig) -> str:
+    """Check the sandbox of programs that the model wrote, and say what the kernel lacks to confine
+    verifiers and readers of untrusted files.
     """
+    missing = describe_missing()
+    confinement = (
+        f"this kernel can't restrict {missing} of verifiers and readers of untrusted files; run "
+        "untrusted data on another machine"
+        if missing
+        else "verifiers and readers of untrusted files are confined"
+    )
+    return f"{_check_sandbox(config)}; {confinement}"
+
+
+def _check_sandbox(config: RunConfig) -> str:
+    """Try known escapes from the sandbox, where rewards run programs."""
     options = [
         one.options for one in config.reward.chosen.values() if one.function == PROGRAM_REWARD
     ]
     if not options:
-        return "none needed: no reward runs programs"
+        return "no reward runs programs"
     return check_isolation(
         allow_unprotected=all(one.get("allow_unprotected") is True for one in options)
     )

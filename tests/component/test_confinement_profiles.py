@@ -15,6 +15,7 @@ import pytest
 from relax_events.confinement import ChildLost, ChildPool, ChildSettings, Profile
 from relax_events.confinement.entry_points import Door, EntryPoint
 from relax_events.confinement.profiles import describe_missing, list_ports
+from relax_events.sandbox.inside import landlock, seccomp
 
 Try = Callable[..., str]
 REFUSED = "refused"
@@ -149,3 +150,10 @@ def test_ports_are_those_of_the_addresses_and_of_the_proxies(
     assert list_ports(addresses) == (80, 99, 443, 8000)
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
     assert list_ports(["https://b"]) == (443, 3128)
+
+
+def test_what_the_kernel_can_not_restrict_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(landlock, "version", lambda: 0)
+    assert describe_missing().startswith("files (Landlock")
+    monkeypatch.setattr(seccomp, "ARCHITECTURES", {})
+    assert " and system calls (seccomp" in describe_missing()
