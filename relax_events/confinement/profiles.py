@@ -20,6 +20,7 @@ import os
 import platform
 import resource
 import signal
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -51,7 +52,9 @@ NAME_FILES = (
     "/etc/pki",
     "/run/systemd/resolve",
 )
-"""What looking up a host and checking its certificate read."""
+CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE")
+PACKAGE_FOLDERS = ("site-packages", "dist-packages")
+"""Names of folders of packages: an environment may use those of others, by PYTHONPATH or `.pth`."""
 HOME_CACHE = os.path.expanduser("~/.cache")  # noqa: PTH111  # which fails without a home
 FONT_CACHE = "matplotlib"
 """Without its list of fonts the library makes a new one at each import, which takes a second."""
@@ -115,10 +118,11 @@ class Confinement:
         package = str(Path(relax_events.__file__).parent)
         readable = (
             *(*SYSTEM_FOLDERS, *SYSTEM_FILES, *DEVICES, *list_interpreter_folders(), package),
+            *(path for path in sys.path if Path(path).name in PACKAGE_FOLDERS),
             str(Path(os.environ.get("XDG_CACHE_HOME") or HOME_CACHE, FONT_CACHE)),
         )
         landlock.restrict(
-            readable=[*readable, *(NAME_FILES if is_network else ()), *self.readable],
+            readable=[*readable, *(_list_network_files() if is_network else ()), *self.readable],
             writable=["/dev/null", *self.writable],
             tcp_ports=[*self.ports, DNS_PORT] if is_network else [],
         )
@@ -130,6 +134,12 @@ class Confinement:
                 may_start_processes=False,
                 may_connect=self.profile is Profile.NETWORK,
             )
+
+
+def _list_network_files() -> list[str]:
+    """Return what looking up a host and checking its certificate read."""
+    named = (os.environ.get(name, "") for name in CERTIFICATES)
+    return [*NAME_FILES, *(path for path in named if path)]
 
 
 def list_ports(addresses: Iterable[str]) -> tuple[int, ...]:

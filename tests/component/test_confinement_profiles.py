@@ -157,3 +157,17 @@ def test_what_the_kernel_can_not_restrict_is_named(monkeypatch: pytest.MonkeyPat
     assert describe_missing().startswith("files (Landlock")
     monkeypatch.setattr(seccomp, "ARCHITECTURES", {})
     assert " and system calls (seccomp" in describe_missing()
+
+
+@confined
+def test_pure_child_reads_packages_of_another_environment(
+    try_in: Callable[..., Try], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages = tmp_path / "site-packages"
+    packages.mkdir()
+    (packages / "of_another_environment.py").write_text("VALUE = 'here'\n")
+    (tmp_path / "secret").write_text("of the account")
+    monkeypatch.setenv("PYTHONPATH", str(packages))
+    evaluate = try_in(Profile.PURE)
+    assert evaluate("__import__('of_another_environment').VALUE") == "'here'"
+    assert evaluate("Path(file).read_text()", file=str(tmp_path / "secret")) == REFUSED
