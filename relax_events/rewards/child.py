@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ from relax_events.errors import RelaxError
 from relax_events.rewards import verifiers
 from relax_events.rewards.by_source import RewardRoutes, load_routes
 from relax_events.rewards.code_version import file_stamps
-from relax_events.rewards.scores import BY_TOKEN, BY_TURN, parse_score
+from relax_events.rewards.registry import read_info
+from relax_events.rewards.scores import BY_TOKEN, BY_TURN, EXPLAINS, parse_score
 
 MAX_ERROR_CHARACTERS = 600
 
@@ -109,6 +111,8 @@ class Caller:
         """
         started = time.perf_counter()
         try:
+            if request.get(EXPLAINS):
+                return {"explanation": self._explain(request)}
             value = self._call(request)
         # User code may raise anything, SystemExit too; the parent counts it against this call
         # alone.
@@ -120,6 +124,8 @@ class Caller:
         """Do the same for an `async def`. Its time limit is enforced here, because the parent sees
         only the oldest of several calls.
         """
+        if request.get(EXPLAINS):
+            return self.respond(request)
         started = time.perf_counter()
         clock = asyncio.timeout(self._timeout_seconds)
         try:
@@ -133,6 +139,23 @@ class Caller:
                 else self._failure(error, started)
             )
         return self._success(value, request, started)
+
+    def _explain(self, request: dict[str, Any]) -> list[str | None] | None:
+        """Return answer, location and reason of a reward; None if the function explains none."""
+        metadata = orjson.loads(request["metadata"])
+        loaded: Any = self._routes.reward_for(metadata).function
+        options = loaded.keywords if isinstance(loaded, partial) else {}
+        explain = read_info(getattr(loaded, "func", loaded)).explain
+        if explain is None:
+            return None
+        said = explain(
+            request["completions"][0],
+            answer=request["answer"],
+            metadata=metadata,
+            prompt=request["prompt"],
+            **options,
+        )
+        return [said.answer, said.location, said.why]
 
     def _failure(self, error: BaseException, started: float) -> dict[str, Any]:
         answer = {"error": describe_failure(error), "seconds": time.perf_counter() - started}

@@ -31,7 +31,8 @@ from relax_events.errors import ConfigError, RewardError
 from relax_events.events.immutable import immutable
 from relax_events.rewards.by_source import combine_digests, require_same_form
 from relax_events.rewards.code_version import file_stamps
-from relax_events.rewards.scores import BY_TOKEN, BY_TURN, Score
+from relax_events.rewards.registry import Explanation
+from relax_events.rewards.scores import BY_TOKEN, BY_TURN, EXPLAINS, Score
 
 ASYNC_GRACE_SECONDS = 1.0
 """For a child with several calls in flight, which keeps their deadlines itself."""
@@ -175,6 +176,27 @@ class RewardPool:
                 num_left -= 1
             on_answer()
         return [results[index] for index in range(len(items))]
+
+    def explain(self, item: RewardItem) -> Explanation | None:
+        """Explain the reward of a completion; None if the function explains none.
+
+        Raises:
+            RewardError: The explanation fails, or is late.
+        """
+        call = Call((0,), _build_head([item], ()) | {EXPLAINS: True})
+        pool = self._pools[self._find_profile(call)]
+        try:
+            reply = pool.call(call.head, seconds=self._config.timeout_seconds).result()
+        except ChildLost as lost:
+            text = lost.describe("reward.timeout_seconds")
+            raise RewardError(f"the explanation of {self.name} {text}") from None
+        if "error" in reply.head:
+            raise RewardError(f"the explanation of {self.name} {reply.head['error']}")
+        said = reply.head["explanation"]
+        if said is None:
+            return None
+        answer, location, why = said
+        return Explanation(answer=answer, location=location, why=why)
 
     def close(self) -> None:
         """End all children; running calls are killed."""

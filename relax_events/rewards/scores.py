@@ -10,6 +10,8 @@ from typing import Any
 from relax_events.events.immutable import immutable
 
 TOTAL = "reward"
+EXPLAINS = "explains"
+"""Key of a request that asks for the explanation of a reward."""
 BY_TURN, BY_TOKEN = "turn_rewards", "token_rewards"
 RULE = "it must return a number or a dict of numbers"
 

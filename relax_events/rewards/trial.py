@@ -17,10 +17,7 @@ from relax_events.config.loading import read_value
 from relax_events.errors import ConfigError, RewardError
 from relax_events.rewards.pool import RewardItem, RewardPool
 from relax_events.rewards.registry import (
-    Explanation,
-    check_options,
     find_function,
-    read_info,
     takes_prompt_group,
 )
 from relax_events.rewards.scores import Score
@@ -65,10 +62,6 @@ class RewardTrial(AbstractContextManager["RewardTrial"]):
                     f"{name} scores prompt groups, and this command scores completions one "
                     "by one; use relax rescore"
                 )
-        self._info = read_info(functions[settings.function])
-        self._options = check_options(
-            functions[settings.function], settings.function, settings.options
-        )
         self._pool = RewardPool(settings)
 
     def __exit__(
@@ -94,18 +87,12 @@ class RewardTrial(AbstractContextManager["RewardTrial"]):
         """
         if not isinstance(result, Score):
             return ScoredCompletion(item.sample_id, None, {}, error=str(result))
-        said: Explanation | None = None
-        if self._info.explain is not None and not self._settings.routes:
-            if self._info.prepare is not None:
-                self._info.prepare()
-            said = self._info.explain(
-                item.completion,
-                answer=item.answer,
-                metadata=orjson.loads(item.metadata),
-                prompt=item.prompt,
-                **self._options,
-            )
-        verdict = (said.answer, said.location, said.why) if said else (None, None, None)
+        verdict: tuple[str | None, str | None, str | None] = (None, None, None)
+        try:
+            if not self._settings.routes and (said := self._pool.explain(item)):
+                verdict = said.answer, said.location, said.why
+        except RewardError as error:
+            verdict = None, None, str(error)
         return ScoredCompletion(item.sample_id, result.reward, result.components, None, *verdict)
 
 

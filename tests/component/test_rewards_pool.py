@@ -356,3 +356,28 @@ def test_process_of_a_verifier_is_replaced_after_an_unexpected_error_and_not_aft
         assert isinstance(unexpected, RewardError)
         assert rewards([right]) == [1.0]
         assert pool._pools[Profile.PURE].pids != [before]
+
+
+def test_explanation_of_a_reward_runs_where_the_reward_runs(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import os\n"
+        "from relax_events.rewards.registry import Explanation, reward\n"
+        "def explain(completion, *, answer, metadata, prompt, bonus=0):\n"
+        "    return Explanation(answer=str(os.getpid()), location=metadata['at'], why=str(bonus))\n"
+        "@reward(explain=explain)\n"
+        "def score(completion, *, answer, metadata, prompt, bonus: int = 0):\n"
+        "    return 1.0\n"
+    )
+    config = RewardConfig(
+        function=f"{tmp_path / 'mine.py'}:score", options={"bonus": 3}, processes=1
+    )
+    with RewardPool(config) as pool:
+        said = pool.explain(RewardItem("a", "x", metadata='{"at": "here"}'))
+        assert said is not None
+        assert (said.answer, said.location, said.why) == (
+            str(pool._pools[Profile.TRUSTED].pids[0]),
+            "here",
+            "3",
+        )
+        with pytest.raises(RewardError, match=r"raised KeyError: 'at'"):
+            pool.explain(RewardItem("a", "x"))
