@@ -19,12 +19,15 @@ WELL = "well"
 
 
 def read_parent(what: str) -> str:
-    """Return what can be read of the parent; `refused` if that is nothing, or zeros alone."""
+    """Return whether the parent's memory, or a variable that it was started with, can be `read`,
+    or is `refused`. A process title may stand where the variables were.
+    """
     try:
         with Path(f"/proc/{os.getppid()}/{what}").open("rb") as file:
-            return "read" if any(file.read(4096)) else "refused"
+            content = file.read(1 << 20)
     except OSError:
         return "refused"
+    return "read" if what == "mem" or b"PATH=" in content else "refused"
 
 
 def act(what: str) -> Any:

@@ -25,7 +25,7 @@ VARIABLES = {"a secret among the own variables": "any(name in os.environ for nam
 processes, which the sandbox needs to count the files of programs; no foreign code runs in it."""
 ALWAYS = VARIABLES | {
     "the worker's memory": "Path(f'/proc/{pid}/mem').open('rb').read(1)",
-    "the worker's variables": "any(Path(f'/proc/{pid}/environ').read_bytes())",
+    "the worker's variables": "b'PATH=' in Path(f'/proc/{pid}/environ').read_bytes()",
     "the worker's descriptors": "os.open(f'/proc/{pid}/fd/1', os.O_WRONLY)",
     "the worker's memory by a call": (
         "ctypes.CDLL(None, use_errno=True).ptrace(0x4206, pid, None, None) == 0"
