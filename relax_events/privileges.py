@@ -30,7 +30,17 @@ def hide_process() -> None:
     with contextlib.suppress(OSError):
         fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
         start, end = map(int, fields[ENVIRONMENT_FIELDS])
-        ctypes.memset(start, 0, end - start)
+        first = _find_first_variable(ctypes.string_at(start, end - start))
+        ctypes.memset(start + first, 0, end - start - first)
+
+
+def _find_first_variable(content: bytes) -> int:
+    """Return where variables begin in the memory that they were started in: a process title may
+    stand before them, or have replaced them all.
+    """
+    variables = b"\0" + content
+    places = (variables.find(b"\0" + name + b"=") for name in os.environb)
+    return min((place for place in places if place >= 0), default=len(content))
 
 
 def drop_ptrace() -> None:

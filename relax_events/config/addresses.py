@@ -39,6 +39,8 @@ _REMEDIES = {
     "telemetry.": "give it in the environment, or in a file that the run file names",
     "reward.": "put a token into the environment and name its variable in options.token_variable",
 }
+_FOLDERS_OF_SECRETS = {"broker.credentials"}
+"""Keys with the name of a secret that hold a path."""
 _USUAL_REMEDY = (
     "put the secret into a file or an environment variable that the program or service reads "
     "itself, and only the rest into the run file"
@@ -79,7 +81,7 @@ def secret_in(value: str, *, key: str = "", name: str = "") -> str | None:
         return "an address with a login"
     if _QUERY.search(value):
         return "an address with a secret in its query"
-    return find_secret(value, name=name)
+    return find_secret(value, name="" if ".".join(names) in _FOLDERS_OF_SECRETS else name)
 
 
 def _strings(value: Any, key: str = "", name: str = "") -> Iterator[tuple[str, str, str]]:

@@ -171,3 +171,16 @@ def test_pure_child_reads_packages_of_another_environment(
     evaluate = try_in(Profile.PURE)
     assert evaluate("__import__('of_another_environment').VALUE") == "'here'"
     assert evaluate("Path(file).read_text()", file=str(tmp_path / "secret")) == REFUSED
+
+
+def test_title_of_a_process_stays_when_it_hides_its_variables() -> None:
+    """A title may be longer than the command line, and then stands where the variables were."""
+    title = "a title " + "that is long " * 10
+    program = (
+        "import os, sys\nfrom setproctitle import setproctitle\n"
+        "from relax_events.privileges import hide_process\n"
+        f"setproctitle({title!r})\nhide_process()\n"
+        "sys.stdout.buffer.write(open('/proc/self/cmdline', 'rb').read())\n"
+    )
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert said.stdout.rstrip(b"\0").decode() == title

@@ -58,7 +58,7 @@ class PodRun(Run):
         words = [sys.executable, "-c", PROGRAM, str(self.server.account)]
         with (self.config.run_directory / "log").open("ab") as log:
             return subprocess.Popen(
-                [*words, "worker", "controller", str(self._run_file)],
+                [*words, "worker", "controller", str(self.run_file)],
                 env=environment
                 | {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": port},
                 stdout=log,

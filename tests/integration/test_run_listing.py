@@ -275,7 +275,8 @@ def test_run_that_is_active_or_being_replayed_is_not_deleted(
     assert {
         TopicPlan.parse_entity(name) for name in read_run(connection, replay.run.id).topics
     } == {
-        *(f"control.{name}" for name in ("commands", "evaluations", "prompt-group-outcomes")),
+        *(f"control.{name}" for name in ("audit", "commands", "evaluations")),
+        "control.prompt-group-outcomes",
         *(
             f"control.{kind}.{role}"
             for kind in ("heartbeats", "metrics")

@@ -11,6 +11,7 @@ import pytest
 
 from relax_events.attacks.options import SECRET, SECRET_OPTIONS
 from relax_events.config import load_run_config
+from relax_events.config.addresses import refuse_secret_values
 from relax_events.errors import ConfigError
 
 HEAD = '[run]\nid = "demo"\n[model]\npath = "m"\n[data]\nsource = "jsonl:x"\n'
@@ -262,3 +263,9 @@ def test_token_variable_in_reward_options_is_accepted(tmp_path: Path, override: 
     path = tmp_path / "run.toml"
     path.write_text(HEAD)
     load_run_config(path, re.split(r" (?=reward\.)", override), environment={})
+
+
+def test_folder_of_credentials_is_a_path_and_no_secret() -> None:
+    refuse_secret_values({"broker": {"credentials": "secrets"}})
+    with pytest.raises(ConfigError, match=r"model.credentials holds a secret"):
+        refuse_secret_values({"model": {"credentials": "secrets"}})
