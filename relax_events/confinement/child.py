@@ -127,6 +127,19 @@ class Request:
         self.line = encode_head(self.head, self.contents)
 
 
+@dataclass(slots=True)
+class Received:
+    """What has arrived from a child.
+
+    Attributes:
+        answers: Oldest first, each with its request; None with a message that answers none.
+        loss: Why the child is lost after these answers: the kind, and the beginning of its ending.
+    """
+
+    answers: list[tuple[Request | None, Reply]] = field(default_factory=list)
+    loss: tuple[Kind, str] | None = None
+
+
 class Child:
     """A running child process. Used in the driver's thread only, except `pid` and `number`."""
 
@@ -234,30 +247,29 @@ class Child:
             num_bytes -= len(first)
             self._outgoing.popleft()
 
-    def receive(self) -> list[tuple[Request | None, Reply]] | None:
-        """Read the answers that have arrived, oldest first, each with its request; None if the
-        child is gone.
-
-        Raises:
-            InvalidFrame: A frame is too large or malformed, or answers no request.
-            ChildFailed: The child says that an unexpected error ends it.
-        """
+    def receive(self) -> Received:
+        """Read the answers that have arrived, each with its request."""
         try:
-            if not self._reader.receive(self.stdout):
-                return None
+            is_open = self._reader.receive(self.stdout)
         except BlockingIOError:
-            return []
-        answers = [self._match(frame) for frame in self._reader.frames()]
-        if answers:
+            return Received()
+        received = Received() if is_open else Received(loss=("died", ""))
+        try:
+            for frame in self._reader.frames():
+                if FAILURE in frame.head:
+                    received.loss = ("died", f"{frame.head[FAILURE]}; ")
+                    break
+                received.answers.append(self._match(frame))
+        except InvalidFrame as error:
+            received.loss = ("invalid", str(error))
+        if received.answers:
             self.heard = time.monotonic()
-        if any(request is not None for request, _ in answers):  # no tick: a late child ticks too
-            self._restart_clock()
-        return answers
+        if any(request is not None for request, _ in received.answers):
+            self._restart_clock()  # not at a tick: a late child ticks too
+        return received
 
     def _match(self, frame: Frame) -> tuple[Request | None, Reply]:
         reply = Reply(frame.head, frame.content, self.number)
-        if FAILURE in frame.head:
-            raise ChildFailed(str(frame.head[FAILURE]))
         if frame.number == 0:
             return None, reply
         request = self.requests.pop(frame.number, None)
@@ -330,10 +342,6 @@ class Child:
     def _kill_process_group(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-
-
-class ChildFailed(Exception):
-    """A child said that an unexpected error ends it."""
 
 
 def describe_exit(code: int) -> str:

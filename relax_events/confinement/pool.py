@@ -18,7 +18,6 @@ from typing import Any, Self
 from relax_events.confinement.child import (
     EXIT_SECONDS,
     Child,
-    ChildFailed,
     ChildLost,
     Kind,
     Reply,
@@ -27,7 +26,7 @@ from relax_events.confinement.child import (
 )
 from relax_events.confinement.driver import Driver, find_driver
 from relax_events.confinement.entry_points import EntryPoint
-from relax_events.confinement.frames import Buffer, FrameLimits, InvalidFrame, encode_head
+from relax_events.confinement.frames import Buffer, FrameLimits, encode_head
 from relax_events.confinement.profiles import Confinement, Profile
 from relax_events.confinement.served import (
     IS_CONCURRENT,
@@ -292,22 +291,16 @@ class _PoolState:
     def read_answers(self, child: Child) -> None:
         """See `ChildOwner`."""
         slot = next(slot for slot in self.slots if slot.child is child)
-        try:
-            answers = child.receive()
-        except InvalidFrame as error:
-            self._lose(slot, "invalid", ending=str(error))
-            return
-        except ChildFailed as error:
-            self._lose(slot, "died", ending=f"{error}; ", exit_seconds=EXIT_SECONDS)
-            return
-        if answers is None:
-            self._lose(slot, "died", exit_seconds=EXIT_SECONDS)
-            return
-        for request, reply in answers:
-            if request is None:
-                self._handle_message(slot, child, reply)
-            else:
+        received = child.receive()
+        for request, reply in received.answers:
+            if request is not None:
                 self._finish(slot, child, request, reply)
+            elif child is slot.child:
+                self._handle_message(slot, child, reply)
+        if received.loss is not None and child is slot.child:
+            kind, ending = received.loss
+            exit_seconds = EXIT_SECONDS if kind == "died" else 0.0
+            self._lose(slot, kind, ending=ending, exit_seconds=exit_seconds)
         self._dispatch()
 
     def _deadline(self, child: Child) -> float | None:

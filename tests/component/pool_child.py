@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from relax_events.confinement.frames import PREFIX
+from relax_events.confinement.frames import PREFIX, build_frame, encode_head
 from relax_events.confinement.served import IS_CONCURRENT, MAX_IN_FLIGHT, RENEW, REPLACE, Served
 
 
@@ -55,6 +55,9 @@ def main() -> None:
                 write_answer(served, PREFIX.pack(1 << 31, 0, 1))
             case "noise":
                 write_answer(served, PREFIX.pack(5, 0, 1) + b"noise")
+            case "echo, then noise":
+                echoed = build_frame(encode_head({"said": "echo"}), (), request.number)
+                write_answer(served, b"".join(echoed) + PREFIX.pack(5, 0, 1) + b"noise")
             case "unasked":
                 served.answer(10_000, {})
             case "print":

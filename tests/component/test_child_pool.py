@@ -99,6 +99,15 @@ def test_child_that_dies_or_breaks_the_protocol_costs_its_request(
     assert ask(pool, "echo", text="again").result().head["said"] == "again"
 
 
+def test_answer_before_a_broken_message_counts(pools: list[ChildPool]) -> None:
+    """Both arrive together; the request that runs next is the one that the child is lost with."""
+    pool = open_pool(pools)
+    pool.start()
+    first = ask(pool, "echo, then noise")
+    assert first.result(60).head["said"] == "echo"
+    assert ask(pool, "echo", text="again").result(60).head["said"] == "again"
+
+
 def test_reply_beyond_the_bound_costs_its_request_alone(pools: list[ChildPool]) -> None:
     pool = open_pool(pools, limits=FrameLimits(head_bytes=100_000, content_bytes=100))
     assert lost(ask(pool, "echo", text="x" * 200_000)).kind == "invalid"
